@@ -11,9 +11,9 @@ import time
 import psutil
 
 from benchmarks.report import Row, parser, report
-from ckpt.agent import client
+from ckpt.ipc import client
 from ckpt.settings import read
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from benchmarks.report import Row, forget_peak, parser, peak_bytes, report
 from ckpt import storage
 from ckpt.format.frames import hash_frames
 from ckpt.format.manifest import EXTENT, FRAME, Manifest, TensorSpec
-from ckpt.plan.layout import STAGED_FRAME
+from ckpt.layout.layout import STAGED_FRAME
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.packs import PUTS_MAX
 from ckpt.store.reader import GET_BYTES, GETS_MAX, FrameReader, open_record

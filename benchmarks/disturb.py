@@ -23,10 +23,10 @@ import torch
 
 from benchmarks import peer
 from benchmarks.report import Row, parser, report
-from ckpt.agent.arena import Arena
-from ckpt.agent.peers.sockets import Address
-from ckpt.agent.peers.transport import Frames
-from tests.agent.peers.loop import Node, TurnedLoop
+from ckpt.agent.net.transport import Frames
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import Arena
+from tests.agent.net.loop import Node, TurnedLoop
 
 BAR = 0.03
 GBIT_S = 125e6  # bytes

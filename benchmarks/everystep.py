@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import ckpt
 from benchmarks.report import Row, parser, report
-from tests.session.scripts import ROOT, lines_of, say_line
+from tests.checkpointer.scripts import ROOT, lines_of, say_line
 
 RANKS = 2
 STEP_S = 0.1

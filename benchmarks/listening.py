@@ -23,11 +23,11 @@ import torch
 
 import ckpt
 from benchmarks.report import Row, parser, report
-from tests.notices.fakes import FakeService, serving
-from tests.notices.test_aws import Ec2
-from tests.notices.test_azure import Azure
-from tests.notices.test_gcp import Engine
-from tests.session.runs import agent_status
+from tests.checkpointer.runs import agent_status
+from tests.preemption.fakes import FakeService, serving
+from tests.preemption.test_aws import Ec2
+from tests.preemption.test_azure import Azure
+from tests.preemption.test_gcp import Engine
 
 STEP_US, CORE_PERCENT = 2.0, 0.1
 

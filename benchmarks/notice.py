@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, parser, report
-from ckpt.agent.control import Kind, Word
-from tests.session.scripts import ROOT, lines_of, say_line
+from ckpt.ipc.control_page import Kind, Word
+from tests.checkpointer.scripts import ROOT, lines_of, say_line
 
 NODES = 4
 FLOOR_S = 0.05

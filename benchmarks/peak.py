@@ -25,7 +25,7 @@ import torch
 import ckpt
 from benchmarks.report import Row, forget_peak, parser, peak_bytes, report, resident_bytes, shared_bytes
 from benchmarks.stall import job
-from ckpt.trainer import restore
+from ckpt.trainer.restore import restore
 from tests import ceph, servers
 from tests.servers import Server
 

@@ -28,17 +28,17 @@ import numpy as np
 
 from benchmarks.report import Row as Figure
 from benchmarks.report import parser, report
-from ckpt.agent.arena import Arena
-from ckpt.agent.described import ChunkName
-from ckpt.agent.folding import Folding, Origin
-from ckpt.agent.peers.pull import be_nice
-from ckpt.agent.peers.sockets import Address
-from ckpt.agent.peers.transport import Frames
+from ckpt.agent.net.tcp_receiver import be_nice
+from ckpt.agent.net.transport import Frames
+from ckpt.agent.replication.parity_worker import Folding, Origin
+from ckpt.agent.snapshots.described import ChunkName
 from ckpt.format.frames import frame_hash
 from ckpt.format.parity import Row
-from ckpt.plan.rebuild import Run, Source, Striped
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import Arena
+from ckpt.placement.rebuild import Run, Source, Striped
 from ckpt.types import FRAME_BYTES, Epoch, Identity, Tick
-from tests.agent.peers.loop import Node, TurnedLoop
+from tests.agent.net.loop import Node, TurnedLoop
 
 SPEED_BAR, CPU_BAR = 0.85, 0.4
 PIECE_BYTES = 1 << 20

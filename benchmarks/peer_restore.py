@@ -29,8 +29,8 @@ import ckpt
 from benchmarks import peer, restore
 from benchmarks.report import Row, parser, report, timed
 from benchmarks.stall import job
-from tests.session.scripts import ROOT
-from tests.session.test_one_process import agent_pid
+from tests.checkpointer.scripts import ROOT
+from tests.checkpointer.test_one_process import agent_pid
 
 BAR = 0.8
 

@@ -18,16 +18,16 @@ import numpy as np
 
 from benchmarks.report import Row, median_s, parser, report
 from benchmarks.walk import make_state
-from ckpt.agent.divide import Division, Held, layout_from, make_division
-from ckpt.collector import no_collecting
+from ckpt.agent.snapshots.division import Division, Held, layout_from, make_division
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
-from ckpt.plan.assemble import Blob, Staged, assemble
-from ckpt.plan.division import Hashes, agree, divide, division_id, undivided
-from ckpt.plan.layout import Declaration, Entry, Layout, Share
-from ckpt.plan.reshard import Want, cuts, match
-from ckpt.plan.staging import stage
-from ckpt.trainer.coords import coordinate
-from ckpt.trainer.walk import StateWalker, hash_walk
+from ckpt.gc_pause import no_collecting
+from ckpt.layout.assemble import Blob, Staged, assemble
+from ckpt.layout.division import Hashes, agree, divide, division_id, undivided
+from ckpt.layout.layout import Declaration, Entry, Layout, Share
+from ckpt.layout.reshard import Want, cuts, match
+from ckpt.layout.staging import stage
+from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.state_walk import StateWalker, hash_walk
 from ckpt.types import FRAME_BYTES, Box
 
 BAR_S = 1.5

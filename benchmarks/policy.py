@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.report import Row, parser, report, timed
 from ckpt.policy.adaptive import Adaptive, Chosen
-from ckpt.policy.deciding import decide
 from ckpt.policy.failures import Failure, FailureRate
+from ckpt.policy.interval_solver import decide
 from ckpt.policy.known import Known
 
 STALL_S = 10.0

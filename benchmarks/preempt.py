@@ -28,12 +28,12 @@ import psutil
 
 from benchmarks.report import Row, parser, report
 from tests import servers
-from tests.session import proxy as proxies
-from tests.session.proxy import Proxy
-from tests.session.runs import URL, empty
-from tests.session.scripts import ROOT, Script, torchrun
+from tests.checkpointer import proxy as proxies
+from tests.checkpointer.proxy import Proxy
+from tests.checkpointer.runs import URL, empty
+from tests.checkpointer.scripts import ROOT, Script, torchrun
 
-MODULE = "tests.session.train_script"
+MODULE = "tests.checkpointer.train_script"
 EVERY = 20  # steps: far less than a commit takes, so that one follows on the other
 LEAD_S = 30.0
 

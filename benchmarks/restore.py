@@ -24,7 +24,7 @@ import ckpt
 from benchmarks.memcpy import Pieces, Whole
 from benchmarks.report import Row, parser, report, timed
 from benchmarks.stall import job, sizes
-from ckpt.trainer import restore
+from ckpt.trainer.restore import restore
 
 
 def save(folder: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:

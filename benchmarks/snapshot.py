@@ -20,13 +20,13 @@ import torch
 from benchmarks.memcpy import Pieces, Whole, memfd
 from benchmarks.report import Row, parser, report, timed
 from ckpt.events import Events
-from ckpt.plan.division import undivided
-from ckpt.plan.staging import frame_bytes_for, stage
-from ckpt.trainer.coords import Coordinate
-from ckpt.trainer.copier import CpuCopier
-from ckpt.trainer.lazy import PROOFS
-from ckpt.trainer.snapshot import Snapshotter
-from ckpt.trainer.walk import StateWalker
+from ckpt.layout.division import undivided
+from ckpt.layout.staging import frame_bytes_for, stage
+from ckpt.trainer.snapshot.cpu_copier import CpuCopier
+from ckpt.trainer.snapshot.deferred_copy import PROOFS
+from ckpt.trainer.snapshot.snapshot import Snapshotter
+from ckpt.trainer.state.mesh_coordinate import Coordinate
+from ckpt.trainer.state.state_walk import StateWalker
 
 LAYER_BYTES = 16 << 20
 SMALL_TENSOR_BYTES = 1024

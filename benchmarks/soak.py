@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.report import Row, parser, report
-from ckpt.agent.peers.secret import make
+from ckpt.ipc.secret import make
 from tests.nodes.jobs import Elastic, Ended, check_losses, check_memory
 from tests.nodes.lan import lan, why_not
 from tests.nodes.train import losses

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from benchmarks.report import Row, median_s, parser, report
-from ckpt.trainer import nodes
-from ckpt.trainer.coords import coordinate
-from ckpt.trainer.walk import StateWalker, hash_walk
+from ckpt.trainer.state import state_nodes
+from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.state_walk import StateWalker, hash_walk
 
 
 def make_state(tensors: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def rows_of(tensors: int, repeats: int) -> list[Row]:
     assert not walker.changed(walk)
 
     def encode() -> None:
-        nodes.encode(*walker.values(walk), walk.scan.constants)
+        state_nodes.encode(*walker.values(walk), walk.scan.constants)
 
     pass_ms = 1e3 * median_s(lambda: [t.data_ptr() for t in every], repeats)
     questions: list[tuple[str, str, Callable[[], object]]] = [

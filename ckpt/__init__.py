@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.checkpoint import Checkpoint, TensorInfo
+    from ckpt.checkpointer import Checkpointer, Handle, Restored
     from ckpt.errors import (
         AccessDenied,
         AgentError,
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckpt.events import Event
-    from ckpt.plan.placement import Parity, Replicas
+    from ckpt.placement.placement import Parity, Replicas
     from ckpt.policy.adaptive import Adaptive
-    from ckpt.policy.every import Best, Every, Keep, Limits
+    from ckpt.policy.save_options import Best, Every, Keep, Limits
     from ckpt.reader import Reader, open
-    from ckpt.session import Checkpointer, Handle, Restored
-    from ckpt.trainer.shard import Shard
-    from ckpt.trainer.workers import shield_worker
+    from ckpt.trainer.loop.worker_signals import shield_worker
+    from ckpt.trainer.state.shard import Shard
 
 __version__ = "0.1.0"
 
@@ -42,18 +42,18 @@ _WHERE = {
     "TensorInfo": "ckpt.checkpoint",
     "Reader": "ckpt.reader",
     "open": "ckpt.reader",
-    "Checkpointer": "ckpt.session",
-    "Handle": "ckpt.session",
-    "Restored": "ckpt.session",
-    "Shard": "ckpt.trainer.shard",
-    "shield_worker": "ckpt.trainer.workers",
+    "Checkpointer": "ckpt.checkpointer",
+    "Handle": "ckpt.checkpointer",
+    "Restored": "ckpt.checkpointer",
+    "Shard": "ckpt.trainer.state.shard",
+    "shield_worker": "ckpt.trainer.loop.worker_signals",
     "Adaptive": "ckpt.policy.adaptive",
-    "Best": "ckpt.policy.every",
-    "Every": "ckpt.policy.every",
-    "Keep": "ckpt.policy.every",
-    "Limits": "ckpt.policy.every",
-    "Parity": "ckpt.plan.placement",
-    "Replicas": "ckpt.plan.placement",
+    "Best": "ckpt.policy.save_options",
+    "Every": "ckpt.policy.save_options",
+    "Keep": "ckpt.policy.save_options",
+    "Limits": "ckpt.policy.save_options",
+    "Parity": "ckpt.placement.placement",
+    "Replicas": "ckpt.placement.placement",
     "Event": "ckpt.events",
 }  # everything else is an error class
 

@@ -152,7 +152,7 @@ class Checkpoint:
     @cached_property
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
         """Everything that is stored: also each rank's copy of a tensor, by `name@coordinate`."""
-        from ckpt.store.slabs import chosen, exported_name
+        from ckpt.store.tensor_stream import chosen, exported_name
 
         return _infos({exported_name(spec): spec for spec in chosen(self.record.manifest)}, self.record)
 

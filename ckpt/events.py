@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import is_from_outside
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from ckpt.types import counted
 
 log = logging.getLogger("ckpt")

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt import events
 from ckpt.events import Event, Events, JsonLines
-from ckpt.trainer.receipt import Receipt
+from ckpt.trainer.loop.run_report import Receipt
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
-"""The layers: each imports only what is below it, and a leaf never imports a leaf. Read from the source by ast.
+"""The layers: each package imports only packages below it, and a leaf never imports a leaf. Read from the source by
+ast.
 
-Every import counts, wherever it stands (in a function, too), unless it is for type checkers only.
+Every import counts, wherever it stands: in a function, and for type checkers only, too.
 """
 
 from __future__ import annotations
@@ -14,44 +15,56 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BASE = {"errors", "types", "clock", "cgroups", "collector", "tasks", "events", "settings"}
-LEAVES = {"format", "plan", "policy", "storage", "notices", "predict"}
-BELOW_STORE = BASE | LEAVES
-BELOW_AGENT = BELOW_STORE | {"store"}
-BELOW_TRAINER = BELOW_AGENT | {"agent"}
-BELOW_SESSION = BELOW_TRAINER | {"trainer"}
 
-# What each part may import of the others ("x.y": only that module).
+def below(order: tuple[str, ...], part: str, name: str) -> set[str]:
+    return {f"{part}.{each}" for each in order[order.index(name) + 1 :]}
+
+
+BASE = {"errors", "types", "clock", "cgroups", "gc_pause", "threads", "events", "settings"}
+LEAVES = {"format", "layout", "placement", "policy", "storage", "preemption", "predict"}
+BELOW_STORE = BASE | LEAVES
+BELOW_IPC = BELOW_STORE | {"store"}
+
+# Each imports those after it of its own part, and what its part may import.
+AGENT = (
+    *("node", "observability", "adaptive", "job", "commit", "restore", "replication", "snapshots", "net"),
+    *("preemption", "state", "runtime"),
+)
+TRAINER = ("loop", "restore", "snapshot", "link", "state")
+
+# What each package may import of the others ("x.y": only that module, or that package within one).
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
-    "format": BASE | {"plan.layout"},
-    "plan": BASE | {"format.manifest"},
+    "format": BASE | {"layout.layout"},
+    "layout": BASE | {"format.manifest"},
+    "placement": BASE | {"format.manifest", "layout"},
     "policy": BASE,
     "storage": BASE,
-    "notices": BASE,
+    "preemption": BASE,
     "predict": BASE,
     # And its helpers.
     "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers", "files")},
     "store": BELOW_STORE,
-    "agent": BELOW_AGENT,
-    "trainer": BELOW_TRAINER,
-    "session": BELOW_SESSION,
-    "checkpoint": BELOW_AGENT,
-    "reader": BELOW_AGENT | {"checkpoint"},
-    "integrations": BELOW_SESSION | {"session"},
-    "simulate": BELOW_AGENT,
-    "cli": BELOW_SESSION | {"session", "simulate", "", "backends", "reader", "checkpoint"},
+    "ipc": BELOW_IPC,
+    **{f"agent.{name}": BELOW_IPC | {"ipc"} | below(AGENT, "agent", name) for name in AGENT},
+    **{f"trainer.{name}": BELOW_IPC | {"ipc"} | below(TRAINER, "trainer", name) for name in TRAINER},
+    "agent": set(),  # its __init__.py
+    "trainer": set(),
+    "checkpointer": BELOW_IPC | {"ipc", "trainer"},
+    "checkpoint": BELOW_IPC,
+    "reader": BELOW_IPC | {"checkpoint"},
+    "cli": BELOW_IPC | {"ipc", "agent", "trainer", "checkpointer", "", "backends", "reader", "checkpoint"},
     "__main__": {"cli"},
-    "": BELOW_SESSION | {"session", "reader", "checkpoint"},  # ckpt/__init__.py; only lazily, see below
+    "": BELOW_IPC | {"trainer", "checkpointer", "reader", "checkpoint"},  # ckpt/__init__.py; only lazily, see below
 }
-LAZY_ONLY = {"cli": {"session", "trainer", ""}, "": BELOW_SESSION | {"session", "reader", "checkpoint"}}
+LAZY_ONLY = {"cli": {"checkpointer", "trainer", ""}, "": MAY_IMPORT[""]}
 
-TORCH = {"trainer", "session", "integrations"}
+TORCH = {*(f"trainer.{name}" for name in TRAINER), "checkpointer"}
 # Writing .pt; tensors in the dtype that was saved; ckpt predict train.
 TORCH_IN_FUNCTIONS = {"ckpt/store/export.py", "ckpt/store/tensors.py", "ckpt/predict/training.py"}
 ENVIRONMENT = {
     "ckpt/settings.py",
-    "ckpt/agent/client.py",  # hands the whole environment on to the agent
+    "ckpt/ipc/client.py",  # hands the whole environment on to the agent
     "ckpt/cli/doctor.py",  # says which credentials are set
 }
 UNSAFE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "jsonpickle", "joblib"}
@@ -66,15 +79,20 @@ def sources() -> dict[str, ast.Module]:
 
 
 def part(path: str) -> str:
-    """Which part a file belongs to: "plan", "session", "backends"; "" for ckpt/__init__.py."""
+    """The package that a file belongs to: "layout", "agent.net", "backends"; "" for ckpt/__init__.py."""
     first, *rest = path.removesuffix(".py").split("/")
     if first == "backends":
         return first
-    return "" if rest == ["__init__"] else rest[0]
+    return "" if rest == ["__init__"] else package(rest)
+
+
+def package(names: list[str]) -> str:
+    """That of a module below ckpt, by the names on the way to it."""
+    return ".".join(names[: 2 if names[0] in ("agent", "trainer") and names[1:] != ["__init__"] else 1])
 
 
 def imports(tree: ast.Module, path: str) -> Iterator[tuple[str, bool, int]]:
-    """(module, whether it is imported in a function, line) of each import that runs.
+    """(module, whether it is imported in a function or for type checkers only, line) of each import.
 
     `from a import b` gives a.b where that is a module of ours, or where a is ckpt itself (but for __version__); else a.
     """
@@ -83,6 +101,7 @@ def imports(tree: ast.Module, path: str) -> Iterator[tuple[str, bool, int]]:
     def walk(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[tuple[str, bool, int]]:
         for node in nodes:
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from walk(node.body, True)
                 yield from walk(node.orelse, lazy)
             elif isinstance(node, ast.Import):
                 for alias in node.names:
@@ -119,14 +138,14 @@ def test_each_module_imports_only_what_is_below_it(path):
         if not module.startswith("ckpt."):  # the root itself (its place, its version) is loaded with any part
             continue
         inner = module.removeprefix("ckpt.")
-        theirs = inner.split(".")[0]
+        theirs = package(inner.split("."))
         theirs = theirs if theirs in MAY_IMPORT else ""  # a name that ckpt/__init__.py exports
         if theirs == mine and mine:
             continue
-        allowed = MAY_IMPORT[mine]
-        if theirs not in allowed and inner not in allowed:
+        names = {theirs, theirs.split(".")[0], inner}
+        if not names & MAY_IMPORT[mine]:
             wrong.append(f"line {line}: {module} is not below {mine or 'ckpt'}")
-        elif not lazy and theirs in LAZY_ONLY.get(mine, ()):
+        elif not lazy and names & LAZY_ONLY.get(mine, set()):
             wrong.append(f"line {line}: {module} may be imported only in a function")
     assert not wrong, f"{path}: " + "; ".join(wrong)
 
@@ -149,12 +168,12 @@ def test_the_ranks_talk_to_each_other_only_on_entry():
         (module, path)
         for path, tree in sources().items()
         for module, _, _ in imports(tree, path)
-        if module in ("ckpt.trainer.collective", "torch.distributed")
+        if module in ("ckpt.trainer.link.collective", "torch.distributed")
     }
     assert used == {
-        ("torch.distributed", "ckpt/trainer/collective.py"),
-        ("ckpt.trainer.collective", "ckpt/trainer/entry.py"),
-        ("ckpt.trainer.collective", "ckpt/trainer/restore.py"),
+        ("torch.distributed", "ckpt/trainer/link/collective.py"),
+        ("ckpt.trainer.link.collective", "ckpt/trainer/loop/entry.py"),
+        ("ckpt.trainer.link.collective", "ckpt/trainer/restore/restore.py"),
     }
     wrong = [
         f"{path}:{node.lineno} {ast.unparse(node)}"
@@ -184,7 +203,7 @@ def test_threads_are_started_only_by_tasks():
     for path, tree in sources().items():
         for node in ast.walk(tree):
             used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
-            if path != "ckpt/tasks.py" and any(ast.unparse(each).split(".")[-1] in names for each in used):
+            if path != "ckpt/threads.py" and any(ast.unparse(each).split(".")[-1] in names for each in used):
                 wrong.append(f"{path}:{node.lineno}")
     assert not wrong
 
@@ -216,20 +235,20 @@ def test_the_parts_have_no_import_cycle_through_their_init_files():
 # --- the rules themselves are tried on made-up sources ------------------------------------------------------------
 
 
-def seen(source: str, path: str = "ckpt/plan/made_up.py") -> list[tuple[str, bool]]:
+def seen(source: str, path: str = "ckpt/layout/made_up.py") -> list[tuple[str, bool]]:
     return [(module, lazy) for module, lazy, _ in imports(ast.parse(source), path)]
 
 
 def test_imports_are_found_wherever_they_stand():
     assert seen("import torch.nn as nn, os") == [("torch.nn", False), ("os", False)]
-    assert seen("from ckpt.plan import layout") == [("ckpt.plan.layout", False)]
-    assert seen("from ckpt.plan.layout import Entry") == [("ckpt.plan.layout", False)]
+    assert seen("from ckpt.layout import layout") == [("ckpt.layout.layout", False)]
+    assert seen("from ckpt.layout.layout import Entry") == [("ckpt.layout.layout", False)]
     assert seen("from .layout import Entry\nfrom ..types import Box") == [
-        ("ckpt.plan.layout", False),
+        ("ckpt.layout.layout", False),
         ("ckpt.types", False),
     ]
     assert seen("def f():\n    try:\n        from ckpt import store\n    finally: pass") == [("ckpt.store", True)]
     assert seen("from ckpt import Checkpointer, __version__") == [("ckpt.Checkpointer", False), ("ckpt", False)]
     assert seen("class A:\n    import json") == [("json", False)]
-    assert seen("if TYPE_CHECKING:\n    import torch\nelse:\n    import os") == [("os", False)]
+    assert seen("if TYPE_CHECKING:\n    import torch\nelse:\n    import os") == [("torch", True), ("os", False)]
     assert seen("from . import local", "backends/cloud.py") == [("ckpt.backends.local", False)]

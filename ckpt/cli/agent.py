@@ -41,9 +41,9 @@ def agent(
     """Lend this machine's memory to the run's jobs: a node that trains nothing. Ctrl-C or SIGTERM ends it.
 
     It needs the run's secret, and a job names it with CKPT_PEERS=HOST:PORT."""
-    from ckpt.agent.hosts import domains_here
-    from ckpt.agent.lending import Lend
-    from ckpt.agent.main import lend
+    from ckpt.agent.node.main import lend
+    from ckpt.agent.node.memory_node import Lend
+    from ckpt.ipc.failure_domains import domains_here
     from ckpt.settings import read
     from ckpt.storage import canonical
 
@@ -65,7 +65,7 @@ def agent(
 
 def _secret(named: str | None, usual: Path | None) -> bytes:
     """`named`: by the command line, `usual`: by the environment. Errors: UsageError."""
-    from ckpt.agent.peers.secret import read_file, read_stream
+    from ckpt.ipc.secret import read_file, read_stream
 
     if named == "-":
         return read_stream(sys.stdin.buffer)

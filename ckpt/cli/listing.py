@@ -187,7 +187,7 @@ def _facts(chosen: Checkpoint) -> dict[str, Any]:
 
 
 def _tensors(chosen: Checkpoint, only: list[str]) -> list[dict[str, Any]]:
-    from ckpt.store.slabs import check_globs, matching
+    from ckpt.store.tensor_stream import check_globs, matching
 
     names = matching(chosen.stored_tensors, only)
     check_globs(only, names, f"step {chosen.label}")

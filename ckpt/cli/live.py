@@ -14,12 +14,12 @@ from ckpt.errors import AgentError
 from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
-    from ckpt.agent.client import Connection
+    from ckpt.ipc.client import Connection
 
 
 def find_agent(url: str) -> socket.socket | None:
     """A socket to the agent that serves `url` for this user on this host; None where there is none: none is started."""
-    from ckpt.agent.client import connect_nowait, places
+    from ckpt.ipc.client import connect_nowait, places
     from ckpt.settings import read
     from ckpt.storage import canonical
 
@@ -29,8 +29,8 @@ def find_agent(url: str) -> socket.socket | None:
 @contextmanager
 def talk(sock: socket.socket, hello_s: float = 120.0) -> Iterator[Connection]:
     """Errors: AgentError where it has not answered at all after `hello_s` seconds."""
-    from ckpt.agent.client import Connection
-    from ckpt.tasks import Tasks
+    from ckpt.ipc.client import Connection
+    from ckpt.threads import Tasks
 
     with Tasks("cli") as tasks:
         connection = Connection(

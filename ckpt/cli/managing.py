@@ -12,12 +12,12 @@ import typer
 from ckpt import reader
 from ckpt.cli import live, out
 from ckpt.errors import DamagedData, RunInUse, UsageError
-from ckpt.policy.every import Best, Keep
+from ckpt.policy.save_options import Best, Keep
 from ckpt.storage.names import naming, shown
 from ckpt.types import Identity, counted
 
 if TYPE_CHECKING:
-    from ckpt.agent.client import Connection
+    from ckpt.ipc.client import Connection
     from ckpt.store.prune import PrunePlan, Pruner
     from ckpt.store.run import Run, RunView
 
@@ -92,7 +92,7 @@ def prune(
 def _ask_agent(agent: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """Waits as long as the agent lives: a commit under way ends first, and may take hours. Errors: what the agent
     answers; AgentError where it is gone."""
-    from ckpt.agent.client import body_of
+    from ckpt.ipc.client import body_of
 
     pending = agent.ask("prune", request)
     try:

@@ -35,7 +35,7 @@ from ckpt.types import counted
 if TYPE_CHECKING:
     import psutil
 
-    from ckpt.agent.client import Connection
+    from ckpt.ipc.client import Connection
     from ckpt.store.lineage import CommitRef
     from ckpt.store.run import Run as StoredRun
     from ckpt.types import Epoch, Identity
@@ -256,7 +256,7 @@ def held(url: str, runtime: str) -> frozenset[Identity]:
 
 
 def _agent(url: str, runtime: str, stack: contextlib.ExitStack) -> Connection | None:
-    from ckpt.agent.client import connect_nowait, places
+    from ckpt.ipc.client import connect_nowait, places
     from ckpt.settings import read
     from ckpt.storage import canonical
 

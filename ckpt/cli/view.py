@@ -14,9 +14,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.agent.called import said
-from ckpt.agent.hosts import named
+from ckpt.agent.runtime.node_names import said
 from ckpt.cli import out
+from ckpt.ipc.failure_domains import named
 from ckpt.policy.adaptive import span
 from ckpt.types import counted
 

@@ -23,7 +23,7 @@ from ckpt.errors import AgentError, CkptError, NoCheckpoint, UsageError
 from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
-    from ckpt.agent.client import Connection
+    from ckpt.ipc.client import Connection
 
 EVERY_MIN_S, EVERY_MAX_S = 0.1, 86_400.0
 ANSWER_S = 10.0  # an agent that is at work answers at once
@@ -89,7 +89,7 @@ class Looker:
     def _ask(self) -> dict[str, Any] | None:
         """None: no agent runs. Errors: AgentError, from a TimeoutError where one does not answer; UsageError for a URL
         that is none."""
-        from ckpt.agent.replacing import pid_of
+        from ckpt.ipc.agent_process import pid_of
 
         for _ in range(2):  # one that has ended since is asked again: another may be there
             known = self._agent is not None
@@ -185,8 +185,8 @@ def _launches(status: dict[str, Any]) -> list[str]:
 def _agents(silent: list[int]) -> Iterator[dict[str, Any]]:
     """What each agent of this user on this host says; one that is just ending says nothing. `silent`: gets the
     processes of those that are connected to and do not answer."""
-    from ckpt.agent.client import connect_nowait, places
-    from ckpt.agent.replacing import pid_of
+    from ckpt.ipc.agent_process import pid_of
+    from ckpt.ipc.client import connect_nowait, places
     from ckpt.settings import read
 
     place = places("", read())

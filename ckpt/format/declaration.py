@@ -20,7 +20,7 @@ from ckpt.format.boxes import (
     write_tensors,
 )
 from ckpt.format.columns import Ints, Kind, Reader, Writer
-from ckpt.plan.layout import SEGMENT, STAGED_FRAME, Array, Declaration, Entry, Layout, Part, Share, Staging
+from ckpt.layout.layout import SEGMENT, STAGED_FRAME, Array, Declaration, Entry, Layout, Part, Share, Staging
 from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX
 
 SEGMENTS_MAX = 1 << 21

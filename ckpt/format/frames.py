@@ -14,8 +14,8 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt.errors import CkptError, UsageError
-from ckpt.plan.layout import Array
-from ckpt.tasks import Tasks
+from ckpt.layout.layout import Array
+from ckpt.threads import Tasks
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.plan.layout import Array
+from ckpt.layout.layout import Array
 from ckpt.types import Box, Identity
 
 

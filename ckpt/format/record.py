@@ -30,7 +30,7 @@ from ckpt.format.boxes import (
 )
 from ckpt.format.columns import CAPS, Kind, Reader, Writer
 from ckpt.format.manifest import EXTENT, FRAME, PLACE, RANK_VALUES, VALUES, Codec, Manifest, Record, TensorSpec
-from ckpt.plan.layout import Array
+from ckpt.layout.layout import Array
 from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX, PATH_NAME, Identity
 
 RECORD_BYTES_MAX = CAPS[Kind.RECORD].stored_bytes

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.policy.adaptive import Adaptive, Chosen, Decision
-    from ckpt.policy.deciding import decide
-    from ckpt.policy.every import Best, Every, Keep, Limits
     from ckpt.policy.failures import Failure, FailureRate
+    from ckpt.policy.history import Recalled, merged, recall, remember
     from ckpt.policy.interval import checkfreq_steps, daly, daly_higher, exact, overhead, young
+    from ckpt.policy.interval_solver import decide
     from ckpt.policy.known import Known
     from ckpt.policy.levels import (
         Intervals,
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     )
     from ckpt.policy.predicted import Predicted, predicted_waste, with_predictions
     from ckpt.policy.rates import Change, GammaRate, reconsider
-    from ckpt.policy.remembered import Recalled, merged, recall, remember
-    from ckpt.policy.typical import Typical
+    from ckpt.policy.robust_mean import Typical
+    from ckpt.policy.save_options import Best, Every, Keep, Limits
     from ckpt.policy.uptime import weibull_next, weibull_overhead, weibull_scale, weibull_survival, weibull_times
 
 _WHERE = {
     "Adaptive": "adaptive",
     "Chosen": "adaptive",
     "Decision": "adaptive",
-    "decide": "deciding",
-    "Best": "every",
-    "Every": "every",
-    "Keep": "every",
-    "Limits": "every",
+    "decide": "interval_solver",
+    "Best": "save_options",
+    "Every": "save_options",
+    "Keep": "save_options",
+    "Limits": "save_options",
     "Failure": "failures",
     "FailureRate": "failures",
     "checkfreq_steps": "interval",
@@ -71,11 +71,11 @@ _WHERE = {
     "Change": "rates",
     "GammaRate": "rates",
     "reconsider": "rates",
-    "Recalled": "remembered",
-    "merged": "remembered",
-    "recall": "remembered",
-    "remember": "remembered",
-    "Typical": "typical",
+    "Recalled": "history",
+    "merged": "history",
+    "recall": "history",
+    "remember": "history",
+    "Typical": "robust_mean",
     "weibull_next": "uptime",
     "weibull_overhead": "uptime",
     "weibull_scale": "uptime",

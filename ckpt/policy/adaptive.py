@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt.errors import UsageError
-from ckpt.policy.every import LEAST, MOST, is_limit
 from ckpt.policy.levels import Measured
+from ckpt.policy.save_options import LEAST, MOST, is_limit
 from ckpt.types import counted
 
 LocalBy = Literal["start", "rates", "predictions", "overhead", "step", "replication", "least", "store"]

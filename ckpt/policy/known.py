@@ -15,7 +15,7 @@ from ckpt.errors import UsageError
 from ckpt.policy.failures import DAY_S, PRIORS, Failure, FailureRate
 from ckpt.policy.interval import not_negative, positive
 from ckpt.policy.levels import Measured
-from ckpt.policy.typical import LONG, Typical
+from ckpt.policy.robust_mean import LONG, Typical
 
 COMMIT_S = 60.0  # priors of what a commit takes, and of what it slows training by
 SLOWDOWN = 0.05

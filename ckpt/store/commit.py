@@ -39,12 +39,12 @@ from ckpt.events import Events
 from ckpt.format import record
 from ckpt.format.codecs import CodecOption
 from ckpt.format.manifest import Manifest, Record
-from ckpt.plan.layout import Array
+from ckpt.layout.layout import Array
 from ckpt.storage.contract import Backend, PutMode
 from ckpt.store import keys
+from ckpt.store.dedup import Placing
 from ckpt.store.lineage import CommitRef
 from ckpt.store.packs import PACK_BYTES, Indices, Pace, Packs, Written, pack_keys
-from ckpt.store.placing import Placing
 from ckpt.store.run import in_parallel
 from ckpt.types import Identity
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from ckpt.format import values
 from ckpt.format.manifest import Manifest, TensorSpec
-from ckpt.plan.reshard import Cut
+from ckpt.layout.reshard import Cut
 from ckpt.store import trees
-from ckpt.store.numbers import INTEGERS, Bits, distances, values_of
+from ckpt.store.dtypes import INTEGERS, Bits, distances, values_of
 from ckpt.store.reader import FrameReader, load_values
-from ckpt.store.slabs import check_globs, chosen, cuts_by_want, exported_name, slabs_of, stream
+from ckpt.store.tensor_stream import check_globs, chosen, cuts_by_want, exported_name, slabs_of, stream
 from ckpt.types import FRAME_BYTES
 
 PATHS_MAX = 50

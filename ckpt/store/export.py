@@ -25,10 +25,10 @@ import numpy as np
 from ckpt.errors import StorageError, UsageError
 from ckpt.format.manifest import TensorSpec
 from ckpt.format.safetensors import SafetensorsWriter, TensorHead, check_heads
-from ckpt.plan.reshard import Want
-from ckpt.store.numbers import FLOATS, TARGETS, converted
+from ckpt.layout.reshard import Want
+from ckpt.store.dtypes import FLOATS, TARGETS, converted
 from ckpt.store.reader import FrameReader
-from ckpt.store.slabs import check_globs, exported_name, matching, slabs_of, stream
+from ckpt.store.tensor_stream import check_globs, exported_name, matching, slabs_of, stream
 from ckpt.store.tensors import Named, named
 
 Format = Literal["safetensors", "sharded", "torch"]

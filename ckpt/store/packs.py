@@ -21,10 +21,10 @@ from ckpt.errors import SaveFailed
 from ckpt.format import codecs
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import PLACE, Codec
-from ckpt.plan.layout import Array
+from ckpt.layout.layout import Array
 from ckpt.storage.contract import Backend, Buffer
 from ckpt.store import keys
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from ckpt.types import Identity
 
 PACK_BYTES = 64 << 20

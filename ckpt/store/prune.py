@@ -31,13 +31,13 @@ from typing import Literal, Self
 
 from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
 from ckpt.events import Events
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef, decode_json
 from ckpt.store.reader import open_record
 from ckpt.store.run import Run, RunView, in_parallel
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from ckpt.types import Epoch, Identity, counted
 
 GRACE_S = 900.0

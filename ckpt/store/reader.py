@@ -24,7 +24,7 @@ from ckpt.store import keys
 from ckpt.store.lineage import CommitRef, broken_line
 from ckpt.store.patience import Patience
 from ckpt.store.run import Run, RunView
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from ckpt.types import Identity
 
 T = TypeVar("T")

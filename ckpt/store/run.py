@@ -30,7 +30,7 @@ from ckpt.store.lineage import (
     next_epoch,
 )
 from ckpt.store.patience import Patience
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from ckpt.types import Epoch, Identity
 
 S = TypeVar("S")

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from ckpt.errors import UsageError
 from ckpt.format.manifest import TensorSpec
-from ckpt.plan.alike import alike, first_owners
-from ckpt.plan.gather import apply_cuts
-from ckpt.plan.reshard import Want
-from ckpt.store.numbers import FLOATS, Bits, bits_dtype, exact, values_of
+from ckpt.layout.gather import apply_cuts
+from ckpt.layout.replica_match import alike, first_owners
+from ckpt.layout.reshard import Want
+from ckpt.store.dtypes import FLOATS, Bits, bits_dtype, exact, values_of
 from ckpt.store.reader import FrameReader, load_values
-from ckpt.store.slabs import cuts_by_want, exported_name
+from ckpt.store.tensor_stream import cuts_by_want, exported_name
 from ckpt.types import Box
 
 Part = int | slice | EllipsisType

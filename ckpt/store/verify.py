@@ -15,7 +15,7 @@ from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
 from ckpt.store.reader import FrameReader, each_values, is_missing, missing_pack, open_record
 from ckpt.store.run import Run, RunView, in_parallel
-from ckpt.store.slabs import exported_name
+from ckpt.store.tensor_stream import exported_name
 from ckpt.types import Identity, counted
 
 NAMED_MAX = 20

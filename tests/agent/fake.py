@@ -19,27 +19,27 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.agent import client, wire
-from ckpt.agent.arena import Arena
-from ckpt.agent.control import ControlPage, Kind, Word
-from ckpt.agent.files import FileList
-from ckpt.agent.hosts import domains_here
-from ckpt.agent.nodelist import encode_nodes, leader_of
-from ckpt.agent.notice_sources import Sources
 from ckpt.errors import AgentError, CkptError, from_kind
 from ckpt.format import values
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import VALUES, Manifest
 from ckpt.format.record import decode_manifest
-from ckpt.plan.gather import apply_cuts
-from ckpt.plan.layout import Declaration, Entry, Layout
-from ckpt.plan.reshard import Want, cuts
-from ckpt.plan.staging import stage
+from ckpt.ipc import client, messages
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.control_page import ControlPage, Kind, Word
+from ckpt.ipc.failure_domains import domains_here
+from ckpt.ipc.file_list import FileList
+from ckpt.ipc.node_list import encode_nodes, leader_of
+from ckpt.ipc.notice_sources import Sources
+from ckpt.layout.gather import apply_cuts
+from ckpt.layout.layout import Declaration, Entry, Layout
+from ckpt.layout.reshard import Want, cuts
+from ckpt.layout.staging import stage
 from ckpt.settings import Settings, read, store_environment
-from ckpt.tasks import Flag, Tasks
-from ckpt.trainer.due import Patience
-from ckpt.trainer.files import read as read_files
+from ckpt.threads import Flag, Tasks
+from ckpt.trainer.loop.due_saves import Patience
+from ckpt.trainer.restore.file_reads import read as read_files
 from ckpt.types import Box, Epoch, Identity, Tick
 
 ROWS = 512
@@ -83,7 +83,7 @@ class FakeRank:
         self.slots: dict[int, Arena] = {}
         self.warm: dict[int, str] = {}
         self.declared: dict[int, tuple[int, int]] = {}
-        self.inbox: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[messages.Message | None] = queue.SimpleQueue()
         self.levels: dict[tuple[str, str], tuple[bool, str]] = {}
         self.changed = threading.Condition()
         self.events: list[dict[str, Any]] = []
@@ -163,7 +163,7 @@ class FakeRank:
     def nodes_told(self) -> list[bytes]:
         return [encode_nodes(self.nodes)] if self.nodes else []
 
-    def begin(self, take_over: bool = False) -> wire.Message:
+    def begin(self, take_over: bool = False) -> messages.Message:
         fields: dict[str, Any] = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
         fields["store_env"] = store_environment()
         if self.nodes:
@@ -209,7 +209,7 @@ class FakeRank:
         """That of an agent that has died."""
         page.close()
 
-    def restore(self, decision: wire.Message) -> Identity | None:
+    def restore(self, decision: messages.Message) -> Identity | None:
         """Fetches the candidate into the tensors. Errors: AgentError; DamagedData when no source has a frame."""
         candidate = decision.fields["candidate"]
         self.parent, self.ancestors = decision.fields["parent"], list(decision.fields["ancestors"])
@@ -414,7 +414,7 @@ class FakeRank:
         self.inbox.put(None)
         lost.set()
 
-    def on_message(self, message: wire.Message) -> None:
+    def on_message(self, message: messages.Message) -> None:
         fields = message.fields
         if message.kind in ("region", "frames", "files", "fetched"):
             self.inbox.put(message)
@@ -452,7 +452,7 @@ class FakeRank:
         if word is not None and word not in answered and word.step <= step:
             self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
 
-    def on_arena(self, fields: dict[str, Any], message: wire.Message) -> None:
+    def on_arena(self, fields: dict[str, Any], message: messages.Message) -> None:
         slot = fields["slot"]
         if message.fds:
             if slot in self.slots:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ckpt.agent.arena import Arena
+from ckpt.ipc.arena import Arena
 
 
 class Rank:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from ckpt.agent import wire
+from ckpt.ipc import messages
 
 BACKLOG = 8
 
@@ -39,9 +39,9 @@ def main(mode: str, path: str, lock: str) -> None:
         message = None
         while message is None:  # who only looks whether it takes connections says nothing
             sock, _ = listener.accept()
-            message = wire.receive(sock)
+            message = messages.receive(sock)
         body = {"kind": "other-version", "message": "version 7"}
-        wire.send(sock, {"t": "error", "id": message.fields["id"], **body})
+        messages.send(sock, {"t": "error", "id": message.fields["id"], **body})
         sock.close()
 
 

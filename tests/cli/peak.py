@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ckpt.cli.main import make_app
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from tests.cli.stores import a_run
 
 

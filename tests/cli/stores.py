@@ -20,10 +20,10 @@ from ckpt import storage
 from ckpt.cli.main import main
 from ckpt.format import values
 from ckpt.format.frames import hash_frames
-from ckpt.plan.assemble import Blob, Staged, assemble
-from ckpt.plan.division import division_id, undivided
-from ckpt.plan.layout import Declaration, Entry, Layout
-from ckpt.plan.staging import stage
+from ckpt.layout.assemble import Blob, Staged, assemble
+from ckpt.layout.division import division_id, undivided
+from ckpt.layout.layout import Declaration, Entry, Layout
+from ckpt.layout.staging import stage
 from ckpt.store.commit import Committer
 from ckpt.store.keys import new_writer
 from ckpt.store.lineage import Claim

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.network import run_of
-from ckpt.agent.peers.auth import Dialler, Role, Session
-from ckpt.agent.peers.greeting import dial
-from ckpt.agent.peers.secret import make
-from ckpt.agent.peers.sockets import Address, resolve
+from ckpt.agent.net.dialer import dial
+from ckpt.agent.net.handshake import Dialler, Role, Session
+from ckpt.agent.net.peer_network import run_of
 from ckpt.cli.exits import Exit
 from ckpt.cli.out import parse_size
 from ckpt.errors import UsageError
-from tests.agent.peers.loop import TurnedLoop
+from ckpt.ipc.addresses import Address, resolve
+from ckpt.ipc.secret import make
+from tests.agent.net.loop import TurnedLoop
 from tests.cli.stores import ckpt
 
 HERE = ["--listen", "127.0.0.1:0", "--memory", "1MiB"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt.cli.exits import Exit
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.store.commit import Committer
 from ckpt.store.prune import Pruner
 from ckpt.store.run import Run

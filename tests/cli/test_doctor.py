@@ -10,9 +10,9 @@ import pytest
 from ckpt.cli.doctor import store_problems
 from ckpt.cli.exits import Exit
 from ckpt.storage.probe import Probe
+from tests.checkpointer.proxy import answer, proxy
 from tests.cli.stores import ckpt
 from tests.servers import rclone
-from tests.session.proxy import answer, proxy
 
 
 def test_doctor_tries_the_store_and_leaves_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

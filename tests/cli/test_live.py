@@ -11,11 +11,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.agent import wire
-from ckpt.agent.client import VERSION, places
 from ckpt.errors import CkptError, RunInUse
+from ckpt.ipc import messages
+from ckpt.ipc.client import VERSION, places
 from ckpt.settings import read
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from tests.cli.stores import a_run, begin, ckpt, save
 
 LONG = ("status", "prune")  # requests whose answer may be longer than a message
@@ -39,7 +39,7 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
                         return
 
         def _serve_one(connection: socket.socket) -> bool:
-            while (message := wire.receive(connection)) is not None:
+            while (message := messages.receive(connection)) is not None:
                 if message.kind == "end":
                     return False
                 asked.append(message.fields)
@@ -50,7 +50,7 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
                 else:
                     body = {"t": "reply", **({} if message.kind in LONG else answer)}
                 blobs = [msgpack.packb(answer)] if message.kind in LONG and isinstance(answer, dict) else []
-                wire.send(connection, {**body, "id": message.fields["id"]}, blobs=blobs)
+                messages.send(connection, {**body, "id": message.fields["id"]}, blobs=blobs)
             return True
 
         tasks.start("serve", serve)
@@ -59,7 +59,7 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
         finally:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ending:
                 ending.connect(listening.getsockname())
-                wire.send(ending, {"t": "end"})
+                messages.send(ending, {"t": "end"})
 
 
 def test_preempt_passes_the_deadline_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.store.slabs import AHEAD_BYTES, GET_BYTES, GETS, SLAB_BYTES
+from ckpt.store.tensor_stream import AHEAD_BYTES, GET_BYTES, GETS, SLAB_BYTES
 from tests.cli.stores import begin, save
 
 ROOT = Path(__file__).parents[2]

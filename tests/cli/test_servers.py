@@ -8,9 +8,9 @@ from ckpt import Checkpointer
 from ckpt.store.keys import pack_key
 from ckpt.types import Epoch, Identity, Tick
 from tests import servers
+from tests.checkpointer.loops import make, wait_agent_gone
 from tests.cli.stores import a_run, ckpt, opened
 from tests.servers import Server, start_upload
-from tests.session.loops import make, wait_agent_gone
 
 URL = "s3://bucket/runs/one"
 PACK = pack_key(Identity(Epoch(1, "0" * 16), Tick(5)), "node", "0123456789ab", 0)

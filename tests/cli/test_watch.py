@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.client import places
 from ckpt.cli import view
 from ckpt.cli import watch as watching
 from ckpt.errors import AgentError
+from ckpt.ipc.client import places
 from ckpt.policy.adaptive import span
 from ckpt.settings import read
-from tests.agent import test_agent
 from tests.agent.fake import FakeRank
-from tests.agent.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
+from tests.agent.node import test_agent
+from tests.agent.node.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
 from tests.cli.stores import Said, a_run, begin, ckpt, save
 from tests.cli.test_live import an_agent
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import DamagedData
 from ckpt.format import columns, declaration
-from ckpt.plan.layout import SEGMENT, STAGED_FRAME, Declaration, Entry, Layout, Part, Staging
+from ckpt.layout.layout import SEGMENT, STAGED_FRAME, Declaration, Entry, Layout, Part, Staging
 from ckpt.types import DTYPE_CODE, DTYPES, Box
 
 F32, I64 = DTYPE_CODE["float32"], DTYPE_CODE["int64"]

@@ -10,7 +10,7 @@ import xxhash
 
 from ckpt.errors import UsageError
 from ckpt.format.frames import frame_hash, hash_bytes, hash_frames
-from ckpt.plan.layout import STAGED_FRAME
+from ckpt.layout.layout import STAGED_FRAME
 from tests.threads import without_threads
 
 

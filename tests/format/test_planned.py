@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.format import declaration, record
-from ckpt.plan.assemble import assemble
-from ckpt.plan.division import agree, divide
+from ckpt.layout.assemble import assemble
+from ckpt.layout.division import agree, divide
 from tests.format.test_declaration import assert_equal
-from tests.plan.jobs import random_ranks, random_state, take
+from tests.layout.jobs import random_ranks, random_state, take
 
 
 @settings(max_examples=60)

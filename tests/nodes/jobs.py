@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpointer.scripts import Line, lines_of
 from tests.nodes.lan import HUB_AT, STORE_PORT, Lan, Place
-from tests.session.scripts import Line, lines_of
 
 # A node that is dead is noticed after keep_alive_interval x keep_alive_max_attempt; whoever comes within last_call is
 # of the same round.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpointer.scripts import ROOT
 from tests.nodes import lan as lans
 from tests.nodes.jobs import NO_ANSWER
-from tests.session.scripts import ROOT
 
 
 @pytest.mark.torchrun

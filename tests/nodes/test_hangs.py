@@ -18,7 +18,7 @@ STEPS = 40  # that training has to make beside an agent that hangs: more than a 
 
 
 def agents(place: Place) -> list[int]:
-    return [pid for pid in place.pids() if b"ckpt.agent.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in place.pids() if b"ckpt.agent.node.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def signal_all(pids: list[int], number: signal.Signals) -> None:

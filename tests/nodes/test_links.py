@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.facts import REJOIN_S
-from ckpt.agent.peers.sockets import SILENT_S
+from ckpt.agent.state.job_facts import REJOIN_S
+from ckpt.ipc.addresses import SILENT_S
 from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
 from tests.nodes.lan import Lan
 from tests.nodes.train import losses

@@ -28,9 +28,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.trainer import entry, restore
-from ckpt.trainer.fill import Filler
-from tests.session.scripts import say_line
+from ckpt.trainer.loop import entry
+from ckpt.trainer.restore import restore
+from ckpt.trainer.restore.fill import Filler
+from tests.checkpointer.scripts import say_line
 
 COLUMNS = 256
 

@@ -24,8 +24,8 @@ from ckpt.policy import (
     overhead_first_order,
     with_predictions,
 )
-from ckpt.policy.every import LEAST, MOST, STEPS_APART
-from ckpt.policy.typical import LONG
+from ckpt.policy.robust_mean import LONG
+from ckpt.policy.save_options import LEAST, MOST, STEPS_APART
 
 DAY_S = 86_400.0
 COSTS = ("stall", "commit", "commit_bytes", "step", "step_beside_commit")

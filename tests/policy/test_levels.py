@@ -26,7 +26,7 @@ from ckpt.policy import (
     store_rate,
     young,
 )
-from tests.plan.survival import group_ways, survival
+from tests.placement.survival import group_ways, survival
 from tests.policy import simulated
 
 HOUR = 3600.0

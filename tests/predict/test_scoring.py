@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from ckpt.policy.remembered import SOURCE_NUMBERS_MAX
+from ckpt.policy.history import SOURCE_NUMBERS_MAX
 from ckpt.predict.scoring import LEADS, OUTCOMES_MIN, WINDOW_S, Score, beta_cdf, beta_quantile, merged
 
 DAY_S = 86_400.0

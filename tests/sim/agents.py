@@ -21,18 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.agent import client, wire
-from ckpt.agent.called import Called
-from ckpt.agent.lending import Lend, LendingNode
-from ckpt.agent.network import Network, run_of
-from ckpt.agent.node import Node
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.peers import messages
-from ckpt.agent.peers.sockets import Address
-from ckpt.agent.peers.transport import Frames
-from ckpt.agent.server import Peer, Server
+from ckpt.agent.net import framing
+from ckpt.agent.net.peer_network import Network, run_of
+from ckpt.agent.net.transport import Frames
+from ckpt.agent.node.agent import Node
+from ckpt.agent.node.memory_node import Lend, LendingNode
+from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.node_names import Called
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
+from ckpt.ipc import client, messages
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.node_list import NodeAt
 from ckpt.settings import Settings
 from tests.sim.world import World
 
@@ -70,7 +70,7 @@ class Fabric:
         self.frame_s = 0.01  # that a frame takes from one node to another
         self.starting: dict[int, threading.Condition] = {}
         self._settings = settings
-        self._carried: list[wire.Message] = []
+        self._carried: list[messages.Message] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-sim-")
         self._left, self._right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pids, self._ports = itertools.count(1000), itertools.count(7000)
@@ -83,10 +83,10 @@ class Fabric:
         path.mkdir(exist_ok=True)
         return path
 
-    def carry(self, fields: dict[str, Any], fds: Iterable[int], blobs: Sequence[bytes]) -> wire.Message:
+    def carry(self, fields: dict[str, Any], fds: Iterable[int], blobs: Sequence[bytes]) -> messages.Message:
         """As it arrives at the other end of a Unix socket."""
-        wire.send(self._left, fields, list(fds), blobs)
-        message = wire.receive(self._right)
+        messages.send(self._left, fields, list(fds), blobs)
+        message = messages.receive(self._right)
         assert message is not None
         if message.fds:
             self._carried.append(message)  # it may never arrive
@@ -303,7 +303,7 @@ class SimConnection:
         self,
         agent: Agent,
         pid: int,
-        on_message: Callable[[wire.Message], None],
+        on_message: Callable[[messages.Message], None],
         on_lost: Callable[[str], None],
         role: str = "trainer",
     ) -> None:
@@ -324,7 +324,7 @@ class SimConnection:
 
     def request(
         self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = (), timeout_s: float | None = 120.0
-    ) -> wire.Message:
+    ) -> messages.Message:
         pending = self.ask(kind, fields, fds, blobs)
         try:
             return pending.answer(timeout_s)
@@ -374,7 +374,7 @@ class SimConnection:
 
     # -- at the agent
 
-    def _handle(self, message: wire.Message) -> None:
+    def _handle(self, message: messages.Message) -> None:
         peer, node = self._peer, self.agent.node
         if not peer.open:
             message.close()
@@ -389,7 +389,7 @@ class SimConnection:
 
     # -- at the rank
 
-    def arrived(self, message: wire.Message) -> None:
+    def arrived(self, message: messages.Message) -> None:
         if self._closed:
             message.close()
         elif message.kind in ("reply", "error"):
@@ -522,8 +522,8 @@ class SimChannel:
     def send(self, fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> None:
         if not self.open:
             return
-        assembler, message = messages.Assembler(), None
-        for kind, payload in messages.payloads(fields, blobs):
+        assembler, message = framing.Assembler(), None
+        for kind, payload in framing.payloads(fields, blobs):
             message = assembler.add(kind, bytes(payload))
         assert message is not None
         self._say(lambda: self.far._arrived(message))
@@ -532,7 +532,7 @@ class SimChannel:
         self.send({"t": "reply", "id": request_id, **body}, blobs)
 
     def refuse(self, request_id: int, error: BaseException) -> None:
-        self.send(wire.error_fields(request_id, error))
+        self.send(messages.error_fields(request_id, error))
 
     def close(self) -> None:
         if self.open:
@@ -558,13 +558,13 @@ class SimChannel:
         self._way.send(what)
         world.owner = before
 
-    def _arrived(self, message: wire.Message) -> None:
+    def _arrived(self, message: messages.Message) -> None:
         world = self.agent.world
         world.owner = self.agent
         self.agent.turn(lambda: self._handle(message))
         world.owner = None
 
-    def _handle(self, message: wire.Message) -> None:
+    def _handle(self, message: messages.Message) -> None:
         if not self.open:
             return
         try:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt.agent import wire
-from ckpt.agent.control import ControlPage, Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, NotStaged
-from ckpt.notices.notice import First, Known, Notice
-from ckpt.notices.notice import Word as Told
+from ckpt.ipc import messages
+from ckpt.ipc.control_page import ControlPage, Kind, Place, Word
+from ckpt.preemption.notice import First, Known, Notice
+from ckpt.preemption.notice import Word as Told
 from ckpt.types import Tick
 from tests.agent.fake import FakeRank
 from tests.sim.agents import Fabric, SimConnection
@@ -24,8 +24,8 @@ ASKED_S = 1.0  # how often a machine's owner is
 
 
 class SimRank(FakeRank):
-    """On a thread of the world. `node`: where it is. What it does where its agent dies is what ckpt.trainer.link and
-    ckpt.trainer.parting do."""
+    """On a thread of the world. `node`: where it is. What it does where its agent dies is what ckpt.trainer.link.link
+    and ckpt.trainer.loop.shutdown do."""
 
     def __init__(self, fabric: Fabric, node: int, rank: int, world: int, launch: str) -> None:
         super().__init__(fabric.url, rank, world, launch, fabric.settings(node))
@@ -121,11 +121,11 @@ class SimRank(FakeRank):
             self.connection.close()
 
     def notify(self, kind: str, fields: dict[str, Any], blobs: Any = ()) -> None:
-        """A hint, as ckpt.trainer.link sends it."""
+        """A hint, as ckpt.trainer.link.link sends it."""
         with contextlib.suppress(AgentError):
             super().notify(kind, fields, blobs)
 
-    def on_message(self, message: wire.Message) -> None:
+    def on_message(self, message: messages.Message) -> None:
         if message.kind == "awaited":
             word = Word.unpack(int(message.fields["word"]))
             if word and word not in self.answered and word.place(self.step, self.sub) is not Place.EARLY:
@@ -169,7 +169,7 @@ class SimRank(FakeRank):
         self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
 
     def hold(self, round_: int) -> bool:
-        """The verdict: as ckpt.trainer.parting asks for it."""
+        """The verdict: as ckpt.trainer.loop.shutdown asks for it."""
         self.on_hold("holds")
         while True:
             try:

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.notice_sources import Sources
-from ckpt.notices.notice import Notice
+from ckpt.ipc.notice_sources import Sources
+from ckpt.preemption.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Identity
 from tests.sim.jobs import SimJob, SimRank

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from ckpt.agent.pace import LONG, STEP_S
-from ckpt.notices.notice import Notice
+from ckpt.agent.state.step_timing import LONG, STEP_S
+from ckpt.preemption.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Identity
 from tests.agent import fake

@@ -21,18 +21,18 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.foreseeing import Foreseeing
-from ckpt.agent.lending import Lend
-from ckpt.agent.peers import secret
+from ckpt.agent.adaptive.alarms import Foreseeing
+from ckpt.agent.node.memory_node import Lend
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
 from ckpt.errors import AccessDenied, AgentError
+from ckpt.ipc import secret
 from ckpt.predict import outcomes
 from ckpt.settings import Settings, read
 from ckpt.types import Tick
 from tests.agent import fake
+from tests.agent.adaptive.test_alarms import good
 from tests.agent.nodes.cluster import line
-from tests.agent.test_foreseeing import good
 from tests.sim.agents import Fabric
 from tests.sim.jobs import SimJob, SimRank
 from tests.sim.world import World, each_life, living
@@ -218,7 +218,7 @@ class Life:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fake, "ROWS", 16)
             patch.setattr(outcomes, "WINDOW_S", ALARM_S)
-            patch.setattr("ckpt.agent.memory.free_bytes", self.free_bytes)
+            patch.setattr("ckpt.agent.runtime.memory_plan.free_bytes", self.free_bytes)
             put = MemoryBackend.put
 
             def slow(backend: MemoryBackend, key: str, *given: Any, **named: Any) -> None:

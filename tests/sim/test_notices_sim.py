@@ -24,13 +24,13 @@ from typing import Any
 
 import pytest
 
-import ckpt.notices.cloud
-from ckpt.agent.notice_sources import Sources
-from ckpt.agent.peers import secret
+import ckpt.preemption.detect
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
 from ckpt.errors import CkptError
-from ckpt.notices.notice import Notice
+from ckpt.ipc import secret
+from ckpt.ipc.notice_sources import Sources
+from ckpt.preemption.notice import Notice
 from ckpt.settings import Settings, read
 from ckpt.types import Identity, Tick
 from tests.agent import fake
@@ -247,9 +247,9 @@ def lived(kind: type[Life], seed: int) -> Counter[str]:
     settings = replace(read(), notices="off")
     with living(seed) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake, "ROWS", 4)
-        patch.setattr("ckpt.agent.memory.free_bytes", lambda: 8 << 30)
+        patch.setattr("ckpt.agent.runtime.memory_plan.free_bytes", lambda: 8 << 30)
         life = kind(world, seed, settings)
-        patch.setattr(ckpt.notices.cloud, "listeners", life.listeners)
+        patch.setattr(ckpt.preemption.detect, "listeners", life.listeners)
         put = MemoryBackend.put
 
         def slow(backend: MemoryBackend, *given: Any, **named: Any) -> None:

@@ -24,18 +24,18 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent import relief
-from ckpt.agent.account import Account
-from ckpt.agent.arena import Arena
-from ckpt.agent.chunks import Chunks
-from ckpt.agent.holdings import Inventory
-from ckpt.agent.lending import Lend
-from ckpt.agent.nodes import Nodes
-from ckpt.agent.protection import Protection
+from ckpt.agent.node.memory_node import Lend
+from ckpt.agent.replication.parity_store import Chunks
+from ckpt.agent.replication.replication_manager import Protection
+from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.agent.state import memory_pressure
+from ckpt.agent.state.accounting import Account
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
-from ckpt.plan.groups import Node
-from ckpt.plan.placement import place
+from ckpt.ipc.arena import Arena
+from ckpt.placement.groups import Node
+from ckpt.placement.placement import place
 from ckpt.settings import Settings, read
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent import fake
@@ -208,7 +208,9 @@ class Short(Life):
             self.take_away(job, LENDER)
             seen["lost the lender for good"] += 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
+            patch.setattr(
+                "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
+            )  # it is little beside a large state
             self.until_copies_are_made(job)
         seen["squeezed s"] = round(self.world.now_s - began_s)
         seen[f"{led.group.slots_in_use} slots in the end"] += 1
@@ -330,10 +332,10 @@ class Short(Life):
             patch.setattr(Arena, "close", closes)
             patch.setattr(Chunks, "_forget", forgets)
             patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
-            patch.setattr("ckpt.agent.memory.total_bytes", lambda: relief.RESERVE_PARTS * SLOT)
-            patch.setattr("ckpt.agent.protection.WORK_BYTES", 1 << 16)
-            patch.setattr("ckpt.agent.protection.SCRATCH_BYTES", 1 << 16)
-            patch.setattr("ckpt.agent.making.SCRATCH_BYTES", 1 << 16)
+            patch.setattr("ckpt.agent.runtime.memory_plan.total_bytes", lambda: memory_pressure.RESERVE_PARTS * SLOT)
+            patch.setattr("ckpt.agent.replication.replication_manager.WORK_BYTES", 1 << 16)
+            patch.setattr("ckpt.agent.replication.replication_manager.SCRATCH_BYTES", 1 << 16)
+            patch.setattr("ckpt.agent.replication.rebuild_queue.SCRATCH_BYTES", 1 << 16)
             return super().live(run)
 
 
@@ -385,8 +387,12 @@ def test_copies_are_planned_with_no_memory_that_nodes_keep_free_for_other_proces
         def run() -> Counter[str]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Short, "_room", lambda life, node: 9.5 * SLOT)
-                patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
-                patch.setattr("ckpt.agent.memory.total_bytes", lambda: 5 * SLOT * relief.RESERVE_PARTS)
+                patch.setattr(
+                    "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
+                )  # it is little beside a large state
+                patch.setattr(
+                    "ckpt.agent.runtime.memory_plan.total_bytes", lambda: 5 * SLOT * memory_pressure.RESERVE_PARTS
+                )
                 job = SimJob(life.fabric, (0, 1), life.key, life.options)
                 job.start(1000, lambda rank: life.step_s)
                 world.run(lambda: life.told(job, "local") > 100, LONG_S)
@@ -417,7 +423,9 @@ def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: 
             def run(life: Short = life, world: World = world) -> Counter[str]:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(Short, "_room", lambda life, node: 9.4 * SLOT)
-                    patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
+                    patch.setattr(
+                        "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
+                    )  # it is little beside a large state
                     patch.setattr(SimRank, "train", train)
                     job = SimJob(life.fabric, (0, 1), life.key, life.options)
                     job.start(1000, lambda rank: life.step_s)
@@ -454,7 +462,9 @@ def test_a_state_that_shrinks_leaves_no_memory_in_arenas_that_are_too_large_for_
         def run() -> Counter[str]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Short, "_room", lambda life, node: 7.2 * SLOT)
-                patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
+                patch.setattr(
+                    "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
+                )  # it is little beside a large state
                 patch.setattr(SimRank, "train", train)
                 job = SimJob(life.fabric, (0, 1), life.key, life.options)
                 for rank in job.ranks:
@@ -512,7 +522,7 @@ class Little(Short):
 
     def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)
+            patch.setattr("ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16)
             return super().live(run)
 
 

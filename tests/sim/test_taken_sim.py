@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-import ckpt.notices.cloud
-from ckpt.agent.notice_sources import Sources
-from ckpt.notices.notice import Notice
+import ckpt.preemption.detect
+from ckpt.ipc.notice_sources import Sources
+from ckpt.preemption.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Tick
 from tests.sim.jobs import SimJob, SimListener, SimRank
@@ -45,7 +45,7 @@ class Taken(Life):
 
     def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ckpt.notices.cloud, "listeners", self.listeners)
+            patch.setattr(ckpt.preemption.detect, "listeners", self.listeners)
             return super().live(run)
 
     def ends(self, job: SimJob, number: int, seen: Counter[str]) -> None:

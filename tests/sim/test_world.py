@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from ckpt.agent.control import ControlPage
-from ckpt.tasks import Tasks
+from ckpt.ipc.control_page import ControlPage
+from ckpt.threads import Tasks
 from tests.sim.test_notices_sim import live
 from tests.sim.world import BEGIN_S, Stuck, living
 

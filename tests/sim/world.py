@@ -25,11 +25,11 @@ from typing import Any, Protocol
 
 import pytest
 
-import ckpt.agent.claims
+import ckpt.agent.commit.claims
 import ckpt.store.packs
-import ckpt.tasks
-from ckpt.agent.arena import Arena
-from ckpt.agent.control import ControlPage
+import ckpt.threads
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.control_page import ControlPage
 
 EPOCH_S = 1_800_000_000.0  # Unix time when a world begins
 BEGIN_S = 1000.0  # its monotonic clock then
@@ -293,7 +293,7 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     remember(ControlPage)
     now: Callable[[], float] = lambda: world.now_s  # noqa: E731
     draw = world.rng
-    for condition in (threading.Condition, ckpt.tasks.Condition):
+    for condition in (threading.Condition, ckpt.threads.Condition):
         patch.setattr(condition, "wait", wait_here)
     patch.setattr(threading.Condition, "notify", notify_here)
     patch.setattr(threading.Condition, "notify_all", notify_all_here)
@@ -311,8 +311,8 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(random, "uniform", draw.uniform)
     patch.setattr(random, "sample", draw.sample)
     given = {name: getattr(threading, name) for name in ("Event", "Lock", "current_thread")}
-    patch.setattr(ckpt.tasks, "threading", types.SimpleNamespace(Thread=thread, **given))
-    patch.setattr(ckpt.agent.claims, "threading", types.SimpleNamespace(Lock=lambda: _Lock(world)))
+    patch.setattr(ckpt.threads, "threading", types.SimpleNamespace(Thread=thread, **given))
+    patch.setattr(ckpt.agent.commit.claims, "threading", types.SimpleNamespace(Lock=lambda: _Lock(world)))
     patch.setattr(ckpt.store.packs, "queue", types.SimpleNamespace(SimpleQueue=queue.Queue, Empty=queue.Empty))
 
 
@@ -333,7 +333,7 @@ class _Lock:
 
 
 class _Started:
-    """What `ckpt.tasks` takes for a thread."""
+    """What `ckpt.threads` takes for a thread."""
 
     def __init__(self, world: World, name: str, target: Callable[[], None]) -> None:
         self.name, self._world, self._target = name, world, target

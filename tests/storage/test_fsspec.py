@@ -23,7 +23,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt.backends.any_fsspec import open_fsspec
 from ckpt.errors import AccessDenied, DamagedData, NotFound, RunInUse, StorageError, TransientError, UsageError
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.storage import open as open_store
 from ckpt.storage.names import TEMPORARY
 from ckpt.store.commit import Committer

@@ -17,10 +17,10 @@ from ckpt.errors import StorageError, UsageError
 from ckpt.settings import read
 from ckpt.storage.retry import Retrying
 from tests import servers
+from tests.checkpointer import proxy as proxies
+from tests.checkpointer.proxy import Proxy
+from tests.checkpointer.runs import run
 from tests.servers import Server
-from tests.session import proxy as proxies
-from tests.session.proxy import Proxy
-from tests.session.runs import run
 from tests.storage.certificates import authority
 
 UNSIGNED = "UNSIGNED-PAYLOAD"

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, Record, TensorSpec
-from ckpt.store.numbers import bits_dtype
+from ckpt.store.dtypes import bits_dtype
 from ckpt.store.reader import FrameReader
-from ckpt.store.slabs import slabs_of, stream
+from ckpt.store.tensor_stream import slabs_of, stream
 from ckpt.types import DTYPE_CODE, Box, Epoch, Identity, Tick
 
 Bits = npt.NDArray[Any]

@@ -20,8 +20,8 @@ from ckpt.format.manifest import Record
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.store import keys, packs
 from ckpt.store.commit import Committed, Committer
+from ckpt.store.dedup import Placing
 from ckpt.store.lineage import Claim
-from ckpt.store.placing import Placing
 from ckpt.store.reader import newest_readable, open_record
 from ckpt.store.run import Run
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, same, snapshot

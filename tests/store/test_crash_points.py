@@ -22,7 +22,7 @@ from ckpt.clock import ManualClock
 from ckpt.errors import SaveFailed, TransientError
 from ckpt.events import Event, Events
 from ckpt.format.manifest import Record
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.storage.retry import Retrying
 from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer

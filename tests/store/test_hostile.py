@@ -17,7 +17,7 @@ from ckpt.errors import CkptError, DamagedData, NoCheckpoint, SaveFailed, Storag
 from ckpt.format import record as record_format
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import Record
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import CLAIM_BYTES_MAX, Claim, encode_claim

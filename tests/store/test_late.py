@@ -13,8 +13,8 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from ckpt.agent.fetch import Restore
-from ckpt.agent.storeside import Options
+from ckpt.agent.commit.store_client import Options
+from ckpt.agent.restore.restore_session import Restore
 from ckpt.checkpoint import Checkpoint
 from ckpt.clock import Clock
 from ckpt.errors import DamagedData, MissingData, NoCheckpoint, NotFound, Superseded
@@ -29,8 +29,8 @@ from ckpt.store.reader import FrameReader, any_readable, open_record
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
 from ckpt.types import Epoch, Identity, Tick
-from tests.agent.test_fetch import Loop, loop, reading
-from tests.agent.test_storeside import Side, complete
+from tests.agent.commit.test_store_client import Side, complete
+from tests.agent.restore.test_restore_session import Loop, loop, reading
 from tests.store.sim import Sim
 from tests.store.test_run import Beating
 

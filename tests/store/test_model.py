@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckpt.errors import SaveFailed, Superseded
 from ckpt.events import Event, Events
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.store.branch import branch
 from ckpt.store.commit import Committer
 from ckpt.store.keys import COMMITS, new_writer

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpt.backends.local import open_local
 from ckpt.errors import StorageError, Superseded, TransientError, UsageError
 from ckpt.events import Event, Events
-from ckpt.policy.every import Best, Keep
+from ckpt.policy.save_options import Best, Keep
 from ckpt.storage.contract import Buffer, PutMode
 from ckpt.storage.names import is_key
 from ckpt.store import keys

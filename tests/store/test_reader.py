@@ -22,7 +22,7 @@ from ckpt.errors import (
     TransientError,
 )
 from ckpt.events import Event, Events
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.store import keys, reader
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim, CommitRef

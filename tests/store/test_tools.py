@@ -25,12 +25,12 @@ from ckpt.store import keys
 from ckpt.store.branch import branch
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.diff import ChangedValue, diff, differences
+from ckpt.store.dtypes import FLOATS, TARGETS, bits_dtype, converted, values_of
 from ckpt.store.export import INDEX, export
 from ckpt.store.lineage import Claim
-from ckpt.store.numbers import FLOATS, TARGETS, bits_dtype, converted, values_of
 from ckpt.store.reader import FrameReader, newest_readable
 from ckpt.store.run import Run
-from ckpt.store.slabs import chosen
+from ckpt.store.tensor_stream import chosen
 from ckpt.store.verify import verify
 from ckpt.types import ITEMSIZE
 from tests.storage.faulty import Fault, FaultyBackend, Rule

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
-from ckpt.trainer.coords import coordinate
-from ckpt.trainer.walk import StateWalker
+from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.state_walk import StateWalker
 
 # By world size. Sizes 6 and 10 are uneven over 4 ranks: the last rank holds less, or nothing.
 SIZES = {"even": 8, "uneven": 6}

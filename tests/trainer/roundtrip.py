@@ -15,15 +15,15 @@ import torch
 from ckpt.format import values
 from ckpt.format.frames import frame_hash, hash_frames
 from ckpt.format.manifest import Manifest
-from ckpt.plan.assemble import Blob, Staged, assemble
-from ckpt.plan.division import agree, owned, undivided
-from ckpt.plan.layout import Array, Declaration
-from ckpt.plan.staging import stage
-from ckpt.trainer.coords import coordinate
-from ckpt.trainer.fill import Filler
-from ckpt.trainer.restore import plan as restore_plan
-from ckpt.trainer.targets import Targets
-from ckpt.trainer.walk import StateWalker, Walk, hash_walk
+from ckpt.layout.assemble import Blob, Staged, assemble
+from ckpt.layout.division import agree, owned, undivided
+from ckpt.layout.layout import Array, Declaration
+from ckpt.layout.staging import stage
+from ckpt.trainer.restore.fill import Filler
+from ckpt.trainer.restore.restore import plan as restore_plan
+from ckpt.trainer.restore.restore_plan import Targets
+from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
 
 FRAME_BYTES = 4096
 

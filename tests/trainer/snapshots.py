@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ckpt.events import Event, Events
-from ckpt.plan.division import undivided
-from ckpt.plan.layout import Entry, Layout, Share, Staging
-from ckpt.plan.staging import stage
-from ckpt.tasks import Tasks
-from ckpt.trainer.copier import Copier, CpuCopier, Ticket
-from ckpt.trainer.pieces import Piece, split
-from ckpt.trainer.snapshot import Snapshot, Snapshotter
+from ckpt.layout.division import undivided
+from ckpt.layout.layout import Entry, Layout, Share, Staging
+from ckpt.layout.staging import stage
+from ckpt.threads import Tasks
+from ckpt.trainer.snapshot.cpu_copier import Copier, CpuCopier, Ticket
+from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
+from ckpt.trainer.state.pieces import Piece, split
 from ckpt.types import Box
 
 FRAME_BYTES = 1 << 16

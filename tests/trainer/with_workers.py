@@ -15,8 +15,8 @@ from torch.utils.data import get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt.events import Events
-from ckpt.trainer.nodes import find
-from ckpt.trainer.workers import shielded
+from ckpt.trainer.loop.worker_signals import shielded
+from ckpt.trainer.state.state_nodes import find
 
 FIRST: list[int] = []
 

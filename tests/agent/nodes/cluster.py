@@ -18,15 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.agent import client, wire
-from ckpt.agent.arena import PAGE
-from ckpt.agent.peers import secret
 from ckpt.errors import AgentError, CkptError
+from ckpt.ipc import client, messages, secret
+from ckpt.ipc.arena import PAGE
 from ckpt.settings import Settings, read
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from ckpt.types import Identity, Tick
 from tests.agent.fake import OPTIONS, FakeRank
 
@@ -88,7 +87,7 @@ class Cluster:
         for each_rank in self.job:
             each_rank.nodes = list(nodes.values())
 
-    def enter(self) -> wire.Message:
+    def enter(self) -> messages.Message:
         """From begin to restored. Returns the decision, with which all have restored."""
         decision = self.job[0].begin()
         together(self.job, lambda rank: rank.join(decision.fields["epoch"]))
@@ -102,7 +101,7 @@ class Cluster:
         together(self.job, lambda rank: rank.wait_warm())
         return decision
 
-    def start(self, *spread: int, launch: str = "test") -> wire.Message:
+    def start(self, *spread: int, launch: str = "test") -> messages.Message:
         self.connect(*spread, launch=launch)
         return self.enter()
 

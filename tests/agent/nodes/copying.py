@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt.agent.elsewhere import Elsewhere
-from ckpt.agent.facts import Round, Why
-from ckpt.policy.every import Every
+from ckpt.agent.state.job_facts import Round, Why
+from ckpt.agent.state.replica_state import Elsewhere
+from ckpt.policy.save_options import Every
 from ckpt.types import Identity
 
 

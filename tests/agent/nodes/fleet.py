@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
-from ckpt.agent.arena import Arena
-from ckpt.agent.copies import Copies
-from ckpt.agent.finding import Keeps, Safe, find_safe
-from ckpt.agent.gathering import encoded_parts
-from ckpt.agent.network import Network
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.parities import Parities
-from ckpt.agent.peers.sockets import Address
-from ckpt.agent.peers.transport import WRONG_MAX, Frames
-from ckpt.agent.protection import Protection
-from ckpt.agent.rebuilding import Rebuilding
-from ckpt.agent.striping import Striping
-from ckpt.agent.wire import Message
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.transport import WRONG_MAX, Frames
+from ckpt.agent.replication.encode_parity import Striping
+from ckpt.agent.replication.parity_service import Parities
+from ckpt.agent.replication.rebuild import Rebuilding
+from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.replication.replication_manager import Protection
+from ckpt.agent.replication.survey import Keeps, Safe, find_safe
+from ckpt.agent.snapshots.manifest_gather import encoded_parts
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
-from ckpt.plan.groups import Node
-from ckpt.plan.placement import Parity, Placement, place
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from ckpt.placement.groups import Node
+from ckpt.placement.placement import Parity, Placement, place
 from ckpt.types import Epoch, Identity
 from tests.agent.nodes.copying import Copying
 from tests.agent.nodes.staged import Turned, staged

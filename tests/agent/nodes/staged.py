@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.agent.arena import Arena, arena_bytes
-from ckpt.agent.bulk import Bulk
-from ckpt.agent.checkpoint import Reader
-from ckpt.agent.peers.sockets import Address
-from ckpt.agent.wire import Message
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.snapshots.memory_checkpoint import Reader
 from ckpt.format import values
 from ckpt.format.declaration import encode
-from ckpt.plan.division import divide
-from ckpt.plan.layout import Declaration, Entry, Layout
-from ckpt.plan.staging import stage
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import Arena, arena_bytes
+from ckpt.ipc.messages import Message
+from ckpt.layout.division import divide
+from ckpt.layout.layout import Declaration, Entry, Layout
+from ckpt.layout.staging import stage
 from ckpt.types import Box, Epoch, Identity, Tick
 
 EPOCH = Epoch(7, "0123456789abcdef")

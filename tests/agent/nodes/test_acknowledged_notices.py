@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.notice_sources import Sources
+from ckpt.ipc.notice_sources import Sources
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import BOUND_S, Cluster, await_end, line, together
 from tests.agent.nodes.test_relayed_notices import leave
-from tests.notices.fakes import Asked, FakeService, Says, serving
+from tests.preemption.fakes import Asked, FakeService, Says, serving
 
 
 class Machine(FakeService):

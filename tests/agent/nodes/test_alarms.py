@@ -14,9 +14,9 @@ import pytest
 from ckpt.errors import CkptError
 from ckpt.predict.model import save
 from ckpt.types import Identity
+from tests.agent.adaptive.test_alarms import ADAPTIVE, good, teach
+from tests.agent.node.test_agent import wait_for
 from tests.agent.nodes.cluster import COPIED, Cluster, pid_of, train
-from tests.agent.test_agent import wait_for
-from tests.agent.test_foreseeing import ADAPTIVE, good, teach
 from tests.predict.models import certain
 
 

@@ -10,20 +10,20 @@ import msgpack
 import numpy as np
 import pytest
 
-from ckpt.agent import memory
-from ckpt.agent.arena import Arena
-from ckpt.agent.bulk import Bulk
-from ckpt.agent.checkpoint import Reader, put_together
-from ckpt.agent.copies import Copies
-from ckpt.agent.gathering import Gathered, Gathering, Places
-from ckpt.agent.network import Network
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.peerframes import PeerFrames
-from ckpt.agent.remote import RemoteRanks, Wanted, encode_parts
-from ckpt.agent.replicating import Replication
-from ckpt.agent.window import Window
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.replication.replicate import Replication
+from ckpt.agent.restore.peer_source import PeerFrames
+from ckpt.agent.restore.window import Window
+from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.snapshots.manifest_gather import Gathered, Gathering, Places
+from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
+from ckpt.agent.snapshots.remote_share import RemoteRanks, Wanted, encode_parts
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME, PLACE
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.node_list import NodeAt
 from ckpt.store.keys import pack_key
 from tests.agent.nodes.staged import EPOCH, WRONG, Net, Turned, identity, spoiled, staged
 
@@ -75,15 +75,15 @@ def heard_of(answers: Iterator[Any], ask: Callable[[Callable[..., None]], Net], 
 
 
 def test_a_node_that_says_nonsense_of_its_memory_has_none() -> None:
-    right = memory.plan(1 << 20, 0, 0, None, 1 << 30).table()
+    right = memory_plan.plan(1 << 20, 0, 0, None, 1 << 30).table()
 
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
         remote.measure({1: 1 << 20}, 3, None, then)
         return net
 
-    def check(result: memory.MemoryPlan | None, error: str) -> None:
-        assert error or (result is not None and type(result.slots) is int and 0 <= result.slots <= memory.SLOTS)
+    def check(result: memory_plan.MemoryPlan | None, error: str) -> None:
+        assert error or (result is not None and type(result.slots) is int and 0 <= result.slots <= memory_plan.SLOTS)
         assert error or result is None or result.left_bytes(2) >= 0
 
     answer = lambda asked, plan: asked.answer({"plan": plan})  # noqa: E731

@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.bulk import Bulk
-from ckpt.agent.called import Called
-from ckpt.agent.following import Following
-from ckpt.agent.memory import Taken
-from ckpt.agent.network import Network
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.peers.channel import Channel
-from ckpt.agent.remote import RemotePeer
-from ckpt.agent.server import Peer, Server
-from ckpt.agent.storeside import StoreSide
-from ckpt.agent.wire import Message
+from ckpt.agent.commit.store_client import StoreSide
+from ckpt.agent.job.follower_job import Following
+from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.memory_plan import Taken
+from ckpt.agent.runtime.node_names import Called
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.snapshots.remote_share import RemotePeer
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
 from tests.agent.fake import OPTIONS
 from tests.agent.nodes.staged import EPOCH, Net
 

@@ -14,16 +14,16 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.agent.network import Network
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.peers import secret
-from ckpt.agent.peers.channel import Channel
-from ckpt.agent.peers.sockets import Address
-from ckpt.agent.wire import Message
-from ckpt.tasks import Tasks
+from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.peer_network import Network
+from ckpt.ipc import secret
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from ckpt.threads import Tasks
+from tests.agent.net.loop import TurnedLoop
 from tests.agent.nodes.cluster import Cluster, pid_of
 from tests.agent.nodes.staged import WRONG, spoiled
-from tests.agent.peers.loop import TurnedLoop
 
 OTHER = "00000099-0123456789abcdef"
 WHICH = f"{OTHER}-000000000005.0000"

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import pytest
 
 from ckpt.errors import CkptError
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster, line, train
 

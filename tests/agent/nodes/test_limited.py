@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.relief import reserve_bytes
+from ckpt.agent.state.memory_pressure import reserve_bytes
 from ckpt.cgroups import CGROUPS, V1, V2
-from ckpt.tasks import Tasks
+from ckpt.threads import Tasks
 from tests.agent.nodes.cluster import Cluster
 
 EXTRA = 8 << 20  # numbers that each rank holds beside the rest, of which it stages a half
@@ -26,7 +26,7 @@ GONE_S = 20.0  # how long a group may take to be empty
 
 _TAKES = """
 import sys
-from ckpt.agent.memory import free_bytes
+from ckpt.agent.runtime.memory_plan import free_bytes
 taken = []
 while free_bytes() > int(sys.argv[1]):
     taken.append(bytearray(b"x" * (1 << 20)))

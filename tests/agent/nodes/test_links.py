@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.peers.sockets import Address
+from ckpt.ipc.addresses import Address
 from ckpt.types import FRAME_BYTES, Identity, Tick
+from tests.agent.net.proxy import Fault, Proxy
 from tests.agent.nodes.cluster import Cluster, await_end, come_back, line, together
-from tests.agent.nodes.test_former import allow_reading
-from tests.agent.peers.proxy import Fault, Proxy
+from tests.agent.nodes.test_previous_nodes import allow_reading
 
 NAME = "0123456789abcdef"  # as long as agents' names are
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from ckpt.errors import NoCheckpoint
-from ckpt.policy.every import PEER_BANDWIDTH_MIN
+from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
 from ckpt.types import Tick
 from tests.agent.fake import full
 from tests.agent.nodes.cluster import LEVELS, Cluster, together, train

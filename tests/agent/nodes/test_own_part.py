@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.policy.every import Keep
+from ckpt.policy.save_options import Keep
 from ckpt.storage import open as open_store
 from ckpt.store.prune import Pruner
 from ckpt.store.reader import open_record
@@ -17,7 +17,7 @@ from ckpt.store.run import Run
 from ckpt.types import Identity, Tick
 from tests import servers
 from tests.agent.nodes.cluster import Cluster, line, train
-from tests.session.proxy import HELD, RESET, Proxy, answer, proxy
+from tests.checkpointer.proxy import HELD, RESET, Proxy, answer, proxy
 
 KEY = "runs/one"
 DATA = f"{KEY}/data/*"

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.agent.holdings import Inventory
-from ckpt.plan.placement import Parity
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.placement.placement import Parity
 from ckpt.types import Identity
 from tests.agent.nodes.fleet import Fleet
 from tests.agent.nodes.staged import identity

@@ -16,32 +16,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.agent import memory
-from ckpt.agent.arena import PAGE
-from ckpt.agent.candidates import candidates
-from ckpt.agent.carrier import Carrier
-from ckpt.agent.checkpoint import Reader, put_together
-from ckpt.agent.copies import Copies, encode_described
-from ckpt.agent.described import Described
-from ckpt.agent.finding import Keeps
-from ckpt.agent.folding import WORK_BYTES
-from ckpt.agent.gathering import Places
-from ckpt.agent.holdings import Inventory, sealed, spread
-from ckpt.agent.hosts import HOST
-from ckpt.agent.memory import MemoryPlan
-from ckpt.agent.network import Network
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.nodes import _Answers
-from ckpt.agent.outdoing import outlived
-from ckpt.agent.parities import Parities
-from ckpt.agent.peers.transport import Frames
-from ckpt.agent.protection import SLOTS_MIN, Lent, Protection
-from ckpt.agent.rebuilding import UNWANTED
-from ckpt.agent.remote import Wanted, decode_parts, digest_of, encode_parts
-from ckpt.agent.wire import Message
+from ckpt.agent.job.job_executor import Carrier
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.transport import Frames
+from ckpt.agent.replication.parity_service import Parities
+from ckpt.agent.replication.parity_worker import WORK_BYTES
+from ckpt.agent.replication.rebuild import UNWANTED
+from ckpt.agent.replication.replica_store import Copies, encode_described
+from ckpt.agent.replication.replication_manager import SLOTS_MIN, Lent, Protection
+from ckpt.agent.replication.survey import Keeps
+from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.memory_plan import MemoryPlan
+from ckpt.agent.snapshots.all_shares import _Answers
+from ckpt.agent.snapshots.candidates import candidates
+from ckpt.agent.snapshots.described import Described
+from ckpt.agent.snapshots.inventory import Inventory, sealed, spread
+from ckpt.agent.snapshots.manifest_gather import Places
+from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
+from ckpt.agent.snapshots.remote_share import Wanted, decode_parts, digest_of, encode_parts
+from ckpt.agent.state.retention_rule import outlived
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import FRAME
-from ckpt.plan.placement import GENERATIONS, Kept, Parity, Replicas
+from ckpt.ipc.arena import PAGE
+from ckpt.ipc.failure_domains import HOST
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from ckpt.placement.placement import GENERATIONS, Kept, Parity, Replicas
 from ckpt.store.lineage import Claim
 from ckpt.types import Epoch, Identity
 from tests.agent.nodes.staged import EPOCH, WRONG, identity, spoiled, staged
@@ -265,7 +265,7 @@ def protection(
 
 
 def plans(count: int, slot_mib: int, allowed_mib: int) -> dict[str, MemoryPlan]:
-    made = memory.plan(slot_mib * MIB, 0, 0, allowed_mib * MIB, 1 << 50)
+    made = memory_plan.plan(slot_mib * MIB, 0, 0, allowed_mib * MIB, 1 << 50)
     return {f"n{at}": made for at in range(count)}
 
 
@@ -331,7 +331,7 @@ def test_a_slot_in_use_gives_way_to_a_part_of_the_nodes_copies_too_and_to_nobody
 
     def kept(*allowed_mib: int) -> tuple[int, set[str]]:
         told = {
-            name: memory.MemoryPlan(3, 100 * MIB, 0, 0, mib * MIB, "")
+            name: memory_plan.MemoryPlan(3, 100 * MIB, 0, 0, mib * MIB, "")
             for name, mib in zip(state, allowed_mib, strict=True)
         }
         slots = made.place(state, told, 3, gives_way=True)
@@ -347,7 +347,7 @@ def test_a_slot_in_use_gives_way_to_a_part_of_the_nodes_copies_too_and_to_nobody
 
 def test_without_other_nodes_or_where_they_are_not_asked_for_nothing_is_kept() -> None:
     for made, count in ((protection(1), 1), (protection(4, None), 4)):
-        assert made.place(sizes(count, 100), plans(count, 100, 5000)) == memory.SLOTS
+        assert made.place(sizes(count, 100), plans(count, 100, 5000)) == memory_plan.SLOTS
         assert not made.protects
         assert "no node keeps" in made.describe()
 
@@ -403,7 +403,7 @@ def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity
     count = 200
     nodes = [NodeAt(f"{at:016x}", (), (at,)) for at in range(count)]
     made = Protection(cast(Network, SimpleNamespace(me="")), cast(Copies, None), cast(Parities, None), nodes, option)
-    plan = memory.MemoryPlan(3, MIB, 0, 0, allowed * MIB, "")
+    plan = memory_plan.MemoryPlan(3, MIB, 0, 0, allowed * MIB, "")
     made.place({node.name: 40 * MIB for node in nodes}, {node.name: plan for node in nodes}, 2)
     shown = made.shown()
     assert len(msgpack.packb(shown)) < 24 << 10
@@ -496,7 +496,7 @@ def test_where_only_a_part_can_be_kept_it_stays_that_of_the_same_nodes_as_long_a
     def kept(lends_mib: int) -> set[str]:
         """Whose parts, where the last node alone lends anything."""
         left = {"n2": lends_mib * MIB}
-        told = {name: memory.MemoryPlan(2, 0, 0, 0, left.get(name, 0), "") for name in state}
+        told = {name: memory_plan.MemoryPlan(2, 0, 0, 0, left.get(name, 0), "") for name in state}
         made.place(state, told, 2)
         assert made.placement is not None
         return {each.node for each in made.placement.kept if each.losses}
@@ -512,7 +512,7 @@ def test_where_only_a_part_can_be_kept_it_stays_that_of_the_same_nodes_as_long_a
 def test_where_only_some_parts_can_be_kept_it_stays_those_of_the_same_nodes_while_a_failure_is_predicted() -> None:
     """Else nothing newer would be copied until the store has some of it, just when a node may be lost."""
     made, state = protection(4), dict.fromkeys(("n0", "n1", "n2", "n3"), 100 * MIB)
-    told = {name: memory.MemoryPlan(2, 0, 0, 0, 200 * MIB * (name in ("n0", "n2")), "") for name in state}
+    told = {name: memory_plan.MemoryPlan(2, 0, 0, 0, 200 * MIB * (name in ("n0", "n2")), "") for name in state}
     made.place(state, told, 2)
     assert made.placement is not None
     kept = made.placement.kept

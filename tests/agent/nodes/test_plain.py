@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent import client
 from ckpt.errors import RunInUse
-from ckpt.policy.every import PEER_BANDWIDTH_MIN
-from ckpt.tasks import Tasks
+from ckpt.ipc import client
+from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
+from ckpt.threads import Tasks
 from ckpt.types import Tick
+from tests.agent.node.test_agent import train, wait_for
 from tests.agent.nodes.cluster import Cluster, line
-from tests.agent.test_agent import train, wait_for
 from tests.cli.stores import ckpt
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent import client
-from ckpt.agent.bulk import NICE
-from ckpt.agent.control import Kind
-from ckpt.agent.notice_sources import Sources
+from ckpt.agent.runtime.workers import NICE
 from ckpt.errors import AgentError
-from ckpt.tasks import Tasks
+from ckpt.ipc import client
+from ckpt.ipc.control_page import Kind
+from ckpt.ipc.notice_sources import Sources
+from ckpt.threads import Tasks
 from ckpt.types import Tick
 from tests.agent.fake import FakeRank
 from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
-from tests.notices.fakes import Asked, FakeService, Says, serving
+from tests.preemption.fakes import Asked, FakeService, Says, serving
 
 
 class Gce(FakeService):

@@ -23,22 +23,22 @@ import msgpack
 import numpy as np
 import pytest
 
-from ckpt.agent.arena import PAGE, Arena
-from ckpt.agent.bulk import Bulk, Lane
-from ckpt.agent.copies import Copies, decode_described, encode_described
-from ckpt.agent.described import Described
-from ckpt.agent.fence import Fence
-from ckpt.agent.finding import Keeps, Safe, find_safe
-from ckpt.agent.holdings import Inventory, Key
-from ckpt.agent.network import Network
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.peers.sockets import Address
-from ckpt.agent.peers.transport import Frames
-from ckpt.agent.replicating import Replication
-from ckpt.agent.wire import Message
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.transport import Frames
+from ckpt.agent.node.inventory_lease import Fence
+from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
+from ckpt.agent.replication.replicate import Replication
+from ckpt.agent.replication.survey import Keeps, Safe, find_safe
+from ckpt.agent.runtime.workers import Bulk, Lane
+from ckpt.agent.snapshots.described import Described
+from ckpt.agent.snapshots.inventory import Inventory, Key
 from ckpt.errors import AgentError, DamagedData
-from ckpt.plan.groups import Node
-from ckpt.plan.placement import Placement, Replicas, place
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import PAGE, Arena
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from ckpt.placement.groups import Node
+from ckpt.placement.placement import Placement, Replicas, place
 from ckpt.types import HERE, Epoch, Identity, Tick
 from tests.agent.nodes.copying import Copying
 from tests.agent.nodes.staged import close_arenas
@@ -101,10 +101,10 @@ def described(identity: Identity, cells: Mapping[int, Cell]) -> list[Described]:
 
 @pytest.fixture(autouse=True)
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.agent.copies.Arena", Cell)
-    monkeypatch.setattr("ckpt.agent.copies.sealed", sealed)
-    monkeypatch.setattr("ckpt.agent.copies.described", described)
-    monkeypatch.setattr("ckpt.agent.holdings.sealed", sealed)
+    monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
+    monkeypatch.setattr("ckpt.agent.replication.replica_store.sealed", sealed)
+    monkeypatch.setattr("ckpt.agent.replication.replica_store.described", described)
+    monkeypatch.setattr("ckpt.agent.snapshots.inventory.sealed", sealed)
 
 
 class Late:

@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.committing import Committing
-from ckpt.agent.following import Following
-from ckpt.agent.keeper import Keeper
-from ckpt.agent.memory import plan
-from ckpt.agent.network import Network
-from ckpt.agent.nodes import Nodes
-from ckpt.agent.others import Others
-from ckpt.agent.outdoing import Begun
-from ckpt.agent.remote import RemoteRanks
-from ckpt.agent.server import Server
-from ckpt.agent.wire import Message
+from ckpt.agent.job.follower_job import Following
+from ckpt.agent.job.job_commit import Committing
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.node.node_memory import Keeper
+from ckpt.agent.node.peer_handlers import Others
+from ckpt.agent.runtime.event_loop import Server
+from ckpt.agent.runtime.memory_plan import plan
+from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.snapshots.remote_share import RemoteRanks
+from ckpt.agent.state.retention_rule import Begun
+from ckpt.ipc.messages import Message
 from ckpt.types import Epoch
 from tests.agent.nodes.cluster import Cluster
 from tests.agent.nodes.staged import EPOCH, Net, close_arenas, identity, staged

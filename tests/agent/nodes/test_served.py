@@ -10,19 +10,19 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.copies import decode_described
-from ckpt.agent.fence import BOUND_S, Fence
-from ckpt.agent.following import Following
-from ckpt.agent.leading import Leading
-from ckpt.agent.network import run_of
-from ckpt.agent.peerframes import name_of
-from ckpt.agent.peers.auth import Dialler, Role
-from ckpt.agent.peers.bulk import TcpTransport
+from ckpt.agent.job.follower_job import Following
+from ckpt.agent.net.handshake import Dialler, Role
+from ckpt.agent.net.peer_network import run_of
+from ckpt.agent.net.tcp_sender import TcpTransport
+from ckpt.agent.node.cluster_startup import Leading
+from ckpt.agent.node.inventory_lease import BOUND_S, Fence
+from ckpt.agent.replication.replica_store import decode_described
+from ckpt.agent.restore.peer_source import name_of
 from ckpt.errors import AgentError
 from ckpt.types import HERE, Epoch, Identity, Tick
 from tests.agent.nodes.cluster import Cluster
-from tests.agent.nodes.test_authority import ask, at_work, held
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
+from tests.agent.nodes.test_permissions import ask, at_work, held
 
 __all__ = ["at_work", "liar"]
 

@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.agent import fanout
-from ckpt.agent.bulk import Bulk
-from ckpt.agent.fanout import FanOut
-from ckpt.agent.fetch import Restore
-from ckpt.agent.network import Network
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.peers import secret
-from ckpt.agent.peers.bulk import TcpTransport
-from ckpt.agent.peers.channel import Channel
-from ckpt.agent.peers.transport import MakeTransport
-from ckpt.agent.wire import Message
+from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.tcp_sender import TcpTransport
+from ckpt.agent.net.transport import MakeTransport
+from ckpt.agent.restore import shared_read
+from ckpt.agent.restore.restore_session import Restore
+from ckpt.agent.restore.shared_read import FanOut
+from ckpt.agent.runtime.workers import Bulk
 from ckpt.errors import AgentError, StorageError
 from ckpt.events import Event
-from ckpt.plan.homes import homes
+from ckpt.ipc import secret
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from ckpt.layout.read_sharding import homes
 from ckpt.types import Epoch, Identity, Tick
-from tests.agent.peers.loop import TurnedLoop
+from tests.agent.net.loop import TurnedLoop
 from tests.agent.receiver import Rank
-from tests.agent.test_fetch import FRAME_BYTES, Source, manifest, raw
+from tests.agent.restore.test_restore_session import FRAME_BYTES, Source, manifest, raw
 
 EPOCH = Epoch(2, "0" * 16)
 IDENTITY = Identity(Epoch(1, "0" * 16), Tick(5))
@@ -180,8 +180,8 @@ def test_all_nodes_have_all_and_each_frame_is_read_once_through_a_window_of_any_
 def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_time(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fanout, "FETCHES_MAX", 2)
-    monkeypatch.setattr(fanout, "DIALS_MAX", 3)
+    monkeypatch.setattr(shared_read, "FETCHES_MAX", 2)
+    monkeypatch.setattr(shared_read, "DIALS_MAX", 3)
     seen: list[tuple[int, int]] = []
     for each in job.agents:
         fan, connect, fetch = each.restore.fan, each.network.connect, each.network.transport.fetch
@@ -241,8 +241,8 @@ def test_a_home_without_memory_for_others_has_them_read_by_themselves_and_says_s
 
 
 def test_a_home_that_says_nothing_is_done_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(fanout, "LOOK_S", 0.05)
+    monkeypatch.setattr(shared_read, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(shared_read, "LOOK_S", 0.05)
     job.agents[1].mute = True
     ranks = job.restore(0, 2)
     job.until_restored(ranks)

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.notice_sources import Sources
 from ckpt.errors import AgentError
-from ckpt.policy.every import PEER_BANDWIDTH_MIN
-from ckpt.tasks import Tasks
+from ckpt.ipc.notice_sources import Sources
+from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
+from ckpt.threads import Tasks
 from ckpt.types import Tick
+from tests.agent.node.test_agent import wait_for
 from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
 from tests.agent.nodes.test_relayed_notices import one_step
-from tests.agent.test_agent import wait_for
 
 STORE = 2e5  # bytes a second of each agent's
 

@@ -10,22 +10,22 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.arena import Arena
-from ckpt.agent.checkpoint import Reader, put_together
-from ckpt.agent.copies import Copies, decode_described, encode_described
-from ckpt.agent.described import Described
-from ckpt.agent.fetch import Restore
-from ckpt.agent.gathering import Places
-from ckpt.agent.holdings import sealed
-from ckpt.agent.nodelist import NodeAt
-from ckpt.agent.peerframes import PeerFrames, name_of
-from ckpt.agent.peers.bulk import TcpTransport
-from ckpt.agent.peers.transport import Frames, Transport
+from ckpt.agent.net.tcp_sender import TcpTransport
+from ckpt.agent.net.transport import Frames, Transport
+from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
+from ckpt.agent.restore.peer_source import PeerFrames, name_of
+from ckpt.agent.restore.restore_session import Restore
+from ckpt.agent.snapshots.described import Described
+from ckpt.agent.snapshots.inventory import sealed
+from ckpt.agent.snapshots.manifest_gather import Places
+from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.frames import frame_hash
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.node_list import NodeAt
+from tests.agent.net.within import Hub
 from tests.agent.nodes.staged import identity, staged
 from tests.agent.nodes.test_sharing import FRAME_BYTES, FRAMES, Job
-from tests.agent.peers.within import Hub
 from tests.agent.receiver import Rank
 
 LENGTHS = (100, 1, 70_000, 3_000_000, 5)

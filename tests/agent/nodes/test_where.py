@@ -7,11 +7,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.following import Following
-from ckpt.agent.network import Network
-from ckpt.agent.server import Server
-from ckpt.agent.storeside import StoreSide
-from ckpt.agent.wire import Message
+from ckpt.agent.commit.store_client import StoreSide
+from ckpt.agent.job.follower_job import Following
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.runtime.event_loop import Server
+from ckpt.ipc.messages import Message
 from tests.agent.nodes.staged import EPOCH, Net, Turned, identity
 from tests.agent.nodes.test_clocks import NODES, Quiet, Rank
 

@@ -1,0 +1,139 @@
+"""The agent's thread that reads this node's signals, and what it makes of them: alarms, and lines in a file.
+
+Reading may take long or hang (a GPU's driver does, where the GPU is broken): so it has a thread of its own, which holds
+nobody up, and without which nothing but predictions is missing. It reads while a job trains here.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CkptError
+from ckpt.events import Event, Events, JsonLines
+from ckpt.settings import Settings
+from ckpt.storage.names import shown
+from ckpt.threads import Tasks
+
+if TYPE_CHECKING:
+    from ckpt.predict.signals import Sampler
+    from ckpt.predict.watching import Alarm, Model, Watch
+
+SAY_EVERY = 12  # readings after which what watches is told again: what was told before may be lost
+CLOSE_S = 5.0  # how long the end waits for a driver that hangs; its thread ends with the process
+
+Heard = Callable[[tuple[str, ...], Sequence["Alarm"]], None]
+
+
+class Reading:
+    """Owns the thread and the file. `heard` is called on the main thread: the sources that watch, and new alarms.
+    `ratio`: this node's step time over its peers' median, as last told; None: not known."""
+
+    def __init__(
+        self, settings: Settings, url: str, post: Callable[[Callable[[], None]], None], heard: Heard, events: Events
+    ) -> None:
+        self.ratio: float | None = None
+        self._settings, self._post, self._heard, self._events = settings, post, heard, events
+        self._on = False
+        self._recording = threading.Lock()  # no reading is recorded before a begin or after an end
+        self._until_said = 0
+        self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._lines: JsonLines | None = None
+        self._tasks: Tasks | None = None
+        self._about = {"by": "agent", "node": socket.gethostname(), "url": shown(url), "pid": os.getpid()}
+
+    @property
+    def on(self) -> bool:
+        return self._on
+
+    def follow(self, on: bool) -> None:
+        """Whether a job trains here. The first time that one does the thread begins."""
+        if on == self._on or self._settings.signals == "off":
+            return
+        if self._lines is None and self._settings.signals_log is not None:
+            self._lines = JsonLines(self._settings.signals_log, self._about)
+        with self._recording:
+            self._on = on
+            if self._lines is not None:
+                self._lines(Event("signals.begin" if on else "signals.end", ""))
+        if on and self._tasks is None:
+            self._tasks = Tasks("signals")
+            self._tasks.start("read", self._run)
+
+    def say(self) -> None:
+        """What watches is told again with the next reading: there is somebody else to hear it."""
+        self._until_said = 0
+
+    def failed(self, at_s: float) -> None:
+        """This node failed, at that time on the monotonic clock."""
+        self._failures.put(at_s)
+        if self._lines is not None:
+            self._lines(Event("signals.failure", "", time_s=time.time() - (time.monotonic() - at_s)))
+
+    def close(self) -> None:
+        self.follow(False)
+        if self._tasks is not None:
+            self._tasks.stopping.set()
+            try:
+                self._tasks.close(CLOSE_S)
+            except CkptError as exc:
+                self._events.emit("signals.failed", f"the node's signals: {exc}")
+        if self._lines is not None:
+            self._lines.close()
+
+    # -- on the thread
+
+    def _run(self) -> None:
+        from ckpt.predict.gpus import find_gpus
+        from ckpt.predict.signals import Sampler
+        from ckpt.predict.watching import Watch
+
+        assert self._tasks is not None
+        gpus = find_gpus()
+        try:
+            sampler, watch = Sampler(gpus=gpus), Watch(self._model())
+            while not self._tasks.stopping.is_set():
+                if self._on:
+                    self._read(sampler, watch)
+                self._tasks.stopping.wait(self._settings.signals_s)
+        except Exception as exc:
+            text = f"this node's signals are not read any more: {type(exc).__name__}: {exc}"
+            self._events.emit("signals.failed", text, loud=True)
+        finally:
+            if gpus is not None:
+                gpus.close()
+
+    def _read(self, sampler: Sampler, watch: Watch) -> None:
+        now_s = time.monotonic()
+        while not self._failures.empty():
+            watch.failed(self._failures.get())
+        before = watch.sources
+        values = sampler.read(now_s, self.ratio)
+        alarms = watch.observed(now_s, values)
+        rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
+        with self._recording:
+            if self._on and self._lines is not None:
+                self._lines(Event("signals", "", data={"values": rounded}))
+        sources = watch.sources
+        self._until_said -= 1
+        if alarms or sources != before or self._until_said < 0:
+            self._until_said = SAY_EVERY
+            self._post(lambda: self._heard(sources, alarms))
+
+    def _model(self) -> Model | None:
+        """The one that CKPT_PREDICTOR names. One that cannot be read is told of, and done without."""
+        path = self._settings.predictor
+        if path is None:
+            return None
+        from ckpt.predict.model import Reader, load
+
+        try:
+            return Reader(load(path))
+        except (OSError, CkptError) as exc:
+            self._events.emit("predictor.refused", f"ckpt: CKPT_PREDICTOR={path} is not used: {exc}", loud=True)
+            return None

@@ -1,0 +1,73 @@
+"""What the nodes of a job, and those that lend it memory, are told of its epoch: enough to commit what is saved in it
+where its coordinator is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ckpt.agent.commit.store_client import options_from
+from ckpt.agent.snapshots.inventory import texts
+from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.types import Epoch
+
+if TYPE_CHECKING:
+    from ckpt.format.codecs import CodecOption
+    from ckpt.store.lineage import Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a coordinator says of its epoch: its claim, as it is or will be in the store, and how it commits."""
+
+    claim: Claim
+    codec: CodecOption = "auto"
+    bandwidth: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        claim = self.claim
+        return {
+            "epoch": str(claim.epoch),
+            "parent": str(claim.parent) if claim.parent is not None else None,
+            "ancestors": texts(claim),
+            "launch": claim.launch,
+            "host": claim.host,
+            "time_s": claim.time_s,
+            "run": claim.run,
+            "agents": [[name, list(at)] for name, at in claim.agents],
+            "codec": self.codec,
+            "bandwidth": self.bandwidth,
+        }
+
+    def encode(self) -> bytes:
+        """As a blob: a claim names many agents and ancestors."""
+        packed: bytes = msgpack.packb(self.fields())
+        return packed
+
+    @staticmethod
+    def decode(blob: bytes) -> Terms:
+        """Errors: as `parse`; AgentError."""
+        fields = unpacked(blob, "the terms of a loan")
+        if not isinstance(fields, dict):
+            raise TypeError("the terms of a loan are no map")
+        return Terms.parse(fields)
+
+    @staticmethod
+    def parse(fields: Mapping[str, Any]) -> Terms:
+        """Errors: UsageError, ValueError, TypeError, LookupError."""
+        from ckpt.agent.snapshots.inventory import claim_told
+        from ckpt.store.lineage import Claim
+
+        told = claim_told(Epoch.parse(str(fields["epoch"])), fields)
+        host, time_s = str(fields["host"])[:200], float(fields["time_s"])
+        if not math.isfinite(time_s):
+            raise ValueError(f"a claim at {time_s}")
+        agents = tuple((str(name), tuple(str(each) for each in at)) for name, at in fields["agents"])
+        run = str(fields["run"])
+        claim = Claim(told.epoch, told.parent, told.ancestors, told.launch, host, time_s, run, agents)
+        options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
+        return Terms(claim, options.codec, options.limits.bandwidth)

@@ -1,0 +1,375 @@
+"""The agent's dealings with the store: claims, commits, retention, the end of an epoch. Runs on the agent's threads.
+
+The store is opened at the first use, not at the start: its libraries cost memory and time that a job without a store
+operation yet should not pay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.commit.claims import Claims
+from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
+from ckpt.events import Events
+from ckpt.placement.placement import Parity, Replicas
+from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.save_options import Best, Every, Keep, Limits
+from ckpt.settings import Settings
+from ckpt.storage.names import shown
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.format.codecs import CodecOption
+    from ckpt.format.manifest import Record
+    from ckpt.layout.layout import Array
+    from ckpt.storage.contract import Backend
+    from ckpt.store.commit import Committed, Committer, Elsewhere
+    from ckpt.store.lineage import Claim, CommitRef
+    from ckpt.store.packs import Written
+    from ckpt.store.prune import Pruner
+    from ckpt.store.reader import FrameReader
+    from ckpt.store.run import Run
+
+CODECS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
+IMPATIENT_S = 5.0  # how long a store that fails is asked again where this node's memory could do without it
+
+
+class Pass(Enum):
+    """What a prune is to do. `LOOK`: say what it would. `DUE`: that, if there is anything; after each commit, so it
+    asks the store for no more than it must. `ALL`: also end uploads that nobody will, which no plan can name."""
+
+    LOOK = auto()
+    DUE = auto()
+    ALL = auto()
+
+
+class LostStore(StorageError):
+    """What was in the store is gone."""
+
+    kind = "lost-store"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, as far as the agent acts on it. `peers`: the copies or the parity that other nodes keep,
+    if there are several."""
+
+    keep: Keep = field(default_factory=Keep)
+    limits: Limits = field(default_factory=Limits)
+    codec: CodecOption = "auto"
+    peers: Replicas | Parity | None = field(default_factory=Replicas)
+
+
+def options_from(given: Any) -> Options:
+    """What a join says. Errors: UsageError names the field."""
+    keep = keep_from(fields_of(given, "options").get("keep"), "options.keep")
+    limits = fields_of(given.get("limits"), "options.limits")
+    codec = given.get("codec")
+    if codec not in CODECS:
+        raise UsageError(f"options.codec is {codec!r:.80}, none of {', '.join(CODECS)}")
+    return Options(
+        keep,
+        Limits(
+            memory=limits.get("memory"),
+            bandwidth=limits.get("bandwidth"),
+            peer_bandwidth=limits.get("peer_bandwidth"),
+            unsaved_s=limits.get("unsaved_s"),
+        ),
+        codec,
+        _peers_from(given.get("peers")),
+    )
+
+
+def policy_from(options: Any) -> Every | Adaptive:
+    """When to save, as a join says. Errors: UsageError names the field."""
+    policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
+    if policy.get("kind") == "adaptive":
+        given = [policy.get(name) for name in ("overhead", "store_mb_s", "at_risk_s")]
+        return Adaptive(*given)  # type: ignore[arg-type]
+    return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
+
+
+def _peers_from(given: Any) -> Replicas | Parity | None:
+    """Errors: UsageError names the field."""
+    if given is None:
+        return None
+    peers = fields_of(given, "options.peers")
+    if "replicas" in peers:
+        return Replicas(peers["replicas"])
+    return Parity(peers.get("data"), peers.get("parity"))  # type: ignore[arg-type]
+
+
+def keep_from(given: Any, name: str) -> Keep:
+    """Errors: UsageError names the field."""
+    told = fields_of(given, name)
+    best = told.get("best")
+    if best is not None and not (isinstance(best, list) and len(best) == 2):
+        raise UsageError(f"{name}.best is {best!r:.80}, not the name of a metric and a mode")
+    return Keep(told.get("last"), told.get("every"), Best(*best) if best else None)
+
+
+def fields_of(given: Any, name: str) -> dict[str, Any]:
+    """Errors: UsageError where that part of a message is no map."""
+    if not isinstance(given, dict):
+        raise UsageError(f"{name} is {given!r:.80}, not a map")
+    return given
+
+
+class StoreSide:
+    """One per agent. Thread-safe, but for `commit`, which one lane runs one after the other."""
+
+    def __init__(self, url: str, settings: Settings, events: Events, owner: str) -> None:
+        """`owner`: the name of this node in the keys of its packs."""
+        self.url = url
+        self.events = events
+        self.claims = Claims(url, self.run, settings.heartbeat_s, events)
+        self._settings = settings
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._runs: dict[bool, Run] = {}
+        self._old: list[Run] = []
+        self._committers: dict[tuple[str, float | None], Committer] = {}
+        self._base: Record | None = None
+        self._unsure: Identity | None = None  # the newest whose commit has failed since: its record may be there
+        self._pruners: dict[Epoch | None, Pruner] = {}  # each remembers the records that it has read
+
+    def run(self, impatient: bool = False) -> Run:
+        """Errors: UsageError, StorageError."""
+        from ckpt.storage import open as open_store
+        from ckpt.store.run import Run
+
+        with self._lock:
+            if impatient not in self._runs:
+                retry_s = min(IMPATIENT_S, self._settings.retry_s) if impatient else self._settings.retry_s
+                backend = open_store(self.url, settings=replace(self._settings, retry_s=retry_s), events=self.events)
+                self._runs[impatient] = Run(backend, events=self.events)
+            return self._runs[impatient]
+
+    @property
+    def folder(self) -> str | None:
+        """Where the store is, if it is a local folder."""
+        from ckpt.storage.url import scheme_of
+
+        return self.url if scheme_of(self.url) == "file" else None
+
+    @property
+    def backend(self) -> Backend:
+        return self.run().backend
+
+    def claim(self, claim: Claim) -> None:
+        """Once; where it is there already, nothing happens. Errors: as Claims.claim."""
+        self.claims.claim(claim)
+
+    def is_claimed(self, epoch: Epoch) -> bool:
+        return self.claims.is_claimed(epoch)
+
+    def heartbeat(self, epoch: Epoch, count: int) -> None:
+        """Looks now and then, ever less often, at whether the store has shown something late.
+
+        Errors: StorageError; Superseded, see Claims."""
+        if self.is_claimed(epoch):
+            run = self.run(impatient=True)
+            run.heartbeat(epoch, count, self._settings.heartbeat_s)
+            if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..
+                self.claims.look(run, epoch)
+
+    def end(self, epoch: Epoch, reason: str) -> None:
+        """Errors: StorageError."""
+        if self.is_claimed(epoch):
+            self.run(impatient=True).close(epoch, reason)
+
+    def reader(self, refs: Collection[CommitRef]) -> FrameReader:
+        """Of the first record that can be read. Errors: that of the last one; NewerFormat where one needs that."""
+        from ckpt.store.reader import FrameReader, open_record
+
+        run = self.run()
+        failed: CkptError | None = None
+        for ref in refs:
+            try:
+                return FrameReader(run.backend, open_record(run.backend, ref, run.patience), run.patience)
+            except CkptError as exc:
+                failed = failed if isinstance(failed, NewerFormat) else exc
+        raise failed or StorageError("no record of it is in the store")
+
+    def restored(self, parent: Identity | None, record: Record | None) -> None:
+        """Training goes on from `parent`. `record`: its record, where its frames have just been read from there and
+        were right: unchanged frames may be referred to. So they may in what this agent has committed itself."""
+        if record is not None or self._base is None or self._base.identity != parent:
+            self._base, self._unsure = record, None
+
+    def commit(
+        self,
+        claim: Claim,
+        checkpoint: Checkpoint,
+        options: Options,
+        about: dict[str, Any],
+        elsewhere: Elsewhere | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Committed:
+        """`elsewhere`, `cancel`: see Committer.commit.
+        Errors: SaveFailed; Superseded when another agent's newer epoch owns the run, or as `claim`; StorageError."""
+        epoch = claim.epoch
+
+        def check() -> None:
+            self.check(epoch)
+            self.claims.check_first(epoch)
+
+        self.claims.check_refused(epoch)
+        with contextlib.suppress(LostStore):
+            self.check(epoch)
+        self.claim(claim)
+        if self._unsure is not None:
+            self._settle_base(self._unsure)
+        self._unsure = checkpoint.identity
+        done = self._committer(options.codec, options.limits.bandwidth).commit(
+            checkpoint.identity,
+            checkpoint.manifest,
+            checkpoint.frame,
+            check=check,
+            base=self._base,
+            owner=self._owner,
+            metrics=checkpoint.metrics,
+            about=about,
+            cancel=cancel,
+            elsewhere=elsewhere,
+        )
+        self._base, self._unsure = done.record, None
+        self.claims.settled(epoch)
+        return done
+
+    def _settle_base(self, failed: Identity) -> None:
+        """The record of a commit that failed may have landed all the same: then it is the newest, and what it refers to
+        may be retired. Errors: StorageError."""
+        from ckpt.store import keys
+        from ckpt.store.lineage import CommitRef
+        from ckpt.store.reader import open_record
+
+        def is_retired(identity: Identity) -> bool:
+            try:
+                self.backend.head(keys.retired_key(identity))
+            except NotFound:
+                return False
+            return True
+
+        for info in self.backend.list(keys.COMMITS):
+            found = keys.parse_record(info.key)
+            if found is not None and found[0] == failed and not is_retired(failed):
+                with contextlib.suppress(NotFound, DamagedData):
+                    self._base = open_record(self.backend, CommitRef(*found, info.size))
+                    return
+        if self._base is not None and is_retired(self._base.identity):
+            self._base = None
+
+    def commit_for_another(
+        self,
+        checkpoint: Checkpoint,
+        codec: CodecOption,
+        bandwidth: float | None,
+        about: dict[str, Any],
+        check: Callable[[], None],
+        cancel: threading.Event,
+        elsewhere: Elsewhere | None = None,
+    ) -> Committed:
+        """Commits what another agent coordinated and cannot commit any more: nothing but packs made for it is referred
+        to. `check`, `cancel`, `elsewhere` and errors: see store.commit.Committer.commit."""
+        committer = self._committer(codec, bandwidth)
+        metrics, manifest = checkpoint.metrics, checkpoint.manifest
+        return committer.commit(
+            checkpoint.identity,
+            manifest,
+            checkpoint.frame,
+            check=check,
+            owner=self._owner,
+            metrics=metrics,
+            about=about,
+            cancel=cancel,
+            elsewhere=elsewhere,
+        )
+
+    def write(
+        self,
+        identity: Identity,
+        frames: Array,
+        frame: Callable[[int], memoryview],
+        codec: CodecOption,
+        bandwidth: float | None,
+        cancel: threading.Event | None = None,
+    ) -> Written:
+        """This node's part of a commit that another agent makes: the packs without the record. Each call is a writing
+        incarnation of its own. `cancel`: set it to give up. Errors: SaveFailed; StorageError."""
+        from ckpt.store.keys import new_writer
+
+        committer = self._committer(codec, bandwidth)
+        numbers, cancel = range(len(frames)), cancel or threading.Event()
+        return committer.write(identity, frames, numbers, frame, self._owner, new_writer(), cancel)
+
+    def _committer(self, codec: CodecOption, bandwidth: float | None) -> Committer:
+        """Of "auto" in a local folder: raw, since decoding takes longer than the disk for what coding saves."""
+        from ckpt.store.commit import Committer
+        from ckpt.store.keys import new_writer
+
+        if codec == "auto" and self.folder is not None:
+            codec = "raw"
+        if (codec, bandwidth) not in self._committers:
+            made = Committer(self.backend, new_writer(), codec, bandwidth, events=self.events)
+            self._committers[codec, bandwidth] = made
+        return self._committers[codec, bandwidth]
+
+    def check(self, epoch: Epoch) -> None:
+        """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one. LostStore
+        where our claim is gone, and so probably all that was there: nothing may be referred to."""
+        run = self.run()
+        claimed = self.is_claimed(epoch)  # before it is listed: the claim may land meanwhile
+        epochs = run.epochs()
+        if claimed and epoch not in epochs:
+            self.claims.lost(epoch)
+            self._base = self._unsure = None
+            text = f"{shown(self.url)} has lost what was in it; the next save writes everything anew"
+            self.events.emit("store.lost", f"ckpt: {text}", loud=True)
+            raise LostStore(text)
+        self.claims.check_newer(run, epoch, epochs)
+
+    def prune(
+        self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: Pass = Pass.DUE
+    ) -> dict[str, Any]:
+        """One pass; what it did, or would do. `epoch`: of the job here that decides for the run; None: there is none,
+        so another's epoch that was not closed is watched first.
+
+        Errors: RunInUse by one that lives; Superseded; StorageError; UsageError."""
+        from ckpt.store.branch import LAUNCH
+        from ckpt.store.prune import Pruner
+
+        run = self.run()
+        view = run.view()
+        if epoch is None and what is not Pass.LOOK and view.newest_epoch not in self.claims.begun:
+            run.watch_other(view, LAUNCH, self._settings.heartbeat_s)
+            view = run.view()
+        with self._lock:
+            pruner = self._pruners.setdefault(epoch, Pruner(run, epoch))
+        plan = pruner.plan(view, keep, also)
+        if what is not Pass.DUE:
+            pruner.check_metric(view, keep)
+        aborted = pruner.execute(plan) if what is Pass.ALL or (what is Pass.DUE and plan) else 0
+        facts = {field.name: getattr(plan, field.name) for field in fields(plan)} | {"uploads_aborted": aborted}
+        for name in ("retire", "abandoned", "waiting", "damaged"):
+            facts[name] = [str(identity) for identity in facts[name]]
+        return facts
+
+    def reopen(self) -> None:
+        """The next use opens the store anew: what leads to it has changed. What is under way ends as it began."""
+        with self._lock:
+            self._old += self._runs.values()
+            self._runs.clear()
+            self._committers.clear()
+            self._pruners.clear()
+
+    def close(self) -> None:
+        for run in [*self._old, *self._runs.values()]:
+            run.backend.close()
+        self._runs.clear()

@@ -1,0 +1,529 @@
+"""A job that another node's agent coordinates, as this node has it: its ranks here, their memory, and the way between
+them and the coordinator.
+
+What the ranks say goes on to the coordinator as it is, and what it answers comes back, but for what cannot leave this
+host: descriptors, arenas, the control page, the death of a process. Where the connection breaks, the ranks' connections
+are closed too: they come back and join again, as they do when an agent has died, so there is one way to recover.
+
+Everything runs on the agent's main thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.commit.commit_terms import Terms
+from ckpt.agent.commit.store_client import StoreSide, options_from, policy_from
+from ckpt.agent.job.job_context import tell
+from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.progress import Moving
+from ckpt.agent.preemption.deadline_strategy import When
+from ckpt.agent.preemption.notice_relay import Standing
+from ckpt.agent.restore.peer_source import PeerFrames
+from ckpt.agent.restore.restore_session import Restore, frames_asked, kind_of
+from ckpt.agent.restore.shared_read import FanOut
+from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, Taken, slots_for
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.snapshots.inventory import claim_told
+from ckpt.agent.snapshots.local_share import Ranks
+from ckpt.agent.snapshots.manifest_gather import Places
+from ckpt.agent.snapshots.memory_checkpoint import Near, Part
+from ckpt.agent.snapshots.remote_share import AnyPeer, encode_parts
+from ckpt.agent.state.step_timing import TOLD_S
+from ckpt.errors import AgentError, CkptError, NotLed
+from ckpt.events import Event
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.control_page import SLOTS_MAX, Kind, Word
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NODES_MAX, NodeAt
+from ckpt.preemption.notice import Notice, Withdrawn
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim
+
+log = logging.getLogger("ckpt")
+
+
+@dataclass(slots=True)
+class Here:
+    """A rank on this node. `number`: of its connection. `joining`, `leaving`: the ids of its requests to join and to
+    leave, until they are answered. `left`: it was told that it may leave, or its process is dead."""
+
+    peer: Peer
+    number: int
+    joining: int | None
+    leaving: int | None = None
+    left: bool = False
+
+
+class Following:
+    """One epoch. `nodes`: of the job; `leader`: the one that coordinates it. `ranks`: those here. `over`: it may be
+    let go of."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        world: int,
+        nodes: tuple[NodeAt, ...],
+        network: Network,
+        server: Server,
+        bulk: Bulk,
+        store: StoreSide,
+        taken: Callable[[Epoch], Taken],
+        arenas_of: Callable[[Identity], Mapping[int, Arena]],
+        standing: Iterable[tuple[Notice, When]] = (),
+    ) -> None:
+        """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank. `standing`: notices that
+        were heard here before."""
+        self.epoch, self.world = epoch, world
+        self.leader = nodes[0]
+        self.over = False
+        self.terms: Terms | None = None  # how its coordinator commits, and its claim, once it has begun
+        self.commits: Identity | None = None  # what its coordinator commits now, and may soon want our part of
+        self.ranks = Ranks(world, bulk, lambda: taken(epoch))
+        self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
+        self._network, self._server, self._bulk, self._store = network, server, bulk, store
+        self._here: dict[int, Here] = {}
+        self._numbers = itertools.count(1)
+        self._said: list[list[int]] = []
+        self.nodes, self._arenas_of = nodes, arenas_of
+        self._standing = Standing()
+        for notice, when in standing:
+            self._standing.hear(notice, when)
+        self._restore: Restore | None = None
+        # Until the coordinator has said where frames are; see frames_asked.
+        self._fetching: list[tuple[Peer, Identity, tuple[list[int], list[int]]]] = []
+        self._asking = False  # that
+        self._limit_bytes: int | None = None  # of memory, the user's
+        self._slots = SLOTS  # that are to be, if memory allows
+        self._tell_steps()
+
+    # -- what the node asks
+
+    @property
+    def needed(self) -> bool:
+        """Whether somebody here or the coordinator has to do with it."""
+        return not self.over and (self._is_led or self.has_ranks)
+
+    @property
+    def claim(self) -> Claim | None:
+        return self.terms.claim if self.terms is not None else None
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether some rank of it is there."""
+        return any(each.peer.open and not each.left for each in self._here.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is there, nor at work on what they left."""
+        return not self.has_ranks and self.commits is None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its ranks are to leave at a step that is appointed, or were told to."""
+        page = self.ranks.page
+        return bool(page.leaves()) or any(word.kind is Kind.HOLD for word in page.appointed())
+
+    @property
+    def lowest(self) -> int:
+        """Of this node's ranks: its environment says to what is listened here."""
+        return min(self._mine)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a rank here has entered a step."""
+        return any(self.ranks.steps())
+
+    def rank_of(self, peer: AnyPeer) -> int | None:
+        return next((rank for rank, each in self._here.items() if each.peer is peer), None)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "epoch": str(self.epoch),
+            "launch": self.claim.launch if self.claim is not None else None,
+            "coordinator": self.leader.name,
+            "connected": self._is_led,
+            "ranks": sorted(self._here),
+            "steps": {str(rank): self.ranks.page.entered(rank) for rank in sorted(self._here)},
+            "arena_bytes": self.ranks.arena_bytes,
+        }
+
+    def hear(self, word: Notice | Withdrawn, when: When = When.IN_TIME) -> None:
+        """This node goes away, or does not any more: the coordinator decides what follows."""
+        self._standing.hear(word, when)
+        self._tell_notices()
+
+    def take_back(self, source: str) -> None:
+        """What an operator asked for, on whichever node: the coordinator passes that on."""
+        self.tell({"t": "take-back", "source": source})
+
+    def _tell_notices(self) -> None:
+        self.tell({"t": "notices", "standing": self._standing.told()})
+
+    def drop(self) -> None:
+        """Lets go of the memory, and of the ranks' processes."""
+        self.over = True
+        self._end_restore()
+        self.ranks.drop()
+        for each in self._here.values():
+            each.peer.forget()
+
+    # -- what the ranks say
+
+    def join(self, peer: Peer, message: Message) -> None:
+        """Errors: AgentError where the coordinator cannot be told."""
+        fields = message.fields
+        rank, resume = int(fields["rank"]), bool(fields["resume"])
+        if rank not in self._mine:
+            raise AgentError(f"rank {rank} is not one of this node's in {self.epoch}")
+        if not self._is_led:
+            raise NotLed(
+                f"the agent of rank 0's node, which coordinates {self.epoch}, is not connected to that of this node now"
+            )
+        peer.watch_death()
+        self._limit_bytes = options_from(fields["options"]).limits.memory
+        self._slots = slots_for(policy_from(fields["options"]))
+        known = self._here.get(rank)
+        if known is not None and known.peer is not peer:
+            known.peer.forget()
+            known.peer.lose()
+        slots = [int(slot) for slot in fields["arenas"]] if resume else []
+        if len(slots) != len(message.fds) or not set(slots) <= set(range(SLOTS_MAX)):
+            raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(message.fds)}")
+        if known is None:
+            self.ranks.bring(rank, slots, message.fds)
+        else:
+            self.ranks.has(rank, slots, message.fds)
+        if resume and self.terms is None:  # it was told to a former agent
+            options = options_from(fields["options"])
+            self.terms = Terms(claim_told(self.epoch, fields), options.codec, options.limits.bandwidth)
+        here = self._here[rank] = Here(peer, next(self._numbers), int(fields["id"]))
+        message.blobs = message.blobs[:2]  # what the nodes are the coordinator knows: not once for each rank of all
+        self._forward(rank, here, message)
+
+    def message(self, rank: int, peer: Peer, message: Message) -> None:
+        if message.kind == "fetch":
+            self._fetch(peer, message)
+        elif message.kind == "got":
+            if self._restore is not None:
+                ok, bad = ([int(n) for n in message.fields[name]] for name in ("ok", "bad"))
+                self._restore.got(peer, ok, bad)
+        elif message.kind == "streamed":
+            if self._restore is not None:
+                self._restore.streamed(peer, int(message.fields["stream"]))
+        else:
+            here = self._here[rank]
+            if message.kind == "leave":
+                here.leaving = int(message.fields["id"])
+            self._forward(rank, here, message)
+
+    def ended(self, peer: AnyPeer) -> None:
+        self._gone(peer, "ended")
+
+    def died(self, peer: AnyPeer) -> None:
+        self._gone(peer, "died")
+
+    def _gone(self, peer: AnyPeer, how: str) -> None:
+        rank = self.rank_of(peer)
+        if rank is None:
+            return
+        here = self._here[rank]
+        here.left = here.left or how == "died"
+        if self._restore is not None:
+            self._restore.drop(peer)
+        self.tell({"t": "gone", "rank": rank, "number": here.number, "how": how})
+
+    def _forward(self, rank: int, here: Here, message: Message) -> None:
+        head = {"t": "rank", "rank": rank, "number": here.number, "pid": here.peer.pid}
+        self.tell({**head, "m": message.fields}, message.blobs)
+
+    def end_reading_unled(self) -> None:
+        """Nobody goes on with the start under way, unless its coordinator is connected: then that says what follows.
+        What was read for it, here and for other nodes, goes."""
+        if not self._is_led:
+            self._end_restore()
+
+    # -- what the coordinator says
+
+    def closed(self) -> None:
+        """Its connection is gone: nothing is appointed, and what is under way is missed."""
+        self.commits = None
+        self.ranks.appoint_nothing()
+        self._lose_ranks()
+
+    def led(self, channel: Channel, message: Message) -> None:
+        """Errors: AgentError, and whatever a malformed message leads to; both are told to the coordinator."""
+        fields = message.fields
+        match message.kind:
+            case "to":
+                self._pass_on(fields, message.blobs)
+            case "lose":
+                if (here := self._meant(fields)) is not None:
+                    here.peer.lose()
+            case "word":
+                self.ranks.announce(int(fields["slot"]), Word.unpack(int(fields["word"])))
+            case "verdict":
+                self.ranks.leave(int(fields["round"]))
+            case "commits":
+                told = fields["identity"]
+                self.commits = Identity.parse(str(told)) if told is not None else None
+            case "offer":
+                slot = int(fields["slot"])
+                if self.ranks.lacks(slot):  # it went with a former agent
+                    self.tell({"t": "lacks", "slot": slot})
+                else:
+                    self.ranks.offer(slot, str(fields["division"]))
+            case "close-arenas":
+                self.ranks.close_arenas(int(fields["slot"]))
+            case "limit":
+                told = fields["bandwidth"]
+                self._network.limit(float(told) if told is not None else None)
+            case "claimed":
+                self._told(Terms.decode(message.blobs[0]))
+                self._end_restore()  # all ranks have what they wanted
+            case "drop":
+                self.over = True
+                self._lose_ranks()  # nobody answers what they may have asked
+            case "measure":
+                self._measure(channel, fields)
+            case "make":
+                self._make(channel, fields)
+            case "read":
+                self._read(channel, fields)
+            case _:
+                raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
+
+    def _told(self, terms: Terms) -> None:
+        if terms.claim.epoch != self.epoch:
+            raise AgentError(f"the claim of {terms.claim.epoch} was told for {self.epoch}")
+        self.terms = terms
+
+    def declines(self, fields: dict[str, Any], why: str) -> bool:
+        """Whether that would have a rank stage now. Then it is told that it cannot, and the coordinator hears of a
+        miss, as of any other."""
+        here, rank, body = self._meant(fields), int(fields["rank"]), dict(fields["m"])
+        if here is None or body.get("saved") is not False:
+            return False
+        here.peer.send({"t": "error", "id": int(body["id"]), "kind": "not-staged", "message": why})
+        self._forward(rank, here, Message({"t": "missed", "round": int(body["round"]), "why": why}, [], []))
+        return True
+
+    def _pass_on(self, fields: dict[str, Any], blobs: list[bytes]) -> None:
+        here, rank, body = self._meant(fields), int(fields["rank"]), dict(fields["m"])
+        if here is None:
+            return
+        fds: list[int] = []
+        if body.get("t") in ("reply", "error") and body.get("id") == here.joining:
+            here.joining = None
+            if body["t"] == "reply":
+                fds = self.ranks.welcome(rank, here.peer)
+                self._tell_notices()
+        elif body.get("t") == "reply" and body.get("id") == here.leaving:
+            here.left = True
+        if body.get("by_s") is not None:  # as it travels: so long from now
+            body["by_s"] = float(body["by_s"]) + time.monotonic()
+        here.peer.send(body, fds, blobs)
+
+    def _meant(self, fields: dict[str, Any]) -> Here | None:
+        """The rank whose connection the coordinator speaks of; None where that is gone."""
+        here = self._here.get(int(fields["rank"]))
+        return here if here is not None and here.number == fields["number"] else None
+
+    def _measure(self, channel: Channel, fields: dict[str, Any]) -> None:
+        request_id = int(fields["id"])
+
+        def measured(plan: MemoryPlan | None, error: str) -> None:
+            answer(channel, request_id, {"plan": plan.table() if plan is not None else None}, error)
+
+        limit = int(fields["limit"]) if fields["limit"] is not None else None
+        self.ranks.measure(self._sizes(fields), int(fields["slots"]), limit, measured)
+
+    def _make(self, channel: Channel, fields: dict[str, Any]) -> None:
+        request_id, slot, sizes = int(fields["id"]), int(fields["slot"]), self._sizes(fields)
+        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)
+
+        def made(sizes: dict[int, int], error: str) -> None:
+            moving.end()
+            answer(channel, request_id, {"sizes": list(sizes.items())}, error)
+
+        self.ranks.make(slot, sizes, made)
+
+    def _read(self, channel: Channel, fields: dict[str, Any]) -> None:
+        request_id = int(fields["id"])
+        known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
+        slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))
+
+        def read(parts: list[Part], error: str) -> None:
+            moving.end()
+            blobs = [] if error else [encode_parts(parts, known, self.ranks.reader.declared())]
+            answer(channel, request_id, {}, error, blobs)
+
+        self.ranks.read(slot, identity, read)
+        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)  # unless it is refused
+
+    def _sizes(self, fields: dict[str, Any]) -> dict[int, int]:
+        sizes = {int(rank): int(size) for rank, size in fields["sizes"]}
+        if not sizes.keys() <= self._mine or any(size < 0 for size in sizes.values()):
+            raise AgentError("the coordinator speaks of arenas that this node has not")
+        return sizes
+
+    # -- restoring
+
+    def _fetch(self, peer: Peer, message: Message) -> None:
+        identity = Identity.parse(str(message.fields["identity"]))
+        asked = frames_asked(message)
+        peer.reply(int(message.fields["id"]), {})
+        if self._restore is not None and self._restore.identity == identity:
+            self._restore.request(peer, *asked)
+            return
+        self._fetching.append((peer, identity, asked))
+        if not self._asking:
+            self._ask_where(identity)
+
+    def _ask_where(self, identity: Identity) -> None:
+        self._asking = True
+        fields = {"t": "candidate", "epoch": str(self.epoch), "identity": str(identity)}
+        self._network.ask(self.leader.name, fields, (), lambda answer, error: self._found(identity, answer, error))
+
+    def _found(self, identity: Identity, answer: Message | None, error: str) -> None:
+        self._asking = False
+        if self.over:
+            return
+        waiting, self._fetching = self._fetching, []
+        self._end_restore()
+        kind = AgentError.kind  # what nobody could look at may be as good as any
+        if answer is not None:
+            try:
+                self._restore = self._restore_from(identity, answer)
+            except Exception as exc:  # whatever it may have sent: ranks wait for this
+                kind = kind_of(exc) if isinstance(exc, CkptError) else kind
+                error = f"the coordinator's word on {identity} cannot be read: {exc!r:.500}"
+        for peer, wanted, asked in waiting:
+            if wanted != identity:
+                self._fetching.append((peer, wanted, asked))
+            elif self._restore is not None:
+                self._restore.request(peer, *asked)
+            else:
+                text = f"where {identity} is to be had is not known: {error}"
+                peer.send({"t": "fetched", "ok": False, "message": text, "sources": {}, "kind": kind})
+        if self._fetching:
+            self._ask_where(self._fetching[0][1])
+
+    def _restore_from(self, identity: Identity, answer: Message) -> Restore:
+        from ckpt.format.record import decode_manifest
+        from ckpt.store.lineage import CommitRef
+
+        manifest = decode_manifest(answer.blobs[0])
+        slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
+        room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._slots, self._limit_bytes)  # noqa: E731
+        places: Places | None = None
+        if "holders" in answer.fields:  # it is in memory, here or on other nodes, or a part of it is
+            places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
+        refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
+        fan: FanOut | None = None
+        if refs and len(self.nodes) > 1:
+            services = self._network, self._bulk, self._server.later, self._server.post
+            read = lambda: self._store.reader(refs)  # noqa: E731
+            only = places.lacking if places is not None else None
+            fan = FanOut(identity, self.epoch, manifest, self.nodes, *services, read, room, self._tell_event, only)
+        near: Near | None = None
+        peers: PeerFrames | None = None
+        if places is not None:
+            near = Near(self._arenas_of(identity), places.ranks, places.offsets)
+            nodes = [*self.nodes, *_givers(answer.blobs[4])]
+            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
+        return Restore(
+            identity,
+            manifest,
+            len(self._mine),
+            near,
+            (lambda: self._store.reader(refs)) if refs else None,
+            self._bulk,
+            self._server.later,
+            self._server.post,
+            peers=peers,
+            fan=fan,
+            folder=self._store.folder,
+        )
+
+    def source_gone(self, name: str) -> None:
+        """That agent is not connected any more."""
+        if self._restore is not None:
+            self._restore.source_gone(name)
+
+    def shared(self, identity: Identity, asked_by: str) -> FanOut | None:
+        """This node's part in the reading of that checkpoint; None where it does not restore it yet: then it finds out
+        what there is to read. Errors: AgentError for an agent that has no part in it."""
+        if all(node.name != asked_by for node in self.nodes):
+            raise AgentError(f"agent {asked_by} has no part in {self.epoch}")
+        if self._restore is not None and self._restore.identity == identity:
+            return self._restore.fan
+        if self._restore is None and not self._asking:
+            self._ask_where(identity)
+        return None
+
+    def _tell_event(self, event: Event) -> None:
+        """To one rank here that is there: one is enough."""
+        log.log(logging.WARNING if event.loud else logging.INFO, "%s", event.message)
+        peer = next((here.peer for _, here in sorted(self._here.items()) if here.peer.open), None)
+        if peer is not None:
+            tell(peer, event)
+
+    def _lose_ranks(self) -> None:
+        """Those that have not been told that they may leave: they come back and hear what there is now."""
+        for here in self._here.values():
+            if not here.left:
+                here.peer.lose()
+
+    def _end_restore(self) -> None:
+        if self._restore is not None:
+            self._restore.close()
+            self._restore = None
+
+    # -- small steps
+
+    @property
+    def _is_led(self) -> bool:
+        return self._network.channel(self.leader.name) is not None
+
+    def tell(self, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """The coordinator; lost where it is not connected."""
+        self._network.tell(self.leader.name, {**fields, "epoch": str(self.epoch)}, blobs)
+
+    def _tell_steps(self) -> None:
+        if self.over:
+            return
+        page = self.ranks.page
+        steps = [[rank, page.entered(rank), page.polled(rank)] for rank in sorted(self._here)]
+        if steps != self._said:
+            self._said = steps
+            self.tell({"t": "steps", "steps": steps})
+        self._server.later(TOLD_S, self._tell_steps)
+
+
+def _givers(blob: bytes) -> list[NodeAt]:
+    """Nodes without ranks here that hold some of a candidate, as the coordinator names them. Errors: AgentError,
+    UsageError, TypeError, ValueError."""
+    return [
+        NodeAt(str(name), tuple(Address.parse(str(each)) for each in addresses), ())
+        for name, addresses in unpacked(blob, "the nodes that hold some of it")[:NODES_MAX]
+    ]
+
+
+def answer(channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()) -> None:
+    """What another agent has asked, or `error`: why it is refused."""
+    if error:
+        channel.refuse(request_id, AgentError(error))
+    else:
+        channel.reply(request_id, body, blobs)

@@ -1,0 +1,305 @@
+"""What a job puts into the store: its claim, its heartbeats, its checkpoints, and the closing of its epoch.
+
+Everything runs on the agent's main thread; what takes long goes to a lane of `Bulk` and comes back as a fact.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpt.agent.commit.distributed_write import Parts, Then, write_part
+from ckpt.agent.commit.orphan_commit import check_due
+from ckpt.agent.job.job_context import Basis
+from ckpt.agent.replication.rebuild import UNWANTED
+from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.agent.snapshots.remote_share import RemoteRanks, Wanted
+from ckpt.agent.state.cost_model import ABOUT
+from ckpt.agent.state.job_facts import Store
+from ckpt.errors import Superseded, TransientError, Unsettled
+from ckpt.ipc.arena import Arena
+from ckpt.policy.save_options import Keep
+from ckpt.types import Identity, counted
+
+if TYPE_CHECKING:
+    from ckpt.store.commit import Committed
+    from ckpt.store.lineage import Claim
+    from ckpt.store.packs import Written
+
+log = logging.getLogger("ckpt")
+
+
+class Committing(Basis):
+    """A job's part in the store. Where it has several nodes, each writes what lies there."""
+
+    _claiming = False  # the claim is on its way to the store
+    _closing = ""  # why the epoch is to be closed as soon as that is settled
+    _parts: Parts | None = None  # of the newest commit, if of several nodes
+    _cancel: threading.Event | None = None  # of the newest commit
+    _beats = 0
+    _beating = False
+    _prunes = 0  # under way
+
+    def _commit(self, slot: int) -> None:
+        checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
+        assert claim is not None  # nothing is appointed before it is there
+        options = self.options
+        about: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "launch": self.launch,
+            "world": self.world,
+            "time_s": time.time(),
+            "disagreed": list(checkpoint.disagreed[:100]),
+        }
+        if self.learning is not None:
+            self.learning.commit_began(self._entered_s(), self.ranks.hindmost())
+            about[ABOUT] = self.learning.about(self._services.foreseen())
+        ranks, left_over = self.ranks, bool(self.group.superseded_by)
+        kept = self.protection is not None and self.protection.protects
+        elsewhere: Parts | None = None
+        self._cancel = cancel = threading.Event()
+        self._parts = None
+        if isinstance(ranks, Nodes) and (kept or ranks.others):  # else nobody but this node has any of it
+            elsewhere = self._elsewhere(slot, checkpoint, ranks)
+        self._tell_commits(checkpoint.identity)
+
+        def commit() -> Committed:
+            if left_over:  # nor what a newer start has passed over
+                check_due(store, claim, checkpoint.identity)
+            return store.commit(claim, checkpoint, options, about, elsewhere, cancel)
+
+        self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
+
+    def _tell_commits(self, identity: Identity | None) -> None:
+        """The other nodes keep their parts of it until that is over: it may take long until these are asked for."""
+        if isinstance(self.ranks, Nodes):
+            for share in self.ranks.others.values():
+                share.tell({"t": "commits", "identity": str(identity) if identity is not None else None})
+
+    def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Parts:
+        """Each node writes the frames that lie there, this one too, or who keeps copies of them does, or makes them
+        again from parity. Whether another has them yet is its own affair: it refuses what is not there, whole and
+        hashed, and then the next is asked."""
+        round_ = self.group.slots[slot].round
+
+        def safe() -> bool | None:
+            peer = round_.peer if round_ is not None else None
+            return None if peer is Store.RUNNING else peer is Store.DONE
+
+        def others(name: str, slow: bool) -> list[str]:
+            return self.protection.others(checkpoint.identity, name, slow) if self.protection is not None else []
+
+        server, margin_s = self._services.server, self._services.heartbeat_s
+        ask = functools.partial(self._have_written, checkpoint.arenas)
+        spared = self.group.left_to_others - {""}  # once this one is gone nobody waits for its part, or for any
+        services = ask, server.post, server.later, margin_s
+        ranks = nodes.ranks_by_node
+        self._parts = Parts(checkpoint, self.options, ranks, others, *services, spared=spared, safe=safe)
+        return self._parts
+
+    def abandon_commit(self) -> None:
+        """The agent ends. Nobody hears any more what was written, and the thread that waits for that is waited for."""
+        if self._parts is not None:
+            self._parts.abandon("the agent ends")
+
+    def _give_up_commit(self) -> None:
+        """What is on its way to the store is broken off, here and on other nodes."""
+        if self._cancel is not None:
+            self._cancel.set()
+        network, slot = self._services.network(), self.group.committing
+        if self._parts is None or network is None or slot is None:
+            return
+        identity = str(self.checkpoints[slot].identity)
+        for name in self._parts.give_up():
+            network.tell(name, {"t": "unwrite", "identity": identity})
+
+    def _have_written(
+        self,
+        own: Mapping[int, Arena],
+        name: str,
+        wanted: Wanted,
+        slow: frozenset[str],
+        cancel: threading.Event,
+        then: Then,
+    ) -> None:
+        """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity. `own`:
+        what lies here of this node's ranks. The rest: see writing.Ask."""
+        owners = {self.ranks.node_of(rank) for rank in np.unique(wanted.ranks).tolist()}
+        if not name and name in owners:
+            self._write(Lane.PART, wanted, own, cancel, then)
+            return
+        if self.protection is None or name in owners:
+            self._have_copies_written(name, wanted, cancel, then)
+            return
+
+        def made(holder: str, error: str) -> None:
+            if error or cancel.is_set():
+                then(None, error or UNWANTED)
+            else:
+                self._have_copies_written(holder, wanted, cancel, then)
+
+        (owner,) = owners
+        self.protection.remake(wanted.identity, owner, name, slow, cancel.is_set, self._guarded(made))
+
+    def _have_copies_written(self, name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+        nodes, copies = self.ranks, self._services.copies
+        if isinstance(nodes, Nodes) and name in nodes.others:
+            nodes.others[name].write(wanted, then)
+            return
+        network = self._services.network()
+        if name and network is not None:  # a memory-only node
+            RemoteRanks(network, name, self.epoch, self.world, ()).write(wanted, then)
+            return
+        held = copies.of(wanted.identity) if copies is not None else {}
+        if copies is None or not set(np.unique(wanted.ranks).tolist()) <= held.keys():
+            then(None, "it has no copies of them")
+            return
+
+        def written(result: Written | None, error: str) -> None:
+            copies.release(wanted.identity)
+            then(result, error)
+
+        copies.lease(wanted.identity)  # a newer checkpoint may become safe meanwhile
+        self._write(Lane.MEMORY, wanted, held, cancel, written)
+
+    def _write(
+        self, lane: Lane, wanted: Wanted, arenas: Mapping[int, Arena], cancel: threading.Event, then: Then
+    ) -> None:
+        """From here. Not in the lane that commits: that one waits for it."""
+
+        def written(done: Future[Written]) -> None:
+            then(None if failure(done) else done.result(), failure(done))
+
+        store = self._services.store
+        self._run(lane, lambda: write_part(store, wanted, arenas, cancel=cancel), written)
+
+    def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
+        error = failure(done)
+        self._tell_commits(None)
+        if isinstance(done.exception(), Superseded):
+            self.supersede(error)
+            self.group.give_up()
+        if not error:  # told before anybody who waits for it goes on: the receipt counts it
+            self._tell_committed(identity, done.result())
+        now_s = time.monotonic()
+        self.group.committed(slot, error, now_s, passes=_passes(done.exception()))
+        if self.learning is not None:
+            took = None if error else (done.result().seconds, done.result().stored_bytes)
+            self.learning.commit_ended(self._entered_s(), self.ranks.hindmost(), took)
+            self.follow_learning()
+        round_ = self.group.slots[slot].round
+        if error and round_ is not None and round_.gave_way:
+            self.emit("commit.given-up", f"step {identity.tick.step} was not committed: {round_.gave_way}", True)
+            return
+        if error:
+            self._services.account.commit_failed()
+            self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
+        if not error or _may_be_full(done.exception()):
+            self._prune()
+
+    def _entered_s(self) -> float:
+        """When the hindmost rank entered the step that it is in, as far as that is known."""
+        since_s = self.ranks.hindmost_since_s()
+        return time.monotonic() if since_s is None else since_s
+
+    def _prune(self) -> None:
+        keep, store = self.options.keep, self._services.store
+        if keep != Keep() and not self.group.superseded_by and store.is_claimed(self.epoch):
+            self._prunes += 1
+            self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
+
+    def _tell_committed(self, identity: Identity, result: Committed) -> None:
+        sizes = result.raw_bytes, result.stored_bytes
+        self._services.account.committed(self.epoch, identity.tick, result.seconds, *sizes)
+        text = (
+            f"step {identity.tick.step} is committed: {result.raw_bytes} bytes, {result.stored_bytes} stored in "
+            f"{counted(result.packs, 'pack')}, {result.referred_bytes} unchanged, in {result.seconds:.2f} s"
+        )
+        facts = {
+            "identity": str(identity),
+            "raw_bytes": result.raw_bytes,
+            "stored_bytes": result.stored_bytes,
+            "referred_bytes": result.referred_bytes,
+            "seconds": result.seconds,
+        }
+        self.emit("commit.done", text, data=facts)
+
+    def _pruned(self, done: Future[dict[str, Any]]) -> None:
+        self._prunes -= 1
+        if error := failure(done):
+            self.emit("prune.failed", f"old checkpoints could not be pruned now: {error}", True)
+
+    def _claim(self, claim: Claim) -> None:
+        store = self._services.store
+        self._claiming = True
+        self._run(Lane.STORE, lambda: store.claim(claim), self._claimed)
+
+    def _claimed(self, done: Future[None]) -> None:
+        error = failure(done)
+        self._claiming = False
+        if self._closing:
+            self._close(self._closing)
+        if isinstance(done.exception(), Superseded):
+            self.supersede(error)
+            self.group.give_up()
+        elif error:
+            message = f"the store did not take the claim of this start, which is tried again before a commit: {error}"
+            self.emit("claim.postponed", message, True)
+
+    def _beat(self) -> None:
+        """Shows in the store that the epoch lives, as long as it does."""
+        if self._dropped or self.failed or self.group.all_gone or self.group.superseded_by:
+            return
+        if not self._beating:  # else the store is slow: the beats behind one another would say no more than one
+            self._beating = True
+            self._beats += 1
+            beats, store = self._beats, self._services.store
+            self._run(Lane.STORE, lambda: store.heartbeat(self.epoch, beats), self._beaten)
+        self._later(self._services.heartbeat_s, self._beat)
+
+    def _beaten(self, done: Future[None]) -> None:
+        self._beating = False
+        error = failure(done)
+        if isinstance(done.exception(), Superseded):
+            self.supersede(error)
+            self.group.give_up()
+        elif error:
+            log.info("no heartbeat: %s", error)
+
+    def _close(self, reason: str) -> None:
+        """Not beside the claim: one that lands after it would leave an epoch that nobody closes."""
+        if self._claiming:
+            self._closing = reason
+            return
+        store = self._services.store
+        self._run(Lane.STORE, lambda: store.end(self.epoch, reason), self._ended)
+
+    def _ended(self, done: Future[None]) -> None:
+        if error := failure(done):
+            log.warning("epoch %s could not be closed in the store: %s", self.epoch, error)
+        self.group.closed()
+
+
+def _passes(error: BaseException | None) -> bool:
+    """Whether a commit failed by a store that does not answer just now."""
+    while error is not None:
+        if isinstance(error, TransientError | Unsettled):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _may_be_full(error: BaseException | None) -> bool:
+    """Whether a commit failed otherwise than by a store that does not answer. How one says that it has no more room
+    differs, and what comes from another node is a text only; a prune in vain does no harm."""
+    return error is not None and not _passes(error) and not isinstance(error, Superseded)

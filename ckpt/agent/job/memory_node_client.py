@@ -1,0 +1,275 @@
+"""The memory-only nodes that a job names, as its coordinator uses them: who of them is there, and what it lends.
+
+They are known by address only: what they are called is learnt from them. One that is not there delays a start by no
+more than PATIENCE_S and fails no training; it is called again as long as the job runs. Main thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.commit.commit_terms import Terms
+from ckpt.agent.replication.replication_manager import Lent
+from ckpt.errors import UsageError
+from ckpt.events import Event
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.messages import Message
+from ckpt.storage.names import shown
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.ipc.node_list import NodeAt
+
+log = logging.getLogger("ckpt")
+
+PATIENCE_S = 30.0  # how long a start waits for one: as long as it takes one to see that a former coordinator is gone
+CALL_S = 5.0  # between calls while a job runs
+BUSY_S = 1.0  # until one that lends to another job is asked again
+LENDERS_MAX = 64
+
+Later = Callable[[float, Callable[[], None]], None]
+Answered = Callable[[Message | None, str, bool], None]
+
+
+def addresses_from(given: Any) -> tuple[Address, ...]:
+    """What rank 0 says of them. Errors: UsageError."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or len(given) > LENDERS_MAX:
+        raise UsageError(f"CKPT_PEERS names more than {LENDERS_MAX} memory-only nodes")
+    return tuple(dict.fromkeys(Address.parse(str(each)) for each in given))
+
+
+class Lenders:
+    """`tell`: hears events. `changed`: called when who is there, or what one lends, is another."""
+
+    def __init__(
+        self,
+        url: str,
+        network: Callable[[], Network | None],
+        later: Later,
+        tell: Callable[[Event], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._url, self._network, self._later, self._tell, self._changed = url, network, later, tell, changed
+        self.wanted: tuple[Address, ...] = ()  # by the newest job
+        self._there: dict[Address, Lent] = {}
+        self._why: dict[Address, str] = {}  # of those that are not
+        self._cut: dict[Address, object] = {}  # of these: whose connection has ended just now: they may be there still
+        self._terms: Terms | None = None  # of the job under way, once it has begun
+        self._calls = 0  # older rounds of calls end by themselves
+
+    @property
+    def lead(self) -> bool:
+        """Whether a job of this agent borrows from any."""
+        return self._terms is not None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether it is not known yet of some that are called whether they are there, or there again."""
+        known = {*self._there, *self._why} - self._cut.keys()
+        return self.lead and any(address not in known for address in self.wanted)
+
+    def there(self) -> tuple[Lent, ...]:
+        """Those that can be asked, in a fixed order; one that is named by several addresses once."""
+        by_name = {self._there[address].node.name: self._there[address] for address in sorted(self._there)}
+        return tuple(by_name.values())
+
+    def nodes(self) -> list[NodeAt]:
+        return [each.node for each in self.there()]
+
+    def table(self) -> list[dict[str, Any]]:
+        """For people."""
+        found = []
+        for address in self.wanted:
+            lent = self._there.get(address)
+            about: dict[str, Any] = {}
+            if lent is not None:
+                about = {"name": lent.node.name, "lends_bytes": lent.lend_bytes, "domains": list(lent.node.domains)}
+            found.append({"address": str(address), **about, "error": self._why.get(address, "") or None})
+        return found
+
+    def begin(self, wanted: Sequence[Address], launch: str, take_over: bool, then: Callable[..., None]) -> None:
+        """A start asks each what it holds: `then(address, answer, error)`, once for each, within PATIENCE_S."""
+        self.end()
+        self.wanted = tuple(wanted)
+        self._there = {each: lent for each, lent in self._there.items() if each in self.wanted}
+        for address in self.wanted:
+            self._ask_start(address, {"t": "start", "launch": launch, "take_over": take_over, "url": self._url}, then)
+
+    def led(self, terms: Terms, wanted: Sequence[Address]) -> None:
+        """The job has begun an epoch, or its coordinator is back: from here on they are called until `end`."""
+        self.wanted = tuple(wanted)
+        self._terms = terms
+        self._calls += 1
+        self._call(self._calls)
+
+    def end(self) -> None:
+        """The job is over, or about to be followed by another."""
+        self._terms = None
+        self._calls += 1
+
+    def say(self, fields: dict[str, Any]) -> None:
+        """To each that is there. A hint."""
+        network = self._network()
+        for lent in self.there():
+            if network is not None:
+                network.tell(lent.node.name, fields)
+
+    def closed(self, name: str) -> bool:
+        """The connection to that agent is gone. Whether it was one of them."""
+        network = self._network()
+        if network is not None and network.channel(name) is not None:
+            return False  # it was made anew
+        found = [address for address, lent in self._there.items() if lent.node.name == name]
+        for address in found:
+            self._cut_off(address, "the connection has ended")
+        return bool(found)
+
+    def _cut_off(self, address: Address, why: str) -> None:
+        """It was there until now, and may be there still."""
+        self._lose(address, why)
+        self._cut[address] = token = object()
+        self._later(PATIENCE_S, functools.partial(self._gone, address, token))
+
+    def _gone(self, address: Address, cut: object) -> None:
+        if self._cut.get(address) is cut:
+            del self._cut[address]
+
+    # -- inside
+
+    def _ask(self, address: Address, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
+        """`then` hears the answer, or what went wrong, and whether anybody was there at all."""
+        network = self._network()
+        if network is None:
+            then(None, "this agent was not told to listen", False)
+            return
+
+        def found(name: str, error: str) -> None:
+            if error:
+                then(None, error, False)
+            else:
+                network.ask(name, fields, blobs, lambda answer, why: then(answer, why, True))
+
+        known = self._there.get(address)
+        if known is not None and network.channel(known.node.name) is not None:
+            found(known.node.name, "")
+        else:
+            network.find(address, found)
+
+    def _ask_start(self, address: Address, fields: dict[str, Any], then: Callable[..., None]) -> None:
+        over = False
+
+        def end(answer: Message | None, error: str) -> None:
+            nonlocal over
+            if not over:
+                over = True
+                then(address, answer, error)
+
+        def ask() -> None:
+            if not over:
+                self._ask(address, fields, answered)
+
+        def answered(answer: Message | None, error: str, was_there: bool) -> None:
+            if over:
+                return
+            busy = self._busy(answer)
+            if busy:
+                self._why[address] = busy
+                self._later(BUSY_S, ask)
+                return
+            if answer is not None:
+                error = self._take(address, answer)
+            if error:
+                self._lose(address, error)
+            end(None if error else answer, error)
+
+        def late() -> None:
+            if not over:
+                why = self._why.get(address) or f"it has not answered within {PATIENCE_S:g} s"
+                self._lose(address, why)
+                end(None, why)
+
+        self._later(PATIENCE_S, late)
+        ask()
+
+    def _call(self, number: int) -> None:
+        """Asks all for their loan, again and again: one that was away comes back so, and one that was lent to another
+        start meanwhile too."""
+        terms = self._terms
+        if terms is None or number != self._calls:
+            return
+        for address in self.wanted:
+            self._ask(address, {"t": "borrow", "url": self._url}, self._borrowed(address, number), [terms.encode()])
+        self._later(CALL_S, lambda: self._call(number))
+
+    def _borrowed(self, address: Address, number: int) -> Answered:
+        def answered(answer: Message | None, error: str, was_there: bool) -> None:
+            if number != self._calls:
+                return
+            if not was_there:
+                self._cut.pop(address, None)
+            elif answer is None and self._is_cut_off(address):
+                return  # `closed` is told next, and what it kept is missed then
+            error = self._busy(answer) or error
+            if not error and answer is not None:
+                error = self._take(address, answer)
+            if error and answer is None and was_there and address not in self._why:
+                self._cut_off(address, error)
+            elif error:
+                self._lose(address, error)
+
+        return answered
+
+    def _is_cut_off(self, address: Address) -> bool:
+        lent, network = self._there.get(address), self._network()
+        return lent is not None and network is not None and network.channel(lent.node.name) is None
+
+    def _busy(self, answer: Message | None) -> str:
+        launch = answer.fields.get("busy") if answer is not None else None
+        return f"it lends to launch {launch!r:.200}, whose coordinator is connected" if launch else ""
+
+    def _take(self, address: Address, answer: Message) -> str:
+        """It lends; or why it does not."""
+        from ckpt.ipc.node_list import NodeAt, domains_told
+
+        try:
+            lends = answer.fields.get("lends")
+            if type(lends) is not int or lends < 0:
+                return "the agent there lends no memory; it is that of a job's node"
+            name = str(answer.fields["name"])[:100]
+            domains = domains_told([str(each) for each in list(answer.fields["domains"]) if each])
+            if not name or "\0" in "".join((name, *domains)):
+                return "it has answered a name or a domain that is none"
+            link = max(0, int(answer.fields["link_bytes_s"]))
+            lent = Lent(NodeAt(name, (address,), (), domains, link), lends)
+        except (LookupError, TypeError, ValueError) as exc:
+            return f"it has answered what cannot be read: {exc!r:.200}"
+        before = self._there.get(address)
+        self._there[address] = lent
+        self._cut.pop(address, None)
+        if before is None or before.node != lent.node:
+            known = self._why.pop(address, None)
+            text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"
+            about = {"address": str(address), "lends_bytes": lends}
+            self._tell(Event("peers.joined", text, known is not None, about))
+        if before != lent:
+            self._changed()
+        return ""
+
+    def _lose(self, address: Address, why: str) -> None:
+        was = self._there.pop(address, None)
+        if was is not None or not self._why.get(address):
+            text = (
+                f"the memory-only node at {address} cannot be used ({why}): training goes on without it, and it is "
+                f"called again. There, `ckpt agent {shown(self._url)} --listen {address} --memory SIZE` has to run, "
+                "for this job alone and with the same CKPT_SECRET_FILE, and this node has to reach it"
+            )
+            self._tell(Event("peers.unreachable", text, True, {"address": str(address)}))
+        news = was is not None or address not in self._why
+        self._why[address] = why
+        if news:
+            self._changed()

@@ -1,0 +1,287 @@
+"""The beginning of a connection on the main thread: connecting, listening, and the handshake, none of which waits.
+
+A stranger gets a closed connection: after HANDSHAKE_S, at its first wrong byte, or when HALF_OPEN_MAX others knocked
+after it. The oldest gives way, since an agent of ours is through within a few round trips.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from ckpt.agent.net import handshake
+from ckpt.agent.net.handshake import Answerer, Dialler, NotAuthentic, Session
+from ckpt.clock import Clock, SystemClock
+from ckpt.errors import AgentError
+from ckpt.ipc.addresses import Address, Place, resolve, tune
+from ckpt.types import counted
+
+log = logging.getLogger("ckpt")
+
+CONNECT_S = 5.0
+HANDSHAKE_S = 5.0
+HALF_OPEN_MAX = 64
+SWEEP_S = 0.1  # between looks at who has not greeted in time
+AGAIN_S = 1.0  # until accepting is tried again after the machine had no room for it
+SAY_S = 60.0  # strangers are logged that often at most
+_BACKLOG = 256
+
+
+class Loop(Protocol):
+    """The agent's main thread, as far as connections need it. `post` may be called from any thread."""
+
+    def watch(self, sock: socket.socket, events: int, what: Callable[[int], None]) -> None:
+        """Calls `what(events)` whenever the socket is ready for some of `events` (selectors.EVENT_READ, EVENT_WRITE);
+        a second call for the same socket takes the place of the first. `what` may be called once more after
+        `unwatch`, in the same round."""
+        ...
+
+    def unwatch(self, sock: socket.socket) -> None: ...
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Runs it on the main thread, soon and in order."""
+        ...
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        """Runs it on the main thread after so long; it cannot be called off."""
+        ...
+
+
+Done = Callable[[socket.socket, Session], None]
+Failed = Callable[[AgentError], None]
+
+
+class Greeting:
+    """One handshake under way. Exactly one of `done` and `failed` is called, later than the call that made this, unless
+    `cancel` comes first. `done` takes over the socket, non-blocking, with nothing of the next message read from it.
+    Who makes it calls `too_late` when it has lasted too long."""
+
+    def __init__(
+        self, loop: Loop, sock: socket.socket, exchange: Dialler | Answerer, to: str, done: Done, failed: Failed
+    ) -> None:
+        self._loop, self._sock, self._handshake, self._to = loop, sock, exchange, to
+        self._done, self._failed = done, failed
+        self._room = bytearray(handshake.HEADER_BYTES)
+        self._got = 0
+        self._open = True
+        self._connecting = isinstance(exchange, Dialler)
+        loop.watch(sock, selectors.EVENT_WRITE if self._connecting else selectors.EVENT_READ, self._on_ready)
+
+    def cancel(self) -> None:
+        if self._open:
+            self._leave()
+            self._sock.close()
+
+    def _fail(self, error: AgentError) -> None:
+        if self._open:
+            self.cancel()
+            self._failed(error)
+
+    def _leave(self) -> None:
+        self._open = False
+        self._loop.unwatch(self._sock)
+
+    def too_late(self) -> None:
+        what = "could not be reached" if self._connecting else "did not greet"
+        self._fail(AgentError(f"{self._to} {what} in time"))
+
+    def _on_ready(self, events: int) -> None:
+        if not self._open:
+            return
+        try:
+            self._step()
+        except BlockingIOError:
+            return
+        except NotAuthentic as exc:
+            with contextlib.suppress(OSError):
+                self._sock.send(exc.answer)
+            self._fail(exc)
+        except (OSError, EOFError) as exc:
+            self._fail(AgentError(f"{self._to}: {exc}"))
+
+    def _step(self) -> None:
+        if self._connecting:
+            code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            self._connecting = False
+            self._loop.watch(self._sock, selectors.EVENT_READ, self._on_ready)
+            assert isinstance(self._handshake, Dialler)
+            self._say(self._handshake.first)
+            return
+        while True:
+            got = self._sock.recv_into(memoryview(self._room)[self._got :])
+            if not got:
+                raise EOFError("closed the connection in the middle of the handshake: is the secret the same?")
+            self._got += got
+            if self._got < len(self._room):
+                continue
+            if self._got == handshake.HEADER_BYTES:  # no message has an empty body
+                self._room.extend(bytes(handshake.body_bytes(self._room)))
+                if self._got < len(self._room):
+                    continue
+            self._say(self._handshake.step(bytes(self._room)))
+            self._room, self._got = bytearray(handshake.HEADER_BYTES), 0
+            session = self._handshake.session
+            if session is not None:
+                self._leave()
+                self._done(self._sock, session)
+                return
+
+    def _say(self, message: bytes) -> None:
+        """A few hundred bytes into an empty buffer: there is room, or something is wrong with the connection."""
+        if message and self._sock.send(message) != len(message):
+            raise OSError(errno.ENOBUFS, "there is no room to send")
+
+
+def dial(loop: Loop, place: Place, exchange: Dialler, done: Done, failed: Failed) -> Greeting:
+    """Connects. Errors: AgentError where it fails at once, such as with no route; else `failed` hears of it."""
+    to = f"the agent at {Address(str(place.sockaddr[0]), int(place.sockaddr[1]))}"
+    try:
+        sock = socket.socket(place.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as exc:
+        raise AgentError(f"{to} cannot be connected to: {exc}") from exc
+    try:
+        tune(sock)
+        code = sock.connect_ex(place.sockaddr)
+        if code not in (0, errno.EINPROGRESS):
+            raise AgentError(f"{to} cannot be connected to: {os.strerror(code)}")
+        greeting = Greeting(loop, sock, exchange, to, done, failed)
+        loop.later(CONNECT_S + HANDSHAKE_S, greeting.too_late)
+        return greeting
+    except OSError as exc:
+        sock.close()
+        raise AgentError(f"{to} cannot be connected to: {exc}") from exc
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _cannot_listen(address: Address, why: object) -> AgentError:
+    what = "--listen and CKPT_LISTEN take an address of this machine and a port that is free (0: any)"
+    return AgentError(f"cannot listen on {address}: {why}; {what}")
+
+
+class Listener:
+    """Owns a listening socket and the handshakes under way on it. Main thread only.
+
+    `made`: makes the answering side of one handshake. `done`: takes over each connection whose handshake has ended
+    well. `address`: where it listens, with the port that the kernel chose if 0 was asked for."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        address: Address,
+        made: Callable[[], Answerer],
+        done: Done,
+        clock: Clock | None = None,
+    ) -> None:
+        """Errors: AgentError where it cannot listen there. The look-up of a host that is no literal is waited for."""
+        self._loop, self._made, self._done = loop, made, done
+        self._clock = clock or SystemClock()
+        self._half_open: dict[int, tuple[Greeting, float]] = {}  # and when it is too late; oldest first
+        self._sweeping = False
+        self._count = 0
+        self._refused = 0
+        self._said_s: float | None = None
+        try:
+            place = resolve(address, passive=True)[0]
+        except AgentError as exc:
+            raise _cannot_listen(address, exc) from exc
+        self._sock = socket.socket(place.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._sock.bind(place.sockaddr)
+            self._sock.listen(_BACKLOG)
+        except OSError as exc:
+            self._sock.close()
+            raise _cannot_listen(address, exc.strerror or exc) from exc
+        self.address = Address(address.host, int(self._sock.getsockname()[1]))
+        loop.watch(self._sock, selectors.EVENT_READ, self._on_connect)
+
+    @property
+    def half_open(self) -> int:
+        return len(self._half_open)
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.unwatch(self._sock)
+            self._sock.close()
+        for greeting, _ in self._half_open.values():
+            greeting.cancel()
+        self._half_open.clear()
+
+    def _on_connect(self, events: int) -> None:
+        for _ in range(HALF_OPEN_MAX):  # then the others have their turn
+            if self._sock.fileno() < 0:
+                return
+            try:
+                sock, sockaddr = self._sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # the caller is gone again
+            except OSError as exc:  # no more descriptors: accepting at once again would keep the loop busy
+                log.warning("connections of other agents cannot be accepted: %s", exc)
+                self._loop.unwatch(self._sock)
+                self._loop.later(AGAIN_S, self._listen_again)
+                return
+            self._greet(sock, str(sockaddr[0]))
+
+    def _listen_again(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.watch(self._sock, selectors.EVENT_READ, self._on_connect)
+
+    def _greet(self, sock: socket.socket, host: str) -> None:
+        if len(self._half_open) >= HALF_OPEN_MAX:
+            oldest = next(iter(self._half_open))
+            self._half_open.pop(oldest)[0].cancel()
+            self._refuse("too many connections wait for a greeting")
+        self._count += 1
+        number = self._count
+
+        def done(sock: socket.socket, session: Session) -> None:
+            self._half_open.pop(number, None)
+            self._done(sock, session)
+
+        def failed(error: AgentError) -> None:
+            self._half_open.pop(number, None)
+            self._refuse(str(error))
+
+        try:
+            sock.setblocking(False)
+            tune(sock)
+            greeting = Greeting(self._loop, sock, self._made(), f"who called from {host}", done, failed)
+            self._half_open[number] = greeting, self._clock.now_s() + HANDSHAKE_S
+            if not self._sweeping:
+                self._sweep()
+        except OSError as exc:
+            sock.close()
+            self._refuse(f"a caller from {host}: {exc}")
+
+    def _sweep(self) -> None:
+        """One timer for all: thousands of strangers a second would leave thousands of timers."""
+        now_s = self._clock.now_s()
+        for greeting, end_s in list(self._half_open.values()):
+            if end_s <= now_s:
+                greeting.too_late()
+        self._sweeping = bool(self._half_open)
+        if self._sweeping:
+            _, end_s = next(iter(self._half_open.values()))
+            self._loop.later(max(end_s - now_s, SWEEP_S), self._sweep)
+
+    def _refuse(self, why: str) -> None:
+        """Logs it, but a stranger does not fill the disk."""
+        self._refused += 1
+        now_s = self._clock.now_s()
+        if self._said_s is None or now_s - self._said_s >= SAY_S:
+            were = "was" if self._refused == 1 else "were"
+            text = f"{counted(self._refused, 'connection')} from other hosts {were} refused"
+            log.warning("%s, the last because: %s", text, why)
+            self._refused, self._said_s = 0, now_s

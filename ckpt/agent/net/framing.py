@@ -1,0 +1,105 @@
+"""A control message as the payloads of records, and back: pure.
+
+One payload of kind MESSAGE holds a msgpack map of at most MESSAGE_BYTES_MAX bytes. Where the map's `_blobs` says so,
+payloads of kind PART follow it, which are its blobs one after the other; nothing comes between them. So however large
+a blob is, no more than one part of it is held before its MAC is checked. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgpack
+
+from ckpt.agent.net.handshake import PAYLOAD_BYTES_MAX
+from ckpt.errors import AgentError
+from ckpt.ipc.messages import Message, unpack
+
+MESSAGE_BYTES_MAX = 64 << 10
+BLOB_BYTES_MAX = 64 << 20  # of one message, together: the frames and hashes of 2^18 frames are 8 MiB
+BLOBS_MAX = 8
+DEPTH_MAX = 16
+
+ALIVE, MESSAGE, PART = range(3)  # kinds of records
+
+Payload = tuple[int, bytes | memoryview]
+
+
+def payloads(fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> list[Payload]:
+    """What to send. Views of the blobs, not copies. Errors: AgentError when it is too large, a mistake of ours."""
+    sizes = [memoryview(blob).nbytes for blob in blobs]
+    if len(sizes) > BLOBS_MAX or sum(sizes) > BLOB_BYTES_MAX:
+        raise AgentError(f"message {fields.get('t')!r} has {len(sizes)} blobs of {sum(sizes)} bytes in all: too much")
+    data = msgpack.packb({**fields, "_blobs": sizes} if sizes else fields)
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise AgentError(f"message {fields.get('t')!r} is {len(data)} bytes; at most {MESSAGE_BYTES_MAX}")
+    return [(MESSAGE, data), *(part for blob in blobs for part in _parts(memoryview(blob).cast("B")))]
+
+
+def _parts(view: memoryview) -> Iterator[Payload]:
+    for at in range(0, len(view), PAYLOAD_BYTES_MAX):
+        yield PART, view[at : at + PAYLOAD_BYTES_MAX]
+
+
+class Assembler:
+    """Puts messages together. Holds at most BLOB_BYTES_MAX, and only what was received."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] | None = None
+        self._sizes: list[int] = []
+        self._blobs: list[bytes] = []
+        self._blob = bytearray()
+
+    def add(self, kind: int, payload: bytes) -> Message | None:
+        """The message that is whole with this payload. Errors: AgentError; then the connection is of no more use."""
+        if kind == MESSAGE and self._fields is None:
+            self._fields = _fields(payload)
+            self._sizes = _sizes(self._fields.pop("_blobs", []))
+        elif kind == PART and self._fields is not None:
+            if not payload or len(self._blob) + len(payload) > self._sizes[len(self._blobs)]:
+                raise AgentError("a peer sent more of a blob than its message says, or an empty part")
+            self._blob += payload
+        elif kind == ALIVE and self._fields is None and not payload:
+            return None
+        else:
+            raise AgentError(f"a peer sent a record of kind {kind} where none is due")
+        return self._whole()
+
+    def _whole(self) -> Message | None:
+        while len(self._blobs) < len(self._sizes) and len(self._blob) == self._sizes[len(self._blobs)]:
+            self._blobs.append(bytes(self._blob))
+            self._blob = bytearray()
+        if self._fields is None or len(self._blobs) < len(self._sizes):
+            return None
+        message = Message(self._fields, [], self._blobs)
+        self._fields, self._sizes, self._blobs = None, [], []
+        return message
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise AgentError(f"a peer's message of {len(data)} bytes; at most {MESSAGE_BYTES_MAX}")
+    fields = unpack(data, "a peer's message")
+    if _deeper(fields, DEPTH_MAX):
+        raise AgentError(f"a peer's message is nested deeper than {DEPTH_MAX}")
+    return fields
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether it is nested deeper than so many levels: who handles it may walk it recursively."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(each, levels - 1) for each in inner)
+
+
+def _sizes(given: Any) -> list[int]:
+    if (
+        not isinstance(given, list)
+        or len(given) > BLOBS_MAX
+        or not all(type(size) is int and 0 <= size <= BLOB_BYTES_MAX for size in given)
+        or sum(given) > BLOB_BYTES_MAX
+    ):
+        raise AgentError("a peer's message names blobs that are malformed or too large")
+    return given

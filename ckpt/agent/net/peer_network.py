@@ -1,0 +1,429 @@
+"""This agent among the others of its run: where it listens, whom it is connected to, and what is asked and answered.
+
+Nothing of it exists in a job of one node. Everything runs on the agent's main thread; names are looked up on another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import psutil
+
+from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.dialer import Greeting, Listener, Loop, dial
+from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
+from ckpt.agent.net.progress import ANSWER_S, LOOK_S, Asked, Progress, Then
+from ckpt.agent.net.tcp_sender import TcpTransport
+from ckpt.agent.net.transport import MakeTransport, Transport
+from ckpt.agent.runtime.workers import Bulk, Lane
+from ckpt.clock import Clock, SystemClock
+from ckpt.errors import AgentError, UsageError
+from ckpt.ipc.addresses import Address, Place, resolve
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import ADDRESSES_MAX, NodeAt
+from ckpt.ipc.secret import SECRET_BYTES
+
+log = logging.getLogger("ckpt")
+
+SECRETS_MAX = 8  # each start has one, and what an earlier one began may still be under way
+AT_ONCE_S = 5.0  # two that dial each other within so long have done so at once
+ANYWHERE = Address("0.0.0.0", 0)
+EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that mean all interfaces
+
+
+class Receiver(Protocol):
+    """Who is told of what other agents say."""
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        """Errors: CkptError is answered where the message has an id; any other closes the connection."""
+        ...
+
+    def peer_closed(self, channel: Channel) -> None: ...
+
+
+class Network:
+    """Owns the listener, the channels and the transport. `me`: this agent's name."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        bulk: Bulk,
+        me: str,
+        receiver: Receiver,
+        clock: Clock | None = None,
+        transport: MakeTransport = TcpTransport,
+    ) -> None:
+        """`clock`: by which answers are waited for. `transport`: makes what moves frames."""
+        self.me = me
+        self._clock = clock or SystemClock()
+        self.transport: Transport = transport(self._greet)
+        self.limit_bytes_s: float | None = None
+        self.progress = Progress()  # of what other agents were asked
+        self._loop, self._bulk, self._receiver = loop, bulk, receiver
+        self._secrets: dict[str, bytes] = {}  # newest last
+        self._listeners: dict[Address, Listener] = {}  # by where they were to listen
+        self._channels: dict[str, Channel] = {}
+        self._called: dict[Channel, str] = {}  # by others, who have not said on it yet that it is the one they keep
+        self._hosts: dict[str, str] = {}
+        self._dialled: dict[str, Channel] = {}  # by us, and only just
+        self._dialling: dict[str, _Dialling] = {}
+        self._finding: dict[Address, _Finding] = {}
+        self._asked: dict[int, Asked] = {}
+        self._looking = False
+        self._numbers = itertools.count(1)
+
+    def listen(self, secret: bytes, at: str) -> list[Address]:
+        """Who knows the secret may connect from here on; where to. `at`: where to listen; "": anywhere. Where we listen
+        already that goes on: the others know of it. Errors: AgentError; UsageError."""
+        if len(secret) != SECRET_BYTES:
+            raise UsageError(f"the run's secret has {len(secret)} bytes instead of {SECRET_BYTES}")
+        run = run_of(secret)
+        self._secrets.pop(run, None)
+        self._secrets[run] = secret
+        while len(self._secrets) > SECRETS_MAX:
+            del self._secrets[next(iter(self._secrets))]
+        wanted = Address.parse(at) if at else ANYWHERE
+        for asked, listener in self._listeners.items():
+            if wanted in (asked, listener.address):
+                return addresses_of(listener.address)
+            if listener.address.port == wanted.port and listener.address.host in EVERYWHERE:
+                return addresses_of(wanted)  # it is heard there already
+        made = Listener(self._loop, wanted, lambda: Answerer(self._secrets.get, self.me), self._greeted)
+        self._listeners[wanted] = made
+        return addresses_of(made.address)
+
+    @property
+    def run(self) -> str:
+        """What handshakes call the newest secret; "" before there is one."""
+        return next(reversed(self._secrets), "")
+
+    @property
+    def secret(self) -> bytes:
+        """The newest one; b"" before there is one."""
+        return self._secrets.get(self.run, b"")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to be sent."""
+        return any(channel.waiting_bytes for channel in self._channels.values())
+
+    def channel(self, name: str) -> Channel | None:
+        """The connection to that agent, if there is one."""
+        return self._channels.get(name)
+
+    def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
+        """Until there is a connection to that agent: `then("")`, later than this call; or with why there is none."""
+        if node.name in self._channels:
+            self._loop.post(lambda: then(""))
+        elif node.name in self._dialling:
+            self._dialling[node.name].then.append(then)
+        else:
+            dialling = self._dialling[node.name] = _Dialling(node, [then])
+            self._bulk.run(
+                Lane.FRONT, lambda: _look_up(node.addresses), lambda done: self._dial(dialling, done.result())
+            )
+
+    def find(self, address: Address, then: Callable[[str, str], None]) -> None:
+        """Until there is a connection to whoever listens there and knows the secret: `then(its name, "")`, later than
+        this call; or `then("", why)`."""
+        if address in self._finding:
+            self._finding[address].then.append(then)
+            return
+        finding = self._finding[address] = _Finding([then])
+
+        def over() -> bool:
+            return self._finding.get(address) is not finding
+
+        def end(name: str, error: str) -> None:
+            del self._finding[address]
+            finding.cancel()
+            for each in finding.then:
+                each(name, error)
+
+        def done(sock: socket.socket, session: Session) -> None:
+            if over() or session.peer in self._channels:  # the latter: by another address
+                sock.close()
+            else:
+                channel = Channel(self._loop, sock, session, self)
+                self._keep(channel, str(sock.getpeername()[0]))
+                channel.send({"t": "here"})
+            if not over():
+                end(session.peer, "")
+
+        def failed(error: AgentError) -> None:
+            finding.errors.append(str(error))
+            if len(finding.errors) >= finding.places and not over():
+                end("", "; ".join(finding.errors[:3]))
+
+        def looked(places: list[Place]) -> None:
+            finding.places = max(1, len(places))
+            if not places:
+                failed(AgentError(f"{address} cannot be looked up"))
+            run, secret = next(reversed(self._secrets.items()))
+            for place in places if not over() else ():
+                try:
+                    handshake = Dialler(secret, run, Role.CONTROL, self.me)
+                    finding.greetings.append(dial(self._loop, place, handshake, done, failed))
+                except AgentError as exc:
+                    failed(exc)
+
+        self._bulk.run(Lane.FRONT, lambda: _look_up([address]), lambda found: looked(found.result()))
+
+    def addresses(self, node: NodeAt) -> list[Address]:
+        """Where that agent may be found, first those of the host that we are connected to."""
+        host = self._hosts.get(node.name)
+        return sorted(node.addresses, key=lambda address: address.host != host)
+
+    def limit(self, bytes_per_s: float | None) -> None:
+        """What transfers that no start waits for may take, each way. Errors: ValueError."""
+        self.transport.set_rate(bytes_per_s)
+        self.limit_bytes_s = bytes_per_s
+
+    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """A hint: lost where there is no connection."""
+        channel = self._channels.get(name)
+        if channel is not None:
+            channel.send(fields, blobs)
+
+    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+        """`then` hears the answer and "", or None and what went wrong; later than this call. It is waited for as long
+        as it moves (`agent.moving`)."""
+        channel = self._channels.get(name)
+        if channel is None:
+            self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))
+            return
+        number = next(self._numbers)
+        self._asked[number] = Asked(channel, then, self._clock.now_s() + ANSWER_S)
+        channel.send({**fields, "id": number}, blobs)
+        self._look_soon()
+
+    def close(self) -> None:
+        for listener in self._listeners.values():
+            listener.close()
+        for dialling in self._dialling.values():
+            dialling.cancel()
+        for finding in self._finding.values():
+            finding.cancel()
+        self._finding.clear()
+        for channel in [*self._channels.values(), *self._called]:
+            channel.close()
+        self._channels.clear()
+        self._called.clear()
+        self._asked.clear()
+        self.transport.close()
+
+    # -- what the channels tell
+
+    def message(self, channel: Channel, message: Message) -> None:
+        if channel in self._called and not self._keep_called(channel, self._called.pop(channel)):
+            return
+        if message.kind in ("reply", "error"):
+            number = int(message.fields["id"])
+            if number in self._asked and self._asked[number].channel is not channel:
+                raise ValueError(f"it answers request {number}, which another agent was asked")
+            error = str(message.fields.get("message", ""))[:2000] or "refused"
+            self._answered(number, *((message, "") if message.kind == "reply" else (None, error)))
+        elif message.kind == "moving":
+            asked = self._asked.get(int(message.fields["id"]))
+            if asked is not None and asked.channel is channel:
+                asked.moves(self._clock.now_s())
+                self.progress.moved()
+        elif message.kind == "here":
+            pass
+        else:
+            self._receiver.peer_message(channel, message)
+
+    def closed(self, channel: Channel, why: AgentError) -> None:
+        log.info("%s", why)
+        if channel in self._called:
+            del self._called[channel]
+            return
+        if self._channels.get(channel.peer) is channel:
+            del self._channels[channel.peer]
+        self._end_asked(channel, why)
+        self._receiver.peer_closed(channel)
+
+    # -- inside
+
+    def _answered(self, number: int, message: Message | None, error: str) -> None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            self.progress.moved()
+            asked.then(message, error)
+
+    def _look_soon(self) -> None:
+        """One timer for all questions: there may be many a second."""
+        if not self._looking:
+            self._looking = True
+            self._loop.later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        now_s = self._clock.now_s()
+        late = [number for number, asked in self._asked.items() if asked.due_s <= now_s]
+        if len(self._asked) > len(late):
+            self._look_soon()
+        for number in late:
+            asked = self._asked.get(number)
+            if asked is not None:
+                self._answered(number, None, f"agent {asked.channel.peer} has not answered in time")
+
+    def _greet(self, about: str, peer: str) -> Dialler:
+        """For a transfer."""
+        run, secret = next(reversed(self._secrets.items()))
+        return Dialler(secret, run, Role.DATA, self.me, about, peer)
+
+    def _greeted(self, sock: socket.socket, session: Session) -> None:
+        if session.role is Role.DATA:
+            self.transport.accept(sock, session)
+        else:
+            host = str(sock.getpeername()[0])
+            self._called[Channel(self._loop, sock, session, self)] = host
+
+    def _keep_called(self, channel: Channel, host: str) -> bool:
+        """Another agent says that this is the one it keeps: of several addresses that lead here it has chosen one.
+        Whether we keep it too. It takes the place of one before, whose end may not have been noticed; but where both
+        have dialled at once, and each has told the other so, that stays which was dialled by the lower name."""
+        old = self._channels.get(channel.peer)
+        at_once = old is not None and self._dialled.get(channel.peer) is old
+        if at_once and self.me < channel.peer:
+            channel.close()
+            return False
+        self._keep(channel, host)
+        if old is not None:
+            old.close()
+            why = AgentError(f"agent {channel.peer} has connected anew")
+            if at_once:
+                self._end_asked(old, why)
+            else:
+                self.closed(old, why)
+        return True
+
+    def _keep(self, channel: Channel, host: str) -> None:
+        self._channels[channel.peer] = channel
+        self._hosts[channel.peer] = host
+        self._dialled.pop(channel.peer, None)
+
+    def _note_dialled(self, channel: Channel) -> None:
+        self._dialled[channel.peer] = channel
+
+        def later() -> None:
+            if self._dialled.get(channel.peer) is channel:
+                del self._dialled[channel.peer]
+
+        self._loop.later(AT_ONCE_S, later)
+
+    def _end_asked(self, channel: Channel, why: AgentError) -> None:
+        for number in [number for number, asked in self._asked.items() if asked.channel is channel]:
+            self._answered(number, None, str(why))
+
+    def _dial(self, dialling: _Dialling, places: list[Place]) -> None:
+        """All addresses at once: some lead nowhere, or to somebody else, and which is not known."""
+        node = dialling.node
+        run, secret = next(reversed(self._secrets.items()))
+
+        def done(sock: socket.socket, session: Session) -> None:
+            if self._dialling.pop(node.name, None) is dialling:
+                dialling.cancel()
+                if node.name in self._channels:  # it has dialled us meanwhile, and does not know of this one
+                    sock.close()
+                else:
+                    channel = Channel(self._loop, sock, session, self)
+                    self._keep(channel, str(sock.getpeername()[0]))
+                    self._note_dialled(channel)
+                    channel.send({"t": "here"})
+                dialling.end("")
+            else:
+                sock.close()
+
+        def failed(error: AgentError) -> None:
+            dialling.errors.append(str(error))
+            if len(dialling.errors) >= len(places) and self._dialling.get(node.name) is dialling:
+                del self._dialling[node.name]
+                dialling.end("; ".join(dialling.errors[:3]) or "it has no address that can be looked up")
+
+        if not places:
+            failed(AgentError(f"none of {', '.join(map(str, node.addresses))} can be looked up"))
+        for place in places:
+            try:
+                handshake = Dialler(secret, run, Role.CONTROL, self.me, "", node.name)
+                dialling.greetings.append(dial(self._loop, place, handshake, done, failed))
+            except AgentError as exc:
+                failed(exc)
+
+
+class _Dialling:
+    """Attempts at one agent, under way. `then`: who waits for one to succeed."""
+
+    def __init__(self, node: NodeAt, then: list[Callable[[str], None]]) -> None:
+        self.node = node
+        self.then = then
+        self.greetings: list[Greeting] = []
+        self.errors: list[str] = []
+
+    def cancel(self) -> None:
+        for greeting in self.greetings:
+            greeting.cancel()
+
+    def end(self, error: str) -> None:
+        for each in self.then:
+            each(error)
+
+
+class _Finding:
+    """The same at an address, of which it is not known whose it is. `places`: how many are tried."""
+
+    def __init__(self, then: list[Callable[[str, str], None]]) -> None:
+        self.then = then
+        self.greetings: list[Greeting] = []
+        self.errors: list[str] = []
+        self.places = 1
+
+    def cancel(self) -> None:
+        for greeting in self.greetings:
+            greeting.cancel()
+
+
+def run_of(secret: bytes) -> str:
+    """The name under which a handshake speaks of that secret; it says nothing of it."""
+    return hashlib.blake2b(secret, digest_size=8, person=b"ckpt-run").hexdigest()
+
+
+def addresses_of(at: Address) -> list[Address]:
+    """Where others may find who listens there: on all interfaces, those that lead out of this host first."""
+    if at.host not in EVERYWHERE:
+        return [at]
+    found: list[tuple[int, Address]] = []
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET or (each.family == socket.AF_INET6 and at.host == "::"):
+                ip = ipaddress.ip_address(each.address.split("%")[0])
+                if not ip.is_link_local:
+                    found.append((int(ip.is_loopback), Address(str(ip), at.port)))
+    return [address for _, address in sorted(found)][:ADDRESSES_MAX]
+
+
+def link_bytes_s(address: Address) -> int:
+    """What the link that this host has that address on carries each way, as the system says (psutil); 0 where it says
+    nothing, as of the loopback."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.split("%")[0] == address.host for each in addresses):
+            stats = psutil.net_if_stats().get(name)
+            return stats.speed * 1_000_000 // 8 if stats is not None else 0  # Mbit/s, 0 where it is not known
+    return 0
+
+
+def _look_up(addresses: Sequence[Address]) -> list[Place]:
+    places = []
+    for address in addresses:
+        try:
+            places += resolve(address)
+        except AgentError as exc:
+            log.info("%s", exc)
+    return places

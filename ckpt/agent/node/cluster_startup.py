@@ -1,0 +1,433 @@
+"""A job of several nodes, or with memory-only ones, as the agent of rank 0's node leads it: whom it asks what they hold
+before it begins, how what is found there is put together and served, and who hears what of it afterwards. Nothing of it
+happens in a job of one node."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from ckpt.agent.job.job import Job
+from ckpt.agent.job.memory_node_client import Lenders
+from ckpt.agent.net.transport import Frames
+from ckpt.agent.node.inventory_lease import BOUND_S, Frozen
+from ckpt.agent.node.previous_nodes import ask_former
+from ckpt.agent.node.startup import Starts
+from ckpt.agent.node.startup_state import Resolved, Start
+from ckpt.agent.replication.replication_manager import SLOTS_MIN
+from ckpt.agent.replication.rereplicate import Reprotecting
+from ckpt.agent.replication.restart_survey import Refinding, together
+from ckpt.agent.replication.survey import Keeps, ask_keeps
+from ckpt.agent.restore.collect import Collecting
+from ckpt.agent.restore.peer_source import PeerFrames, name_of
+from ckpt.agent.restore.shared_read import FanOut
+from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.memory_plan import needed_bytes, slots_for
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.agent.snapshots.manifest_gather import Gathered, Places
+from ckpt.agent.state.job_facts import Store
+from ckpt.errors import AgentError
+from ckpt.ipc.messages import Message
+from ckpt.settings import Settings
+from ckpt.types import HERE, Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.channel import Channel
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.format.manifest import Manifest
+    from ckpt.ipc.addresses import Address
+    from ckpt.ipc.node_list import NodeAt
+
+log = logging.getLogger("ckpt")
+
+CALL_AGAIN_S = 1.0  # after a connection to a node of a running job has broken
+CALLS_MAX = 3  # connections on which a node is told of a start
+
+
+class Leading(Starts):
+    """See Starts. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        super().__init__(url, settings, server)
+        self._offered: dict[str, set[str]] = {}  # transfers that others may make from here, by name: on whose word
+        self._frozen = Frozen()
+        self._asking: Start | None = None  # that has asked nodes what they hold: its outcome is owed to them
+        self.lenders = Lenders(url, lambda: self.network, server.later, self._event, self._lenders_changed)
+        self._services.lenders = self.lenders.there
+        self._services.awaits_lenders = lambda: self.lenders.awaited
+
+    # -- a start that is coordinated here
+
+    def _call_others(self, start: Start) -> None:
+        for node in start.nodes[1:]:
+            self._call(start, node)
+        self._call_lenders(start)
+
+    def _call_lenders(self, start: Start) -> None:
+        """A start does without the memory-only nodes that are not there."""
+
+        def answered(address: Address, answer: Message | None, error: str) -> None:
+            try:
+                if answer is not None:
+                    start.inventory.add(Inventory.unpack(answer.blobs[0]), str(answer.fields["name"]))
+            except Exception as exc:  # whatever it may have sent: a start waits for this
+                log.warning("what the memory-only node at %s says it holds cannot be read: %r", address, exc)
+            start.silent.discard(str(address))
+
+        start.silent.update(map(str, start.lenders))
+        then = lambda *found: self._guard_start(start, lambda: answered(*found))  # noqa: E731
+        self.lenders.begin(start.lenders, start.launch, start.take_over, then)
+
+    def _tend_fence(self, now_s: float) -> float | None:
+        """Whom a start has asked what they hold hears what came of it. When to look again."""
+        start = self._asking
+        if start is not self._start:
+            claim = start.job.claim if start is not None and start.job is not None else None
+            if start is not None:
+                self._tell_outcome(start, claim.epoch if claim is not None else None)
+            self._asking = self._start if self._start is not None and self._start.nodes else None
+        if self._offered or self.followings:
+            self._end_what_starts_left(now_s)
+        for job in self._jobs():
+            job.group.frozen = bool(job.nodes and self.fence.refusal(HERE, job.epoch, now_s))
+        times = self.fence.until_s(), self._tell_if_frozen(now_s)
+        return min((each for each in times if each is not None), default=None)
+
+    def _tell_if_frozen(self, now_s: float) -> float | None:
+        """Who trains and has no snapshot taken hears it. When to look again."""
+        job = self.current
+        if job is None or job.group.all_gone or job.group.superseded_by:
+            self._frozen.is_late(None, now_s)
+            return None
+        cut_off = [f"node {each['node']}" for each in job.cut_off() if each["node"]]
+        kind = "frozen" if job.group.frozen else "cut off" if cut_off else ""
+        if not self._frozen.is_late((job.epoch, kind) if kind else None, now_s):
+            return self._frozen.due_s
+        text = f"no snapshot of this job has been taken for {BOUND_S:.0f} s"
+        if kind == "frozen":
+            text += ", and what it keeps in memory stays"
+            why = self.fence.refusal(HERE, job.epoch, now_s)
+            then = f"it goes on once that start has restored or failed, or its agent was gone for {BOUND_S:.0f} s"
+            if job.epoch < self.fence.floor:
+                then = "start it again, and it takes a larger number"
+        else:
+            why = f"cut off from the agent of rank 0's node: {', '.join(cut_off)}"
+            then = "training goes on, and saving once that is connected again; ckpt watch there says if its agent hangs"
+        job.emit("job.frozen", f"{text}: {why}; {then}", True, {"reason": why})
+        return None
+
+    def _tell_outcome(self, start: Start, epoch: Epoch | None) -> None:
+        if epoch is not None:
+            self.fence.begun(HERE, epoch)
+        elif self._start is None:
+            self.fence.over(HERE)
+        fields = {"t": "outcome", "epoch": str(epoch) if epoch is not None else None}
+        again = {node.name for node in self._start.nodes} if self._start is not None else set()  # a newer one has asked
+        for node in [*start.nodes[1:], *start.former]:
+            if self.network is not None and node.name not in again:
+                self.network.tell(node.name, fields)
+        if epoch is None and self._start is None:  # else it is told by what is borrowed for it
+            self.lenders.say(fields)
+
+    def _ask_former(self, start: Start) -> None:
+        super()._ask_former(start)
+        if self.network is not None and start.nodes:
+            ask_former(self.network, start, lambda what: self._guard_start(start, what), self._server.later)
+
+    def _tend_lenders(self) -> None:
+        """A job whose ranks are all gone borrows nothing any more: another may."""
+        if self.lenders.lead and self.current is not None and self.current.group.all_gone:
+            self.lenders.say({"t": "idle"})
+            self.lenders.end()
+
+    def _free_lenders(self) -> None:
+        """Nobody comes back for what is kept of a job that came to its end, once all of it is in the store."""
+        job = self.current
+        newest = job.group.newest if job is not None and job.came_to_its_end else None
+        if job is not None and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
+            self.lenders.say({"t": "drop", "epoch": str(job.epoch)})
+
+    def _lenders_changed(self) -> None:
+        """Copies may be had elsewhere now."""
+        self._server.called.learn(self.lenders.nodes())
+        if self.current is not None:
+            self.current.place_again()
+            if self.current.refinding is not None:
+                self.current.refinding.came()
+
+    def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
+        if named and job.terms is not None:
+            self.lenders.led(job.terms, named)
+
+    def _call(self, start: Start, node: NodeAt) -> None:
+        network = self.network
+        assert network is not None
+        start.silent.add(node.name)
+        tries = itertools.count(1)
+
+        def connect() -> None:
+            network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
+
+        def connected(error: str) -> None:
+            if error:
+                raise AgentError(
+                    f"agent {node.name} cannot be reached from the node of rank 0 ({error}): "
+                    "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
+                )
+            fields = {"t": "start", "launch": start.launch, "take_over": start.take_over}
+            asked = network.channel(node.name)
+            network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(asked, *found)))
+
+        def answered(asked: Channel | None, answer: Message | None, error: str) -> None:
+            if answer is None and network.channel(node.name) is not asked and next(tries) < CALLS_MAX:
+                connect()  # not refused: the connection has ended, as where both have dialled each other at once
+                return
+            if answer is None:
+                raise AgentError(f"agent {node.name} does not take part: {error}")
+            start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
+            start.silent.discard(node.name)
+
+        connect()
+
+    def _gather(self, start: Start, identity: Identity) -> None:
+        def collected(found: Gathered | None, error: str) -> None:
+            start.resolving = False
+            if found is not None:
+                start.gathered[identity] = found
+                return
+            log.warning("%s cannot be had from memory: %s", identity, error)
+            start.failed[identity] = error
+            start.inventory.refute(identity)
+
+        self._server.called.learn(start.former)
+        self._collecting(start).whole(identity, collected)
+
+    def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:
+        identity, manifest = chosen.candidate.identity, chosen.manifest
+
+        def found(places: Places | None, error: str) -> None:
+            start.resolving, start.part = False, places
+            if places is None:
+                log.info("%s is read from the store, and nothing of it is taken from memory: %s", identity, error)
+            then()
+
+        ranks = {node.name: len(node.ranks) for node in start.nodes}
+        ranks = ranks or {self.network.me if self.network is not None else "": start.world}
+        slots = {name: _slot_bytes(manifest, count, start.world) for name, count in ranks.items()}
+        leave = {name: needed_bytes(slot_bytes, SLOTS_MIN) for name, slot_bytes in slots.items()}
+        moves = lambda: self._moves_of(start)  # noqa: E731
+        self._collecting(start).part(identity, manifest, leave, self._server.later, moves, found)
+
+    def _collecting(self, start: Start) -> Collecting:
+        services = self.network, self._bulk, self.parities, self._arenas_of, start.inventory
+        guard = lambda what: self._guard_start(start, what)  # noqa: E731
+        return Collecting(*services, start.nodes, self._others_that_hold(start), guard, urgent=True)
+
+    def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
+        """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
+        return [*self.lenders.nodes(), *(start.former if start is not None else ())]
+
+    def _serve_others(self, start: Start, places: Places, manifest: Manifest) -> PeerFrames | None:
+        network = self.network
+        if network is None or not start.nodes:
+            return None
+        for rank, names in places.holders.items():
+            frames = places.frames(rank, manifest)
+            for name in names:
+                if not name:
+                    self._serve(places.identity, rank, frames, HERE)
+                    continue
+                fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
+                network.tell(name, fields, [frames.encode()])
+        nodes = [*start.nodes, *self._others_that_hold(start)]
+        return PeerFrames(places, manifest, network, nodes, self._server.post)
+
+    def _fan_out(self, start: Start, job: Job, chosen: Resolved, places: Places | None) -> FanOut | None:
+        if self.network is None or len(start.nodes) < 2:
+            return None
+        identity, records = chosen.candidate.identity, chosen.candidate.records
+        services = self.network, self._bulk, self._server.later, self._server.post
+        read = lambda: self._store.reader(records)  # noqa: E731
+        room = _room_for(job, chosen.manifest)
+        only = places.lacking if places is not None else None
+        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event, only)
+
+    def _serve(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
+        """Whoever takes part in the run may fetch these frames from here, until agent `by` says that nobody does any
+        more. Errors: AgentError."""
+        arena, name = self._arenas_of(identity).get(rank), name_of(identity, rank)
+        if arena is None or self.network is None:
+            raise AgentError(f"rank {rank} of {identity} is not held here")
+        if name not in self._offered:
+            self.network.transport.offer(name, arena.view, frames.at(frames.offsets, arena.bytes), urgent=True)
+        self._offered.setdefault(name, set()).add(by)
+
+    def _withdraw_served(self, by: str, identity: Identity | None = None) -> None:
+        """`identity`: None means all that it has had served."""
+        served = f"{identity}/" if identity is not None else ""
+        for name in [name for name in self._offered if name.startswith(served)]:
+            self._offered[name].discard(by)
+            if not self._offered[name] and self.network is not None:
+                self.network.transport.withdraw(name)
+                del self._offered[name]
+
+    def _end_what_starts_left(self, now_s: float) -> None:
+        """Of a start whose outcome is known, or whose coordinator is taken for gone (see Fence), nothing is served any
+        more. What such a coordinator had read for it goes, too."""
+        self.fence.stands(now_s)
+        served = {by for every in self._offered.values() for by in every if by != HERE}
+        for by in [by for by in served if not self.fence.has_asked(by)]:
+            self._withdraw_served(by)
+        for each in self.followings:
+            if not self.fence.has_asked(each.leader.name):
+                each.end_reading_unled()
+
+    def _end_serving(self, identity: Identity) -> None:
+        if self.network is None:
+            return
+        self._withdraw_served(HERE, identity)
+        job = self.current
+        for node in job.nodes[1:] if job is not None else ():
+            self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
+        for node in self._others_that_hold(self._start):
+            self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
+
+    def _tell_others_of_claim(self, job: Job) -> None:
+        terms = job.terms
+        assert terms is not None  # it has begun
+        fields, blobs = {"t": "claimed", "epoch": str(job.epoch)}, [terms.encode()]
+        for node in job.nodes[1:]:
+            if self.network is not None:
+                self.network.tell(node.name, fields, blobs)
+        self._lead_lenders(job, self.lenders.wanted)
+
+    def _tell_others_to_forget(self, job: Job) -> None:
+        self._forget(job.epoch)
+        for node in job.nodes[1:]:
+            if self.network is not None:
+                self.network.tell(node.name, {"t": "forget", "epoch": str(job.epoch)})
+        if job.group.safe is not None or job.group.committed_tick is not None:  # else it may be all that survives us
+            self.lenders.say({"t": "forget", "epoch": str(job.epoch)})
+
+    def _forget(self, before: Epoch) -> None:
+        """A newer checkpoint is complete than what former epochs left here."""
+        self.newest_elsewhere = max(self.newest_elsewhere, before)
+        self.copies.epochs_before(before)
+        for each in self.followings:
+            each.over = each.over or each.epoch < before
+
+    # -- what a job goes on from, and has lost copies of
+
+    def _restored(self, peer: Peer, message: Message) -> None:
+        start = self._start
+        super()._restored(peer, message)
+        job, network = self.current, self.network
+        identity = job.claim.parent if job is not None and job.claim is not None else None
+        if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
+            return
+        if identity not in start.gathered and self._in_memory(identity) is None:
+            return  # of what is not whole in memory copies would save nothing but a few reads of the store
+        if identity in start.gathered:
+            places = start.gathered[identity].places
+            self._reprotect(job, network, identity, places.sizes, places.holders, start.inventory)
+            return
+        sizes = {rank: arena.bytes for rank, arena in self._arenas_of(identity).items()}
+        self._reprotect(job, network, identity, sizes, {rank: [""] for rank in sizes}, start.inventory)
+
+    def _reprotect(
+        self,
+        job: Job,
+        network: Network,
+        identity: Identity,
+        sizes: Mapping[int, int],
+        holders: Mapping[int, Sequence[str]],
+        inventory: Inventory,
+    ) -> None:
+        """`sizes`, `holders`: as in Places. `inventory`: what all nodes have."""
+        losses = job.protection.losses if job.protection is not None else 0
+        intact = inventory.protected(identity, losses)
+        named = {rank: [name or network.me for name in names] for rank, names in holders.items() if rank not in intact}
+        services = network, self.copies, [*job.nodes, *self.lenders.nodes()], identity, named, sizes
+        job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit, job.parent_is_safe)
+
+    def _tend_protection(self) -> None:
+        """As soon as it is known what memory the job leaves, and until it has a checkpoint of its own that is safe."""
+        for job in self._jobs():
+            self._refind(job)
+            group, protection = job.group, job.protection
+            losses = protection.losses if protection is not None and job.plan is not None else 0
+            if job is not self.current or group.outdoes_former or group.all_gone or group.superseded_by:
+                for each in (job.refinding, job.reprotecting):
+                    if each is not None:
+                        each.end()
+                job.refinding = job.reprotecting = None
+            elif job.refinding is not None and job.refinding.is_due and losses:
+                job.refinding.tend()
+            elif job.reprotecting is not None and job.reprotecting.is_due and losses:
+                job.reprotecting.tend(job.lends(), losses)
+
+    def _refind(self, job: Job) -> None:
+        """Where this agent has taken the job over, and the job has made nothing yet that may be safe: nothing is asked
+        before it is known what of its own is, and which memory-only nodes are there."""
+        network, identity, group = self.network, job.claim.parent if job.claim is not None else None, job.group
+        if not job.asks_for_former or job.plan is None or self.lenders.awaited:
+            return
+        if group.newest is not None and group.unsure:
+            return
+        job.asks_for_former = False
+        if identity is None or network is None:
+            return
+
+        def ask(then: Callable[[Inventory, bool], None]) -> None:
+            names = [node.name for node in (*job.nodes, *self.lenders.nodes())]
+            own = Keeps.of(self._inventory(whole=True), None, identity.epoch)
+            asked = lambda kept, silent: job.guard(lambda: then(together(kept, network.me), not silent))  # noqa: E731
+            ask_keeps(network, names, own, identity.epoch, asked)
+
+        def collect(inventory: Inventory, then: Callable[[Places | None, str], None]) -> None:
+            def collected(found: Gathered | None, error: str) -> None:
+                self.copies.release(identity)
+                then(found.places if found is not None else None, error)
+
+            self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
+            services = network, self._bulk, self.parities, self._arenas_of, inventory
+            Collecting(*services, job.nodes, self.lenders.nodes(), job.guard).whole(identity, collected)
+
+        def found(places: Places, inventory: Inventory) -> None:
+            job.refinding = None
+            self._reprotect(job, network, identity, places.sizes, places.holders, inventory)
+
+        job.refinding = Refinding(identity, ask, collect, found, self._server.later)
+
+    def _givers_told(self, start: Start, places: Places) -> bytes:
+        """Where those are that hold some of it and have no part in the job: a blob."""
+        names = {name for held in places.holders.values() for name in held}
+        givers = [node for node in self._others_that_hold(start) if node.name in names]
+        told: bytes = msgpack.packb([[node.name, [str(address) for address in node.addresses]] for node in givers])
+        return told
+
+    def _call_again(self, name: str) -> None:
+        """As long as a job that is coordinated here has ranks there, or is still being saved."""
+        network, job = self.network, self.current
+        if network is None or job is None or not job.needed or network.channel(name) is not None:
+            return
+        node: NodeAt | None = next((each for each in job.nodes if each.name == name), None)
+        if node is not None:
+            again = lambda error: self._server.later(CALL_AGAIN_S, lambda: self._call_again(name)) if error else None  # noqa: E731
+            network.connect(node, again)
+
+
+def _room_for(job: Job, manifest: Manifest) -> Callable[[], int]:
+    """Bytes that a start may take on this node until all ranks have restored."""
+    slot_bytes = _slot_bytes(manifest, job.ranks.count, job.world)
+    slots = slots_for(job.group.policy)
+    return lambda: job.own.for_a_while_bytes(slot_bytes, slots, job.options.limits.memory)
+
+
+def _slot_bytes(manifest: Manifest, ranks: int, world: int) -> int:
+    """What a snapshot of it takes on a node with so many of the ranks, about."""
+    return int(manifest.frames["length"].sum()) * ranks // world

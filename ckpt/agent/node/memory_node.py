@@ -1,0 +1,281 @@
+"""The agent of a memory-only node: it trains nothing, keeps copies for the jobs of one run, gives them back, and
+commits what it keeps whole where the job's coordinator is lost. What it decides is in `loan` and `surviving`.
+
+It serves until it is told to end, and has no trainers. Everything runs on the agent's main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ckpt.agent.commit.commit_terms import Terms
+from ckpt.agent.commit.orphan_commit import Whole, commit_newest
+from ckpt.agent.node.agent import Node
+from ckpt.agent.node.memory_lease import Loan
+from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.snapshots.inventory import Inventory, sealed
+from ckpt.agent.state.retention_rule import Begun
+from ckpt.errors import AgentError, Superseded
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.messages import Message
+from ckpt.settings import Settings
+from ckpt.storage.names import shown
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.channel import Channel
+    from ckpt.store.run import RunView
+
+log = logging.getLogger("ckpt")
+
+# What it does as any other node, once its sender is known to lead the job that is lent to.
+PASSED_ON = (
+    *("parts", "serve", "unserve", "write", "unwrite", "publish", "withdraw", "lend", "unkeep", "forget", "absent"),
+    "keeps",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """`listen`: where to be reached. `memory_bytes`: at most so much. `domains`: the failure domains of this node,
+    widest first. `commit_after_s`: how long no coordinator may be there until this node commits."""
+
+    secret: bytes
+    listen: str
+    memory_bytes: int
+    domains: tuple[str, ...] = ()
+    commit_after_s: float = 30.0
+
+
+class LendingNode(Node):
+    """`addresses`: where it listens."""
+
+    def __init__(self, url: str, settings: Settings, server: Server, lend: Lend) -> None:
+        """Errors: AgentError where it cannot listen there; UsageError."""
+        super().__init__(url, settings, server)
+        self._lend = lend
+        self._loan = Loan(lend.commit_after_s, time.monotonic())
+        self._committing: Identity | None = None
+        self._cancel = threading.Event()
+        self._last_error = ""
+        self._ending = False  # told to end: one last attempt was begun, or is not needed
+        self.addresses: list[Address] = self._open_network(self.incarnation).listen(lend.secret, lend.listen)
+        self._bulk.run(Lane.FRONT, lambda: self._store.run(impatient=True).view(), self._saw_store)
+
+    def close(self) -> None:
+        self._cancel.set()
+        super().close()
+
+    # -- what it lends
+
+    def _room(self) -> int:
+        """The bytes that what it keeps may come to now: no more than this machine has, either."""
+        return min(self._lend.memory_bytes, self.copies.taken_bytes + self._bulk.free_bytes())
+
+    def _begun(self) -> Begun | None:
+        claim = self._loan.claim
+        return self._begun_with([claim] if claim is not None else [])
+
+    def _answer_loan(self, channel: Channel, request_id: int, busy: str, blobs: list[bytes]) -> None:
+        from ckpt.agent.net.peer_network import link_bytes_s
+
+        body: dict[str, Any] = {"name": self.incarnation, "lends": self._room(), "domains": list(self._lend.domains)}
+        body |= {"link_bytes_s": link_bytes_s(self.addresses[0])}
+        channel.reply(request_id, {"busy": busy} if busy else body, [] if busy else blobs)
+
+    def _inventory(self, whole: bool) -> Inventory:
+        found = super()._inventory(whole)
+        for epoch, terms in self._loan.terms.items():
+            found.add_epoch(terms.claim, epoch, 0)
+        return found
+
+    # -- what coordinators say
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        fields = message.fields
+        match message.kind:
+            case "start":
+                self._check_url(fields)
+                busy = self._loan.start(channel.peer, str(fields["launch"])[:200], bool(fields["take_over"]))
+                if not busy:
+                    self._freeze(channel.peer)
+                packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
+                self._answer_loan(channel, int(fields["id"]), busy, [packed])
+            case "borrow":
+                self._check_url(fields)
+                self._borrow(channel, message)
+            case "outcome":
+                self._check_sender(channel.peer, fields)
+                if fields["epoch"] is None:
+                    self.fence.over(channel.peer)
+                    self._loan.gone(channel.peer, time.monotonic())
+            case "keep" | "stripe":
+                identity = Identity.parse(str(fields["identity"]))
+                self._loan.check(channel.peer, identity)
+                self.fence.check(channel.peer, identity.epoch, time.monotonic())
+                super().peer_message(channel, message)
+            case "kept":
+                self._loan.check(channel.peer, Identity.parse(str(fields["identity"])))
+                super().peer_message(channel, message)
+            case "idle":
+                self._loan.gone(channel.peer, time.monotonic())
+            case "drop":
+                self._drop(channel, Epoch.parse(str(fields["epoch"])))
+            case _ if message.kind in PASSED_ON:
+                super().peer_message(channel, message)
+            case _:
+                raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")
+
+    def _check_url(self, fields: dict[str, Any]) -> None:
+        """What it keeps is of the run that it was started for: a job of another one would go on from that, have it
+        dropped, and be committed among it. Errors: AgentError."""
+        url = str(fields["url"])[:1000]
+        if url != self.url[:1000]:
+            raise AgentError(f"it was started for {shown(self.url)}, and lends to no job of {shown(url)}")
+
+    def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
+        """It has a part in what it lends to."""
+        return name == self._loan.leader and epoch in (self._loan.epoch, None)
+
+    def _borrow(self, channel: Channel, message: Message) -> None:
+        from ckpt.ipc.node_list import NodeAt
+
+        terms = Terms.decode(message.blobs[0])
+        agents = terms.claim.agents
+        self._server.called.learn(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
+        epoch, now_s = terms.claim.epoch, time.monotonic()
+        waits = not self._loan.connected and self.fence.stands(now_s) and self.fence.refusal(channel.peer, epoch, now_s)
+        busy = self._loan.launch or "another one" if waits else self._loan.borrow(channel.peer, terms)
+        if not busy:
+            self.fence.begun(channel.peer, epoch)
+        if (
+            not busy
+            and self._committing not in (None, terms.claim.parent)
+            and self._committing.epoch < terms.claim.epoch
+        ):
+            self._cancel.set()  # the run goes on from another one
+        self._answer_loan(channel, int(message.fields["id"]), busy, [])
+
+    def _drop(self, channel: Channel, epoch: Epoch) -> None:
+        """That job has come to its end, and what it was to save is in the store: nobody comes back for this."""
+        if channel.peer == self._loan.leader and epoch == self._loan.epoch:
+            self.copies.forget(lambda identity: identity.epoch <= epoch)
+
+    def peer_closed(self, channel: Channel) -> None:
+        if self.network is not None and self.network.channel(channel.peer) is None:
+            self._loan.gone(channel.peer, time.monotonic())
+        super().peer_closed(channel)
+
+    # -- committing what nobody else will
+
+    def _whole(self) -> list[Whole]:
+        """Of which it keeps all ranks, and knows the epoch."""
+        found = []
+        for identity in sorted({identity for identity, _ in self.copies.kept}):
+            arenas, terms = self.copies.of(identity), self._loan.terms.get(identity.epoch)
+            worlds = {each[1] for each in map(sealed, arenas.values()) if each is not None}
+            if terms is not None and worlds == {len(arenas)}:
+                found.append(Whole(identity, arenas, terms))
+        return found
+
+    def settle(self) -> float | None:
+        now_s = time.monotonic()
+        self._loan.keep_terms({identity.epoch for identity in self.copies.identities})
+        due_s = self._tend_commit(now_s)
+        times = [each for each in (due_s, super().settle()) if each is not None]
+        return min(times, default=None)
+
+    def _tend_commit(self, now_s: float) -> float | None:
+        if self._committing is not None:
+            return None
+        newest = max((identity for identity, _ in self.copies.kept), default=None)
+        due_s = self._loan.due_s(newest)
+        ends = self._server.end_asked and not self._ending
+        self._ending = self._ending or ends
+        if due_s is None or (now_s < due_s and not ends):
+            return due_s
+        whole = self._whole()
+        assert newest is not None  # else nothing was due
+        if not whole:
+            self._loan.tried(newest, True, now_s)
+            log.warning("no coordinator is connected, and of %s only some ranks' parts are kept here", newest)
+            return None
+        for each in whole:
+            self.copies.lease(each.identity)
+        self._committing, self._cancel = newest, threading.Event()
+        cancel = self._cancel
+        text = "no coordinator is connected: what is kept here is committed from here, unless it is in the store"
+        log.warning("%s (newest: step %d of %s)", text, whole[-1].identity.tick.step, whole[-1].identity.epoch)
+        self._bulk.run(
+            Lane.COMMIT,
+            lambda: commit_newest(self._store, whole, cancel),
+            lambda done: self._committed(newest, whole, done),
+        )
+        return None
+
+    def _saw_store(self, done: Future[RunView]) -> None:
+        """At the start: once all else is lost it would be too late to hear what this machine lacks."""
+        if error := failure(done):
+            text = "the store cannot be read from here now, and what is kept here could not be committed"
+            log.warning("%s (see `ckpt doctor %s`): %s", text, shown(self.url), error)
+
+    def _committed(self, newest: Identity, whole: list[Whole], done: Future[Identity | None]) -> None:
+        self._committing = None
+        error = failure(done)
+        for each in whole:
+            self.copies.release(each.identity)
+        self._loan.tried(newest, not error or isinstance(done.exception(), Superseded), time.monotonic())
+        self._last_error = error
+        if error:
+            log.warning("what is kept here could not be committed: %s", error)
+        elif (identity := done.result()) is not None:
+            log.warning("step %d of %s is committed", identity.tick.step, identity.epoch)
+
+    # -- the rest
+
+    def _hello(self, peer: Peer, message: Message) -> None:
+        if message.fields["role"] == "trainer":
+            raise AgentError(
+                f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and serves no trainer"
+                ": start the job on another machine, or with another CKPT_RUNTIME_DIR"
+            )
+        super()._hello(peer, message)
+
+    def _tool(self, peer: Peer, message: Message) -> None:
+        if message.kind == "prune":
+            raise AgentError(
+                f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and deletes nothing: "
+                "prune on another machine, or with another CKPT_RUNTIME_DIR"
+            )
+        super()._tool(peer, message)
+
+    def status(self) -> dict[str, Any]:
+        loan = self._loan
+        kept = sorted(self.copies.identities)
+        lending = {
+            "at": [str(each) for each in self.addresses],
+            "memory_bytes": self._lend.memory_bytes,
+            "used_bytes": self.copies.bytes,
+            "launch": loan.launch or None,
+            "connected": loan.connected,
+            "keeps": [str(each) for each in kept],
+            "whole": [str(each.identity) for each in self._whole()],
+            "committing": str(self._committing) if self._committing is not None else None,
+            "error": self._last_error or None,
+        }
+        return {**super().status(), "lending": lending}
+
+    def _end_s(self, now_s: float) -> float | None:
+        """It ends when it is told to, and not before what it was to commit has been tried once more."""
+        return now_s if self._ending and self._committing is None else None
+
+    def _call_again(self, name: str) -> None:
+        """Coordinators call, and are not called."""

@@ -1,0 +1,298 @@
+"""Committing what a job of several nodes has saved, by the nodes that are left of it: its coordinator is lost, nobody
+trains on them any more, and no start comes for what lies in their memory. What earlier starts have left counts, too,
+whoever led them.
+
+The nodes wait for their turns, in the order of the job. Whose turn it is asks the others what they hold, as a start
+does: until it says what came of it nothing of that goes, and nobody else begins. What is lost is made again from
+parity, every node puts its frames, and one record is put where the run's line still wants it (`surviving.judge`). A
+start ends the attempt: it may go on from newer memory, and commits it then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.commit.commit_turns import TURNS, Turns
+from ckpt.agent.commit.distributed_write import Parts, Then, write_part
+from ckpt.agent.commit.orphan_commit import Verdict, commit_whole, judge
+from ckpt.agent.commit.store_client import Options
+from ckpt.agent.node.peer_handlers import Others
+from ckpt.agent.restore.collect import Collecting
+from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.agent.snapshots.manifest_gather import Gathered
+from ckpt.agent.snapshots.remote_share import RemoteRanks, Wanted
+from ckpt.errors import AgentError, Superseded
+from ckpt.events import Event
+from ckpt.policy.save_options import Limits
+from ckpt.settings import Settings
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.commit.commit_terms import Terms
+    from ckpt.agent.job.follower_job import Following
+    from ckpt.agent.job.job import Job
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+    from ckpt.ipc.messages import Message
+    from ckpt.ipc.node_list import NodeAt
+    from ckpt.store.commit import Committed
+    from ckpt.store.packs import Written
+
+log = logging.getLogger("ckpt")
+
+LOOK_S = 5.0  # nodes that were lost do not answer
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """`following`: the newest job here. `terms`: by epoch: what is left may be of an earlier one. `there`: the other
+    nodes that have said what they hold."""
+
+    following: Following
+    terms: Mapping[Epoch, Terms]
+    network: Network
+    inventory: Inventory
+    silent: set[str] = field(default_factory=set)
+    there: list[NodeAt] = field(default_factory=list)
+    cancel: threading.Event = field(default_factory=threading.Event)
+
+
+class Inheriting(Others):
+    """See above. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        super().__init__(url, settings, server)
+        self._turns = Turns(settings.linger_s)
+        self._attempt: _Attempt | None = None
+
+    def _begin(self, peer: Peer, message: Message) -> None:
+        self._end_attempt()
+        super()._begin(peer, message)
+
+    def _freeze(self, by: str, left: bool = False) -> None:
+        """Errors: AgentError where agent `by` has to give way, or has nothing to do here."""
+        other = self.network is None or by != self.network.me
+        if left and other and self._attempt is not None and by > self._attempt.network.me:
+            raise AgentError("this node is at it itself")  # of two that ask each other one goes on
+        if left and other and any(job.needed for job in self._jobs()):
+            raise AgentError("a job that is coordinated here goes on")  # it would stand still until the outcome
+        super()._freeze(by, left)
+        if other:
+            self._end_attempt()  # it asks what lies here
+
+    def _outcome(self, name: str, fields: dict[str, Any]) -> None:
+        super()._outcome(name, fields)
+        if fields.get("settled") is not None:
+            settled = Epoch.parse(str(fields["settled"]))
+            self._turns.settled = self._turns.settled or all(each.epoch <= settled for each in self.followings)
+
+    def _tend_inheritance(self, now_s: float) -> float | None:
+        """When to look again."""
+        attempt, network, jobs = self._attempt, self.network, self._jobs()
+        newest = max(self.followings, key=lambda each: each.epoch, default=None)
+        needed = any(job.needed for job in jobs) or self._is_followed
+        if newest is None or needed or self._start is not None:
+            self._end_attempt()
+            self._turns.busy()
+            return None
+        if attempt is not None:
+            if attempt.following not in self.followings:
+                self._end_attempt()
+            return None
+        # What was led from here counts as well: then it was not the newest.
+        known: list[Following | Job] = [*self.followings, *jobs]
+        terms = {each.epoch: each.terms for each in known if each.terms is not None}
+        outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
+        turn = next((n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.me), TURNS)
+        due_s = self._turns.due_s(turn, now_s)
+        if network is None or not terms or outdone or self._server.end_asked or self.fence.stands(now_s):
+            return None
+        if due_s is None or now_s < due_s:
+            return due_s
+        self._attempt = _Attempt(newest, terms, network, Inventory())
+        self._freeze(network.me, left=True)
+        self._look_around(self._attempt)
+        return None
+
+    def _end_attempt(self, settled: Epoch | None = None) -> None:
+        """Whom it has asked hears that nothing came of it, or that up to the epoch `settled` nothing is left to do."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        attempt.cancel.set()
+        self._turns.settled = settled is not None
+        self._turns.ended(time.monotonic())
+        self.fence.over(attempt.network.me)
+        for node in attempt.following.nodes:
+            done = str(settled) if settled is not None and node in attempt.there else None
+            attempt.network.tell(node.name, {"t": "outcome", "epoch": None, "settled": done})
+
+    def _while(self, attempt: _Attempt, what: Callable[[], None]) -> None:
+        """What goes wrong in it ends the attempt, and no other thing."""
+        if self._attempt is not attempt:
+            return
+        try:
+            what()
+        except Exception as exc:
+            log.exception("what %s has left in memory is not committed from here", attempt.following.epoch)
+            self._fail(attempt, str(exc))
+
+    def _fail(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
+        log.warning("what %s has left in memory is not committed from here: %s", attempt.following.epoch, why)
+        self._end_attempt(settled)
+
+    # -- what there is
+
+    def _look_around(self, attempt: _Attempt) -> None:
+        network = attempt.network
+        attempt.inventory.add(self._inventory(whole=True), "")
+
+        def look(node: NodeAt) -> None:
+            def answered(answer: Message | None, error: str) -> None:
+                self._while(attempt, lambda: self._said(attempt, node, answer, error))
+
+            def connected(error: str) -> None:
+                if error:
+                    answered(None, error)
+                elif self._attempt is attempt:  # else nobody would tell it the outcome
+                    network.ask(node.name, {"t": "look", "left": True}, (), answered)
+
+            network.connect(node, connected)
+
+        def late() -> None:
+            if attempt.silent:
+                attempt.silent.clear()
+                self._choose_left(attempt)
+
+        lead, *rest = attempt.following.nodes  # the former is there where it only follows a newer start led from here
+        others = [node for node in rest if node.name != network.me]
+        others += [lead] if network.channel(lead.name) is not None else []
+        attempt.silent.update(node.name for node in others)
+        for node in others:
+            look(node)
+        if others:
+            self._server.later(LOOK_S, lambda: self._while(attempt, late))
+        else:
+            self._while(attempt, lambda: self._choose_left(attempt))
+
+    def _said(self, attempt: _Attempt, node: NodeAt, answer: Message | None, error: str) -> None:
+        if node.name not in attempt.silent:
+            return  # too late
+        try:
+            if answer is None:
+                raise AgentError(error)
+            attempt.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
+            attempt.there.append(node)
+        except Exception as exc:  # whatever it may have sent: it is done without
+            log.info("agent %s does not say what it holds: %s", node.name, exc)
+        attempt.silent.discard(node.name)
+        if not attempt.silent:
+            self._choose_left(attempt)
+
+    def _choose_left(self, attempt: _Attempt) -> None:
+        """The newest that can be had, if it is still to be committed."""
+        identity = max((each for each in attempt.inventory.complete() if each.epoch in attempt.terms), default=None)
+        if identity is None:
+            self._fail(attempt, "no checkpoint is whole on the nodes that answer")
+            return
+        claim = attempt.terms[identity.epoch].claim
+
+        def judged(done: Future[Verdict]) -> None:
+            if error := failure(done):
+                self._fail(attempt, error)
+            elif done.result() in (Verdict.COMMIT, Verdict.CLAIM):
+                self._collect_left(attempt, identity)
+            else:
+                self._fail(attempt, f"step {identity.tick.step} is {done.result().value}", identity.epoch)
+
+        self._bulk.run(
+            Lane.STORE,
+            lambda: judge(self._store.run().view(), claim, identity),
+            lambda done: self._while(attempt, lambda: judged(done)),
+        )
+
+    def _collect_left(self, attempt: _Attempt, identity: Identity) -> None:
+        def collected(found: Gathered | None, error: str) -> None:
+            if found is not None:
+                self._commit_left(attempt, found)
+                return
+            log.warning("%s cannot be had from memory: %s", identity, error)
+            attempt.inventory.refute(identity)
+            self._choose_left(attempt)  # the one before it
+
+        mine = [node for node in attempt.following.nodes if node.name == attempt.network.me]
+        services = attempt.network, self._bulk, self.parities, self._arenas_of, attempt.inventory
+        guard = lambda what: self._while(attempt, what)  # noqa: E731
+        Collecting(*services, [*mine, *attempt.there], (), guard).whole(identity, collected)
+
+    # -- the commit
+
+    def _commit_left(self, attempt: _Attempt, found: Gathered) -> None:
+        checkpoint, identity = found.checkpoint, found.checkpoint.identity
+        terms, step = attempt.terms[identity.epoch], identity.tick.step
+        text = f"nobody coordinates {identity.epoch} any more: step {step}, which the nodes that are left have"
+        log.warning("%s in memory, is committed from here", text)
+
+        def ended(done: Future[Committed]) -> None:
+            self.copies.release(identity)
+            self._while(attempt, lambda: self._have_committed(attempt, identity, done))
+
+        parts = self._parts(attempt, found, terms)
+        self.copies.lease(identity)
+        self._bulk.run(
+            Lane.COMMIT,
+            lambda: commit_whole(self._store, checkpoint, terms, "a node that was left", attempt.cancel, parts),
+            ended,
+        )
+
+    def _parts(self, attempt: _Attempt, found: Gathered, terms: Terms) -> Parts:
+        checkpoint, network = found.checkpoint, attempt.network
+        ranks, rest = shares(found.places.holders)
+
+        def write(name: str, wanted: Wanted, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
+            if not name:
+                self._write_own(checkpoint, wanted, cancel, then)
+                return
+            node = RemoteRanks(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
+            node.write(wanted, then)
+
+        options = Options(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
+        server, margin_s = self._server, self._settings.heartbeat_s
+        others = lambda name, slow: rest[name]  # noqa: E731
+        return Parts(checkpoint, options, ranks, others, write, server.post, server.later, margin_s)
+
+    def _write_own(self, checkpoint: Checkpoint, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+        def written(done: Future[Written]) -> None:
+            then(None if failure(done) else done.result(), failure(done))
+
+        self._bulk.run(Lane.PART, lambda: write_part(self._store, wanted, checkpoint.arenas, cancel=cancel), written)
+
+    def _have_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
+        if error := failure(done):
+            self._fail(attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None)
+            return
+        text = f"step {identity.tick.step} is committed by a node that is left of the job that saved it"
+        log.warning("%s", text)
+        self._event(Event("commit.inherited", text, True, {"identity": str(identity)}))
+        self._end_attempt(identity.epoch)
+
+
+def shares(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:
+    """Who writes which ranks' frames, and who else has all that such a one is to write. `holders`: by rank, who has its
+    snapshot, the first to be asked first; "" is this node, which writes what it has."""
+    ranks: dict[str, set[int]] = {}
+    for rank, names in holders.items():
+        ranks.setdefault("" if "" in names else names[0], set()).add(rank)
+    rest = {
+        name: [each for each in holders[min(theirs)] if each != name and all(each in holders[rank] for rank in theirs)]
+        for name, theirs in ranks.items()
+    }
+    return {name: frozenset(theirs) for name, theirs in ranks.items()}, rest

@@ -1,0 +1,86 @@
+"""Agents of earlier starts that have no part in this one, and may hold what it needs: a start on other machines finds
+them by the claims in the store, which name the agents of their starts, and asks what they hold. Nothing ends there.
+
+They are asked only where the run's secret is the same (see peers.secret): else they would not listen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.errors import CkptError
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.messages import Message
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.node.startup_state import Start
+    from ckpt.ipc.node_list import NodeAt
+    from ckpt.store.run import RunView
+
+log = logging.getLogger("ckpt")
+
+CLAIMS = 3  # the newest that are looked at: an attempt that failed early staged nothing
+PATIENCE_S = 5.0  # nodes that were lost do not answer, and their start waits for them
+
+
+def former_nodes(view: RunView, run: str, known: Collection[str]) -> list[NodeAt]:
+    """Those that the newest claims name, of starts with the secret that is called `run`, but for `known` agents."""
+    from ckpt.ipc.node_list import NodeAt
+
+    found: dict[str, NodeAt] = {}
+    for claim in sorted(view.claims, key=lambda claim: claim.epoch)[: -CLAIMS - 1 : -1]:
+        for name, texts in claim.agents if claim.run == run else ():
+            try:
+                addresses = tuple(Address.parse(text) for text in texts)
+            except CkptError as exc:
+                log.warning("the claim of %s names an agent that cannot be called: %s", claim.epoch, exc)
+                continue
+            if name not in known:
+                found.setdefault(name, NodeAt(name, addresses, ()))
+    return list(found.values())
+
+
+def ask_former(
+    network: Network,
+    start: Start,
+    guard: Callable[[Callable[[], None]], None],
+    later: Callable[[float, Callable[[], None]], None],
+) -> None:
+    """Asks what they hold, unless the newest epoch lies in the memory of those that take part. `start.former`: those
+    that were asked, and so do nothing until they hear the outcome. `guard`: runs what follows while that start is under
+    way."""
+    view, complete = start.view, start.inventory.complete()
+    if view is None or any(identity.epoch == view.newest_epoch for identity in complete):
+        return
+    known = {network.me, *(node.name for node in start.nodes)}
+    for node in former_nodes(view, network.run, known):
+        start.silent.add(node.name)
+        _ask(network, start, node, guard)
+        later(PATIENCE_S, lambda name=node.name: guard(lambda: start.silent.discard(name)))  # type: ignore[misc]
+
+
+def _ask(network: Network, start: Start, node: NodeAt, guard: Callable[[Callable[[], None]], None]) -> None:
+    def connected(error: str) -> None:
+        if error:
+            answered(None, error)
+        else:
+            start.former.append(node)
+            network.ask(node.name, {"t": "look"}, (), lambda *found: guard(lambda: answered(*found)))
+
+    def answered(answer: Message | None, error: str) -> None:
+        if node.name not in start.silent:
+            return  # too late
+        start.silent.discard(node.name)
+        try:
+            if answer is None:
+                log.info("agent %s of an earlier start cannot be asked what it holds: %s", node.name, error)
+                return
+            start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
+        except Exception as exc:  # whatever it may have sent: a start waits for this
+            log.warning("what agent %s of an earlier start says it holds cannot be read: %r", node.name, exc)
+
+    network.connect(node, lambda error: guard(lambda: connected(error)))

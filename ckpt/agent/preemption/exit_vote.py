@@ -1,0 +1,231 @@
+"""Who leaves at which step: the verdict on a hold, once, for all ranks and for ever. Pure, as `group` is.
+
+- Ranks that hold at an appointed step wait, staged, for it. Held by all and staged by all: leave.
+- A signal to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
+  ends. The attempt to leave at one step ends for all ranks as soon as one of them is known to be gone, or its node has
+  been silent. While all are known to live they wait for the boundary until shortly before the deadline, however long
+  their step is: a rank may be in a long backward pass, an evaluation, or a call of C that lasts.
+- Whoever was told to leave is told of a deadline that comes nearer meanwhile.
+- What an agent that has died may have told some ranks holds for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt.agent.preemption.deadline_strategy import Course, When
+from ckpt.agent.preemption.preemption import END_S, Leaving, Report, Standing
+from ckpt.agent.state.actions import Answer, LeftBy, Request, SetVerdict, Tell
+from ckpt.agent.state.job_facts import REJOIN_S, Round, Why
+from ckpt.agent.state.rank_presence import Presence
+from ckpt.ipc.control_page import Kind, Word
+from ckpt.ipc.notice_sources import SIGNAL
+from ckpt.types import Tick
+
+# A rank whose connection is gone, though nobody saw it die, is away for so long at most: its node's agent is started
+# again meanwhile. After that the node is taken for dead.
+AWAY_S = 5.0
+# Until ranks are asked whether they are past the boundary at which others hold; each time twice as long as before.
+ASK_LATE_S, ASK_LATE_S_MAX = 0.1, 5.0
+
+
+@dataclass(slots=True)
+class Unknown:
+    """A rank waits for the verdict on a round that is not known here. `since_s`: as far as that was looked at."""
+
+    round: int
+    request: Request
+    since_s: float | None = None
+
+
+class Verdicts(Leaving):
+    """The facts of one job, what follows from its notices, and the verdicts on its holds."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._ask_late_s: float | None = None  # some hold, others are awaited: when these are asked next
+        self._ask_late_every_s = ASK_LATE_S
+        self._former_told = False  # ranks go since a former agent told them to, and that is reported
+        self.one_page = True  # on which all ranks read the verdict: they are on one node
+        self._former_round = 0  # by which a former agent told ranks to leave
+        self._unknown: dict[int, Unknown] = {}  # by rank: holds at a round that a former agent appointed
+
+    # -- facts
+
+    def told_before(self, round_: int) -> None:
+        """By a rank that joins: the round by which its page says to leave, of an agent that has died; 0: by none. That
+        one told its own node's ranks so before all others, who may not have heard it."""
+        self._former_round = round_ or self._former_round
+
+    def sent_away(self, why: str, deadline_s: float, committed: Tick | None, notices: Collection[str] = ()) -> None:
+        """A rank goes since it was told to: to leave, or to end by `why`. Where an agent said so that has died since,
+        this one reports what comes of it. `committed`: the newest that the rank knows to be in the store. `notices`:
+        those that came to the rank, which need not have told them to this agent yet."""
+        if committed is not None:
+            self.committed_tick = max(committed, self.committed_tick or committed)
+        if self._leave_round or self._ended:
+            return
+        if not self._former_told:
+            self._former_told = True
+            self._report = Report("ended" if why else "left", why, deadline_s, ())
+        if self._report is not None:
+            self._report = replace(self._report, sources=tuple(sorted({*self._report.sources, *notices})))
+
+    def lost(self, rank: int, now_s: float | None) -> None:
+        super().lost(rank, now_s)
+        self._unknown.pop(rank, None)
+
+    def joined(self, rank: int) -> None:
+        super().joined(rank)
+        if self._leave_by_s is not None:  # it may have been lost with the former connection
+            self._tell_leave_by()
+
+    def held(self, rank: int, number: int, request: Request) -> None:
+        """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on, unless others may
+        have been told to leave by it; see `_judge_unknown`."""
+        slot = self._slot_of(number)
+        round_ = slot.round if slot is not None else None
+        if (number and self._leave_round == number) or self.is_lost_cause or self._ended:
+            self._answer_held(request, True)
+        elif round_ is None and not self.one_page:
+            self._unknown[rank] = Unknown(number, request)
+        elif round_ is None or round_.why is not Why.HOLD or round_.verdict is False:
+            self._answer_held(request, False)
+        else:
+            round_.held[rank] = request
+
+    def next_wake_s(self, now_s: float) -> float | None:
+        times = [super().next_wake_s(now_s), self._ask_late_s]
+        if (signals := self._signals) and not self._ended and not self._all_leave:
+            times += [at_s for at_s in (self._last_s(signals, now_s), *self._away_from_s.values()) if at_s > now_s]
+        times += [each.since_s + REJOIN_S for each in self._unknown.values() if each.since_s is not None]
+        return min((each for each in times if each is not None), default=None)
+
+    # -- decisions
+
+    def _judge(self, round_: Round, leave: bool, now_s: float) -> None:
+        """The verdict on a hold: once, for all ranks and for ever."""
+        round_.verdict = leave
+        if leave:
+            self._all_leave = len(round_.held) == self.world
+            self._leave_round = round_.number
+            self._out.append(SetVerdict(round_.number))
+            self._out += self._left_by()
+            sources = self._certain()
+            by_s = self.deadline_s(now_s)
+            self._copy_by_s = by_s if self.course is Course.COPY else None
+            if not (self._ended or self.is_lost_cause):
+                self._leave_by_s = by_s
+            if sources and not self._ended:
+                deadline_s = now_s if by_s is None else by_s
+                self._report = Report("left", "", deadline_s, sources)
+        for request in round_.held.values():
+            self._answer_held(request, leave)
+        round_.held.clear()
+
+    def _left_by(self) -> list[LeftBy]:
+        """The notices of machines by which the ranks go."""
+        due = [self.notices[name] for name in sorted(self._due) if self.notices[name].when is When.IN_TIME]
+        return [LeftBy(each.source, each.bare_key, node) for each in due for node in sorted(each.nodes)]
+
+    def _judge_unknown(self, now_s: float) -> None:
+        """Holds at rounds of a former agent, which may have told the ranks of its own node to leave, and nobody else:
+        those say so when they come back, to this agent (`told_before`) or on their way out (`sent_away`). So the others
+        wait for all that still live; where one does not come, they leave: the job is broken then."""
+        if not self._unknown:
+            return
+        all_came = all(m.joined or m.presence is not Presence.HERE for m in self.members)
+        for rank, asked in list(self._unknown.items()):
+            asked.since_s = now_s if asked.since_s is None else asked.since_s
+            told = asked.round == self._former_round or self._former_told or self.is_lost_cause or self._ended
+            if told or all_came or now_s >= asked.since_s + REJOIN_S:
+                del self._unknown[rank]
+                if told or not all_came:
+                    by_s = self._leave_by_s if self._leave_by_s is not None else self.deadline_s(now_s)
+                    self._out.append(Answer(asked.request, {"leave": True, "by_s": math.inf if by_s is None else by_s}))
+                else:
+                    self._answer_held(asked.request, False)
+
+    def _answer_held(self, request: Request, leave: bool) -> None:
+        self._out.append(Answer(request, {"leave": leave, "by_s": self._leave_by_s if leave else None}))
+
+    def _ask_who_is_late(self, now_s: float) -> None:
+        """Some hold, and some have not come to that boundary. One that passed it before it could see the appointment
+        may be in a collective with those that hold: it would say that it is late at its next boundary, and never get
+        there. So each is asked."""
+        round_ = next((round_ for _, round_ in self._open() if round_.held and len(round_.staged) < self.world), None)
+        if round_ is None:
+            self._ask_late_s = None
+        elif self._ask_late_s is None:
+            self._ask_late_s, self._ask_late_every_s = now_s + ASK_LATE_S, ASK_LATE_S
+        elif now_s >= self._ask_late_s:
+            self._ask_late_every_s = min(2 * self._ask_late_every_s, ASK_LATE_S_MAX)
+            self._ask_late_s = now_s + self._ask_late_every_s
+            word = Word(round_.number, round_.slot, Kind.HOLD, round_.tick.step, round_.tick.sub)
+            self._out.append(Tell({"t": "awaited", "word": word.pack()}))
+
+    def _end_attempts(self, now_s: float) -> None:
+        """Ranks that were signalled wait for their next boundary no longer than there is one to be had."""
+        signals = self._signals
+        if not signals or self._ended or self._all_leave or self.superseded_by:
+            return
+        gone, last_s = self.members.seen.gone, self._last_s(signals, now_s)
+        away = [rank for rank, from_s in self._away_from_s.items() if now_s >= from_s]
+        if gone is not None:
+            self._end(f"rank {gone.rank} is gone, and without it no other comes to a boundary", False, signals)
+        elif self.members.seen.any_left or self._at_end:
+            return  # it has come to its end in order: the others do, too; or all have, and wait for the commit
+        elif away:
+            self._end(f"nothing is heard of rank {away[0]}, and without it no other leaves", False, signals)
+        elif now_s >= last_s:
+            short = min(each.told_s for each in signals) >= last_s
+            self._end(
+                "there was no time to wait for a boundary" if short else "no boundary came in time", True, signals
+            )
+
+    def _end(self, why: str, wait: bool, signals: list[Standing]) -> None:
+        deadline_s = min(each.deadline_s for each in signals)
+        self._ended, self._end_why, self._end_waits, self._leave_by_s = True, why, wait, deadline_s
+        self._report = Report("ended", why, deadline_s, self._texts([(each.source, each.key) for each in signals]))
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        self._out.append(Tell({"t": "end", "why": self._end_why, "wait": self._end_waits, "by_s": self._leave_by_s}))
+
+    def _bring_forward(self, now_s: float) -> None:
+        """A deadline that is heard of once the ranks were told to leave, and is earlier, holds for them as well, for
+        copies, and for when it is said what was saved."""
+        by_s = self.deadline_s(now_s)
+        if by_s is None:
+            return
+        if self._report is not None and by_s < self._report.deadline_s:
+            self._report = replace(self._report, deadline_s=by_s)
+        if self._copy_by_s is not None:
+            self._copy_by_s = min(self._copy_by_s, by_s)
+        if self._leave_by_s is not None and by_s < self._leave_by_s:
+            self._leave_by_s = by_s
+            self._tell_leave_by()
+
+    def _tell_leave_by(self) -> None:
+        if self._ended:
+            self._tell_end()
+        else:
+            self._out.append(Tell({"t": "leave-by", "by_s": self._leave_by_s}))
+
+    # -- small steps
+
+    @property
+    def _away_from_s(self) -> dict[int, float]:
+        """By rank whose connection is gone: when it is taken to be away."""
+        return {m.rank: m.lost_s + AWAY_S for m in self.members.seen.lost if m.lost_s is not None}
+
+    @property
+    def _signals(self) -> list[Standing]:
+        return [each for each in self.notices.values() if each.certain and each.source == SIGNAL]
+
+    def _last_s(self, signals: list[Standing], now_s: float) -> float:
+        """Until when signalled ranks wait for a boundary."""
+        return min(each.deadline_s for each in [*signals, *self._live(now_s)]) - END_S

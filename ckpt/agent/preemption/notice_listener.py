@@ -1,0 +1,201 @@
+"""The agent's ears: the listeners that fit this machine, each on a thread of its own; what they tell comes to the main
+thread.
+
+What to listen to is said by rank 0 of the job when it joins, from its environment: the agent may have been started by
+another one. Which cloud this is, if any, is read from the firmware's tables, on a thread, and never probed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, When
+from ckpt.errors import CkptError, UsageError
+from ckpt.events import Events
+from ckpt.ipc.notice_sources import Sources
+from ckpt.threads import Tasks
+
+if TYPE_CHECKING:
+    from ckpt.preemption.azure import AzureListener
+    from ckpt.preemption.notice import First, Listener, Notice, Word
+
+Post = Callable[[Callable[[], None]], None]
+
+ACKNOWLEDGE_TRIES = 3
+ACKNOWLEDGE_AGAIN_S = 1.0
+PASSED_MAX = 100  # of notices, for which is remembered when their time came
+
+
+class Listening:
+    """Owns the threads. `post` runs something on the main thread; `tell` is called there with each word. All methods
+    are for the main thread. `standing`: what was told and not taken back, by (source, key); with a deadline that was
+    still ahead when it was told first."""
+
+    def __init__(
+        self, post: Callable[[Callable[[], None]], None], tell: Callable[[Word, When], None], events: Events
+    ) -> None:
+        self.sources = Sources()
+        self.standing: dict[tuple[str, str], Notice] = {}
+        self._post = post
+        self._tell = tell
+        self._events = events
+        self._tasks: Tasks | None = None
+        self._ending: list[Tasks] = []
+        self._times: dict[tuple[str, str], float] = {}  # deadlines of what was told and not taken back
+        self._left: set[tuple[str, str]] = set()  # of these, by what a job has left: their deadlines stay as they were
+        self._first: First = {}  # outlives `stop`: a machine that has 10 s left has no 30 for the job that comes then
+        self._azure: AzureListener | None = None  # set by the thread that begins
+
+    def follow(self, sources: Sources) -> None:
+        """Listens to these from now on. What listens to them already goes on."""
+        if sources == self.sources and self._tasks is not None:
+            return
+        self.stop()
+        self.sources = sources
+        if sources.mode == "off":
+            return
+        tasks = self._tasks = Tasks("notices")
+        tasks.start("begin", lambda: self._begin(tasks, sources))
+
+    def stop(self) -> None:
+        """Nothing is told any more, and what stands is forgotten, but for when it was first seen; the threads end
+        within about a second."""
+        self.standing.clear()
+        if self._tasks is not None:
+            self._tasks.stopping.set()
+            self._ending.append(self._tasks)
+            self._tasks = None
+
+    def heard(self) -> list[tuple[Notice, When]]:
+        """What stands, and how a job answers it."""
+        return [(notice, self._when(notice)) for notice in self.standing.values()]
+
+    def left_by(self, source: str, key: str) -> None:
+        """A job leaves by what stands under that name. If it is started again here nothing is gained by leaving again:
+        that counts until the source takes it back, or names a later time."""
+        if (source, key) in self.standing:
+            self._times[source, key] = self.standing[source, key].deadline_s
+            self._left.add((source, key))
+
+    def left_ahead_s(self, now_s: float) -> float:
+        """How long a job that is started again here may meet with what it has left by: nobody but this agent could tell
+        it so. 0: it cannot. `now_s`: Unix time."""
+        return max(0.0, max((self._times[name] for name in self._left), default=-math.inf) + OUTLIVES_S - now_s)
+
+    def remember(self, notice: Notice, when: When) -> None:
+        """A former agent heard that: where it counts from when it was first seen, it does not begin anew; and where it
+        does not stand any more that is told."""
+        self._first.setdefault(notice.source, {})[notice.key] = notice.deadline_s
+        self._times[notice.source, notice.key] = notice.deadline_s
+        if when is When.NOT_AGAIN:
+            self._left.add((notice.source, notice.key))
+
+    def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
+        """Tells that source that what it plans, which stands here, may begin now; a few times, where it does not say
+        yes. `then` hears "" when it has, or why not; later than this call."""
+        azure, tasks = self._azure, self._tasks
+        if not self.sources.acknowledge:
+            error = "this node's user does not let it (CKPT_ACKNOWLEDGE)"
+        elif azure is None or tasks is None or source != azure.name or (source, key) not in self.standing:
+            error = "it does not stand here"
+        else:
+            try:
+                tasks.start("acknowledge", lambda: self._tell_it_may_begin(azure, tasks, key, then))
+                return
+            except CkptError as exc:
+                error = str(exc)
+        self._post(lambda: then(error))
+
+    def close(self) -> None:
+        """Waits for the threads. Errors: CkptError where one does not end."""
+        self.stop()
+        while self._ending:
+            self._ending.pop().close()
+
+    # -- on threads
+
+    def _begin(self, tasks: Tasks, sources: Sources) -> None:
+        from ckpt.preemption.detect import Endpoints, listeners, which_cloud
+
+        cloud = which_cloud() if sources.mode == "auto" else None
+
+        def refused(source: str, exc: CkptError) -> None:
+            text = f"notices of one kind are not listened to: {exc}"
+            self._events.emit("notices.failed", text, loud=True, source=source)
+
+        found = listeners(
+            cloud,
+            Endpoints.read(dict(sources.named)),
+            slurm_job=sources.slurm_job,
+            slurm_end_s=sources.slurm_end_s,
+            file=Path(sources.file) if sources.file else None,
+            events=self._events,
+            refused=refused,
+            first=self._first,
+        )
+        from ckpt.preemption.azure import AzureListener
+
+        self._azure = next((each for each in found if isinstance(each, AzureListener)), None)
+        for listener in found:
+            try:
+                tasks.start(listener.name, lambda each=listener: self._listen(tasks, each))  # type: ignore[misc]
+            except CkptError:
+                return  # stopped meanwhile
+
+    def _listen(self, tasks: Tasks, listener: Listener) -> None:
+        try:
+            listener.listen(tasks.stopping, lambda word: self._post(lambda: self._heard(tasks, word)))
+        except Exception as exc:
+            text = f"{listener.name} is not listened to any more: {type(exc).__name__}: {exc}"
+            self._events.emit("notices.failed", text, loud=True, source=listener.name)
+
+    def _tell_it_may_begin(self, azure: AzureListener, tasks: Tasks, key: str, then: Callable[[str], None]) -> None:
+        error = ""
+        for _ in range(ACKNOWLEDGE_TRIES):
+            try:
+                error = "" if azure.acknowledge(key, tasks.stopping) else "the service did not say yes"
+            except UsageError as exc:
+                error = str(exc)  # it was withdrawn
+                break
+            if not error or tasks.stopping.wait(ACKNOWLEDGE_AGAIN_S):
+                break
+        self._post(lambda: then(error))
+
+    # -- on the main thread
+
+    def _heard(self, tasks: Tasks, word: Word) -> None:
+        from ckpt.preemption.notice import MOVED_S, Notice
+
+        if tasks is not self._tasks:
+            return  # it was told to stop meanwhile
+        name = (word.source, word.key)
+        if isinstance(word, Notice):
+            if name in self._left and word.deadline_s > self._times[name] + MOVED_S:
+                self._left.remove(name)
+            word = self.standing[name] = self._ahead(word)
+            self._tell(word, self._when(word))
+        else:
+            self.standing.pop(name, None)
+            self._left.discard(name)
+            self._times.pop(name, None)
+            self._tell(word, When.IN_TIME)
+
+    def _ahead(self, notice: Notice) -> Notice:
+        """What has passed when it is told first is taken to be ahead for a moment; told again it is not put off."""
+        name, now_s = (notice.source, notice.key), time.time()
+        if notice.deadline_s <= now_s:
+            notice = replace(notice, deadline_s=min(now_s + PAST_S, self._times.get(name, math.inf)))
+        if name not in self._left:
+            self._times[name] = notice.deadline_s
+            if len(self._times) - len(self._left) > PASSED_MAX:
+                del self._times[min(self._times.keys() - self._left, key=self._times.__getitem__)]
+        return notice
+
+    def _when(self, notice: Notice) -> When:
+        left = (notice.source, notice.key) in self._left
+        return When.NOT_AGAIN if left or notice.deadline_s <= time.time() else When.IN_TIME

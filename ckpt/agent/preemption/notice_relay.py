@@ -1,0 +1,126 @@
+"""Notices that another node than the coordinator's hears, on their way to it. Pure.
+
+That node says all that stands there, each time something changes and when its ranks join again: so a word that was lost
+with a connection is made up for. Clocks of two hosts differ, and one may be set anew between two tellings: how much
+time is left travels, not the time, and once a notice is heard its time goes by the monotonic clock. What is told as
+passed was ahead when it was heard first: nobody who hears of it only now leaves by it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.agent.preemption.deadline_strategy import PAST_S, When
+from ckpt.errors import AgentError
+from ckpt.preemption.notice import MOVED_S, Notice, Withdrawn, Word
+
+OPERATOR = "preempt"  # the key of what an operator asks for
+NOTICES_MAX = 64  # that stand on one node
+LEFT_S_MAX = 1e12  # further away than any time that a source can name
+
+Name = tuple[str, str]  # source and key
+
+
+class Standing:
+    """What stands on this node, for the coordinator."""
+
+    def __init__(self) -> None:
+        self._notices: dict[Name, tuple[Notice, When, float]] = {}  # and its deadline, on the monotonic clock
+
+    def hear(self, word: Word, when: When = When.IN_TIME) -> None:
+        if isinstance(word, Notice):
+            self._notices[word.source, word.key] = word, when, time.monotonic() + word.left_s
+        else:
+            self._notices.pop((word.source, word.key), None)
+
+    def told(self) -> list[dict[str, Any]]:
+        now_s = time.monotonic()
+        return [
+            {
+                "source": notice.source[:200],
+                "key": notice.key[:200],
+                "left_s": by_s - now_s,
+                "certain": notice.certain,
+                "message": notice.message[:500],
+                "when": when.value,
+            }
+            for notice, when, by_s in list(self._notices.values())[-NOTICES_MAX:]
+        ]
+
+
+def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, When]]:
+    """What `Standing.told` made, as a rank gives it back to another agent of its node. Errors: as `words`."""
+    now_s = time.time() if now_s is None else now_s
+    if not isinstance(told, list) or len(told) > NOTICES_MAX:
+        raise AgentError(f"a rank gives back more than {NOTICES_MAX} notices")
+    return [
+        (
+            Notice(
+                now_s + _left_s(each),
+                str(each["source"])[:200],
+                bool(each["certain"]),
+                str(each["key"])[:200],
+                str(each["message"])[:500],
+            ),
+            _when(each),
+        )
+        for each in told
+    ]
+
+
+def _left_s(each: Any) -> float:
+    """One that is as far away as can be hides no other. Errors: AgentError, ValueError, TypeError, LookupError."""
+    left_s = float(each["left_s"])
+    if math.isnan(left_s):
+        raise AgentError(f"a node says that it has {left_s} s left")
+    return min(max(left_s, -LEFT_S_MAX), LEFT_S_MAX)
+
+
+def _when(each: Any) -> When:
+    """Errors: as `_left_s`."""
+    return When.NOT_AGAIN if _left_s(each) <= 0 else When(each["when"])
+
+
+def _is_same(left_s: float, known_s: float) -> bool:
+    """Whether what is told is no other time than what is known. What has passed is taken to be PAST_S ahead when it is
+    told first: told again it is the same, and not put off."""
+    return abs(known_s - left_s) <= MOVED_S or (left_s <= 0 and known_s <= PAST_S)
+
+
+def _end(node: str) -> str:
+    return f" on node {node}"
+
+
+def bare(key: str, node: str) -> str:
+    """The key as that node's source gave it; "" is the coordinator's."""
+    return key.removesuffix(_end(node)) if node else key
+
+
+def is_operators(key: str) -> bool:
+    """Whether that is what an operator asked for, on any node."""
+    return key == OPERATOR or key.startswith(OPERATOR + _end(""))
+
+
+def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, When]]:
+    """What is new for the coordinator in what a node says stands there, each with how it is answered.
+    `known`: what stands, of all nodes, and how many seconds each has left. Errors: AgentError, ValueError, TypeError,
+    LookupError."""
+    now_s = time.time() if now_s is None else now_s
+    if not isinstance(told, list) or len(told) > NOTICES_MAX:
+        raise AgentError(f"a node says that more than {NOTICES_MAX} notices stand there")
+    end = _end(node)
+    found: list[tuple[Word, When]] = []
+    stand: set[Name] = set()
+    for each in told:
+        name = str(each["source"])[:200], str(each["key"])[:200] + end
+        left_s = _left_s(each)
+        stand.add(name)
+        if name in known and _is_same(left_s, known[name]):
+            continue
+        text = str(each["message"])[:500]
+        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), _when(each)))
+    gone = [name for name in known if name[1].endswith(end) and name not in stand]
+    return [*((Withdrawn(*name), When.IN_TIME) for name in gone), *found]

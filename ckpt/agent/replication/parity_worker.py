@@ -1,0 +1,228 @@
+"""Making parity of snapshots, and snapshots from parity: the work of one thread, which waits for other nodes' bytes.
+
+What a rank staged is the frames of its description, end to end (plan.rebuild). Frames come whole, each is checked by
+its hash before a byte of it is used, and no more than two batches of them are held at a time. So what is kept or made
+is of exactly the frames that the descriptions name; and a snapshot that was made again is checked by those hashes, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.agent.net.transport import Fetch, Frames, Transport
+from ckpt.agent.runtime.workers import PARITY_THREADS
+from ckpt.agent.snapshots.described import Chunk, ChunkName, Described, chunk_frames
+from ckpt.agent.snapshots.inventory import sealed
+from ckpt.errors import AgentError, DamagedData
+from ckpt.format.frames import frame_hash
+from ckpt.format.parity import Buffer, Row, Scratch, add, pieces, solve
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import WARM_BYTES, Arena
+from ckpt.placement.rebuild import Run, Striped, Window, solvable
+from ckpt.types import Identity
+
+BATCH_BYTES = 16 << 20  # of frames that are fetched at once; while one is added the next is on its way
+WINDOW_BYTES = 32 << 20  # of a stripe that is solved at once
+SCRATCH_BYTES = 2 * BATCH_BYTES + 2 * WINDOW_BYTES  # what a thread needs, where no frame is larger than a batch
+WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES  # what all need that work beside training; a start has no slots yet
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the frames of one transfer are to be had: of the agent `node`, under `name`; or `here`, where they lie at
+    their offsets in this node's memory."""
+
+    name: str
+    frames: Frames
+    node: str = ""
+    addresses: tuple[Address, ...] = ()
+    here: memoryview | None = None
+
+
+class Folding:
+    """One piece of work on the thread that it runs on. `spoiled`: the name of a transfer whose bytes turned out not to
+    be what they are said to be, if it failed by that. `filled_bytes`: of what is made again, so far; any thread."""
+
+    def __init__(
+        self, transport: Transport | None, moved: Callable[[], None] = lambda: None, urgent: bool = False
+    ) -> None:
+        """`transport`: None where everything is here. `moved`: told of each frame that is done with. `urgent`: as of a
+        transport."""
+        self.spoiled = ""
+        self.filled_bytes = 0
+        self._moved, self._urgent = moved, urgent
+        self._transport = transport
+        self._scratch = Scratch()
+
+    def make(
+        self,
+        name: ChunkName,
+        world: int,
+        origins: Mapping[int, Origin],
+        snapshots: Mapping[int, Described],
+        arena: Arena,
+    ) -> Chunk:
+        """The parity of what these ranks staged, in `arena`, which holds anything. `origins`: by rank.
+
+        Errors: AgentError, DamagedData."""
+        data = arena.part((0, name.striped.length))
+        for at in range(0, len(data), WARM_BYTES):
+            np.frombuffer(data[at : at + WARM_BYTES], np.uint8).fill(0)
+            self._moved()
+        # In any order, so that not all holders come to the same node at once.
+        for place in random.sample(range(len(name.striped.sources)), len(name.striped.sources)):
+            self._add_source({name.row: data}, place, name.striped.sources[place], origins)
+        return Chunk(name, world, arena, chunk_frames(data, name.striped.length), snapshots)
+
+    def remake(
+        self,
+        key: tuple[Identity, int],
+        described: Described,
+        missing: Collection[int],
+        chunks: Mapping[Striped, Mapping[Row, Origin]],
+        origins: Mapping[int, Origin],
+        order: Sequence[Row] = tuple(Row),
+    ) -> Arena:
+        """What `key`, a rank of a checkpoint, staged. `missing`: the ranks that nobody holds. `order`: which parity to
+        use where either does. The caller has made sure that it can be had.
+
+        Errors: AgentError, OSError; DamagedData, also where it does not come out right of what seems right."""
+        arena = Arena.create(described.size)
+        try:
+            for window in solvable(missing, chunks):
+                if any(window.runs[place].rank == key[1] for place in window.unknown):
+                    for part in window.cut(WINDOW_BYTES):
+                        self._solve(key[1], described, part, chunks[window.striped], origins, order, arena)
+            _check(key, described, arena)
+            return arena
+        except BaseException:
+            arena.close()
+            raise
+
+    # -- inside
+
+    def _solve(
+        self,
+        rank: int,
+        described: Described,
+        window: Window,
+        held: Mapping[Row, Origin],
+        origins: Mapping[int, Origin],
+        order: Sequence[Row],
+        arena: Arena,
+    ) -> None:
+        length = window.stop - window.start
+        used = [row for row in order if row in held][: len(window.unknown)]
+        left = {row: bytearray(length) for row in used}
+        for row in used:
+            whole = [Run(0, window.start, window.stop)]
+            self._add_source({Row.P: left[row]}, 0, whole, {0: held[row]})  # as it is, whichever parity
+        for place, run in window.runs.items():
+            if place not in window.unknown:
+                self._add_source(left, place, [run], origins)
+        for place, data in zip(window.unknown, solve(window.unknown, left, self._scratch), strict=True):
+            run = window.runs[place]
+            if run.rank == rank:
+                for piece in pieces(described.frames.lengths, run.start, run.stop):
+                    at = int(described.frames.offsets[piece.frame]) + piece.offset
+                    arena.view[at : at + piece.length] = memoryview(data)[piece.at : piece.at + piece.length]
+                    self.filled_bytes += piece.length
+
+    def _add_source(
+        self, targets: Mapping[Row, Buffer], place: int, source: Sequence[Run], origins: Mapping[int, Origin]
+    ) -> None:
+        at = 0
+        for run in source:
+            origin = origins[run.rank]
+            wanted = {piece.frame: piece for piece in pieces(origin.frames.lengths, run.start, run.stop)}
+            with contextlib.closing(self._frames(origin, list(wanted))) as frames:
+                for frame, data in frames:
+                    piece = wanted[frame]
+                    part = data[piece.offset : piece.offset + piece.length]
+                    for row, target in targets.items():
+                        add(target, at + piece.at, {place: part}, row, self._scratch)
+                    self._moved()
+            at += run.stop - run.start
+
+    def _frames(self, origin: Origin, numbers: list[int]) -> Generator[tuple[int, memoryview], None, None]:
+        """These frames of it, one after the other; each is right, and good until the next is asked for."""
+        if origin.here is not None:
+            for number, (offset, length) in zip(numbers, _places(origin.frames, numbers), strict=True):
+                data = origin.here[offset : offset + length]
+                if list(frame_hash(data)) != origin.frames.hashes[number].tolist():
+                    self.spoiled = origin.name
+                    raise DamagedData(f"frame {number} of {origin.name} has changed in this node's memory")
+                yield number, data
+            return
+        batches = list(_batches(origin.frames, numbers))
+        if not batches:
+            return
+        room = max(sum(length for _, length in batch) for batch in batches)
+        buffers = [memoryview(bytearray(room)) for _ in batches[:2]]
+        coming: list[Fetch] = []
+        try:
+            for n in range(len(batches) + 1):
+                if n < len(batches):
+                    coming.append(self._fetch(origin, batches[n], buffers[n % 2]))
+                if n:
+                    try:
+                        coming[0].done.result()
+                    except DamagedData:
+                        self.spoiled = origin.name
+                        raise
+                    del coming[0]
+                    at = 0
+                    for number, length in batches[n - 1]:
+                        yield number, buffers[(n - 1) % 2][at : at + length]
+                        at += length
+        finally:
+            for fetch in coming:
+                fetch.cancel()
+            for fetch in coming:
+                fetch.done.exception()  # from then on nothing writes to the buffers
+
+    def _fetch(self, origin: Origin, batch: list[tuple[int, int]], buffer: memoryview) -> Fetch:
+        if self._transport is None:
+            raise AgentError(f"there is no way to agent {origin.node}, which has {origin.name}")
+        numbers = [number for number, _ in batch]
+        lengths = origin.frames.lengths[numbers]
+        offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths)[:-1].astype(np.uint64)])
+        frames = Frames.placed(offsets, lengths, origin.frames.hashes[numbers], buffer.nbytes)
+        at, urgent = (origin.node, origin.addresses), self._urgent
+        return self._transport.fetch(*at, origin.name, buffer, frames, urgent=urgent, numbers=numbers)
+
+
+def _check(key: tuple[Identity, int], described: Described, arena: Arena) -> None:
+    """Seals it, once all of it is as it was described. Errors: DamagedData."""
+    frames = described.frames
+    for number, (offset, length) in enumerate(frames.places()):
+        with arena.view[offset : offset + length] as data:
+            if list(frame_hash(data)) != frames.hashes[number].tolist():
+                raise DamagedData(f"frame {number} of rank {key[1]} of {key[0]} came out of the parity damaged")
+    arena.set_page(described.page)
+    found = sealed(arena)
+    if found is None or found[0] != key:
+        raise DamagedData(f"what came out of the parity as rank {key[1]} of {key[0]} says that it is something else")
+
+
+def _places(frames: Frames, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(frames.offsets[numbers].tolist(), frames.lengths[numbers].tolist(), strict=True))
+
+
+def _batches(frames: Frames, numbers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """(number, length) of what is fetched at once."""
+    batch: list[tuple[int, int]] = []
+    room = BATCH_BYTES
+    for number, (_, length) in zip(numbers, _places(frames, numbers), strict=True):
+        if batch and length > room:
+            yield batch
+            batch, room = [], BATCH_BYTES
+        batch.append((number, length))
+        room -= length
+    if batch:
+        yield batch

@@ -1,0 +1,263 @@
+"""What lost ranks staged, made again from parity by nodes that are left, as the coordinator arranges it. Main thread.
+
+All nodes are asked what parity they keep of the checkpoint; those that have ranks' snapshots let them be read; then
+each lost rank is given to one node, which makes it and keeps it as a copy; one that cannot be made keeps no other from
+it. What turns out to be damaged where it lies is done without, as if it were lost, too. Where what came out is wrong,
+and nobody knows by whom, another node tries it, with the other parity first.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.agent.net.transport import Frames
+from ckpt.agent.replication.parity_service import Parities, Where
+from ckpt.agent.replication.replica_store import decode_described, encode_described, transfer_of
+from ckpt.agent.snapshots.described import ChunkName, Described
+from ckpt.errors import AgentError, CkptError
+from ckpt.format.parity import Row
+from ckpt.placement.rebuild import Striped, rebuildable
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.ipc.node_list import NodeAt
+
+log = logging.getLogger("ckpt")
+
+UNWANTED = "nobody waits for it any more"
+ATTEMPTS = 3  # at one rank, or as many as there are nodes: some may have no memory for it
+
+Made = dict[int, str]  # by rank: the node that made it
+
+
+class Rebuilding:
+    """`nodes`: those that are left, this one first; () where this is the only one. `holders`: by rank, who has what it
+    staged. `at`: by rank that is to be made: the nodes that may make it, the best first. `then` hears who made which,
+    and "" or why not all could be; once, later than `begin`. `over`: it has heard."""
+
+    def __init__(
+        self,
+        parities: Parities,
+        nodes: Sequence[NodeAt],
+        identity: Identity,
+        holders: Mapping[int, Sequence[str]],
+        at: Mapping[int, Sequence[str]],
+        then: Callable[[Made, str], None],
+        me: str = "",
+        leave: Mapping[str, int] | None = None,
+        unwanted: Callable[[], bool] = lambda: False,
+        urgent: bool = False,
+    ) -> None:
+        """`me`: the name of this node where it is the only one. `leave`: by node, the bytes that what it makes has to
+        leave to others, or it makes nothing; a node that is not named need leave none. `unwanted`: whether nobody waits
+        for it any more. `urgent`: a start waits for it."""
+        self._parities, self._identity, self._then = parities, identity, then
+        self._reader = secrets.token_hex(8)  # another rebuilding may read the same, and end at another time
+        self._nodes = {node.name: node.addresses for node in nodes}
+        self._names = list(self._nodes) or [me]
+        self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
+        self._at = {rank: list(names) for rank, names in sorted(at.items())}
+        self._leave, self._urgent = leave or {}, urgent
+        self._left: set[str] = set()  # who has not answered yet
+        self._chunks: list[tuple[str, ChunkName, Frames | None]] = []
+        self._described: dict[int, bytes] = {}
+        self._snapshots: dict[int, Described] = {}
+        self._tried: Counter[int] = Counter()
+        self._busy = Counter(names[0] for names in self._holders.values() if names)  # who holds little makes more
+        self._made: Made = {}
+        self._failed: dict[int, str] = {}  # ranks that nobody makes, and why
+        self._damaged: set[str] = set()  # transfers that turned out to be, since it was last seen what there is
+        self._unwanted = unwanted
+        self.over = False
+
+    @property
+    def _todo(self) -> list[int]:
+        return [rank for rank in self._at if rank not in self._made and rank not in self._failed]
+
+    def begin(self) -> None:
+        self._left = set(self._names)
+        for name in self._names:
+            self._ask(name, {"t": "lend"}, (), lambda blobs, error, name=name: self._lent(name, blobs, error))
+
+    def give_up(self, why: str) -> None:
+        """What is not made by now is not waited for any more."""
+        for rank in self._todo:
+            self._fail(rank, why)
+        self._finish()
+
+    # -- what there is
+
+    def _lent(self, name: str, blobs: list[bytes], error: str) -> None:
+        if self._is_late(name):
+            return
+        self._left.discard(name)
+        try:
+            if error or len(blobs) != 2:
+                raise AgentError(error or "its answer has not what belongs to it")
+            where, snapshots = Where.decode(self._identity, blobs[0]), decode_described(blobs[1])
+            where.check({each.rank: each for each in snapshots})
+        except CkptError as exc:
+            log.warning("agent %s has no parity of %s to give: %s", name or "here", self._identity, exc)
+            if error:  # else it is there, and only what it says of parity is wrong
+                self._without(name)
+                self._at = {rank: [each for each in names if each != name] for rank, names in self._at.items()}
+        else:
+            if self._agrees(name, snapshots):
+                self._chunks += [(name, chunk, frames) for _, chunk, frames in where.chunks]
+        if not self._left:
+            self._publish()
+
+    def _agrees(self, name: str, snapshots: Sequence[Described]) -> bool:
+        """Whether it says of the snapshots what others have said: all parities are to be of the same bytes."""
+        for each in snapshots:
+            if self._described.setdefault(each.rank, encode_described([each])) != encode_described([each]):
+                log.warning("agent %s describes rank %d of %s unlike others do", name, each.rank, self._identity)
+                return False
+            self._snapshots.setdefault(each.rank, each)
+        return True
+
+    def _without(self, name: str) -> None:
+        self._holders = {rank: [each for each in names if each != name] for rank, names in self._holders.items()}
+
+    def _publish(self) -> None:
+        """Who holds what is needed of it lets it be read."""
+        self._damaged.clear()
+        todo = set(self._todo)
+        stripes = [chunk.striped for _, chunk, _ in self._chunks if not chunk.striped.ranks.isdisjoint(todo)]
+        needed = {rank for striped in stripes for rank in striped.ranks}
+        by_node: dict[str, list[int]] = {}
+        for rank in sorted(needed - todo):
+            if self._holders.get(rank):
+                by_node.setdefault(self._holders[rank][0], []).append(rank)
+        self._left = set(by_node)
+        if not by_node:
+            self._share_out()
+        for name, ranks in by_node.items():
+            self._ask(
+                name, {"t": "publish", "ranks": ranks}, (), lambda _, error, name=name: self._published(name, error)
+            )
+
+    def _published(self, name: str, error: str) -> None:
+        if self._is_late(name):
+            return
+        if error:
+            log.warning("agent %s does not give what it has of %s: %s", name or "here", self._identity, error)
+            self._without(name)
+        self._left.discard(name)
+        if not self._left:
+            self._share_out()
+
+    def _is_late(self, name: str) -> bool:
+        """Whether nobody reads any more what it lets be read only now."""
+        if self.over:
+            self._parities.end_reading(self._identity, [name], self._reader)
+        return self.over
+
+    # -- making them
+
+    @property
+    def _where(self) -> Where:
+        todo = set(self._todo)
+        held = {rank: names[0] for rank, names in self._holders.items() if names and rank not in todo}
+        return Where(self._nodes, held, self._chunks)
+
+    def _share_out(self) -> None:
+        if self._unwanted():
+            self.give_up(UNWANTED)
+            return
+        where, sizes = self._where, {rank: each.staged_bytes for rank, each in self._snapshots.items()}
+        rows: dict[Striped, set[Row]] = {}
+        for _, chunk, _ in self._chunks:
+            rows.setdefault(chunk.striped, set()).add(chunk.row)
+        missing = {rank for _, chunk, _ in self._chunks for rank in chunk.striped.ranks} - where.ranks.keys()
+        possible = rebuildable(missing, sizes, rows)
+        for rank in self._todo:
+            if rank not in possible:
+                self._fail(rank, "too much of what it was kept with is lost, too")
+            elif not self._at[rank]:
+                self._fail(rank, "no node is left that could")
+        todo = self._todo
+        self._left = {str(rank) for rank in todo}
+        for rank in todo:
+            self._give(rank, _part_of(where, rank), self._at[rank])
+        if not todo:
+            self._finish()
+
+    def _give(self, rank: int, where: Where, at: Sequence[str]) -> None:
+        name = min(at, key=lambda each: (self._busy[each], at.index(each)))
+        order = list(Row) if self._tried[rank] % 2 == 0 else list(Row)[::-1]
+        self._tried[rank] += 1
+        self._busy[name] += 1
+        fields = {"t": "rebuild", "rank": rank, "order": [int(row) for row in order]}
+        fields["leave"] = self._leave.get(name, 0)
+        needed = {each for _, chunk, _ in where.chunks for each in chunk.striped.ranks}
+        snapshots = encode_described([self._snapshots[each] for each in sorted(needed)])
+
+        def made(blobs: list[bytes], error: str) -> None:
+            if self.over:
+                return
+            if blobs and not error:
+                self._spoiled(rank, bytes(blobs[0]).decode(errors="replace"))
+            elif error and self._tried[rank] < max(ATTEMPTS, len(self._at[rank])) and not self._unwanted():
+                log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
+                self._give(rank, where, [each for each in at if each != name] or at)
+                return
+            elif error:
+                self._fail(rank, f"at agent {name or 'here'}: {error}")
+            else:
+                self._made[rank] = name
+                self._holders[rank] = [name]
+            self._left.discard(str(rank))
+            if not self._left:
+                self._go_on()
+
+        self._ask(name, fields, [where.encode(), snapshots], made)
+
+    def _spoiled(self, rank: int, transfer: str) -> None:
+        """What lies there is damaged: it is done without it, if it can be."""
+        if transfer in self._damaged:
+            return  # who made another rank has come upon it, too
+        log.warning("%s: what lies there is not what it was; it is done without", transfer[:200])
+        before = len(self._chunks), self._holders
+        self._chunks = [each for each in self._chunks if each[1].transfer != transfer]
+        self._holders = {
+            each: names[1:] if transfer == transfer_of(self._identity, each) else names
+            for each, names in self._holders.items()
+        }
+        if before == (len(self._chunks), self._holders):
+            self._fail(rank, f"{transfer:.200} is said to be damaged, and was not asked for")
+        else:
+            self._damaged.add(transfer)
+
+    def _fail(self, rank: int, why: str) -> None:
+        self._failed[rank] = f"rank {rank} cannot be made again from parity: {why}"
+
+    def _go_on(self) -> None:
+        """All have answered. What is left was to be made of something that is damaged."""
+        if self._todo:
+            self._publish()
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self.over:
+            self.over = True
+            self._parities.end_reading(self._identity, self._names, self._reader)
+            self._then(self._made, self._failed[min(self._failed)] if self._failed else "")
+
+    def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
+        more = {"identity": str(self._identity), "reader": self._reader, "urgent": self._urgent}
+        self._parities.have(name, {**fields, **more}, blobs, then)
+
+
+def _part_of(where: Where, rank: int) -> Where:
+    """What is to be known of it for that rank: of the stripes that it is in, and not of the whole job."""
+    chunks = [each for each in where.chunks if rank in each[1].striped.ranks]
+    needed = {each for _, chunk, _ in chunks for each in chunk.striped.ranks}
+    ranks = {each: name for each, name in where.ranks.items() if each in needed}
+    names = {*ranks.values(), *(name for name, _, _ in chunks)}
+    return Where({name: at for name, at in where.nodes.items() if name in names}, ranks, chunks)

@@ -1,0 +1,471 @@
+"""Copies of snapshots in other nodes' memory: how one is offered by the node that has it, and how another keeps it.
+
+A copy is an arena with the same bytes as the original, so whoever finds it treats it alike. Every frame is checked by
+its hash where it has arrived; the first page, which says what the arena holds, is written last. Main thread only, but
+for `described`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from ckpt.agent.net.progress import Progress
+from ckpt.agent.net.transport import Fetch, Frames, Transport
+from ckpt.agent.replication.parity_store import Chunks
+from ckpt.agent.runtime.workers import Bulk, Lane, failure
+from ckpt.agent.snapshots.described import Described, described
+from ckpt.agent.snapshots.inventory import Inventory, Key, sealed
+from ckpt.errors import AgentError, CkptError
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.arena import PAGE, Arena
+from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.snapshots.described import ChunkName
+
+log = logging.getLogger("ckpt")
+
+COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
+ARENA_BYTES_MAX = 1 << 42
+SHOWN, RANKS_SHOWN = 4, 64
+FAILED_MAX = 2  # generations that are kept though they are not safe, where it is not known which one is
+
+
+def encode_described(found: Sequence[Described]) -> bytes:
+    packed: bytes = msgpack.packb([[each.rank, each.size, each.page, each.frames.encode()] for each in found])
+    return packed
+
+
+def decode_described(blob: bytes) -> list[Described]:
+    """Errors: AgentError."""
+    try:
+        rows = unpacked(blob, "what a node says of its snapshots")
+        if not isinstance(rows, list) or len(rows) > COPIES_MAX:
+            raise AgentError("a node describes more snapshots than there can be")
+        return [_decoded(*row) for row in rows]
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise AgentError(f"a node describes its snapshots wrong: {exc}") from exc
+
+
+def _decoded(rank: int, size: int, page: bytes, frames: bytes) -> Described:
+    found = Described(int(rank), int(size), bytes(page), Frames.decode(frames, int(size)))
+    if found.rank < 0 or not PAGE <= found.size <= ARENA_BYTES_MAX or len(found.page) != PAGE:
+        raise AgentError(f"the snapshot of rank {rank} is described wrong")
+    if len(found.frames) and int(found.frames.offsets.min()) < PAGE:
+        raise AgentError(f"the snapshot of rank {rank} is described wrong")
+    return found
+
+
+def transfer_of(identity: Identity, rank: int) -> str:
+    """The name of the transfer of that rank's whole snapshot."""
+    return f"copy/{identity}/{rank}"
+
+
+def _identity_of(transfer: str) -> Identity:
+    """Of what is offered, a copy or parity."""
+    return Identity.parse(transfer.split("/")[1])
+
+
+class Copies:
+    """What this node keeps for others, and what it offers them. `chunks`: parity, which comes and goes as copies do."""
+
+    def __init__(self, bulk: Bulk, post: Callable[[Callable[[], None]], None]) -> None:
+        self.kept: dict[Key, Arena] = {}
+        self.chunks = Chunks(bulk, lambda name: self._offer_no_more(name.transfer))
+        self.progress = Progress()  # of what comes, and of parity that is made here
+        self._bulk, self._post = bulk, post
+        self._spare: list[Arena] = []
+        self._offered: dict[str, set[str]] = {}  # by name of a transfer: for whom
+        self._urgent: set[str] = set()  # of these
+        self._transport: Transport | None = None  # over which
+        self._coming: dict[Key, tuple[Fetch, Arena]] = {}
+        self._sources: dict[Key, str] = {}  # of these
+        self._unwanted: set[Key] = set()  # and of these
+        self._room: Callable[[], int] | None = None
+        self._leases: Counter[Identity] = Counter()
+        self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
+        self.told_safe: Identity | None = None  # the newest of which that was said
+        self._failed: set[tuple[Identity, str]] = set()  # of which what was to come from there has not all come
+        # For want of room: which nobody goes on from.
+        self.may_go: Callable[[], Callable[[Identity], bool]] = lambda: lambda identity: False
+        self.check: Callable[[Epoch], None] = lambda epoch: None  # whether that epoch may have older ones dropped
+
+    @property
+    def bytes(self) -> int:
+        return self._used_bytes + self.chunks.bytes - self.chunks.used_bytes + sum(each.bytes for each in self._spare)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of these, what the machine has given."""
+        return self.bytes - self.to_take_bytes
+
+    @property
+    def to_take_bytes(self) -> int:
+        """By what is on its way: it takes pages as it comes."""
+        return self.chunks.to_take_bytes + sum(arena.to_take_bytes for _, arena in self._coming.values())
+
+    @property
+    def _used_bytes(self) -> int:
+        coming = [arena for _, arena in self._coming.values()]
+        arenas = [*self.kept.values(), *self._late.values(), *coming]
+        return self.chunks.used_bytes + sum(arena.bytes for arena in arenas)
+
+    @property
+    def identities(self) -> set[Identity]:
+        """Of which something is kept."""
+        return {identity for identity, _ in self.kept} | self.chunks.identities
+
+    def bound(self, room: Callable[[], int]) -> None:
+        """From here on no copy is taken that does not fit. `room`: the bytes that all of it may come to now."""
+        self._room = room
+
+    def fits(self, sizes: Iterable[int]) -> bool:
+        """Whether arenas of these sizes may come, if those that are spare go."""
+        return self._room is None or self._used_bytes + sum(sizes) <= self._room()
+
+    def make_way(self, sizes: Iterable[int]) -> None:
+        """What nobody goes on from gives way to them, where they do not fit."""
+        if not self.fits(sizes):
+            self.forget(self.may_go())
+
+    def bytes_of(self, epoch: Epoch) -> int:
+        """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
+        coming = [arena for (identity, _), (_, arena) in self._coming.items() if identity.epoch == epoch]
+        kept = [arena for (identity, _), arena in self.kept.items() if identity.epoch == epoch]
+        return self.chunks.bytes_of(epoch) + sum(arena.bytes for arena in [*kept, *coming, *self._spare])
+
+    # -- as the node that has the original
+
+    def publish(
+        self,
+        transport: Transport,
+        identity: Identity,
+        arenas: Mapping[int, Arena],
+        then: Callable[[list[Described], str], None],
+        reader: str = "",
+        urgent: bool = False,
+    ) -> None:
+        """Lets other nodes fetch these ranks' snapshots. Whoever calls this keeps the arenas as they are until
+        `withdraw`. `then` hears what they are to be told. `reader`: for whom, where several may read them. `urgent`: a
+        start waits for them."""
+
+        def found(done: Future[list[Described]]) -> None:
+            error = failure(done)
+            if error:
+                then([], error)
+                return
+            try:
+                for each in done.result():
+                    name = transfer_of(identity, each.rank)
+                    self.offer(transport, name, arenas[each.rank].view, each.frames, reader, urgent)
+            except (CkptError, ValueError) as exc:  # ValueError: the arena was closed meanwhile
+                then([], str(exc))
+                return
+            then(done.result(), "")
+
+        self._bulk.run(Lane.FRONT if urgent else Lane.MEMORY, lambda: described(identity, arenas), found)
+
+    def offer(
+        self, transport: Transport, name: str, source: memoryview, frames: Frames, reader: str, urgent: bool = False
+    ) -> None:
+        """Lets other nodes fetch it, until `withdraw`. `urgent`: as of a transport; what others read already becomes
+        it, and they connect anew. Errors: AgentError; ValueError where the memory was closed."""
+        if name in self._offered and urgent and name not in self._urgent:
+            transport.withdraw(name)
+            transport.offer(name, source, frames, urgent)
+        elif name not in self._offered:
+            transport.offer(name, source, frames, urgent)
+        if urgent:
+            self._urgent.add(name)
+        self._transport = transport
+        self._offered.setdefault(name, set()).add(reader)
+
+    def is_offered(self, identity: Identity) -> bool:
+        return any(_identity_of(name) == identity for name in self._offered)
+
+    def withdraw(self, transport: Transport, identity: Identity, reader: str = "") -> None:
+        """That reader has done with what there is of it."""
+        offered = f"copy/{identity}/", f"parity/{identity}/"
+        for name in [name for name, readers in self._offered.items() if name.startswith(offered) and reader in readers]:
+            self._offered[name].discard(reader)
+            if not self._offered[name]:
+                transport.withdraw(name)
+                del self._offered[name]
+                self._urgent.discard(name)
+
+    # -- as the node that keeps it
+
+    def keep(
+        self,
+        transport: Transport,
+        identity: Identity,
+        source: str,
+        addresses: Sequence[Address],
+        wanted: Sequence[Described],
+        then: Callable[[str], None],
+    ) -> None:
+        """Copies these snapshots from the agent `source`; `then` hears "" once all are here and right, or why not."""
+        left = {each.rank for each in wanted}
+        errors: list[str] = []
+
+        def ended(rank: int, error: str) -> None:
+            left.discard(rank)
+            errors.extend([error] if error else [])
+            if not left:
+                self.attempted(identity, source, not errors)
+                then(errors[0] if errors else "")
+
+        if not left:
+            self._post(lambda: then(""))
+        self.make_way([each.size for each in wanted if (identity, each.rank) not in self.kept])
+        for each in wanted:
+            self._keep_one(transport, identity, source, addresses, each, ended)
+
+    def _keep_one(
+        self,
+        transport: Transport,
+        identity: Identity,
+        source: str,
+        addresses: Sequence[Address],
+        wanted: Described,
+        ended: Callable[[int, str], None],
+    ) -> None:
+        key = identity, wanted.rank
+        if key in self.kept:
+            self._post(lambda: ended(wanted.rank, ""))
+            return
+        if key in self._coming:
+            came = lambda: ended(wanted.rank, "" if key in self.kept else "it was on its way already, and has not come")  # noqa: E731
+            self._coming[key][0].done.add_done_callback(lambda done: self._post(came))  # after `fetched`
+            return
+        try:
+            arena = self._arena(wanted.size)
+        except (OSError, AgentError) as exc:
+            self._post(lambda error=f"no memory for a copy: {exc}": ended(wanted.rank, error))  # type: ignore[misc]
+            return
+        arena.begin_fill()
+        fetch = transport.fetch(
+            source,
+            addresses,
+            transfer_of(identity, wanted.rank),
+            arena.view[: arena.bytes],
+            wanted.frames,
+            landed=self.progress.moved,
+        )
+        self._coming[key] = fetch, arena
+        self._sources[key] = source
+
+        def fetched(done: Future[None]) -> None:
+            self._coming.pop(key, None)
+            self._sources.pop(key, None)
+            error = failure(done)
+            if not error:
+                error = self._finish(key, arena, wanted)
+            self._unwanted.discard(key)
+            if error:
+                self._put_back(arena)
+            ended(wanted.rank, error)
+
+        fetch.done.add_done_callback(lambda done: self._post(lambda: fetched(done)))
+
+    def source_gone(self, source: str) -> None:
+        """That agent is not connected any more: what is being copied from it is given up, and not tried for as long as
+        a transfer would."""
+        for key in [key for key, name in self._sources.items() if name == source]:
+            self._coming[key][0].cancel()
+
+    def _finish(self, key: Key, arena: Arena, wanted: Described) -> str:
+        if key in self._unwanted or self.chunks.is_outdated(key[0]):
+            return f"nobody goes on from {key[0]} any more"
+        arena.set_page(wanted.page)
+        found = sealed(arena)
+        if found is None or found[0] != key:
+            arena.begin_fill()
+            return f"what came as rank {key[1]} of {key[0]} says that it is something else"
+        self.kept[key] = arena
+        return ""
+
+    # -- letting go
+
+    def attempted(self, identity: Identity, source: str, succeeded: bool) -> None:
+        """All of it that was to come from there is here, or not."""
+        (self._failed.discard if succeeded else self._failed.add)((identity, source))
+
+    def make_room(
+        self,
+        identity: Identity,
+        safe: Identity | None,
+        sizes: Collection[int] = (),
+        needed: Collection[int] | None = None,
+    ) -> None:
+        """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
+        `safe`, came of attempts that failed. `safe`: None where that is not known, or nothing is, and these may be all
+        that outlives a node: then that stays which was said to be when that was known, and the newest of those that did
+        not fail here: fewer where what is to come, of `sizes` bytes, does not fit beside them. Where nothing of `safe`
+        is here, since this node was away, it may be less safe than what was said to be before: that stays as well, if
+        there is room. `needed`: the ranks of `safe` whose copies here make it so, None: that is not known. Others have
+        come when it was copied under an earlier placement, and go where there is no room; so does parity of it where
+        there are none. Errors: AgentError, see `check`."""
+        self.check(identity.epoch)
+        others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
+        stay, may_stay = set[Identity | None](), set[Identity | None]()  # always; if there is room
+        if safe is None:
+            left = sorted(others - {each for each, _ in self._failed} - {self.told_safe})[-FAILED_MAX:]
+            stay, may_stay = {self.told_safe, *left[-1:]}, {*left[:-1]}
+        elif safe not in self.identities:
+            may_stay = {self.told_safe}
+        wanted = {identity, safe} | stay | may_stay
+        self.forget(lambda each: each.epoch == identity.epoch and each not in wanted)  # what is on its way, too
+        if not self.fits(sizes):
+            self.forget((others & may_stay).__contains__)
+        if needed is not None and safe != identity and not self.fits(sizes):
+            self._forget([key for key in self.kept if key[0] == safe and key[1] not in needed])
+            if not needed:
+                self.chunks.forget(lambda each: each == safe)
+
+    def forget(self, goes: Callable[[Identity], bool]) -> None:
+        """Of these identities nothing is kept any more, nor what of them is still on its way."""
+        for key in [key for key in self._coming if goes(key[0])]:
+            self._unwanted.add(key)
+            self._coming[key][0].cancel()
+        for name in list(self._offered):
+            if goes(_identity_of(name)):
+                self._offer_no_more(name)
+        self.chunks.forget(goes)
+        self._failed = {each for each in self._failed if not goes(each[0])}
+        self._forget([key for key in self.kept if goes(key[0])])
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._offer_no_more(transfer_of(*key))
+            arena = self.kept.pop(key)
+            if self._leases[key[0]]:
+                self._late[key] = arena
+            else:
+                self._put_back(arena)
+
+    def _offer_no_more(self, name: str) -> None:
+        """Though whoever was to read it has not said that it is done: its memory will hold something else."""
+        if self._transport is not None and name in self._offered:
+            self._transport.withdraw(name)
+            del self._offered[name]
+            self._urgent.discard(name)
+
+    def lease(self, identity: Identity) -> None:
+        """What is kept of that checkpoint stays as it is until `release`."""
+        self._leases[identity] += 1
+
+    def release(self, identity: Identity) -> None:
+        self._leases[identity] -= 1
+        if not self._leases[identity]:
+            del self._leases[identity]
+            for key in [key for key in self._late if key[0] == identity]:
+                self._put_back(self._late.pop(key))
+
+    def before(self, newer: Identity) -> None:
+        """`newer` is where it should be: older ones of its epoch, and of epochs before, may go. Errors: AgentError, see
+        `check`."""
+        self.check(newer.epoch)
+        self.chunks.replaced(newer)
+        self.told_safe = max(newer, self.told_safe or newer)
+        self.forget(lambda identity: identity < newer)
+
+    def unkeep(self, epoch: Epoch) -> None:
+        """The job of that epoch wants none of its checkpoints kept any more. Errors: AgentError, see `check`."""
+        self.check(epoch)
+        if self.told_safe is not None and self.told_safe.epoch == epoch:
+            self.told_safe = None
+        self.forget(lambda identity: identity.epoch == epoch)
+
+    def epochs_before(self, epoch: Epoch) -> None:
+        """Nothing of these is kept from here on. Errors: AgentError, see `check`."""
+        self.check(epoch)
+        self.chunks.since = max(epoch, self.chunks.since or epoch)
+        self.forget(self.chunks.is_outdated)
+
+    def cool(self, missing: int) -> int:
+        """Gives back memory that is only warm for the next copies, about so many bytes of it; how many it was."""
+        freed = 0
+        while self._spare and freed < missing:
+            freed += self._spare[0].bytes
+            self._bulk.close_arenas([self._spare.pop(0)])
+        return freed + (self.chunks.cool(missing - freed) if freed < missing else 0)
+
+    def close(self) -> None:
+        for fetch, _ in self._coming.values():
+            fetch.cancel()
+        self._bulk.close_arenas([arena for _, arena in self._coming.values()])
+        self._bulk.close_arenas([*self.kept.values(), *self._late.values(), *self._spare])
+        self.kept.clear()
+        self._late.clear()
+        self._spare.clear()
+        self.chunks.close()
+
+    def of(self, identity: Identity) -> dict[int, Arena]:
+        """The copies of that checkpoint, by rank."""
+        return {rank: arena for (each, rank), arena in self.kept.items() if each == identity}
+
+    def shown(self) -> dict[str, list[int]]:
+        """By checkpoint, the newest few: of which ranks there are copies."""
+        return {str(each): sorted(self.of(each))[:RANKS_SHOWN] for each in sorted(self.identities)[-SHOWN:]}
+
+    def add(self, key: Key, arena: Arena) -> None:
+        """One that was made here."""
+        if key in self.kept:
+            self._bulk.close_arenas([arena])
+        else:
+            self.kept[key] = arena
+
+    def arenas(self) -> Iterable[Arena]:
+        return self.kept.values()
+
+    def inventory(self) -> Inventory:
+        """Of what is kept as copies."""
+        found = Inventory()
+        found.add_arenas(self.kept.values())
+        return found
+
+    def _arena(self, size: int) -> Arena:
+        """Of exactly that size: one whose pages are warm, if there is one. Errors: AgentError, OSError."""
+        for arena in self._spare:
+            if arena.bytes == size:
+                self._spare.remove(arena)
+                return arena
+        if self._room is not None:
+            room = self._room()
+            self._drop_spare(size, room)
+            if self.bytes + size > room:
+                used, wanted = self.bytes >> 20, size >> 20
+                raise AgentError(
+                    f"{used} MiB of the {room >> 20} MiB that it has for others are in use, {wanted} more are not left"
+                )
+        return Arena.create(size)
+
+    def begin_chunk(self, name: ChunkName) -> Arena:
+        """Memory for a parity, which `fits`: see Chunks.begin."""
+        if self._room is not None and not self.chunks.is_warm(name.striped.length):
+            self._drop_spare(name.striped.length, self._room())
+        return self.chunks.begin(name)
+
+    def _drop_spare(self, size: int, room: int) -> None:
+        """What is only warm goes, as long as there is no room for so much more."""
+        while self.bytes + size > room:
+            if self._spare:
+                self._bulk.close_arenas([self._spare.pop(0)])
+            elif not self.chunks.drop_spare():
+                return
+
+    def _put_back(self, arena: Arena) -> None:
+        """Its pages stay warm for the next generation: as much as one takes, and the newest, since sizes change."""
+        arena.begin_fill()
+        self._spare.append(arena)
+        kept_bytes = sum(each.bytes for each in self.kept.values())
+        while sum(each.bytes for each in self._spare) > kept_bytes:
+            self._bulk.close_arenas([self._spare.pop(0)])

@@ -1,0 +1,144 @@
+"""One checkpoint on its way into the memory of other nodes, as its coordinator arranges it.
+
+Each node that has ranks describes what they have staged; each node that is to keep a copy fetches it from there and
+checks it; and once all of them have said so, whoever asked for it says whether it is safe: one of them may have been
+lost since it had its part. Only then do nodes hear that older ones may go. Where it is not, the whole of it has failed,
+and what did arrive goes when a later one is on its way. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
+from ckpt.agent.snapshots.described import Described
+from ckpt.errors import AgentError, CkptError
+from ckpt.ipc.messages import Message
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.ipc.arena import Arena
+    from ckpt.ipc.node_list import NodeAt
+
+
+class Replication:
+    """`wanted`: by the name of the node that gives them: snapshots of which ranks, and the nodes that are to keep them.
+    `safe`: the newest checkpoint that is where it should be. `own`: the arenas of what this node gives. The givers keep
+    them as they are until `then` has heard "" or what went wrong. It is called once, and answers whether the checkpoint
+    is safe now: where it does not say so nothing older goes anywhere. `needed`: by the name of a node: the ranks whose
+    copies there make `safe` so; None: that is not known."""
+
+    what = "a copy"
+
+    def __init__(
+        self,
+        network: Network,
+        copies: Copies,
+        nodes: Sequence[NodeAt],
+        wanted: Mapping[str, tuple[Sequence[int], Sequence[str]]],
+        identity: Identity,
+        safe: Identity | None,
+        own: Mapping[int, Arena],
+        then: Callable[[str], bool | None],
+        needed: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self._safe, self._needed = safe, needed
+        self._network, self._copies, self._then = network, copies, then
+        self._nodes = {node.name: node for node in nodes}
+        self._wanted = {name: each for name, each in wanted.items() if all(each) and name in self._nodes}
+        self._identity, self._own = identity, own
+        self._left = {(source, holder) for source, (_, holders) in self._wanted.items() for holder in holders}
+        self._errors: list[str] = []
+
+    def begin(self) -> None:
+        if not self._left:
+            self._then("")
+        for source in self._wanted:
+            self._publish(source)
+
+    def _publish(self, source: str) -> None:
+        if source == self._network.me:
+
+            def published(found: list[Described], error: str) -> None:
+                self._published(source, b"" if error else encode_described(found), error)
+
+            self._copies.publish(self._network.transport, self._identity, self._own, published)
+            return
+
+        def heard(answer: Message | None, error: str) -> None:
+            if answer is not None and not answer.blobs:
+                error = "its answer has no description"
+            self._published(source, b"" if answer is None or error else answer.blobs[0], error)
+
+        fields = {"t": "publish", "identity": str(self._identity), "ranks": list(self._wanted[source][0])}
+        self._network.ask(source, fields, (), heard)
+
+    def _published(self, source: str, blob: bytes, error: str) -> None:
+        ranks, holders = self._wanted[source]
+        if not error:
+            try:
+                if sorted(each.rank for each in decode_described(blob)) != sorted(ranks):
+                    raise AgentError("it describes snapshots of other ranks than it was asked for")
+            except CkptError as exc:
+                error = str(exc)
+        for holder in holders:
+            if error:
+                self._ended(source, holder, f"agent {source} does not give what is to be copied: {error}")
+            else:
+                self._keep(source, holder, blob)
+
+    def _keep(self, source: str, holder: str, blob: bytes) -> None:
+        node = self._nodes[source]
+        if holder == self._network.me:
+            wanted, addresses = decode_described(blob), self._network.addresses(node)
+            then = lambda error: self._ended(source, holder, error)  # noqa: E731
+            try:
+                sizes = [each.size for each in wanted]
+                self._copies.make_room(self._identity, self._safe, sizes, self._needed_at(holder))
+            except AgentError as exc:
+                self._ended(source, holder, str(exc))
+                return
+            self._copies.keep(self._network.transport, self._identity, source, addresses, wanted, then)
+            return
+        fields = {
+            "t": "keep",
+            "identity": str(self._identity),
+            "safe": str(self._safe) if self._safe is not None else None,
+            "needed": self._needed_at(holder),
+            "source": source,
+            "addresses": [str(address) for address in node.addresses],
+        }
+        self._network.ask(holder, fields, [blob], lambda answer, error: self._ended(source, holder, error))
+
+    def _needed_at(self, holder: str) -> Sequence[int] | None:
+        return self._needed.get(holder, ()) if self._needed is not None else None
+
+    def _ended(self, source: str, holder: str, error: str) -> None:
+        if (source, holder) not in self._left:
+            return
+        self._left.discard((source, holder))
+        if error:
+            self._errors.append(f"{self.what} at agent {holder}: {error}")
+        if not self._left:
+            self._finish()
+
+    def _finish(self) -> None:
+        error = self._errors[0] if self._errors else ""
+        identity = str(self._identity)
+        self._copies.withdraw(self._network.transport, self._identity)
+        for source in self._wanted:
+            if source != self._network.me:
+                self._network.tell(source, {"t": "withdraw", "identity": identity})
+        try:
+            if not error:
+                self._copies.check(self._identity.epoch)
+        except AgentError as exc:  # a start asks what lies here: it stays, and this is tried again later
+            error = str(exc)
+        if not self._then(error) or error:
+            return
+        self._copies.before(self._identity)
+        for name in self._nodes:
+            if name != self._network.me:
+                self._network.tell(name, {"t": "kept", "identity": identity})

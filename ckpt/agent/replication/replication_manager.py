@@ -1,0 +1,434 @@
+"""Which nodes of a job keep copies, or parity, of whose snapshots, and having them do so: the coordinator's side."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.replication.encode_parity import Striping
+from ckpt.agent.replication.parity_service import Parities
+from ckpt.agent.replication.parity_worker import SCRATCH_BYTES, WORK_BYTES
+from ckpt.agent.replication.rebuild import UNWANTED, Rebuilding
+from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.replication.replicate import Replication
+from ckpt.agent.replication.survey import Keeps, Safe, find_safe
+from ckpt.agent.runtime.memory_plan import MemoryPlan
+from ckpt.agent.state.retention_rule import outlived
+from ckpt.ipc.failure_domains import lost_with_hosts, named, told_apart
+from ckpt.placement.groups import Node
+from ckpt.placement.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place_sparing
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.ipc.arena import Arena
+    from ckpt.ipc.node_list import NodeAt
+
+USED_MAX = 8  # more than there are slots
+NODES_SHOWN = 64
+HOLDERS_SHOWN = 8
+NOTES_SHOWN = 16
+SLOTS_MIN = 2  # fewer would have snapshots wait for their copies
+
+
+class Protection:
+    """Of one job. `nodes`: its nodes, this one first. `lenders`: the memory-only nodes that are there."""
+
+    def __init__(
+        self,
+        network: Network,
+        copies: Copies,
+        parities: Parities,
+        nodes: Sequence[NodeAt],
+        option: Replicas | Parity | None,
+        lenders: Callable[[], Sequence[Lent]] = tuple,
+    ) -> None:
+        self.option = option
+        self.placement: Placement | None = None
+        self.with_hosts: dict[str, list[str]] = {}  # whose state goes with one machine, by what that is called
+        self._risks: dict[str, float] = {}
+        self._used: dict[Identity, Placement] = {}  # of the newest checkpoints: where they went, wherever the next goes
+        self._parts: dict[Identity, set[str]] = {}  # the same by any attempt: who has ever had a part in it
+        self._anew = False  # whoever was together need not stay so
+        self._lenders = lenders
+        self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
+        unnamed = [min(node.ranks) for node in self._nodes if not named(node.domains)]
+        self._unnamed = unnamed if len(unnamed) < len(self._nodes) else []  # ranks of nodes that may fail with any
+        self._to_remake: deque[Callable[[], None]] = deque()  # what waits for its turn
+        self._is_remaking = False
+
+    @property
+    def protects(self) -> bool:
+        """Whether anything is kept by another node."""
+        return self.placement is not None and any(kept.losses for kept in self.placement.kept)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody who could keep anything."""
+        return len(self._nodes) == 1 and not self._lenders()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others are to keep something, be there room for it or not."""
+        return self.option is not None and not self.is_alone
+
+    def foresees(self, risks: Mapping[str, float]) -> bool:
+        """By node: the probability that it fails soon; {}: nothing is predicted. Whether that is news: then the nodes
+        are put together anew at the next `place`, the riskiest with the safest; and those that are likelier to fail
+        than others keep nothing for them where that leaves no state less safe. It is none as long as the same nodes
+        are likelier to fail than the same others: the numbers themselves change with every reading."""
+        news = _order(risks) != _order(self._risks)
+        if news:
+            self._risks = dict(risks)
+            self._anew = True
+        return news
+
+    @property
+    def _failing(self) -> list[str]:
+        """The nodes that are likelier to fail soon than others, the likeliest first."""
+        usual = min(self._risks.values(), default=0.0)
+        return sorted((n for n, risk in self._risks.items() if risk > usual), key=lambda n: (-self._risks[n], n))
+
+    @property
+    def losses(self) -> int:
+        """How many nodes may be lost, as was asked for."""
+        if self.option is None:
+            return 0
+        return self.option.parity if isinstance(self.option, Parity) else self.option.n
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Who keeps whose; "" is this node."""
+
+        def name(node: str) -> str:
+            return "" if node == self._network.me else node
+
+        every = self.placement.kept if self.placement is not None else ()
+        return tuple(Kept(name(each.node), each.losses, tuple(map(name, each.holders))) for each in every)
+
+    def place(
+        self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0, gives_way: bool = False
+    ) -> int:
+        """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies; one of
+        those that are `used` already only where it `gives_way`, and others keep more nodes' parts for it. As long as
+        the same nodes have the memory for it they keep the same ones' parts, unless others' can be kept beside these:
+        of what is safe no part may go for another one.
+
+        `sizes`: bytes of one slot's arenas, by node; `plans`: what each node has room for, of which the least slots
+        are used by all."""
+        slots = max(used, min(plan.slots for plan in plans.values()))
+        if self.option is None or slots < SLOTS_MIN:
+            self.placement, self.with_hosts = None, {}
+            return slots
+        former, before = self.placement, None if self._anew else self.placement
+        self._anew = False
+        scratch_bytes = WORK_BYTES if isinstance(self.option, Parity) else 0
+        names = {node.name for node in self._nodes}
+        lent = [each for each in self._lenders() if each.node.name not in names]
+        told = {node.name: node.domains for node in (*self._nodes, *(each.node for each in lent))}
+        domains = told_apart(told)
+        lenders = [
+            Node(
+                each.node.name,
+                lend_bytes=each.lend_bytes,
+                domains=domains[each.node.name],
+                up_bytes_s=each.node.link_bytes_s or None,
+                down_bytes_s=each.node.link_bytes_s or None,
+                trains=False,
+            )
+            for each in lent
+        ]
+        chosen, left = None, slots
+        for wanted in range(slots, (SLOTS_MIN if gives_way else max(SLOTS_MIN, used)) - 1, -1):
+            nodes = [
+                Node(
+                    node.name,
+                    bytes=sizes[node.name],
+                    lend_bytes=max(0, plans[node.name].left_bytes(wanted) - scratch_bytes),
+                    domains=domains[node.name],
+                    risk=self._risks.get(node.name),
+                    up_bytes_s=node.link_bytes_s or None,
+                    down_bytes_s=node.link_bytes_s or None,
+                )
+                for node in self._nodes
+            ]
+            nodes += lenders
+            found = place_sparing(nodes, self.option, self._failing, before)
+            if former is not None and not outlived(former.kept) <= outlived(found.kept):
+                found = former if _fits(former, nodes) else found
+            if wanted < used and chosen is not None and not outlived(chosen.kept) < outlived(found.kept):
+                continue
+            chosen, left = found, wanted
+            possible = min(self.losses, len(nodes) - 1)
+            if all(each.got >= possible for each in found.shortfalls):
+                break  # no more memory would make it any safer
+        assert chosen is not None  # there is one for the most slots
+        self.placement, self.with_hosts = chosen, lost_with_hosts(told, chosen)
+        return left if self.protects else slots
+
+    def involves(self, name: str, identity: Identity) -> bool:
+        """Whether that checkpoint is less safe without that agent's memory, as far as is known."""
+        return identity not in self._parts or name in self._parts[identity]
+
+    def others(self, identity: Identity, node: str, slow: bool) -> list[str]:
+        """Who else has what that node staged of that checkpoint: those that keep copies of it; with parity, where it is
+        gone, or there and `slow`: who can make it again, nodes with ranks that keep some of it, and this one. "" is
+        this one, which is never gone."""
+        me, placement = self._network.me, self._used.get(identity)
+        owner = node or me
+        found = self._kept_by(placement).get(owner, [])
+        if found and placement is not None and isinstance(placement.option, Parity):
+            gone = owner != me and self._network.channel(owner) is None
+            trains = {each.name for each in self._nodes} - {owner}
+            found = list(dict.fromkeys(name for name in [*found, me] if name in trains)) if gone or slow else []
+        return ["" if name == me else name for name in found]
+
+    def _kept_by(self, placement: Placement | None) -> dict[str, list[str]]:
+        if placement is None:
+            return {}
+        if isinstance(placement.option, Replicas):
+            return {kept.node: list(kept.holders) for kept in placement.kept}
+        found: dict[str, list[str]] = {kept.node: [] for kept in placement.kept}
+        for group in placement.groups:
+            for at, node in enumerate(group.members):
+                if group.parity and node in group.home:
+                    found[node] = [*group.members[at + 1 :], *group.members[:at]]
+        return found
+
+    def table(self) -> dict[str, Any]:
+        """What it takes, for people: who keeps whose, bytes in memory and on the network for each checkpoint."""
+        placement, option = self.placement, self.option
+        parity = {"data": option.data, "parity": option.parity} if isinstance(option, Parity) else None
+        copies = option.n if isinstance(option, Replicas) else None
+        if placement is None:
+            return {"copies": copies, "parity": parity, "nodes": [], "shortfalls": []}
+        holders = self._kept_by(placement)
+        return {
+            "copies": copies,
+            "parity": parity,
+            "nodes": [
+                {
+                    "node": load.node,
+                    "kept_by": holders.get(load.node, []),
+                    "own_bytes": load.own_bytes,
+                    "keeps_bytes": load.keeps_all_bytes,
+                    "sends_bytes": load.sends_bytes,
+                    "receives_bytes": load.receives_bytes,
+                    "seconds": load.seconds,
+                }
+                for load in placement.loads
+            ],
+            "generations": GENERATIONS,
+            "scratch_bytes": WORK_BYTES if parity else 0,
+            "shortfalls": [f"{each.node}: {each.got} of {each.asked}: {each.why}" for each in placement.shortfalls],
+            "exposed": list(placement.exposed),
+            "notes": [*self.warnings, *placement.notes],
+        }
+
+    def shown(self) -> dict[str, Any]:
+        """The same, but of a job of many nodes only as much as fits into an answer; of the rest, how many there are."""
+        table = self.table()
+        rows = [{**row, "kept_by": row["kept_by"][:HOLDERS_SHOWN]} for row in table["nodes"][:NODES_SHOWN]]
+        notes = {name: told[:NOTES_SHOWN] for name, told in table.items() if name in ("shortfalls", "exposed", "notes")}
+        return {**table, **notes, "nodes": rows, "nodes_left_out": len(table["nodes"]) - len(rows)}
+
+    def describe(self) -> str:
+        """In one line."""
+        placement, parity = self.placement, isinstance(self.option, Parity)
+        if placement is None or not self.protects:
+            short = placement.shortfalls if placement is not None else ()
+            why = short[0].why if short else "they were not asked for, or there is too little memory"
+            return f"no node keeps {'parity' if parity else 'copies'} of another's snapshots: {why}"
+        most = max(load.keeps_all_bytes for load in placement.loads)
+        sends = max(load.sends_bytes for load in placement.loads)
+        least = min(kept.losses for kept in placement.kept)
+        text = f"any {least} of {len(placement.loads)} nodes may be lost"
+        for each in [each for each in placement.shortfalls if each.got == least][:1]:
+            text += f", not {each.asked} as was asked for ({each.why})"
+        if not least:
+            unkept = [kept.node for kept in placement.kept if not kept.losses]
+            text = f"nobody has memory for {', '.join(unkept[:HOLDERS_SHOWN])}, and no checkpoint outlives that"
+        notes = "".join(f"; {note}" for note in [*self.warnings, *placement.notes][:3])
+        how = f"each node keeps up to {most >> 20:,} MiB for others, and sends up to {sends >> 20:,} MiB each time"
+        return f"{'parity' if parity else 'copies'}: {text}; {how}{notes}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What fails together, or may, and what is lost with it."""
+        if self.placement is None or not self.protects:
+            return []
+        found = [
+            f"{', '.join(names[:HOLDERS_SHOWN])} and who keeps their state are on one machine, and it is lost with that"
+            for _, names in sorted(self.with_hosts.items())
+        ]
+        domains = [each for each in self.placement.exposed if each.rpartition("/")[2] not in self.with_hosts]
+        found += [f"where {each} is lost as a whole, so is state that lies nowhere else" for each in domains]
+        if self._unnamed:
+            ranks = ", ".join(map(str, self._unnamed[:HOLDERS_SHOWN]))
+            which = f"those of ranks {ranks}" if len(self._unnamed) > 1 else f"that of rank {ranks}"
+            found.append(f"CKPT_DOMAIN is set on other nodes and not on {which}: each counts as a domain of its own")
+        return found
+
+    def replicate(
+        self,
+        identity: Identity,
+        safe: Identity | None,
+        own: Mapping[int, Arena],
+        then: Callable[[str], bool | None],
+        needed: Sequence[Kept] | None = None,
+    ) -> None:
+        """`safe`: the newest that is safe until now, and `needed`: by whom what has to stay of it is kept; None: that
+        is not known. `then` hears "" once every copy is where it should be, and right; or what went wrong. It answers
+        whether that makes it safe: see Replication."""
+        placement = self.placement
+        assert placement is not None
+        if identity != safe or identity not in self._used:  # else it is where it went before, until this has ended well
+            self._used[identity] = placement
+        if identity in self._parts or identity != safe:  # else it was found to be safe: who keeps it is not known
+            self._parts.setdefault(identity, set()).update(_parts(placement))
+        while len(self._used) > USED_MAX:
+            oldest = next(iter(self._used))
+            del self._used[oldest]
+            self._parts.pop(oldest, None)
+        nodes = [*self._nodes, *(each.node for each in self._lenders())]
+        ranks = {node.name: node.ranks for node in self._nodes}
+        named: dict[str, list[int]] = {}
+        for kept in needed or ():
+            for holder in kept.holders:
+                named.setdefault(holder or self._network.me, []).extend(ranks[kept.node or self._network.me])
+
+        def ended(error: str) -> bool | None:
+            if not error:
+                self._used[identity] = placement
+            return then(error)
+
+        what = identity, safe, own, ended, named if needed is not None else None
+        if isinstance(placement.option, Parity):
+            services = self._network, self._copies, self._parities, nodes, placement.groups
+            Striping(*services, *what).begin()
+            return
+        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in placement.kept}
+        Replication(self._network, self._copies, nodes, wanted, *what).begin()
+
+    def find_safe(
+        self,
+        epoch: Epoch,
+        safe: Identity | None,
+        held: Iterable[Identity],
+        world: int,
+        then: Callable[[Safe | None], None],
+    ) -> None:
+        """What is safe of that epoch, where this agent does not know (see agent.finding); None where that cannot be
+        found out now. `safe`: what was, as far as it knows: of what is kept in part the others are not told. `held`:
+        the checkpoints in this node's slots. Where nobody has memory for a node's part any more, or for any, it may
+        have been kept before, and is looked for, too."""
+        own = self._copies.inventory()
+        own.add_chunks(self._copies.chunks.kept.values())
+        ranks = {node.name: node.ranks for node in self._nodes}
+        for identity in held:
+            own.hold(identity, world, ranks.get(self._network.me, ()))
+        losses = {rank: kept.losses for kept in self.kept for rank in ranks[kept.node or self._network.me]}
+        names = [*ranks, *(each.node.name for each in self._lenders())]
+        told = max(filter(None, (safe, self._copies.told_safe)), default=None)
+        keeps = Keeps.of(own, told, epoch)
+
+        def ended(found: Safe | None) -> None:
+            if found is not None and found.newest is not None:
+                self._parts.pop(found.newest, None)  # others may keep some, from before this agent was started
+            then(found)
+
+        find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended)
+
+    def remake(
+        self,
+        identity: Identity,
+        lost: str,
+        at: str,
+        slow: Collection[str],
+        over: Callable[[], bool],
+        then: Callable[[str, str], None],
+    ) -> None:
+        """Has the node `at` make what the ranks of the node `lost` staged from parity, and keep it: `then` hears who
+        has it, and "" or why nobody has. At once where there is nothing to be made, as with copies. "" is this node.
+
+        Nothing is wanted for it of the nodes that are `slow`. Where the node itself is one of them nothing is lost, and
+        this is made only where there is room to spare; where it is gone, and there again when it is its turn, it is the
+        one that has it. `over`: whether nobody waits for it any more; what is lost is made all the same, for the next
+        start."""
+        me, placement = self._network.me, self._used.get(identity)
+        if placement is None or not isinstance(placement.option, Parity):
+            then(at, "")
+            return
+        if at in slow:
+            then(at, "it is slow itself")
+            return
+        lost, maker, idle = lost or me, at or me, {name or me for name in slow}
+        every = [*self._nodes, *(each.node for each in self._lenders())]
+        left = [node for node in every if node.name not in {lost, *idle}]
+        holders = {rank: [node.name] for node in left for rank in node.ranks}
+        wanted = {rank: [maker] for node in self._nodes if node.name == lost for rank in node.ranks}
+
+        def made(_: object, error: str) -> None:
+            self._is_remaking = False
+            then(at, error)
+            self._remake_next()
+
+        def unwanted() -> bool:
+            return lost in idle and over()
+
+        def begin() -> None:
+            if unwanted():
+                then(at, UNWANTED)
+            elif lost not in idle and self._network.channel(lost) is not None:
+                then(lost, "")
+            else:
+                self._is_remaking = True
+                what = self._parities, left, identity, holders, wanted, made
+                leave = {maker: self._next_bytes(placement, maker)} if lost in idle else {}
+                Rebuilding(*what, leave=leave, unwanted=unwanted).begin()
+
+        self._to_remake.append(begin)
+        self._remake_next()
+
+    @staticmethod
+    def _next_bytes(placement: Placement, node: str) -> int:
+        """That the next checkpoint's parity takes there: it is there before anything of this one's goes."""
+        return SCRATCH_BYTES + next((load.keeps_bytes for load in placement.loads if load.node == node), 0)
+
+    def _remake_next(self) -> None:
+        """One after the other: each wants much of the other nodes."""
+        while self._to_remake and not self._is_remaking:
+            self._to_remake.popleft()()
+
+
+def _parts(placement: Placement) -> set[str]:
+    """Who gives something, or keeps it."""
+    kept = {name for each in placement.kept for name in (each.node, *each.holders)}
+    return kept | {name for group in placement.groups if group.parity for name in group.members}
+
+
+def _fits(placement: Placement, nodes: Iterable[Node]) -> bool:
+    """Whether these have memory for it, and as much state as it was made for."""
+    found = {node.id: node for node in nodes}
+    return all(
+        load.node in found
+        and found[load.node].bytes == load.own_bytes
+        and found[load.node].lend_bytes >= load.keeps_all_bytes
+        for load in placement.loads
+    )
+
+
+def _order(risks: Mapping[str, float]) -> dict[str, int]:
+    """By node: how many kinds of nodes are less likely to fail."""
+    levels = sorted(set(risks.values()))
+    return {node: levels.index(risk) for node, risk in risks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A memory-only node that is there. `node`: it has no ranks."""
+
+    node: NodeAt
+    lend_bytes: int

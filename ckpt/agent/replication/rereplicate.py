@@ -1,0 +1,214 @@
+"""What a job goes on from, made safe again where nodes were lost: its coordinator's side.
+
+A start restores from memory what other nodes hold, and that may be less than was asked for: who kept a copy is gone, or
+who had the original. Until a newer checkpoint is as safe, the next loss would be one too many. So plain copies are made
+of it at once, from whoever has them to who has not (placement/rereplication.py), by the way that copies always take;
+nothing is dropped for it, and nothing waits for it. Who fails to give what he has, since it is damaged there, or gone,
+is asked again only where nobody else has it; and once another has given it he does not count any more. Main thread
+only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
+from ckpt.agent.snapshots.described import Described
+from ckpt.errors import CkptError
+from ckpt.ipc.messages import Message
+from ckpt.placement.groups import Node
+from ckpt.placement.rereplication import Copy, reprotect
+from ckpt.types import Identity, counted
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.ipc.arena import Arena
+    from ckpt.ipc.node_list import NodeAt
+
+log = logging.getLogger("ckpt")
+
+RETRY_S_MAX = 60.0
+COPIES_TOLD = 64  # in an event
+
+# (name, message, loud, data): see Basis.emit.
+Emit = Callable[[str, str, bool, dict[str, Any]], None]
+
+
+def again_after_s(failures: int) -> float:
+    """How long it waits after it has failed so often."""
+    return min(2.0 ** min(failures, 16), RETRY_S_MAX)
+
+
+class Reprotecting:
+    """Of the checkpoint that a job goes on from. `holders`: by rank, the names of the nodes that have its snapshot, of
+    `sizes` bytes. `nodes`: of the job, and memory-only ones, which give. `own(identity)`: the arenas of it on this
+    node. `later`: a timer. `safe`: told whether it is as safe now as was asked for."""
+
+    def __init__(
+        self,
+        network: Network,
+        copies: Copies,
+        nodes: Sequence[NodeAt],
+        identity: Identity,
+        holders: Mapping[int, Sequence[str]],
+        sizes: Mapping[int, int],
+        own: Callable[[Identity], Mapping[int, Arena]],
+        later: Callable[[float, Callable[[], None]], None],
+        emit: Emit,
+        safe: Callable[[bool], None],
+    ) -> None:
+        self.identity = identity
+        self._safe = safe
+        self._network, self._copies, self._own, self._later, self._emit = network, copies, own, later, emit
+        self._nodes = {node.name: node for node in nodes}
+        self._holders = {rank: set(names) for rank, names in holders.items()}
+        self._sizes = dict(sizes)
+        self._left: set[Copy] = set()  # of those under way
+        self._failed: Counter[tuple[int, str]] = Counter()  # how often that node did not give that rank's snapshot
+        self._short: tuple[int, ...] = ()  # ranks of which it was said that there is no memory for them
+        self._done: list[Copy] = []
+        self._errors: list[str] = []
+        self._over = self._ended = False
+        self._began_s = self._again_s = time.monotonic()
+        self._failures = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to begin now, or again after it has failed."""
+        return not self._left and not self._over and time.monotonic() >= self._again_s
+
+    def tend(self, lends: Mapping[str, int], copies: int) -> None:
+        """Begins, where it is due. `lends`: by node, bytes. `copies`: how many further ones there are to be."""
+        nodes = [
+            Node(name, lend_bytes=lends.get(name, 0), domains=at.domains, trains=bool(at.ranks))
+            for name, at in self._nodes.items()
+        ]
+        told = {rank: sorted(names) for rank, names in self._holders.items()}
+        plan = reprotect(told, self._sizes, nodes, copies, self._failed)
+        if plan.short and plan.short != self._short:
+            ranks = counted(len(plan.short), "rank")
+            text = f"{ranks} of step {self.identity.tick.step} on fewer nodes than was asked for"
+            self._emit("peers.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short[:100])})
+        self._short = plan.short
+        self._safe(not (plan.copies or plan.short))
+        if not plan.copies:
+            self._over = True
+            return
+        self._left, self._done, self._errors = set(plan.copies), [], []
+        self._began_s = time.monotonic()
+        by_source: dict[str, list[Copy]] = {}
+        for copy in plan.copies:
+            by_source.setdefault(copy.source, []).append(copy)
+        for source, theirs in by_source.items():
+            self._publish(source, theirs)
+
+    def lost(self, name: str) -> None:
+        """That agent is not connected any more, and what it had may have gone with it."""
+        if not self._ended and any(name in names for names in self._holders.values()):
+            for names in self._holders.values():
+                names.discard(name)
+            self._over = False
+
+    def end(self) -> None:
+        """It is not needed any more."""
+        if not self._ended:
+            self._ended = self._over = True
+            if self._left:
+                self._withdraw()
+
+    # -- inside
+
+    def _publish(self, source: str, theirs: list[Copy]) -> None:
+        ranks = sorted({rank for copy in theirs for rank in copy.ranks})
+        if source == self._network.me:
+            arenas = {rank: arena for rank, arena in self._own(self.identity).items() if rank in ranks}
+            then = lambda found, error: self._published(theirs, ranks, found, error)  # noqa: E731
+            self._copies.publish(self._network.transport, self.identity, arenas, then)
+            return
+
+        def heard(answer: Message | None, error: str) -> None:
+            found: list[Described] = []
+            if answer is not None:
+                try:
+                    found = decode_described(answer.blobs[0])
+                except (CkptError, LookupError) as exc:
+                    error = f"agent {source} describes its snapshots wrong: {exc}"
+            self._published(theirs, ranks, found, error)
+
+        fields = {"t": "publish", "identity": str(self.identity), "ranks": ranks}
+        self._network.ask(source, fields, (), heard)
+
+    def _published(self, theirs: list[Copy], ranks: list[int], found: list[Described], error: str) -> None:
+        if self._ended:
+            return
+        if not error and sorted(each.rank for each in found) != ranks:
+            error = "it describes snapshots of other ranks than it was asked for"
+        for copy in theirs:
+            if error:
+                self._copied(copy, f"agent {copy.source} does not give what is to be copied: {error}")
+            else:
+                self._keep(copy, [each for each in found if each.rank in copy.ranks])
+
+    def _keep(self, copy: Copy, wanted: list[Described]) -> None:
+        node = self._nodes[copy.source]
+        if copy.holder == self._network.me:
+            then = lambda error: self._copied(copy, error)  # noqa: E731
+            at = self._network.addresses(node)
+            self._copies.keep(self._network.transport, self.identity, node.name, at, wanted, then)
+            return
+        fields = {
+            "t": "keep",
+            "identity": str(self.identity),
+            "again": True,
+            "source": node.name,
+            "addresses": [str(address) for address in node.addresses],
+        }
+        blobs = [encode_described(wanted)]
+        self._network.ask(copy.holder, fields, blobs, lambda answer, error: self._copied(copy, error))
+
+    def _copied(self, copy: Copy, error: str) -> None:
+        if self._ended or copy not in self._left:
+            return
+        self._left.discard(copy)
+        if error:
+            self._errors.append(f"from {copy.source} to {copy.holder}: {error}")
+            self._failed.update((rank, copy.source) for rank in copy.ranks)
+        else:
+            self._done.append(copy)
+            for rank in copy.ranks:
+                failed = {name for name in self._nodes if self._failed.pop((rank, name), 0)}
+                self._holders[rank] -= failed - {copy.source}
+                self._holders[rank].add(copy.holder)
+        if not self._left:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._withdraw()
+        step, seconds = self.identity.tick.step, time.monotonic() - self._began_s
+        count = sum(self._sizes[rank] for copy in self._done for rank in copy.ranks)
+        facts = {
+            "identity": str(self.identity),
+            "copies": [[copy.source, copy.holder, list(copy.ranks[:100])] for copy in self._done[:COPIES_TOLD]],
+            "bytes": count,
+            "seconds": seconds,
+        }
+        if self._errors:
+            self._failures += 1
+            again_s = again_after_s(self._failures)
+            self._again_s = time.monotonic() + again_s
+            self._later(again_s, lambda: None)  # the loop comes round, and `tend` is called
+            text = f"step {step} has lost copies, and not all are made again: {self._errors[0]}"
+            self._emit("peers.failed", text, True, facts)
+            return
+        text = f"step {step} had lost copies: {count >> 20:,} MiB are in other nodes' memory again"
+        self._emit("peers.reprotected", f"{text} after {seconds:.2f} s", False, facts)
+
+    def _withdraw(self) -> None:
+        self._copies.withdraw(self._network.transport, self.identity)
+        for name in self._nodes:
+            if name != self._network.me:
+                self._network.tell(name, {"t": "withdraw", "identity": str(self.identity)})

@@ -1,0 +1,148 @@
+"""A checkpoint of which it was said who holds what: put together, as a whole or as far as memory has it, with what is
+made again from parity on the way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.agent.replication.parity_service import Parities
+from ckpt.agent.replication.rebuild import Made, Rebuilding
+from ckpt.agent.restore.partial_match import AskingForPart
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.agent.snapshots.manifest_gather import Gathered, Gathering, Places
+from ckpt.format.manifest import Manifest
+from ckpt.ipc.arena import Arena
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.peer_network import Network
+    from ckpt.ipc.node_list import NodeAt
+
+log = logging.getLogger("ckpt")
+
+LOOK_S = 30.0  # in which what is made of a part has to get further. Nodes say so more often (agent.moving)
+MAKING_BYTES_S = 50 << 20  # that a node has to make: less than this most stores give it
+
+
+class Collecting:
+    """Of one identity at a time. What comes of it is heard once, or None and why nothing did. Everything runs on the
+    main thread."""
+
+    def __init__(
+        self,
+        network: Network | None,
+        bulk: Bulk,
+        parities: Parities,
+        arenas_of: Callable[[Identity], Mapping[int, Arena]],
+        inventory: Inventory,
+        nodes: Sequence[NodeAt],
+        others: Sequence[NodeAt],
+        guard: Callable[[Callable[[], None]], None],
+        urgent: bool = False,
+    ) -> None:
+        """`inventory`: what all of them hold; it is kept true. `nodes`: which may make something again, this one first;
+        () where it is the only one. `others`: which only hold something. `guard`: runs what follows as long as somebody
+        waits for it. `urgent`: a start does."""
+        self._network, self._bulk, self._parities, self._arenas_of = network, bulk, parities, arenas_of
+        self._inventory, self._nodes, self._others = inventory, list(nodes), list(others)
+        self._guard, self._urgent = guard, urgent
+        self._me = network.me if network is not None else ""
+
+    def whole(self, identity: Identity, then: Callable[[Gathered | None, str], None]) -> None:
+        """All of it. What nobody holds is made again first; so is what turns out to be damaged where it lies."""
+        missing = self._inventory.missing(identity)
+        if not missing:
+            self._gather(identity, then)
+            return
+
+        def made(error: str) -> None:
+            if error:
+                then(None, error)
+            else:
+                self.whole(identity, then)
+
+        self._rebuild(identity, missing, {}, made)
+
+    def part(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        leave: Mapping[str, int],
+        later: Callable[[float, Callable[[], None]], None],
+        moves: Callable[[], object],
+        then: Callable[[Places | None, str], None],
+    ) -> None:
+        """What memory has of it, and what can be made of the rest: the store has it all, as the manifest of its record
+        says, and is read for what does not come of this soon enough, or would take memory that the job needs. `leave`:
+        by node, how much that is; see Rebuilding. `moves`: another value whenever something has got further."""
+
+        def ask(error: str) -> None:
+            if error:
+                log.warning("%s, and is read from the store", error)
+            holders = {rank: names for rank, names in self._inventory.by_rank(identity).items() if names}
+            services, arenas = (self._network, self._bulk), self._arenas_of(identity)
+            ended = lambda places, error: self._guard(lambda: then(places, error))  # noqa: E731
+            AskingForPart(*services, identity, manifest, holders, arenas, later, ended).begin()
+
+        sizes = self._inventory.makeable(identity)
+        if not sizes or identity in self._inventory.refuted:  # then it was tried already
+            ask("")
+            return
+        rebuilding = self._rebuild(identity, sizes, leave, ask)
+        most_bytes = max(max(sizes.values()), sum(sizes.values()) // max(1, len(self._nodes)))
+        looks = int(most_bytes / MAKING_BYTES_S / LOOK_S)
+
+        def look(left: int, before: object) -> None:
+            now = moves()
+            if not left or now == before:
+                rebuilding.give_up("it takes too long" if now != before else f"nothing has moved for {LOOK_S:g} s")
+            elif not rebuilding.over:
+                later(LOOK_S, lambda: look(left - 1, now))
+
+        first = moves()
+        later(LOOK_S, lambda: look(looks, first))
+
+    # -- inside
+
+    def _rebuild(
+        self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int], then: Callable[[str], None]
+    ) -> Rebuilding:
+        """Has these ranks' snapshots, which nobody holds, made again: `then` hears "" or why not all of them could be,
+        once the inventory says which were."""
+        inventory, me = self._inventory, self._me
+
+        def made(found: Made, error: str) -> None:
+            for rank, name in found.items():
+                inventory.made(identity, rank, "" if name == me else name)
+            then(error)
+
+        holders = {rank: [name or me for name in names] for rank, names in inventory.by_rank(identity).items()}
+        unfit = {rank: [name or me for name in inventory.unfit.get((identity, rank), ())] for rank in ranks}
+        names = [node.name for node in self._nodes] or [me]
+        at = {rank: [name for name in names if name not in unfit[rank]] for rank in ranks}
+        ended = lambda found, error: self._guard(lambda: made(found, error))  # noqa: E731
+        givers = [*self._nodes, *self._others] if self._nodes else []
+        what = self._parities, givers, identity, holders, at, ended, me, leave
+        rebuilding = Rebuilding(*what, urgent=self._urgent)
+        rebuilding.begin()
+        return rebuilding
+
+    def _gather(self, identity: Identity, then: Callable[[Gathered | None, str], None]) -> None:
+        inventory, arenas = self._inventory, self._arenas_of(identity)
+
+        def gathered(found: Gathered | None, error: str) -> None:
+            lacking = gathering.lacking
+            if found is None and lacking is not None:
+                inventory.without(identity, lacking)
+                if identity in inventory.complete():
+                    log.warning("%s: %s; it is made again from parity", identity, error)
+                    self.whole(identity, then)
+                    return
+            then(found, error)
+
+        ended = lambda found, error: self._guard(lambda: gathered(found, error))  # noqa: E731
+        gathering = Gathering(self._network, self._bulk, identity, inventory.by_rank(identity), arenas, ended)
+        gathering.begin()

@@ -1,0 +1,139 @@
+"""A committed checkpoint of which memory holds a part: which of the record's frames need not be read from the store.
+
+A frame is the same where its hash and length are, whoever staged it; whoever gets one checks that again. Nothing waits
+long for what is held: who does not say in time where it lies is done without, as is whatever contradicts the record.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.snapshots.manifest_gather import Asking, Places
+from ckpt.agent.snapshots.memory_checkpoint import Part
+from ckpt.errors import AgentError
+from ckpt.format.manifest import Manifest
+from ckpt.ipc.arena import DATA_AT, Arena
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.peer_network import Network
+
+log = logging.getLogger("ckpt")
+
+PATIENCE_S = 5.0  # for holders to say what they hold: the store is there for all of it
+
+Numbers = npt.NDArray[np.int64]
+
+
+class AskingForPart(Asking[Places]):
+    """Finds out where the frames of a record lie in memory, of which somebody holds at least one. `holders`: of the
+    ranks that somebody holds. `then`: see Asking."""
+
+    sealed = True  # they are hashed where they arrive, and the store has what is wrong
+
+    def __init__(
+        self,
+        network: Network | None,
+        bulk: Bulk,
+        identity: Identity,
+        manifest: Manifest,
+        holders: Mapping[int, Sequence[str]],
+        arenas: Mapping[int, Arena],
+        later: Callable[[float, Callable[[], None]], None],
+        then: Callable[[Places | None, str], None],
+    ) -> None:
+        super().__init__(network, bulk, identity, len(manifest.coordinates), holders, arenas, then)
+        self._manifest, self._later = manifest, later
+
+    def begin(self) -> None:
+        self._later(PATIENCE_S, self._wait_no_longer)
+        super().begin()
+        self._make_if_all()
+
+    def _lacks(self, rank: int, why: str) -> None:
+        log.info("rank %d of %s is read from the store: %s", rank, self._identity, why)
+        self.left.discard(rank)
+        self._make_if_all()
+
+    def _wait_no_longer(self) -> None:
+        if self.left:
+            log.warning("ranks %s of %s: who holds them does not say so", sorted(self.left)[:8], self._identity)
+            self.left.clear()
+            self._make_if_all()
+
+    def _make(self) -> Places:
+        """Errors: AgentError where none of them is of use."""
+        return places_of(self._identity, self._manifest, self._parts, self._sizes, self._holders)
+
+
+def places_of(
+    identity: Identity,
+    manifest: Manifest,
+    parts: Sequence[Part],
+    sizes: Mapping[int, int],
+    holders: Mapping[int, Sequence[str]],
+) -> Places:
+    """Where the frames of a record lie in these ranks' arenas; -1 for those that lie in none. Of several snapshots that
+    have the same frame the lowest rank's is taken. Errors: AgentError where they have none of them, contradict the
+    record, or cannot lie where they are said to."""
+    for part in parts:
+        told = part.declaration
+        if told.world != len(manifest.coordinates) or manifest.coordinates[told.rank] != told.coordinate:
+            raise AgentError(f"what is held of {told.coordinate} is not what {identity} is of")
+    keys, held_by, held_at = _held(sorted(parts, key=lambda part: part.declaration.rank))
+    columns = [manifest.frames[name].astype(np.uint64) for name in ("hash_hi", "hash_lo", "length")]
+    found = matched(np.column_stack(columns), keys)
+    is_held = found >= 0
+    if not is_held.any():
+        raise AgentError(f"no frame of {identity} is held as it is in the store")
+    ranks, offsets = np.full(len(found), -1, np.int64), np.zeros(len(found), np.int64)
+    ranks[is_held], offsets[is_held] = held_by[found[is_held]], held_at[found[is_held]]
+    used = np.unique(ranks[is_held]).tolist()
+    places = Places(
+        identity, ranks, offsets, {rank: sizes[rank] for rank in used}, {rank: list(holders[rank]) for rank in used}
+    )
+    for rank in used:
+        places.frames(rank, manifest)
+    return places
+
+
+def matched(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Numbers:
+    """For each row of `wanted` the number of an equal row of `held`, no row twice: the first for the first. -1 where
+    there is none."""
+    count = len(wanted)
+    rows = np.concatenate([wanted, held])
+    is_held = np.arange(len(rows)) >= count
+    order = np.lexsort([is_held, *rows.T])  # stable: equal rows together, the wanted ones first, each in their order
+    ordered, ours = rows[order], ~is_held[order]
+    new = np.ones(len(rows), bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    group = np.cumsum(new) - 1
+    first, sizes = np.flatnonzero(new), np.bincount(group)
+    wanted_in = np.bincount(group, ours, len(first)).astype(np.int64)
+    at = np.flatnonzero(ours)  # of each wanted row in that order: the held one that is as far behind the first of them
+    partner = at + wanted_in[group[at]]
+    has_one = partner < first[group[at]] + sizes[group[at]]
+    found = np.full(count, -1, np.int64)
+    found[order[at[has_one]]] = order[partner[has_one]] - count
+    return found
+
+
+def _held(parts: Sequence[Part]) -> tuple[npt.NDArray[np.uint64], Numbers, Numbers]:
+    """(hash_hi, hash_lo, length) of each frame that they have, the rank, and where it lies in bytes of the memfd."""
+    keys, ranks, offsets = [np.zeros((0, 3), np.uint64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for part in parts:
+        staged = part.declaration.staging.frames
+        keys.append(np.column_stack([part.hashes, staged["length"].astype(np.uint64)]))
+        offsets.append(DATA_AT + staged["offset"].astype(np.int64))
+        for blob, at in zip((part.shared, part.own), part.at, strict=True):
+            halves = int.from_bytes(blob.hash[:8], "big"), int.from_bytes(blob.hash[8:], "big")
+            keys.append(np.array([[*halves, blob.length]], np.uint64))
+            offsets.append(np.array([at], np.int64))
+        ranks.append(np.full(len(staged) + 2, part.declaration.rank, np.int64))
+    return np.concatenate(keys), np.concatenate(ranks), np.concatenate(offsets)

@@ -1,0 +1,477 @@
+"""Handing a checkpoint's frames to the ranks of a starting job, each from the nearest source that has it.
+
+A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has, or the
+store, passes through a window of shared memory, whose cells are given again when every rank that wanted the frame has
+acknowledged it; it is brought once for all ranks. What one rank alone wants of another node goes past the window
+(`straight`). A job of several nodes reads a frame of the store once for all of them (`fanout`). Otherwise the ranks
+read the files of a store that is a local folder by themselves (`files`). The ranks verify what they copied: what they
+find bad comes from the next source, and a fetch whose frame no source has ends with an error.
+
+All of it runs on the agent's main thread but the window's `cell`, in which the reading threads wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.agent.net.progress import SAY_S, Progress
+from ckpt.agent.restore.direct_stream import Receiver
+from ckpt.agent.restore.store_source import StoreFrames
+from ckpt.agent.restore.window_cells import Cells, From
+from ckpt.agent.runtime.memory_plan import WINDOW_BYTES
+from ckpt.agent.runtime.workers import Bulk, told
+from ckpt.agent.snapshots.memory_checkpoint import Memory
+from ckpt.errors import AgentError, DamagedData, MissingData, NewerFormat, NotFound, StorageError
+from ckpt.format.manifest import Manifest
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.file_list import FileList
+from ckpt.ipc.messages import Message
+from ckpt.types import FRAMES_MAX, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.restore.peer_source import PeerFrames
+    from ckpt.agent.restore.shared_read import FanOut
+    from ckpt.format.manifest import Record
+    from ckpt.store.reader import FrameReader
+
+log = logging.getLogger("ckpt")
+
+TOGETHER_S = 1.0  # how long the first rank's request waits for the others', so that frames are read once
+AT_ONCE = 1024  # frames named in one message
+_WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
+_HOME = 1 << 18  # memory into which this node reads for all nodes
+
+
+@dataclass(slots=True)
+class Asked:
+    """One rank's request under way. `left`: frames it has not acknowledged as good. `whole`: those that it takes as one
+    run. `home`: those that it was given from what this node has read for all. `files`: those that it reads in the
+    store's folder by itself."""
+
+    receiver: Receiver
+    left: set[int]
+    whole: set[int]
+    regions: set[int] = field(default_factory=set)
+    home: set[int] = field(default_factory=set)
+    files: set[int] = field(default_factory=set)
+    sources: dict[str, int] = field(default_factory=dict)
+
+
+class Restore:
+    """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
+    `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there. `fan`: the
+    nodes share the reading of that. `folder`: where the store is, if it is a local one. `later(delay_s, what)`: a timer
+    of the main thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        count: int,
+        memory: Memory | None,
+        open_record: Callable[[], FrameReader] | None,
+        bulk: Bulk,
+        later: Callable[[float, Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], None],
+        window_bytes: int = WINDOW_BYTES,
+        peers: PeerFrames | None = None,
+        fan: FanOut | None = None,
+        folder: str | None = None,
+    ) -> None:
+        self.identity = identity
+        self.manifest = manifest
+        self.memory = memory
+        self._count = count
+        self.record: Record | None = None  # once it was opened
+        self.sources: dict[str, int] = {}  # bytes that the ranks have got, by level
+        self._lengths = manifest.frames["length"].astype(np.int64)
+        self._cells = Cells(int(self._lengths.max(initial=0)), window_bytes, self._pump)
+        self._later = later
+        self._waiting: list[Asked] = []
+        self._asked: dict[int, Asked] = {}  # by id of the receiver
+        self._peers = peers
+        if peers is not None:
+            peers.window, peers.guard = self._cells.window, self._guard
+            peers.landed, peers.lacking = self._came, self._lacks
+        self.fan = fan
+        if fan is not None:
+            fan.window, fan.opened, fan.guard = self._cells.window, self._opened, self._guard
+            fan.read, fan.landed, fan.lacking = self._home_read, self._fanned, self._no_home
+        self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
+        self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
+        self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
+        self._bad: set[int] = set()  # frames that this node's memory does not have right
+        # And those that are not to be had there.
+        self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set(), From.FILE: set()}
+        self._store = StoreFrames(manifest, open_record, bulk, post, folder) if open_record is not None else None
+        if (store := self._store) is not None:
+            store.window, store.opened, store.guard = self._cells.window, self._opened, self._guard
+            store.wanted, store.landed, store.free = self._wanted.keys, self._was_read, self._cells.free
+            store.lacking, store.unreadable = self._lacking, self._unreadable
+            store.named, store.misread = self._named, self._bad_from[From.FILE]
+        self._closed = False
+        self._progress = Progress()
+        self._said: int | None = None  # the progress that the ranks were last told of; None: nobody waits to be told
+
+    def request(self, receiver: Receiver, frames: Collection[int], whole: Collection[int] = ()) -> None:
+        """A rank asks for frames (numbers below the manifest's count). `whole`: those of them whose bytes lie with it
+        as one run. Errors: AgentError for others."""
+        wanted = set(frames)
+        if wanted and not 0 <= min(wanted) <= max(wanted) < len(self._lengths):
+            raise AgentError(f"a rank asked for a frame that {self.identity} does not have")
+        self.drop(receiver)
+        self._waiting.append(Asked(receiver, wanted, wanted & set(whole)))
+        if len(self._waiting) == self._count:
+            self._begin()
+        elif len(self._waiting) == 1:
+            first = self._waiting[0]
+            self._later(TOGETHER_S, lambda: self._guard(self._begin) if first in self._waiting else None)
+
+    def got(self, receiver: Receiver, ok: Iterable[int], bad: Iterable[int]) -> None:
+        asked = self._asked.get(id(receiver))
+        if asked is None:
+            return
+        again: set[int] = set()
+        for frame, good in [*((f, True) for f in ok), *((f, False) for f in bad)]:
+            if frame not in asked.left:
+                continue
+            source = self._release(frame, asked)
+            read_here = source in (From.STORE, From.FILE) or (source is None and frame in asked.home)
+            self._progress.moved()
+            if good:
+                asked.left.discard(frame)
+                level = "store" if read_here else "local" if source is None else "peer"
+                for sources in (asked.sources, self.sources):
+                    sources[level] = sources.get(level, 0) + int(self._lengths[frame])
+            elif source is From.STORE:
+                self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store", {frame})
+                return
+            else:
+                asked.home.discard(frame)
+                (self._bad if source is None and not read_here else self._bad_from[source or From.HOME]).add(frame)
+                again.add(frame)
+        self._send(asked, again)
+        self._finish(asked)
+
+    def streamed(self, receiver: Receiver, stream: int) -> None:
+        """A rank reads no more from that stream."""
+        if self._peers is not None:
+            self._peers.straight.ended(receiver, stream)
+
+    def drop(self, receiver: Receiver) -> None:
+        """It is gone, or asks anew."""
+        self._waiting = [asked for asked in self._waiting if asked.receiver is not receiver]
+        if self._asked.pop(id(receiver), None) is None:
+            return
+        self._cells.drop(receiver)
+        if self._peers is not None:
+            self._peers.straight.drop(receiver)
+        for frame in list(self._wanted):
+            self._unwant(frame, id(receiver))
+        for receivers in [*self._coming.values(), *self._shared.values()]:
+            receivers.discard(id(receiver))
+
+    def source_gone(self, name: str) -> None:
+        """That agent is not connected any more."""
+        if self._peers is not None:
+            self._peers.source_gone(name)
+        if self.fan is not None:
+            self.fan.source_gone(name)
+
+    def close(self) -> None:
+        self._closed = True
+        self._asked.clear()
+        self._waiting.clear()
+        self._wanted.clear()
+        self._coming.clear()
+        self._shared.clear()
+        if self._store is not None:
+            self._store.close()
+        if self.fan is not None:
+            self.fan.close()
+        if self._peers is not None:
+            self._peers.close()
+        self._cells.close()
+
+    # -- inside
+
+    def _guard(self, what: Callable[[], None]) -> None:
+        """Where the agent makes a mistake nobody may wait for ever."""
+        try:
+            what()
+        except Exception as exc:
+            log.exception("the agent made a mistake in handing out %s", self.identity)
+            for asked in [*self._waiting, *self._asked.values()]:
+                self._asked[id(asked.receiver)] = asked
+                text = f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}"
+                self._fail(asked, text, error=AgentError(text))  # it may be as good as any
+
+    def _begin(self) -> None:
+        batch, self._waiting = self._waiting, []
+        if self._closed:
+            return
+        for asked in batch:
+            self._asked[id(asked.receiver)] = asked
+        wanted = Counter(itertools.chain.from_iterable(asked.left for asked in self._asked.values()))
+        for asked in batch:
+            asked.whole = {frame for frame in asked.whole if wanted[frame] == 1}
+            self._send(asked, set(asked.left))
+            self._finish(asked)
+        if self._said is None:
+            self._said = self._progress.count
+            self._later(SAY_S, self._say_moving)
+
+    def _say_moving(self) -> None:
+        """A rank whose turn has not come waits as long as others get what they asked for."""
+        said, self._said = self._said, None
+        if self._closed or not self._asked:
+            return
+        self._said = self._progress.count
+        if self._said != said:
+            for asked in self._asked.values():
+                asked.receiver.send({"t": "moving"})
+        self._later(SAY_S, self._say_moving)
+
+    def _send(self, asked: Asked, frames: set[int]) -> None:
+        """Each from the nearest source that may have it right."""
+        near = {frame for frame in frames if self._is_near(frame)}
+        if near and self.memory is not None:
+            self._name_frames(asked, near, self.memory)
+        ready = {frame: offset for frame in frames - near if (offset := self._ready(frame)) is not None}
+        rest, bad = frames - near - ready.keys(), self._bad_from
+        far = {frame for frame in rest - bad[From.PEER] if self._peers is not None and self._peers.can_have(frame)}
+        rest -= far
+        shared = self.fan.has_homes(rest - bad[From.HOME]) if self.fan is not None else set()
+        straight, asked.whole = far & asked.whole, set()
+        for frame in sorted(ready):  # brought for ranks that asked before
+            self._name_cell(asked, frame, ready[frame])
+        self._from_store(asked, rest - shared)
+        self._straight(asked, straight)
+        self._from_peers(asked, far - straight)
+        self._from_homes(asked, shared)
+
+    def _is_near(self, frame: int) -> bool:
+        memory = self.memory
+        return memory is not None and frame not in self._bad and int(memory.ranks[frame]) in memory.arenas
+
+    def _ready(self, frame: int) -> int | None:
+        """Where it lies in the window; None where it does not, or somebody has found wrong what came from there."""
+        found = self._cells.find(frame)
+        return found[0] if found is not None and frame not in self._bad_from.get(found[1], ()) else None
+
+    def _name_frames(self, asked: Asked, frames: Iterable[int], memory: Memory, first_region: int = 0) -> None:
+        """Tells the rank where they lie."""
+        at: list[list[int]] = []
+        for frame in sorted(frames):
+            rank = int(memory.ranks[frame])
+            region = first_region + rank
+            _show(asked, region, memory.arenas[rank])
+            at.append([frame, region, int(memory.offsets[frame]), int(self._lengths[frame])])
+        for first in range(0, len(at), AT_ONCE):
+            asked.receiver.send({"t": "frames", "at": at[first : first + AT_ONCE]})
+
+    def _straight(self, asked: Asked, frames: set[int]) -> None:
+        """What nobody else here wants goes past the window, the first time."""
+
+        def left(these: list[int]) -> None:
+            if self._asked.get(id(asked.receiver)) is asked:
+                self._from_peers(asked, set(these))
+
+        if self._peers is not None and frames:
+            self._peers.stream(asked.receiver, frames, left)
+
+    def _from_peers(self, asked: Asked, frames: set[int]) -> None:
+        peers = self._peers
+        if peers is None or not frames:
+            return
+        for frame in frames:
+            self._coming.setdefault(frame, set()).add(id(asked.receiver))
+        peers.want(frames)
+
+    def _came(self, frame: int, offset: int) -> None:
+        """A peer has given it, and it is in the window."""
+        self._guard(lambda: self._arrived([frame], offset, From.PEER, self._coming))
+
+    def _lacks(self, frames: list[int], why: str) -> None:
+        """No peer gives them."""
+        log.warning("%d frames of %s are not to be had from other nodes: %s", len(frames), self.identity, why)
+        self._bad_from[From.PEER].update(frames)
+        self._hand_on(frames, self._coming, self._from_store)
+
+    def _from_homes(self, asked: Asked, frames: set[int]) -> None:
+        fan = self.fan
+        if fan is None or not frames:
+            return
+        here = fan.here(frames)
+        self._name_home(asked, here, fan)
+        for frame in frames - here:
+            self._shared.setdefault(frame, set()).add(id(asked.receiver))
+        fan.want(frames - here)
+
+    def _name_home(self, asked: Asked, frames: Collection[int], fan: FanOut) -> None:
+        if frames:
+            asked.home.update(frames)
+            self._name_frames(asked, frames, fan.memory, _HOME)
+
+    def _home_read(self, frames: list[int]) -> None:
+        """This node has read them for all."""
+        fan = self.fan
+        assert fan is not None
+        self._hand_on(frames, self._shared, lambda asked, mine: self._name_home(asked, mine, fan))
+
+    def _fanned(self, frames: list[int], offset: int) -> None:
+        """Another node has read these bytes, which all of `frames` have, and they are in the window."""
+        self._guard(lambda: self._arrived(frames, offset, From.HOME, self._shared))
+
+    def _no_home(self, frames: list[int], why: str) -> None:
+        """This node reads them itself."""
+        log.info("%d frames of %s are read by this node itself: %s", len(frames), self.identity, why)
+        self._bad_from[From.HOME].update(frames)
+        self._hand_on(frames, self._shared, self._from_store)
+
+    def _hand_on(
+        self, frames: list[int], waiting: dict[int, set[int]], give: Callable[[Asked, set[int]], None]
+    ) -> None:
+        """Gives them to the ranks that are `waiting` for them, who do so no longer."""
+        for who in {who for frame in frames for who in waiting.get(frame, ())}:
+            asked = self._asked.get(who)
+            if asked is not None:
+                mine = {frame for frame in frames if who in waiting.get(frame, ())}
+                self._guard(functools.partial(give, asked, mine))
+        for frame in frames:
+            waiting.pop(frame, None)
+
+    def _opened(self, record: Record) -> None:
+        self.record = record
+
+    def _pump(self) -> None:
+        """A cell of the window is free."""
+        if self._peers is not None:
+            self._peers.pump()
+        if self.fan is not None:
+            self.fan.pump()
+
+    def _from_store(self, asked: Asked, frames: set[int]) -> None:
+        if not frames:
+            return
+        if self._store is None:
+            what = f"frame {min(frames - self._unreached or frames)} of {self.identity}"
+            self._fail(asked, f"{what} is not to be had from memory and not in the store", frames)
+            return
+        for frame in frames:
+            self._wanted.setdefault(frame, set()).add(id(asked.receiver))
+        self._store.pump()
+
+    def _named(self, files: FileList) -> None:
+        """Ranks can read these frames by themselves."""
+
+        def give(asked: Asked, mine: set[int]) -> None:
+            asked.files.update(mine)
+            asked.receiver.send({"t": "files"}, (), files.only(mine).blobs())
+
+        self._hand_on(files.rows["frame"].tolist(), self._wanted, give)
+
+    def _was_read(self, frames: list[int], offset: int) -> None:
+        self._arrived(frames, offset, From.STORE, self._wanted)
+
+    def _unreadable(self, error: BaseException) -> None:
+        text = f"{self.identity} cannot be read from the store: {told(error)}"
+        for asked in list(self._asked.values()):
+            if frames := {frame for frame, receivers in self._wanted.items() if id(asked.receiver) in receivers}:
+                self._fail(asked, text, frames, error)
+
+    def _arrived(self, frames: list[int], offset: int, source: From, waiting: dict[int, set[int]]) -> None:
+        """All of `frames` have these bytes (they are equal). `waiting`: who waits for what comes from there."""
+        if self._closed:
+            return
+        self._progress.moved()
+        self._cells.put(frames, offset, source)
+        for frame in frames:
+            for who in waiting.pop(frame, set()):
+                if who in self._asked:
+                    self._name_cell(self._asked[who], frame, offset)
+        self._cells.let_go(offset)
+
+    def _name_cell(self, asked: Asked, frame: int, offset: int) -> None:
+        self._cells.give(frame, offset, asked.receiver)
+        _show(asked, _WINDOW, self._cells.window().arena)
+        asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
+
+    def _release(self, frame: int, asked: Asked) -> From | None:
+        """That rank is done with a frame that it was given. Whence that came; None: from this node's memory."""
+        if self._peers is not None and self._peers.straight.has_come(frame, asked.receiver):
+            return From.PEER
+        if frame in asked.files:
+            asked.files.remove(frame)
+            return From.FILE
+        return self._cells.take_back(frame, asked.receiver)
+
+    def _unwant(self, frame: int, who: int) -> None:
+        self._wanted[frame].discard(who)
+        if not self._wanted[frame]:
+            del self._wanted[frame]
+
+    def _lacking(self, frame: int, error: Exception) -> None:
+        for asked in [self._asked[who] for who in self._wanted.get(frame, ()) if who in self._asked]:
+            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}", {frame}, error)
+
+    @property
+    def _unreached(self) -> Set[int]:
+        return self._peers.unreached if self._peers is not None else set()
+
+    def _fail(self, asked: Asked, message: str, frames: Set[int] = frozenset(), error: object = None) -> None:
+        """`frames`: which cannot be had. A node that could not be reached may have them right."""
+        if self._asked.get(id(asked.receiver)) is asked:
+            kind = kind_of(error)
+            if kind == DamagedData.kind and frames and frames <= self._unreached:
+                kind, message = AgentError.kind, f"{message}; a node that has it could not be reached"
+            self.drop(asked.receiver)
+            fields = {
+                "t": "fetched",
+                "ok": False,
+                "message": message[:4000],
+                "sources": asked.sources,
+                "kind": kind,
+            }
+            asked.receiver.send(fields)
+
+    def _finish(self, asked: Asked) -> None:
+        if not asked.left and self._asked.get(id(asked.receiver)) is asked:
+            self.drop(asked.receiver)
+            asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.sources})
+
+
+def _show(asked: Asked, region: int, arena: Arena) -> None:
+    """Before anything that lies there is named."""
+    if region not in asked.regions:
+        asked.regions.add(region)
+        asked.receiver.send({"t": "region", "region": region, "bytes": arena.bytes}, [arena.fd])
+
+
+def kind_of(error: object) -> str:
+    """Of what ended a fetch: only what is "damaged" or "missing" is struck out, and for all that this agent restores
+    later."""
+    if isinstance(error, NotFound):
+        return MissingData.kind
+    if isinstance(error, StorageError):
+        return StorageError.kind
+    if isinstance(error, NewerFormat | MissingData):
+        return error.kind
+    return AgentError.kind if isinstance(error, AgentError | OSError | MemoryError) else DamagedData.kind
+
+
+def frames_asked(message: Message) -> tuple[list[int], list[int]]:
+    """Of a rank's word `fetch`: the frames that it wants, and those that it takes whole. Errors: AgentError."""
+    blobs = message.blobs
+    if not 1 <= len(blobs) <= 2 or any(len(blob) % 4 or len(blob) > 4 * FRAMES_MAX for blob in blobs):
+        raise AgentError("fetch comes with the numbers of frames")
+    wanted, whole = (np.frombuffer(blob, dtype="<u4").tolist() for blob in (blobs[0], b"".join(blobs[1:])))
+    return wanted, whole

@@ -1,0 +1,138 @@
+"""Frames of a checkpoint that the store has, on their way through a start's window to the ranks of this node.
+
+Of a local folder the ranks are told the files first (`files`), and what they cannot read there is read here. Frames are
+read in passes: what is wanted while one runs is read by the next. Main thread only, but for the reading, in
+which threads wait for cells of the window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.agent.restore.window import Window
+from ckpt.agent.runtime.workers import Bulk, Lane
+from ckpt.errors import CkptError
+from ckpt.format.manifest import Manifest
+from ckpt.ipc.file_list import FileList
+
+if TYPE_CHECKING:
+    from ckpt.format.manifest import Record
+    from ckpt.store.reader import FrameReader
+
+
+class StoreFrames:
+    """`wanted()`: frames that ranks wait for. `named(files)`: the ranks can read these by themselves. `misread`: frames
+    that one of them could not. `landed(frames, cell)`: all of `frames` have the bytes that lie at that offset of
+    the window now; the cell is the listener's. `free(cell)`: nothing came into that one. `lacking(frame, error)`: the
+    store does not give it. `unreadable(error)`: nor anything that is wanted. `opened(record)`: a pass is over. `guard`:
+    runs what must not fail unnoticed, since ranks wait for it. The restore sets these and `window`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        open_record: Callable[[], FrameReader],
+        bulk: Bulk,
+        post: Callable[[Callable[[], None]], None],
+        folder: str | None = None,
+    ) -> None:
+        self.window: Callable[[], Window]
+        self.wanted: Callable[[], Collection[int]] = lambda: ()
+        self.landed: Callable[[list[int], int], None] = lambda frames, cell: None
+        self.named: Callable[[FileList], None] = lambda files: None
+        self.misread: Collection[int] = ()
+        self.free: Callable[[int], None] = lambda cell: None
+        self.lacking: Callable[[int, Exception], None] = lambda frame, error: None
+        self.unreadable: Callable[[BaseException], None] = lambda error: None
+        self.opened: Callable[[Record], None] = lambda record: None
+        self.guard: Callable[[Callable[[], None]], None] = lambda what: what()
+        self._manifest, self._open_record = manifest, open_record
+        self._bulk, self._run_soon, self._folder = bulk, post, folder
+        self._reader: FrameReader | None = None
+        self._reading = self._closed = False
+
+    def pump(self) -> None:
+        """Begins a pass over what is wanted, unless one runs."""
+        if self._reading or self._closed or not (frames := sorted(self.wanted())):
+            return
+        self._reading = True
+        new = [frame for frame in frames if frame not in self.misread] if self._folder is not None else []
+        work = functools.partial(self._name, new) if new else functools.partial(self._pass, self.window(), frames)
+        self._bulk.run(Lane.FRONT, work, lambda done: self.guard(lambda: self._passed(done)))
+
+    def close(self) -> None:
+        self._closed = True
+
+    # -- inside
+
+    def _opened(self, frames: list[int]) -> tuple[FrameReader, dict[int, int]]:
+        """And what the numbers of these frames are in its record. On the thread of a pass."""
+        self._reader = reader = self._reader or self._open_record()
+        theirs = dict(zip(frames, same_frames(self._manifest, reader.record.manifest, frames), strict=True))
+        lacking = [frame for frame, their in theirs.items() if their is None]
+        self._lacks(lacking, CkptError("the store's record does not have it"))
+        return reader, {frame: their for frame, their in theirs.items() if their is not None}
+
+    def _name(self, frames: list[int]) -> Record:
+        """On a thread of its own."""
+        reader, theirs = self._opened(frames)
+        assert self._folder is not None
+        files = FileList.of_record(self._folder, reader.record, self._manifest, theirs)
+        self._post(lambda: self.named(files))
+        return reader.record
+
+    def _pass(self, window: Window, frames: list[int]) -> Record:
+        """On a thread of its own, which starts others."""
+        reader, theirs = self._opened(frames)
+        ours: dict[int, list[int]] = {}
+        for frame, their in theirs.items():
+            ours.setdefault(their, []).append(frame)
+        cells: dict[int, tuple[int, memoryview]] = {}
+
+        def out(their: int) -> memoryview:
+            cells[their] = window.cell(int(reader.record.manifest.frames["length"][their]))
+            return cells[their][1]
+
+        def deliver(their: int) -> None:
+            offset = cells.pop(their)[0]
+            self._post(lambda: self.landed(ours[their], offset))
+
+        def failed(their: int, error: Exception) -> None:
+            cell = cells.pop(their, None)
+            if cell is not None:
+                self._post(lambda: self.free(cell[0]))
+            self._lacks(ours[their], error)
+
+        reader.read(ours, deliver, out, failed)
+        return reader.record
+
+    def _lacks(self, frames: list[int], error: Exception) -> None:
+        for frame in frames:
+            self._post(functools.partial(self.lacking, frame, error))
+
+    def _passed(self, done: Future[Record]) -> None:
+        self._reading = False
+        if self._closed:
+            return
+        error = done.exception()
+        if error is not None:
+            self.unreadable(error)
+            return
+        self.opened(done.result())
+        self.pump()
+
+    def _post(self, what: Callable[[], None]) -> None:
+        self._run_soon(lambda: self.guard(what))
+
+
+def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:
+    """The number of each frame in another manifest of the same checkpoint; None where that one does not have it."""
+    if len(manifest.frames) == len(other.frames) and np.array_equal(manifest.frames, other.frames):
+        return list(frames)
+    columns = ["hash_hi", "hash_lo", "length"]
+    known = {key: number for number, key in enumerate(other.frames[columns].tolist())}
+    return [known.get(key) for key in manifest.frames[columns][frames].tolist()]

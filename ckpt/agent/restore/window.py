@@ -1,0 +1,58 @@
+"""Shared memory through which frames pass from the store, or from other nodes, to the ranks of a starting job."""
+
+from __future__ import annotations
+
+import threading
+
+from ckpt.agent.runtime.memory_plan import WINDOW_BYTES
+from ckpt.errors import AgentError
+from ckpt.ipc.arena import Arena
+
+CELLS_MAX = 64
+CELL_ALIGN = 4096  # bytes
+
+
+class Window:
+    """Shared memory of a bounded size, cut into `count` cells of the largest frame's. Thread-safe."""
+
+    def __init__(self, frame_bytes_max: int, window_bytes: int = WINDOW_BYTES) -> None:
+        self._cell_bytes = -(-max(1, frame_bytes_max) // CELL_ALIGN) * CELL_ALIGN
+        self.count = max(1, min(CELLS_MAX, window_bytes // self._cell_bytes))
+        self.arena = Arena.create(self.count * self._cell_bytes)
+        self._free = list(range(self.count))
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def cell(self, length: int) -> tuple[int, memoryview]:
+        """A free cell: its offset in the window, and its first `length` bytes. Waits for one.
+
+        Errors: AgentError once the window is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                raise AgentError("nobody waits for these frames any more")
+            at = self._free.pop() * self._cell_bytes
+            return at, self.arena.part((at, length))
+
+    @property
+    def free(self) -> int:
+        """How many cells are."""
+        with self._changed:
+            return 0 if self._closed else len(self._free)
+
+    def free_cell(self) -> int | None:
+        """The offset of a free cell; None where none is left."""
+        with self._changed:
+            return self._free.pop() * self._cell_bytes if self._free and not self._closed else None
+
+    def release(self, offset: int) -> None:
+        with self._changed:
+            self._free.append(offset // self._cell_bytes)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends every wait. The memory goes when the last view of it is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.arena.close()

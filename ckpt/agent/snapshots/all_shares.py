@@ -1,0 +1,242 @@
+"""The shares of a job of several nodes, as one: what its coordinator does with the ranks, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from ckpt.agent.runtime.memory_plan import MemoryPlan
+from ckpt.agent.snapshots.local_share import Ranks
+from ckpt.agent.snapshots.memory_checkpoint import Part
+from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteRanks
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.control_page import Word
+from ckpt.types import Identity
+
+T = TypeVar("T")
+
+
+class Share(Protocol):
+    """What the coordinator may ask of a node's share; see Ranks, of whose methods these are."""
+
+    def announce(self, slot: int, word: Word | None) -> None: ...
+
+    def leave(self, round_: int) -> None: ...
+
+    def measure(
+        self,
+        sizes: Mapping[int, int],
+        slots: int,
+        limit_bytes: int | None,
+        then: Callable[[MemoryPlan | None, str], None],
+    ) -> None: ...
+
+    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None: ...
+
+    def offer(self, slot: int, division: str) -> None: ...
+
+    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None: ...
+
+    def close_arenas(self, slot: int) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class Nodes:
+    """As `Ranks`, of several nodes. `own`: the share of this one. `others`: by their agents' names."""
+
+    def __init__(self, own: Ranks, others: Sequence[RemoteRanks], me: str) -> None:
+        """`me`: the name of this node's agent."""
+        self.own = own
+        self.world = own.world
+        self.others = {each.name: each for each in others}
+        self.plans: dict[str, MemoryPlan] = {}  # what each node has room for, as it said last
+        self._names = {"": me, **{each.name: each.name for each in others}}
+        self._shares: dict[str, Share] = {"": own, **self.others}
+        self._remote = {rank: each for each in others for rank in each.ranks}
+        self._here = [rank for rank in range(self.world) if rank not in self._remote]
+
+    @property
+    def count(self) -> int:
+        """Of this node's ranks."""
+        return self.world - len(self._remote)
+
+    @property
+    def arena_bytes(self) -> int:
+        """On this node."""
+        return self.own.arena_bytes
+
+    @property
+    def arenas(self) -> dict[int, dict[int, Arena]]:
+        """On this node."""
+        return self.own.arenas
+
+    @property
+    def ranks_elsewhere(self) -> dict[str, frozenset[int]]:
+        """By their agents' names."""
+        return {name: each.ranks for name, each in self.others.items()}
+
+    @property
+    def ranks_by_node(self) -> dict[str, frozenset[int]]:
+        """The same with this node, "", which is the first."""
+        return {"": frozenset(self._here), **self.ranks_elsewhere}
+
+    def holders(self) -> dict[int, list[str]]:
+        """By rank: on which node it is, "" for this one."""
+        return {rank: [self.node_of(rank)] for rank in range(self.world)}
+
+    def node_of(self, rank: int) -> str:
+        """The name of the agent there; "": this one."""
+        remote = self._remote.get(rank)
+        return remote.name if remote is not None else ""
+
+    def steps(self) -> list[int]:
+        return self._published(self.own.page.entered, 0)
+
+    def _published(self, here: Callable[[int], int], column: int) -> list[int]:
+        """By rank: what those on this node show, and that column of what other nodes tell; 0 where nothing is known."""
+        found = [0] * self.world
+        for rank in self._here:
+            found[rank] = here(rank)
+        for each in self.others.values():
+            for rank, told in each.published.items():
+                found[rank] = told[column]
+        return found
+
+    def polls(self) -> list[int]:
+        return self._published(self.own.page.polled, 1)
+
+    def since_s(self) -> list[float | None]:
+        found: list[float | None] = [None] * self.world
+        for rank in self._here:
+            found[rank] = self.own.page.since_s(rank)
+        return found
+
+    def hindmost(self) -> int:
+        """Of this node's ranks: what others are in is known a little later, and they keep step."""
+        return self.own.hindmost()
+
+    def ended(self) -> int:
+        return self.own.ended()
+
+    def hindmost_since_s(self) -> float | None:
+        return self.own.hindmost_since_s()
+
+    def welcome(self, rank: int, peer: object) -> list[int]:
+        remote = self._remote.get(rank)
+        if remote is None:
+            return self.own.welcome(rank, peer)
+        assert isinstance(peer, RemotePeer)
+        remote.peers[rank] = peer
+        return []
+
+    def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        remote = self._remote.get(rank)
+        if remote is None:
+            self.own.send(rank, fields, blobs)
+        else:
+            remote.peers[rank].send(fields, blobs=blobs)
+
+    def announce(self, slot: int, word: Word | None) -> None:
+        for remote in self.others.values():  # first: their way is the longest
+            remote.announce(slot, word)
+        self.own.announce(slot, word)
+
+    def leave(self, round_: int) -> None:
+        for share in self._shares.values():
+            share.leave(round_)
+
+    def measure(
+        self,
+        sizes: Mapping[int, int],
+        slots: int,
+        limit_bytes: int | None,
+        then: Callable[[MemoryPlan | None, str], None],
+    ) -> None:
+        """The plan of the node where there is least room: all have as many slots."""
+
+        def measured(plans: dict[str, MemoryPlan | None], error: str) -> None:
+            if error:  # what each said before stays: copies may be placed anew at any time
+                then(None, error)
+                return
+            self.plans = {name: plan for name, plan in plans.items() if plan is not None}
+            then(min(self.plans.values(), key=lambda plan: plan.slots), "")
+
+        answers, parts = _Answers[MemoryPlan | None](self._shares, measured), self._parts(sizes)
+        for name, share in self._shares.items():
+            share.measure(parts[name], slots, limit_bytes, answers.of(name))
+
+    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
+        def made(found: dict[str, dict[int, int]], error: str) -> None:
+            if error:
+                self.close_arenas(slot)
+                then({}, error)
+            else:
+                then({rank: size for by_rank in found.values() for rank, size in by_rank.items()}, "")
+
+        answers, parts = _Answers[dict[int, int]](self._shares, made), self._parts(sizes)
+        for name, share in self._shares.items():
+            share.make(slot, parts[name], answers.of(name))
+
+    def offer(self, slot: int, division: str) -> None:
+        for share in self._shares.values():
+            share.offer(slot, division)
+
+    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
+        def read(found: dict[str, list[Part]], error: str) -> None:
+            then([] if error else [part for parts in found.values() for part in parts], error)
+
+        answers = _Answers[list[Part]](self._shares, read)
+        for name, share in self._shares.items():
+            share.read(slot, identity, answers.of(name))
+
+    def has(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
+        if rank not in self._remote:  # else its agent knows
+            self.own.has(rank, slots, fds)
+
+    def close_arenas(self, slot: int) -> None:
+        for share in self._shares.values():
+            share.close_arenas(slot)
+
+    def drop(self) -> None:
+        for share in self._shares.values():
+            share.drop()
+
+    def leave_others(self) -> None:
+        """From here on this is about this node only."""
+        for remote in self.others.values():
+            remote.dropped = True
+
+    def by_name(self, sizes: Mapping[int, int]) -> dict[str, int]:
+        """Of bytes by rank: the sum on each node, by its name."""
+        return {self._names[name]: sum(part.values()) for name, part in self._parts(sizes).items()}
+
+    def plans_by_name(self) -> dict[str, MemoryPlan]:
+        return {self._names[name]: plan for name, plan in self.plans.items()}
+
+    def _parts(self, sizes: Mapping[int, int]) -> dict[str, dict[int, int]]:
+        """Of bytes by rank: each share's."""
+        found: dict[str, dict[int, int]] = {name: {} for name in self._shares}
+        for rank, size in sizes.items():
+            found[self.node_of(rank)][rank] = size
+        return found
+
+
+class _Answers(Generic[T]):
+    """Waits for one from each share. `then` hears all of them and "", or what the first that failed said."""
+
+    def __init__(self, names: Mapping[str, object], then: Callable[[dict[str, T], str], None]) -> None:
+        self._left = set(names)
+        self._then = then
+        self._found: dict[str, T] = {}
+        self._errors: list[str] = []
+
+    def of(self, name: str) -> Callable[[T, str], None]:
+        def answered(result: T, error: str) -> None:
+            self._left.discard(name)
+            self._found[name] = result
+            self._errors += [error] if error else []
+            if not self._left:
+                self._then(self._found, self._errors[0] if self._errors else "")
+
+        return answered

@@ -1,0 +1,102 @@
+"""What lies in a node's memory, as other nodes are told of it: one rank's snapshot, and parity of several."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+
+from ckpt.agent.net.transport import Frames
+from ckpt.errors import AgentError, DamagedData
+from ckpt.format.declaration import decode
+from ckpt.format.frames import frame_hash
+from ckpt.format.parity import Row
+from ckpt.ipc.arena import DATA_AT, Arena
+from ckpt.placement.rebuild import Striped
+from ckpt.types import Identity
+
+PIECE_BYTES = 4 << 20  # of what lies behind the data
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One rank's snapshot as another node is told of it. `page`: the arena's first one. `frames`: all that is to be
+    copied, where it lies in the arena."""
+
+    rank: int
+    size: int
+    page: bytes
+    frames: Frames
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of all frames."""
+        return int(self.frames.lengths.sum())
+
+
+def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[Described]:
+    """On a thread: what the arenas of these ranks hold. Errors: DamagedData."""
+    return [_described(identity, rank, arena) for rank, arena in sorted(arenas.items())]
+
+
+def _described(identity: Identity, rank: int, arena: Arena) -> Described:
+    header, hashes = arena.header(), arena.hashes()
+    if (header.identity, header.rank) != (identity, rank) or hashes is None:
+        raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
+    staged = decode(bytes(arena.part(header.declaration)), f"the declaration of rank {rank}").staging.frames
+    at, length = arena.tail()
+    starts = np.arange(at, at + length, PIECE_BYTES, dtype=np.uint64)
+    sizes = np.minimum(PIECE_BYTES, at + length - starts.astype(np.int64)).astype(np.uint64)
+    pieces = [frame_hash(arena.part((a, n))) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    offsets = np.concatenate([staged["offset"].astype(np.uint64) + DATA_AT, starts])
+    lengths = np.concatenate([staged["length"].astype(np.uint64), sizes])
+    every = np.concatenate([hashes, np.array(pieces, np.uint64).reshape(-1, 2)])
+    return Described(rank, arena.bytes, arena.page(), Frames.placed(offsets, lengths, every, arena.bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkName:
+    """One parity of one stripe of a checkpoint."""
+
+    identity: Identity
+    row: Row
+    striped: Striped
+
+    @property
+    def transfer(self) -> str:
+        about = msgpack.packb([int(self.row), self.striped.length, self.striped.rows()])
+        return f"parity/{self.identity}/{hashlib.blake2b(about, digest_size=16).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The bytes of a parity, whose `frames` they are, and what it was made of: the `snapshots` of the ranks in it. It
+    is never changed. `world`: of the checkpoint."""
+
+    name: ChunkName
+    world: int
+    arena: Arena
+    frames: Frames
+    snapshots: Mapping[int, Described]
+
+    @property
+    def data(self) -> memoryview:
+        return self.arena.part((0, self.name.striped.length))
+
+
+def row_from(number: int) -> Row:
+    """Errors: AgentError."""
+    if number not in (Row.P, Row.Q):
+        raise AgentError(f"parity {number!r:.20}: 0 or 1")
+    return Row(number)
+
+
+def chunk_frames(data: memoryview, length: int) -> Frames:
+    """The bytes of a parity as frames."""
+    starts = np.arange(0, length, PIECE_BYTES, dtype=np.uint64)
+    sizes = np.minimum(PIECE_BYTES, length - starts.astype(np.int64)).astype(np.uint64)
+    hashes = [frame_hash(data[a : a + n]) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    return Frames.placed(starts, sizes, np.array(hashes, np.uint64).reshape(-1, 2), length)

@@ -1,0 +1,197 @@
+"""A checkpoint in this node's memory: from what the ranks staged to a manifest whose frames lie in their arenas."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import DamagedData
+from ckpt.format import values
+from ckpt.format.declaration import decode
+from ckpt.format.frames import frame_hash, hash_bytes, hash_frames
+from ckpt.format.manifest import Manifest
+from ckpt.ipc.arena import DATA_AT, Arena, Header
+from ckpt.layout.assemble import DATA, SHARED, Blob, Staged, assemble
+from ckpt.layout.layout import Array, Declaration
+from ckpt.types import Identity
+
+HASH_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has staged for one tick, but for the bytes. `hashes`: of its data frames, (frames, 2) uint64 as
+    (hi, lo). `at`: where its shared and its own values lie, in bytes from the start of the memfd. `metrics`: what the
+    user gave there."""
+
+    declaration: Declaration
+    hashes: npt.NDArray[np.uint64]
+    shared: Blob
+    own: Blob
+    at: tuple[int, int]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Complete. `arenas`: by rank, of the ranks on this node. `ranks`, `offsets`, `lengths`: where each frame lies:
+    bytes of the memfd of that rank's arena. `metrics`: what the user gave; where ranks differ, the lowest's.
+    `disagreed`: tensors that are stored per rank, since they differ."""
+
+    identity: Identity
+    manifest: Manifest
+    arenas: Mapping[int, Arena]
+    ranks: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    metrics: dict[str, float]
+    disagreed: tuple[str, ...]
+
+    def frame(self, number: int) -> memoryview:
+        """Its raw bytes, in place: valid while somebody holds a lease on the slot."""
+        arena = self.arenas[int(self.ranks[number])]
+        return arena.part((int(self.offsets[number]), int(self.lengths[number])))
+
+
+class Memory(Protocol):
+    """What of a checkpoint this node's memory has: arenas by rank, and for each frame the rank and where in its arena
+    it lies, in bytes of the memfd."""
+
+    @property
+    def arenas(self) -> Mapping[int, Arena]: ...
+
+    @property
+    def ranks(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """See Memory."""
+
+    arenas: Mapping[int, Arena]
+    ranks: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+
+class Reader:
+    """Reads what ranks have staged, one round at a time. Remembers the declarations, which only change with the
+    division. Thread-safe. `moved`: told of each rank's that is read."""
+
+    def __init__(self, moved: Callable[[], None] = lambda: None) -> None:
+        self._moved = moved
+        self._lock = threading.Lock()
+        self._declared: dict[int, tuple[bytes, Declaration]] = {}
+
+    def read(self, identity: Identity, world: int, arenas: Mapping[int, Arena], keep_hashes: bool = True) -> list[Part]:
+        """Hashes what lies in the arenas of these ranks and leaves the hashes there.
+
+        keep_hashes=False: after a restart of the agent; hashes that its predecessor left must be right.
+        Errors: DamagedData where an arena holds something else than `identity`, whole and unchanged."""
+        with self._lock:
+            headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
+            return [self._part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
+
+    def sealed(self, identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
+        """The same by the hashes that lie there already: nothing is hashed again, and whoever gets a frame has to.
+
+        Errors: DamagedData where an arena holds something else than `identity`, or no hashes."""
+        with self._lock:
+            headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
+            return [self._sealed(rank, arenas[rank], header) for rank, header in headers.items()]
+
+    def declared(self) -> dict[int, bytes]:
+        """By rank: its declaration, encoded, as it was read last."""
+        with self._lock:
+            return {rank: data for rank, (data, _) in self._declared.items()}
+
+    def _part(self, rank: int, arena: Arena, header: Header, keep_hashes: bool) -> Part:
+        declaration = self._declaration(rank, arena, header)
+        hashes = hash_frames(arena.data(0, header.data_bytes), declaration.staging.frames, HASH_THREADS)
+        before = None if keep_hashes else arena.hashes()
+        if before is not None and not np.array_equal(before, hashes):
+            raise DamagedData(f"the arena of rank {rank} has changed since {header.identity} was staged in it")
+        if arena.header() != header:
+            raise DamagedData(f"the arena of rank {rank} is filled anew")
+        arena.write_hashes(header, hashes)
+        self._moved()
+        return _part(declaration, hashes, arena, header)
+
+    def _sealed(self, rank: int, arena: Arena, header: Header) -> Part:
+        declaration, hashes = self._declaration(rank, arena, header), arena.hashes()
+        if hashes is None or len(hashes) != len(declaration.staging.frames):
+            raise DamagedData(f"the arena of rank {rank} does not say what lies in it")
+        return _part(declaration, hashes, arena, header)
+
+    def _declaration(self, rank: int, arena: Arena, header: Header) -> Declaration:
+        data = bytes(arena.part(header.declaration))
+        known = self._declared.get(rank)
+        if known is None or known[0] != data:
+            known = self._declared[rank] = (data, decode(data, f"the declaration of rank {rank}"))
+        if known[1].staging.data_bytes != header.data_bytes:
+            raise DamagedData(f"the arena of rank {rank} contradicts its declaration")
+        return known[1]
+
+
+def put_together(identity: Identity, parts: Sequence[Part], arenas: Mapping[int, Arena]) -> Checkpoint:
+    """Every rank's part makes one checkpoint. `arenas`: of the ranks on this node, where bytes of frames with
+    different hashes can be compared. Errors: Incomplete; CkptError for parts that do not belong together."""
+    parts = sorted(parts, key=lambda part: part.declaration.rank)
+    staged = [Staged(part.declaration, part.hashes, part.shared, part.own) for part in parts]
+    read = lambda rank, offset, length: arenas[rank].data(offset, length)  # noqa: E731
+    made = assemble(staged, read if len(arenas) == len(parts) else None)
+    ranks, offsets = _places(made.sources, parts)
+    lengths = made.manifest.frames["length"].astype(np.int64)
+    metrics: dict[str, float] = {}
+    for part in reversed(parts):
+        metrics.update(part.metrics)
+    return Checkpoint(identity, made.manifest, dict(arenas), ranks, offsets, lengths, metrics, made.disagreed)
+
+
+def _header(identity: Identity, rank: int, world: int, arena: Arena) -> Header:
+    header = arena.header()
+    if (header.identity, header.rank, header.world) != (identity, rank, world):
+        raise DamagedData(
+            f"the arena of rank {rank} holds {header.identity} of rank {header.rank} of {header.world}, "
+            f"not {identity} of rank {rank} of {world}"
+        )
+    return header
+
+
+def _part(declaration: Declaration, hashes: npt.NDArray[np.uint64], arena: Arena, header: Header) -> Part:
+    shared, own = _blob(arena, header.shared), _blob(arena, header.own)
+    return Part(declaration, hashes, shared, own, (header.shared[0], header.own[0]), _metrics(arena, header))
+
+
+def _blob(arena: Arena, place: tuple[int, int]) -> Blob:
+    return Blob(hash_bytes(*frame_hash(arena.part(place))), place[1])
+
+
+def _places(sources: Array, parts: Sequence[Part]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    ranks = sources["rank"].astype(np.int64)
+    offsets = np.zeros(len(sources), np.int64)
+    for rank, part in enumerate(parts):
+        own = ranks == rank
+        data = own & (sources["region"] == DATA)
+        at = part.declaration.staging.frames["offset"].astype(np.int64)
+        offsets[data] = DATA_AT + at[sources["frame"][data]]
+        blobs = own & ~data
+        offsets[blobs] = np.where(sources["region"][blobs] == SHARED, *part.at)
+    return ranks, offsets
+
+
+def _metrics(arena: Arena, header: Header) -> dict[str, float]:
+    about: Any = values.decode(bytes(arena.part(header.about)))
+    if not isinstance(about, dict) or not isinstance(about.get("metrics", {}), dict):
+        raise DamagedData(f"an arena says of {header.identity} what cannot be read")
+    try:
+        return {str(k): float(v) for k, v in about.get("metrics", {}).items()}
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise DamagedData(f"an arena says of {header.identity} metrics that are no numbers: {exc}") from exc

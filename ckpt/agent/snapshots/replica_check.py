@@ -1,0 +1,75 @@
+"""Whether what is staged on one rank only is the same on all that hold it: by the samples that each sends with what it
+has staged. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import AgentError
+from ckpt.format.declaration import SAMPLE
+from ckpt.layout.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which boxes of different ranks are one box. `of_rank`: by the order of (entry, box), a number of `names`; -1 for
+    a tensor that is the rank's own."""
+
+    of_rank: tuple[npt.NDArray[np.int64], ...]
+    names: tuple[str, ...]
+
+
+def places_of(layouts: Sequence[Layout], differing: Collection[str]) -> Places:
+    """`differing`: the tensors that are each rank's own. Layouts that are one object are looked at once."""
+    numbers: dict[object, int] = {}
+    names: list[str] = []
+    made: dict[int, npt.NDArray[np.int64]] = {}
+    for layout in layouts:
+        if id(layout) in made:
+            continue
+        found: list[int] = []
+        for entry in layout.entries:
+            if entry.owner or entry.name in differing:
+                found += [-1] * len(entry.boxes)
+                continue
+            for box in entry.boxes:
+                number = numbers.setdefault((entry.name, entry.dtype, entry.shape, box), len(names))
+                if number == len(names):
+                    names.append(entry.name)
+                found.append(number)
+        made[id(layout)] = np.array(found, np.int64)
+    return Places(tuple(made[id(layout)] for layout in layouts), tuple(names))
+
+
+class Comparing:
+    """Of one round at a time: the newest that anything was said of."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, Places] | None = None
+        self._known: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._said: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def differing(self, number: int, places: Places, rank: int, data: bytes) -> list[str]:
+        """The tensors of which another rank has sent another sample in that round. Errors: AgentError."""
+        of_rank = places.of_rank[rank]
+        if len(data) % SAMPLE.itemsize:
+            raise AgentError(f"samples of {len(data)} bytes: not a whole number of them")
+        found = np.frombuffer(data, SAMPLE)
+        if len(found) and int(found["box"].max()) >= len(of_rank):
+            raise AgentError(f"a sample of box {int(found['box'].max())}, where the rank has {len(of_rank)}")
+        if self._of is None or self._of[0] != number or self._of[1] is not places:
+            self._of = number, places
+            self._known = np.zeros(len(places.names), np.uint64)
+            self._said = np.zeros(len(places.names), np.bool_)
+        box = of_rank[found["box"]]
+        is_shared = box >= 0
+        box, said = box[is_shared], found["hash"][is_shared].astype(np.uint64)
+        wrong = self._said[box] & (self._known[box] != said)
+        new = ~self._said[box]
+        self._known[box[new]] = said[new]
+        self._said[box[new]] = True
+        return sorted({places.names[each] for each in box[wrong].tolist()})

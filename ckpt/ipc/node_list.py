@@ -1,0 +1,103 @@
+"""The nodes of a job, as its trainers name them to their agents: a blob, which has room for those of a large job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from ckpt.errors import AgentError, UsageError
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.bounded_msgpack import unpacked
+
+BLOB_BYTES_MAX = 16 << 20
+NODES_MAX = 4096
+ADDRESSES_MAX = 32
+DOMAINS_MAX = 8
+
+Told = tuple[str, list[str], list[str], list[int], int, str]  # name, addresses, domains, ranks, link_bytes_s, host
+
+
+def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
+    """`nodes`: of each name, addresses, domains, ranks and, if they are known, link_bytes_s and host (see NodeAt); rank
+    0's first."""
+    rows = [
+        [
+            *(node[key] for key in ("name", "addresses", "domains", "ranks")),
+            node.get("link_bytes_s", 0),
+            node.get("host", ""),
+        ]
+        for node in nodes
+    ]
+    packed: bytes = msgpack.packb(rows)
+    return packed
+
+
+def leader_of(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The name of rank 0's agent; "": all ranks are on one node, and no blob goes with the message."""
+    return str(nodes[0]["name"]) if nodes else ""
+
+
+def decode_nodes(blob: bytes) -> list[Told]:
+    """Errors: UsageError for what is no such list, and what it says that is not sound."""
+    if len(blob) > BLOB_BYTES_MAX:
+        raise UsageError(f"nodes takes {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
+    try:
+        rows = unpacked(blob, "the list of nodes")
+        if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
+            raise UsageError("nodes is no list of nodes")
+        return [
+            (
+                str(name),
+                list(map(str, addresses)),
+                list(map(str, domains)),
+                list(map(int, ranks)),
+                max(0, int(link)),
+                str(host),
+            )
+            for name, addresses, domains, ranks, link, host in rows
+        ]
+    except (AgentError, ValueError, TypeError, OverflowError) as exc:
+        raise UsageError(f"nodes is no list of nodes: {exc!r:.200}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAt:
+    """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it.
+    `domains`: the failure domains that it lies in, widest first. `link_bytes_s`: what its link carries each way; 0:
+    that is not known. `host`: its name, if it has said that: for people."""
+
+    name: str
+    addresses: tuple[Address, ...]
+    ranks: tuple[int, ...]
+    domains: tuple[str, ...] = ()
+    link_bytes_s: int = 0
+    host: str = ""
+
+
+def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
+    """What a trainer says of its job's nodes, that of rank 0 first. Errors: UsageError unless each rank is on one."""
+    nodes = [
+        NodeAt(
+            name[:100],
+            tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
+            tuple(ranks),
+            domains_told(domains),
+            link_bytes_s,
+            host[:100],
+        )
+        for name, addresses, domains, ranks, link_bytes_s, host in decode_nodes(blob)
+    ]
+    if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
+        raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")
+    if len({node.name for node in nodes}) < len(nodes):
+        raise UsageError("nodes names a node twice")
+    return tuple(nodes)
+
+
+def domains_told(domains: Sequence[str]) -> tuple[str, ...]:
+    """Of so many as may be told the widest, and always the narrowest: that is the node's machine (see agent.hosts)."""
+    kept = domains if len(domains) <= DOMAINS_MAX else [*domains[: DOMAINS_MAX - 1], domains[-1]]
+    return tuple(domain[:100] for domain in kept)

@@ -1,0 +1,70 @@
+"""Where a job wants notices to be looked for, as its trainers tell the agent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import UsageError
+from ckpt.settings import NOTICES, Settings, variables
+
+SIGNAL = "signal"  # the source of a notice that a rank's signal made
+FORMER = "a notice to an agent that has died"
+TEXT_MAX = 4096  # of a path or an address
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a job wants to be listened to. `mode`: of settings.NOTICES. `named`: (variable, value) pairs that say where
+    metadata services are. `file`: "" for none. `outcome`: where to write what a notice came to; "" beside the socket.
+    `acknowledge`: whether a cloud may be told that what it plans may begin, once everything is safe."""
+
+    mode: str = "off"
+    named: tuple[tuple[str, str], ...] = ()
+    slurm_job: str = ""
+    slurm_end_s: float | None = None
+    file: str = ""
+    outcome: str = ""
+    acknowledge: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Sources:
+        """As this process' environment says."""
+        outcome = str(settings.outcome_file or "")
+        if settings.notices == "off":
+            return cls(outcome=outcome)
+        from ckpt.preemption.detect import VARIABLES
+
+        return cls(
+            settings.notices,
+            tuple(variables(VARIABLES).items()),
+            settings.slurm_job,
+            settings.slurm_end_s,
+            str(settings.notice_file or ""),
+            outcome,
+            settings.acknowledge == "on",
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """As they travel."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"named": dict(self.named)}
+
+    @classmethod
+    def parse(cls, fields: Any) -> Sources:
+        """What `fields` made; None: nothing. Errors: UsageError."""
+        if fields is None:
+            return cls()
+        if not isinstance(fields, dict) or not isinstance(fields.get("named"), dict):
+            raise UsageError("notices: the sources are no map")
+        end_s = fields.get("slurm_end_s")
+        texts = {name: str(fields.get(name) or "") for name in ("mode", "slurm_job", "file", "outcome")}
+        named = {str(name): str(value) for name, value in fields["named"].items()}
+        if texts["mode"] not in NOTICES or len(named) > 100:
+            raise UsageError(f"notices: {texts['mode'][:50]!r} is none of {', '.join(NOTICES)}")
+        if any(len(text) > TEXT_MAX or "\0" in text for text in (*texts.values(), *named.values())):
+            raise UsageError("notices: a path or an address that cannot be one")
+        if end_s is not None and not (isinstance(end_s, int | float) and math.isfinite(end_s)):
+            raise UsageError("notices: slurm_end_s is no time")
+        allowed = fields.get("acknowledge") is True
+        return cls(named=tuple(sorted(named.items())), slurm_end_s=end_s, acknowledge=allowed, **texts)

@@ -1,0 +1,328 @@
+"""From what every rank staged for one tick to one manifest.
+
+Guarantees:
+- complete by coverage: a manifest comes out only when every byte of every box that any rank declared is staged by
+  somebody, and the declared boxes of each tensor of the job cover its global shape. Else Incomplete names what lacks;
+- nothing is taken for a replica that is not: of a box that several ranks staged whole, one copy is kept only when all
+  their bytes are equal. Else, as also where boxes of a tensor overlap in part, or dtype or global shape differ, the
+  tensor is stored once for each rank, owned by it, and named in `disagreed`;
+- the lowest rank that staged a box whole is its source, so that equal input gives equal manifests.
+
+A rank's own tensor of which it holds all is one tensor with that owner. One of which it holds parts is a tensor for
+each part, of the part's shape, whose owner is written "<coordinate>@<offset>" (`part_owner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import CkptError, DamagedData, UsageError
+from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, TensorSpec
+from ckpt.gc_pause import no_collecting
+from ckpt.layout.coverage import Cells, Ints, Read, Rows, differing_cells, rows_of
+from ckpt.layout.layout import Array, Declaration, are_apart, covers
+from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, ITEMSIZE, Box
+
+SOURCE = np.dtype([("rank", "<u4"), ("region", "u1"), ("frame", "<u4")])
+DATA, SHARED, OWN = 0, 1, 2  # regions: a data frame of that rank's staging; its shared values blob; its own one
+
+NAMED_MAX = 20
+
+
+class Incomplete(CkptError):
+    """Not all that was declared for the tick is staged. `missing`: up to 20 names of tensors (or ranks)."""
+
+    kind = "incomplete"
+
+    def __init__(self, message: str, missing: Sequence[str] = ()) -> None:
+        self.missing = tuple(missing[:NAMED_MAX])
+        more = f" and {len(missing) - NAMED_MAX} more" if len(missing) > NAMED_MAX else ""
+        super().__init__(f"{message}: {', '.join(self.missing)}{more}" if missing else message)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A values blob as a frame of its own: the xxh3-128 of its bytes (16, big-endian) and their number."""
+
+    hash: bytes
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What one rank staged. `hashes`: (frames, 2) uint64, the frames' xxh3-128 as (hi, lo)."""
+
+    declaration: Declaration
+    hashes: npt.NDArray[np.uint64]
+    shared: Blob
+    own: Blob
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """`sources`: array of SOURCE, one per frame of the manifest. `disagreed`: the names stored per rank."""
+
+    manifest: Manifest
+    sources: Array
+    disagreed: tuple[str, ...]
+
+
+def part_owner(coordinate: str, box: Box) -> str:
+    """The owner of a tensor that is one part of a rank's own tensor: such as "rank=3@0,128"."""
+    return f"{coordinate}@{','.join(map(str, box.offset))}"
+
+
+@no_collecting()
+def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
+    """The manifest of one tick's Staged, one per rank (in any order).
+
+    `read` gives staged bytes. It is called only for boxes that several ranks staged whole into frames whose hashes
+    differ: what else lies in such a frame may be what differs. Without it those boxes count as differing.
+    Errors: Incomplete; UsageError for two ranks with one coordinate; CkptError for ranks of different divisions;
+    DamagedData for a declaration that contradicts itself.
+    """
+    ranks = _by_rank(staged)
+    tensors, cells = _declared(ranks)
+    rows = rows_of([rank.declaration.staging for rank in ranks], [rank.hashes for rank in ranks], cells)
+    differing = set(differing_cells(rows, read))
+    kinds: dict[tuple[str, str], int] = {}
+    for tensor in tensors:
+        kinds[tensor.name, tensor.owner] = kinds.get((tensor.name, tensor.owner), 0) + 1
+
+    out = _Output(rows)
+    lacking: list[str] = []
+    disagreed: set[str] = set()
+    for tensor in sorted(tensors, key=lambda t: (t.name, t.owner)):
+        boxes = [box for box in tensor.cells if box.size]
+        several = kinds[tensor.name, tensor.owner] > 1
+        if tensor.owner or several or not are_apart(boxes) or not differing.isdisjoint(tensor.cells.values()):
+            if not tensor.owner:
+                disagreed.add(tensor.name)
+            for rank, entry in tensor.entries:
+                declaration = ranks[rank].declaration
+                if not out.add_owned(tensor, rank, declaration.coordinate, declaration.layout.entries[entry].boxes):
+                    lacking.append(f"{tensor.name} ({declaration.coordinate})")
+        elif not covers(boxes, tensor.shape) or not out.add_shared(tensor, boxes):
+            lacking.append(tensor.name)
+    if lacking:
+        raise Incomplete("not all bytes of these tensors are staged", lacking)
+    out.add_values(ranks)
+    manifest, sources = out.finish(tuple(rank.declaration.coordinate for rank in ranks))
+    return Assembled(manifest, sources, tuple(sorted(disagreed)))
+
+
+def _by_rank(staged: Sequence[Staged]) -> list[Staged]:
+    """In order of rank, every rank once, all of one division, each coordinate once."""
+    if not staged:
+        raise Incomplete("no rank has staged anything")
+    ranks = sorted(staged, key=lambda s: s.declaration.rank)
+    first = ranks[0].declaration
+    seen: set[int] = set()
+    by_coordinate: dict[str, int] = {}
+    for declaration in (s.declaration for s in ranks):
+        rank = declaration.rank
+        if declaration.world != first.world or not 0 <= rank < first.world:
+            raise CkptError(f"rank {rank} of {declaration.world} was staged beside rank {first.rank} of {first.world}")
+        if rank in seen:
+            raise CkptError(f"rank {rank} was staged twice for one tick; a rank counts once")
+        if declaration.division != first.division:
+            raise CkptError(
+                f"rank {rank} staged under division {declaration.division}, rank {first.rank} under {first.division}; "
+                "all ranks of a checkpoint need the same"
+            )
+        other = by_coordinate.setdefault(declaration.coordinate, rank)
+        if other != rank:
+            raise UsageError(
+                f"ranks {other} and {rank} both have the coordinate {declaration.coordinate!r}; "
+                "give mesh= a mesh in which each rank has a place of its own"
+            )
+        seen.add(rank)
+    if len(ranks) < first.world:
+        raise Incomplete("these ranks have staged nothing", [f"rank {r}" for r in range(first.world) if r not in seen])
+    return ranks
+
+
+# --- what was declared ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """One (name, owner, dtype, shape) as the ranks declare it. `cells`: the number of each box that any rank holds.
+    `entries`: (rank, entry) of each declaration."""
+
+    name: str
+    owner: str
+    dtype: str
+    shape: tuple[int, ...]
+    cells: dict[Box, int] = field(default_factory=dict)
+    entries: list[tuple[int, int]] = field(default_factory=list)
+
+
+def _declared(ranks: Sequence[Staged]) -> tuple[list[_Tensor], Cells]:
+    found: dict[tuple[str, str, str, tuple[int, ...]], _Tensor] = {}
+    size: list[int] = []
+    of_box: list[Ints] = []
+    first_box: list[Ints] = []
+    for rank, staged in enumerate(ranks):
+        coordinate = staged.declaration.coordinate
+        boxes: list[int] = []
+        firsts: list[int] = []
+        for e, entry in enumerate(staged.declaration.layout.entries):
+            if entry.owner and entry.owner != coordinate:
+                raise CkptError(
+                    f"{coordinate} declares {entry.name} as owned by {entry.owner}; a rank owns its own only"
+                )
+            key = (entry.name, entry.owner, entry.dtype, entry.shape)
+            tensor = found.get(key)
+            if tensor is None:
+                tensor = found[key] = _Tensor(*key)
+            tensor.entries.append((rank, e))
+            firsts.append(len(boxes))
+            for box in entry.boxes:
+                cell = tensor.cells.get(box)
+                if cell is None:
+                    if not box.within(entry.shape):
+                        raise DamagedData(f"{coordinate} declares {box} of {entry.name}, whose shape is {entry.shape}")
+                    cell = tensor.cells[box] = len(size)
+                    size.append(box.size * ITEMSIZE[entry.dtype])
+                boxes.append(cell)
+        of_box.append(np.array(boxes, np.int64))
+        first_box.append(np.array([*firsts, len(boxes)], np.int64))
+    return list(found.values()), Cells(np.array(size, np.int64), tuple(of_box), tuple(first_box))
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _BlobAt:
+    blob: Blob
+    rank: int
+    region: int
+
+
+# What fills a box: a group of rows (one rank's copy), rows of several ranks, a values blob, or nothing (no bytes).
+_Fill = int | Ints | _BlobAt | None
+
+
+class _Output:
+    """Collects tensors, their boxes and what fills these; numbers them when all are there."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._lowest: list[int] = rows.lowest.tolist()
+        self._tensors: list[tuple[TensorSpec, list[tuple[Box, _Fill]]]] = []
+
+    def add_shared(self, tensor: _Tensor, boxes: Sequence[Box]) -> bool:
+        """A tensor of the job, of these boxes. False where not all their bytes are staged."""
+        return self._add(
+            tensor, tensor.shape, "", [(box, box) for box in (sorted(boxes) if boxes[1:] else boxes)], None
+        )
+
+    def add_owned(self, tensor: _Tensor, rank: int, coordinate: str, boxes: Sequence[Box]) -> bool:
+        """A tensor as this rank holds it. False where not all its bytes are staged."""
+        boxes = sorted(box for box in boxes if box.size)
+        if are_apart(boxes) and covers(boxes, tensor.shape):
+            return self._add(tensor, tensor.shape, coordinate, [(box, box) for box in boxes], rank)
+        return all(
+            self._add(tensor, box.shape, part_owner(coordinate, box), [(Box.whole(box.shape), box)], rank)
+            for box in boxes
+        )
+
+    def add_values(self, ranks: Sequence[Staged]) -> None:
+        """The shared values once if they are the same on all ranks, else per rank; the ranks' own values."""
+        for rank, staged in enumerate(ranks):
+            coordinate = staged.declaration.coordinate
+            self._add_blob(RANK_VALUES, coordinate, _BlobAt(staged.own, rank, OWN))
+            if any(other.shared != ranks[0].shared for other in ranks):
+                self._add_blob(VALUES, coordinate, _BlobAt(staged.shared, rank, SHARED))
+            elif rank == 0:
+                self._add_blob(VALUES, "", _BlobAt(staged.shared, rank, SHARED))
+
+    def finish(self, coordinates: tuple[str, ...]) -> tuple[Manifest, Array]:
+        self._tensors.sort(key=lambda item: (item[0].values, item[0].name, item[0].owner))
+        boxes: list[tuple[int, Box]] = []
+        groups: list[tuple[int, int]] = []
+        tiles: list[tuple[int, Ints]] = []
+        blobs: list[tuple[int, _BlobAt]] = []
+        before = None
+        for place, (spec, filled) in enumerate(self._tensors):
+            if (spec.values, spec.name, spec.owner) == before:
+                raise CkptError(f"{spec.name} of {spec.owner} is declared twice; a rank holds each of its parts once")
+            before = (spec.values, spec.name, spec.owner)
+            for box, fill in filled:
+                if isinstance(fill, _BlobAt):
+                    blobs.append((len(boxes), fill))
+                elif isinstance(fill, int):
+                    groups.append((len(boxes), fill))
+                elif fill is not None:
+                    tiles.append((len(boxes), fill))
+                boxes.append((place, box))
+
+        by_group = np.array(groups, np.int64).reshape(-1, 2)
+        row, count = self._rows.of_groups(by_group[:, 1])
+        box_of_row = np.concatenate([np.repeat(by_group[:, 0], count), *(np.full(len(r), box) for box, r in tiles)])
+        row = np.concatenate([row, *(r for _, r in tiles)])
+        frames, sources, extents = _gather(self._rows, row, box_of_row, blobs)
+        if len(frames) > FRAMES_MAX:
+            raise CkptError(f"{len(frames)} frames, where a checkpoint has at most {FRAMES_MAX}; stage larger frames")
+        specs = tuple(spec for spec, _ in self._tensors)
+        return Manifest(specs, tuple(boxes), frames, extents, coordinates), sources
+
+    def _add(
+        self, tensor: _Tensor, shape: tuple[int, ...], owner: str, boxes: Sequence[tuple[Box, Box]], rank: int | None
+    ) -> bool:
+        """`boxes`: as it comes out and as it was declared. Filled from `rank` where it staged a box whole, else from
+        whoever staged it."""
+        filled: list[tuple[Box, _Fill]] = []
+        for box, declared in boxes:
+            cell = tensor.cells[declared]
+            group = -1 if rank is None else self._rows.whole_group(cell, rank)
+            group = self._lowest[cell] if group < 0 else group
+            fill = group if group >= 0 else self._rows.tiles.get(cell)
+            if fill is None:
+                return False
+            filled.append((box, fill))
+        spec = TensorSpec(tensor.name, tensor.dtype, shape, owner)
+        self._tensors.append((spec, filled or [(Box.whole(shape), None)]))
+        return True
+
+    def _add_blob(self, name: str, owner: str, at: _BlobAt) -> None:
+        length = at.blob.length
+        if length > FRAME_BYTES_MAX:
+            raise UsageError(
+                f"the {name} of rank {at.rank} take {length:,} bytes, more than {FRAME_BYTES_MAX:,}; "
+                "hold large data in tensors"
+            )
+        spec = TensorSpec(name, "uint8", (length,), owner, values=True)
+        self._tensors.append((spec, [(Box.whole((length,)), at if length else None)]))
+
+
+def _gather(rows: Rows, row: Ints, box: Ints, blobs: Sequence[tuple[int, _BlobAt]]) -> tuple[Array, Array, Array]:
+    """(frames, sources, extents) of the rows, each filling a part of its box, and of the blobs, each filling one."""
+    used = np.zeros(len(rows.frames), np.bool_)
+    used[rows.frame[row]] = True
+    kept = np.flatnonzero(used)
+    rank = np.searchsorted(rows.frame_base, kept, side="right") - 1
+
+    frames = np.zeros(len(kept) + len(blobs), FRAME)
+    frames[: len(kept)] = rows.frames[kept]
+    sources = np.zeros(len(frames), SOURCE)
+    sources["rank"][: len(kept)] = rank
+    sources["frame"][: len(kept)] = kept - rows.frame_base[rank]
+    extents = np.zeros(len(row) + len(blobs), EXTENT)
+    extents["box"][: len(row)] = box
+    extents["start"][: len(row)] = rows.start[row]
+    extents["length"][: len(row)] = rows.length[row]
+    extents["frame"][: len(row)] = (np.cumsum(used) - 1)[rows.frame[row]]
+    extents["offset"][: len(row)] = rows.offset[row]
+    for i, (place, at) in enumerate(blobs):
+        hi, lo = int.from_bytes(at.blob.hash[:8], "big"), int.from_bytes(at.blob.hash[8:], "big")
+        frames[len(kept) + i] = (hi, lo, at.blob.length, DTYPE_CODE["uint8"])
+        sources[len(kept) + i] = (at.rank, at.region, 0)
+        extents[len(row) + i] = (place, 0, at.blob.length, len(kept) + i, 0)
+    return frames, sources, extents[np.lexsort((extents["start"], extents["box"]))]

@@ -1,0 +1,33 @@
+"""Filling NumPy arrays from frames as `reshard.cuts` says: for readers without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import DamagedData
+from ckpt.layout.reshard import Cut, per_dimension
+
+
+def apply_cuts(cuts: Iterable[Cut], frame: int, data: npt.NDArray[np.uint8], outs: Sequence[npt.NDArray[Any]]) -> None:
+    """Copies what the cuts take from frame number `frame`, whose raw bytes `data` is (one dimension, contiguous).
+
+    `outs`: an array for each want, of its box's shape, and of any dtype of the checkpoint's element size (such as
+    uint16 for bfloat16). Errors: DamagedData for a cut that reaches out of the frame.
+    """
+    for cut in cuts:
+        if cut.frame == frame:
+            for part in per_dimension(cut, outs[cut.want].shape, outs[cut.want].itemsize):
+                _apply(part, frame, data, outs[cut.want])
+
+
+def _apply(cut: Cut, frame: int, data: npt.NDArray[np.uint8], out: npt.NDArray[Any]) -> None:
+    strides = tuple(s * out.itemsize for s in cut.strides)
+    end = cut.offset + sum((n - 1) * s for n, s in zip(cut.shape, strides, strict=True)) + out.itemsize
+    if cut.offset < 0 or end > data.nbytes:
+        raise DamagedData(f"frame {frame} has {data.nbytes} bytes; the checkpoint says that {end} of them are used")
+    view = np.ndarray(cut.shape, out.dtype, data.data, cut.offset, strides)
+    out[tuple(slice(a, a + n) for a, n in zip(cut.at, cut.shape, strict=True))] = view

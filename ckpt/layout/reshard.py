@@ -1,0 +1,268 @@
+"""Which frames hold the boxes that are wanted, and how each frame is cut.
+
+A frame holds a run of a row-major box. Where the wanted box has the same rows, whole ones, the run lands in it as a run
+(the usual case: the same sharding, or another one along the first dimension). Otherwise the run is at most 2 * ndim - 1
+sub-boxes (the end of a row, whole rows, the beginning of a row, in each dimension); each of them, met with the wanted
+box, is a strided view of the frame. No bytes are touched here.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.errors import DamagedData, StateMismatch
+from ckpt.format.manifest import Manifest, TensorSpec
+from ckpt.gc_pause import no_collecting
+from ckpt.layout.assemble import part_owner
+from ckpt.types import ITEMSIZE, Box
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box of one tensor. `shape`: the global one. `owner`: "" for a tensor of the job, else a rank's coordinate."""
+
+    name: str
+    owner: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A strided view of a frame that is a part of a wanted box.
+
+    `offset`: bytes into the frame, of the first element. `shape`, `strides` (elements): of the view. `want`: index
+    into the wants. `at`: where the view goes in the wanted box, elements. These have one number per dimension; or one
+    in all, for a run: `shape` elements that follow one another in the frame, and row-major in the box.
+    """
+
+    frame: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    want: int
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Names of tensors, each sorted: `missing` in the checkpoint; `extra` in it and not wanted; `reshaped` (other
+    global shape); `retyped` (other dtype). `lines`: the same for people, one line each with the shapes and dtypes."""
+
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    retyped: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines)
+
+
+def match(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
+    """Where the wants and the checkpoint do not fit. A tensor that another rank owns is not `extra`."""
+    index = _index(manifest)
+    lines: dict[tuple[str, str], str] = {}
+    met: set[int] = set()
+    kinds: dict[str, set[str]] = {"missing": set(), "extra": set(), "reshaped": set(), "retyped": set()}
+    for want in wants:
+        found = _find(manifest, index, want)
+        if found is None:
+            kinds["missing"].add(want.name)
+            lines["missing", want.name] = f"missing in the checkpoint: {_label(want)}"
+            continue
+        met.add(found)
+        spec = manifest.tensors[found]
+        if spec.shape != _shape_in(spec, want):
+            kinds["reshaped"].add(want.name)
+            lines["reshaped", want.name] = f"{_label(want)} has the shape {want.shape}, in the checkpoint {spec.shape}"
+        if spec.dtype != want.dtype:
+            kinds["retyped"].add(want.name)
+            lines["retyped", want.name] = f"{_label(want)} is {want.dtype}, in the checkpoint {spec.dtype}"
+    owners = {want.owner for want in wants} | {""}
+    for place, spec in enumerate(manifest.tensors):
+        if not spec.values and place not in met and spec.owner.partition("@")[0] in owners:
+            kinds["extra"].add(spec.name)
+            lines["extra", spec.name] = f"only in the checkpoint: {_label(spec)}"
+    missing, extra, reshaped, retyped = (tuple(sorted(names)) for names in kinds.values())
+    return Mismatch(missing, extra, reshaped, retyped, tuple(lines[key] for key in sorted(lines)))
+
+
+@no_collecting()
+def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
+    """How the frames fill the wanted boxes, exactly once; sorted by frame.
+
+    Errors: StateMismatch for a want that is missing or has another global shape (its dtype is not looked at: views
+    are in the checkpoint's elements); DamagedData for a manifest that does not cover what it says.
+    """
+    index = _index(manifest)
+    boxes_of: dict[int, list[int]] = {}
+    for number, (tensor, _) in enumerate(manifest.boxes):
+        boxes_of.setdefault(tensor, []).append(number)
+    extents = _Extents(manifest)
+    found: list[Cut] = []
+    for w, want in enumerate(wants):
+        place = _find(manifest, index, want)
+        if place is None or manifest.tensors[place].shape != _shape_in(manifest.tensors[place], want):
+            raise StateMismatch(f"the checkpoint has no {_label(want)} of shape {want.shape}")
+        spec = manifest.tensors[place]
+        wanted = want.box if spec.shape == want.shape else Box.whole(want.box.shape)
+        if not wanted.within(spec.shape):
+            raise StateMismatch(f"{want.box} is wanted of {_label(want)}, whose shape is {spec.shape}")
+        filled = 0
+        for number in boxes_of.get(place, ()):
+            for cut in _cuts_of_box(extents, number, manifest.boxes[number][1], ITEMSIZE[spec.dtype], w, wanted):
+                filled += math.prod(cut.shape)
+                found.append(cut)
+        if filled != wanted.size:
+            raise DamagedData(f"the checkpoint's frames hold {filled} of {wanted.size} elements of {_label(want)}")
+    found.sort(key=lambda cut: cut.frame)
+    return found
+
+
+def whole_run(cuts_of_frame: Sequence[Cut], itemsize: int, frame_bytes: int) -> int | None:
+    """Where all bytes of a frame are one run of one wanted box: the element of the box, row-major, at which it begins.
+    None otherwise. Such a frame can be copied at once, and hashed where it landed."""
+    cut = cuts_of_frame[0]
+    if len(cuts_of_frame) > 1 or cut.strides != (1,) or cut.offset or cut.shape[0] * itemsize != frame_bytes:
+        return None
+    return cut.at[0]
+
+
+class _Extents:
+    """The manifest's extents as lists, and where each box's begin."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        extents = manifest.extents
+        self.first: list[int] = np.searchsorted(extents["box"], np.arange(len(manifest.boxes) + 1)).tolist()
+        self.start: list[int] = extents["start"].tolist()
+        self.length: list[int] = extents["length"].tolist()
+        self.frame: list[int] = extents["frame"].tolist()
+        self.offset: list[int] = extents["offset"].tolist()
+
+
+def _cuts_of_box(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
+    if box.shape[1:] == wanted.shape[1:] and box.offset[1:] == wanted.offset[1:]:
+        return _runs(extents, number, box, itemsize, want, wanted)
+    return _parts(extents, number, box, itemsize, want, wanted)
+
+
+def _runs(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
+    """The two boxes have the same rows, whole ones."""
+    row = math.prod(box.shape[1:])
+    ahead = box.offset[0] - wanted.offset[0] if box.shape else 0
+    rows, wanted_rows = (box.shape[0], wanted.shape[0]) if box.shape else (1, 1)
+    first, stop = max(0, -ahead) * row, min(rows, wanted_rows - ahead) * row
+    if first >= stop:
+        return
+    for i, start, end in _elements(extents, number, itemsize, first, stop - 1):
+        a, b = max(start, first), min(end, stop)
+        if a < b:
+            offset = extents.offset[i] + (a - start) * itemsize
+            yield Cut(extents.frame[i], offset, (b - a,), (1,), want, (a + ahead * row,))
+
+
+def _parts(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
+    common = box.intersect(wanted)
+    if common is None:
+        return
+    low = tuple(c - o for c, o in zip(common.offset, box.offset, strict=True))
+    high = tuple(a + n for a, n in zip(low, common.shape, strict=True))
+    shift = tuple(o - w for o, w in zip(box.offset, wanted.offset, strict=True))
+    strides = _row_major(box.shape)
+    first = sum(a * s for a, s in zip(low, strides, strict=True))
+    last = sum((b - 1) * s for b, s in zip(high, strides, strict=True))
+    for i, start, end in _elements(extents, number, itemsize, first, last):
+        for at, shape in _sub_boxes(box.shape, start, end):
+            a = tuple(map(max, at, low))
+            n = tuple(min(x + y, z) - o for x, y, z, o in zip(at, shape, high, a, strict=True))
+            if all(m > 0 for m in n):
+                element = sum(x * s for x, s in zip(a, strides, strict=True)) - start
+                there = tuple(x + s for x, s in zip(a, shift, strict=True))
+                yield Cut(extents.frame[i], extents.offset[i] + element * itemsize, n, strides, want, there)
+
+
+def _elements(extents: _Extents, number: int, itemsize: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """The extents of a box that may hold its elements `first` to `last`: (extent, first element, end)."""
+    begin, end = extents.first[number], extents.first[number + 1]
+    if end - begin > 1:
+        begin = max(begin, bisect_right(extents.start, first * itemsize, begin, end) - 1)
+        end = bisect_left(extents.start, last * itemsize + 1, begin, end)
+    for i in range(begin, end):
+        start, rest = divmod(extents.start[i], itemsize)
+        count, rest_of_length = divmod(extents.length[i], itemsize)
+        if rest or rest_of_length:
+            raise DamagedData(f"extent {i} of the checkpoint cuts an element of {itemsize} bytes")
+        yield i, start, start + count
+
+
+def per_dimension(cut: Cut, shape: tuple[int, ...], itemsize: int) -> Iterator[Cut]:
+    """A cut of a box of that shape, as cuts with one number per dimension: what memory needs in which the box is no
+    run."""
+    if len(cut.at) != 1 or len(shape) == 1:
+        yield cut
+        return
+    offset, first = cut.offset, cut.at[0]
+    for at, part in _sub_boxes(shape, first, first + cut.shape[0]):
+        yield Cut(cut.frame, offset, part, _row_major(part), cut.want, at)
+        offset += math.prod(part) * itemsize
+
+
+def _sub_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements [start, stop) of a row-major box as sub-boxes (offset, shape), in order, none empty."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head:
+        end = min(stop - first * row, row)
+        for offset, size in _sub_boxes(inner, head, end):
+            yield (first, *offset), (1, *size)
+        first += 1
+    if last > first:
+        yield (first,) + (0,) * len(inner), (last - first, *inner)
+    if tail and last >= first:
+        for offset, size in _sub_boxes(inner, 0, tail):
+            yield (last, *offset), (1, *size)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return tuple(strides)
+
+
+def _index(manifest: Manifest) -> dict[tuple[str, str], int]:
+    return {(spec.name, spec.owner): place for place, spec in enumerate(manifest.tensors) if not spec.values}
+
+
+def _find(manifest: Manifest, index: dict[tuple[str, str], int], want: Want) -> int | None:
+    """The tensor that a want means: of that name and owner, or the part that the owner held at the wanted box."""
+    place = index.get((want.name, want.owner))
+    if place is None and want.owner:
+        place = index.get((want.name, part_owner(want.owner, want.box)))
+    return place
+
+
+def _shape_in(spec: TensorSpec, want: Want) -> tuple[int, ...]:
+    """The shape that the checkpoint's tensor must have: a part's is the wanted box's."""
+    return want.shape if spec.owner == want.owner else want.box.shape
+
+
+def _label(item: Want | TensorSpec) -> str:
+    return f"{item.name} (owned by {item.owner})" if item.owner else item.name

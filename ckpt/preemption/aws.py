@@ -1,0 +1,165 @@
+"""EC2's instance metadata service, version 2: spot notices, rebalance recommendations, maintenance, auto scaling.
+
+Sources: EC2 User Guide, "Use the Instance Metadata Service", "Spot Instance interruption notices", "EC2 instance
+rebalance recommendations", "Scheduled events for your instances"; EC2 Auto Scaling, "Retrieve the target lifecycle
+state". A path answers 404 while there is nothing to say. Version 1 (without a token) is never used: what answers a
+request without a token may be a proxy that was talked into it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.events import Events
+from ckpt.preemption.metadata import Reply, Service, http_time_s, iso_time_s, words
+from ckpt.preemption.notice import First, Known, Notice, Tell
+from ckpt.preemption.poll import Fault, keep_asking
+
+POLL_S = 5.0  # what the documentation of spot notices asks for
+TOKEN_TTL_S = 21600
+SPOT_LEAD_S = 120.0  # the shortest time from a rebalance recommendation to the end: that of the spot notice itself
+LIFECYCLE_LEAD_S = 30.0  # no time is given; without a lifecycle hook the shutdown begins at once
+MAINTENANCE_CODES = frozenset({"instance-stop", "system-reboot", "instance-reboot", "instance-retirement"})
+MAINTENANCE_OVER = frozenset({"canceled", "completed"})
+STATE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)?")  # such as InService or Warmed:Running; what else comes ends no notice
+TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
+
+Hear = Callable[[Reply | None, Known], None]  # takes one path's answer; None where it was 404
+
+
+class AwsListener:
+    """Asks all four, every five seconds. A fault of one does not keep the others from being asked."""
+
+    name = "aws"
+
+    def __init__(
+        self,
+        endpoint: str = "http://169.254.169.254",
+        *,
+        events: Events | None = None,
+        timeout_s: float = 2.0,
+        now_s: Callable[[], float] = time.time,
+        first: First | None = None,
+    ) -> None:
+        self._service = Service(endpoint, now_s)
+        self._events = events
+        self._timeout_s = timeout_s
+        self._now_s = now_s
+        self._first: First = {} if first is None else first
+        self._token = ""
+        self._token_until_s = 0.0  # by the monotonic clock
+
+    def listen(self, stop: threading.Event, tell: Tell) -> None:
+        def known(source: str) -> Known:
+            return Known(tell, self._first.setdefault(source, {}))
+
+        questions: list[tuple[str, Known, Hear]] = [
+            ("/latest/meta-data/spot/instance-action", known("aws-spot"), self._spot),
+            ("/latest/meta-data/events/recommendations/rebalance", known("aws-rebalance"), self._rebalance),
+            ("/latest/meta-data/events/maintenance/scheduled", known("aws-maintenance"), self._maintenance),
+            ("/latest/meta-data/autoscaling/target-lifecycle-state", known("aws-lifecycle"), self._lifecycle),
+        ]
+
+        def ask() -> float:
+            self._valid_token(stop)  # without one nothing can be asked
+            faults: list[Fault] = []
+            for path, known, hear in questions:
+                try:
+                    hear(self._get(path, stop), known)
+                except Fault as exc:
+                    faults.append(exc)
+            if faults:
+                raise faults[0]
+            return POLL_S
+
+        with self._service.kept_open():
+            keep_asking(self.name, stop, ask, self._events)
+
+    def _get(self, path: str, stop: threading.Event) -> Reply | None:
+        """The answer, or None for 404. A token that is refused is dropped, and one new one tried."""
+        for _ in range(2):
+            headers = {"X-aws-ec2-metadata-token": self._valid_token(stop)}
+            reply = self._service.request("GET", path, headers, stop, timeout_s=self._timeout_s)
+            if reply.status != 401:
+                break
+            self._token = ""
+        if reply.status == 404:
+            return None
+        if reply.status != 200:
+            raise Fault(f"GET {path} was answered with status {reply.status}")
+        return reply
+
+    def _valid_token(self, stop: threading.Event) -> str:
+        if self._token and time.monotonic() < self._token_until_s:
+            return self._token
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+        asked_s = time.monotonic()
+        try:
+            reply = self._service.request("PUT", "/latest/api/token", headers, stop, timeout_s=self._timeout_s)
+        except Fault as exc:
+            hint = "in a container the instance's metadata hop limit has to be 2 or more"
+            raise Fault(f"no token could be had ({hint}): {exc}") from exc
+        token = reply.text() if reply.status == 200 else ""
+        if not TOKEN.fullmatch(token):
+            raise Fault(f"the request for a token was answered with status {reply.status} and no token")
+        self._token, self._token_until_s = token, asked_s + TOKEN_TTL_S - 60.0
+        return token
+
+    def _spot(self, reply: Reply | None, known: Known) -> None:
+        if reply is None:
+            known.standing("aws-spot", [])
+            return
+        said = _fields(reply.json())
+        action, when = words(said.get("action")), words(said.get("time"))
+        key = f"{action} {when}"
+        deadline_s = reply.ours_s(iso_time_s(when))
+        if action == "hibernate":  # begins with the notice
+            deadline_s = known.earliest(key, min(deadline_s, self._now_s()))
+        told = f"EC2 will {action} this spot instance at {when}"
+        known.standing("aws-spot", [Notice(deadline_s, "aws-spot", True, key, told)])
+
+    def _rebalance(self, reply: Reply | None, known: Known) -> None:
+        if reply is None:
+            known.standing("aws-rebalance", [])
+            return
+        key = words(_fields(reply.json()).get("noticeTime"))
+        deadline_s = known.earliest(key, self._now_s() + SPOT_LEAD_S)
+        told = f"EC2 recommends to leave this spot instance (since {key})"
+        known.standing("aws-rebalance", [Notice(deadline_s, "aws-rebalance", False, key, told)])
+
+    def _maintenance(self, reply: Reply | None, known: Known) -> None:
+        def scheduled(event: object) -> Notice | None:
+            said = _fields(event)
+            code, state = words(said.get("Code")), str(said.get("State", "")).lower()
+            if reply is None or code not in MAINTENANCE_CODES or state in MAINTENANCE_OVER:
+                return None
+            when = words(said.get("NotBefore"))
+            key = words(said.get("EventId") or f"{code} {when}")
+            told = f"EC2 has scheduled {code} for this instance, not before {when} ({key})"
+            return Notice(reply.ours_s(http_time_s(when)), "aws-maintenance", True, key, told)
+
+        events = [] if reply is None else reply.json()
+        if not isinstance(events, list):
+            raise Fault("the answer is not a list of scheduled events")
+        known.listed("aws-maintenance", events, scheduled)
+
+    def _lifecycle(self, reply: Reply | None, known: Known) -> None:
+        state = "" if reply is None else reply.text()
+        if reply is not None and not STATE.fullmatch(state):
+            raise Fault(f"the answer is no state of a lifecycle: {state[:50]!r}")
+        if state != "Terminated":
+            known.standing("aws-lifecycle", [])
+            return
+        deadline_s = known.earliest("Terminated", self._now_s() + LIFECYCLE_LEAD_S)
+        told = "the Auto Scaling group is about to terminate this instance"
+        known.standing("aws-lifecycle", [Notice(deadline_s, "aws-lifecycle", True, "Terminated", told)])
+
+
+def _fields(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Fault("the answer is not the JSON object that was expected")
+    return value

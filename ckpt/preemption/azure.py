@@ -1,0 +1,132 @@
+"""Azure's scheduled events: what is planned for this VM, when, and the word that it may begin.
+
+Source: Azure, "Scheduled Events for Linux VMs", api-version 2020-07-01. The document lists the events of all VMs of the
+availability set or scale set; only those that name this VM count. An event that is no longer listed has been cancelled
+or is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+
+from ckpt.errors import UsageError
+from ckpt.events import Events
+from ckpt.preemption.metadata import Reply, Service, http_time_s, words
+from ckpt.preemption.notice import First, Known, Notice, Tell, Word
+from ckpt.preemption.poll import Fault, keep_asking
+
+POLL_S = 1.0
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+OWN_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+HEADERS = {"Metadata": "true"}  # without it the service answers 400
+FIRST_ANSWER_S = 130.0  # the first question enables the service for this VM, which may take two minutes
+NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # it is asked once: with another's words no event would ever be ours
+GOES_AWAY = frozenset({"Reboot", "Redeploy", "Preempt", "Terminate"})  # Freeze is a pause of seconds
+
+
+class AzureListener:
+    """Asks every second. `acknowledge` may be called on any other thread."""
+
+    name = "azure"
+
+    def __init__(
+        self,
+        endpoint: str = "http://169.254.169.254",
+        *,
+        events: Events | None = None,
+        timeout_s: float = 5.0,
+        first_answer_s: float = FIRST_ANSWER_S,
+        now_s: Callable[[], float] = time.time,
+        first: First | None = None,
+    ) -> None:
+        self._service = Service(endpoint, now_s)
+        self._events = events
+        self._timeout_s = timeout_s
+        self._first_answer_s = first_answer_s
+        self._now_s = now_s
+        self._first: First = {} if first is None else first
+        self._own_name = ""
+        self._has_answered = False
+        self._standing: frozenset[str] = frozenset()  # replaced as a whole, so that another thread may read it
+
+    def listen(self, stop: threading.Event, tell: Tell) -> None:
+        def tell_and_keep(word: Word) -> None:
+            kept = self._standing - {word.key}
+            self._standing = kept | {word.key} if isinstance(word, Notice) else kept
+            tell(word)
+
+        known = Known(tell_and_keep, self._first.setdefault(self.name, {}))
+        self._standing = frozenset()
+        quiet = b""  # the document that was read last, where nothing stood by it
+
+        def ask() -> float:
+            nonlocal quiet
+            if not self._own_name:
+                reply = self._get(OWN_NAME, stop, self._timeout_s)
+                if not NAME.fullmatch(name := reply.text()):
+                    raise Fault(f"GET {OWN_NAME} was answered with {name[:50]!r}, which names no VM")
+                self._own_name = name
+            timeout_s = self._timeout_s if self._has_answered else self._first_answer_s
+            reply = self._get(EVENTS, stop, timeout_s)
+            self._has_answered = True
+            if reply.came_s - reply.sent_s > self._timeout_s:
+                # By the first answer, which may have taken two minutes, all times would be early by as much (ours_s).
+                with contextlib.suppress(Fault):  # early is better than not told
+                    reply = self._get(EVENTS, stop, self._timeout_s)
+            if reply.body != quiet:
+                quiet = b""
+                known.listed(self.name, _events(reply), lambda event: self._notice(event, reply, known))
+                quiet = b"" if self._standing else reply.body
+            return POLL_S
+
+        with self._service.kept_open():
+            keep_asking(self.name, stop, ask, self._events)
+
+    def acknowledge(self, key: str, stop: threading.Event) -> bool:
+        """Tells Azure that the event may begin now; whether it said yes. False may be tried again.
+
+        It counts for all VMs that the event names and can only bring it forward: call it on one node only, after
+        everything that those VMs hold is safe elsewhere. Errors: UsageError for what does not stand (any more).
+        """
+        if key not in self._standing:
+            raise UsageError(f"no scheduled event {key!r} stands for this VM; there is nothing to acknowledge")
+        body = json.dumps({"StartRequests": [{"EventId": key}]}).encode()
+        headers = {**HEADERS, "Content-Type": "application/json"}
+        try:
+            reply = self._service.request("POST", EVENTS, headers, stop, timeout_s=self._timeout_s, body=body)
+        except Fault:
+            return False
+        return reply.status == 200
+
+    def _get(self, path: str, stop: threading.Event, timeout_s: float) -> Reply:
+        reply = self._service.request("GET", path, HEADERS, stop, timeout_s=timeout_s)
+        if reply.status != 200:
+            raise Fault(f"GET {path} was answered with status {reply.status}")
+        return reply
+
+    def _notice(self, event: object, reply: Reply, known: Known) -> Notice | None:
+        if not isinstance(event, dict) or not isinstance(resources := event.get("Resources"), list):
+            raise Fault("a scheduled event does not say which VMs it is for")
+        if self._own_name.lower() not in (str(name).lower() for name in resources):
+            return None
+        key, what, status = (words(event.get(name)) for name in ("EventId", "EventType", "EventStatus"))
+        when = event.get("NotBefore") or ""
+        if when and status != "Started":
+            deadline_s = reply.ours_s(http_time_s(words(when)))
+        else:
+            deadline_s = known.earliest(key, self._now_s())
+        told = f"Azure: {what} of this VM, {'not before ' + words(when) if when else 'which has begun'} ({key})"
+        return Notice(deadline_s, self.name, what in GOES_AWAY, key, told)
+
+
+def _events(reply: Reply) -> list[object]:
+    document = reply.json()
+    events = document.get("Events") if isinstance(document, dict) else None
+    if not isinstance(events, list):
+        raise Fault("the answer is not a document of scheduled events")
+    return events

@@ -1,0 +1,112 @@
+"""A file that appears: the way in for every system that ckpt does not know. Removing it withdraws the notice.
+
+What it holds may be a time: RFC 3339 ("2030-01-31T12:00:00Z"), Unix seconds ("1896091200"), or seconds from the moment
+the file was written ("+120"). Anything else, and nothing, means that the configured lead counts from when it was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt.events import Events
+from ckpt.preemption.metadata import iso_time_s, words
+from ckpt.preemption.notice import First, Known, Notice, Tell
+from ckpt.preemption.poll import Fault, keep_asking
+
+POLL_S = 1.0
+LEAD_S = 30.0
+CONTENT_BYTES_MAX = 256
+_NUMBER = re.compile(r"(\+\d{1,9}|\d{9,12})(\.\d{1,9})?")  # an unsigned small number is neither
+
+
+class FileListener:
+    """Looks for `path` every second. Have it on a local file system: one that hangs keeps the listener from ending.
+
+    Whatever stands there counts, a folder or a pipe too; only a regular file is read, and only its first 256 bytes.
+    It is best written elsewhere and renamed; when it is written anew, the later time replaces the earlier.
+    """
+
+    name = "file"
+
+    def __init__(
+        self,
+        path: Path,
+        lead_s: float = LEAD_S,
+        *,
+        events: Events | None = None,
+        now_s: Callable[[], float] = time.time,
+        first: First | None = None,
+    ) -> None:
+        self._path = path
+        self._lead_s = lead_s
+        self._events = events
+        self._now_s = now_s
+        self._first: First = {} if first is None else first
+
+    def listen(self, stop: threading.Event, tell: Tell) -> None:
+        first = self._first.setdefault(self.name, {})
+        known = Known(tell, first)
+        key = words(os.fspath(self._path))
+        written_s = seen_s = 0.0
+
+        def ask() -> float:
+            nonlocal written_s, seen_s
+            found = self._read()
+            if found is None:
+                written_s = 0.0
+                known.standing(self.name, [])
+                return POLL_S
+            is_another = not written_s and found[1] > first.get(key, math.inf) - self._lead_s
+            if found[1] != written_s:
+                written_s, seen_s = found[1], self._now_s()
+            deadline_s = deadline_of(found[0], min(seen_s, written_s))
+            if deadline_s is None:
+                if is_another:  # than was seen by who listened before
+                    known.standing(self.name, [])
+                deadline_s = known.earliest(key, seen_s + self._lead_s)
+            known.standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
+            return POLL_S
+
+        keep_asking(self.name, stop, ask, self._events)
+
+    def _read(self) -> tuple[str, float] | None:
+        """What the file holds, and when it was written; None where there is none. Errors: Fault."""
+        try:
+            found = os.stat(self._path)
+            if not stat.S_ISREG(found.st_mode):
+                return "", found.st_mtime
+            # Without O_NONBLOCK a pipe that takes the file's place just now would hang us.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                return os.read(descriptor, CONTENT_BYTES_MAX).decode(errors="replace"), os.fstat(descriptor).st_mtime
+            finally:
+                os.close(descriptor)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError:
+            with contextlib.suppress(OSError):
+                return "", os.lstat(self._path).st_mtime  # it stands there, whatever it says
+            raise Fault(f"{self._path} may not be looked at") from None
+        except OSError as exc:
+            raise Fault(f"{self._path} cannot be read: {exc}") from exc
+
+
+def deadline_of(content: str, written_s: float) -> float | None:
+    """The time that the content names, in Unix seconds; None where it names none."""
+    text = content.strip()
+    if (number := _NUMBER.fullmatch(text)) is not None:
+        return float(number[0]) + (written_s if text.startswith("+") else 0.0)
+    if "-" not in text:  # ISO 8601 knows more forms than RFC 3339: eight digits are a date, and long past
+        return None
+    try:
+        return iso_time_s(text)
+    except Fault:
+        return None

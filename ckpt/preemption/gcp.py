@@ -1,0 +1,115 @@
+"""Compute Engine's metadata service: `preempted` and `maintenance-event`, each by a long poll.
+
+Sources: Compute Engine, "Query VM metadata" (wait_for_change, last_etag, timeout_sec), "Preemptible and Spot VMs",
+"Get live migration and maintenance notices". The service is asked by its address and not by the name
+metadata.google.internal, which is the same: a resolver that hangs would keep the listener from ending.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt.events import Events
+from ckpt.preemption.metadata import Service
+from ckpt.preemption.notice import First, Known, Notice, Tell
+from ckpt.preemption.poll import Fault, keep_asking
+
+POLL_S = 1.0  # only where the service does not wait
+WAIT_S = 60  # what a long poll asks for; the service answers with the unchanged value then
+PREEMPTED_LEAD_S = 30.0  # Spot, from the soft-off signal to power off
+MAINTENANCE_LEAD_S = 60.0  # machines with GPUs get about an hour, but the service does not say which this is
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    certain: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`answers`: what each value means; None: nothing stands."""
+
+    source: str
+    path: str
+    lead_s: float
+    answers: dict[str, _Means | None]
+
+
+PREEMPTED = Question(
+    "gcp-preempted",
+    "/computeMetadata/v1/instance/preempted",
+    PREEMPTED_LEAD_S,
+    {"FALSE": None, "TRUE": _Means(True, "Compute Engine preempts this machine")},
+)
+MAINTENANCE = Question(
+    "gcp-maintenance",
+    "/computeMetadata/v1/instance/maintenance-event",
+    MAINTENANCE_LEAD_S,
+    {
+        "NONE": None,
+        "MIGRATE_ON_HOST_MAINTENANCE": _Means(False, "Compute Engine will move this machine to another host"),
+        "TERMINATE_ON_HOST_MAINTENANCE": _Means(True, "Compute Engine will stop this machine for host maintenance"),
+    },
+)
+
+
+class GcpListener:
+    """One question to the service. The value names no time: the lead counts from when it was first seen."""
+
+    def __init__(
+        self,
+        question: Question,
+        endpoint: str = "http://169.254.169.254",
+        *,
+        events: Events | None = None,
+        timeout_s: float = 5.0,
+        wait_s: int = WAIT_S,
+        now_s: Callable[[], float] = time.time,
+        first: First | None = None,
+    ) -> None:
+        self.name = question.source
+        self._question = question
+        self._service = Service(endpoint, now_s)
+        self._events = events
+        self._timeout_s = timeout_s
+        self._wait_s = wait_s
+        self._now_s = now_s
+        self._first: First = {} if first is None else first
+
+    def listen(self, stop: threading.Event, tell: Tell) -> None:
+        known = Known(tell, self._first.setdefault(self.name, {}))
+        etag = ""  # of the value that was seen last; "": none, so that the answer is the value as it is
+
+        def ask() -> float:
+            nonlocal etag
+            began_s = time.monotonic()
+            before, etag = etag, ""  # after a fault the value is read anew
+            value, etag = self._value(before, stop)
+            means = self._question.answers[value]
+            known.standing(self.name, [] if means is None else [self._notice(value, means, known)])
+            has_waited = time.monotonic() - began_s >= POLL_S
+            return 0.0 if etag and (has_waited or not before) else POLL_S
+
+        keep_asking(self.name, stop, ask, self._events)
+
+    def _value(self, etag: str, stop: threading.Event) -> tuple[str, str]:
+        path, timeout_s = self._question.path, self._timeout_s
+        if etag:
+            asked = {"wait_for_change": "true", "last_etag": etag, "timeout_sec": str(self._wait_s)}
+            path, timeout_s = f"{path}?{urllib.parse.urlencode(asked)}", timeout_s + self._wait_s
+        reply = self._service.request("GET", path, {"Metadata-Flavor": "Google"}, stop, timeout_s=timeout_s)
+        if reply.status != 200:
+            raise Fault(f"GET {path} was answered with status {reply.status}")
+        value = reply.text()
+        if value not in self._question.answers:
+            raise Fault(f"GET {path} was answered with {value[:50]!r}")
+        return value, reply.etag
+
+    def _notice(self, value: str, means: _Means, known: Known) -> Notice:
+        deadline_s = known.earliest(value, self._now_s() + self._question.lead_s)
+        return Notice(deadline_s, self.name, means.certain, value, means.message)

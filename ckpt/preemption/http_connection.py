@@ -1,0 +1,177 @@
+"""One connection to a metadata service: small requests and replies in turn, as HTTP/1.1 has them (RFC 9112).
+
+- A reply that was cut short, in its headers or in its body, is a fault, never an answer. Only where the service says no
+  length the end of the connection is the end of the body.
+- An exchange ends when `stop` is set (within half a second), when its time is up however slowly bytes drip in,
+  or when more bytes come than any right answer has.
+
+http.client is not used: it takes more CPU than all the rest of a poll, and a reply that ends within its headers for one
+that has no body.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from ckpt.preemption.poll import Fault
+
+SLICE_S = 0.5  # how long a wait for the network goes on after `stop`; to wake up is most of what a long poll costs
+BODY_BYTES_MAX = 64 << 10
+HEAD_BYTES_MAX = 16 << 10
+
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_STATUS = re.compile(r"HTTP/1\.([01]) ([1-9][0-9]{2})(?:\s|$)")
+_LENGTH = re.compile(r"[0-9]{1,9}")
+_CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
+
+
+class Unheard(Fault):
+    """The connection was closed before a byte of the reply came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`headers`: by their names in lower case. `is_last`: the connection serves for no other exchange."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_last: bool
+
+
+class Wire:
+    """Connects at once, to the first address of the host: a metadata service has one. One thread at a time. Whoever has
+    made it closes it. Errors: Fault, and OSError."""
+
+    def __init__(self, host: str, port: int, stop: threading.Event, until_s: float) -> None:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._socket = made = socket.socket(family, kind, protocol)
+        try:
+            made.setblocking(False)
+            made.connect_ex(address)
+            self._await(select.POLLOUT, stop, until_s)
+            if error := made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, os.strerror(error))
+        except BaseException:
+            made.close()
+            raise
+
+    def exchange(self, request: bytes, stop: threading.Event, until_s: float) -> Answer:
+        """Sends the request and takes the whole reply, until that time of the monotonic clock. After an error the
+        connection is of no use any more. Errors: Unheard, Fault, OSError."""
+        came = b""
+        try:
+            sent = self._socket.send(request)
+            while sent < len(request):
+                self._await(select.POLLOUT, stop, until_s)
+                sent += self._socket.send(request[sent:])
+            while True:
+                self._await(select.POLLIN, stop, until_s)
+                part = self._socket.recv(HEAD_BYTES_MAX)
+                came += part
+                if (answer := answer_in(came, is_end=not part)) is not None:
+                    return answer
+        except ConnectionError as exc:
+            if came:
+                raise
+            raise Unheard(repr(exc)) from exc
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _await(self, mask: int, stop: threading.Event, until_s: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, mask)
+        while not stop.is_set():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("no answer in time")
+            if poll.poll(min(left_s, SLICE_S) * 1000):
+                return
+        raise Fault("stopped")
+
+
+def answer_in(came: bytes, *, is_end: bool) -> Answer | None:
+    """The reply that these bytes are; None: more of it has to come. `is_end`: nothing more comes. Errors: Fault, where
+    they are none or more than one of the right size can be; Unheard for none at all."""
+    if is_end and not came:
+        raise Unheard("the connection was closed without an answer")
+    body_at, status = 0, 100
+    while status < 200:  # such as 100 Continue: the reply proper comes after it
+        end = _HEAD_END.search(came, body_at, HEAD_BYTES_MAX)
+        if end is None:
+            if len(came) >= HEAD_BYTES_MAX:
+                raise Fault("more bytes came than a right answer's headers have")
+            if is_end:
+                raise Fault("the headers were cut short")
+            return None
+        version, status, headers = _head(came[body_at : end.start()])
+        body_at = end.end()
+    ends_with_connection = False
+    body: bytes | None
+    if status in (204, 304):
+        body, end_at = b"", body_at
+    elif "transfer-encoding" in headers:
+        if headers["transfer-encoding"].lower() != "chunked":
+            raise Fault(f"the body is {headers['transfer-encoding'][:50]!r}, which was not asked for")
+        body, end_at = _of_chunks(came, body_at)
+    elif "content-length" in headers:
+        length = headers["content-length"]
+        if not _LENGTH.fullmatch(length) or int(length) > BODY_BYTES_MAX:
+            raise Fault(f"a body of {length[:50]!r} bytes is none of a right answer")
+        end_at = body_at + int(length)
+        body = came[body_at:end_at] if len(came) >= end_at else None
+    else:
+        ends_with_connection, end_at = True, len(came)
+        body = came[body_at:] if is_end else None
+    if len(came) - body_at > 2 * BODY_BYTES_MAX or len(body or b"") > BODY_BYTES_MAX:  # twice: chunks have headers, too
+        raise Fault("more bytes came than a right answer has")
+    if body is None:
+        if is_end:
+            raise Fault(f"{len(came) - body_at} bytes came, not the whole reply")
+        return None
+    said = headers.get("connection", "").lower()
+    is_last = ends_with_connection or "close" in said or (version == "0" and "keep-alive" not in said)
+    return Answer(status, headers, body, is_last or end_at < len(came))
+
+
+def _head(head: bytes) -> tuple[str, int, dict[str, str]]:
+    """The minor version of HTTP, the status and the headers; what comes twice is one, with a comma (RFC 9110, 5.3)."""
+    first, *lines = head.decode("latin-1").split("\n")
+    found = _STATUS.match(first)
+    if found is None:
+        raise Fault(f"{first[:50]!r} is not how an HTTP reply begins")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        name, value = name.strip().lower(), value.strip()
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return found[1], int(found[2]), headers
+
+
+def _of_chunks(came: bytes, at: int) -> tuple[bytes | None, int]:
+    """The body whose chunks begin there, and where it ends; None while it is not whole."""
+    parts: list[bytes] = []
+    while True:
+        found = _CHUNK.match(came, at)
+        if found is None:
+            if b"\n" in came[at:]:
+                raise Fault("a chunk of the body does not say how long it is")
+            return None, at
+        at, size = found.end(), int(found[1], 16)
+        if size == 0:
+            break
+        if len(came) < at + size + 2:
+            return None, at
+        if came[at + size : at + size + 2] != b"\r\n":
+            raise Fault("a chunk of the body is longer than it says")
+        parts.append(came[at : at + size])
+        at += size + 2
+    end = _HEAD_END.search(came, at - 2)  # of the trailer; where there is none, its line's own end is the first half
+    return (None, at) if end is None else (b"".join(parts), end.end())

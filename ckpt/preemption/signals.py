@@ -1,0 +1,249 @@
+"""SIGTERM, SIGUSR1 and their like as notices.
+
+- The handler records that the signal came (a flag, and a byte into a pipe), then calls the handler that was there
+  before; nothing else. No lock is taken, nothing is allocated for long, nothing is sent or saved there.
+- Python runs handlers only between two bytecodes of the main thread, which may sit in a collective for minutes. The
+  interpreter's wake-up descriptor is therefore the same pipe: the byte is there at once, and `listen` reads it. Who
+  sets another wake-up descriptor inside the block (an event loop) leaves us with the handler's byte. So one signal
+  writes two bytes, the handler's maybe minutes later: that one is marked, and counts only where the first is missing.
+- On exit everything is as it was: handlers, wake-up descriptor. A signal that nobody consumed, and that nobody's
+  handler has seen, is delivered again; with the default action that ends the process, as it would have without us.
+- A forked child (a loader's worker, which is ended by SIGTERM) gets back what was there before: its signals are no
+  notices to its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from ckpt.errors import CkptError, UsageError
+from ckpt.events import Events
+from ckpt.preemption.notice import Notice, Tell
+
+SLICE_S = 0.25
+CLOSE_S = 5.0
+REPEAT_S = 2.0
+BY_HANDLER = 0x80  # marks the handler's byte; the numbers of signals are smaller
+LEADS_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0}  # torchrun, Kubernetes, Slurm
+
+
+class Signals:
+    """A context manager for the main thread, and a Listener for another thread while it is entered.
+
+    `leads_s`: what to listen to, and the seconds from each signal to the end, which no signal says by itself.
+    A signal that is ignored is left alone, and so is one whose handler is not Python's (`faulthandler.register`, a
+    library in C): Python could neither call nor restore it. That is said loudly, since a notice would be missed.
+    Entering elsewhere than on the main thread raises UsageError. Several may be entered at once; each hears every
+    signal.
+    """
+
+    name = "signals"
+
+    def __init__(
+        self,
+        leads_s: Mapping[signal.Signals, float] = LEADS_S,
+        *,
+        events: Events | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._leads_s = dict(leads_s)
+        self._events = events or Events()
+        self._now_s = now_s
+        self._came: dict[int, bool] = dict.fromkeys(self._leads_s, False)
+        self._woken: set[int] = set()  # told by the wake-up descriptor, and the handler has not run since
+        self._consumed: set[int] = set()
+        self._previous: dict[int, Any] = {}
+        self._handler = self._handle  # one object: bound methods are made anew each time
+        self._is_open = False
+        self._read, self._write, self._woken_before = -1, -1, -1
+        self._listening = threading.Lock()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("signals can be listened to only from the main thread; enter there, or do without them")
+        if self._is_open:
+            raise UsageError("already listening to signals; make another Signals")
+        self._came = dict.fromkeys(self._leads_s, False)
+        self._woken.clear()
+        self._consumed.clear()
+        self._previous.clear()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._is_open = True
+        _open.append(self)
+        self._woken_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in self._leads_s:
+            previous = signal.getsignal(number)
+            if previous is None or (previous is signal.SIG_DFL and is_caught(number)):
+                self._unheard(number)
+            elif previous is not signal.SIG_IGN:
+                self._previous[number] = previous
+                signal.signal(number, self._handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Restores, then delivers again; ends `listen`. Errors: CkptError if that still runs five seconds later."""
+        if not self._is_open:  # a forked child, which has nothing of it any more
+            return
+        left = [number for number, came in self._restored().items() if came and number not in self._consumed]
+        try:
+            os.write(self._write, b"\0")
+            if not self._listening.acquire(timeout=CLOSE_S):
+                raise CkptError(f"listening to signals did not end within {CLOSE_S:g} s; end it before the block")
+            self._pass_on()
+            os.close(self._read)
+            os.close(self._write)
+            self._listening.release()
+        finally:
+            for number in left:
+                signal.raise_signal(number)
+
+    def consume(self, number: signal.Signals) -> None:
+        """The signal has been acted upon: it is not delivered again on exit. On any thread, at any time."""
+        self._consumed.add(number)
+
+    def wake(self) -> None:
+        """`listen` looks at once whether it is to stop. On any thread, inside the block."""
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"\0")
+
+    def listen(
+        self,
+        stop: threading.Event,
+        tell: Tell,
+        again: Callable[[signal.Signals], None] = lambda number: None,
+    ) -> None:
+        """As Listener.listen. Each signal is told once, with its first deadline. `again` is called where it comes once
+        more REPEAT_S or later: somebody insists. Sooner, it is one request that came on two ways (Slurm signals
+        torchrun and its workers, and torchrun its workers)."""
+        told: dict[int, float] = {}
+        with self._listening:
+            if not self._is_open:
+                raise UsageError("signals are listened to only inside the with block")
+            poll = select.poll()
+            poll.register(self._read, select.POLLIN)
+            while self._is_open and not stop.is_set():
+                poll.poll(SLICE_S * 1000)
+                for number in self._pass_on():
+                    if number not in self._previous:
+                        continue
+                    if number not in told:
+                        told[number] = time.monotonic()
+                        tell(self._notice(signal.Signals(number)))
+                    elif time.monotonic() - told[number] >= REPEAT_S:
+                        again(signal.Signals(number))
+
+    def _unheard(self, number: signal.Signals) -> None:
+        told = (
+            f"ckpt: {number.name} is not taken for a notice: it has a handler that is not Python's, which is left "
+            f"alone; to have it heard, call signal.signal(signal.{number.name}, signal.SIG_DFL) before the block"
+        )
+        self._events.emit("signals.unheard", told, loud=True)
+
+    def _notice(self, number: signal.Signals) -> Notice:
+        lead_s = self._leads_s[number]
+        told = f"{number.name} has come; {lead_s:g} s are taken to be left"
+        return Notice(self._now_s() + lead_s, "signal", True, number.name, told)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number, signal.SIG_DFL)
+        if self._is_open:
+            self._came[number] = True
+            with contextlib.suppress(OSError):  # full: there is enough to wake up for
+                os.write(self._write, bytes((number | BY_HANDLER,)))
+        elif signal.getsignal(number) is self._handler:
+            # Put back after our exit by somebody who had found it installed: out of the way, once and for all.
+            signal.signal(number, previous)
+            signal.raise_signal(number)
+            return
+        if callable(previous):
+            previous(number, frame)
+
+    def _pass_on(self) -> bytes:
+        """The numbers of the signals that came. Whoever was to be woken before us is woken as well (asyncio)."""
+        try:
+            read = os.read(self._read, 512).replace(b"\0", b"")
+        except BlockingIOError:
+            return b""
+        came = bytes(byte & ~BY_HANDLER for byte in read if self._is_first(byte))
+        if self._woken_before >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._woken_before, came)
+        return came
+
+    def _is_first(self, byte: int) -> bool:
+        """Whether this byte is the first that its signal has written."""
+        number = byte & ~BY_HANDLER
+        is_first = byte == number or number not in self._woken
+        if byte == number:
+            self._woken.add(number)
+        else:
+            self._woken.discard(number)
+        return is_first
+
+    def _restored(self) -> dict[int, bool]:
+        """Which signals came that no handler but ours has seen. What others have installed over ours stays."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, previous)
+        self._is_open = False  # after that: a signal until now is recorded
+        _open.remove(self)
+        for other in _open:  # that was entered inside us, and stays longer
+            for number, previous in self._previous.items():
+                if other._previous.get(number) is self._handler:
+                    other._previous[number] = previous
+            if other._woken_before == self._write:
+                other._woken_before = self._woken_before
+        if (current := signal.set_wakeup_fd(-1)) == self._write:
+            current = self._woken_before
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile: nobody is to be woken
+            signal.set_wakeup_fd(current)
+        return {n: came and not callable(self._previous.get(n)) for n, came in self._came.items()}
+
+
+def is_caught(number: int) -> bool:
+    """Whether the process has a handler for it, whoever installed it: Python knows of its own (proc(5), SigCgt)."""
+    with contextlib.suppress(OSError):  # without /proc
+        for line in Path("/proc/self/status").read_bytes().splitlines():
+            if line.startswith(b"SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+_open: list[Signals] = []
+
+
+_mask_before = threading.local()
+
+
+def _hold_back() -> None:
+    """Before a fork: until the child has its own handlers back, a signal to it would run ours, and wake its parent."""
+    numbers = {number for each in _open for number in each._leads_s}
+    _mask_before.value = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before.value)
+
+
+def _forget() -> None:
+    for each in reversed(_open.copy()):
+        each._is_open = False
+        with contextlib.suppress(ValueError, OSError):
+            each._restored()
+        os.close(each._read)
+        os.close(each._write)
+    _let_through()
+
+
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_forget)

@@ -1,0 +1,121 @@
+"""Tensors of a checkpoint as a stream of slabs: parts of about 8 MiB, each contiguous in its tensor, in order.
+
+However the tensors were sharded, memory stays at what has been read ahead (AHEAD_BYTES, and a slab), what is on its way
+and not yet decoded (GETS times GET_BYTES), the slab in hand, and the frames that later slabs still need: none where the
+tensors were whole, or sharded by rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from ckpt.errors import UsageError
+from ckpt.format.manifest import Manifest, TensorSpec
+from ckpt.layout.gather import apply_cuts
+from ckpt.layout.reshard import Cut, Want, cuts
+from ckpt.store.dtypes import Bits, bits_dtype
+from ckpt.store.reader import FrameReader
+from ckpt.types import ITEMSIZE, Box
+
+SLAB_BYTES = 8 << 20
+AHEAD_BYTES = 16 << 20  # of frames, fetched one lot after the other
+GETS, GET_BYTES = 4, 4 << 20  # at once, and a frame each: what they hold comes on top
+HELD_BYTES_MAX = 256 << 20  # of frames that are kept for later slabs; above it some are read again
+
+
+def exported_name(item: TensorSpec | Want) -> str:
+    """A tensor's name where there is only one: a rank's own has its coordinate behind it."""
+    return f"{item.name}@{item.owner}" if item.owner else item.name
+
+
+def chosen(manifest: Manifest, only: Sequence[str] = ()) -> list[TensorSpec]:
+    """The tensors (no values) whose exported name matches one of the globs, in order of name; all without a glob."""
+    specs = {exported_name(spec): spec for spec in manifest.tensors if not spec.values}
+    return [specs[name] for name in matching(specs, only)]
+
+
+def matching(names: Iterable[str], only: Sequence[str]) -> list[str]:
+    """Those that match one of the globs, in order; all without a glob."""
+    return [name for name in names if not only or any(fnmatchcase(name, glob) for glob in only)]
+
+
+def check_globs(only: Sequence[str], names: Collection[str], of: str) -> None:
+    """Errors: UsageError for globs that none of the names matches: one that is mistyped beside others would leave out
+    in silence what it was to choose."""
+    vain = [glob for glob in only if not any(fnmatchcase(name, glob) for name in names)]
+    if vain:
+        raise UsageError(f"no tensor of {of} matches {', '.join(vain)}; `ckpt show --tensors` lists their names")
+
+
+def slabs_of(spec: TensorSpec, slab_bytes: int = SLAB_BYTES) -> Iterator[Want]:
+    """The tensor in parts that follow one another row-major, none empty."""
+    for box in _parts((), spec.shape, max(1, slab_bytes // ITEMSIZE[spec.dtype])):
+        yield Want(spec.name, spec.owner, spec.dtype, spec.shape, box)
+
+
+def stream(reader: FrameReader, wants: Sequence[Want]) -> Iterator[tuple[int, Bits]]:
+    """(index of the want, its bits as an array of the box's shape and numbers.bits_dtype), in order of the wants.
+
+    Errors: StateMismatch for a want that the checkpoint has not; as FrameReader.read."""
+    reader = FrameReader(reader.backend, reader.record, reader.patience, gets=GETS, get_bytes=GET_BYTES)
+    lengths = reader.record.manifest.frames["length"]
+    per_want = cuts_by_want(reader.record.manifest, wants)
+    left = Counter(frame for needed in per_want for frame in needed)
+    held: dict[int, bytearray] = {}
+    done = 0
+    while done < len(wants):
+        missing: dict[int, None] = {}
+        stop, ahead_bytes = done, 0
+        while stop < len(wants) and (stop == done or ahead_bytes < AHEAD_BYTES):
+            new = [frame for frame in per_want[stop] if frame not in held and frame not in missing]
+            missing.update(dict.fromkeys(new))
+            ahead_bytes += sum(int(lengths[frame]) for frame in new) + 1024
+            stop += 1
+        held.update(reader.read_bytes(missing))
+        for i in range(done, stop):
+            want = wants[i]
+            bits = np.empty(want.box.shape, bits_dtype(want.dtype))
+            for frame, its_cuts in per_want[i].items():
+                apply_cuts(its_cuts, frame, np.frombuffer(held[frame], np.uint8), [bits])
+                left[frame] -= 1
+            for frame in per_want[i]:
+                if left[frame] == 0:
+                    held.pop(frame, None)
+            yield i, bits
+        done = stop
+        excess = sum(map(len, held.values())) - HELD_BYTES_MAX
+        for frame in list(held):
+            if excess <= 0:
+                break
+            excess -= len(held.pop(frame))
+
+
+def cuts_by_want(manifest: Manifest, wants: Sequence[Want]) -> list[dict[int, list[Cut]]]:
+    """For each want: its cuts by frame, each with `want` 0."""
+    found: list[dict[int, list[Cut]]] = [{} for _ in wants]
+    for cut in cuts(manifest, wants):
+        found[cut.want].setdefault(cut.frame, []).append(replace(cut, want=0))
+    return found
+
+
+def _parts(at: tuple[int, ...], shape: tuple[int, ...], elements_max: int) -> Iterator[Box]:
+    """Of the box that is one element, `at`, in the leading dimensions, and `shape` in the rest."""
+    size = math.prod(shape)
+    ones = (1,) * len(at)
+    if size == 0:
+        return
+    if size <= elements_max or not shape:
+        yield Box((*at, *(0,) * len(shape)), (*ones, *shape))
+    elif (rows := elements_max // (size // shape[0])) > 0:
+        for start in range(0, shape[0], rows):
+            box = (min(rows, shape[0] - start), *shape[1:])
+            yield Box((*at, start, *(0,) * (len(shape) - 1)), (*ones, *box))
+    else:
+        for i in range(shape[0]):
+            yield from _parts((*at, i), shape[1:], elements_max)

@@ -1,0 +1,204 @@
+"""What the ranks say to each other, only inside `__enter__`: gathers of bytes, never of pickled objects.
+
+These run on a gloo group of their own with our deadline, so that a long restore on one rank trips no watchdog of the
+user's group, and no collective of the user's can be mistaken for ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CkptError, UsageError, from_kind, is_from_outside
+from ckpt.events import Events
+from ckpt.trainer.state.names import some
+
+T = TypeVar("T")
+
+ENTER_TIMEOUT_S = 1800.0
+SAY_S = 60.0  # then those that have entered name those that have not
+
+
+class Group(Protocol):
+    rank: int
+    world: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank."""
+        ...
+
+
+class Alone:
+    """A job of one process."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+class TorchGroup:
+    """The ranks of a torch process group. All of them construct it together."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, events: Events) -> None:
+        ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.world = len(ranks)
+        self.rank = ranks.index(dist.get_rank())
+        missing = self._meet(ranks)
+        if missing and missing[: self.rank] == list(range(self.rank)):  # the first that is there says so
+            events.emit("enter.waiting", _waiting_for(missing, self.world), loud=True, ranks=missing)
+        with self._agreeing():
+            self._group = _gloo(ranks)
+        _ENTRIES[ranks] += 1
+
+    def _meet(self, ranks: tuple[int, ...]) -> list[int]:
+        """Returns when all have entered, or after SAY_S, and then those that have not: making the group waits for
+        ENTER_TIMEOUT_S without a word. Nobody is missing where torch's store cannot say so."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        if store is None:  # MPI has none
+            return []
+        entry = f"ckpt/{hash(ranks)}/{_ENTRIES[ranks]}"
+        keys, alike = [f"{entry}/{rank}" for rank in range(self.world)], f"{entry}/named/{_next_name(ranks)}"
+        try:
+            store.add(alike, 1)
+            store.set(keys[self.rank], "")
+            store.wait(keys, datetime.timedelta(seconds=SAY_S))
+            if store.add(alike, 0) < self.world:
+                how = "have made" if _are_all(ranks) else "are in"
+                raise UsageError(
+                    f"the ranks that enter {how} different numbers of torch process groups, and torch names another "
+                    "one of these ranks after that number: they would wait for each other in vain. Enter before the "
+                    "others are made, or make as many on each of these ranks"
+                )
+            return []
+        except RuntimeError as exc:
+            if is_from_outside(exc):
+                raise
+        try:
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:  # there is no store any more, which making the group finds
+            return []
+
+    def gather(self, data: bytes) -> list[bytes]:
+        with self._agreeing(), torch.device("cpu"):  # whatever the user's default is: gloo's own, and NumPy's
+            mine = torch.tensor([len(data)], dtype=torch.int64)
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            dist.all_gather(sizes, mine, group=self._group)
+            longest = max(1, max(int(size) for size in sizes))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            if data:
+                padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+            dist.all_gather(parts, padded, group=self._group)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as exc:
+            raise CkptError(
+                f"the {self.world} ranks could not agree while entering ckpt.Checkpointer: {exc}. "
+                "A rank died or never entered; the launcher's output says which"
+            ) from exc
+
+
+def _waiting_for(missing: list[int], world: int) -> str:
+    return (
+        f"ckpt: {SAY_S:g} s after this rank, {len(missing)} of the {world} ranks have not entered ckpt.Checkpointer: "
+        f"{some([str(rank) for rank in missing])}. They are waited for, {ENTER_TIMEOUT_S / 60:g} minutes at most: look "
+        "whether they run, and what they said last. All ranks have to enter the block, not only the first"
+    )
+
+
+# How often these ranks have entered. Of numbers, so that their hash is the same in all processes.
+_ENTRIES: Counter[tuple[int, ...]] = Counter()
+
+# Our groups, by the job's default group and by ranks. torch keeps them until the user destroys its groups, and they are
+# not made anew meanwhile: torch names a group after its ranks, and one that is made again after it was destroyed finds
+# the addresses of the former in the store. No reference of ours keeps one alive for longer: its threads have to end
+# before the interpreter does.
+_Groups = weakref.WeakValueDictionary[tuple[int, ...], Any]
+_GROUPS: weakref.WeakKeyDictionary[Any, _Groups] = weakref.WeakKeyDictionary()
+
+
+def _gloo(ranks: tuple[int, ...]) -> Any:
+    groups = _made()
+    group = groups.get(ranks)
+    if group is None:
+        timeout = datetime.timedelta(seconds=ENTER_TIMEOUT_S)
+        # A group that only some ranks make is named after how many its ranks are in. That differs where the user has
+        # groups of some ranks, and then they would wait for each other.
+        group = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=not _are_all(ranks))
+        groups[ranks] = group
+    return group
+
+
+def _made() -> _Groups:
+    return _GROUPS.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
+
+
+def _next_name(ranks: tuple[int, ...]) -> str:
+    """After what torch names our group of these ranks; "" where it is there already."""
+    if ranks in _made():
+        return ""
+    world: Any = dist.distributed_c10d._world
+    return str(world.group_count if _are_all(ranks) else len(world.pg_names))
+
+
+def _are_all(ranks: tuple[int, ...]) -> bool:
+    return ranks == tuple(range(dist.get_world_size()))
+
+
+def open_group(process_group: dist.ProcessGroup | None, events: Events) -> Group:
+    """The job's ranks: `process_group`, else the default group, else this process alone. `events`: where ranks that do
+    not come are named. Errors: UsageError."""
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise UsageError("process_group= was given, but torch.distributed is not initialized")
+        return Alone()
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(
+            f"process_group={process_group!r} on rank {dist.get_rank()}: a torch ProcessGroup that this rank is in "
+            "(dist.new_group() gives -100 to those that are not), or None for all ranks"
+        )
+    if process_group is None and dist.get_world_size() == 1:
+        return Alone()
+    return TorchGroup(process_group, events)
+
+
+def together(group: Group, work: Callable[[], T]) -> T:
+    """Runs `work` on every rank; all ranks return, or all raise: a rank that failed its own error, the others that of
+    the lowest rank that failed. So nobody waits in a gather for one who has left with an exception."""
+    result: T | None = None
+    failure: Exception | None = None
+    verdict = b""
+    try:
+        result = work()
+    except Exception as exc:
+        failure = exc
+        kind = exc.kind if isinstance(exc, CkptError) else "error"
+        verdict = msgpack.packb([kind, str(exc) if isinstance(exc, CkptError) else f"{type(exc).__name__}: {exc}"])
+    verdicts = group.gather(verdict)
+    if failure is not None:
+        raise failure
+    for rank, said in enumerate(verdicts):
+        if said:
+            kind, text = msgpack.unpackb(said)
+            raise from_kind(str(kind), f"rank {rank}: {text}")
+    return result  # type: ignore[return-value]
+
+
+def from_first(group: Group, work: Callable[[], bytes]) -> bytes:
+    """Rank 0 runs `work`; every rank returns its bytes, or all raise what it raised."""
+    data = together(group, work if group.rank == 0 else bytes)
+    return group.gather(data if group.rank == 0 else b"")[0]

@@ -1,0 +1,529 @@
+"""The trainer's link to its agent: what is said to it, what it says, and another one where it dies.
+
+Guarantees:
+- The step path reads a few words of shared memory and never waits for the agent.
+- When the agent dies, nothing is appointed until another one serves, started by whoever notices first; the arenas are
+  handed over to it, and what they hold is not lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+from ckpt.errors import AgentError, CkptError, NotLed, Superseded
+from ckpt.events import Event, Events
+from ckpt.format.declaration import encode_layout
+from ckpt.ipc import agent_process, client, messages
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.control_page import SLOTS_MAX, ControlPage, Place, Word
+from ckpt.ipc.failure_domains import domains_here
+from ckpt.ipc.node_list import encode_nodes, leader_of
+from ckpt.ipc.notice_sources import Sources
+from ckpt.settings import Settings, store_environment
+from ckpt.threads import Tasks
+from ckpt.trainer.link.levels import Levels
+from ckpt.trainer.link.slots import Offer, Plan, Slots, hashes_but
+from ckpt.types import Epoch, Identity, Tick
+
+RECONNECT_TRIES = 20
+AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, until nothing more is saved
+RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
+SERVED_S = 60.0  # one that was there for so long has got something done, be there nothing to save meanwhile
+_NOTHING_APPOINTED = memoryview(bytearray(8 * SLOTS_MAX)).cast("Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What this rank says of itself whenever it joins an agent. `nodes`: see `Link.listen`; none where all ranks are on
+    one, with neither memory-only nodes named (`peers`: where those listen) nor a secret's file."""
+
+    epoch: str
+    rank: int
+    world: int
+    coordinate: str
+    options: dict[str, Any]
+    launch: str
+    parent: str | None
+    ancestors: list[Any]
+    nodes: list[dict[str, Any]]
+    peers: list[str]
+
+    @property
+    def is_led(self) -> bool:
+        """Whether the agent of another node, rank 0's, coordinates the job."""
+        return bool(self.nodes) and self.rank not in self.nodes[0]["ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The agent's word that no boundary is to be had any more: end where you are. `wait`: for what is being saved.
+    `by_s`: until when, on the monotonic clock."""
+
+    why: str
+    wait: bool
+    by_s: float
+
+
+@dataclass(slots=True)
+class Link:
+    """One rank's end. `bind`, `unbind`: see Slots. `quiet()` returns once no snapshot is being written. All are given
+    by the snapshot side."""
+
+    url: str
+    settings: Settings
+    events: Events
+    tasks: Tasks
+    bind: InitVar[Callable[[int, Plan, memoryview], None]]
+    unbind: InitVar[Callable[[int, memoryview], None]]
+    quiet: Callable[[], None]
+    levels: Levels = field(default_factory=Levels)
+    words: memoryview = _NOTHING_APPOINTED
+    superseded_by: str | None = None
+    end: End | None = None
+    on_end: Callable[[End], None] = lambda end: None
+    on_leave_by: Callable[[float], None] = lambda by_s: None
+    on_late: Callable[[int, int], None] = lambda round_, step: None  # see Saver.late
+    slots: Slots = field(init=False)
+    fetching: queue.SimpleQueue[messages.Message | None] | None = None
+    terms: Terms | None = None
+    restarts: int = 0
+    _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint, or was there for long
+    _back_s: float = 0.0  # since when it is there
+    _left: str = ""  # the incarnation of the agent that was there last and lost: that one may live
+    _connection: client.Connection | None = None
+    _listening: dict[str, Any] | None = None  # how the agent was told to listen
+    _page: ControlPage | None = None
+    _old_pages: list[ControlPage] = field(default_factory=list)
+    _entered: tuple[int, int] = (0, 0)
+    _wanted: tuple[Tick, str] | None = None  # that somebody waits for until it is in the store, and why
+    _gave_up: dict[str, str] | None = None  # the newest save that this rank does not ask for, or no longer does
+    _looked: tuple[int, int, list[int]] = (0, 0, [])  # the last boundary, and the words that were seen there
+    _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # notices, and when they were told
+    _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _closed: bool = False
+    _given_up: bool = False
+    _reconnecting: bool = False
+
+    def __post_init__(
+        self, bind: Callable[[int, Plan, memoryview], None], unbind: Callable[[int, memoryview], None]
+    ) -> None:
+        self.slots = Slots(self.events, self.tasks, bind, unbind, self._notify)
+
+    # -- entering
+
+    def connect(self) -> None:
+        """Errors: AgentError."""
+        self.slots.calm.set()
+        say = self._on_message, self._on_lost
+        self._connection = agent_process.meet(self.url, self.settings, self.tasks, self.events, *say)
+
+    @property
+    def connection(self) -> client.Connection:
+        if self._connection is None:
+            state = "it could not be started again" if self._given_up else "it is being started again"
+            raise AgentError(f"there is no agent at present; {state}")
+        return self._connection
+
+    @property
+    def agent(self) -> str:
+        return self.connection.incarnation
+
+    @property
+    def secret(self) -> list[Any] | None:
+        """What the agent knows of earlier starts on several nodes: the newest epoch, and the run's secret."""
+        return self.connection.secret
+
+    def listen(self, secret: bytes) -> dict[str, Any]:
+        """Has the agent take part in a job of several nodes: its name, addresses, domains and link. Errors: AgentError,
+        UsageError."""
+        if self.settings.listen:
+            Address.parse(self.settings.listen, "CKPT_LISTEN")
+        wanted = {"secret": secret, "at": self.settings.listen, "name": ""}
+        answer = self.connection.request("listen", wanted).fields
+        node = {
+            "name": str(answer["name"]),
+            "addresses": [str(each) for each in answer["addresses"]],
+            "domains": domains_here(self.settings.domain),
+            "link_bytes_s": int(answer["link_bytes_s"]),
+            "host": socket.gethostname(),
+        }
+        host = self.settings.listen.rpartition(":")[0] or "0.0.0.0"
+        port = str(answer["addresses"][0]).rpartition(":")[2]
+        self._listening = {**wanted, "at": f"{host}:{port}", "name": node["name"]}
+        return node
+
+    def join(self, terms: Terms, offer: Offer) -> None:
+        """Makes this rank a member of the epoch. Errors: AgentError."""
+        self.terms = terms
+        self.slots.offer(offer)
+        self._join(resume=False)
+
+    def _join(self, resume: bool) -> None:
+        terms, offer = self.terms, self.slots.offered
+        assert terms is not None
+        assert offer is not None
+        slots = sorted(self.slots.by_number) if resume else []
+        fields = {
+            **{name: getattr(terms, name) for name in terms.__slots__ if name != "nodes"},
+            "leader": leader_of(terms.nodes),
+            "tick": str(offer.tick),
+            "values_bytes": offer.values_bytes,
+            "resume": resume,
+            "arenas": slots,
+            "verdict": self._verdict,
+            "standing": self._still_standing() if resume else [],
+            "notices": Sources.of(self.settings).fields(),
+            "store_env": store_environment(),
+        }
+        answer = self.connection.request(
+            "join",
+            fields,
+            fds=[self.slots.by_number[number].arena.fd for number in slots],
+            blobs=[
+                encode_layout(offer.layout),
+                hashes_but(offer, self.slots.differing, terms.rank),
+                *([encode_nodes(terms.nodes)] if terms.nodes else []),
+            ],
+        )
+        self._turn_to(ControlPage(answer.fds.pop()))
+        self._publish()
+        if self._gave_up is not None:
+            self._notify("unsavable", self._gave_up)
+
+    def _turn_to(self, page: ControlPage) -> None:
+        with self._lock:
+            old, self._page = self._page, page
+            self.words = page.words
+            if old is not None:
+                self._left_by = old.leaves() or self._left_by
+                self._old_pages.append(old)  # the training thread may be reading it
+
+    def _still_standing(self) -> list[dict[str, Any]]:
+        """The notices that the agent had heard on this node, which the next one may not hear again."""
+        told_s, notices = self._standing
+        gone_s = time.monotonic() - told_s
+        return [{**each, "left_s": float(each["left_s"]) - gone_s} for each in notices]
+
+    @property
+    def _verdict(self) -> int:
+        """The round by which an agent has told this rank to leave; 0: none has."""
+        with self._lock:
+            return (self._page.leaves() if self._page is not None else 0) or self._left_by
+
+    # -- what the step path needs
+
+    def enter(self, step: int, sub: int = 0) -> None:
+        self._entered = step, sub
+        page = self._page
+        if page is not None and self.terms is not None:
+            page.enter(self.terms.rank, step, sub)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """While training stands still for a copy, or waits for what is restored, threads that prepare other arenas give
+        way, here and in the agent: they would take half of the memory's bandwidth."""
+        page, terms = self._page, self.terms
+        self.slots.calm.clear()
+        try:
+            if page is not None and terms is not None:
+                page.copy(terms.rank, True)
+            yield
+        finally:
+            if page is not None and terms is not None:
+                page.copy(terms.rank, False)
+            self.slots.calm.set()
+
+    def look(self, step: int, sub: int) -> list[int]:
+        """The words of the control page as they are at that boundary, after `enter`."""
+        words: list[int] = self.words.tolist()
+        self._looked = step, sub, words
+        return words
+
+    def _awaited(self, word: int) -> None:
+        """Other ranks hold there. Where this one is past it, and has not seen the appointment, it does not come."""
+        step, sub, seen = self._looked
+        told = Word.unpack(word)
+        if told is not None and word not in seen and told.place(step, sub) is not Place.EARLY:
+            self.on_late(told.round, told.step)
+
+    def _publish(self) -> None:
+        """On the page of an agent that was started again: this rank may not come to another step, where the others wait
+        for that agent. The training thread may enter one meanwhile."""
+        page, terms, told = self._page, self.terms, (0, 0)
+        while page is not None and terms is not None and told != self._entered:
+            told = self._entered
+            page.enter(terms.rank, *told)
+
+    def offer(self, offer: Offer) -> None:
+        """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
+        self.slots.offer(offer)
+        self._notify(
+            "layout",
+            {"tick": str(offer.tick), "values_bytes": offer.values_bytes},
+            blobs=[encode_layout(offer.layout), offer.hashes],
+        )
+
+    def report(self, kind: str, fields: dict[str, Any]) -> None:
+        """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
+        self._notify(kind, fields)
+
+    def cannot_save(self, tick: Tick, why: str) -> None:
+        """This rank does not come to that save, or waits for it no longer: the others are not to wait for it, nor is an
+        agent that knows nothing of it."""
+        self._gave_up = {"tick": str(tick), "why": why[:1000]}
+        self._notify("unsavable", self._gave_up)
+
+    def request(
+        self, kind: str, fields: dict[str, Any], timeout_s: float | None, blobs: Sequence[bytes] = ()
+    ) -> messages.Message:
+        return self.connection.request(kind, fields, blobs=blobs, timeout_s=timeout_s)
+
+    def ask(self, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> client.Pending:
+        """As `request`, whose answer is waited for elsewhere."""
+        return self.connection.ask(kind, fields, blobs=blobs)
+
+    def leave(self, outcome: str, timeout_s: float, **more: Any) -> messages.Message:
+        """Waits for what is under way; from here on the agent's end is expected. Errors: as `request`."""
+        with self._lock:
+            self._closed = True
+        return self.connection.request("leave", {"outcome": outcome, **more}, timeout_s=timeout_s)
+
+    def leave_saved(self, why: str, until_s: float, by_s: float, notices: list[str]) -> messages.Message:
+        """As `leave`, because of a notice: the machine may be gone soon, so nobody comes later for what is staged.
+        Where the agent dies meanwhile another one is started, is handed the arenas, and saves what is in them.
+        `why`: of an end; "" in order. `until_s`: how long to wait; `by_s`: the deadline; on the monotonic clock.
+        `notices`: what came here.
+        Errors: as `request`; AgentError too where no other agent is to be had."""
+        while True:
+            connection, now_s = self._connection, time.monotonic()
+            newest = self.levels.newest("store")
+            committed = str(newest) if newest is not None else None
+            told = {"why": why, "left_s": by_s - now_s, "committed": committed, "notices": notices}
+            try:
+                return self.leave("notice", max(0.0, until_s - now_s), **told)
+            except AgentError as exc:
+                if (connection is not None and connection.is_open) or time.monotonic() >= until_s:
+                    raise  # it lives, and is too slow or refuses
+                self._find_agent(until_s, exc)
+
+    def give_up(self) -> None:
+        """Entering has failed: says so, and waits for nothing."""
+        with contextlib.suppress(CkptError):
+            self.leave("exception", 0.0)
+
+    def is_verdict(self, round_: int) -> bool:
+        """Whether the agent, dead or alive, has decided that the ranks leave by that round."""
+        with self._lock:
+            return round_ in (self._left_by, self._page.leaves() if self._page is not None else 0)
+
+    def want(self, tick: Tick, why: str) -> None:
+        """Somebody waits until that snapshot is in the store. A hint, also for the next agent. `why`: of the save."""
+        self._wanted = tick, why
+        self._notify("wanted", {"tick": str(tick), "why": why})
+
+    def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(AgentError):  # `_on_lost` deals with it
+                connection.notify(kind, fields, blobs=blobs or [])
+
+    # -- what the agent says
+
+    def _on_message(self, message: messages.Message) -> None:
+        fields = message.fields
+        if message.kind in ("region", "frames", "stream", "files", "moving", "fetched"):
+            if self.fetching is not None:
+                self.fetching.put(message)
+                return
+        elif message.kind == "plan":
+            if (terms := self.terms) is not None:
+                self.slots.on_plan(message, terms.rank, terms.world, terms.coordinate)
+        elif message.kind == "arena":
+            self.slots.on_arena(message)
+        elif message.kind == "close-arena":
+            self.slots.on_close_arena(message)
+        elif message.kind == "level":
+            self._in_vain = self._in_vain if fields.get("again") else 0
+            self.levels.put(
+                Tick.parse(fields["tick"]), fields["level"], bool(fields["ok"]), str(fields.get("message", ""))
+            )
+        elif message.kind == "superseded":
+            self.superseded_by = str(fields.get("by", "a newer start"))
+            self.levels.fail_all(f"a newer start owns the run now: {self.superseded_by}")
+        elif message.kind == "standing":
+            self._standing = time.monotonic(), list(fields["notices"])
+        elif message.kind == "end":
+            self.end = End(str(fields["why"]), bool(fields["wait"]), float(fields["by_s"]))
+            self.on_end(self.end)
+        elif message.kind == "leave-by":
+            self.on_leave_by(float(fields["by_s"]))
+        elif message.kind == "awaited":
+            self._awaited(int(fields["word"]))
+        elif message.kind == "recovered":
+            known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
+            self.levels.fail_unknown(known, "the agent was lost before all ranks had staged it")
+            if self._wanted is not None:  # which an agent that has not looked at it yet would not understand
+                self.want(*self._wanted)
+        elif message.kind == "event":
+            told, data = (str(fields["name"]), str(fields["message"])), dict(fields.get("data") or {})
+            self.events.tell(Event(*told, bool(fields.get("loud")), data, by_agent=True))
+        message.close()
+
+    # -- the agent's death
+
+    @property
+    def is_back(self) -> bool:
+        """Whether an agent is there that knows this rank."""
+        with self._lock:
+            return self._connection is not None and self._connection.is_open and not self._reconnecting
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether one is connected, though it may know nothing of this rank."""
+        connection = self._connection
+        return connection is not None and connection.is_open
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether none will be again."""
+        return self._given_up or self._closed or self.superseded_by is not None
+
+    def _on_lost(self, why: str) -> None:
+        with self._lock:
+            self.words = _NOTHING_APPOINTED
+            if self._connection is not None and not self._reconnecting:
+                self._left = self._connection.incarnation
+            self._connection = None
+            self.slots.forget_plan()
+            # A superseded job leaves at its next step: it needs no other agent.
+            restart = not (self._closed or self._reconnecting or self.terms is None or self.superseded_by is not None)
+            self._reconnecting = self._reconnecting or restart
+            if restart and time.monotonic() >= self._back_s + SERVED_S:
+                self._in_vain = 0
+        if self.fetching is not None:
+            self.fetching.put(None)
+        if self._closed or self.superseded_by is not None:
+            self.levels.fail_all(f"the agent is gone ({why})")
+        if restart:
+            text = f"the agent is gone ({why}); starting it again"
+            if self.terms is not None and self.terms.is_led:  # it closes the connection where it has lost that, too
+                text = f"the agent is gone, or cut off from that of rank 0's node ({why}); connecting again"
+            self.events.emit("agent.lost", f"ckpt: {text}. Training goes on", loud=True)
+            self.tasks.start("reconnect", self._reconnect)
+
+    def _reconnect(self) -> None:
+        """One such thread at a time: two would take each other's place at the agent for ever. It ends where this rank
+        leaves."""
+        self.quiet()
+        self._in_vain += 1
+        delay_s = 0.05 * 2 ** (self._in_vain - 1)
+        if self._in_vain > 1:
+            self.tasks.stopping.wait(min(delay_s, 10.0))
+        tries, until_s = RECONNECT_TRIES if self._in_vain <= RESTARTS_IN_VAIN else 0, time.monotonic() + AWAY_S
+        while tries:
+            tries -= 1
+            if self._closed or self.superseded_by is not None or self.tasks.stopping.is_set():
+                break
+            try:
+                self._rejoin()
+            except (CkptError, OSError) as exc:
+                what = "serves no rank" if isinstance(exc, NotLed) else "could not be started again"
+                self.events.emit("agent.restart_failed", f"ckpt: the agent {what} yet: {exc}")
+                self._look_for_wanted()
+                self._drop_connection()
+                tries += isinstance(exc, NotLed) and time.monotonic() < until_s
+                self.tasks.stopping.wait(delay_s)
+                delay_s = min(10.0, 2 * delay_s)
+                continue
+            with self._lock:
+                connection = self._connection
+                if connection is None or not connection.is_open:
+                    continue  # it went away again, and `_on_lost` left that to us
+                self._reconnecting, self._back_s = False, time.monotonic()
+            self.restarts += 1
+            how = "is the same as before" if connection.incarnation == self._left else "was started again"
+            self.events.emit("agent.restarted", f"ckpt: the agent {how} and has the arenas", loud=True)
+            self._look_for_wanted()
+            return
+        with self._lock:
+            self._reconnecting = False
+            self._given_up = True
+        self.levels.fail_all("the agent could not be started again")
+        if not self._closed:
+            self.events.emit("agent.given_up", "ckpt: no agent; nothing more will be saved by this job", loud=True)
+
+    def _look_for_wanted(self) -> None:
+        """What somebody waits for may be in the store, and nobody left to say so: whoever has put it there is dead, and
+        the other ranks, without whom the next agent knows of nothing, have heard it and left."""
+        wanted, terms, connection = self._wanted, self.terms, self._connection
+        if wanted is None or terms is None or connection is None or self.levels.level(wanted[0]) == "store":
+            return
+        tick, _ = wanted
+        with contextlib.suppress(CkptError):
+            identity = Identity(Epoch.parse(terms.epoch), tick)
+            if connection.request("stored", {"identity": str(identity)}).fields["stored"]:
+                self.levels.put(tick, "store", True)
+
+    def _rejoin(self) -> None:
+        self.connect()
+        if self._listening is not None:  # where and as whom the other nodes know it
+            self.connection.request("listen", self._listening)
+        self._join(resume=True)
+
+    def _find_agent(self, until_s: float, why: AgentError) -> None:
+        """Another one for a rank that leaves. Errors: AgentError where there is none by then; Superseded."""
+        text = f"ckpt: the agent is gone ({why}); starting it again, so that what is staged is saved"
+        self.events.emit("agent.lost", text, loud=True)
+        delay_s = 0.05
+        for _ in range(RECONNECT_TRIES):
+            try:
+                if not self._reconnecting:  # else that thread is about to see that this rank leaves
+                    if not self.is_back:
+                        self._rejoin()
+                        self.restarts += 1
+                    return
+            except Superseded:
+                raise
+            except (CkptError, OSError) as exc:
+                self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
+                self._drop_connection()
+            if time.monotonic() + delay_s >= until_s or self.tasks.stopping.wait(delay_s):
+                break
+            delay_s = min(10.0, 2 * delay_s)
+        raise AgentError("the agent is gone, and none could be started again before the end")
+
+    # -- the end
+
+    def _drop_connection(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            connection.close()
+            self._connection = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.words = _NOTHING_APPOINTED
+        self._drop_connection()
+        self.slots.close()
+        for page in (*self._old_pages, *([self._page] if self._page is not None else [])):
+            page.close()
+        self._old_pages.clear()
+        self._page = None
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: closes what would keep the socket and the arenas alive."""
+        self._closed = True
+        self.words = _NOTHING_APPOINTED
+        self._page = None
+        if self._connection is not None:
+            self._connection.abandon_in_child()
+        self.slots.abandon_in_child()

@@ -1,0 +1,119 @@
+"""What the user asked for, checked before anything is begun; and what to say of it on entry."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import UsageError
+from ckpt.events import Events
+from ckpt.placement.placement import Parity, Replicas
+from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.save_options import Every, Keep, Limits
+from ckpt.settings import Settings
+from ckpt.storage import canonical
+
+CODECS = ("auto", "raw", "zstd", "planes")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`options`: what the agent needs of policy, keep, limits and codec. Errors: UsageError."""
+
+    url: str
+    state: dict[str, Any]
+    options: dict[str, Any]
+    mesh: Any
+    process_group: Any
+    init: str | None
+    lazy: bool
+    strict: bool
+    generators: bool
+    take_over: bool
+
+    def __post_init__(self) -> None:
+        for name in ("lazy", "strict", "generators", "take_over"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"{name}={value!r}: a bool, True or False")
+
+
+def find_url(url: object, settings: Settings) -> str:
+    """The run's URL in its one canonical form. Errors: UsageError."""
+    if not isinstance(url, (str, os.PathLike)) or not isinstance(os.fspath(url), str):
+        raise UsageError(f"url={url!r}: a folder, or a URL such as s3://bucket/run")
+    found = settings.redirected(canonical(str(os.fspath(url))))
+    if found.startswith(("memory:", "fsspec+memory:")):
+        raise UsageError("memory:// is forgotten with the process that holds it: give a folder, or another store")
+    return found
+
+
+def find_init(init: object) -> str | None:
+    """Errors: UsageError."""
+    where = os.fspath(init) if isinstance(init, os.PathLike) else init
+    if where is None or isinstance(where, str):
+        return where
+    raise UsageError(
+        f"init= takes a .safetensors file, a folder of them, or the URL of another run, not {type(init).__name__}"
+    )
+
+
+def check_state(state: object) -> None:
+    """Errors: UsageError where it is no dict of names."""
+    if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
+        raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
+
+
+def make_options(
+    policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str, peers: Replicas | Parity | None
+) -> dict[str, Any]:
+    """Plain values, as they travel. Errors: UsageError."""
+    if codec not in CODECS:
+        raise UsageError(f"codec={codec!r}: one of {', '.join(CODECS)}")
+    if not isinstance(policy, Every | Adaptive):
+        raise UsageError(f"policy={policy!r}: a ckpt.Adaptive(...) or a ckpt.Every(...)")
+    for name, value, kind in (("keep", keep, Keep), ("limits", limits, Limits)):
+        if not isinstance(value, kind):
+            raise UsageError(f"{name}={value!r}: a ckpt.{kind.__name__}(...)")
+    if peers is not None and not isinstance(peers, Replicas | Parity):
+        raise UsageError(f"peers={peers!r}: a ckpt.Replicas(...), a ckpt.Parity(...), or None for none")
+    best = keep.best
+    return {
+        "policy": _policy(policy),
+        "keep": {
+            "last": keep.last,
+            "every": keep.every,
+            "best": None if best is None else [best.metric, best.mode],
+        },
+        "limits": {
+            "memory": limits.memory,
+            "bandwidth": limits.bandwidth,
+            "peer_bandwidth": limits.peer_bandwidth,
+            "unsaved_s": limits.unsaved_s,
+        },
+        "codec": codec,
+        "peers": _peers(peers),
+    }
+
+
+def advise_interval(policy: Every | Adaptive, limits: Limits, events: Events) -> None:
+    """A loud event where the interval that was given is one at which the job leaves before the next commit.
+    ckpt.Adaptive keeps to what it may."""
+    seconds = policy.seconds if isinstance(policy, Every) else None
+    if limits.unsaved_s is not None and seconds is not None and seconds >= limits.unsaved_s:
+        every = f"a commit every {seconds:g} s (ckpt.Every), and this job leaves after {limits.unsaved_s:g} s without "
+        text = f"ckpt: {every}one (ckpt.Limits(unsaved_s=)): give a shorter interval, or ckpt.Adaptive()"
+        events.emit("policy.seldom", text, loud=True)
+
+
+def _peers(peers: Replicas | Parity | None) -> dict[str, Any] | None:
+    if isinstance(peers, Parity):
+        return {"data": peers.data, "parity": peers.parity}
+    return None if peers is None else {"replicas": peers.n}
+
+
+def _policy(policy: Every | Adaptive) -> dict[str, Any]:
+    if isinstance(policy, Every):
+        return {"kind": "every", "steps": policy.steps, "seconds": policy.seconds}
+    found = {"overhead": policy.overhead, "store_mb_s": policy.store_mb_s, "at_risk_s": policy.at_risk_s}
+    return {"kind": "adaptive", **found}

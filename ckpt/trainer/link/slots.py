@@ -1,0 +1,259 @@
+"""The slots of one rank: what was offered of its state, the plan that was made of that, and the arenas that are ready.
+
+Guarantees:
+- An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and
+  only by this process.
+- What is bound, declared and filled in an arena is of one plan: whoever does it holds the slot.
+- The agent is told that a slot is warm once its arena is ready for the present plan, and nobody holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import CkptError
+from ckpt.events import Events
+from ckpt.format.declaration import decode_layout, decode_share, encode
+from ckpt.gc_pause import no_collecting
+from ckpt.ipc import messages
+from ckpt.ipc.arena import GIVE_WAY_S, Arena, abandon_in_child
+from ckpt.layout.layout import Declaration, Layout, Staging
+from ckpt.layout.staging import stage
+from ckpt.threads import Flag, Tasks
+from ckpt.types import Tick
+
+log = logging.getLogger("ckpt")
+
+HELD_S = 0.01  # until a slot that a snapshot is on its way into is looked at again
+DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A state as the agent knows it: its layout, the hashes of what may be replicated, the tick they are of."""
+
+    layout: Layout
+    hashes: bytes
+    tick: Tick
+    values_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A division as it concerns this rank. `offered`: the layout that it is of, the very object that the rank gave."""
+
+    offered: Layout
+    declaration: Declaration
+    encoded: bytes
+
+    @property
+    def staging(self) -> Staging:
+        return self.declaration.staging
+
+
+@dataclass(slots=True)
+class Slot:
+    """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies.
+
+    It has one user at a time, who holds it: whoever makes its arena ready, or fills it, until that is sealed. So what
+    is bound, declared and filled is always of one plan. Who holds it is known by an object, for whom Ctrl-C keeps from
+    hearing that he does."""
+
+    arena: Arena
+    plan: Plan | None = None
+    declared: tuple[int, int] = (0, 0)
+    _holder: object = None
+    _at_end: Callable[[], None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hold(self, by: object) -> bool:
+        """Whether it is held by that one now. Does not wait."""
+        with self._lock:
+            if self._holder is None:
+                self._holder = by
+            return self._holder is by
+
+    def let_go(self, by: object) -> None:
+        """On any thread, by whoever holds it, or may."""
+        with self._lock:
+            if self._holder is not by:
+                return
+            then, self._at_end = self._at_end, None
+            self._holder = then
+        if then is not None:
+            then()
+
+    def end(self, then: Callable[[], None]) -> None:
+        """Nobody comes to hold it any more; `then` is called once nobody does, maybe by who lets go of it."""
+        with self._lock:
+            if self._holder is not None:
+                self._at_end = then
+                return
+            self._holder = then
+        then()
+
+
+class Slots:
+    """`bind(number, plan, data)` prepares the copies into an arena; it runs on a thread of `tasks`. `unbind(number,
+    view)` drops them again, where that is the arena that they go into. `tell` says something to the agent, if there is
+    one.
+
+    `by_number`: those that were granted. `offered`: what the agent is to divide. `differing`: tensors that ceased to be
+    replicas since, as a plan said. `calm`: cleared while training stands still for a copy."""
+
+    def __init__(
+        self,
+        events: Events,
+        tasks: Tasks,
+        bind: Callable[[int, Plan, memoryview], None],
+        unbind: Callable[[int, memoryview], None],
+        tell: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._events, self._tasks = events, tasks
+        self._bind, self._unbind, self._tell = bind, unbind, tell
+        self.by_number: dict[int, Slot] = {}
+        self.offered: Offer | None = None
+        self.differing: frozenset[str] = frozenset()
+        self.calm = Flag()
+        self._plan: Plan | None = None
+        self._lock = threading.RLock()
+        self._binding: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    def offer(self, offer: Offer) -> None:
+        """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
+        with self._lock:
+            self.offered, self.differing = offer, frozenset()
+            self.forget_plan()
+
+    def forget_plan(self) -> None:
+        """Nothing is warm until there is another one."""
+        with self._lock:
+            self._plan = None
+            for slot in self.by_number.values():
+                slot.plan = None
+
+    @no_collecting()
+    def on_plan(self, message: messages.Message, rank: int, world: int, coordinate: str) -> None:
+        """The agent's word `plan`: how the offer is divided, as it concerns that rank."""
+        layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
+        offer = self.offered
+        if offer is None or not _same_shapes(layout, offer.layout):
+            return  # made for a structure that is gone: the plan for the present one follows
+        staging = stage(layout, share, int(message.fields["frame_bytes"]))
+        declaration = Declaration(rank, world, coordinate, str(message.fields["division"]), layout, staging)
+        plan = Plan(offer.layout, declaration, encode(declaration))
+        with self._lock:
+            if self.offered is offer:
+                self._plan = plan
+                self.differing = frozenset(entry.name for entry in layout.entries if entry.owner)
+
+    def on_arena(self, message: messages.Message) -> None:
+        """The agent's word `arena`: of that slot, maybe a new one. It is made ready on another thread."""
+        number = int(message.fields["slot"])
+        with self._lock:
+            if message.fds:
+                old = self.by_number.pop(number, None)
+                self.by_number[number] = Slot(Arena.adopt(message.fds.pop()))
+                if old is not None:
+                    old.arena.close()
+            plan = self._plan
+            slot = self.by_number.get(number)
+            if slot is None or plan is None or plan.declaration.division != message.fields["division"]:
+                return
+        self._tasks.submit(self._prepare, number, slot, plan)
+
+    def on_close_arena(self, message: messages.Message) -> None:
+        """The agent's word `close-arena`: nothing is taken into that slot before another arena of it is granted."""
+        number = int(message.fields["slot"])
+        with self._lock:
+            slot = self.by_number.pop(number, None)
+        if slot is not None:
+            slot.end(lambda: self._let_go(number, slot))
+
+    def _let_go(self, number: int, slot: Slot) -> None:
+        try:
+            self._unbind(number, slot.arena.view)
+        except (CkptError, OSError, RuntimeError) as exc:  # as in `_prepare`
+            self._events.emit("arena.failed", f"ckpt: slot {number} cannot be let go of: {exc}", loud=True)
+        finally:
+            slot.arena.close()
+
+    def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
+        while not slot.hold(plan):  # a snapshot into it may not be over: the agent can take an appointment back
+            if not self._is_present(number, slot, plan) or self._tasks.stopping.wait(HELD_S):
+                return
+        try:
+            is_ready = self._warm(number, slot, plan)
+        except (CkptError, OSError, RuntimeError) as exc:  # RuntimeError: torch, when memory cannot be page-locked
+            self._events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
+            return
+        finally:
+            slot.let_go(plan)
+        if is_ready:  # said only now: the slot may be appointed at once
+            self._tell("warm", {"slot": number, "division": plan.declaration.division})
+
+    def _warm(self, number: int, slot: Slot, plan: Plan) -> bool:
+        """Whether the slot, which is held, is ready for that plan, and the plan still the present one."""
+        with self._lock:
+            if not self._is_present(number, slot, plan):
+                return False
+            ready = slot.plan
+            if ready is not None and ready.offered is plan.offered and ready.encoded == plan.encoded:
+                return True  # it is granted again since other ranks came back, and may hold a snapshot by now
+            slot.plan = None
+        slot.arena.warm(lambda: self.calm.wait(GIVE_WAY_S))
+        slot.arena.begin_fill()
+        slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
+        with self._binding[number]:  # another thread may still bind one that has gone: not after this
+            if not self._is_present(number, slot, plan):
+                return False
+            self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
+        with self._lock:
+            if not self._is_present(number, slot, plan):
+                return False
+            slot.plan = plan
+        return True
+
+    def _is_present(self, number: int, slot: Slot, plan: Plan) -> bool:
+        return self._plan is plan and self.by_number.get(number) is slot
+
+    def close(self) -> None:
+        for slot in self.by_number.values():
+            slot.arena.close()
+        self.by_number.clear()
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: lets go of what would keep the arenas' memory."""
+        try:
+            abandon_in_child()
+        except OSError as exc:
+            log.warning("a forked process keeps memory of checkpoints for as long as it lives: %s", exc)
+        self.by_number.clear()
+
+
+def _same_shapes(layout: Layout, walked: Layout) -> bool:
+    """Equal but for who owns what, which is the agent's finding."""
+    return len(layout.entries) == len(walked.entries) and all(
+        replace(a, owner=b.owner) == b for a, b in zip(layout.entries, walked.entries, strict=True)
+    )
+
+
+def hashes_blob(hashes: np.ndarray[Any, Any]) -> bytes:
+    return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
+
+
+def hashes_but(offer: Offer, differing: Collection[str], rank: int) -> bytes:
+    """The hashes of an offer that is made again, to an agent that does not know what differs by now: of these tensors
+    they are old, and such are given that no other rank gives."""
+    if not (offer.hashes and differing):
+        return offer.hashes
+    hashes = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2).copy()
+    hashes[[entry.name in differing for entry in offer.layout.entries for _ in entry.boxes]] = DIFFERS, rank
+    return hashes.tobytes()

@@ -1,0 +1,57 @@
+"""Saves that the policy names by step: `ckpt.Every(steps=N)`. All ranks know N and count the same steps, so that each
+asks for the save by itself at the same boundary, as it does in `ck.save()`. Nobody announces it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.errors import AgentError, NotStaged
+from ckpt.ipc.client import Pending
+from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.save_options import Every
+
+SILENCE_S = 10.0  # how long a due save waits for an agent that gives no sign of life
+
+
+class DueSaves:
+    """One rank's. `is_due`: a step has ended that the policy names, and its save was not asked for yet. It stays set
+    until `take`: a boundary at which nothing may be saved leaves the save to the next one."""
+
+    def __init__(self, policy: Every | Adaptive) -> None:
+        self._every = policy.steps if isinstance(policy, Every) else None
+        self.is_due = False
+
+    def end(self, step: int) -> bool:
+        """That step has ended, counted from the run's first one. Whether a save is due at this boundary."""
+        if self._every is not None and step % self._every == 0:
+            self.is_due = True
+        return self.is_due
+
+    def take(self) -> None:
+        """The save is asked for now: whatever comes of it, the next one is that of a later step."""
+        self.is_due = False
+
+
+class Patience:
+    """How long training waits for the answer to a due save: while the agent says each second that the save waits for a
+    slot or a rank. After SILENCE_S without such a word it goes on, and waits no more until that answer has come."""
+
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._unanswered: Pending | None = None
+
+    def ask(self, ask: Callable[[], Pending], until_s: float) -> dict[str, Any]:
+        """The answer to what `ask` sends, until then on the monotonic clock. Errors: CkptError."""
+        if self._unanswered is not None and not self._unanswered.future.done():
+            raise AgentError("the agent has not answered an earlier save yet")
+        self._unanswered = pending = ask()
+        while True:
+            left_s = max(1.0, until_s - time.monotonic())
+            answer = pending.wait_while_moving(min(self._silence_s, left_s))
+            if answer is not None:
+                return answer.fields
+            if time.monotonic() >= until_s:
+                raise NotStaged("no slot was free in time")

@@ -1,0 +1,485 @@
+"""Entering the block: the ranks find one agent, agree on what to restore, and fill their state from it.
+
+The only collectives of a job are here: one gather of facts, one broadcast of each decision, one agreement on each
+outcome. Once a candidate was tried, entering ends in a restored checkpoint or in an error, never in a fresh start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgpack
+import torch
+
+from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, StateMismatch, UsageError
+from ckpt.events import Events
+from ckpt.format.manifest import Manifest
+from ckpt.format.record import decode_manifest
+from ckpt.ipc import secret
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.client import Pending
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import encode_nodes, leader_of
+from ckpt.settings import Settings, store_environment
+from ckpt.storage.failure import none_restorable
+from ckpt.storage.names import shown
+from ckpt.threads import Tasks
+from ckpt.trainer.link import collective
+from ckpt.trainer.link.link import Terms
+from ckpt.trainer.link.options import Asked
+from ckpt.trainer.loop.run_report import Receipt
+from ckpt.trainer.loop.saver import Saver
+from ckpt.trainer.loop.worker_signals import shielded
+from ckpt.trainer.restore import restore
+from ckpt.trainer.restore.init_weights import in_words, load_weights
+from ckpt.trainer.restore.restore_plan import Targets
+from ckpt.trainer.snapshot.cuda_copier import make_copier
+from ckpt.trainer.snapshot.snapshot import Snapshotter
+from ckpt.trainer.state.mesh_coordinate import Coordinate, by_rank
+from ckpt.trainer.state.mesh_coordinate import coordinate as find_coordinate
+from ckpt.trainer.state.names import some
+from ckpt.trainer.state.state_walk import StateWalker
+from ckpt.types import Identity, Tick
+
+T = TypeVar("T")
+
+ALIKE = "all ranks must construct the Checkpointer alike"
+SILENCE_S = 900.0  # in which a start gets further, or fails. The agent lists the store, and may watch another job
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Rank 0's agent's word, for all: which epoch begins, and from which candidate."""
+
+    fields: dict[str, Any]
+    manifest: bytes
+
+    @property
+    def epoch(self) -> str:
+        return str(self.fields["epoch"])
+
+    @property
+    def candidate(self) -> dict[str, Any] | None:
+        return self.fields.get("candidate")
+
+    @staticmethod
+    def of(message: Message) -> bytes:
+        manifest = message.blobs[0] if message.blobs else b""
+        packed: bytes = msgpack.packb([message.fields, manifest])
+        return packed
+
+    @staticmethod
+    def parse(data: bytes) -> Decision:
+        fields, manifest = msgpack.unpackb(data, max_bin_len=1 << 28)
+        return Decision(fields, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt(Generic[T]):
+    """What came of a part of restoring a candidate. `failure`: "" when it went well on every rank, and only then
+    there is a `value`."""
+
+    value: T | None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was restored. `level` "none": nothing. `steps_lost`: see `Receipt`. `stored`: whether the store has it,
+    wherever it came from."""
+
+    tick: Tick
+    level: Any
+    identity: str | None
+    source: str
+    sources: dict[str, int]
+    steps_lost: int | None
+    stored: bool = True
+
+
+def enter(
+    asked: Asked,
+    settings: Settings,
+    tasks: Tasks,
+    events: Events,
+    receipt: Receipt,
+    ends: list[Callable[[], object]],
+) -> tuple[Saver, Found]:
+    """Runs on every rank. What has to be ended is appended to `ends`. Errors: those of ckpt.Checkpointer, on all
+    ranks."""
+    group = collective.open_group(asked.process_group, events)
+    coordinate = _agree_on_coordinate(group, asked, events)
+    saver = collective.together(
+        group, lambda: _prepare(asked, settings, tasks, events, receipt, ends, coordinate, group.world > 1)
+    )
+    mine = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
+    facts = [msgpack.unpackb(said) for said in group.gather(mine)]
+    _check_facts(facts)
+    if group.rank == 0:
+        _tell_what_differs(events, facts)
+    nodes = _nodes(group, settings, saver, facts)
+    launch = group.gather(settings.launch.encode())[0].decode()
+    begin = {
+        "launch": launch,
+        "world": group.world,
+        "take_over": asked.take_over,
+        "strict": asked.strict,
+        "store_env": store_environment(),
+        "leader": leader_of(nodes),
+        "peers": facts[0]["peers"],
+    }
+    decision = _ask(group, saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
+    try:
+        found = _join_and_restore(
+            group, asked, tasks, events, saver, coordinate, launch, decision, nodes, begin["peers"]
+        )
+        receipt.read_bytes.update(found.sources)
+        receipt.steps_lost = found.steps_lost
+    except BaseException:
+        saver.link.give_up()
+        raise
+    return saver, found
+
+
+def _join_and_restore(
+    group: collective.Group,
+    asked: Asked,
+    tasks: Tasks,
+    events: Events,
+    saver: Saver,
+    coordinate: Coordinate,
+    launch: str,
+    decision: Decision,
+    nodes: list[dict[str, Any]],
+    peers: list[str],
+) -> Found:
+    terms = Terms(
+        decision.epoch,
+        group.rank,
+        group.world,
+        coordinate.text,
+        asked.options,
+        launch,
+        decision.fields.get("parent"),
+        list(decision.fields.get("ancestors") or []),
+        nodes,
+        peers,
+    )
+    offer = saver.make_offer(Tick(0), positions=False)
+    collective.together(group, lambda: saver.link.join(terms, offer))
+    found, last = _restore(group, asked, tasks, events, saver, decision)
+    saver.link.terms = replace(
+        terms, parent=last.fields.get("parent"), ancestors=list(last.fields.get("ancestors") or [])
+    )
+    done = {"epoch": terms.epoch, "identity": found.identity}
+    collective.together(group, lambda: saver.link.request("restored", done, SILENCE_S) if group.rank == 0 else None)
+    is_told = collective.together(group, lambda: saver.settle(found.tick))
+    if not is_told and (found.identity is not None or asked.init is not None):
+        saver.doubt()  # the agent knows what was there before
+    return found
+
+
+def _agree_on_coordinate(group: collective.Group, asked: Asked, events: Events) -> Coordinate:
+    """This rank's, in the mesh that all ranks are in. Each finds one in its own part of the state: where these are not
+    the same (a pipeline of which one stage is sharded), the ranks are told apart by their numbers, at each start.
+
+    Errors: UsageError where a mesh was given."""
+    mine = collective.together(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
+    said = [msgpack.unpackb(each) for each in group.gather(msgpack.packb([mine.mesh, asked.mesh is not None]))]
+    other = next((rank for rank, (mesh, _) in enumerate(said) if mesh != said[0][0]), None)
+    if other is None:
+        return mine
+    differ = f"rank 0 stands in the mesh {_shown(said[0][0])}, rank {other} in {_shown(said[other][0])}"
+    if any(is_given for _, is_given in said):
+        raise UsageError(f"{differ}: give mesh= to all ranks, and the same one")
+    if group.rank == 0:
+        text = f"{differ}, by their parts of the state; ranks are told apart by number: give mesh= to name their axes"
+        events.emit("mesh.differs", f"ckpt: {text}", loud=True, rank=other)
+    return by_rank(group.rank, group.world)
+
+
+def _shown(mesh: list[Any]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh)
+
+
+def _prepare(
+    asked: Asked,
+    settings: Settings,
+    tasks: Tasks,
+    events: Events,
+    receipt: Receipt,
+    ends: list[Callable[[], object]],
+    coordinate: Coordinate,
+    replicated: bool,
+) -> Saver:
+    walker = StateWalker(asked.state, coordinate, asked.generators)
+    snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
+    ends.append(snapshotter.close)
+    saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
+    ends.append(saver.close)
+    saver.begin()
+    if settings.notices != "off":
+        shield = ExitStack()
+        ends.append(shield.close)
+        shield.enter_context(shielded(saver.walk.scan.nodes, events))
+    saver.link.connect()
+    return saver
+
+
+def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
+    """Errors: UsageError where an agent could not be told of the store, which one of the ranks does."""
+    store_environment()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network = os.stat("/proc/self/ns/net").st_ino  # hosts of their own on one machine
+    packed: bytes = msgpack.packb(
+        {
+            "url": asked.url,
+            "host": f"{boot}-{network}",
+            "agent": saver.link.agent,
+            "coordinate": coordinate.text,
+            "options": _options(asked),
+            "state": sorted(asked.state),
+            "peers": list(settings.peers),
+            "secret": secret.told_apart(settings),
+            "known": saver.link.secret,
+        }
+    )
+    return packed
+
+
+def _options(asked: Asked) -> dict[str, Any]:
+    switches = {name: getattr(asked, name) for name in ("strict", "generators", "take_over", "init")}
+    return {**asked.options, **switches}
+
+
+def _differing(one: Any, other: Any, name: str = "options") -> tuple[str, Any, Any] | None:
+    """The first that differs of two ranks' options, as `limits.memory`: as a whole where it is of another kind."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        inside = f"{name}." if name != "options" else ""
+        return next(filter(None, (_differing(one[key], other[key], inside + key) for key in one)), None)
+    return None if one == other else (name, one, other)
+
+
+def _check_facts(facts: list[dict[str, Any]]) -> None:
+    """All ranks hold the same facts and come to the same end. Errors: UsageError."""
+    first = facts[0]
+    for rank, said in enumerate(facts):
+        whole = ((name, first[name], said[name]) for name in ("url", "state") if first[name] != said[name])
+        found = _differing(first["options"], said["options"]) or next(whole, None)
+        if found is not None:
+            raise UsageError(f"{ALIKE}: {found[0]} is {found[1]!r} on rank 0 and {found[2]!r} on rank {rank}")
+    seen: dict[str, int] = {}
+    for rank, said in enumerate(facts):
+        other = seen.setdefault(said["coordinate"], rank)
+        if other != rank:
+            raise UsageError(
+                f"ranks {other} and {rank} have the same mesh coordinate {said['coordinate']!r}: give mesh= one that "
+                "names every rank of the job"
+            )
+
+
+def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
+    """Of what rank 0's node alone is asked for: the launcher may have rank 0 on any other at the next start."""
+    for name, variable in (("peers", "CKPT_PEERS"), ("secret", "CKPT_SECRET_FILE")):
+        found = [{*said[name]} if name == "peers" else said[name] for said in facts]  # in whichever order
+        rank = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if rank is not None:
+            events.emit(
+                "nodes.differ",
+                f"ckpt: {variable} of rank {rank} is not what rank 0 has, which counts. The next start may have rank 0 "
+                "on any of the nodes, and find no memory-only node then, or nothing of what others hold: set it on all "
+                f"nodes, to {'the same' if name == 'peers' else 'a file of the same secret'}",
+                loud=True,
+                variable=variable,
+                rank=rank,
+            )
+
+
+def _nodes(
+    group: collective.Group, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes, and there is no
+    secret by which agents of earlier starts could be asked what they hold. Else the agents are told to listen, and
+    their names, addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
+    _, former = max((each for said in facts if (each := said["known"])), default=("", b""))
+    if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"] or former):
+        return []
+    hosts = {said["agent"]: said["host"] for said in facts}
+    if group.rank == 0 and len(set(hosts.values())) < len(hosts):
+        saver.events.emit(
+            "nodes.one_host",
+            "ckpt: ranks of one machine found different agents, and count as nodes of their own: give all ranks of a "
+            "machine the same CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user",
+            loud=True,
+        )
+    run_secret = collective.from_first(group, lambda: _secret(settings, former))
+    node = collective.together(group, lambda: saver.link.listen(run_secret))
+    nodes: dict[str, dict[str, Any]] = {}
+    for rank, said in enumerate(group.gather(msgpack.packb(node))):
+        told = msgpack.unpackb(said)
+        nodes.setdefault(told["name"], {**told, "ranks": []})["ranks"].append(rank)
+    return list(nodes.values())
+
+
+def _secret(settings: Settings, former: bytes) -> bytes:
+    """Runs on rank 0. `former`: that of the newest start of which an agent is left; b"": there is none. Errors:
+    UsageError."""
+    for each in settings.peers:
+        Address.parse(each, "CKPT_PEERS")
+    if settings.peers and settings.secret_file is None:
+        raise UsageError(
+            "CKPT_PEERS names memory-only nodes, which know the run by its secret: set CKPT_SECRET_FILE to the file "
+            "that they were started with"
+        )
+    return secret.for_run(settings, former)
+
+
+def _ask(
+    group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
+) -> Decision:
+    """For as long as the agent says that the start gets further. The other ranks hear so meanwhile: a collective of
+    theirs does not wait for longer than one silence."""
+    pending: Pending | None = None
+
+    def wait() -> bytes:
+        nonlocal pending
+        pending = pending or saver.link.ask(kind, fields, blobs)
+        answer = pending.wait_while_moving(SILENCE_S)
+        return Decision.of(answer) if answer is not None else b""
+
+    try:
+        while not (said := collective.from_first(group, wait)):
+            pass
+    finally:
+        if pending is not None:
+            pending.forget()
+    return Decision.parse(said)
+
+
+@torch.inference_mode(False)
+def _restore(
+    group: collective.Group,
+    asked: Asked,
+    tasks: Tasks,
+    events: Events,
+    saver: Saver,
+    decision: Decision,
+) -> tuple[Found, Decision]:
+    """What was restored, and the decision that led to it. In whatever mode the block is entered, the tensors that are
+    made for it can be trained with later."""
+    failures: list[str] = []
+    overwritten = restore.Overwritten(saver.walker)
+    for struck in decision.fields.get("struck") or []:
+        if group.rank == 0:
+            text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `ckpt verify {shown(asked.url)}`"
+            events.emit("restore.struck", text, loud=True, identity=struck)
+    while (candidate := decision.candidate) is not None:
+        identity = Identity.parse(candidate["identity"])
+        bad, sources = _try(group, asked, tasks, events, saver, identity, decision.manifest, overwritten)
+        if not bad:
+            level = candidate["level"]
+            where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
+            source = f"step {identity.tick.step} from {where}"
+            lost, stored = decision.fields["steps_lost"], bool(candidate["stored"])
+            return Found(identity.tick, level, str(identity), source, sources, lost, stored), decision
+        failures.append(f"step {identity.tick.step}: {bad}")
+        events.emit(
+            "restore.struck",
+            f"ckpt: the checkpoint of step {identity.tick.step} cannot be restored ({bad}); "
+            "falling back to the one before it",
+            loud=True,
+            identity=str(identity),
+        )
+        decision = _ask(group, saver, "next", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]})
+    if failures:
+        raise NoCheckpoint(
+            f"{shown(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
+            + none_restorable(asked.url)
+        )
+    source = "nothing" if asked.init is None else f"weights of {asked.init}"
+    if asked.init is not None:
+        _fill_from(asked.init, group, asked.strict, events, saver)
+    return Found(Tick(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
+
+
+def _fill_from(init: str, group: collective.Group, strict: bool, events: Events, saver: Saver) -> None:
+    """The weights of `init=`; each rank's modules may be other ones. Errors: those of `load_weights`; StateMismatch
+    where no rank has a place for any of them."""
+    loaded = collective.together(group, lambda: load_weights(init, saver.walker, strict))
+    mine = msgpack.packb([loaded.filled, list(loaded.unfit.values())])
+    every = [msgpack.unpackb(data) for data in group.gather(mine)]
+    unfit = sorted({line for _, lines in every for line in lines})
+    if not any(filled for filled, _ in every):
+        raise StateMismatch(f"nothing of init={init!r} fits the modules: {in_words(unfit)}")
+    if group.rank != 0:
+        return
+    if unfit:
+        text = f"ckpt: strict=False: init={init!r} left as they were: {in_words(unfit)}"
+        events.emit("init.partial", text, loud=True, lines=unfit)
+    if loaded.cast:
+        events.emit("init.cast", f"ckpt: init={init!r} has other dtypes: {loaded.cast}", loud=True)
+    if loaded.firsts:
+        text = (
+            f"ckpt: init={init!r}: the values of {some(loaded.firsts)} were not the same on the ranks that saved them: "
+            "the first rank's are taken"
+        )
+        events.emit("restore.differed", text, loud=True, names=list(loaded.firsts))
+
+
+def _try(
+    group: collective.Group,
+    asked: Asked,
+    tasks: Tasks,
+    events: Events,
+    saver: Saver,
+    identity: Identity,
+    manifest_data: bytes,
+    overwritten: restore.Overwritten,
+) -> tuple[str, dict[str, int]]:
+    """One candidate: why it cannot be restored ("" when it was), and the bytes by level they came from."""
+
+    def read() -> tuple[Manifest, Targets, dict[str, int]]:
+        manifest = decode_manifest(manifest_data)
+        return manifest, *restore.read_targets(saver.link, tasks, saver.walker, identity, manifest, asked.strict)
+
+    known = _attempt(group, read)
+    if known.value is None:
+        return known.failure, {}
+    manifest, targets, sources = known.value
+    restore.check_match(group, targets, asked, events, identity, overwritten)
+    written: set[int] = set()
+    filled = _attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets, written))
+    if filled.value is None:
+        collective.together(group, lambda: overwritten.add(manifest, targets, written))
+        return filled.failure, {}
+    collective.together(group, targets.finish)
+    if targets.overruled and group.rank == 0:
+        restore.tell_overruled(events, targets.overruled)
+    if targets.dropped:
+        names = ", ".join(targets.dropped)
+        text = f"ckpt: the generators {names} are not restored: this process has none of these so far. Where it is to "
+        events.emit("generator.dropped", f"{text}go on with them, call torch.cuda.init() before the block", loud=True)
+    return "", {level: sources.get(level, 0) + filled.value.get(level, 0) for level in {*sources, *filled.value}}
+
+
+def _attempt(group: collective.Group, work: Callable[[], T]) -> Attempt[T]:
+    """Runs `work` on every rank. Data that cannot be had is a failure of the candidate, for all ranks; any other error
+    is raised on all."""
+
+    def trying() -> Attempt[T]:
+        try:
+            return Attempt(work())
+        except NewerFormat:
+            raise
+        except DamagedData as exc:
+            return Attempt(None, str(exc) or type(exc).__name__)
+
+    mine = collective.together(group, trying)
+    verdicts = [said.decode() for said in group.gather(mine.failure.encode())]
+    bad = next((f"rank {rank}: {said}" for rank, said in enumerate(verdicts) if said), "")
+    return Attempt(None, bad) if bad else mine

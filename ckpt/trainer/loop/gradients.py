@@ -1,0 +1,100 @@
+"""Gradients at a boundary that wait for an update: no snapshot is taken there, for gradients are never saved.
+
+A step that ends with an optimizer's update has nothing to lose, whatever gradients stay set. The first step that ends
+without one has the gradients remembered from then on, at each boundary with an update: of a later step without one
+they count where they are others by then, or were written to.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.trainer.state.shard import live_parts
+from ckpt.types import counted
+
+# A gradient and how often it was written to; None: there is none.
+_Seen = tuple[weakref.ref[torch.Tensor], int] | None
+
+
+class Gradients:
+    """Those of what `optimizers()`, registered ones, train. `is_by_hand()`: whether the parameters change though no
+    optimizer has been seen to step: then nobody knows which gradients were used.
+
+    `is_watching`: whether a step has ended without an update. `last`: the newest step with one. `every`: the number of
+    steps from the one before; 0: unknown."""
+
+    def __init__(self, optimizers: Callable[[], Sequence[Optimizer]], is_by_hand: Callable[[], bool]) -> None:
+        self.is_watching = False
+        self.last = self.every = 0
+        self._optimizers = optimizers
+        self._is_by_hand = is_by_hand
+        self._known: list[_Seen] = []
+
+    def begin(self, step: int) -> None:
+        self.last = step
+        self._known = list(map(_seen, self._params()))
+
+    def updated(self, step: int) -> None:
+        """That step has ended with an update."""
+        self.every, self.last = step - self.last, step
+        if self.is_watching:
+            self._known = list(map(_seen, self._params()))
+
+    def lost(self, step: int) -> str:
+        """Why the end of that step, the last one, is not saved; "" where no gradient waits. Gradients that are all
+        zero, or not finite, count for nothing: they were cleared, or a scaler has passed over them."""
+        if step == self.last or not self._is_new() or not self._are_of_use() or self._is_by_hand():
+            return ""
+        return (
+            f"the gradients of {counted(step - self.last, 'step')} wait for an optimizer's update, and gradients are "
+            "not saved: a restart from there would lose them. Have a step of ckpt be one update: call ck.step() after "
+            "optimizer.step() only, or draw all micro-batches in one round of ck.steps()"
+        )
+
+    def _params(self) -> Iterator[torch.Tensor]:
+        return (param for each in self._optimizers() for group in each.param_groups for param in group["params"])
+
+    def _is_new(self) -> bool:
+        """Whether there is a gradient that was not there at the last boundary with an update. Looks no further than to
+        the first."""
+        params = list(self._params())
+        known = self._known if len(self._known) == len(params) else [None] * len(params)
+        pairs = ((param.grad, was) for param, was in zip(params, known, strict=True))
+        return any(grad is not None and not _is_same(grad, was) for grad, was in pairs)
+
+    def _are_of_use(self) -> bool:
+        parts = [
+            part
+            for param in self._params()
+            if param.grad is not None
+            for part in live_parts(param.grad.coalesce().values() if param.grad.is_sparse else param.grad)
+            if part.numel()
+        ]
+        with torch.no_grad():
+            largest = [torch.linalg.vector_norm(part, torch.inf).item() for part in parts]
+        return any(largest) and all(map(math.isfinite, largest))
+
+
+def _seen(param: torch.Tensor) -> _Seen:
+    grad = param.grad
+    return None if grad is None else (weakref.ref(local := _local(grad)), _version(local))
+
+
+def _is_same(grad: torch.Tensor, was: _Seen) -> bool:
+    local = _local(grad)
+    return was is not None and was[0]() is local and was[1] == _version(local)
+
+
+def _version(local: torch.Tensor) -> int:
+    return 0 if local.is_inference() else local._version
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    """What is written to: of a DTensor the local part."""
+    found: torch.Tensor = getattr(grad, "_local_tensor", grad)
+    return found

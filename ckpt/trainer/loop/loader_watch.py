@@ -1,0 +1,264 @@
+"""What the running loop shows of its data: what a restart would repeat or skip.
+
+`LoaderWatch` compares where the loaders of the state stand at the first boundaries. Each finding is one loud event:
+
+- `loader.missing`: the state has no loader;
+- `loader.early`: the loop draws from an iterator that was made before the block;
+- `loader.not_moving`: no loader of the state moves while steps end;
+- `loader.ahead`: batches were drawn before the steps that train on them;
+- `loader.inexact`: a loader's iterable dataset has no state;
+- `epoch.repeated`: an epoch is counted after a save, a poll or a step's end that comes when its data has ended.
+
+A loader of torchdata's is looked at without asking it for its state. One of another make is asked, at three boundaries
+and on all ranks: they may gather it together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import xxhash
+
+from ckpt.errors import is_from_outside
+from ckpt.events import Events
+from ckpt.format import values
+from ckpt.trainer.loop.epoch_counters import EpochCounters, counters
+from ckpt.trainer.state import loaders, state_nodes, value_trees
+from ckpt.trainer.state.loaders import Place, place
+from ckpt.trainer.state.names import some
+from ckpt.trainer.state.state_nodes import LoaderNode, Node, ObjectNode, OptimizerNode
+
+ASKED_AT = (1, 2, 16)  # steps after the start, at which loaders of other makes are asked for their state
+LAST = ASKED_AT[-1]
+ALIKE = 4  # times the batches of a step: so many steps in a row draw the same number, before it is their usual one
+DRAWS_MAX = 64  # steps in which they may come to do so
+GUIDE = "(docs/guides/loops.md)"
+
+
+class LoaderWatch:
+    """Of the loaders in `state`. Made before the state is restored; `begin` comes after that. From then on the training
+    thread tells it of boundaries, as long as it `is_open`, and of polls and saves. It never fails: what it does not
+    understand ends it."""
+
+    def __init__(self, state: dict[str, Any], events: Events) -> None:
+        self.is_open = True
+        self._state = state
+        self._events = events
+        self._is_told = False
+        self._steps = 0
+        self._counted: dict[str, int] = {}
+        self._early: list[_Early] = []
+        self._watched: list[_Watched] = []
+        self._epochs = EpochCounters(state)
+        with self._ending():
+            self._early = [early for node in self._nodes() if (early := _Early.find(node)) is not None]
+
+    def begin(self, is_told: bool) -> None:
+        """The state is restored. `is_told`: this rank says what is found."""
+        with self._ending():
+            self._is_told = is_told
+            found = self._nodes()
+            if is_told:
+                loaders.advise(found, self._events)
+            self._watched = [_Watched(node) for node in found]
+            self._counted = counters(self._state)
+
+    def boundary(self) -> None:
+        """A step has ended."""
+        with self._ending():
+            self._steps += 1
+            self._look()
+            ends = self._epochs
+            if repeated := ends.boundary(self._loaders()):
+                self._say_repeated(repeated)
+            undecided = any(each.draws is not None for each in self._watched)
+            is_wrapped = any(state_nodes.held_loader(each) is not each for each in self._loaders())
+            self.is_open = self._steps < LAST or undecided or ends.is_pending or (is_wrapped and not ends.is_done)
+
+    def between(self) -> None:
+        """A poll or a save comes after a step has ended."""
+        if self._watched and not self._epochs.is_done:
+            with self._ending():
+                self._epochs.look(self._loaders())
+                self.is_open |= self._epochs.is_pending
+
+    # -- inside
+
+    def _look(self) -> None:
+        if self._steps == 1 and self._is_without_data():
+            self._emit(
+                "loader.missing",
+                "the state has no loader: a restart goes on at its step, but what the loop reads in order begins at "
+                f"its first batch again, unless the script finds the place. Give the state the loader {GUIDE}",
+            )
+        for early in self._early:
+            if early.is_drawn_from():
+                self._early, self._watched = [], []
+                self._emit(
+                    "loader.early",
+                    f"{early.path}: the loop draws from an iterator that was made before the block, and knows nothing "
+                    "of what is restored: every restart begins at its first batch again. Make it in the block "
+                    f"(batches = iter(loader)) {GUIDE}",
+                    loader=early.path,
+                )
+                return
+        for each in self._watched:
+            if self._steps <= LAST and each.look(self._steps) and loaders.is_stateless(each.loader):
+                each.draws = None  # after a restart its batches are counted twice
+                self._emit("loader.inexact", f"{each.path}: {loaders.STATELESS}", loader=each.path)
+            if ahead := each.count():
+                self._emit(
+                    "loader.ahead",
+                    f"{each.path}: more batches were drawn, by {ahead}, than the steps take ({each.usual} "
+                    "each). If they wait for their steps, a restart skips them: put ck.steps(n) "
+                    "first in zip(); where something prefetches, have it count what it hands out, and register that "
+                    f"instead {GUIDE}",
+                    loader=each.path,
+                    batches=ahead,
+                )
+        if self._steps == LAST and self._watched and not any(each.has_moved for each in self._watched):
+            self._early = []
+            self._emit(
+                "loader.not_moving",
+                f"{some([each.path for each in self._watched])}: {LAST} steps have ended, and the position has not "
+                "moved: every restart draws the same batches again. Make the iterator in the block, from the loader "
+                f"in the state {GUIDE}",
+                loaders=[each.path for each in self._watched],
+            )
+
+    def _say_repeated(self, name: str) -> None:
+        self._emit(
+            "epoch.repeated",
+            f"state[{name!r}] was counted behind a place where the state may be saved, and the epoch's data had ended "
+            "there: a restart from it makes that epoch again. Count it where the data ends: in a generator that the "
+            "loop draws from, behind its `yield from loader`; or, where each batch is a step, first behind the loop. "
+            f"Where that loader is Accelerate's, count it in the last step of the epoch {GUIDE}",
+            counter=name,
+        )
+
+    def _is_without_data(self) -> bool:
+        """Whether an optimizer is trained, and nothing of the state can say how far the data is read: no loader, no
+        object of the user's, no number that is counted with the steps."""
+        found = state_nodes.find(self._state)
+        objects = [node.value for node in found if isinstance(node, ObjectNode)]
+        return (
+            any(isinstance(node, OptimizerNode) for node in found)
+            and not any(isinstance(node, LoaderNode) for node in found)
+            and all(type(each).__module__.partition(".")[0] == "torch" for each in objects)
+            and counters(self._state) == self._counted
+        )
+
+    def _nodes(self) -> list[Node]:
+        return [node for node in state_nodes.find(self._state) if isinstance(node, LoaderNode)]
+
+    def _loaders(self) -> list[Any]:
+        return [each.loader for each in self._watched]
+
+    def _emit(self, name: str, text: str, **data: Any) -> None:
+        if self._is_told:
+            self._events.emit(name, f"ckpt: {text}", loud=True, **data)
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Ends the watch where something fails: a loader has code of its own, and the state is the user's to change."""
+        try:
+            yield
+        except Exception as exc:
+            if is_from_outside(exc):
+                raise
+            self.is_open, self._early, self._watched = False, [], []
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """An iterator over a loader of torchdata's, from before the block; `stood`: where."""
+
+    path: str
+    iterator: ref[Any]
+    stood: Place
+
+    @classmethod
+    def find(cls, node: Node) -> _Early | None:
+        iterator = loaders.begun(node.value)
+        if iterator is None:
+            return None
+        return cls(node.path, ref(iterator), Place(iterator._sampler_iter, iterator._num_yielded))
+
+    def is_drawn_from(self) -> bool:
+        """Within the same pass: persistent workers keep the iterator for the next ones."""
+        iterator = self.iterator()
+        if iterator is None or iterator._sampler_iter is not self.stood.one:
+            return False
+        return bool(iterator._num_yielded > self.stood.batches)
+
+
+class _Watched:
+    """A loader of the state in the first steps. `draws`: how many batches each step has drawn; None: nothing more is to
+    be learned of that. `usual`: how many the last step has drawn."""
+
+    def __init__(self, node: Node) -> None:
+        self.path = node.path
+        self.has_moved = False
+        self.draws: list[int] | None = None
+        self.usual = 0
+        self._node = node
+        self._first: Place | bytes | None = place(self.loader)
+        if isinstance(self._first, Place):
+            self.draws = []
+            # Where a pass had begun before the block, the loop begins one of its own.
+            self._last = self._first if self._first.one is None else Place(None, 0)
+
+    @property
+    def loader(self) -> Any:
+        return self._node.value
+
+    def look(self, step: int) -> bool:
+        """Whether it is one of torchdata's, and is seen to move for the first time."""
+        if self.has_moved:
+            return False
+        now = place(self.loader)
+        if now is None and step not in ASKED_AT:
+            return False
+        stands: Place | bytes | None = _digest(self.loader) if now is None else now
+        if self._first is None:
+            self._first = stands
+        self.has_moved = stands != self._first
+        return self.has_moved and now is not None
+
+    def count(self) -> int:
+        """How many batches more were drawn by now than the steps draw, once that is known; 0: none, or not known."""
+        if self.draws is None:
+            return 0
+        drawn = self._drawn(most=max(self.draws, default=0))
+        # What waits was drawn first. Where a later step draws more, the steps differ, or pass over batches.
+        if drawn is None or len(self.draws) == DRAWS_MAX or (self.draws and drawn > self.draws[-1]):
+            self.draws = None
+            return 0
+        self.draws.append(drawn)
+        self.usual = drawn
+        alike = ALIKE * self.usual
+        if not alike or len(self.draws) < alike or set(self.draws[-alike:]) != {self.usual}:
+            return 0
+        ahead, self.draws = sum(self.draws) - self.usual * len(self.draws), None
+        return max(0, ahead)
+
+    def _drawn(self, most: int) -> int | None:
+        """Since the last boundary; None where that cannot be told. `most`: what a step has drawn so far."""
+        last, now = self._last, place(self.loader)
+        if now is None:
+            return None
+        self._last = now
+        if last.one is None or now.one is last.one:
+            return now.batches - last.batches if now.batches >= last.batches else now.batches
+        total = loaders.length(self.loader)  # another pass: what was left of the last one, and the new one's
+        if total is None or total - last.batches > most:
+            return None
+        return total - last.batches + now.batches
+
+
+def _digest(loader: Any) -> bytes:
+    return xxhash.xxh3_128_digest(values.encode(value_trees.embed(loader.state_dict(), "loader")))

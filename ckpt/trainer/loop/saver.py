@@ -1,0 +1,537 @@
+"""Taking this rank's snapshots: at appointments, explicit saves and the exit.
+
+One thread of its own (the stager) waits for copies that still run, seals the arena and reports; so the training thread
+stands still only for what must be copied at the boundary. Every round is answered once: `staged` or `missed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import queue
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+
+from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError, is_from_outside
+from ckpt.events import Events
+from ckpt.format import values
+from ckpt.format.columns import STRING_BYTES_MAX
+from ckpt.format.record import METRICS_MAX
+from ckpt.layout.layout import Layout
+from ckpt.settings import Settings
+from ckpt.threads import Condition, Tasks
+from ckpt.trainer.link.levels import Level, check_time
+from ckpt.trainer.link.link import Link, Terms
+from ckpt.trainer.link.slots import Offer, Plan, Slot, hashes_blob
+from ckpt.trainer.loop.due_saves import Patience
+from ckpt.trainer.loop.run_report import Receipt
+from ckpt.trainer.snapshot.replica_tally import ReplicaTally
+from ckpt.trainer.snapshot.samples import Samples, Taken
+from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
+from ckpt.trainer.state import names, state_nodes
+from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
+from ckpt.types import Epoch, Identity, Tick
+
+NAMES_BYTES_MAX = 32 << 10  # of all metrics of a save: they have to fit into a message
+MOVES_MIN = 2  # a tensor that was found elsewhere so often is a new one at each step, and that is said
+UNSETTLED_MAX = 3  # appointments in a row that a state with another structure each time misses before that is said
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """A snapshot on its way into the arena of a slot, which is held until it is over. `nth`: among the receipt's
+    stalls. `stood_s`: how long training stood still for what came before the copy."""
+
+    round: int
+    number: int
+    slot: Slot
+    plan: Plan
+    tick: Tick
+    nth: int
+    stood_s: float
+    snapshot: Snapshot
+    shared: bytes
+    own: bytes
+    about: bytes
+    samples: Taken | None
+
+
+class Saver:
+    """Owns the link, the walk and the stager thread of one rank. Its methods are called by the training thread only.
+
+    `terms` is set once the epoch is known; before that nothing can be appointed. `settled`: the step after which `walk`
+    was last seen to be of the state.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        settings: Settings,
+        walker: StateWalker,
+        snapshotter: Snapshotter,
+        tasks: Tasks,
+        events: Events,
+        receipt: Receipt,
+        replicated: bool,
+    ) -> None:
+        self.walker = walker
+        self.walk: Walk = walker.walk()
+        self.settled = -1
+        self.events = events
+        self.receipt = receipt
+        self.link = Link(url, settings, events, tasks, self._bind, snapshotter.bindings.unbind, self.quiet)
+        self.link.on_late = self.late
+        self._snapshotter = snapshotter
+        self._replicated = replicated
+        self._replicas = ReplicaTally()
+        self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
+        self._idle = Condition()
+        self._open: set[Snapshot] = set()  # that the stager has not finished
+        self.asked: Tick | None = None  # the newest tick that a save was asked for
+        self._last: Tick | None = None
+        self._patience = Patience()
+        self._kept: _Filling | None = None  # that of `last`, without its values
+        self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
+        self._is_first_step = True
+        self._doubted = False  # whether what the agent was told of replicas may not hold any more
+        self._samples: Samples | None = None  # of the present walk and plan
+        self._moves: Counter[str] = Counter()  # how often a tensor was found in other memory
+        self._unsettled = 0  # appointments in a row that were missed since the structure had changed
+        self.thread = threading.current_thread()
+        self.forked = False
+        self._tasks = tasks
+
+    def begin(self) -> None:
+        self._tasks.start("stager", self._stage)
+
+    def make_offer(self, tick: Tick, positions: bool = True) -> Offer:
+        """The present walk, as the agent is told of it. Hashes only where other ranks may hold the same.
+        positions: whether loaders are asked for theirs, which must not be before they were restored."""
+        shared, own = self.walker.values(self.walk, positions)
+        size = sum(map(len, state_nodes.encode(shared, own, self.walk.scan.constants)))
+        hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
+        return Offer(self.walk.layout, hashes, tick, size)
+
+    def doubt(self) -> None:
+        """The state was changed in a way that may end the likeness of replicas: at its restore, and in the first step,
+        since what begins the same on all ranks need not stay so. They are hashed anew before the next snapshot."""
+        self._doubted = self._replicated
+
+    def settle(self, tick: Tick) -> bool:
+        """Tells the agent of a changed structure, or of replicas that were doubted; whether there was anything to tell.
+        Tensors of the same names and shapes in other memory are none: the next snapshot reads them there.
+
+        Errors: SaveFailed when the state cannot be saved as it is now."""
+        try:
+            if self.walker.changed(self.walk):
+                self._follow(self.walker.walk())
+            self.settled = tick.step
+            if self._offered and not self._doubted:
+                return False
+            self._offered = False
+            self.link.offer(self.make_offer(tick))
+        except UsageError as exc:
+            raise SaveFailed(f"the state has become one that cannot be saved: {exc}") from exc
+        except Exception as exc:  # of an object of the user's, in its state_dict()
+            if is_from_outside(exc):
+                raise
+            raise SaveFailed(f"the state could not be read: {type(exc).__name__}: {exc}") from exc
+        self._offered, self._doubted = True, False
+        return True
+
+    def save(self, why: str, tick: Tick, metrics: dict[str, float], until_s: float) -> Tick:
+        """Asks for a slot together with all ranks, until then on the monotonic clock, and takes the snapshot. Which
+        tick holds the state: at the exit an earlier one of the same step does, where no rank's state has changed since.
+        `why`: "save", "due" (the policy names that step) or "exit". Errors: CkptError."""
+        link, self.asked = self.link, tick
+        try:
+            # What was taken before is reported before: the agent may give its slot to this one.
+            self.quiet(max(1.0, until_s - time.monotonic()))
+            self.settle(tick)
+            same = self._find_same(tick) if why == "exit" else None
+        except BaseException as exc:  # Ctrl-C too: the others would wait for this rank
+            link.cannot_save(tick, str(exc) or "interrupted")
+            raise
+        fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
+        link.levels.retry(tick)
+        if same is not None:
+            fields["same"] = str(same)
+            link.levels.retry(same)
+        try:
+            with self.receipt.waiting():
+                answer = self._ask(fields, until_s)
+            # Or all ranks have staged that very tick already, as where it was appointed, or the same state before.
+            held = Tick.parse(str(answer["tick"])) if answer["saved"] else tick
+            link.levels.expect(held)
+            missed = "" if answer["saved"] else self.take(int(answer["round"]), int(answer["slot"]), tick, metrics)
+        except BaseException as exc:
+            # The others may come to it only now, and to another agent; at the end all ask again.
+            if why != "exit" and not isinstance(exc, Superseded):
+                link.cannot_save(tick, str(exc) or "interrupted")
+            raise
+        if missed:
+            raise NotStaged(f"step {tick.step} was not staged: {missed}")
+        return held
+
+    def _ask(self, fields: dict[str, Any], until_s: float) -> dict[str, Any]:
+        """The answer. Errors: CkptError."""
+        if fields["why"] == "due":
+            return self._patience.ask(lambda: self.link.ask("save", fields), until_s)
+        return self.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
+
+    def has_moved(self, tick: Tick, until_s: float) -> bool:
+        """Whether a snapshot was taken here at that very tick, and the state has changed since, as far as can be told
+        until then on the monotonic clock."""
+        if self._kept is None or self._kept.tick != tick:
+            return False
+        try:
+            self.quiet(max(1.0, until_s - time.monotonic()))
+            return self.walker.changed(self.walk) or self._find_same(tick) is None
+        except Exception as exc:  # an object of the user's, in its state_dict(): the snapshot will say so
+            if is_from_outside(exc):
+                raise
+            return True
+
+    def _find_same(self, tick: Tick) -> Tick | None:
+        """The newest tick of that step that was taken here, where the state is still, byte for byte, what lies in its
+        arena: the tensors that this rank has staged, and all values. None: there is none, or something has changed."""
+        kept = self._kept
+        if kept is None or kept.tick.step != tick.step or self.link.slots.by_number.get(kept.number) is not kept.slot:
+            return None
+        if not kept.slot.hold(tick):
+            return None
+        try:
+            if not self._snapshotter.bindings.is_bound(kept.number, self.walk, kept.plan.staging):
+                return None
+            encoded = state_nodes.encode(*self.walker.values(self.walk), self.walk.scan.constants)
+            same = _digests(*encoded) == (kept.shared, kept.own) and self._snapshotter.is_same(kept.number)
+            return kept.tick if same else None
+        except Exception as exc:  # an object of the user's, in its state_dict(): the snapshot will say so
+            if is_from_outside(exc):
+                raise
+            return None
+        finally:
+            kept.slot.let_go(tick)
+
+    def wait(self, tick: Tick, level: Level, timeout_s: float | None, why: str = "save") -> None:
+        """On any thread. Returns when that tick has reached `level`. `why`: as for `save`. Errors: SaveFailed;
+        UsageError."""
+        check_time(timeout_s)
+        began_s = time.monotonic()
+        if threading.current_thread() is self.thread:  # nobody else could end copies that run under the step
+            self.quiet(timeout_s)
+        if level == "store":
+            self.link.want(tick, why)
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began_s))
+        self.link.levels.wait(tick, level, left_s)
+
+    def take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float] | None = None) -> str:
+        """Takes the snapshot of `tick` into slot `number`. Why it was not taken; "" when it was."""
+        try:
+            why = self._take(round_, number, tick, metrics or {})
+        except BaseException as exc:
+            if is_from_outside(exc):  # the others must not wait for us
+                self.missed(round_, tick, "interrupted")
+                raise
+            why = self._not_staged(tick, exc)  # a save that fails never fails training
+        if why:
+            self.missed(round_, tick, why)
+        return why
+
+    def _take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float]) -> str:
+        started_s = time.perf_counter()
+        before = self.walk.layout
+        if self.settle(tick):
+            self._note_unsettled(before)
+            return "layout"
+        self._unsettled = 0
+        slot, filling, is_under_way = self.link.slots.by_number.get(number), None, False
+        if slot is None:
+            return "not granted"
+        try:
+            if not slot.hold(tick) or slot.plan is None or slot.plan.offered is not self.walk.layout:
+                return "not granted"
+            filling = self._fill(round_, number, slot, slot.plan, tick, metrics, started_s)
+            if filling is None:
+                self.link.offer(self.make_offer(tick))
+                return "values"
+            self._open.add(filling.snapshot)
+            is_under_way = True  # Ctrl-C is heard before this line, and next when the stager has it
+            self._fillings.put(filling)
+            shared, own = _digests(filling.shared, filling.own)
+            self._kept = replace(filling, shared=shared, own=own, about=b"", samples=None)
+        finally:
+            if not is_under_way:  # else the stager lets go of it
+                if filling is not None:
+                    self._open.discard(filling.snapshot)
+                self._snapshotter.poll()  # Ctrl-C behind the snapshot: nothing may write into it any more
+                slot.let_go(tick)
+        self.link.levels.expect(tick)
+        self._last = tick
+        return ""
+
+    def _fill(
+        self, round_: int, number: int, slot: Slot, plan: Plan, tick: Tick, metrics: dict[str, float], started_s: float
+    ) -> _Filling | None:
+        """None: the values have outgrown the arena."""
+        assert self.link.terms is not None
+        if not self._snapshotter.bindings.is_bound(number, self.walk, plan.staging):
+            self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
+        trees = self.walker.values(self.walk)
+        if strays := self.walker.strays(self.walk, trees[0]):
+            self._follow(self.walker.walk())  # for the next one
+            self.settle(tick)
+            raise SaveFailed(
+                f"{names.some(strays)} came into the state while it was read: between two steps an object has to give "
+                "the same each time it is asked"
+            )
+        shared, own = state_nodes.encode(*trees, self.walk.scan.constants)
+        about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
+        room = slot.arena.values_room(slot.declared, len(plan.staging.frames))
+        if len(shared) + len(own) + len(about) + 256 > room:
+            return None
+        samples = self._sample(tick, plan.declaration.layout) if self._replicated else None
+        slot.arena.begin_fill()
+        stood_s = time.perf_counter() - started_s
+        with self.link.standing_still():
+            snapshot = self._snapshotter.take(number)
+        stalls_s = self.receipt.stalls_s
+        stalls_s.append(time.perf_counter() - started_s)  # as far as it is known by now
+        nth = len(stalls_s) - 1
+        return _Filling(round_, number, slot, plan, tick, nth, stood_s, snapshot, shared, own, about, samples)
+
+    def late(self, round_: int, step: int) -> None:
+        """Answers an appointment whose tick has passed."""
+        self.missed(round_, Tick(step), "late")
+
+    def missed(self, round_: int, tick: Tick, why: str, updates: tuple[int, int] | None = None) -> None:
+        """Answers an appointment that is not kept. `updates`: where one has to come first, a step with one,
+        and how many steps there are from one to the next."""
+        self.receipt.missed += 1
+        about = {"round": round_, "tick": str(tick), "why": why[:500]}
+        self.link.report("missed", about if updates is None else {**about, "updates": updates})
+
+    def boundary(self, step: int) -> None:
+        """That step has ended: copies that ran under it are looked at and done."""
+        self._snapshotter.boundary()
+        if self._is_first_step:  # an optimizer's state appears in it, and what began the same on all ranks differs
+            self.doubt()
+            self._is_first_step = False
+            with contextlib.suppress(SaveFailed):  # the next snapshot will say it
+                self.settle(Tick(step))
+
+    def quiet(self, timeout_s: float | None = None) -> None:
+        """Returns once no snapshot is on its way into an arena. On another thread it waits for the training thread to
+        come to its next boundary. Errors: SaveFailed if one still is after timeout_s."""
+        if threading.current_thread() is self.thread:
+            self._snapshotter.poll()
+        with self._idle:
+            if not self._idle.wait_for(lambda: not self._open, timeout_s):
+                raise SaveFailed(f"the copy of an earlier snapshot did not end within {timeout_s:.4g} s")
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the training thread, which asks, is in the middle of ending a copy."""
+        return self._snapshotter.is_looking
+
+    @property
+    def last(self) -> Tick | None:
+        """The newest tick taken here, whatever became of it."""
+        return self._last
+
+    def poll(self) -> None:
+        """Ends copies that run under the step; says nothing of what comes next."""
+        self._snapshotter.poll()
+
+    def fence(self) -> None:
+        """Waits for copies that run under the step."""
+        self._snapshotter.fence()
+
+    def prove(self, receipt: Receipt) -> None:
+        """Puts down what was trusted, and what was not and why."""
+        hashed = ["the hashes of all frames read"] if receipt.read_bytes else []
+        receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replicas.proven()]
+        found = self._snapshotter.fell_back(), self._replicas.fell_back(), self._moving()
+        receipt.fell_back = [*itertools.chain(*found), *receipt.fallen]
+
+    def close(self) -> None:
+        """Lets what is under way into the arenas finish, then ends the stager, the copies and the link; so a second
+        call, where Ctrl-C has ended the first."""
+        with contextlib.ExitStack() as ends:  # the next one too, where Ctrl-C ends a wait
+            ends.callback(self.link.close)
+            ends.callback(self._snapshotter.close)
+            ends.callback(self._fillings.put, None)
+            self.quiet()
+
+    def abandon_in_child(self) -> None:
+        self.forked = True
+        self.link.abandon_in_child()
+
+    # -- inside
+
+    def _follow(self, walk: Walk) -> None:
+        """The state is not where it was. With the same structure what was granted stands, and only where it lies is
+        new; else it has to be offered anew. So it has where another rank may hold the same of a tensor that never moved
+        before: it may be another one from here on (`load_state_dict` on one rank only)."""
+        before = self.walk
+        moved = _moved(before, walk)
+        alike = walk.layout == before.layout and walk.replica == before.replica
+        shared = {entry.name for entry, replica in zip(walk.layout.entries, walk.replica, strict=True) if replica}
+        if not alike or (self._replicated and not moved & shared <= self._moves.keys()):
+            self._offered = False
+        self.walk = replace(walk, layout=before.layout) if alike else walk
+        self._moves.update(moved)
+
+    def _note_unsettled(self, before: Layout) -> None:
+        """An appointment was missed, and the structure was `before` at the former one."""
+        self._unsettled = self._unsettled + 1 if self.walk.layout is not before else 0
+        if self._unsettled == UNSETTLED_MAX:
+            changed = names.some(sorted({e.name for e in set(self.walk.layout.entries) ^ set(before.entries)}))
+            text = f"ckpt: no checkpoint is taken while the structure of the state changes each time ({changed}): keep "
+            text += "the shapes and the number of its tensors, or call ck.save(), which waits"
+            self.events.emit("state.unsettled", text, loud=True)
+
+    def _moving(self) -> list[str]:
+        moving = sorted(name for name, count in self._moves.items() if count >= MOVES_MIN)
+        return [f"{names.some(moving)} found in other memory at each snapshot, and read anew"] if moving else []
+
+    def _bind(self, number: int, plan: Plan, data: memoryview) -> None:
+        """For copies of the state as it lies now. Where its structure is another one by now nothing is bound: the plan
+        holds no longer. The training thread looks before each snapshot, for the state may lie elsewhere by then."""
+        walk = self.walk
+        if walk.layout is plan.offered:
+            self._snapshotter.bindings.bind(number, walk, plan.staging, data)
+            if self._replicated:
+                self._samples_of(walk, plan.declaration.layout)  # now, and not while training stands still
+
+    def _sample(self, tick: Tick, layout: Layout) -> Taken | None:
+        """A little of what other ranks should hold alike, as it is at the boundary: at all ranks the same."""
+        samples = self._samples_of(self.walk, layout)
+        return samples.take(zlib.crc32(str(tick).encode()))  # scattered: saved steps have factors in common
+
+    def _samples_of(self, walk: Walk, layout: Layout) -> Samples:
+        known = self._samples
+        if known is None or known.walk is not walk or known.layout is not layout:
+            known = self._samples = Samples(walk, layout)
+        return known
+
+    def _stage(self) -> None:
+        while (filling := self._fillings.get()) is not None:
+            with self._closing(filling.snapshot):
+                try:
+                    self._finish(filling)
+                except Exception as exc:  # this thread goes on, and nobody waits for that round
+                    self.missed(filling.round, filling.tick, self._not_staged(filling.tick, exc))
+
+    @contextlib.contextmanager
+    def _closing(self, snapshot: Snapshot) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._open.discard(snapshot)
+                self._idle.notify_all()
+
+    def _finish(self, filling: _Filling) -> None:
+        try:
+            filling.snapshot.wait()
+            stall_s = self.receipt.stalls_s[filling.nth] = filling.stood_s + filling.snapshot.stall_s
+            why = filling.snapshot.abandoned or ""
+            if not why and self.link.terms is not None:
+                why = self._seal(filling, self.link.terms)
+        finally:
+            filling.slot.let_go(filling.tick)  # before it is said: the agent may appoint the slot again at once
+        if why:
+            self.receipt.missed += 1
+            self.link.levels.put(filling.tick, "local", False, why)
+        else:
+            self.receipt.snapshots += 1
+            values_bytes = len(filling.shared) + len(filling.own) + len(filling.about)
+            self.receipt.staged_bytes += filling.plan.staging.data_bytes + values_bytes
+            self._replicas.note(filling.plan.declaration)
+        self.link.report(
+            "staged",
+            {
+                "round": filling.round,
+                "tick": str(filling.tick),
+                "slot": filling.number,
+                "division": filling.plan.declaration.division,
+                "stall_s": stall_s,
+                "lazy": filling.snapshot.lazy,
+                "why": why,
+                **(filling.samples.fields() if filling.samples is not None else {}),
+            },
+        )
+
+    def _seal(self, filling: _Filling, terms: Terms) -> str:
+        identity = Identity(Epoch.parse(terms.epoch), filling.tick)
+        try:
+            filling.slot.arena.seal(
+                identity,
+                terms.rank,
+                terms.world,
+                filling.plan.staging.data_bytes,
+                filling.slot.declared,
+                filling.shared,
+                filling.own,
+                filling.about,
+            )
+        except CkptError as exc:
+            return self._not_staged(filling.tick, exc)
+        return ""
+
+    def _not_staged(self, tick: Tick, error: BaseException) -> str:
+        """Says so. Why, in words."""
+        why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+        self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
+        return why
+
+
+def _digests(shared: bytes, own: bytes) -> tuple[bytes, bytes]:
+    return xxhash.xxh3_128_digest(shared), xxhash.xxh3_128_digest(own)
+
+
+def _moved(before: Walk, now: Walk) -> set[str]:
+    """The tensors that were there before, in other memory. Both walks keep theirs alive, so that addresses tell."""
+    places = dict(zip((entry.name for entry in before.layout.entries), before.tensors, strict=True))
+    names_now = (entry.name for entry in now.layout.entries)
+    pairs = ((name, places.get(name), live) for name, live in zip(names_now, now.tensors, strict=True))
+    return {name for name, old, new in pairs if old is not None and _addresses(old) != _addresses(new)}
+
+
+def _addresses(tensors: Collection[torch.Tensor]) -> list[int]:
+    return [torch.Tensor.data_ptr(tensor) for tensor in tensors]
+
+
+def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:
+    """Leaves out what is not finite, with an event: a loss that diverged is no reason not to save.
+    Errors: UsageError for what is no number, and for more of them than a checkpoint keeps."""
+    found, name = {}, None
+    try:
+        for name, value in (metrics or {}).items():
+            number = float(value)
+            if not isinstance(name, str):
+                raise TypeError
+            if math.isfinite(number):
+                found[name] = number
+            else:
+                events.emit("metric.dropped", f"ckpt: {name}={number} is not kept with the checkpoint", loud=True)
+    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # the last: tensors of several numbers
+        which = f"; {name!r} has none" if isinstance(name, str) else ""
+        raise UsageError(f"ck.save(metrics=): a dict of names and numbers that a float can hold{which}") from None
+    sizes = [len(name.encode(errors="surrogatepass")) for name in found]
+    if len(found) > METRICS_MAX or sum(sizes) > NAMES_BYTES_MAX or max(sizes, default=0) > STRING_BYTES_MAX:
+        raise UsageError(
+            f"ck.save(metrics=) of {len(found)} numbers whose names have {sum(sizes)} bytes: at most {METRICS_MAX} "
+            f"numbers, {NAMES_BYTES_MAX} bytes of names and {STRING_BYTES_MAX} of one are kept"
+        )
+    return found

@@ -1,0 +1,206 @@
+"""Fetching frames of one checkpoint: the agent says where each lies in shared memory, this rank copies and checks it.
+
+A frame counts as fetched only when its hash was right at, or after, the copy; a wrong one is reported and comes again
+from the agent's next source. The agent's windows are reused only after they were acknowledged.
+
+Of what this rank takes as one run, and no other rank of this node wants, the agent may hand over a connection to the
+node that has it: the bytes are received where they belong. Of what lies in a local folder the agent may name the files,
+which this rank reads by itself (`files`). What does not come, or not right, comes as the rest does.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ckpt.errors import AgentError, from_kind
+from ckpt.format.frames import FrameHasher
+from ckpt.ipc.addresses import PIECE_BYTES, Receiver, cut
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.file_list import FileList
+from ckpt.ipc.messages import Message
+from ckpt.threads import Flag, Outcome, Tasks
+from ckpt.trainer.link.link import Link
+from ckpt.trainer.restore import file_reads
+from ckpt.trainer.restore.file_reads import BATCH_BYTES
+from ckpt.types import Identity
+
+log = logging.getLogger("ckpt")
+
+SILENCE_S = 600.0  # without a frame or a word that others get theirs; the store's operations give up long before
+STALL_S = 30.0  # in which a connection moves something, or is given up
+
+Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
+
+
+class Rooms(Protocol):
+    """Where frames that are taken as one run lie."""
+
+    @property
+    def whole(self) -> Collection[int]:
+        """Which these are."""
+        ...
+
+    def room(self, frame: int) -> memoryview:
+        """To be filled with its bytes."""
+        ...
+
+    def is_right(self, frame: int, value: tuple[int, int]) -> bool:
+        """Whether that is the hash of its bytes."""
+        ...
+
+
+def fetch(
+    link: Link,
+    tasks: Tasks,
+    identity: Identity,
+    frames: Collection[int],
+    deliver: Deliver,
+    rooms: Rooms | None = None,
+) -> dict[str, int]:
+    """Calls `deliver` for each frame, on several threads at once, or fills its room; bytes by level they came from.
+
+    Errors: DamagedData when a frame cannot be had from any source; AgentError when the agent goes away.
+    """
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    link.fetching = inbox
+    regions: dict[int, Arena] = {}
+    jobs: list[Outcome[None]] = []
+
+    def begin(work: Callable[..., None], *args: Any) -> None:
+        job = tasks.submit(work, link, *args, into=jobs)
+        job.add_done_callback(lambda done: inbox.put(done) if done.exception() is not None else None)
+
+    received, ended = _Received(), Flag()
+    streams: list[socket.socket] = []
+    try:
+        blobs = [np.array(sorted(each), dtype="<u4").tobytes() for each in (frames, rooms.whole if rooms else ())]
+        link.connection.request("fetch", {"identity": str(identity)}, blobs=blobs)
+        while True:
+            try:
+                message = inbox.get(timeout=SILENCE_S)
+            except queue.Empty:
+                if received.is_news():
+                    continue
+                raise AgentError(f"the agent delivered nothing for {SILENCE_S:g} s while restoring") from None
+            if message is None:
+                raise AgentError("the agent went away while restoring")
+            if isinstance(message, Future):
+                message.result()  # raises: what it was to acknowledge is not waited for
+            if message.kind == "region":
+                regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
+            elif message.kind == "frames":
+                for batch in _batches(message.fields["at"]):
+                    begin(_copy, regions, batch, deliver)
+            elif message.kind == "stream" and rooms is not None:
+                sock = socket.socket(fileno=message.fds.pop())
+                number, coming = int(message.fields["stream"]), list(message.fields["frames"])
+                streams.append(sock)
+                begin(_receive, sock, number, coming, rooms, received)
+            elif message.kind == "files":
+                begin(_read_files, FileList.of(message), deliver, rooms, ended)
+            elif message.kind != "moving":
+                for job in jobs:
+                    job.result()
+                if not message.fields["ok"]:
+                    raise from_kind(str(message.fields["kind"]), str(message.fields["message"]))
+                return {str(k): int(v) for k, v in dict(message.fields.get("sources") or {}).items()}
+            jobs[:] = [job for job in jobs if not job.done()]
+    finally:
+        link.fetching = None
+        ended.set()
+        for sock in streams:  # where all is well they have come to their end
+            cut(sock)
+        for job in jobs:
+            job.settle()
+        while not inbox.empty():  # nobody else ends what came with it
+            left = inbox.get()
+            if isinstance(left, Message):
+                left.close()
+        # The kernel takes the pages out of our address space one by one: nobody has to wait for that.
+        tasks.start("unmap", lambda: _close(regions))
+
+
+@dataclass(slots=True)
+class _Received:
+    """What has come by streams, of which the agent says nothing. `bytes`: some of it may not be counted, where two
+    streams count at once."""
+
+    bytes: int = 0
+    seen: int = 0
+
+    def is_news(self) -> bool:
+        news, self.seen = self.bytes != self.seen, self.bytes
+        return news
+
+
+def _receive(
+    link: Link, sock: socket.socket, number: int, frames: list[int], rooms: Rooms, received: _Received
+) -> None:
+    """Frames from a connection that gives nothing else, in that order. One that comes wrong, or not, ends it."""
+    good: list[int] = []
+    pending = 0
+    with sock:
+        receiver = Receiver(sock, STALL_S)
+        for frame in frames:
+            room, hasher = rooms.room(frame), FrameHasher()
+            try:
+                for first in range(0, len(room), PIECE_BYTES):
+                    piece = room[first : first + PIECE_BYTES]
+                    receiver.fill(piece)
+                    hasher.update(piece)
+                    received.bytes += len(piece)
+            except (OSError, EOFError) as exc:
+                log.info("a stream of %d frames ended at frame %d: %s", len(frames), frame, exc)
+                break
+            if not rooms.is_right(frame, hasher.result()):
+                log.warning("frame %d came damaged by a stream", frame)
+                break
+            good.append(frame)
+            pending += len(room)
+            if pending >= BATCH_BYTES:
+                link.connection.notify("got", {"ok": good, "bad": []})
+                good, pending = [], 0
+    link.connection.notify("got", {"ok": good, "bad": []})
+    link.connection.notify("streamed", {"stream": number})
+
+
+def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: Rooms | None, ended: Flag) -> None:
+    def got(good: list[int], bad: list[int]) -> None:
+        link.connection.notify("got", {"ok": good, "bad": bad})
+
+    file_reads.read(listed, deliver, rooms, got, ended)
+
+
+def _close(regions: dict[int, Arena]) -> None:
+    for arena in regions.values():
+        arena.close()
+
+
+def _batches(at: list[list[int]]) -> Iterator[list[list[int]]]:
+    batch: list[list[int]] = []
+    total = 0
+    for entry in at:
+        batch.append(entry)
+        total += entry[3]
+        if total >= BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def _copy(link: Link, regions: dict[int, Arena], at: list[list[int]], deliver: Deliver) -> None:
+    good: list[int] = []
+    bad: list[int] = []
+    for frame, region, offset, length in at:
+        right = deliver(frame, regions[region].view[offset : offset + length])
+        (good if right else bad).append(frame)
+    link.connection.notify("got", {"ok": good, "bad": bad})

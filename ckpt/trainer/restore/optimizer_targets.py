@@ -1,0 +1,272 @@
+"""The way back of optimizers: what of a checkpoint is for which parameter's state and which group.
+
+A parameter's state is found by the parameter's name, whatever its group and its place in that; what a group says, by
+the parameters that it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.trainer.restore import overruled
+from ckpt.trainer.restore.tensor_requests import Found, Wants, dtype_of, empty_like, replicated_like
+from ckpt.trainer.state import names, value_trees
+from ckpt.trainer.state.names import join
+from ckpt.trainer.state.optimizers import OptimizerView, Param, class_of, group_path, hyper, state_path
+from ckpt.trainer.state.saved_values import Group, OptimizerTree, Tree
+from ckpt.trainer.state.shard import Pieces, changing
+from ckpt.trainer.state.state_nodes import ObjectNode
+from ckpt.trainer.state.state_walk import Scan
+
+# State that torch's optimizers keep on the host, unless they are capturable or fused.
+HOST_STATE = frozenset({"step", "mu_product"})
+# What a group of an optimizer of any class may have.
+_OF_ANY = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+
+_REGROUP = (
+    "make the groups as they were, or pass strict=False once: then the script's hyper-parameters hold for them, "
+    "and the state of each parameter is restored"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTargets:
+    """Of all optimizers of a state. What they want, and what does not fit, goes into `wants`."""
+
+    scan: Scan
+    wants: Wants
+    _hypers: dict[int, torch.Tensor] = field(default_factory=dict)  # by id, tensors of groups that have their value
+
+    def plan(self, view: OptimizerView) -> None:
+        """All that is wanted for this one, and what is installed then."""
+        saved = self.wants.saved.optimizers.get(view.path)
+        if saved is None:
+            self.wants.other_kind(view.path, "optimizer")
+            return
+        live = set().union(*(_flags(hyper(group)) for group in view.optimizer.param_groups))
+        kept = set().union(*(_flags(group.hyper.value) for group in saved.groups))
+        state = {join(*path) for held in saved.state.values() if held is not None for path in held.tensors}
+        more = f"; of its parameters it has {', '.join(sorted(state))}" if state else ""
+        if self.wants.is_of_another_class(view.path, class_of(view.optimizer), live, kept, more):
+            self.wants.used.update(name for name in self.wants.names if name.startswith(f"{view.path}."))
+            return
+        before = len(self.wants.installs)
+        stored_as = [[self._stored(param, saved) for param in params] for params in view.params]
+        homes = [{saved.home[name] for name in stored if name is not None} for stored in stored_as]
+        for number, (params, stored, held) in enumerate(zip(view.params, stored_as, homes, strict=True)):
+            sharing = [other for other, of_it in enumerate(homes) if other != number and of_it & held]
+            if not params:
+                held = {home for home, group in enumerate(saved.groups) if group.number == number}
+                held = set(sorted(held)[:1])
+            if len(held) > 1:
+                name = group_path(view.path, number)
+                numbers = sorted(saved.groups[home].number for home in held)
+                line = f"{name} holds parameters that the checkpoint has in the groups {numbers}"
+                if len(set(numbers)) < len(numbers):
+                    line += ", and with other hyper-parameters on other ranks"
+                self.wants.differ("reshaped", name, f"{line}; {_REGROUP}")
+            elif sharing:
+                name = group_path(view.path, number)
+                line = f"{name} and {' and '.join(group_path(view.path, other) for other in sharing[:3])}"
+                line += f" hold parameters that the checkpoint has in one group; {_REGROUP}"
+                self.wants.differ("reshaped", name, line)
+            if len(held) == 1 and not sharing:
+                self._numbered(view, number, home := saved.groups[held.pop()])
+                self._group(view, number, home)
+            else:
+                tensors = value_trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1]
+                self._hypers.update((id(tensor), tensor) for _, tensor in tensors if isinstance(tensor, torch.Tensor))
+            for param, known_as in zip(params, stored, strict=True):
+                self._parameter(view, param, known_as, saved)
+        self._rest(view, saved, self.wants.installs[before:])
+
+    def _numbered(self, view: OptimizerView, number: int, saved: Group) -> None:
+        """A scheduler knows groups by their numbers alone: another order gives each the rates of another."""
+        if saved.number != number and (scheduler := next(self._schedulers(view), None)) is not None:
+            name = group_path(view.path, number)
+            line = (
+                f"{name} is the group {saved.number} of the checkpoint, and {scheduler} goes by the numbers of groups"
+            )
+            self.wants.differ("reshaped", name, line)
+
+    def _schedulers(self, view: OptimizerView) -> Iterator[str]:
+        """Those of this optimizer, by their paths."""
+        return (
+            node.path
+            for node in self.scan.nodes
+            if isinstance(node, ObjectNode)
+            and getattr(getattr(node.value, "optimizer", None), "param_groups", None) is view.optimizer.param_groups
+        )
+
+    def _stored(self, param: Param, saved: OptimizerTree) -> str | None:
+        """The name that a parameter has in the checkpoint's optimizer, of its own or as one that is tied to it, here or
+        there; None where it has none."""
+        first = self.scan.aliases.get(param.full, param.full)
+        tied, there = (param.full, first, *self.wants.also.get(first, ())), self.wants.saved.aliases
+        names_of = [name for full in tied for name in (full, there.get(full)) if isinstance(name, str)]
+        return next((name for full in names_of if (name := self._named_there(full)) in saved.home), None)
+
+    def _named_there(self, full: str) -> str | None:
+        """What the checkpoint's optimizers call the parameter of that canonical name: where the checkpoint has one
+        module, its name in that. None where another one is called so: one in that module, or one beside it."""
+        if len(self.wants.saved.modules) != 1:
+            return full
+        (module,) = self.wants.saved.modules
+        name = full.removeprefix(f"{module}.")
+        if name == full:
+            return full if self._is_there(full) else None
+        return None if self._is_there(name) and not self._is_there(full) else name
+
+    def _is_there(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
+        return name in self.wants.names or name in self.wants.saved.aliases
+
+    def _group(self, view: OptimizerView, number: int, saved: Group) -> None:
+        live = dict(value_trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1])
+        misfits = [key for (key, *more), tensor in live.items() if not more and not _takes(tensor, saved.hyper, key)]
+        for key in misfits:
+            name = join(group_path(view.path, number), key)
+            there = type(saved.hyper.value[key]).__name__
+            self.wants.differ("retyped", name, f"{name} is a tensor, in the checkpoint a value of type {there}")
+        if misfits:
+            return
+        load = self.wants.tree(saved.hyper, {name: live.get(path) for path, name in saved.hyper.tensors})
+
+        def install() -> None:
+            group, restored = view.optimizer.param_groups[number], load()
+            is_scheduled = any(self._schedulers(view))
+            path = f"{view.path}.param_groups[{number}]"
+            self.wants.overruled += overruled.of_group(path, group, restored, is_scheduled)
+            for key, value in restored.items():
+                live = group.get(key)
+                if value is None and isinstance(live, torch.Tensor):
+                    continue  # the checkpoint lacks the tensor, which was said (strict=False)
+                if (known := self._hypers.get(id(live))) is not None and not bool((known == value).all()):
+                    live = known.clone()  # another group's, for which the checkpoint has another value
+                group[key] = now = _as_before(live, value)
+                if isinstance(now, torch.Tensor):
+                    self._hypers[id(now)] = now
+
+        self.wants.installs.append(install)
+
+    def _parameter(self, view: OptimizerView, param: Param, stored: str | None, saved: OptimizerTree) -> None:
+        """The state of one parameter: tensors of the saved shape and dtype stay the same objects."""
+        if stored is None:
+            self.wants.missing(state_path(view.path, param.name))
+            return
+        prefix, skeleton = state_path(view.path, stored), saved.state[stored]
+        found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
+        if self._is_misfit(param):
+            self.wants.used.update(found.values())  # the parameter is named; its state does not fit either
+            return
+        pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
+        live = dict(value_trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
+        flags = saved.groups[saved.home[stored]].hyper.value
+        made: list[tuple[value_trees.Path, Any]] = []
+        for path, name in found.items():
+            tensor = self._state_tensor(name, path, param, pieces, flags, live.get(path))
+            if tensor is None:
+                return
+            made.append((path, tensor))
+
+        def install() -> None:
+            state = view.optimizer.state
+            if skeleton is None:
+                state.pop(param.tensor, None)
+                return
+            value = value_trees.merge(copy.deepcopy(skeleton.value), made)
+            state[param.tensor] = value_trees.settle(state.get(param.tensor), value)
+
+        self.wants.installs.append(install)
+
+    def _is_misfit(self, param: Param) -> bool:
+        """Whether what is saved of the parameter (by its module, maybe not as it is) cannot be filled."""
+        if self.scan.aliases.get(param.full, param.full) not in self.scan.tensors:
+            return False
+        pieces = self.scan.pieces(param.full)
+        found = self.wants.find(param.full, pieces.boxes)
+        return found is not None and not found.fits(pieces)
+
+    def _rest(self, view: OptimizerView, saved: OptimizerTree, installs: Sequence[Callable[[], None]]) -> None:
+        """What the optimizer's own load_state_dict() gets beside state and groups; `installs` put these there."""
+        live, kept = view.rest["value"], saved.rest.value
+        for key in live.keys() - kept.keys():
+            self.wants.missing(names.join(view.path, key))
+        both = [key for key in live if key in kept]
+        if not both:
+            return
+        tensors = tuple((path, name) for path, name in saved.rest.tensors if path and path[0] in both)
+        tree = Tree({key: kept[key] for key in both}, tensors)
+        load = self.wants.tree(tree, {named.name: named.tensor for named in view.tensors})
+
+        def install() -> None:
+            view.optimizer.load_state_dict({**view.optimizer.state_dict(), **load()})
+
+        # It finds its state in place; what it makes of that (torch casts it to the parameter's dtype) is put right.
+        self.wants.installs += [install, *installs]
+
+    def _state_tensor(
+        self, name: str, path: value_trees.Path, param: Param, pieces: Pieces, flags: Any, live: Any
+    ) -> Any:
+        """`pieces`: those of the parameter. `flags`: the saved hyper-parameters."""
+        found = self.wants.find(name, pieces.boxes)
+        if found is None:
+            self.wants.missing(name)
+            return None
+        tensor, parted = live, self.wants.is_parted(name, pieces.boxes)
+        fits = isinstance(live, torch.Tensor) and found.fits(self.wants.cutter.pieces(param.like(live), name))
+        if parted or not fits:
+            tensor = self._new_state(found, path, param, flags, pieces.shape)
+        self.wants.fill(name, self.wants.cutter.pieces(param.like(tensor), name))
+        return tensor
+
+    def _new_state(
+        self, found: Found, path: value_trees.Path, param: Param, flags: Any, whole: tuple[int, ...]
+    ) -> torch.Tensor:
+        """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
+        dtype, shape = dtype_of(found), whole if found.shape is None else found.shape
+        order = self.wants.order(found, len(shape))
+        on_device = isinstance(flags, dict) and any(flags.get(key) is True for key in ("capturable", "fused"))
+        if not shape and path[-1] in HOST_STATE and not on_device:
+            return torch.empty((), dtype=dtype)
+        if shape == whole and path[-1] not in HOST_STATE:
+            return empty_like(param.tensor, dtype, order)
+        return replicated_like(param.tensor, shape, dtype, order)
+
+
+def _flags(group: Any) -> set[str]:
+    """What hyper-parameters an optimizer has; of those that say yes or no (decoupled_weight_decay) what they say. Not
+    how it computes, nor what a scheduler adds: these are no matter of its class."""
+    held = group.items() if isinstance(group, dict) else ()
+    return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held if key not in _OF_ANY}
+
+
+def _takes(live: Any, saved: Tree, key: Any) -> bool:
+    """Whether a tensor among the hyper-parameters can become what was saved under its key."""
+    if key not in saved.value or any(path == (key,) for path, _ in saved.tensors):
+        return True
+    try:
+        torch.empty((), dtype=live.dtype, device="cpu").fill_(saved.value[key])
+    except (TypeError, RuntimeError, OverflowError):
+        return False
+    return True
+
+
+def _as_before(live: Any, value: Any) -> Any:
+    """A hyper-parameter as the live optimizer keeps it: in the same tensor (a compiled step looks there), or as a
+    number."""
+    if isinstance(live, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape == live.shape):
+        with changing(live):
+            if isinstance(value, torch.Tensor):
+                live.copy_(value)
+            else:
+                live.fill_(value)
+        return live
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(live, (int, float)):
+        return value.item()
+    return value

@@ -1,0 +1,292 @@
+"""Which of a checkpoint's tensors go where: one want per box, each with the local tensor that it is filled into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import DamagedData, UsageError
+from ckpt.format.manifest import Manifest, TensorSpec
+from ckpt.layout.assemble import part_owner
+from ckpt.layout.reshard import Mismatch, Want
+from ckpt.trainer.state import value_trees
+from ckpt.trainer.state.names import some
+from ckpt.trainer.state.saved_values import Shared, Tree
+from ckpt.trainer.state.shard import DTYPES, Cutter, Pieces, Shard, changing, is_dtensor
+from ckpt.types import Box
+
+ONLY = "only in the checkpoint: "  # so begins a line of what nobody here wants
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor of the checkpoint as this rank may have it: all of it, or `parts`, one for each of its boxes.
+    `shape`: the global one; None where it is not recorded (parts). `owner`: whom to ask for."""
+
+    name: str
+    owner: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    parts: tuple[TensorSpec, ...] = ()
+
+    def fits(self, pieces: Pieces) -> bool:
+        """Whether it can be filled into these."""
+        return self.dtypes == {pieces.dtype} and all(held == saved for held, saved in self.shapes(pieces))
+
+    @property
+    def dtypes(self) -> set[str]:
+        return {self.dtype, *(part.dtype for part in self.parts)}
+
+    def shapes(self, pieces: Pieces) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes that are the same where it fits: those of these pieces, and those in the checkpoint."""
+        whole = [(pieces.shape, self.shape)] if self.shape is not None else []
+        return whole + [(box.shape, part.shape) for box, part in zip(pieces.boxes, self.parts, strict=False)]
+
+
+@dataclass(slots=True)
+class Wants:
+    """Collects wants for the rank at `coordinate`; None where the checkpoint is of another mesh, on which an equal
+    coordinate is another rank's: there `alike` says of whom to take what all have the same. `live_aliases`: other names
+    of the state's tensors (name -> first name), and `also` the same backwards; `saved`: what
+    the checkpoint has beside tensors."""
+
+    coordinate: str | None
+    alike: Mapping[str, str]
+    specs: Mapping[tuple[str, str], TensorSpec]
+    names: frozenset[str]
+    live_aliases: Mapping[str, str]
+    also: Mapping[str, Sequence[str]]
+    saved: Shared
+    wants: list[Want] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    installs: list[Callable[[], None]] = field(default_factory=list)
+    lines: dict[tuple[str, str], str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    overruled: list[str] = field(default_factory=list)  # what the script gave, and is not what was installed
+    cutter: Cutter = field(default_factory=Cutter)
+
+    @staticmethod
+    def of(
+        manifest: Manifest,
+        coordinate: str | None,
+        alike: Mapping[str, str],
+        live: Mapping[str, str],
+        saved: Shared,
+    ) -> Wants:
+        specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
+        also: dict[str, list[str]] = {}
+        for alias, first in live.items():
+            also.setdefault(first, []).append(alias)
+        return Wants(coordinate, alike, specs, frozenset(name for name, _ in specs), live, also, saved)
+
+    # ------------------------------------------------------------------------------------------------- differences
+
+    def differ(self, kind: str, name: str, line: str) -> None:
+        self.lines.setdefault((kind, name), line)
+
+    def missing(self, name: str, why: str = "") -> None:
+        if not why and name in self.names:
+            why = f", where it is other ranks' own and none of it that of {self.coordinate}"
+            if self.coordinate is None:
+                owners = sorted({owner.partition("@")[0] for held, owner in self.specs if held == name})
+                why = (
+                    f", where it is other ranks' own, of another mesh, and not the same on all of {some(owners)}: only "
+                    "as many ranks of that mesh can have it back"
+                )
+        self.differ("missing", name, f"{name} is missing in the checkpoint{why}")
+
+    def other_kind(self, path: str, kind: str) -> None:
+        saved = self.saved.kind_of(path)
+        if saved is None:
+            self.missing(path)
+        else:
+            self.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
+
+    def is_of_another_class(self, path: str, here: str, live: set[str], kept: set[str], more: str = "") -> bool:
+        """Whether the checkpoint has another optimizer or scheduler in this place: of another class than `here` and,
+        unlike one that was only renamed, with other keys (`live` and `kept`). Nothing of it fits then."""
+        there = self.saved.classes[path]
+        if there in ("", here) or live == kept:
+            return False
+        keys = [
+            f"{word} {', '.join(sorted(of))}" for word, of in (("without", live - kept), ("with", kept - live)) if of
+        ]
+        line = f"{path} is of the class {here}, in the checkpoint of the class {there}, {' and '.join(keys)}{more}"
+        self.differ("retyped", path, line)
+        return True
+
+    def unused(self) -> list[str]:
+        """Names that the checkpoint has, for all ranks or for this one, and nothing here wanted. Of another mesh, those
+        of any rank: none of them comes to fetch its own."""
+        mine = ("", self.coordinate)
+        names = {n for n, owner in self.specs if self.coordinate is None or owner.partition("@")[0] in mine}
+        return sorted(names - self.used)
+
+    def unused_own(self) -> list[str]:
+        """Of `unused`, what only this rank could have back."""
+        return [name for name in self.unused() if self.coordinate is not None and (name, "") not in self.specs]
+
+    def mismatch(self, extra: Sequence[str]) -> Mismatch:
+        for name in extra:
+            self.differ("extra", name, f"{ONLY}{name}")
+        kinds: dict[str, list[str]] = {"missing": [], "extra": [], "reshaped": [], "retyped": []}
+        for kind, name in sorted(self.lines):
+            kinds[kind].append(name)
+        missing, extra_names, reshaped, retyped = (tuple(found) for found in kinds.values())
+        lines = tuple(line for _, line in sorted(self.lines.items()))
+        return Mismatch(missing, extra_names, reshaped, retyped, lines)
+
+    # ------------------------------------------------------------------------------------------------------ tensors
+
+    def find(self, name: str, boxes: Sequence[Box] = ()) -> Found | None:
+        """The checkpoint's tensor for one of the state: under its name, or another name of a tied one; the job's, or
+        this rank's own, whole or in the parts that these boxes are; or what all ranks that saved one have the same."""
+        first = self.live_aliases.get(name, name)
+        others = self.also.get(first, ())
+        for candidate in (name, self.saved.aliases.get(name), first, self.saved.aliases.get(first), *others):
+            if candidate is None:
+                continue
+            own = self.alike.get(candidate, "") if self.coordinate is None else self.coordinate
+            for owner in ("", own):
+                spec = self.specs.get((candidate, owner))
+                if spec is not None:
+                    return Found(candidate, owner, spec.dtype, spec.shape)
+            if self.coordinate is None:
+                continue
+            parts = [self.specs.get((candidate, part_owner(self.coordinate, box))) for box in boxes]
+            held = tuple(spec for spec in parts if spec is not None)
+            if held and len(held) == len(parts):
+                return Found(candidate, self.coordinate, held[0].dtype, None, held)
+        return None
+
+    def is_parted(self, name: str, boxes: Sequence[Box] = ()) -> bool:
+        """Whether the state's tensor of this name is tied to another, and the checkpoint has one for each."""
+        first = self.live_aliases.get(name)
+        if first is None:
+            return False
+        own, other = self.find(name, boxes), self.find(first, boxes)
+        return own is not None and other is not None and own.name != other.name
+
+    def fill(self, name: str, pieces: Pieces) -> bool:
+        """Wants a tensor into these pieces. False where the checkpoint has none that fits, which is noted."""
+        found = self.find(name, pieces.boxes)
+        if found is None:
+            if pieces.boxes or name not in self.names:
+                self.missing(name)
+            return False
+        self.used.add(found.name)
+        for shape, saved in found.shapes(pieces):
+            if shape != saved:
+                self.differ("reshaped", name, f"{name} has the shape {shape}, in the checkpoint {saved}")
+                return False
+        for saved_dtype in found.dtypes:
+            if saved_dtype != pieces.dtype:
+                self.differ("retyped", name, f"{name} is {pieces.dtype}, in the checkpoint {saved_dtype}")
+                return False
+        for box, local in zip(pieces.boxes, pieces.locals, strict=True):
+            self.wants.append(Want(found.name, found.owner, pieces.dtype, pieces.shape, box))
+            self.tensors.append(self._destination(local))
+        return True
+
+    def fresh(self, name: str, like: Any = None) -> Any:
+        """A new tensor that will be filled with what the checkpoint has under this name: placed, and a Shard, as `like`
+        is, if that has the same global shape, else whole and on the CPU; with its dimensions in memory as they were.
+        None where the checkpoint has none, which is noted."""
+        found = self.find(name)
+        if found is None or found.shape is None:
+            self.missing(name)
+            return None
+        dtype, order = dtype_of(found), self.order(found, len(found.shape))
+        if isinstance(like, Shard) and like.global_shape == found.shape:
+            new: torch.Tensor | Shard = like.like(empty_like(like.tensor, dtype, order))
+        elif isinstance(like, torch.Tensor) and tuple(like.shape) == found.shape:
+            new = empty_like(like, dtype, order)
+        else:
+            new = empty(found.shape, dtype, order)
+        self.fill(name, self.cutter.pieces(new, name))
+        return new
+
+    def order(self, found: Found, dims: int) -> Sequence[int] | None:
+        """Of the dimensions in memory, from the outermost, as they were saved; None where that was not saved.
+        Errors: DamagedData."""
+        if self.saved.orders is None:
+            return None
+        order = self.saved.orders.get(found.name, range(dims))
+        if len(order) != dims:
+            raise DamagedData(f"{found.name} has {dims} dimensions, and the stored order of them has {len(order)}")
+        return order
+
+    def tree(self, saved: Tree, live: Mapping[str, Any]) -> Callable[[], Any]:
+        """What gives, once all is filled, the saved values with new tensors in their places; these are placed as the
+        `live` ones of the same name are."""
+        made = [(path, self.fresh(name, live.get(name))) for path, name in saved.tensors]
+        return lambda: value_trees.merge(saved.value, [(path, tensor) for path, tensor in made if tensor is not None])
+
+    def _destination(self, local: torch.Tensor) -> torch.Tensor:
+        """The local tensor itself; for one whose elements share memory (expanded) a new one, copied back later."""
+        if all(stride or size < 2 for stride, size in zip(local.stride(), local.shape, strict=True)):
+            return local
+        whole = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        distinct = tuple(slice(None) if stride else slice(0, 1) for stride in local.stride())
+
+        def copy_back() -> None:
+            with changing(local):
+                local[distinct].copy_(whole[distinct])
+
+        self.installs.append(copy_back)
+        return whole
+
+
+def dtype_of(found: Found) -> torch.dtype:
+    """Errors: UsageError for a dtype that this torch does not have."""
+    if found.dtype not in DTYPES:
+        raise UsageError(f"{found.name} is {found.dtype} in the checkpoint, which torch {torch.__version__} has not")
+    return DTYPES[found.dtype]
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, order: Sequence[int] | None, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """A new tensor, with its dimensions in memory in that order, from the outermost; None: in their own."""
+    return torch.empty_permuted(shape, tuple(order or range(len(shape))), dtype=dtype, device=device)
+
+
+def empty_like(tensor: Any, dtype: torch.dtype | None = None, order: Sequence[int] | None = None) -> torch.Tensor:
+    """A new tensor of the same shape, device and placement, without gradient, with its dimensions in memory in that
+    order; None: in that of `tensor`."""
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    if order is None or hasattr(local, "local_shards"):
+        new, stride = torch.empty_like(local.detach(), dtype=dtype), tensor.stride()
+    else:
+        new = empty(local.shape, dtype or local.dtype, order, local.device)
+        stride = empty(tensor.shape, new.dtype, order, "meta").stride()
+    if not is_dtensor(tensor):
+        return new
+    return _distributed(new, tensor.shape, stride, tensor.device_mesh, tensor.placements)
+
+
+def replicated_like(
+    tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A new tensor of that shape on the device of `tensor`, with its dimensions in memory in that order; on every rank
+    of its mesh if it is a DTensor."""
+    local = empty(shape, dtype, order, tensor.device)
+    if not is_dtensor(tensor) or not shape:
+        return local
+    from torch.distributed.tensor import Replicate
+
+    return _distributed(local, shape, local.stride(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+
+
+def _distributed(
+    local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], mesh: Any, placements: Sequence[Any]
+) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    new: torch.Tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+    return new

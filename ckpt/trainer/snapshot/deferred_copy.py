@@ -1,0 +1,333 @@
+"""When a late copy can be trusted, and how that is checked while it is relied on.
+
+A tensor may be copied late (under the next forward and backward pass) only if it does not change between the boundary
+and the next optimizer step. `Trust` holds what was proven of that and what was disproven; `Watch` looks whether the
+tensors of one snapshot changed; `StepHook` is how the optimizer step announces itself. An equal version counter
+proves nothing (fused optimizers and `.data` do not move it), so bytes are looked at too. Nor do equal live bytes prove
+that the copy read them (weights are swapped for an evaluation and back), so bytes are looked at in the arena as well.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ckpt.events import Events
+from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, check_storage
+from ckpt.trainer.state.pieces import Piece, is_cuda_used, keep, later, split
+from ckpt.trainer.state.shard import live_parts, storage_of
+from ckpt.types import counted
+
+PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
+LATE_BYTES_MIN = 64 << 10  # boxes below it are always copied at the boundary, and tensors below SMALL_BYTES (walk.py)
+CANARY_BYTES = 64
+WORD_BYTES = 8
+DEVICE_UNIT_BYTES = 32 << 20  # what a device's copy engine reads in the time in which a thread reads UNIT_BYTES
+SPOT_BYTES_MAX = 1 << 20  # how much of one tensor is compared in full at a snapshot, in turns
+SPOT_SHARE = 1024  # ... and at most this fraction of what is late, so that it stays out of sight in the stall
+
+# A tensor in its role, as trust knows it: (name, owner, number of the box, address). What moved is new.
+Key = tuple[str, str, int, int]
+
+
+class Trust:
+    """Which tensors may be copied late. Thread-safe. `version` changes with every answer that may have changed.
+
+    Proofs belong to a tensor at its address; distrust belongs to its name and stays for the run."""
+
+    def __init__(self, events: Events, enabled: bool) -> None:
+        self.version = 0
+        self._events = events
+        self._enabled = enabled
+        self._why_off = ""
+        self._proofs: dict[Key, int] = {}
+        self._distrusted: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
+    def is_candidate(self, key: Key) -> bool:
+        """Whether it may be copied late, now or once it is proven."""
+        return self._enabled and key[:2] not in self._distrusted
+
+    def is_proven(self, key: Key) -> bool:
+        return self.is_candidate(key) and self._proofs.get(key, 0) >= PROOFS
+
+    def forget_all_but(self, keys: Collection[Key]) -> None:
+        """Drops the proofs of tensors that are gone: what comes back at the same address later is new."""
+        with self._lock:
+            self._proofs = {key: n for key, n in self._proofs.items() if key in keys}
+
+    def prove(self, keys: Collection[Key]) -> None:
+        with self._lock:
+            for key in keys:
+                self._proofs[key] = self._proofs.get(key, 0) + 1
+                self.version += self._proofs[key] == PROOFS
+
+    def distrust(self, keys: Collection[Key]) -> None:
+        """These changed before the optimizer stepped: copied at the boundary from now on."""
+        with self._lock:
+            names = sorted({key[:2] for key in keys} - self._distrusted)
+            self._distrusted.update(names)
+            self.version += 1
+        for name, owner in names:
+            self._events.emit(
+                "lazy.changed",
+                f"{name} changed before the optimizer stepped; it is copied at the boundary from now on",
+                loud=True,
+                tensor=name,
+                owner=owner,
+            )
+
+    def turn_off(self, why: str) -> None:
+        with self._lock:
+            was, self._enabled = self._enabled, False
+            self.version += 1
+        if was:
+            self._why_off = why
+            self._events.emit("lazy.off", f"late copies are off for this run: {why}", loud=True, reason=why)
+
+    def proven(self) -> list[str]:
+        count = sum(self.is_proven(key) for key in list(self._proofs))
+        return [f"lazy copies of {counted(count, 'tensor')}"] if count else []
+
+    def fell_back(self) -> list[str]:
+        off = [f"lazy copies off: {self._why_off}"] if self._why_off else []
+        return [*off, *(f"{name} is copied at the boundary: it changed" for name, _ in sorted(self._distrusted))]
+
+
+class Watch:
+    """Remembers tensors at the boundary and says later which have changed: by version counter, address, and a few
+    bytes of each at three places of every UNIT_BYTES (canaries), which is what a copy reads in one go; on a device, of
+    every DEVICE_UNIT_BYTES. All on the current streams; the views are made once.
+
+    `live[i]` is the tensor whose staged `pieces[i]` are; both belong to `keys[i]`."""
+
+    def __init__(self, keys: Sequence[Key], live: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> None:
+        self._keys = keys
+        self._live = live
+        self._seen: list[tuple[int, int]] = []
+        by_device: dict[torch.device, list[_Sample]] = {}
+        for n, of_one in enumerate(pieces):
+            for sample in _samples(n, of_one):
+                by_device.setdefault(sample.live.device, []).append(sample)
+        self._groups = [_Canaries(device, samples) for device, samples in by_device.items()]
+
+    def remember(self) -> None:
+        self._seen = [(tensor._version, tensor.data_ptr()) for tensor in self._live]
+        for group in self._groups:
+            group.remember()
+
+    def look(self) -> Callable[[], set[Key]]:
+        """Compares with what was remembered, as of now. The function that it returns waits for the outcome."""
+        moved = {n for n, t in enumerate(self._live) if (t._version, t.data_ptr()) != self._seen[n]}
+        verdicts = [group.look(moved) for group in self._groups]
+        return lambda: {self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts))}
+
+    def torn(self) -> set[Key]:
+        """Which have other bytes in the arena than were remembered: they were others while they were copied, whatever
+        they are now. Any thread, once the copies have landed and the outcome of `look` is there."""
+        return {self._keys[n] for group in self._groups for n in group.torn()}
+
+
+class _Sample(NamedTuple):
+    """The same few elements of the tensor `of`, live and in the arena."""
+
+    of: int
+    live: Tensor
+    staged: Tensor
+
+
+class _Canaries:
+    """Samples on one device, gathered into one buffer at the boundary and into another later, and from the arena."""
+
+    def __init__(self, device: torch.device, samples: Sequence[_Sample]) -> None:
+        samples = sorted(samples, key=_is_odd)
+        self._of = [sample.of for sample in samples]
+        self._sources = [sample.live for sample in samples]
+        plain = len(samples) - sum(map(_is_odd, samples))
+        self._plain, self._odd = [_words(source) for source in self._sources[:plain]], self._sources[plain:]
+        self._before, self._after = torch.zeros((2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device)
+        self._first_plain, self._second_plain = (_words(rows[:plain]).view(-1) for rows in (self._before, self._after))
+        self._first, self._second = (
+            [row[: s.nbytes].view(s.dtype) for row, s in zip(rows, self._sources, strict=True)]
+            for rows in (self._before, self._after)
+        )
+        arena = torch.empty(0, dtype=torch.uint8, device="cpu").set_(samples[0].staged.untyped_storage())
+        # One arena holds them all: what lies there is one gather of rows that begin anywhere. A part of a sample that
+        # is cut off by the arena's end is not looked at.
+        self._arena = arena.as_strided((len(arena) - CANARY_BYTES + 1, CANARY_BYTES), (1, 1))
+        starts, sizes = (
+            torch.tensor(column, device="cpu")
+            for column in zip(*((s.storage_offset() * s.itemsize, s.nbytes) for _, _, s in samples), strict=True)
+        )
+        self._in_arena = starts.clamp(max=len(self._arena) - 1)
+        is_filled = torch.arange(CANARY_BYTES, device="cpu") < sizes[:, None]
+        is_there = (self._in_arena == starts)[:, None]
+        self._mask = _words((is_filled & is_there).to(torch.uint8) * 0xFF)
+
+    def remember(self) -> None:
+        self._gather(self._first_plain, self._first)
+
+    def look(self, moved: set[int]) -> Callable[[], set[int]]:
+        """`moved`: may be freed by now, and is not read."""
+        if moved.isdisjoint(self._of):
+            self._gather(self._second_plain, self._second)
+        else:
+            self._after.copy_(self._before)
+            there = [row for row, of in enumerate(self._of) if of not in moved]
+            if there:
+                torch._foreach_copy_([self._second[row] for row in there], [self._sources[row] for row in there])
+        differ = later((_words(self._before) != _words(self._after)).any(1))
+        return lambda: self._named(differ())
+
+    def torn(self) -> set[int]:
+        landed = self._arena.index_select(0, self._in_arena)
+        return self._named(((_words(self._before.cpu()) ^ _words(landed)) & self._mask).any(1))
+
+    def _gather(self, plain: Tensor, rows: list[Tensor]) -> None:
+        keep(plain)
+        if self._plain:
+            torch.cat(self._plain, out=plain)  # of words: half of what bytes cost, an eighth of copying each
+        if self._odd:
+            torch._foreach_copy_(rows[len(self._plain) :], self._odd)
+
+    def _named(self, differ: Tensor) -> set[int]:
+        return {self._of[row] for row in differ.nonzero()[:, 0].tolist()}
+
+
+def _is_odd(sample: _Sample) -> bool:
+    """Whether it is anything but a whole row of plain bytes that can be seen as words."""
+    live = sample.live
+    is_row = live.dtype is torch.uint8 and live.shape[0] == CANARY_BYTES and live.is_contiguous()
+    return not is_row or any(place % WORD_BYTES for place in (int(live.storage_offset()), live.data_ptr()))
+
+
+def _words(row: Tensor) -> Tensor:
+    """Of WORD_BYTES, and so aligned to them."""
+    return row.view(torch.int64)
+
+
+def _samples(of: int, pieces: Sequence[Piece]) -> Iterator[_Sample]:
+    """Up to CANARY_BYTES each from the start, the middle and the end of every unit of what is staged of a tensor."""
+    for unit in _units(pieces):
+        for piece, part in ((unit[0], 0.0), (unit[len(unit) // 2], 0.5), (unit[-1], 1.0)):
+            live, staged = piece.source, piece.target
+            while live.dim() > 1:
+                row = int(part * (live.shape[0] - 1))
+                live, staged = live[row], staged[row]
+            count = min(CANARY_BYTES // live.element_size(), live.shape[0])
+            at = int(part * (live.shape[0] - count))
+            if part < 1.0:  # the end is the end
+                at -= at % WORD_BYTES
+            yield _Sample(of, live[at : at + count], staged[at : at + count])
+
+
+def _units(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The pieces of one tensor as a copy reads them: large ones in parts, small ones together."""
+    unit: list[Piece] = []
+    unit_bytes = 0
+    unit_max = UNIT_BYTES if pieces[0].source.device.type == "cpu" else DEVICE_UNIT_BYTES
+    for part in (part for piece in pieces for part in split(piece, unit_max)):
+        if unit and unit_bytes + part.nbytes > unit_max:
+            yield unit
+            unit, unit_bytes = [], 0
+        unit.append(part)
+        unit_bytes += part.nbytes
+    if unit:
+        yield unit
+
+
+class Spot:
+    """In turns one part of one late tensor, kept in full at the boundary to be compared in full later."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        share = sum(piece.nbytes for piece in pieces) // SPOT_SHARE
+        self._bytes_max = min(SPOT_BYTES_MAX, max(LATE_BYTES_MIN, share))
+        self._buffers: dict[torch.device, Tensor] = {}  # kept: fresh pages cost ten times warm ones
+
+    def remember(self, turn: int) -> tuple[Piece, Piece]:
+        """Keeps what `turn` picks, good until the next call: the live tensor with the kept copy for its target, and the
+        kept copy with the arena for its. Neither pair may differ once all has been copied."""
+        piece = self._pieces[turn % len(self._pieces)]
+        source, staged = piece.source, piece.target
+        count = self._bytes_max // source.element_size()
+        if source.dim() == 1 and source.shape[0] > count:
+            places = -(-source.shape[0] // count)
+            at = min(turn // len(self._pieces) % places * count, source.shape[0] - count)
+            source, staged = source[at : at + count], staged[at : at + count]
+        buffer = self._buffers.get(source.device)
+        if buffer is None or buffer.nbytes < source.nbytes:
+            buffer = torch.empty(max(self._bytes_max, source.nbytes), dtype=torch.uint8, device=source.device)
+            self._buffers[source.device] = buffer
+        kept = buffer[: source.nbytes].view(source.dtype).view(source.shape)
+        live = Piece(piece.entry, piece.box, source, kept)
+        check_storage(source)
+        keep(kept)
+        kept.copy_(source)
+        return live, Piece(piece.entry, piece.box, kept, staged)
+
+
+class StepHook:
+    """One global hook before every optimizer step, while it lives.
+
+    `is_waiting()` says whether anybody waits for a step; only then, and never while a graph is captured or a step is
+    traced by the compiler (neither is a step), `on_step(optimizer)` is called. A forked child loses the hook."""
+
+    def __init__(self, is_waiting: Callable[[], bool], on_step: Callable[[Optimizer], None]) -> None:
+        self._is_waiting = is_waiting
+        self._on_step = on_step
+        self._handle = register_optimizer_step_pre_hook(self._hook)
+        _hooks.add(self)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        _hooks.discard(self)
+
+    def _hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_waiting() or is_capturing():
+            return
+        self._on_step(optimizer)
+
+
+_hooks: weakref.WeakSet[StepHook] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for hook in list(_hooks):
+        hook.remove()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def is_capturing() -> bool:
+    return is_cuda_used() and torch.cuda.is_current_stream_capturing()
+
+
+def owns_any(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
+    """Whether a parameter or a state tensor of the optimizer (of a DTensor: its local part) lies in one of these
+    storages. Usually the first one does. Any optimizer of the process may be asked about, of any kinds of tensors."""
+    state = (each for each in state_of(optimizer) if isinstance(each, Tensor))
+    found = chain(params_of(optimizer), state)
+    return any(storage_of(part) in addresses for tensor in found for part in live_parts(tensor))
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor))
+
+
+def state_of(optimizer: Optimizer) -> Iterator[Any]:
+    """What it keeps of each parameter: tensors and other values."""
+    return (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())

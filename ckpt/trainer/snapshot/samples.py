@@ -1,0 +1,155 @@
+"""A few bytes of every tensor that other ranks may hold alike, at each snapshot: so that one that ceases to be equal is
+seen in the snapshot in which it does, and not once its turn comes.
+
+Of one box, in turns, a longer part is read from another place each time: where it begins to differ need not be where
+the others are looked at.
+
+What is read of a box depends on nothing but its name, its shape, its dtype and the tick: all ranks that hold it read
+the same. A box of up to WHOLE_BYTES is read whole, of a larger one a line of elements along its longest dimension.
+Where there are more than BOXES_MAX boxes they take turns, by their names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ckpt.format.declaration import SAMPLE
+from ckpt.layout.layout import Entry, Layout
+from ckpt.trainer.state.shard import dense_bytes
+from ckpt.trainer.state.state_walk import Walk
+from ckpt.types import Box
+
+WHOLE_BYTES = 4 << 10
+LINE = 16  # elements of a larger one
+BOXES_MAX = 1024  # at a snapshot, or not many more: 12 bytes each have to fit into a message
+PART_BYTES = 64 << 10  # of the one
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The bytes, as they were at the boundary, and which boxes they are of: to be hashed on another thread. `part`: of
+    one box: its tensor's name, its offset and shape, and the bytes."""
+
+    rows: tuple[int, ...]
+    ends: tuple[int, ...]  # in bytes, by row
+    data: tuple[bytes, ...]
+    part: tuple[str, list[int], bytes]
+
+    def fields(self) -> dict[str, Any]:
+        """As the agent is told: `samples`, an array of SAMPLE; `sample`: [name, box, hash]."""
+        whole = memoryview(b"".join(self.data))
+        found = np.zeros(len(self.rows), SAMPLE)
+        found["box"] = self.rows
+        starts = (0, *self.ends[:-1])
+        found["hash"] = [xxhash.xxh3_64_intdigest(whole[a:b]) for a, b in zip(starts, self.ends, strict=True)]
+        name, box, data = self.part
+        return {"samples": found.tobytes(), "sample": [name, box, xxhash.xxh3_128_digest(data)]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """`row`: its place in the order of (entry, box)."""
+
+    row: int
+    number: int  # of its tensor's name
+    entry: Entry
+    box: Box
+    live: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """`reads`: by device and size of element, what is read together; the rows in that order."""
+
+    reads: tuple[tuple[Callable[[], torch.Tensor], ...], ...]
+    rows: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class Samples:
+    """Of one walk, whose live tensors it reads. `layout`: of its plan: says which tensors are the rank's own. Made on
+    any thread, in some 20 us a tensor; the training thread takes."""
+
+    def __init__(self, walk: Walk, layout: Layout) -> None:
+        self.walk, self.layout = walk, layout
+        self._boxes: list[_Box] = []
+        row = 0
+        for entry, live, replica in zip(layout.entries, walk.tensors, walk.replica, strict=True):
+            if replica and not entry.owner:
+                number = zlib.crc32(entry.name.encode())
+                boxes = zip(entry.boxes, live, strict=True)
+                self._boxes += [_Box(row + n, number, entry, box, tensor) for n, (box, tensor) in enumerate(boxes)]
+            row += len(entry.boxes)
+        self._boxes = [box for box in self._boxes if box.live.numel()]
+        turns = 1
+        while turns * BOXES_MAX < len(self._boxes):
+            turns *= 2
+        with torch.inference_mode(False), torch.no_grad():
+            self._turns = [self._make(turn, turns) for turn in range(turns)]
+
+    def take(self, turn: int) -> Taken | None:
+        """`turn`: the same on all ranks, another one at each snapshot. None where others can hold nothing of it. Waits
+        for the device that it is on."""
+        if not self._boxes:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            made = self._turns[turn % len(self._turns)]
+            data = [_bytes(torch.cat([read() for read in reads])) for reads in made.reads]
+            return Taken(made.rows, made.ends, tuple(data), self._part(turn))
+
+    def _part(self, turn: int) -> tuple[str, list[int], bytes]:
+        chosen = self._boxes[turn % len(self._boxes)]
+        live = chosen.live.detach()
+        if live.ndim > 1 and live.nbytes > PART_BYTES:  # flat, it would be copied as a whole where it is not contiguous
+            along = max(range(live.ndim), key=lambda d: live.shape[d])
+            live = live[tuple(slice(None) if d == along else turn % n for d, n in enumerate(live.shape))]
+        flat = live.reshape(-1)
+        count = min(flat.numel(), max(1, PART_BYTES // flat.element_size()))
+        start = turn % (flat.numel() - count + 1)
+        return chosen.entry.name, [*chosen.box.offset, *chosen.box.shape], _bytes(flat[start : start + count])
+
+    def _make(self, turn: int, turns: int) -> _Turn:
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Callable[[], torch.Tensor]]]]
+        groups = defaultdict(list)
+        for box in self._boxes:
+            if box.number % turns == turn:
+                now, read = line(box.live)
+                groups[now.device, now.dtype].append((box.row, now.nbytes, read))
+        chosen = [item for group in groups.values() for item in group]
+        ends = itertools.accumulate(count for _, count, _ in chosen)
+        reads = tuple(tuple(read for _, _, read in group) for group in groups.values())
+        return _Turn(reads, tuple(row for row, _, _ in chosen), tuple(ends))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    found: bytes = dense_bytes(tensor.cpu().contiguous()).numpy().tobytes()
+    return found
+
+
+def line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """What is read of a box: as it is now, and how to read it again."""
+    tensor = tensor.detach()
+    if dtype := _INTEGERS.get(tensor.element_size()):  # floats of a few bits cannot be joined everywhere
+        tensor = tensor.view(dtype)
+    if tensor.nbytes > WHOLE_BYTES:
+        along = max(range(tensor.ndim), key=lambda d: tensor.shape[d])
+        size = tensor.shape[along]
+        step = slice(None, None, max(1, size // LINE))
+        at = tuple(step if d == along else n // 2 for d, n in enumerate(tensor.shape))
+        line = tensor[at][:LINE]
+        return line, lambda: line
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        return flat, lambda: flat
+    return tensor, lambda: tensor.reshape(-1)  # small, and copied each time; not here, where a graph may be captured

@@ -1,0 +1,142 @@
+"""Where a rank stands in the mesh: the key of what is its own.
+
+A coordinate is written as text, "dp=1,tp=0" or "rank=3". Its data-parallel part says which ranks get the same data:
+they share a loader position. Axes of size 1 are left out, and a mesh of one data-parallel axis is written by rank, so
+that the same ranks have the same coordinates under DDP, under FSDP2 and without any mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ckpt.errors import UsageError
+from ckpt.trainer.state.names import modules
+from ckpt.trainer.state.shard import Shard, is_dtensor
+
+# Axes along which ranks work on the same data, in lower case. Every other axis counts as data-parallel: taking too many
+# axes for data-parallel keeps more positions than are needed, taking too few would lose some.
+_KINDS = "tensor", "pipeline", "context", "sequence", "model"
+SAME_DATA = frozenset({"tp", "pp", "cp", "sp", "mp", "pipe", "ulysses", *_KINDS, *(f"{k}_parallel" for k in _KINDS)})
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    name: str
+    index: int
+    size: int
+
+    @property
+    def same_data(self) -> bool:
+        """Whether ranks along it work on the same data, by its name."""
+        return self.name.lower() in SAME_DATA
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """`axes`: outermost first; together they tell all ranks apart."""
+
+    axes: tuple[Axis, ...]
+
+    @property
+    def text(self) -> str:
+        return _text(self.axes)
+
+    @property
+    def data_axes(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if not a.same_data)
+
+    @property
+    def data(self) -> str:
+        """The data-parallel part, "all" where every rank gets the same data."""
+        return _text(self.data_axes) or "all"
+
+    @property
+    def data_rank(self) -> int:
+        rank = 0
+        for axis in self.data_axes:
+            rank = rank * axis.size + axis.index
+        return rank
+
+    @property
+    def data_world(self) -> int:
+        world = 1
+        for axis in self.data_axes:
+            world *= axis.size
+        return world
+
+    def is_on(self, coordinates: Collection[str]) -> bool:
+        """Whether these, of all ranks, are the coordinates of the same mesh as this one's."""
+        every = itertools.product(*([Axis(a.name, i, a.size) for i in range(a.size)] for a in self.axes))
+        return set(map(_text, every)) == set(coordinates)
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """The axes and their sizes: the same on all ranks."""
+        return tuple((a.name, a.size) for a in self.axes)
+
+
+def _text(axes: tuple[Axis, ...]) -> str:
+    return ",".join(f"{a.name}={a.index}" for a in axes)
+
+
+def coordinate(state: dict[str, Any], rank: int, world: int, mesh: Any = None) -> Coordinate:
+    """This rank's coordinate: in `mesh` (a DeviceMesh over all ranks), else in the mesh of the state's DTensors where
+    that one (or the one it is a part of) covers all ranks, else by rank.
+
+    Errors: UsageError where `mesh` is given and is none, or does not cover all ranks.
+    """
+    if mesh is not None:
+        if not hasattr(mesh, "get_coordinate"):
+            raise UsageError(f"mesh={mesh!r}: give a torch DeviceMesh (init_device_mesh(...)) over all ranks, or none")
+        found = _in_mesh(mesh, world)
+        if found is None:
+            raise UsageError(f"mesh= covers {mesh.size()} of {world} ranks; give the mesh that covers all, or none")
+        return found
+    candidates = sorted({id(m): m for m in _meshes(state)}.values(), key=lambda m: -m.ndim)
+    for candidate in [*candidates, *filter(None, map(_root, candidates))]:
+        found = _in_mesh(candidate, world)
+        if found is not None:
+            return found
+    return by_rank(rank, world)
+
+
+def by_rank(rank: int, world: int) -> Coordinate:
+    """Where nothing is known of a mesh."""
+    return Coordinate((Axis("rank", rank, world),))
+
+
+def _in_mesh(mesh: Any, world: int) -> Coordinate | None:
+    at = mesh.get_coordinate()
+    if mesh.size() != world or at is None:
+        return None
+    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+    axes = tuple(Axis(n, int(i), int(s)) for n, i, s in zip(names, at, mesh.shape, strict=True) if s > 1)
+    if not axes or (len(axes) == 1 and not axes[0].same_data):
+        return by_rank(axes[0].index if axes else 0, world)
+    return Coordinate(axes)
+
+
+def _root(mesh: Any) -> Any:
+    """The mesh that this one was cut from, where torch says it (since 2.7); a hint, never relied on."""
+    root = getattr(mesh, "_get_root_mesh", None)
+    return root() if root is not None else None
+
+
+def _meshes(state: Any, depth: int = 0) -> Iterator[Any]:
+    if isinstance(state, nn.Module):
+        for _, module in modules(state):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if is_dtensor(tensor):
+                    yield tensor.device_mesh  # type: ignore[union-attr]
+    elif is_dtensor(state):
+        yield state.device_mesh
+    elif isinstance(state, (dict, list, tuple)) and depth < 10:
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _meshes(value, depth + 1)
+    elif isinstance(state, Shard):
+        return

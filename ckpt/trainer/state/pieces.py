@@ -1,0 +1,192 @@
+"""What is copied where: live tensors and a staging become pairs of views.
+
+A `Piece` is a part of one live tensor and the part of an arena that it is copied to. Pieces are views: they are made
+once per (walk, staging, arena) and hold the storage they look at, so that a copy never reads freed memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckpt.errors import CkptError
+from ckpt.layout.layout import Layout, Staging
+from ckpt.trainer.state.shard import dense_bytes
+
+SERIAL_ELEMENTS = 16384  # torch copies fewer than 32768 elements without its thread pool
+
+
+class Walked(Protocol):
+    """What is needed of a walk of the state: per entry of `layout` its live local tensors, one per box, and whether
+    the tensor belongs to a registered optimizer (a parameter, or its state)."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def tensors(self) -> Sequence[Sequence[Tensor]]: ...
+    @property
+    def late(self) -> Sequence[bool]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """`source` and `target` have one dtype and one shape; the target is contiguous. A contiguous source is given as
+    flat bytes (uint8), any other in its own dtype, in parts of at most SERIAL_ELEMENTS elements.
+    `entry`, `box`: whose part it is, as indices into the walk."""
+
+    entry: int
+    box: int
+    source: Tensor
+    target: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.nbytes
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the source is given as flat bytes."""
+        return self.source.dtype is torch.uint8 and self.source.dim() == 1
+
+
+def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[Piece, ...]:
+    """The pieces that fill `data` (a writable data region) as `staging` says, in order of target.
+
+    Errors: CkptError when the staging does not fit the walk or the region, or cuts an element in two."""
+    arena = _as_tensor(data)
+    pieces: list[Piece] = []
+    for entry, box, start, length, offset in _runs(staging):
+        name = walk.layout.entries[entry].name
+        live = walk.tensors[entry][box].detach()
+        if start + length > live.nbytes or offset + length > arena.nbytes:
+            raise CkptError(
+                f"the staging asks for bytes {start} to {start + length} of {name} ({live.nbytes} bytes), to lie "
+                f"at {offset} of {arena.nbytes}: it is of another layout; stage again from the present one"
+            )
+        target = arena[offset : offset + length]
+        if live.is_contiguous() and not _is_lazy_view(live):
+            flat = dense_bytes(live)
+            pieces.append(Piece(entry, box, flat[start : start + length], target))
+            continue
+        if start % live.element_size() or length % live.element_size() or offset % live.element_size():
+            raise CkptError(f"the staging cuts an element of {name} in two, or places it at an odd offset")
+        pieces += _strided(entry, box, live, start // live.element_size(), target)
+    return tuple(pieces)
+
+
+def _runs(staging: Staging) -> Iterator[tuple[int, int, int, int, int]]:
+    """(entry, box, start, length, offset) with the segments joined that continue one another at both ends."""
+    segments = staging.segments
+    if len(segments) == 0:
+        return
+    columns = {field: segments[field].astype(np.int64) for field in ("entry", "box", "start", "length", "offset")}
+    stop, end = columns["start"] + columns["length"], columns["offset"] + columns["length"]
+    joins = np.ones(len(segments) - 1, dtype=bool)
+    for before, after in (
+        (columns["entry"], columns["entry"]),
+        (columns["box"], columns["box"]),
+        (stop, columns["start"]),
+        (end, columns["offset"]),
+    ):
+        joins &= before[:-1] == after[1:]
+    first = np.flatnonzero(np.concatenate(([True], ~joins)))
+    lengths = np.add.reduceat(columns["length"], first)
+    heads = [columns[field][first].tolist() for field in ("entry", "box", "start")]
+    for run in zip(*heads, lengths.tolist(), columns["offset"][first].tolist(), strict=True):
+        if run[3]:
+            yield run
+
+
+def _strided(entry: int, box: int, live: Tensor, start: int, target: Tensor) -> Iterator[Piece]:
+    """Any flat range of a row-major tensor is a few rectangular blocks: each a view, so nothing is gathered first."""
+    size = live.element_size()
+    at = 0
+    for index, count in blocks(tuple(live.shape), start, start + target.nbytes // size, SERIAL_ELEMENTS):
+        source = live[index]
+        flat = target[at : at + count * size].view(live.dtype)
+        yield Piece(entry, box, source, flat.view(source.shape))
+        at += count * size
+
+
+def blocks(shape: tuple[int, ...], start: int, stop: int, count_max: int) -> Iterator[tuple[tuple[slice, ...], int]]:
+    """The flat element range [start, stop) of a row-major tensor as (index, count): blocks of at most `count_max`
+    elements, in order, each a contiguous range itself."""
+    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    at = start
+    while at < stop:
+        d = next(
+            d
+            for d, n in enumerate(inner)
+            if n == 1 or (at % n == 0 and at + n <= stop and n <= count_max)  # n == 1 for the last dimension
+        )
+        position = [at // n % size for n, size in zip(inner[: d + 1], shape, strict=False)]
+        rows = min((stop - at) // inner[d], shape[d] - position[d], max(1, count_max // inner[d]))
+        index = (*(slice(i, i + 1) for i in position[:d]), slice(position[d], position[d] + rows))
+        yield index, rows * inner[d]
+        at += rows * inner[d]
+
+
+def split(piece: Piece, nbytes_max: int) -> Iterator[Piece]:
+    """The same bytes in pieces of at most `nbytes_max`; pieces that are not flat bytes are small already."""
+    if piece.nbytes <= nbytes_max or not piece.is_flat:
+        yield piece
+        return
+    for at in range(0, piece.nbytes, nbytes_max):
+        yield Piece(piece.entry, piece.box, piece.source[at : at + nbytes_max], piece.target[at : at + nbytes_max])
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Its bytes, in row-major order, as a flat uint8 tensor: a view where it is contiguous, else a copy."""
+    plain = tensor.detach()
+    if _is_lazy_view(plain):
+        plain = plain.resolve_conj().resolve_neg()
+    return dense_bytes(plain.contiguous())
+
+
+def is_cuda_used() -> bool:
+    """Whether this process has begun to use CUDA; asking does not begin it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def later(result: Tensor) -> Callable[[], Tensor]:
+    """Gives the tensor once the current stream has computed it, to any thread and whatever its stream."""
+    if result.device.type != "cuda":
+        return lambda: result
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(result.device))
+
+    def when_there() -> Tensor:
+        event.synchronize()
+        return result
+
+    return when_there
+
+
+def keep(tensor: Tensor, stream: Any = None) -> None:
+    """For what is used on another stream than it was made on (default: the current one): whoever drops the tensor, its
+    memory is not given out before that stream has come this far."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream or torch.cuda.current_stream(tensor.device))
+
+
+def where(data: memoryview) -> tuple[int, int]:
+    """The address and the size in bytes of a region."""
+    return (np.frombuffer(data, dtype=np.uint8).ctypes.data if data.nbytes else 0), data.nbytes
+
+
+def _is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are not yet the values (a conjugate or negative view)."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _as_tensor(data: memoryview) -> Tensor:
+    if data.readonly:
+        raise CkptError("the arena's data region is mapped read-only; map it writable to stage into it")
+    # From NumPy: torch.frombuffer would follow a default device that the user set, and refuses empty buffers.
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8))

@@ -1,0 +1,356 @@
+"""The value trees of a checkpoint, checked: what a walk's `values()` gave, as it comes back.
+
+Every access to them goes through here, so that a damaged or hostile tree gives one clear error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckpt.errors import DamagedData
+from ckpt.format import values
+from ckpt.trainer.state.mesh_coordinate import Axis
+from ckpt.trainer.state.names import join
+from ckpt.trainer.state.value_trees import at, has
+
+T = TypeVar("T")
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Values, and the paths in them at which named tensors stood."""
+
+    value: Any
+    tensors: tuple[tuple[Path, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`number`: its place among its optimizer's groups. Joined ones of several ranks may have one number."""
+
+    params: tuple[str, ...]
+    hyper: Tree
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    value: Any
+    tensors: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTree:
+    """By parameter name: `state`, what its state is made of, None where it had none; `home`, the index of its group.
+    `rest`: what its own load_state_dict() gets beside state and groups, by key."""
+
+    groups: tuple[Group, ...]
+    state: Mapping[str, Skeleton | None]
+    home: Mapping[str, int]
+    rest: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """By path: `data`, `objects` (with their own load_state_dict), `optimizers`, and by path and key the `extra`
+    state of `modules`; of those that say themselves how they are loaded, the `versions` of their modules' formats.
+    `classes`: the names of those of optimizers and objects. `aliases`: other names of tensors, and the name that each
+    was saved under. `orders`: of the dimensions in memory, from the outermost, of tensors that were not row-major; None
+    where they were not saved."""
+
+    data: Mapping[str, Tree] = field(default_factory=dict)
+    objects: Mapping[str, Tree] = field(default_factory=dict)
+    optimizers: Mapping[str, OptimizerTree] = field(default_factory=dict)
+    modules: Mapping[str, Mapping[str, Tree]] = field(default_factory=dict)
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    orders: Mapping[str, Sequence[int]] | None = None
+
+    @staticmethod
+    def parse(tree: Any) -> Shared:
+        """Errors: DamagedData."""
+        data: dict[str, Tree] = {}
+        objects: dict[str, Tree] = {}
+        optimizers: dict[str, OptimizerTree] = {}
+        modules: dict[str, dict[str, Tree]] = {}
+        versions: dict[str, dict[str, int]] = {}
+        classes: dict[str, str] = {}
+        for path, body in _named(tree, "objects").items():
+            kind = _get(body, "kind", str)
+            classes[path] = _class(body)
+            if kind == "data":
+                data[path] = _tree(body)
+            elif kind == "object":
+                objects[path] = _tree(body)
+            elif kind == "optimizer":
+                optimizers[path] = _optimizer(body)
+            elif kind == "module":
+                modules[path] = {key: _tree(extra) for key, extra in _named(body, "extra").items()}
+                versions[path] = _versions(body)
+            else:
+                raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
+        aliases, orders = _named(tree, "aliases"), _orders(tree)
+        if not _are_texts(aliases.values()):
+            raise DamagedData("the stored values have another name of a tensor that is none")
+        return Shared(data, objects, optimizers, modules, versions, classes, aliases, orders)
+
+    def kind_of(self, path: str) -> str | None:
+        kinds = {"module": self.modules, "optimizer": self.optimizers, "object": self.objects, "value": self.data}
+        return next((kind for kind, held in kinds.items() if path in held), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What one rank saved as its own. `generators`: {"state": .., "seed": ..} by name. `loaders`: embedded trees."""
+
+    axes: tuple[Axis, ...]
+    data: str
+    data_rank: int
+    data_world: int
+    generators: Mapping[str, Mapping[str, Any]]
+    loaders: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def parse(tree: Any) -> Own:
+        """Errors: DamagedData."""
+        coordinate = _get(tree, "coordinate", str)
+        indices = dict(part.partition("=")[::2] for part in coordinate.split(","))
+        try:
+            axes = tuple(Axis(str(n), int(indices[n]), int(size)) for n, size in _get(tree, "mesh", (tuple, list)))
+        except (KeyError, ValueError, TypeError) as exc:
+            raise DamagedData(
+                f"the stored coordinate {coordinate[:80]!r} does not fit the mesh stored with it"
+            ) from exc
+        generators = _named(tree, "generators")
+        for stored in generators.values():
+            _check_own_bytes(_get(stored, "state", object))
+        loaders = _named(tree, "loaders")
+        for stored in loaders.values():
+            _get(stored, "value", object)
+            _get(stored, "tensors", (tuple, list))
+        numbers = _get(tree, "data_rank", int), _get(tree, "data_world", int)
+        return Own(axes, _get(tree, "data", str), *numbers, generators, loaders)
+
+
+def merge_shared(trees: Sequence[Any]) -> Any:
+    """One tree of several ranks' shared values that differ (pipeline stages hold different parameters, and so different
+    optimizer state): what the first does not have comes from the next. Groups of an optimizer are joined where their
+    numbers and hyper-parameters are the same; else each stays a group of its own, for the parameters that it had. Where
+    a rank has None for what is an object on another (a scheduler of the last stage), it is the object.
+    Errors: DamagedData."""
+    if not trees:
+        raise DamagedData("the checkpoint has no values")
+    objects: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for tree in trees:
+        aliases = {**_get(tree, "aliases", dict), **aliases}
+        for path, body in _get(tree, "objects", dict).items():
+            if path not in objects or (_is_none(objects[path]) and _get(body, "kind", str) != "data"):
+                objects[path] = body
+            elif _get(body, "kind", str) == "module" == _get(objects[path], "kind", str):
+                extra = {**_get(body, "extra", dict), **_get(objects[path], "extra", dict)}
+                versions = {**_versions(body), **_versions(objects[path])}
+                objects[path] = {"kind": "module", "extra": extra, "versions": versions}
+            elif _get(body, "kind", str) == "optimizer" == _get(objects[path], "kind", str):
+                objects[path] = _join_optimizers(objects[path], body)
+    merged: dict[str, Any] = {"objects": objects, "aliases": aliases}
+    told = [orders for tree in trees if (orders := _orders(tree)) is not None]
+    if told:
+        merged["orders"] = {name: order for orders in reversed(told) for name, order in orders.items()}
+    return merged
+
+
+def differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
+    """Paths at which these trees, of several ranks' shared values, hold different ones: merge_shared takes the first's.
+    Of an optimizer, the groups that have hyper-parameters of one parameter differently. What trees `before` them have
+    is not taken from these. Errors: DamagedData."""
+    known = {(path, part) for tree in before for path, part, _ in _parts(tree)}
+    first: dict[tuple[str, str], bytes] = {}
+    found: set[str] = set()
+    kinds = {(path, _get(body, "kind", str)) for tree in trees for path, body in _get(tree, "objects", dict).items()}
+    objects = {path for path, kind in kinds if kind != "data"}
+    for tree in trees:
+        for path, part, told in _parts(tree):
+            if path in objects and _is_none(_get(tree, "objects", dict).get(path)):
+                continue
+            if (path, part) not in known and first.setdefault((path, part), told) != told:
+                found.add(path)
+    return found
+
+
+def _parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
+    """(path, parameter or "", what it is) of what merge_shared takes from one rank as a whole."""
+    for path, body in _get(tree, "objects", dict).items():
+        kind = _get(body, "kind", str)
+        if kind == "module":
+            for key, extra in _get(body, "extra", dict).items():
+                yield join(path, key), "", _told(extra)
+        elif kind == "optimizer":
+            for number, group in enumerate(_get(body, "groups", (list, tuple))):
+                told = _told(group)
+                for name in _get(group, "params", (list, tuple)):
+                    yield join(path, "param_groups", number), name, told
+            yield path, "", _told(_rest(body))
+        else:
+            yield path, "", _told(body)
+
+
+def _is_none(body: Any) -> bool:
+    return body is not None and _get(body, "kind", str) == "data" and _get(body, "value", object) is None
+
+
+def is_other(one: Any, another: Any) -> bool:
+    """Whether two stored values differ."""
+    return one is not another and values.encode(one) != values.encode(another)
+
+
+def _told(body: Any) -> bytes:
+    """The same for equal values and tensors in the same places."""
+    return values.encode([_get(body, "value", object), _get(body, "tensors", (list, tuple))])
+
+
+def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
+    """State of a parameter that both list is the first's, where that has some."""
+    held = set(_optimizer(first).state)
+    skeletons = [*_get(first, "skeletons", list), *_get(second, "skeletons", list)]
+    _optimizer(second)
+    state = _numbers(second, len(_get(first, "skeletons", list))) | _numbers(first, 0)
+    joined: dict[tuple[int, bytes], list[str]] = {}
+    groups: list[dict[str, Any]] = []
+    for body, known in ((first, set()), (second, held)):
+        for index, group in enumerate(body["groups"]):
+            added = [name for name in group["params"] if name not in known]
+            key = _number(group, index), _told(group)
+            if key not in joined:
+                if not added and any(number == key[0] for number, _ in joined):
+                    continue  # nothing would have these hyper-parameters
+                joined[key] = []
+                groups.append({**group, "number": key[0]})
+            joined[key] += added
+    for group, names in zip(groups, joined.values(), strict=True):
+        group["params"] = tuple(names)
+    flat = [state.get(name, -1) for names in joined.values() for name in names]
+    of_first = {"class": _class(first), "rest": _rest(first)}
+    return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat, **of_first}
+
+
+def _numbers(body: Any, shift: int) -> dict[str, int]:
+    """By parameter that has state, the number of its skeleton, where `shift` others come before."""
+    names = (name for group in body["groups"] for name in group["params"])
+    return {name: number + shift for name, number in zip(names, body["state"], strict=True) if number >= 0}
+
+
+def _optimizer(body: Any) -> OptimizerTree:
+    skeletons = []
+    for item in _get(body, "skeletons", (list, tuple)):
+        value = _get(item, "value", dict)
+        places = tuple(_path(path, value) for path in _get(item, "tensors", (list, tuple)))
+        skeletons.append(Skeleton(value, places))
+    groups = tuple(
+        Group(tuple(_get(item, "params", (list, tuple))), _tree(item), _number(item, index))
+        for index, item in enumerate(_get(body, "groups", (list, tuple)))
+    )
+    if not all(isinstance(group.hyper.value, dict) and _are_texts(group.params) for group in groups):
+        raise DamagedData("the stored groups of an optimizer are not by name")
+    of_groups = (path for group in groups for path, _ in group.hyper.tensors)
+    if not all([*of_groups, *(path for skeleton in skeletons for path in skeleton.tensors)]):
+        raise DamagedData("the stored values of an optimizer have a tensor where they should be by key")
+    numbers, names = _get(body, "state", (list, tuple)), [name for group in groups for name in group.params]
+    if len(numbers) != len(names) or not all(isinstance(n, int) and -1 <= n < len(skeletons) for n in numbers):
+        raise DamagedData("the stored values of an optimizer do not fit its parameters")
+    state = {name: None if n < 0 else skeletons[n] for name, n in zip(names, numbers, strict=True)}
+    home = {name: number for number, group in enumerate(groups) for name in group.params}
+    rest = _tree(_rest(body))
+    if not isinstance(rest.value, dict):
+        raise DamagedData("the stored values of an optimizer are not by key")
+    return OptimizerTree(groups, state, home, rest)
+
+
+def _class(body: Any) -> str:
+    """Of an optimizer or an object; "" where it is not known."""
+    kind: str = _get(body, "class", str) if "class" in body else ""
+    return kind
+
+
+def _rest(body: Any) -> dict[str, Any]:
+    """Of an optimizer; one that has torch's own state_dict() has none."""
+    rest: dict[str, Any] = _get(body, "rest", dict) if "rest" in body else {"value": {}, "tensors": ()}
+    return rest
+
+
+def _number(group: Any, index: int) -> int:
+    """Of a group; one that was joined says it."""
+    number: int = _get(group, "number", int) if "number" in group else index
+    return number
+
+
+def _versions(body: Any) -> dict[str, int]:
+    """Of a module; one that is restored tensor by tensor says none."""
+    versions: dict[str, int] = _get(body, "versions", dict) if "versions" in body else {}
+    if not all(isinstance(name, str) and isinstance(number, int) for name, number in versions.items()):
+        raise DamagedData("the stored versions of a module's format are not numbers by name")
+    return versions
+
+
+def _orders(tree: Any) -> dict[str, Sequence[int]] | None:
+    if "orders" not in tree:
+        return None
+    orders: dict[str, Sequence[int]] = _named(tree, "orders")
+    for order in orders.values():
+        if not isinstance(order, (list, tuple)) or not all(type(dim) is int for dim in order):
+            raise DamagedData("the stored values have an order of dimensions that is not known")
+        if sorted(order) != list(range(len(order))):
+            raise DamagedData(f"the stored values have an order of dimensions that is none: {order!s:.80}")
+    return orders
+
+
+def _tree(body: Any) -> Tree:
+    pairs, value = [], _get(body, "value", object)
+    for item in _get(body, "tensors", (list, tuple)):
+        if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[1], str):
+            raise DamagedData("the stored values name their tensors in a way that is not known")
+        pairs.append((_path(item[0], value), item[1]))
+    return Tree(value, tuple(pairs))
+
+
+def _path(path: Any, tree: Any) -> Path:
+    """One that leads to the empty place of a tensor in the tree."""
+    try:
+        if isinstance(path, (list, tuple)) and has(tree, tuple(path)) and at(tree, tuple(path)) is None:
+            return tuple(path)
+    except TypeError:  # of a list in it, which cannot be a key
+        pass
+    raise DamagedData("the stored values name a place of a tensor that is not there, or not empty")
+
+
+def _check_own_bytes(state: Any) -> None:
+    """Of a generator: whoever goes through a range takes memory for more than the bytes that it was stored as."""
+    if isinstance(state, range):
+        raise DamagedData("the stored state of a generator has a range in it")
+    if isinstance(state, Mapping):
+        state = tuple(state.values())
+    if isinstance(state, (list, tuple)):
+        for part in state:
+            _check_own_bytes(part)
+
+
+def _are_texts(names: Iterable[Any]) -> bool:
+    return all(isinstance(name, str) for name in names)
+
+
+def _named(tree: Any, key: str) -> dict[str, Any]:
+    """A dict by name."""
+    found: dict[str, Any] = _get(tree, key, dict)
+    if not _are_texts(found):
+        raise DamagedData(f"the stored values are not those of a state: {key!r} is not by name")
+    return found
+
+
+def _get(tree: Any, key: str, kind: type[T] | tuple[type[Any], ...]) -> Any:
+    if not isinstance(tree, dict) or key not in tree or not isinstance(tree[key], kind):
+        raise DamagedData(f"the stored values are not those of a state: no proper {key!r} where one is expected")
+    return tree[key]

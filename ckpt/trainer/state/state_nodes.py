@@ -1,0 +1,270 @@
+"""The kinds of things that a state consists of, and how each is read.
+
+A state is a tree of dicts, lists and tuples; a node is what hangs on it: a module, an optimizer, an object with
+state_dict() and load_state_dict(), a loader, a generator, or plain data (values and tensors). Reading a node gives its
+tensors, under canonical names, and a payload of values: what is needed, beside the tensors, to bring it back.
+
+Nothing here steps, copies or changes an object. Loaders and generators are read only for a save.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import UsageError
+from ckpt.format import values
+from ckpt.trainer.state import generators, names, value_trees
+from ckpt.trainer.state.names import join
+from ckpt.trainer.state.shard import Shard
+from ckpt.trainer.state.value_trees import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor under its canonical name. `trained`: a parameter that a registered optimizer changes, or its state."""
+
+    name: str
+    tensor: Tensor
+    trained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`value` is `container[key]`; `path` is its canonical name."""
+
+    path: str
+    container: Any
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        return self.container[self.key]
+
+    def put(self, value: Any) -> None:
+        self.container[self.key] = value
+
+
+class DataNode(Node):
+    """Plain values and tensors, nested in any way."""
+
+    def read(self) -> tuple[list[Named], dict[str, Any]]:
+        return read_tree("data", self.value, self.path)
+
+    def payload(self) -> dict[str, Any]:
+        return self.read()[1]
+
+
+class ObjectNode(Node):
+    """An object with state_dict() and load_state_dict(): a scheduler, a scaler, the user's own."""
+
+    def read(self) -> tuple[list[Named], dict[str, Any]]:
+        found, payload = read_tree("object", self.value.state_dict(), self.path)
+        return found, {**payload, "class": type(self.value).__name__}
+
+    def payload(self) -> dict[str, Any]:
+        return self.read()[1]
+
+
+class LoaderNode(Node):
+    """An object with state that is iterated over: its position belongs to the rank."""
+
+
+class GeneratorNode(Node):
+    """A random number generator: it belongs to the rank."""
+
+
+class ModuleNode(Node):
+    """Parameters, persistent buffers, extra state; of a module that says itself how it is saved: what it says."""
+
+    def read(self) -> tuple[list[Named], dict[str, Any]]:
+        root: nn.Module = self.value
+        if not names.is_custom(root):
+            found = [Named(join(self.path, site.name), site.tensor) for site in names.sites(root)]
+            tensors, payload = self.read_extra(names.extras(root))
+            return found + tensors, payload
+        said = names.Said.of(root)
+        items = [(name, value) for name, _, value in said.items]
+        found = [Named(join(self.path, name), value) for name, value in items if isinstance(value, torch.Tensor)]
+        tensors, payload = self._extra([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
+        return found + tensors, {**payload, "versions": said.versions}
+
+    def payload(self) -> dict[str, Any]:
+        if names.is_custom(self.value):
+            return self.read()[1]
+        return self.read_extra(names.extras(self.value))[1]
+
+    def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[Named], dict[str, Any]]:
+        """The extra state only, of those modules: what `names.extras` found."""
+        return self._extra([(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules])
+
+    def load(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
+        """Gives a module that says itself how it is loaded its state, by the keys of its state_dict(), maybe not all.
+        `versions`: those that its modules had when they gave it.
+
+        Errors: UsageError names keys that it gives and does not take: what it gives under them is not what it got."""
+        refused = [key for key in names.load_state_dict(self.value, state, versions) if key in state]
+        now = {key: value for _, key, value in names.Said.of(self.value).items} if refused else {}
+        lost = [key for key in refused if key not in now or _bytes(state[key]) != _bytes(now[key])]
+        if lost:
+            raise UsageError(
+                f"state[{self.path!r}]: its load_state_dict() (a {type(self.value).__name__}) has no place for "
+                f"{names.some(sorted(lost))}, which its state_dict() gives and the checkpoint holds; have it take them "
+                "(register_load_state_dict_pre_hook can rename keys)"
+            )
+
+    def _extra(self, items: Sequence[tuple[str, Any]]) -> tuple[list[Named], dict[str, Any]]:
+        found: list[Named] = []
+        extra: dict[str, Any] = {}
+        for name, value in items:
+            tensors, extra[name] = read_tree("extra", value, join(self.path, name))
+            found += tensors
+        return found, {"kind": "module", "extra": extra}
+
+
+class OptimizerNode(Node):
+    """A torch.optim.Optimizer; read as an OptimizerView, once the names of its parameters are known."""
+
+
+def _bytes(value: Any) -> bytes:
+    """The same for equal values, and for tensors of equal bytes on this rank."""
+    return values.encode(value_trees.embed(getattr(value, "_local_tensor", value), ""))
+
+
+def read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, Any]]:
+    """The tensors of a tree of values, and the payload for the rest of it."""
+    bare, found = value_trees.split(tree, path)
+    if kind == "data":
+        value_trees.check_containers(tree, found, path)
+    tensors = value_trees.named(path, found)
+    payload = {"kind": kind, "value": bare, "tensors": [(p, name) for p, name, _ in tensors]}
+    return [Named(name, tensor) for _, name, tensor in tensors], payload
+
+
+def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
+    """The two trees of values of a state (StateWalker.values), as they are kept. `constants`: those of its scan.
+    Errors: UsageError names what cannot be stored by its place in the state, where users have put it."""
+    try:
+        return values.encode(shared, constants=constants), values.encode(own)
+    except UsageError:
+        refused = values.Refused()
+        for path, tree in _trees(shared, own):
+            values.encode(tree, f"state[{path!r}]", refused=refused)
+        refused.check()
+        raise
+
+
+def _trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What objects gave for themselves, and what users put into the state, by name."""
+    for path, payload in shared["objects"].items():
+        if "value" in payload:
+            yield path, payload["value"]
+        for name, body in payload.get("extra", {}).items():
+            yield join(path, name), body["value"]
+        for index, group in enumerate(payload.get("groups", ())):
+            yield join(path, "param_groups", index), group["value"]
+    yield from own["loaders"].items()
+
+
+# ---------------------------------------------------------------------------------------------------- finding nodes
+
+
+def find(state: Mapping[str, Any]) -> list[Node]:
+    """The nodes of a state, in its order. Errors: UsageError names what cannot be saved, and what can instead."""
+    if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
+        raise UsageError('state is a dict whose keys are names: state={"model": model, "optim": optim}')
+    found: list[Node] = []
+    refused: list[str] = []
+    for key in state:
+        try:
+            _find(state, key, key, found, 0)
+        except UsageError as exc:
+            refused.append(str(exc))
+    if refused:
+        more = f"; and {len(refused) - names.NAMED_MAX} more" if len(refused) > names.NAMED_MAX else ""
+        raise UsageError("; ".join(refused[: names.NAMED_MAX]) + more)
+    paths = [node.path for node in found]
+    if len(set(paths)) < len(paths):
+        twice = sorted({p for p in paths if paths.count(p) > 1})
+        raise UsageError(f"two parts of the state have the same name: {', '.join(twice)}; rename one of each")
+    return found
+
+
+def _find(container: Any, key: Any, path: str, found: list[Node], depth: int) -> None:
+    value = container[key]
+    kind = _kind(value, path)
+    if kind is not None:
+        found.append(kind(path, container, key))
+    elif isinstance(value, dict) and set(value) == {"state", "param_groups"}:
+        raise UsageError(
+            f"state[{path!r}] is what an optimizer's state_dict() gave: a copy, to which nothing would be restored; "
+            "give the optimizer itself"
+        )
+    elif not _has_objects(value, path, depth):
+        found.append(DataNode(path, container, key))
+    else:
+        for child in value if isinstance(value, dict) else range(len(value)):
+            _find(value, child, join(path, child), found, depth + 1)
+            if isinstance(value, tuple) and isinstance(found[-1], DataNode):
+                raise UsageError(
+                    f"state[{path!r}] is a tuple of objects and values, and a value in a tuple cannot be restored; "
+                    "use a list or a dict"
+                )
+
+
+def _kind(value: Any, path: str) -> type[Node] | None:
+    """The kind of object; None for plain data. Errors: UsageError."""
+    if type(value) in value_trees.PLAIN or isinstance(value, (torch.Tensor, Shard, type)):
+        return None
+    if isinstance(value, nn.Module):
+        return ModuleNode
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerNode
+    if isinstance(value, random.SystemRandom):
+        raise UsageError(
+            f"state[{path!r}], a {type(value).__name__}, draws from the system and has no state; use random.Random, or "
+            "leave it out"
+        )
+    if generators.is_generator(value):
+        return GeneratorNode
+    saves, loads = hasattr(value, "state_dict"), hasattr(value, "load_state_dict")
+    held = held_loader(value)
+    if saves and loads and hasattr(held, "state_dict"):
+        is_loader = hasattr(value, "__iter__") or type(value).__module__.split(".")[0] == "torchdata"
+        return LoaderNode if is_loader else ObjectNode
+    if isinstance(held, torch.utils.data.DataLoader):
+        kind = "is" if held is value else f"is a {type(value).__name__} over"
+        more = "" if held is value else " (Accelerate: DataLoaderConfiguration(use_stateful_dataloader=True))"
+        raise UsageError(
+            f"state[{path!r}] {kind} a torch DataLoader, which has no position that could be saved; use "
+            f"torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments{more}, or leave it out "
+            "and skip to the restored step yourself"
+        )
+    if saves or loads or isinstance(value, nn.parallel.DistributedDataParallel):
+        missing = "load_state_dict" if saves else "state_dict"
+        raise UsageError(f"state[{path!r}], a {type(value).__name__}, has no {missing}(); an object needs both")
+    return None
+
+
+def held_loader(loader: Any) -> Any:
+    """The loader that one of Accelerate's holds, which has the position, or has none; of any other itself."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def _has_objects(value: Any, path: str, depth: int) -> bool:
+    if depth > value_trees.DEPTH_MAX:
+        raise UsageError(f"state[{path!r}] is nested more than {value_trees.DEPTH_MAX} deep, or contains itself")
+    if isinstance(value, dict):
+        children: Sequence[Any] = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        children = value
+    else:
+        return False
+    if set(map(type, children)) <= value_trees.PLAIN:
+        return False
+    return any(_kind(c, path) is not None or _has_objects(c, path, depth + 1) for c in children)

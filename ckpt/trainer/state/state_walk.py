@@ -1,0 +1,438 @@
+"""The walk: a rank's state becomes a layout, the live tensors it describes, and two trees of values.
+
+Guarantees:
+- Names are canonical (names.py): the same state under FSDP2, DDP or no wrapper has the same names.
+- A tensor that the state holds under several names (tied parameters) is walked once, under the first.
+- The views are of live memory, which they keep alive. `changed()` says when they are no longer what the state holds.
+- Nothing is stepped, copied or moved. FSDP2 modules left gathered (after evaluation) are put back to their shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import nn
+
+from ckpt.errors import UsageError
+from ckpt.format import values
+from ckpt.gc_pause import no_collecting
+from ckpt.layout.layout import Entry, Layout
+from ckpt.threads import Tasks
+from ckpt.trainer.state import generators, names, optimizers, state_nodes, value_trees
+from ckpt.trainer.state.fingerprint import Fingerprint, geometry
+from ckpt.trainer.state.loaders import position
+from ckpt.trainer.state.mesh_coordinate import Coordinate
+from ckpt.trainer.state.optimizers import OptimizerView, Owners
+from ckpt.trainer.state.shard import Cutter, Pieces, Shard, dense_bytes, is_dtensor, live_parts, order_of, storages
+from ckpt.trainer.state.state_nodes import (
+    DataNode,
+    GeneratorNode,
+    LoaderNode,
+    ModuleNode,
+    Named,
+    Node,
+    ObjectNode,
+    OptimizerNode,
+)
+from ckpt.types import SMALL_BYTES
+
+HASH_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Walk:
+    """Per entry of `layout`: `tensors`, the live local tensor of each box (any device, maybe not contiguous; its bytes
+    read row-major are the box's), `late`, whether it may be copied under the next step once that is proven safe (what
+    a registered optimizer trains, and its state; not small), and `replica`, whether other ranks may hold equal boxes.
+    `scan`: the structure that it is of."""
+
+    layout: Layout
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    late: tuple[bool, ...]
+    replica: tuple[bool, ...]
+    scan: Scan
+    _seen: _Seen
+
+    @property
+    def has_loaders(self) -> bool:
+        """Whether an object of the state says how far it has read its data."""
+        return any(isinstance(node, LoaderNode) for node in self.scan.nodes)
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """In which the tensors lie, by address."""
+        return storages(tensor for line in self.tensors for tensor in line)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What `changed` compares: the nodes, what plain containers and tensors were, and, in the order of
+    `Scan.volatile`, what each said. `gathering`: modules that may be left gathered."""
+
+    nodes: list[tuple[Any, ...]]
+    fingerprint: Fingerprint
+    volatile: list[Any]
+    gathering: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The structure of a state. `found`: by node, its tensors under all their names. `tensors`: by canonical name, each
+    once. `aliases`: the other names of some, and the name that each is saved under. `orders`: of the dimensions in
+    memory, of tensors that are dense and not row-major (shard.order_of). `fixed`: payloads that hold no value that
+    could change. `extras`: by module node, its modules with extra state. `volatile`: nodes that say only
+    when asked what tensors they hold, and what they said. `constants`: of the values, what stays as it is."""
+
+    nodes: list[Node]
+    found: dict[str, list[Named]]
+    views: dict[str, OptimizerView]
+    fixed: dict[str, dict[str, Any]]
+    extras: dict[str, list[tuple[str, nn.Module]]]
+    volatile: list[tuple[Node, _Answer]]
+    tensors: dict[str, tuple[Named, Pieces]]
+    aliases: dict[str, str]
+    orders: dict[str, list[int]]
+    constants: values.Constants
+
+    def ask(self, node: Node) -> _Answer:
+        """What a volatile node says now."""
+        if isinstance(node, ModuleNode):
+            modules = self.extras.get(node.path)
+            return _answer(node.read() if modules is None else node.read_extra(modules))
+        if isinstance(node, (ObjectNode, DataNode)):
+            return _answer(node.read())
+        return _Answer(self.views[node.path].again().tensors)
+
+    def pieces(self, name: str) -> Pieces:
+        """Of a tensor of the state, under any of its names."""
+        return self.tensors[self.aliases.get(name, name)][1]
+
+    def buffers(self) -> set[str]:
+        """Of modules: what no optimizer trains. DDP keeps rank 0's where ranks differ (a BatchNorm's statistics)."""
+        held: set[str] = set()
+        for node in (node for node in self.nodes if isinstance(node, ModuleNode)):
+            found = self.found[node.path]
+            if names.is_custom(node.value):  # what it gives may be copies, of parameters too
+                own = {id(site.tensor) for site in names.sites(node.value)}
+                found = [named for named in found if id(named.tensor) in own]
+            held |= {named.name for named in found if not isinstance(named.tensor, nn.Parameter)}
+        return held & self.tensors.keys()
+
+    def payload(self, node: Node) -> dict[str, Any] | None:
+        """The values of a node as they are now; None for one that belongs to the rank."""
+        if node.path in self.fixed:
+            return self.fixed[node.path]
+        if isinstance(node, OptimizerNode):
+            return self.views[node.path].payload()
+        if isinstance(node, ModuleNode) and node.path in self.extras:
+            return node.read_extra(self.extras[node.path])[1]
+        return node.payload() if isinstance(node, (ModuleNode, ObjectNode, DataNode)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`tensors`: those that nothing else watches. `values`: what a module gives beside tensors, by name."""
+
+    tensors: list[Named]
+    values: tuple[str, ...] = ()
+
+
+class StateWalker:
+    """Walks `state`, the dict that the user registered, which stays live. For the training thread only.
+
+    `generators`: whether the process's own random number generators belong to the state.
+    Errors: UsageError names what cannot be saved, and what to do.
+    """
+
+    def __init__(self, state: dict[str, Any], coordinate: Coordinate, generators: bool = True) -> None:
+        self.state = state
+        self.coordinate = coordinate
+        self.generators = generators
+
+    @no_collecting()
+    def walk(self) -> Walk:
+        """All of it: once per structure; some 15 us a tensor. Values are not read."""
+        scan = self.scan()
+        modules = [m for node in scan.nodes if isinstance(node, ModuleNode) for _, m in names.modules(node.value)]
+        fingerprint = Fingerprint(
+            modules=[module for module in modules if isinstance(vars(module).get("_parameters"), dict)],
+            optimizers=[view.optimizer for view in scan.views.values()],
+            dicts=[held for view in scan.views.values() for held in view.plain],
+            distributed=[n.tensor for found in scan.found.values() for n in found if is_dtensor(n.tensor)],
+            live=[tensor for _, pieces in scan.tensors.values() for tensor in pieces.live],
+        )
+        order = sorted(scan.tensors)
+        chosen = [scan.tensors[name] for name in order]
+        return Walk(
+            layout=Layout(tuple(Entry(n, p.dtype, p.shape, p.boxes) for n, (_, p) in zip(order, chosen, strict=True))),
+            tensors=tuple(pieces.locals for _, pieces in chosen),
+            late=tuple(_is_late(named, pieces) for named, pieces in chosen),
+            replica=tuple(pieces.replica for _, pieces in chosen),
+            scan=scan,
+            _seen=_Seen(
+                nodes=list(map(_signature, scan.nodes)),
+                fingerprint=fingerprint,
+                volatile=[_fingerprint(said) for _, said in scan.volatile],
+                gathering=names.resharding(modules),
+            ),
+        )
+
+    def changed(self, walk: Walk) -> bool:
+        """Whether walk() would find other names, dtypes, shapes or boxes now than it did then, or the same in other
+        memory. For 20,000 tensors about 10 ms; objects with a state_dict() of their own, and modules with extra state,
+        are asked for it."""
+        seen = walk._seen
+        for module in seen.gathering:
+            module.reshard()
+        now = list(map(_signature, state_nodes.find(self.state)))
+        if len(now) != len(seen.nodes) or not all(map(_same, now, seen.nodes)):
+            return True
+        try:
+            if seen.fingerprint.stale():
+                return True
+            return [_fingerprint(walk.scan.ask(node)) for node, _ in walk.scan.volatile] != seen.volatile
+        except RuntimeError:  # of a tensor that has no storage by now: a walk refuses it by name
+            return True
+
+    def values(self, walk: Walk, positions: bool = True) -> tuple[Any, Any]:
+        """(shared, own) as they are now, for the structure of that walk: what is the same on all ranks by nature, and
+        what is the rank's. What they hold may be live: encode them before the next step. `positions`: whether loaders
+        are asked for theirs, which begins an epoch in one that was not iterated over yet: not before what is to be
+        restored was restored."""
+        scan = walk.scan
+        payloads = ((node.path, scan.payload(node)) for node in scan.nodes)
+        objects = {path: payload for path, payload in payloads if payload is not None}
+        loaders = [node for node in scan.nodes if positions and isinstance(node, LoaderNode)]
+        here = self.coordinate
+        own = {
+            "coordinate": here.text,
+            "mesh": here.mesh,
+            "data": here.data,
+            "data_rank": here.data_rank,
+            "data_world": here.data_world,
+            "generators": generators.read(self.streams(scan.nodes)),
+            "loaders": {node.path: value_trees.embed(position(node.value), node.path) for node in loaders},
+        }
+        return {"objects": objects, "aliases": scan.aliases, "orders": scan.orders}, own
+
+    def strays(self, walk: Walk, shared: Any) -> list[str]:
+        """The tensors that `shared`, values for the structure of that walk, refers to and the walk does not have: a
+        checkpoint with these values could not be restored. None, unless something of the state said one thing to
+        `changed` and another to `values`. Looks only at what was read anew."""
+        scan = walk.scan
+        referred: list[str] = []
+        for path, payload in shared["objects"].items():
+            if path in scan.views:
+                referred += scan.views[path].referred(payload)
+            elif path not in scan.fixed:
+                trees_of = payload["extra"].values() if payload["kind"] == "module" else (payload,)
+                referred += (name for tree in trees_of for _, name in tree["tensors"])
+        return sorted(name for name in referred if name not in scan.tensors and name not in scan.aliases)
+
+    def streams(self, found: Sequence[Node]) -> dict[str, generators.Stream]:
+        """The generators that belong to the state."""
+        objects = {node.path: node.value for node in found if isinstance(node, GeneratorNode)}
+        return generators.streams(objects) if self.generators else generators.registered(objects)
+
+    def scan(self) -> Scan:
+        """The structure as it is now."""
+        all_nodes = state_nodes.find(self.state)
+        owners = Owners()
+        found: dict[str, list[Named]] = {}
+        views: dict[str, OptimizerView] = {}
+        fixed: dict[str, dict[str, Any]] = {}
+        extras: dict[str, list[tuple[str, nn.Module]]] = {}
+        volatile: list[tuple[Node, _Answer]] = []
+        for node in all_nodes:
+            if isinstance(node, ModuleNode):
+                for module in names.resharding([m for _, m in names.modules(node.value)]):
+                    module.reshard()
+                found[node.path], payload = node.read()
+                owners.add_module(node.path, node.value, found[node.path])
+                if not payload["extra"]:
+                    fixed[node.path] = payload
+                if names.is_custom(node.value):
+                    volatile.append((node, _answer((found[node.path], payload))))
+                elif payload["extra"]:
+                    extras[node.path] = names.extras(node.value)
+                    inner = {name for body in payload["extra"].values() for _, name in body["tensors"]}
+                    said = [named for named in found[node.path] if named.name in inner]
+                    volatile.append((node, _answer((said, payload))))
+            elif isinstance(node, (ObjectNode, DataNode)):
+                found[node.path] = node.read()[0]
+                volatile.append((node, _Answer(found[node.path])))
+        for node in all_nodes:
+            if isinstance(node, DataNode):
+                owners.add_tensors(found[node.path])
+        for node in all_nodes:
+            if isinstance(node, OptimizerNode):
+                view = views[node.path] = optimizers.view(node.path, node.value, owners)
+                found[node.path] = view.tensors
+                if view.mixed:
+                    volatile.append((node, _Answer(view.tensors)))
+        world = math.prod(size for _, size in self.coordinate.mesh)
+        tensors, aliases = _unique(all_nodes, found, owners, views, Cutter(world))
+        _check_kept(all_nodes, found, views)
+        orders = _orders(tensors)
+        parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
+        constants = values.Constants(parts)
+        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants)
+
+
+def _answer(read: tuple[list[Named], dict[str, Any]]) -> _Answer:
+    return _Answer(read[0], tuple(read[1].get("extra", ())))
+
+
+def _unique(
+    all_nodes: Sequence[Node],
+    found: dict[str, list[Named]],
+    owners: Owners,
+    views: dict[str, OptimizerView],
+    cutter: Cutter,
+) -> tuple[dict[str, tuple[Named, Pieces]], dict[str, str]]:
+    """Each tensor once, under the first of its names, with its boxes; and the other names."""
+    trained = {id(p.tensor) for view in views.values() for line in view.params for p in line if p.tensor.requires_grad}
+    tensors: dict[str, tuple[Named, Pieces]] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    refused = values.Refused()
+    for named in (named for node in all_nodes for named in found.get(node.path, ())):
+        bare = named.tensor.tensor if isinstance(named.tensor, Shard) else named.tensor
+        name = first.setdefault(id(bare), named.name)
+        if named.name in tensors or named.name in aliases:
+            why = _alike(all_nodes, named.name) or "; rename one (a key with a dot?)"
+            raise UsageError(f"two tensors of the state have the name {named.name!r}{why}")
+        if name != named.name:
+            aliases[named.name] = name
+            continue
+        names.check_name(name)
+        shard = owners.shards.get(id(bare), named.tensor)
+        try:
+            pieces = cutter.pieces(shard, name)
+        except UsageError as exc:
+            refused.add(functools.partial(str, name), str(exc).removeprefix(f"{name}: "))
+            continue
+        tensors[name] = (Named(name, shard, named.trained or id(bare) in trained), pieces)
+    refused.check()
+    return tensors, aliases
+
+
+def _orders(tensors: Mapping[str, tuple[Named, Pieces]]) -> dict[str, list[int]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        found = ((name, order_of(pieces.live[0])) for name, (_, pieces) in tensors.items() if pieces.live)
+        return {name: list(order) for name, order in found if order is not None}
+
+
+def _check_kept(
+    all_nodes: Sequence[Node], found: Mapping[str, list[Named]], views: Mapping[str, OptimizerView]
+) -> None:
+    """Errors: UsageError for a trained parameter that the state_dict() of its module leaves out. Not where that gives
+    tensors in memory of their own: these may be copies of it, which nobody can tell."""
+    for node in (node for node in all_nodes if isinstance(node, ModuleNode) and names.is_custom(node.value)):
+        sites = {id(site.tensor): site for site in names.sites(node.value)}
+        if storages(named.tensor for named in found[node.path]) - storages(site.tensor for site in sites.values()):
+            continue
+        kept = storages(named.tensor for each in found.values() for named in each)
+        for view in views.values():
+            for tensor in (param.tensor for line in view.params for param in line):
+                if tensor.requires_grad and id(tensor) in sites and storages([tensor]) - kept:
+                    raise UsageError(
+                        f"state[{node.path!r}]: its state_dict() leaves out {sites[id(tensor)].name}, which "
+                        f"state[{view.path!r}] trains; have it included, or freeze it (requires_grad_(False))"
+                    )
+
+
+def _alike(all_nodes: Sequence[Node], name: str) -> str:
+    """That two tensors of one tree have that name since it has a number and a text as keys, in words, if so."""
+    for node in all_nodes:
+        if isinstance(node, (ObjectNode, DataNode)):
+            paths = [path for path, each in node.payload()["tensors"] if each == name]
+            for one, two in itertools.pairwise(paths):
+                keys = next(((a, b) for a, b in zip(one, two, strict=False) if a != b), None)
+                if keys is not None and str(keys[0]) == str(keys[1]):
+                    return f", since the keys {keys[0]!r} and {keys[1]!r} are written alike; use one kind of key"
+    return ""
+
+
+def _is_late(named: Named, pieces: Pieces) -> bool:
+    return named.trained and bool(pieces.shape) and sum(t.nbytes for t in pieces.locals) >= SMALL_BYTES
+
+
+def _signature(node: Node) -> tuple[Any, ...]:
+    """Plain data may be replaced as it likes; what it holds is compared as it is read."""
+    return (type(node), node.path, None if isinstance(node, DataNode) else node.value)
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return a[0] is b[0] and a[1] == b[1] and a[2] is b[2]
+
+
+def _fingerprint(said: _Answer) -> Any:
+    """Names, boxes and addresses. What is compared with it later is compared while this one's memory is alive."""
+    places: list[tuple[Any, ...]] = []
+    for named in said.tensors:
+        tensor = named.tensor
+        if isinstance(tensor, Shard):
+            places.append((named.name, tensor.global_shape, tensor.offset))
+        elif is_dtensor(tensor):
+            places.append((named.name, tensor.shape, tensor.placements))  # type: ignore[attr-defined]
+        else:
+            places.append((named.name,))
+    return said.values, places, geometry([part for named in said.tensors for part in live_parts(named.tensor)])
+
+
+# ------------------------------------------------------------------------------------------------------------ hashes
+
+
+def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
+    """xxh3-128 of every box that other ranks may hold too: uint64, shape (boxes, 2), (high, low), in the order of
+    (entry, box). The rows of other boxes are 0. Reads in blocks: no copy of a whole tensor is made."""
+    jobs = [
+        (row, tensor)
+        for row, (tensor, replica) in enumerate(
+            (tensor, replica) for line, replica in zip(walk.tensors, walk.replica, strict=True) for tensor in line
+        )
+        if replica
+    ]
+    hashes = np.zeros((sum(map(len, walk.tensors)), 2), np.uint64)
+
+    def run(part: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for row, tensor in part:
+            value = _hash(tensor)
+            hashes[row] = value >> 64, value & 0xFFFFFFFFFFFFFFFF
+
+    jobs.sort(key=lambda job: -job[1].nbytes)
+    with Tasks("hash", pool_size=threads) as tasks:
+        for done in [tasks.submit(run, jobs[first::threads]) for first in range(threads)]:
+            done.result()
+    return hashes
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    whole = xxhash.xxh3_128()
+    for block in _blocks(tensor):
+        whole.update(dense_bytes(block.contiguous().cpu()).numpy().data)
+    return int(whole.intdigest())
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor in row-major order, in parts of about HASH_BLOCK_BYTES."""
+    if tensor.nbytes <= HASH_BLOCK_BYTES or tensor.ndim == 0:
+        if tensor.numel():
+            yield tensor
+    elif tensor.nbytes // tensor.shape[0] > HASH_BLOCK_BYTES:
+        for row in tensor:
+            yield from _blocks(row)
+    else:
+        rows = max(1, HASH_BLOCK_BYTES * tensor.shape[0] // tensor.nbytes)
+        for first in range(0, tensor.shape[0], rows):
+            yield tensor[first : first + rows]

@@ -1,0 +1,200 @@
+"""Trees of values with tensors in them: taking the tensors out, and putting tensors back.
+
+A tree is what `state_dict()` of an object gives, or what a user puts into the state: dicts, lists, tuples and deques of
+plain values and tensors. A path is the tuple of keys and indices that leads to a tensor; its place in the tree holds
+None.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.errors import DamagedData, UsageError
+from ckpt.trainer.state.names import join
+from ckpt.trainer.state.shard import DTYPES, Shard, dense_bytes, is_dtensor, plain
+
+Path = tuple[Any, ...]
+Tensor = torch.Tensor | Shard
+
+DEPTH_MAX = 100
+CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque)  # what comes back as it was
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def split(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
+    """(the tree with None in the place of each tensor, the tensors with their paths, in order). Parts without a
+    tensor are not copied. Containers with tensors become plain ones, which is what load_state_dict() is given; see
+    `check_containers`. Errors: UsageError for a tree that contains itself; `what` names it."""
+    found: list[tuple[Path, Tensor]] = []
+    return _split(tree, (), found, what), found
+
+
+def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -> Any:
+    if type(tree) in PLAIN:
+        return tree
+    if isinstance(tree, (torch.Tensor, Shard)):
+        found.append((path, tree))
+        return None
+    if len(path) > DEPTH_MAX:
+        raise UsageError(f"{what} is nested more than {DEPTH_MAX} deep, or contains itself; store less of it")
+    before = len(found)
+    if isinstance(tree, dict):
+        if set(map(type, tree.values())) <= PLAIN:
+            return tree
+        children = {key: _split(value, (*path, key), found, what) for key, value in tree.items()}
+        if len(found) == before:
+            return tree
+        return _like(tree, children)
+    if isinstance(tree, (list, tuple, deque)):
+        if set(map(type, tree)) <= PLAIN:
+            return tree
+        items = [_split(value, (*path, index), found, what) for index, value in enumerate(tree)]
+        if len(found) == before:
+            return tree
+        if isinstance(tree, deque):
+            return deque(items, tree.maxlen)
+        return items if isinstance(tree, list) else tuple(items)
+    return tree
+
+
+def check_containers(tree: Any, found: Iterable[tuple[Path, Tensor]], what: str) -> None:
+    """For what is put back as it is, with nobody's load_state_dict() between. Errors: UsageError for tensors in a
+    container that would come back as another (a named tuple, a class derived from dict)."""
+    for path, _ in found:
+        held = tree
+        for depth, key in enumerate(path):
+            if type(held) not in CONTAINERS:
+                raise UsageError(
+                    f"{join(what, *path[:depth])} is a {type(held).__name__} with tensors in it, and would come back "
+                    "as something else; use a dict, a list, a tuple, or an object with state_dict(), load_state_dict()"
+                )
+            held = held[key]
+
+
+def _like(tree: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
+    if isinstance(tree, defaultdict):
+        return defaultdict(tree.default_factory, children)
+    return OrderedDict(children) if isinstance(tree, OrderedDict) else children
+
+
+def merge(tree: Any, tensors: Iterable[tuple[Sequence[Any], Any]]) -> Any:
+    """`tree` with what `tensors` gives put in its places: split, backwards. Containers on the way are changed in
+    place, except tuples. Errors: DamagedData for a path that leads nowhere."""
+    for path, value in tensors:
+        tree = _put(tree, tuple(path), value)
+    return tree
+
+
+def _put(tree: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    try:
+        child = _put(tree[key], rest, value)
+    except (KeyError, IndexError, TypeError) as exc:
+        raise DamagedData(f"stored values and their tensors do not fit: nothing at {key!r:.80}") from exc
+    if isinstance(tree, tuple):
+        return (*tree[:key], child, *tree[key + 1 :])
+    tree[key] = child
+    return tree
+
+
+def plant(tree: Any, path: Path, value: Any) -> None:
+    """Puts it under a new key of a dict that is there; elsewhere nothing is put."""
+    if path and has(tree, path[:-1]) and not has(tree, path):
+        tree = at(tree, path[:-1])
+        if isinstance(tree, dict):
+            tree[path[-1]] = value
+
+
+def has(tree: Any, path: Path) -> bool:
+    """Whether the path leads to a place in the tree."""
+    for key in path:
+        if not isinstance(tree, (dict, list, tuple, deque)) or (isinstance(tree, dict) and key not in tree):
+            return False
+        if not isinstance(tree, dict) and not (isinstance(key, int) and 0 <= key < len(tree)):
+            return False
+        tree = tree[key]
+    return True
+
+
+def at(tree: Any, path: Path) -> Any:
+    """What is in that place, which the tree has."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def settle(live: Any, new: Any) -> Any:
+    """`new`, in the dicts, lists, sets, deques and arrays that `live` consists of where those can become it, so that
+    whoever holds them sees the new content, and what they change there later is part of the state."""
+    if type(live) is not type(new) or live is new:
+        return new
+    if isinstance(new, dict):
+        items = {key: settle(live.get(key), value) for key, value in new.items()}
+        live.clear()
+        for key, value in items.items():
+            live[key] = value
+        return live
+    if isinstance(new, list):
+        live[:] = _settled(live, new)
+        return live
+    if type(new) is tuple:
+        return tuple(_settled(live, new))
+    if isinstance(new, deque) and live.maxlen == new.maxlen:
+        each = _settled(live, new)
+        live.clear()
+        live.extend(each)
+        return live
+    if isinstance(new, set):
+        live.clear()
+        live.update(new)
+        return live
+    if isinstance(new, np.ndarray) and live.flags.writeable and (live.dtype, live.shape) == (new.dtype, new.shape):
+        live[...] = new
+        return live
+    return new
+
+
+def _settled(live: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    was = [*live, *[None] * (len(new) - len(live))]
+    return [settle(old, value) for old, value in zip(was, new, strict=False)]
+
+
+def named(prefix: str, found: Sequence[tuple[Path, Tensor]]) -> list[tuple[Path, str, Tensor]]:
+    """The tensors with their canonical names below `prefix`."""
+    return [(path, join(prefix, *path), tensor) for path, tensor in found]
+
+
+def embed(tree: Any, what: str) -> dict[str, Any]:
+    """A tree with its tensors as bytes: for what belongs to one rank and is small (a loader's position). Only values
+    that can be stored. Errors: UsageError for tensors that are not plain."""
+    bare, found = split(tree, what)
+    packed = []
+    for path, tensor in found:
+        if isinstance(tensor, Shard) or is_dtensor(tensor):
+            raise UsageError(f"{join(what, *path)} is sharded, but belongs to one rank's own state; gather it there")
+        local = plain(tensor, join(what, *path)).contiguous().cpu()
+        raw = dense_bytes(local).numpy().tobytes()
+        packed.append((path, str(local.dtype).removeprefix("torch."), tuple(local.shape), raw))
+    return {"value": bare, "tensors": packed}
+
+
+def extract(stored: Mapping[str, Any], what: str) -> Any:
+    """The tree that `embed` was given; tensors are new ones on the CPU. Errors: DamagedData."""
+    tensors = []
+    for item in stored["tensors"]:
+        try:
+            path, dtype, shape, raw = item
+            if not isinstance(path, (list, tuple)) or not isinstance(shape, (list, tuple)) or type(raw) is not bytes:
+                raise TypeError("its place, its shape or its bytes are none")
+            flat = torch.frombuffer(bytearray(raw) or bytearray(1), dtype=torch.uint8)[: len(raw)]
+            tensors.append((path, flat.view(DTYPES[dtype]).reshape(shape)))
+        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as exc:
+            raise DamagedData(f"{what}: a tensor stored among its values is none: {exc}") from exc
+    return merge(stored["value"], tensors)

@@ -1,0 +1,39 @@
+"""What a start takes over of what the one before it had learnt."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.adaptive.history import Relearning
+from ckpt.agent.preemption.preemption import Standing
+from ckpt.agent.state.cost_model import Learning
+from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.failures import Failure
+from ckpt.types import Epoch
+from tests.agent.preemption.test_preemption import DAY_S, Warned
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "failure"), [(60.0, Failure.PREEMPTION), (2 * DAY_S, Failure.NODE), (None, Failure.NODE)]
+)
+def test_a_node_that_is_lost_was_preempted_where_a_notice_was_about_to_come_true(
+    lead_s: float | None, failure: Failure
+) -> None:
+    group, now_s = Warned().group, time.monotonic()
+    if lead_s is not None:
+        group.warn(Standing("slurm", "7", now_s + lead_s, now_s))
+    learnt = Learning(Adaptive(), nodes=2)
+    learnt.peers = True
+    nodes = [SimpleNamespace(name=name) for name in ("a", "b")]
+    epoch = Epoch.new(1)
+    former = SimpleNamespace(epoch=epoch, learning=learnt, gone_s=now_s, ended_in_order=False, nodes=nodes, group=group)
+    relearning = Relearning(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
+    learning = Learning(Adaptive(), nodes=1)
+    relearning.newest = cast(Any, former)
+    relearning.goes_on(learning, epoch, None, None, cast(Any, nodes[:1]))
+    seen = {kind for kind in Failure if learning.known.rate_of(kind).seen}
+    assert seen == {failure}

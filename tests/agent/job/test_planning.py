@@ -1,0 +1,300 @@
+"""What a job has room for, planned anew where that was less than it is to have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.job import job_executor
+from ckpt.agent.job.job_executor import AGAIN_S, FULL_S, SHORT_S, Carrier
+from ckpt.agent.job.scheduler import Group
+from ckpt.agent.replication.replication_manager import SLOTS_MIN
+from ckpt.agent.runtime import memory_plan
+from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.state.memory_pressure import PERIOD_S
+from ckpt.placement.placement import Kept
+from ckpt.policy.save_options import Every
+from ckpt.types import Tick
+
+MIB = 1 << 20
+
+
+class Planned:
+    """A job on one node, or on more, whose slots take a MiB each. `free`: MiB of the machine."""
+
+    def __init__(self, free: float, nodes: int = 1) -> None:
+        self.free = free
+        self.measured = self.placed = 0
+        self.said: list[tuple[str, bool]] = []
+        self.group = Group(1, Every(seconds=60))
+        self.group.layout(0)
+        self.carrier = SimpleNamespace(
+            group=self.group,
+            protection=None,
+            ranks=SimpleNamespace(measure=self.measure),
+            options=SimpleNamespace(limits=SimpleNamespace(memory=None)),
+            _division=SimpleNamespace(arena_bytes=(MIB,)),
+            _guarded=lambda then: then,
+            _place=self.place,
+            _tell_memory=lambda changed: None,
+            emit=lambda name, text, loud: self.said.append((name, loud)),
+            _planned_parts={},
+            _not_before_s=0.0,
+            _patience_s=PERIOD_S,
+            _short_since_s=math.inf,
+            _fewer_until_s=-math.inf,
+            nodes=("",) * nodes,
+            _least_slots=9,
+        )
+        self.carrier._parts_free = lambda plan: Carrier._parts_free(self.me, plan)
+        self.carrier.plan = self.plan()
+        self.carrier._planned_parts = Carrier._parts_free(self.me, self.carrier.plan)
+        self.group.planned(self.group.layouts_version, "d", (MIB,), self.carrier.plan.slots)
+
+    @property
+    def me(self) -> Any:
+        return cast(Any, self.carrier)
+
+    def plan(self) -> memory_plan.MemoryPlan:
+        return memory_plan.plan(MIB, 0, 0, None, int(self.free * MIB))
+
+    def measure(self, sizes: Any, slots: int, limit: int | None, then: Callable[..., None]) -> None:
+        self.measured += 1
+        then(replace(self.plan(), slots=min(slots, self.plan().slots)), "")
+
+    def place(self, division: Any, slots: int, used: int, gives_way: bool = False) -> int:
+        self.placed += 1
+        return SLOTS_MIN if gives_way else slots
+
+    def look(self) -> int:
+        if Carrier.is_cramped.fget(self.me):  # type: ignore[attr-defined]
+            Carrier.plan_again(self.me)
+        return self.group.slots_in_use
+
+
+def test_slots_for_which_others_left_no_memory_come_once_there_is_some_and_stay_where_others_take_it() -> None:
+    job = Planned(free=2.5)
+    assert (job.look(), job.group.refusal != "") == (0, True)
+    job.free = 4.5
+    assert (job.look(), job.group.refusal) == (2, "")
+    job.free = 0.0
+    assert job.look() == 2
+    job.free = 9.0
+    assert job.look() == 3
+    measured = job.measured
+    assert job.look() == 3
+    assert job.measured == measured, "it has what it is to have"
+
+
+def test_nothing_is_decided_anew_as_long_as_there_is_about_as_much_memory() -> None:
+    job = Planned(free=4.05)
+    placed = job.placed
+    for free in (4.06, 4.04, 4.05):
+        job.free = free
+        job.look()
+    assert (job.measured, job.placed) == (3, placed)
+    job.free = 3.0
+    job.look()
+    assert job.placed == placed, "with less there is nothing to be had"
+
+
+def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    for slot in range(2):
+        job.group.made(slot, (MIB,))
+    for tries in range(1, 4):
+        Carrier._fewer(job.me, 2, "it is full")
+        assert job.look() == 2
+        now[0] += FULL_S
+        assert (job.look(), job.measured) == (3, tries)
+    assert job.said == [("memory.short", True), ("memory.short", False), ("memory.short", False)]
+
+
+def test_as_long_as_there_is_no_more_memory_other_nodes_are_asked_less_and_less_often_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
+    job = Planned(free=2.5, nodes=1000)
+
+    def asked(looks: int) -> list[int]:
+        """At which of so many looks."""
+        found = []
+        for number in range(looks):
+            before = job.measured
+            job.look()
+            found += [number] * (job.measured - before)
+            now[0] += PERIOD_S
+        return found
+
+    assert asked(60) == [0, 1, 3, 7, 15, 27, 39, 51]
+    job.free = 9.0
+    assert len(asked(12)) == 1
+    assert job.look() == 3
+    job.group.fewer_slots(2, "others took it")
+    job.free = 2.5
+    Carrier.plan_soon(job.me)
+    assert asked(4) == [0, 1, 3], "there is news"
+
+
+def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_there_is_as_much_as_before() -> None:
+    """A memory-only node came or went just then, say."""
+    job = Planned(free=4.5)
+    assert job.look() == 2
+    job.free = 2.5
+    job.look()
+    Carrier.place_again(job.me)
+    placed = job.placed
+    job.free = 4.5
+    job.look()
+    assert job.placed > placed
+    placed = job.placed
+    job.look()
+    assert job.placed == placed
+
+
+def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_is_decided_anew_who_keeps_them() -> None:
+    """It refuses copies for ever, and another one may have room."""
+    job = Planned(free=9.0)
+    job.carrier.protection = SimpleNamespace(is_wanted=True)
+    job.group.replicates, job.group.kept = True, (Kept("", 1, ("b",)),)
+    job.group.holds(0, Tick(10), False)
+
+    def copy(error: str) -> None:
+        slot = job.group.slots[0]
+        assert slot.round is not None
+        job.group.begin_copies(slot, slot.round, 0.0)
+        job.group.replicated(0, error, 0.0)
+
+    copy("")
+    job.free = 7.0
+    job.look()
+    assert (job.measured, job.placed) == (0, 0), "it has all copies that it is to have"
+    copy("no memory for a copy")
+    for _ in range(3):
+        job.look()
+        assert job.placed == 1, "once, as long as there is about as much"
+    job.free = 6.0
+    job.look()
+    assert (job.placed, job.group.slots_in_use) == (2, 3)
+    copy("")
+    measured = job.measured
+    job.free = 5.0
+    job.look()
+    assert job.measured == measured
+
+
+def test_a_slot_gives_way_once_there_has_been_no_room_for_copies_for_a_while_and_comes_again_much_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A memory-only node may be away for less, and other processes' memory come and go."""
+    now = [100.0]
+    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    job.carrier.protection = SimpleNamespace(is_wanted=True)
+    job.carrier._short_since_s = now[0]
+
+    def look(after_s: float) -> int:
+        now[0] += after_s
+        return job.look()
+
+    assert [look(PERIOD_S), look(SHORT_S - 2 * PERIOD_S)] == [3, 3]
+    assert look(PERIOD_S) == 2
+    job.carrier._short_since_s = math.inf
+    assert {look(PERIOD_S) for _ in range(round(AGAIN_S / PERIOD_S) - 1)} == {2}
+    assert look(PERIOD_S) == 3, "though there is no more memory than all the time"
+
+
+def test_what_others_have_just_ceased_to_keep_counts_as_short_from_then_on_whatever_they_have_never_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A memory-only node that keeps some nodes' parts is away for a moment, and nobody ever had room for another's."""
+    now = [100.0]
+    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    protection = SimpleNamespace(kept=(), protects=True, is_wanted=True, warnings=[], is_alone=False, table=dict)
+    keep: set[str] = set()
+
+    def place(sizes: Any, plans: Any, used: int, gives_way: bool) -> int:
+        protection.kept = tuple(Kept(node, int(node in keep)) for node in ("", "b", "c"))
+        return SLOTS_MIN if gives_way else used
+
+    class Two(Nodes):
+        def __init__(self) -> None: ...
+
+        def by_name(self, sizes: Any) -> dict[str, int]:
+            return {}
+
+        def plans_by_name(self) -> dict[str, memory_plan.MemoryPlan]:
+            return {"": job.plan()}
+
+        measure = job.measure
+
+    protection.place = place
+    job.carrier.ranks, job.carrier.protection = Two(), protection
+    job.carrier.learning, job.carrier._told_placed = None, True
+    job.carrier._place = lambda *given: Carrier._place(job.me, *given)
+
+    def look(after_s: float, *kept: str) -> int:
+        now[0] += after_s
+        keep.clear()
+        keep.update(kept)
+        Carrier.place_again(job.me)
+        return job.look()
+
+    job.group.slots_in_use = 2
+    assert look(0.0, "b", "c") == 2, "it is short from the beginning"
+    job.group.slots_in_use = 3
+    assert look(1000.0) == 3, "the memory-only node may be back in a moment"
+    assert look(SHORT_S - PERIOD_S) == 3
+    assert look(PERIOD_S) == 2
+
+
+def test_where_a_slot_gave_way_and_another_one_is_lost_that_comes_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    job.carrier.protection = SimpleNamespace(is_wanted=True)
+    job.carrier._short_since_s = now[0] - SHORT_S
+    assert job.look() == 2
+    job.carrier._short_since_s = math.inf
+    job.group.made(0, (MIB,))
+    Carrier._fewer(job.me, 1, "it is full")
+    assert job.group.slots_in_use == 1
+    now[0] += FULL_S
+    assert job.look() == 2
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "it is not in use any more", "the state has grown"])
+def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_of_those_that_are(
+    meanwhile: str,
+) -> None:
+    """Where the state had grown no slot at all was to be had, so it seemed, and saves were refused for a while."""
+    job = Planned(free=9.0)
+    failed: list[Callable[..., None]] = []
+    job.carrier.ranks.make = lambda slot, sizes, then: failed.append(then)
+    job.carrier._fewer = lambda slot, why: Carrier._fewer(job.me, slot, why)
+    for slot in range(2):
+        job.group.made(slot, (MIB,))
+    job.group.slots[2].making = True
+    Carrier._make_arenas(job.me, 2, (MIB,))
+    if meanwhile == "it is not in use any more":
+        job.group.use_slots(2)
+    elif meanwhile == "the state has grown":
+        job.group.layout(0)
+        job.group.planned(job.group.layouts_version, "e", (2 * MIB,), 3)
+    failed[0]({}, "it is full")
+    assert job.said == ([("memory.short", True)] if meanwhile == "nothing" else [])
+    assert job.group.slots_in_use == (3 if meanwhile == "the state has grown" else 2)
+    assert (job.group.refusal, job.group.slots[2].making) == ("", False)

@@ -1,0 +1,144 @@
+"""Agents find each other, and keep one connection, whatever addresses lead there. Over real sockets."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.peer_network import Network, link_bytes_s
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from tests.agent.net.loop import SECRET, TurnedLoop
+
+
+class Answering:
+    """Answers whatever it is asked."""
+
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        channel.reply(int(message.fields["id"]), {"to": message.kind})
+
+    def peer_closed(self, channel: Channel) -> None:
+        self.closed.append(channel.peer)
+
+
+class Agent:
+    def __init__(self, loop: TurnedLoop, name: str) -> None:
+        self.receiver = Answering()
+        self.bulk = Bulk(loop.post)
+        self.network = Network(loop, self.bulk, name, self.receiver)
+        self.port = self.network.listen(SECRET, "0.0.0.0:0")[0].port
+
+    def at(self, hosts: int) -> NodeAt:
+        """As a node with so many addresses, all of which lead here."""
+        return NodeAt(self.network.me, tuple(Address(f"127.0.0.{i}", self.port) for i in range(1, hosts + 1)), ())
+
+    def close(self) -> None:
+        self.network.close()
+        self.bulk.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[TurnedLoop]:
+    made = TurnedLoop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def agent(loop: TurnedLoop) -> Iterator[Callable[[str], Agent]]:
+    made: list[Agent] = []
+
+    def make(name: str) -> Agent:
+        made.append(Agent(loop, name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_of_the_connections_to_several_addresses_of_one_agent_both_ends_keep_the_same_one(
+    loop: TurnedLoop, agent: Callable[[str], Agent]
+) -> None:
+    one, two = agent("one"), agent("two")
+    connected: list[str] = []
+    one.network.connect(two.at(hosts=8), connected.append)
+    loop.until(lambda: connected)
+    assert connected == [""]
+    for caller, called in ((one, "two"), (two, "one"), (one, "two")):
+        loop.until(lambda caller=caller, called=called: caller.network.channel(called))
+        answers: list[tuple[Message | None, str]] = []
+        caller.network.ask(called, {"t": "anything"}, (), lambda *found, to=answers: to.append(found))
+        loop.until(lambda answers=answers: answers)
+        assert answers[0][1] == "", answers
+    for _ in range(20):
+        loop.turn(0.005)  # what the others' ends lead to
+    assert one.network.channel("two") is not None
+    assert two.network.channel("one") is not None
+    assert one.receiver.closed == two.receiver.closed == []
+
+
+def test_who_is_told_to_listen_elsewhere_is_reached_there_and_where_others_knew_it_before(
+    loop: TurnedLoop, agent: Callable[[str], Agent]
+) -> None:
+    """An agent of an earlier start is left, and its user has named another address since."""
+    one = agent("one")
+    (before,) = one.at(hosts=1).addresses
+    assert one.network.listen(SECRET, "0.0.0.0:0")[0].port == before.port, "that of the same words stays"
+    assert one.network.listen(SECRET, f"0.0.0.0:{before.port}")[0].port == before.port, "and that which came of them"
+    (named,) = one.network.listen(SECRET, "127.0.0.3:0")
+    assert (named.host, named.port == before.port) == ("127.0.0.3", False)
+    assert one.network.listen(SECRET, "127.0.0.3:0") == [named]
+    within = Address("127.0.0.5", before.port)
+    assert one.network.listen(SECRET, str(within)) == [within], "of all interfaces, where it listens, that one is named"
+    for name, address in (("two", named), ("three", before), ("four", within)):
+        connected: list[str] = []
+        agent(name).network.connect(NodeAt("one", (address,), ()), connected.append)
+        loop.until(lambda connected=connected: connected)
+        assert connected == [""]
+
+
+def test_two_agents_that_dial_each_other_at_once_are_left_with_one_connection_that_both_keep(
+    loop: TurnedLoop, agent: Callable[[str], Agent], seed: int
+) -> None:
+    rng = random.Random(seed)
+    for turn in range(40):
+        one, two = agent(f"one-{turn}"), agent(f"two-{turn}")
+        heard: list[str] = []
+        pairs = [(one, two), (two, one)]
+        rng.shuffle(pairs)
+        for caller, called in pairs:
+            caller.network.connect(called.at(hosts=rng.choice((1, 1, 3))), heard.append)
+            for _ in range(rng.choice((0, 0, 1, 2, 4))):
+                loop.turn(0.001)
+        loop.until(lambda heard=heard: len(heard) == 2)
+        assert heard == ["", ""]
+        for _ in range(5):
+            loop.turn(0.002)
+        for caller, called in pairs:
+            answers: list[str] = []
+            caller.network.ask(called.network.me, {"t": "any"}, (), lambda _, error, to=answers: to.append(error))
+            loop.until(lambda answers=answers: answers)
+            assert answers == [""]
+        one.close()
+        two.close()
+
+
+def test_of_an_address_of_this_host_it_is_known_what_its_link_carries_if_the_system_says_so() -> None:
+    links = {name: each.speed for name, each in psutil.net_if_stats().items()}
+    assert links
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family == socket.AF_INET and name in links:
+                assert link_bytes_s(Address(each.address, 1)) == links[name] * 125_000
+    assert link_bytes_s(Address("203.0.113.9", 1)) == 0, "nobody here has that address"

@@ -1,0 +1,181 @@
+"""What is asked of another agent is waited for as long as it moves, and no longer. Over real sockets, by a clock that
+the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.progress import ANSWER_S, LOOK_S, SAY_S, Moving, Progress
+from ckpt.agent.node.peer_handlers import Others
+from ckpt.agent.replication.replica_store import encode_described
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.clock import ManualClock
+from ckpt.ipc.addresses import Address
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from tests.agent.net.loop import SECRET, TurnedLoop
+
+
+class Working:
+    """An agent that takes its time. `asked`: by id, what it works on."""
+
+    def __init__(self, loop: TurnedLoop, name: str, clock: ManualClock) -> None:
+        self.progress = Progress()
+        self.asked: dict[int, tuple[Channel, Moving]] = {}
+        self._loop = loop
+        self.bulk = Bulk(loop.post)
+        self.network = Network(loop, self.bulk, name, self, clock)
+        self.at = NodeAt(name, (Address("127.0.0.1", self.network.listen(SECRET, "127.0.0.1:0")[0].port),), ())
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        number = int(message.fields["id"])
+        self.asked[number] = channel, Moving(channel, number, self.progress, self._loop.later)
+
+    def peer_closed(self, channel: Channel) -> None: ...
+
+    def answer(self) -> None:
+        for number, (channel, moving) in self.asked.items():
+            moving.end()
+            channel.reply(number, {})
+        self.asked.clear()
+
+    def close(self) -> None:
+        self.network.close()
+        self.bulk.close()
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.loop = TurnedLoop(self.clock)
+        self.asking, self.working = (Working(self.loop, name, self.clock) for name in ("asking", "working"))
+        connected: list[str] = []
+        self.asking.network.connect(self.working.at, connected.append)
+        self.loop.until(lambda: connected and self.working.network.channel("asking"))
+
+    def ask(self) -> list[str]:
+        heard: list[str] = []
+        before = len(self.working.asked)
+        self.asking.network.ask("working", {"t": "any"}, (), lambda _, error: heard.append(error))
+        self.loop.until(lambda: len(self.working.asked) > before)
+        return heard
+
+    def go_on(self, seconds: float) -> None:
+        """In steps in which whatever is due happens, and what is said arrives."""
+        for _ in range(int(seconds / SAY_S)):
+            self.clock.sleep_s(SAY_S)
+            for _ in range(4):
+                self.loop.turn(0.002)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.asking.close()
+    made.working.close()
+    made.loop.close()
+
+
+def test_what_moves_is_waited_for_however_long_it_takes(pair: Pair) -> None:
+    heard, counts = pair.ask(), [pair.asking.network.progress.count]
+    for _ in range(30):
+        pair.working.progress.moved()
+        pair.go_on(ANSWER_S / 3)
+        counts.append(pair.asking.network.progress.count)
+    assert heard == []
+    pair.working.answer()
+    pair.loop.until(lambda: heard)
+    assert heard == [""]
+    counts.append(pair.asking.network.progress.count)
+    assert counts == sorted(set(counts)), "a start that waits for it is said to move by that"
+
+
+def test_what_does_not_move_is_given_up(pair: Pair) -> None:
+    heard = pair.ask()
+    pair.go_on(ANSWER_S - 2 * SAY_S)
+    assert heard == []
+    pair.go_on(4 * SAY_S + LOOK_S)
+    assert heard == ["agent working has not answered in time"]
+    pair.working.answer()  # too late, and of no harm
+    pair.go_on(2 * SAY_S)
+    assert len(heard) == 1
+
+
+def test_what_has_moved_and_moves_no_more_is_given_up(pair: Pair) -> None:
+    heard = pair.ask()
+    pair.working.progress.moved()
+    pair.go_on(ANSWER_S - 2 * SAY_S)
+    assert heard == []
+    pair.go_on(4 * SAY_S + LOOK_S)
+    assert heard == ["agent working has not answered in time"]
+
+
+def test_nothing_is_said_of_what_is_answered_and_no_timer_is_left_for_each_question(pair: Pair) -> None:
+    before = pair.loop.timers()
+    heard = [pair.ask() for _ in range(50)]
+    pair.working.answer()
+    pair.loop.until(lambda: all(heard))
+    pair.go_on(4 * SAY_S)
+    assert pair.loop.timers() <= before + 1
+
+
+def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
+    stranger = Working(pair.loop, "stranger", pair.clock)
+    try:
+        heard = pair.ask()
+        (number,) = pair.working.asked
+        connected: list[str] = []
+        stranger.network.connect(pair.asking.at, connected.append)
+        pair.loop.until(lambda: connected)
+        for _ in range(3):
+            for each in (number, number + 1):
+                stranger.network.tell("asking", {"t": "moving", "id": each})
+            pair.go_on(ANSWER_S / 2)
+        assert heard == ["agent working has not answered in time"]
+    finally:
+        stranger.close()
+
+
+def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answered() -> None:
+    progress, timers, ended = Progress(), list[Callable[[], None]](), list[Callable[..., None]]()
+    said: list[Any] = []
+    others = SimpleNamespace(
+        copies=SimpleNamespace(progress=progress, keep=lambda *given: ended.append(given[-1])),
+        parities=SimpleNamespace(asked=lambda fields, blobs, answer: ended.append(answer)),
+        network=SimpleNamespace(transport=None, addresses=lambda node: []),
+        _server=SimpleNamespace(later=lambda delay_s, what: timers.append(what)),
+        _late_refusal=lambda name, fields: "",
+    )
+    channel = SimpleNamespace(
+        open=True, peer="x", send=said.append, reply=lambda *given: said.append("done"), refuse=said.append
+    )
+    about = {"identity": "00000001-0000000000000000-000000000005.0000", "source": "s", "addresses": [], "again": True}
+    kept = Message({"t": "keep", "id": 7, **about}, [], [encode_described([])])
+    Others._keep(cast(Others, others), cast(Channel, channel), kept)
+    striped = Message({"t": "stripe", "id": 8, **about}, [], [])
+    Others._asked_of_parity(cast(Others, others), cast(Channel, channel), striped)
+
+    def look() -> list[Any]:
+        due, found = list(timers), len(said)
+        timers.clear()
+        for each in due:
+            each()
+        return said[found:]
+
+    assert look() == []
+    progress.moved()
+    assert look() == [{"t": "moving", "id": 7}, {"t": "moving", "id": 8}]
+    assert look() == [], "it stands still"
+    ended[0]("")
+    ended[1]([], "")
+    assert said[-2:] == ["done", "done"]
+    progress.moved()
+    assert look() == []
+    assert timers == []

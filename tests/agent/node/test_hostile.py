@@ -1,0 +1,458 @@
+"""What arrives from a hostile or broken trainer, tool or store ends what it belongs to, and never the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from ckpt.agent.node.node_memory import owner_of
+from ckpt.errors import AgentError, CkptError, DamagedData, UsageError
+from ckpt.format import values
+from ckpt.format.declaration import encode, encode_layout
+from ckpt.ipc import client, messages
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.control_page import SUB_MAX
+from ckpt.layout.division import divide
+from ckpt.layout.layout import Declaration, Layout
+from ckpt.layout.staging import stage
+from ckpt.settings import read
+from ckpt.storage import canonical
+from ckpt.storage import open as open_store
+from ckpt.types import FRAME_BYTES, PATH_NAME, Epoch, Identity, Tick
+from tests.agent.fake import OPTIONS, FakeRank
+
+EMPTY = Layout(())
+EPOCH = Epoch(50, "0123456789abcdef")
+INF = math.inf
+JOIN = {
+    "epoch": str(EPOCH),
+    "rank": 0,
+    "world": 1,
+    "coordinate": "rank=0",
+    "options": OPTIONS,
+    "launch": "x",
+    "parent": None,
+    "ancestors": [],
+    "tick": str(Tick(0)),
+    "values_bytes": 10,
+    "resume": False,
+    "arenas": [],
+}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return canonical(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def rank(url: str) -> Iterator[FakeRank]:
+    """The only rank of a job, not yet connected."""
+    made = FakeRank(url, 0, 1)
+    yield made
+    made.close()
+
+
+class Attacker:
+    """A connection that says whatever it is told to."""
+
+    def __init__(self, url: str, role: str = "trainer") -> None:
+        self.sock = client.connect(url, read())
+        self.sock.settimeout(30)
+        self.agent = int(self.ask("hello", version=client.VERSION, role=role)["pid"])
+
+    def ask(self, kind: str, fds: Any = (), blobs: Any = (), **fields: Any) -> dict[str, Any]:
+        """The answer. Errors: the agent's refusal; EOFError where it closed the connection."""
+        messages.send(self.sock, {"t": kind, "id": 7, **fields}, fds, blobs)
+        while True:
+            try:
+                message = messages.receive(self.sock)
+            except ConnectionResetError:
+                message = None
+            if message is None:
+                raise EOFError
+            message.close()
+            if message.fields.get("id") == 7:
+                messages.raise_error(message)
+                return msgpack.unpackb(message.blobs[0]) if kind == "status" else message.fields
+
+    def join(self, fds: Any = (), **fields: Any) -> dict[str, Any]:
+        return self.ask("join", fds, [encode_layout(EMPTY), b""], **{**JOIN, **fields})
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@pytest.fixture
+def attack(url: str) -> Iterator[Callable[..., Attacker]]:
+    made: list[Attacker] = []
+
+    def make(role: str = "trainer") -> Attacker:
+        made.append(Attacker(url, role))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def enter(rank: FakeRank) -> None:
+    """The whole entry of a job of one rank."""
+    decision = rank.begin()
+    rank.join(decision.fields["epoch"])
+    identity = rank.restore(decision)
+    rank.request("restored", {"epoch": rank.epoch, "identity": str(identity) if identity else None})
+    rank.wait_warm()
+
+
+def train_and_leave(rank: FakeRank) -> None:
+    """Its next checkpoint becomes complete, and the last one is committed."""
+    step = rank.await_next()
+    while rank.step < step:
+        rank.enter(rank.step + 1)
+        rank.train(rank.step + 1)
+        rank.boundary()
+    if rank.is_due:
+        rank.save_due()
+    assert rank.wait_level(Tick(step), "local")
+    rank.save(Tick(rank.step, 1), "exit")
+    assert rank.leave()["error"] is None
+
+
+def come_back(rank: FakeRank, tries: int = 1200) -> None:
+    """As trainers do: who is refused, or was still connected to the agent that ends, tries again."""
+    for _ in range(tries):
+        try:
+            rank.connect()
+            rank.join(rank.epoch, resume=True)
+        except AgentError:
+            if rank.connection is not None:
+                rank.connection.close()
+            threading.Event().wait(0.05)
+        else:
+            return
+    raise AssertionError("no agent took the rank")
+
+
+def end_agent(pid: int) -> None:
+    """Asks it to end, and waits until it has."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        assert select.select([pidfd], [], [], 60)[0], "the agent stays"
+    finally:
+        os.close(pidfd)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    *(("begin", "world", {"launch": "x", "world": world, "take_over": True}) for world in (0, -1, 5000, 10**9)),
+    *(("preempt", "deadline_s", {"deadline_s": deadline_s}) for deadline_s in (INF, math.nan)),
+    ("prune", "keep", {"yes": False, "keep": "abc"}),
+    ("prune", "keep", {"yes": False, "keep": [1]}),
+    ("prune", "keep.best", {"yes": False, "keep": {"best": 5}}),
+    ("prune", "last", {"yes": False, "keep": {"last": "x"}}),
+]
+CLOSED: list[tuple[str, dict[str, Any]]] = [
+    ("hello", {"version": INF, "role": "trainer"}),
+    ("hello", {"version": 1, "role": "trainer", "id": INF}),
+    ("begin", {"launch": "x", "world": INF, "take_over": True}),
+    ("begin", {"launch": "x", "world": 1, "take_over": True, "id": INF}),
+    ("begin", {"launch": "x", "world": 1, "take_over": True, "id": None}),
+    ("status", {"id": INF}),
+    ("preempt", {"deadline_s": "x"}),
+    ("prune", {"yes": False, "also": 5}),
+]
+FROM_A_RANK: list[tuple[str, dict[str, Any]]] = [
+    ("warm", {"slot": INF, "division": ""}),
+    ("staged", {"round": INF, "tick": str(Tick(1)), "slot": 0, "division": "", "stall_s": 0}),
+    (
+        "staged",
+        {"round": 5, "tick": str(Tick(1)), "slot": 0, "division": "", "stall_s": 0, "sample": ["a", [INF], b""]},
+    ),
+    ("missed", {"round": INF, "why": ""}),
+    ("save", {"tick": "x", "why": "save"}),
+    ("unsavable", {"tick": "x", "why": ""}),
+    ("held", {"round": INF}),
+]
+
+
+def test_a_message_with_impossible_fields_ends_its_own_connection_at_most_and_no_job(
+    rank: FakeRank, attack: Callable[..., Attacker]
+) -> None:
+    rank.connect()
+    enter(rank)
+    agent = rank.connection.agent_pid
+    for kind, named, fields in REFUSED:
+        with pytest.raises(UsageError, match=named):
+            attack().ask(kind, **fields)
+    for kind, fields in CLOSED:
+        with pytest.raises(EOFError):
+            attack().ask(kind, **fields)
+    assert attack("tool").ask("status")["job"]["superseded_by"] is None
+    assert attack("tool").agent == agent
+    assert not rank.lost.is_set()
+    train_and_leave(rank)
+
+
+def test_a_rank_whose_message_is_impossible_loses_its_connection_and_may_come_back(rank: FakeRank) -> None:
+    rank.connect()
+    enter(rank)
+    agent = rank.connection.agent_pid
+    for kind, fields in FROM_A_RANK:
+        messages.send(rank.connection._sock, {"t": kind, "id": 1 << 40, **fields})
+        assert rank.lost.wait(30)
+        rank.connection.close()
+        rank.warm.clear()
+        come_back(rank)
+        rank.wait_warm()
+    assert rank.connection.agent_pid == agent
+    train_and_leave(rank)
+
+
+WRONG_OPTIONS: list[tuple[str, Any]] = [
+    ("options", []),
+    ("options.policy", {**OPTIONS, "policy": 5}),
+    ("Every", {**OPTIONS, "policy": {"steps": "x", "seconds": None}}),
+    ("options.keep", {**OPTIONS, "keep": []}),
+    ("options.keep.best", {**OPTIONS, "keep": {"best": 5}}),
+    ("options.keep.best", {**OPTIONS, "keep": {"best": ["loss"]}}),
+    ("Keep", {**OPTIONS, "keep": {"last": 2.5}}),
+    ("options.limits", {**OPTIONS, "limits": "x"}),
+    ("memory", {**OPTIONS, "limits": {"memory": "x"}}),
+    ("bandwidth", {**OPTIONS, "limits": {"bandwidth": -1}}),
+    ("options.codec", {**OPTIONS, "codec": ["auto"]}),
+]
+
+
+def test_an_option_that_cannot_be_is_refused_by_its_name_when_the_rank_joins(rank: FakeRank) -> None:
+    rank.connect()
+    decision = rank.begin()
+    for named, options in WRONG_OPTIONS:
+        rank.options = options
+        with pytest.raises(UsageError, match=named):
+            rank.join(decision.fields["epoch"])
+    rank.options = OPTIONS
+    rank.join(decision.fields["epoch"])
+    rank.request("restored", {"epoch": rank.epoch, "identity": None})
+    rank.wait_warm()
+    train_and_leave(rank)
+
+
+def test_an_arena_that_was_lost_on_its_way_is_sent_again_to_the_rank_that_comes_back(rank: FakeRank) -> None:
+    rank.connect()
+    enter(rank)
+    rank.connection.close()
+    kept = rank.slots.pop(0)
+    rank.warm.clear()
+    try:
+        come_back(rank)
+        with rank.changed:
+            assert rank.changed.wait_for(lambda: 0 in rank.warm, 30)
+        assert os.path.samestat(os.fstat(rank.slots[0].fd), os.fstat(kept.fd))
+    finally:
+        kept.close()
+    train_and_leave(rank)
+
+
+# --- arenas ----------------------------------------------------------------------------------------------------------
+
+
+def memfd(size: int, seals: int) -> int:
+    fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+FOREIGN = [
+    (8192, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE),
+    (1 << 47, fcntl.F_SEAL_SHRINK),
+    (8192, 0),
+    (100, fcntl.F_SEAL_SHRINK),
+]
+
+
+def descriptors(pid: int) -> int:
+    found = 0
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the process closed it since the folder was read
+            found += "hostile" in os.readlink(each)
+    return found
+
+
+@pytest.mark.parametrize(("size", "seals"), FOREIGN)
+def test_a_descriptor_that_is_refused_as_an_arena_is_closed(size: int, seals: int) -> None:
+    fd = memfd(size, seals)
+    with pytest.raises(AgentError):
+        Arena.adopt(fd)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
+def test_an_agent_refuses_the_arena_that_it_cannot_map_and_keeps_no_descriptor_of_it(
+    attack: Callable[..., Attacker],
+) -> None:
+    with pytest.raises(AgentError, match="5000"):
+        attack().join(world=5000, resume=True)
+    for size, seals in FOREIGN:
+        fd = memfd(size, seals)
+        try:
+            with pytest.raises(AgentError, match="arena"):
+                attack().join([fd], resume=True, arenas=[0])
+        finally:
+            os.close(fd)
+    agent = attack("tool")
+    assert descriptors(agent.agent) == 0
+    end_agent(agent.agent)
+
+
+SEVENTH = Identity(EPOCH, Tick(7))
+
+
+def sealed(about: bytes, identity: Identity = SEVENTH) -> Arena:
+    """A whole snapshot of nothing."""
+    staging = stage(EMPTY, divide([EMPTY], set(), FRAME_BYTES)[0], FRAME_BYTES)
+    arena = Arena.create(1 << 20)
+    told = encode(Declaration(0, 1, "rank=0", "d", EMPTY, staging))
+    at = arena.write_declaration(staging.data_bytes, told)
+    arena.seal(identity, 0, 1, staging.data_bytes, at, values.encode({}), values.encode({}), about)
+    return arena
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "x"}, {"loss": [1]}, {"loss": 10**400}, 5], ids=["text", "list", "huge", "5"]
+)
+def test_an_arena_whose_metrics_are_no_numbers_is_not_taken_over_and_the_job_goes_on(
+    metrics: Any, attack: Callable[..., Attacker]
+) -> None:
+    arena = sealed(values.encode({"metrics": metrics}))
+    try:
+        trainer = attack()
+        trainer.join([arena.fd], resume=True, arenas=[0])
+        while True:
+            message = messages.receive(trainer.sock)
+            assert message is not None, "the agent is gone"
+            message.close()
+            if message.fields.get("name") == "agent.recovered":
+                break
+        assert message.fields["data"]["steps"] == []
+        assert trainer.ask("status")["job"]["error"] is None
+    finally:
+        arena.close()
+    end_agent(trainer.agent)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        Identity(EPOCH, Tick(10**12)),
+        Identity(EPOCH, Tick(1, SUB_MAX + 1)),
+        Identity(Epoch(10**8, EPOCH.nonce), Tick(1)),
+    ],
+)
+def test_a_header_that_names_what_no_key_has_room_for_is_damaged(identity: Identity) -> None:
+    arena = sealed(values.encode({}), identity)
+    try:
+        with pytest.raises(DamagedData):
+            arena.header()
+    finally:
+        arena.close()
+
+
+def test_the_largest_tick_that_can_be_written_is_sound() -> None:
+    identity = Identity(Epoch(10**8 - 1, EPOCH.nonce), Tick(10**12 - 1, SUB_MAX))
+    arena = sealed(values.encode({}), identity)
+    try:
+        assert arena.header().identity == identity == Identity.parse(str(identity))
+    finally:
+        arena.close()
+
+
+# --- mistakes of the agent's own -------------------------------------------------------------------------------------
+
+
+def test_a_job_that_the_agent_cannot_go_on_with_is_told_so_and_goes_on_with_the_next_one(rank: FakeRank) -> None:
+    """A rank publishes a step that no appointment has room for: the mistake is met where no message is handled."""
+    rank.options = {**OPTIONS, "policy": {"steps": None, "seconds": 0.05}}
+    rank.connect()
+    enter(rank)
+    rank.enter(1 << 43)
+    assert rank.lost.wait(60)
+    assert [event["name"] for event in rank.events if event["loud"]][-1] == "job.failed"
+    first = rank.connection.agent_pid
+    rank.disconnect()
+    come_back(rank)
+    assert rank.connection.agent_pid != first
+    rank.enter(1)  # where it is, in its new page
+    rank.wait_warm()
+    train_and_leave(rank)
+
+
+# --- the store -------------------------------------------------------------------------------------------------------
+
+FOREIGN_KEYS = [
+    "closed/99999999-0123456789abcdef",
+    "alive/99999999-0123456789abcdef",
+    "epochs/99999999-0123456789abcdef",
+    "commits/99999999-0123456789abcdef-000000000001.0000-abc",
+]
+
+
+@pytest.mark.parametrize("key", FOREIGN_KEYS)
+def test_a_foreign_object_fails_the_start_with_its_name_and_not_the_agent(
+    key: str, rank: FakeRank, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.05")
+    rank.settings = read()
+    store = open_store(url)
+    try:
+        store.put(key, [b"foreign"])
+        rank.connect()
+        agent = rank.connection.agent_pid
+        with pytest.raises(CkptError, match="99999999"):
+            rank.begin()
+        store.delete([key])
+    finally:
+        store.close()
+    enter(rank)
+    assert rank.connection.agent_pid == agent
+    train_and_leave(rank)
+
+
+@pytest.mark.parametrize("host", ["größe", "日本", ".hidden", "", "a b/c", "x" * 300, "٣٤", "plain-1.example"])
+def test_any_host_name_gives_an_owner_that_may_stand_in_a_key(host: str) -> None:
+    assert PATH_NAME.fullmatch(owner_of(host))
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_a_relative_runtime_folder_is_the_same_for_the_agent_which_works_elsewhere(
+    url: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runtime_dir)
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", "here")
+    assert read().runtime_dir == runtime_dir / "here"
+    rank = FakeRank(url, 0, 1)
+    try:
+        rank.connect()
+        assert sorted(each.suffix for each in (runtime_dir / "here").iterdir()) == [".lock", ".log", ".sock", ".start"]
+        end_agent(rank.connection.agent_pid)
+    finally:
+        rank.close()

@@ -1,0 +1,333 @@
+"""What the agent does where it makes a mistake itself: it is told, it ends one job at most, and the agent goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ckpt.agent.job.job import Job
+from ckpt.agent.job.job_context import Member, Services
+from ckpt.agent.restore.restore_session import Restore
+from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.memory_plan import Taken
+from ckpt.agent.state.rank_presence import Presence
+from ckpt.errors import UsageError
+from ckpt.format.manifest import FRAME, Manifest
+from ckpt.ipc import messages
+from ckpt.ipc.arena import Arena
+from ckpt.policy.save_options import Keep
+from ckpt.store.lineage import Claim
+from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.staged import close_arenas
+
+EPOCH = Epoch(50, "0123456789abcdef")
+
+
+class Idle:
+    """A handler with nothing to do until it is told to finish."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.broken = 0  # how many more times it fails to settle
+
+    def message(self, peer: Peer, message: messages.Message) -> None:
+        raise AssertionError("nobody is there")
+
+    def ended(self, peer: Peer) -> None: ...
+
+    def died(self, peer: Peer) -> None: ...
+
+    def settle(self) -> float | None:
+        if self.broken:
+            self.broken -= 1
+            raise ZeroDivisionError("in settle")
+        return time.monotonic() + 1e9
+
+    def finished(self) -> bool:
+        return self.done
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    made = Server(tmp_path / "s")
+    yield made
+    made.close()
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_callback_that_raises_does_not_end_the_loop(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    handler, ran = Idle(), []
+
+    def fail() -> None:
+        ran.append("failed")
+        raise ZeroDivisionError
+
+    def end() -> None:
+        handler.done = True
+
+    server.post(fail)
+    server.later(0.0, fail)
+    server.later(0.01, lambda: setattr(handler, "broken", 1))
+    server.later(0.02, end)
+    with caplog.at_level(logging.ERROR, "ckpt"):
+        server.run(handler)
+    assert ran == ["failed", "failed"]
+    assert len([record for record in caplog.records if record.exc_info]) == 3
+
+
+def test_a_timer_that_sets_itself_anew_at_once_leaves_the_others_their_turn(server: Server) -> None:
+    handler, turns = Idle(), [0]
+
+    def again() -> None:
+        turns[0] += 1
+        assert turns[0] < 10_000, "nothing else has a turn"
+        server.later(0.0, again)
+
+    def end() -> None:
+        handler.done = True
+
+    again()
+    server.later(0.0, lambda: server.post(end))
+    server.run(handler)
+    assert turns[0] < 100
+
+
+def test_what_the_loop_was_at_work_for_is_not_taken_for_standing_still(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Giving back 64 GiB takes longer than any other round: nobody has stopped the agent, nor was the machine busy."""
+    told: list[float] = []
+    now, worked = [1000.0], [7.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: worked[0])
+
+    class Told(Idle):
+        def stood_still(self, for_s: float) -> None:
+            told.append(for_s)
+
+    handler = Told()
+
+    def work() -> None:
+        now[0] += 60.0
+        worked[0] += 55.0
+        server.later(0.0, stand)
+
+    def stand() -> None:
+        now[0] += 40.0
+        worked[0] += 1.0
+        server.later(0.0, lambda: setattr(handler, "done", True))
+
+    server.later(0.0, work)
+    server.run(handler)
+    assert told == [39.0]
+
+
+def test_a_wait_longer_than_the_kernel_counts_is_none_for_the_loop(server: Server) -> None:
+    """What a linger time of months comes to: the loop waits, and wakes when something happens."""
+    handler = Idle()
+
+    def end() -> None:
+        handler.done = True
+
+    waker = threading.Timer(0.05, lambda: server.post(end))
+    waker.start()
+    server.run(handler)
+    waker.join()
+
+
+def test_connections_that_cannot_be_accepted_wait_and_keep_nobody_busy(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler, limits = Idle(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    caller.connect(str(server.path))
+
+    def end() -> None:
+        handler.done = bool(server.peers)
+        server.later(0.05, end)
+
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # not one more
+    try:
+        server.later(0.3, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+        server.later(0.4, end)
+        with caplog.at_level(logging.WARNING, "ckpt"):
+            server.run(handler)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        caller.close()
+    assert [record.exc_info for record in caplog.records] == [None]
+
+
+class Lanes:
+    """A bulk and a server whose work is done when the test says so."""
+
+    close_arenas = staticmethod(close_arenas)
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+        self.timers: list[Callable[[], None]] = []
+
+    def run(self, lane: Any, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
+        done: Future[Any] = Future()
+        done.set_result(None)
+        self.work.append(lambda: then(done))
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.timers.append(what)
+
+
+class Listener:
+    """A rank's connection that is always open. What cannot be a message raises as on a real one."""
+
+    open = True
+    lost = False
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+
+    def send(self, fields: dict[str, Any]) -> None:
+        messages.pack(fields)
+        self.heard.append(fields)
+
+    def lose(self) -> None:
+        self.lost = True
+
+
+@pytest.fixture
+def job() -> Iterator[tuple[Job, Lanes, Listener]]:
+    lanes, listener = Lanes(), Listener()
+    services = Services(cast(Any, lanes), cast(Any, lanes), cast(Any, None), 0.01, lambda epoch: Taken())
+    made = Job(services, EPOCH, 1, "x", cast(Any, listener))
+    made._members[0] = Member(cast(Any, listener), 0, cast(Any, None))
+    yield made, lanes, listener
+    made.ranks.drop()
+
+
+@pytest.mark.parametrize("stall_s", [float("inf"), float("nan"), -1.0, 1e200])
+def test_a_stall_that_no_snapshot_can_have_had_is_refused_and_fails_no_job(
+    stall_s: float, job: tuple[Job, Lanes, Listener]
+) -> None:
+    """What is learnt of it would refuse it, once all ranks have staged: then there is nobody to blame."""
+    made, _, listener = job
+    staged = {"t": "staged", "round": 1, "tick": str(Tick(5)), "slot": 0, "division": "x", "stall_s": stall_s}
+    with pytest.raises(UsageError, match="stall_s"):
+        made.message(0, cast(Any, listener), messages.Message(staged))
+    made.message(0, cast(Any, listener), messages.Message({**staged, "stall_s": 0.5}))
+
+
+def test_no_second_heartbeat_is_put_while_one_is_under_way(job: tuple[Job, Lanes, Listener]) -> None:
+    made, lanes, _ = job
+    for _ in range(5):
+        made._beat()
+    assert len(lanes.work) == 1
+    lanes.work.pop()()
+    made._beat()
+    assert len(lanes.work) == 1
+
+
+def test_an_epoch_is_not_closed_beside_its_claim_but_after_it(job: tuple[Job, Lanes, Listener]) -> None:
+    made, lanes, _ = job
+    made.begin_training(Claim(EPOCH, None), resumed=False)
+    (claim,) = lanes.work
+    made._close("left")
+    assert lanes.work == [claim], "a claim that lands after it would leave an epoch that nobody closes"
+    claim()
+    assert len(lanes.work) == 2
+
+
+def test_a_job_that_has_ended_is_needed_until_its_rule_is_carried_out(job: tuple[Job, Lanes, Listener]) -> None:
+    """Else its agent would end before the checkpoints are gone that the last commit lets go, and no other is there."""
+    made, lanes, _ = job
+    made.options = replace(made.options, keep=Keep(last=2))
+    made._services = replace(made._services, store=cast(Any, SimpleNamespace(is_claimed=lambda epoch: True)))
+    made._prune()
+    made.group.members[0].presence = Presence.LEFT
+    made.group.closed()
+    assert made.needed
+    lanes.work.pop()()
+    assert not made.needed
+
+
+def test_what_was_taken_over_and_cannot_be_read_leaves_the_arenas_in_use(job: tuple[Job, Lanes, Listener]) -> None:
+    made, _, listener = job
+    failed: Future[Any] = Future()
+    failed.set_exception(MemoryError("hashing"))
+    arena = Arena.create(1 << 20)
+    try:
+        made.group.slots[0].making = True
+        made._recovered({0: {0: arena}}, failed)
+        assert [event["name"] for event in listener.heard] == ["recovery.failed", "agent.recovered"]
+        assert not made.group.slots[0].making
+        assert made.group.slots[0].bytes == (arena.bytes,)
+    finally:
+        arena.close()
+
+
+def test_a_timer_of_a_job_that_raises_fails_that_job_once(job: tuple[Job, Lanes, Listener]) -> None:
+    made, lanes, listener = job
+    made._later(0.0, lambda: 1 // 0)
+    for _ in range(2):
+        lanes.timers[0]()
+    assert "ZeroDivisionError" in made.failed
+    assert made.settle() is None
+    assert [event["name"] for event in listener.heard] == ["job.failed"]
+    assert listener.lost
+
+
+UNSENDABLE: dict[str, Any] = {
+    "large": {"names": ["x" * 2000] * 100},
+    "number": {"bytes": 1 << 70},
+    "surrogate": {"name": "\udc80"},
+}
+
+
+@pytest.mark.parametrize("data", UNSENDABLE.values(), ids=UNSENDABLE.keys())
+def test_an_event_that_no_message_holds_is_told_without_its_data(data: Any, job: tuple[Job, Lanes, Listener]) -> None:
+    made, _, listener = job
+    made.emit("some.event", "what happened to \udc80", True, data)
+    assert [(event["name"], event["data"]) for event in listener.heard] == [("some.event", {})]
+
+
+def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them() -> None:
+    lanes, heard = Lanes(), list[dict[str, Any]]()
+
+    class Deaf:
+        def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
+            if fields["t"] == "region":
+                raise OSError("no more descriptors")
+            heard.append(fields)
+
+    frames = np.zeros(1, FRAME)
+    manifest = Manifest((), (), frames, np.zeros(0, FRAME), ("rank=0",))
+    arena = Arena.create(4096)
+    memory = SimpleNamespace(ranks=[0], offsets=[0], arenas={0: arena})
+    restore = Restore(
+        Identity(EPOCH, Tick(5)), manifest, 2, cast(Any, memory), None, cast(Any, lanes), lanes.later, lambda what: None
+    )
+    try:
+        restore.request(cast(Any, Deaf()), [0])
+        lanes.timers[0]()
+        assert [(each["t"], each["ok"]) for each in heard] == [("fetched", False)]
+        assert "no more descriptors" in heard[0]["message"]
+    finally:
+        restore.close()
+        arena.close()

@@ -1,0 +1,514 @@
+"""Parts of a commit that other nodes write: who fails or is late is followed by who has a copy, and who is first
+counts."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ckpt.agent.commit.distributed_write import Parts, Then, _by_node
+from ckpt.agent.commit.store_client import Options
+from ckpt.agent.commit.write_timeout import SLOWER, overdue_s
+from ckpt.agent.net.channel import BEAT_S
+from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.agent.snapshots.remote_share import Wanted
+from ckpt.clock import ManualClock
+from ckpt.errors import AgentError
+from ckpt.format.manifest import FRAME
+from ckpt.ipc.addresses import SILENT_S
+from ckpt.storage import open as open_store
+from ckpt.store.packs import Written
+from ckpt.store.reader import open_record
+from ckpt.store.run import Run
+from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.nodes.staged import identity
+
+MARGIN_S = 10.0
+
+
+def test_a_part_is_late_by_comparison_with_those_that_are_written_and_never_before_one_is() -> None:
+    assert overdue_s([], 100, 5.0) is None
+    assert overdue_s([(2.0, 0)], 100, 5.0) is None, "nothing was to be written"
+    assert overdue_s([(2.0, 100)], 100, 5.0) == SLOWER * 2 + 5
+    assert overdue_s([(2.0, 100), (4.0, 100)], 100, 5.0) == SLOWER * 4 + 5, "the slowest counts"
+    assert overdue_s([(2.0, 100)], 300, 5.0) == SLOWER * 6 + 5, "what has more bytes may take longer"
+    assert overdue_s([(2.0, 300)], 100, 5.0) == SLOWER * 2 + 5
+
+
+def test_each_node_writes_the_frames_of_its_ranks_and_nobody_those_of_no_other_node(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        world = int(rng.integers(1, 40))
+        homes = rng.integers(0, 6, world)  # 0: the coordinator's
+        ranks = {f"n{node}": frozenset(np.flatnonzero(homes == node).tolist()) for node in range(1, 6)}
+        ranks = {name: each for name, each in ranks.items() if each}
+        of_frames = rng.integers(0, world, int(rng.integers(0, 200)))
+        todo = np.flatnonzero(rng.random(len(of_frames)) < 0.7)
+        found = _by_node(ranks, of_frames, todo)
+        for name, each in ranks.items():
+            wanted = [int(frame) for frame in todo if int(of_frames[frame]) in each]
+            assert found.get(name, np.zeros(0)).tolist() == wanted
+        assert found.keys() <= ranks.keys()
+        assert all(len(each) for each in found.values())
+
+
+class Writers:
+    """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy;
+    rank 0 on the one that commits. `parity`: nobody has any; in place of a node that is slow, or of those in `gone`,
+    the other nodes can make it."""
+
+    def __init__(self, world: int, copies: int = 1, parity: bool = False) -> None:
+        self.clock, self.copies = ManualClock(), copies
+        self.safe: bool | None = True
+        self.parity, self.gone = parity, set[str]()
+        self.every = [node(rank) for rank in range(world)]
+        self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
+        self.unwanted: list[frozenset[str]] = []  # of whom nothing is, for each that was asked
+        self.cancels: dict[int, threading.Event] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        frames = np.zeros(world, FRAME)
+        frames["length"] = 100
+        made = SimpleNamespace(
+            identity=identity(5),
+            manifest=SimpleNamespace(frames=frames),
+            ranks=np.arange(world),
+            offsets=np.zeros(world, np.int64),
+        )
+        self.parts = Parts(
+            cast(Checkpoint, made),
+            Options(),
+            {node(rank): frozenset([rank]) for rank in range(world)},
+            self.others,
+            self.ask,
+            lambda what: what(),
+            self.later,
+            MARGIN_S,
+            self.clock,
+            safe=lambda: self.safe,
+        )
+        self.futures = [future for _, future in self.parts(np.arange(world))]
+
+    def others(self, name: str, slow: bool) -> list[str]:
+        if self.parity:
+            return [each for each in self.every if each != name] if slow or name in self.gone else []
+        return [f"{keeper}{name.lstrip('n') or 0}" for keeper in "kl"][: self.copies]
+
+    def ask(self, name: str, wanted: Wanted, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
+        self.asked.append((name, then))
+        self.unwanted.append(slow)
+        (rank,) = wanted.ranks.tolist()
+        self.cancels[rank] = cancel
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.clock.now_s() + delay_s, len(self._timers), what))
+
+    def move(self, seconds: float) -> None:
+        self.clock.sleep_s(seconds)
+        while self._timers and self._timers[0][0] <= self.clock.now_s():
+            heapq.heappop(self._timers)[2]()
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.asked]
+
+    def writes(self, name: str, error: str = "") -> Written | None:
+        """The one that was asked last under that name answers."""
+        then = [then for each, then in self.asked if each == name][-1]
+        made = None if error else Written(((name, 100),), np.zeros(1))
+        then(made, error)
+        return made
+
+    def of(self, rank: int) -> Future[Written]:
+        return self.futures[rank]
+
+
+def node(rank: int) -> str:
+    return f"n{rank}" if rank else ""
+
+
+def test_whoever_is_slow_is_followed_by_who_has_a_copy_and_the_first_counts() -> None:
+    nodes = Writers(3)
+    assert nodes.names() == ["", "n1", "n2"]
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1", "n2"], "the store may be slow for all"
+    nodes = Writers(3)
+    nodes.move(2.0)
+    nodes.writes("")
+    nodes.writes("n2")
+    nodes.move(SLOWER * 2.0 + MARGIN_S - 2.1)
+    assert nodes.names() == ["", "n1", "n2"], "not yet"
+    nodes.move(0.2)
+    assert nodes.names() == ["", "n1", "n2", "k1"]
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1", "n2", "k1"], "one is enough"
+    first = nodes.writes("k1")
+    assert nodes.of(1).result(0) is first
+    nodes.writes("n1")
+    assert nodes.of(1).result(0) is first
+
+
+def test_once_a_commit_is_over_nobody_is_asked_to_write_for_it() -> None:
+    """As where the coordinator's own part has failed."""
+    nodes = Writers(3)
+    nodes.move(2.0)
+    nodes.writes("n2")
+    nodes.parts.ended()
+    nodes.move(1000)
+    nodes.writes("n1", "it has no store")
+    nodes.writes("")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1", "n2"]
+
+
+def test_the_slow_one_may_be_first_after_all_and_then_counts() -> None:
+    nodes = Writers(2)
+    nodes.writes("")
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names() == ["", "n1", "k1"]
+    first = nodes.writes("n1")
+    nodes.writes("k1", "too late")
+    assert nodes.of(1).result(0) is first
+
+
+@pytest.mark.parametrize("order", [("n1", "k1"), ("k1", "n1", "k1")])
+def test_a_part_fails_once_everybody_has_failed_who_had_it_since_the_node_itself_has_and_not_before(
+    order: tuple[str, ...],
+) -> None:
+    nodes = Writers(2)
+    nodes.writes("")
+    nodes.move(MARGIN_S + 1)
+    for name in order:
+        assert not nodes.of(1).done()
+        nodes.writes(name, f"{name} cannot")
+    with pytest.raises(AgentError, match="n1 cannot"):
+        nodes.of(1).result(0)
+    nodes.move(1000)
+    assert sorted(nodes.names()) == sorted(["", *order])
+
+
+def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
+    nodes = Writers(2, copies=2)
+    nodes.writes("n1", "full")
+    assert nodes.names() == ["", "n1", "k1"]
+    nodes.writes("k1", "full")
+    assert nodes.names() == ["", "n1", "k1", "l1"]
+    made = nodes.writes("l1")
+    assert nodes.of(1).result(0) is made
+
+
+def test_while_copies_are_on_their_way_who_has_one_is_asked_once_a_node_has_failed_and_not_before() -> None:
+    nodes = Writers(2)
+    nodes.safe = False
+    nodes.writes("")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1"], "it is slow, and nobody has a copy for sure"
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["", "n1", "k1"]
+    made = nodes.writes("k1")
+    assert nodes.of(1).result(0) is made
+
+
+def test_once_copies_are_where_they_should_be_who_has_one_of_a_slow_nodes_is_asked() -> None:
+    """Though nobody has written anything since."""
+    nodes = Writers(2)
+    nodes.safe = False
+    nodes.writes("")
+    nodes.move(1000)
+    nodes.safe = True
+    nodes.move(MARGIN_S)
+    assert nodes.names() == ["", "n1", "k1"]
+
+
+def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
+    nodes = Writers(2, copies=0)
+    nodes.writes("")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1"]
+    nodes.copies = 1
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["", "n1", "k1"]
+    made = nodes.writes("k1")
+    assert nodes.of(1).result(0) is made
+
+
+def test_in_place_of_a_node_that_is_slow_those_are_asked_that_can_make_it_and_first_those_that_are_not_slow() -> None:
+    nodes = Writers(4, parity=True)
+    nodes.move(2.0)
+    nodes.writes("n3")
+    nodes.move(SLOWER * 2.0 + MARGIN_S)
+    assert nodes.names() == ["", "n1", "n2", "n3", "n3", "n3", "n3"], "for each of the three, none of which is quick"
+    assert nodes.unwanted[-3:] == [{"", "n1", "n2"}] * 3
+    first = nodes.writes("n2")
+    assert nodes.of(2).result(0) is first
+
+
+@pytest.mark.parametrize("then", ["the slow one is first", "its own way breaks, too", "it dies"])
+def test_where_nobody_can_make_what_a_slow_node_staged_it_is_waited_for_and_once_it_is_gone_all_are_asked_again(
+    then: str,
+) -> None:
+    nodes = Writers(3, parity=True)
+    nodes.writes("")
+    nodes.writes("n2")
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names() == ["", "n1", "n2", ""]
+    nodes.writes("", "there is no memory for it")
+    assert nodes.names() == ["", "n1", "n2", "", "n2"]
+    assert nodes.unwanted[-1] == {"n1"}, "though it is not the first that is asked in its place"
+    nodes.writes("n2", "there is no memory for it")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1", "n2", "", "n2"]
+    assert not nodes.of(1).done(), "it is only slow"
+    if then == "the slow one is first":
+        made = nodes.writes("n1")
+        assert nodes.of(1).result(0) is made
+        return
+    if then == "it dies":
+        nodes.gone.add("n1")
+    nodes.writes("n1", "the store denies it")
+    if then == "it dies":
+        assert nodes.names()[5:] == [""]
+        assert nodes.unwanted[-1] == frozenset(), "all that is left may be needed"
+        made = nodes.writes("")
+        assert nodes.of(1).result(0) is made
+    else:
+        with pytest.raises(AgentError, match="n1 has not written its part: the store denies it"):
+            nodes.of(1).result(0)
+
+
+def test_a_node_that_dies_while_another_makes_what_it_staged_is_followed_by_those_that_are_not_at_it() -> None:
+    nodes = Writers(3, parity=True)
+    nodes.writes("")
+    nodes.writes("n2")
+    nodes.move(MARGIN_S + 1)
+    nodes.gone.add("n1")
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["", "n1", "n2", "", "n2"]
+    nodes.writes("n2", "there is no memory for it")
+    assert not nodes.of(1).done()
+    made = nodes.writes("")
+    assert nodes.of(1).result(0) is made
+
+
+def test_what_the_store_refuses_of_a_node_that_is_there_is_made_by_another_once_the_store_has_taken_any() -> None:
+    nodes = Writers(4, parity=True)
+    nodes.writes("n1", "the store denies it")
+    assert nodes.names() == ["", "n1", "n2", "n3"], "it may refuse all"
+    nodes.writes("n2")
+    assert nodes.names()[4:] == [""]
+    assert nodes.unwanted[-1] == {"n1"}, "nothing is lost"
+    nodes.asked[-1][1](None, "there is no memory for it")
+    assert nodes.names()[4:] == ["", "n2"]
+    nodes.writes("n2", "neither")
+    assert nodes.names()[4:] == ["", "n2", "n3"]
+    made = nodes.writes("n3")
+    assert nodes.of(1).result(0) is made
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("parity", [False, True])
+def test_who_has_no_copy_yet_is_asked_again_once_copies_are_there(parity: bool, ends: bool) -> None:
+    """Or once it is known that they will not be. With parity nobody can make anything before."""
+    nodes = Writers(2, parity=parity)
+    nodes.safe = None
+    nodes.writes("")
+    nodes.writes("n1", "the store denies it")
+    asked = ["", "n1", *["k1"] * (not parity)]
+    assert nodes.names() == asked
+    if not parity:
+        nodes.writes("k1", "it has no copies of them")
+    nodes.move(MARGIN_S + 1)
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names() == asked
+    nodes.safe = ends
+    nodes.move(MARGIN_S + 1)
+    other = "" if parity else "k1"
+    assert nodes.names() == [*asked, other]
+    made = nodes.writes(other)
+    assert nodes.of(1).result(0) is made
+
+
+def test_where_the_store_refuses_all_nobody_makes_anything() -> None:
+    nodes = Writers(3, parity=True)
+    for name in ("n1", "n2", ""):
+        assert not any(future.done() for future in nodes.futures)
+        nodes.writes(name, "the store denies it")
+    assert nodes.names() == ["", "n1", "n2"]
+    for rank in range(3):
+        with pytest.raises(AgentError, match="the store denies it"):
+            nodes.of(rank).result(0)
+
+
+def test_what_a_node_refuses_that_others_have_made_in_vain_before_is_not_made_again() -> None:
+    nodes = Writers(2, parity=True)
+    nodes.writes("")
+    nodes.writes("n1", "the store denies it")
+    assert nodes.names() == ["", "n1", ""]
+    nodes.writes("", "there is no memory for it")
+    with pytest.raises(AgentError, match="n1 has not written its part: the store denies it"):
+        nodes.of(1).result(0)
+
+
+def test_a_slow_node_that_another_was_quicker_than_is_slow_for_the_others_too() -> None:
+    nodes = Writers(4, parity=True)
+    nodes.writes("")
+    nodes.writes("n2")
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names()[4:] == ["", ""]
+    assert nodes.unwanted[4:] == [{"n1", "n3"}] * 2
+    nodes.writes("")  # for n3
+    assert nodes.of(3).done()
+    nodes.asked[4][1](None, "there is no memory for it")
+    assert nodes.names()[6:] == ["n2"]
+    assert nodes.unwanted[6:] == [{"n1", "n3"}]
+
+
+def test_the_part_of_the_node_that_commits_is_one_like_the_others_where_its_own_link_is_slow() -> None:
+    nodes = Writers(3)
+    nodes.move(2.0)
+    nodes.writes("n1")
+    nodes.writes("n2")
+    nodes.move(SLOWER * 2.0 + MARGIN_S - 2.1)
+    assert nodes.names() == ["", "n1", "n2"], "not yet"
+    nodes.move(0.2)
+    assert nodes.names() == ["", "n1", "n2", "k0"]
+    assert not nodes.cancels[0].is_set(), "it may be first after all"
+    first = nodes.writes("k0")
+    assert nodes.of(0).result(0) is first
+    assert nodes.cancels[0].is_set(), "nobody waits for its own part any more"
+    nodes.writes("", "it was cancelled")
+    assert nodes.of(0).result(0) is first
+
+
+@pytest.mark.parametrize("order", [("", "k0"), ("k0", "")])
+def test_where_both_finish_the_own_part_at_once_one_of_them_counts(order: tuple[str, str]) -> None:
+    nodes = Writers(2)
+    nodes.writes("n1")
+    nodes.move(MARGIN_S + 1)
+    first = nodes.writes(order[0])
+    nodes.writes(order[1])
+    assert nodes.of(0).result(0) is first
+
+
+def test_who_has_a_copy_follows_at_once_where_the_own_part_fails() -> None:
+    nodes = Writers(2)
+    nodes.writes("", "the store denies it")
+    assert nodes.names() == ["", "n1", "k0"]
+    nodes.writes("k0", "neither")
+    with pytest.raises(AgentError, match="this node has not written its part: the store denies it"):
+        nodes.of(0).result(0)
+
+
+def test_an_own_part_of_which_nobody_has_a_copy_goes_on_however_slow() -> None:
+    nodes = Writers(2, copies=0)
+    nodes.writes("n1")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1"]
+    assert not nodes.cancels[0].is_set()
+    made = nodes.writes("")
+    assert nodes.of(0).result(0) is made
+
+
+def test_with_the_commit_or_the_agent_what_is_written_here_ends_and_nobody_is_waited_for() -> None:
+    nodes = Writers(2)
+    nodes.parts.ended()
+    assert nodes.cancels[0].is_set()
+    nodes = Writers(2)
+    first = nodes.writes("n1")
+    nodes.parts.abandon("the agent ends")
+    assert nodes.cancels[0].is_set()
+    assert nodes.of(1).result(0) is first
+    with pytest.raises(AgentError, match="ends"):
+        nodes.of(0).result(0)
+    late = nodes.parts(np.arange(2))
+    assert all(future.done() for _, future in late), "nor who is asked for after that"
+
+
+def test_what_a_node_that_hangs_was_to_upload_is_written_by_who_has_a_copy_under_its_own_keys(
+    cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_written_for_one_that_hangs(cluster, url, monkeypatch, 0, 1)
+
+
+@pytest.mark.parametrize(("peers", "spread"), [((1, 1), (0, 1)), ((2, 1), (0, 1, 2))])
+def test_what_a_node_that_hangs_was_to_upload_is_made_again_from_parity_and_written_by_another(
+    cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, peers: tuple[int, int], spread: tuple[int, ...]
+) -> None:
+    """Before it is taken to be gone; and whoever wanted anything of it would wait for it until then."""
+    cluster.options = {**cluster.options, "peers": {"data": peers[0], "parity": peers[1]}}
+    check_written_for_one_that_hangs(cluster, url, monkeypatch, *spread)
+
+
+def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, *spread: int) -> None:
+    """Uploads are slowed down, so that the agent hangs in the middle of its own. All of it has to come to its end while
+    an agent that says nothing is not yet taken to be gone: on a machine that is far too busy that is left to chance."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "1")
+    cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": 1_000_000.0}}
+    cluster.start(*spread)
+    tick = cluster.save("peer")
+    os.kill(cluster.pids[1], signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    took_s = time.monotonic() - stopped_s
+    assert [each.tick for each in line(url)] == [tick]
+    first = files_of(url)
+    os.kill(cluster.pids[1], signal.SIGCONT)
+    if not MARGIN_S / 2 < took_s < SILENT_S - BEAT_S and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        assert len(writers_named(url)) == len(spread)
+        pytest.skip("this machine has so much else to do that its part was written before, or it is taken to be gone")
+    cluster.finish()
+    last, named = files_of(url), writers_named(url)
+    assert len(named) == len(spread), "the record says who wrote which part"
+    assert all(last.pop(path) == written for path, written in first.items()), "nothing is written twice to one key"
+    assert named.isdisjoint(path.name.partition("-")[0] for path in last), "nor by two that have one name"
+    (told,) = [path.read_text() for path in (cluster.folder / "n0").rglob("*.log")]
+    assert "takes longer" in told
+    assert "has not written" not in told, "it was there all the time"
+
+
+def files_of(url: str) -> dict[Path, tuple[bytes, int]]:
+    """All packs and records: what each holds, and which file that is."""
+    found = [path for folder in ("data", "commits") for path in Path(url, folder).rglob("*") if path.is_file()]
+    return {path: (path.read_bytes(), path.stat().st_ino) for path in found}
+
+
+def writers_named(url: str) -> set[str]:
+    """By the only record, of its packs."""
+    store = open_store(url)
+    try:
+        (ref,) = Run(store).view().commits
+        return {key.rpartition("/")[2].partition("-")[0] for key, _ in open_record(store, ref).packs}
+    finally:
+        store.close()
+
+
+def test_who_still_writes_for_a_commit_that_is_given_up_is_named_and_nobody_is_asked_any_more() -> None:
+    nodes = Writers(3)
+    nodes.writes("n1")
+    assert nodes.parts.give_up() == {"n2"}, "what this node writes is broken off by its cancel"
+    assert all(cancel.is_set() for cancel in nodes.cancels.values())
+    for rank in (0, 2):
+        with pytest.raises(AgentError, match="given up"):
+            nodes.of(rank).result(0)
+    nodes.writes("n2", "it was told to end it")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1", "n2"]
+
+
+def test_one_that_is_given_up_before_it_has_begun_asks_nobody() -> None:
+    nodes = Writers(2)
+    nodes.parts.give_up()
+    (_, here), (_, there) = nodes.parts(np.arange(2))
+    for part in (here, there):
+        with pytest.raises(AgentError, match="given up"):
+            part.result(0)
+    assert nodes.names() == ["", "n1"], "by the commit before"

@@ -1,0 +1,477 @@
+"""A memory-only node is the only peer: it keeps what a job of one node has, gives it back elsewhere when that node is
+lost, and commits it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckpt.agent.state.replica_state import UNKEPT
+from ckpt.errors import AgentError, CkptError
+from ckpt.ipc import secret
+from ckpt.storage import open as open_store
+from ckpt.store.run import Run
+from ckpt.types import Tick
+from tests.agent.fake import FakeRank
+from tests.agent.nodes.cluster import BOUND_S, Cluster, line
+from tests.agent.nodes.test_kills import await_level, busy
+from tests.agent.nodes.test_previous_nodes import allow_reading, newer_in_memory
+
+KILLS = int(os.environ.get("CKPT_NODE_KILLS", "6"))
+SLOW = 300e3  # bytes/s to the store: a commit takes seconds
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start with another launch id watches for two heartbeats whether the one before lives."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.5")
+    monkeypatch.setenv("CKPT_RETRY_S", "1")
+
+
+@pytest.fixture
+def lent(cluster: Cluster) -> Cluster:
+    cluster.peers = cluster.lend()["listen"]
+    return cluster
+
+
+def test_a_job_of_one_node_has_its_copies_at_a_memory_only_node(lent: Cluster, url: str) -> None:
+    lent.start(0, 0)
+    step = lent.checkpoint("local", "peer", "store")
+    table = lent.status(0)["job"]["peers"]
+    assert [len(row["kept_by"]) for row in table["nodes"] if row["own_bytes"]] == [1], table
+    assert any(f"-{Tick(step)}" in each for each in lent.lending_status()["whole"])
+    lent.finish()
+    assert [identity.tick.step for identity in line(url)][-1] == lent.job[0].step
+    assert lent.await_lending(lambda status: not status["connected"])["keeps"] == []
+    assert lent.end_lending() == 0
+
+
+@pytest.mark.parametrize("after", [(1,), (1, 1, 1), (1, 2)])
+def test_when_the_trainers_node_is_lost_its_state_comes_back_from_there_onto_any_number_of_ranks(
+    lent: Cluster, after: tuple[int, ...]
+) -> None:
+    lent.forbid_commits()
+    lent.start(0, 0)
+    step = lent.checkpoint("peer")
+    lent.kill(0)
+    decision = lent.start(*after, launch="another")
+    assert decision.fields["candidate"]["step"] == step == lent.job[0].step
+    assert decision.fields["candidate"]["level"] == "peer"
+    assert decision.fields["steps_lost"] is None, "who keeps copies has not seen how far the job came"
+    assert set(lent.fetched()) == {"peer"}
+    assert lent.checkpoint("peer") > step
+
+
+def test_a_memory_only_node_that_stops_in_the_middle_of_a_restore_costs_that_start_and_nothing_that_it_has(
+    lent: Cluster,
+) -> None:
+    _, step = newer_in_memory(lent, 0)
+    lent.kill(0)
+    allow_reading(lent)
+    lent.connect(1, launch="another")
+    decision = lent.job[0].begin()
+    lent.job[0].join(decision.fields["epoch"])
+    assert decision.fields["candidate"]["step"] == step
+    os.kill(lent.lending[0].pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AgentError, match="could not be reached"):
+            lent.job[0].restore(decision)
+    finally:
+        os.kill(lent.lending[0].pid, signal.SIGCONT)
+    lent.hang_up()
+    assert lent.start(1, launch="a third").fields["candidate"]["step"] == step == lent.job[0].step
+
+
+def test_when_the_trainers_node_is_lost_what_is_not_committed_is_committed_from_there(
+    cluster: Cluster, url: str
+) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0.5")["listen"]
+    cluster.forbid_commits()
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.await_lending(lambda status: status["error"] is not None)
+    cluster.allow_commits()
+    assert cluster.end_lending() == 0  # it tries once more
+    assert [identity.tick.step for identity in line(url)] == [step]
+    cluster.peers = []
+    decision = cluster.start(1, launch="another")
+    assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
+
+
+def text_of(cluster: Cluster, name: str) -> str:
+    """What rank 0 read of the newest such event."""
+    return str(next(event["message"] for event in reversed(cluster.job[0].events) if event["name"] == name))
+
+
+def await_text(rank: FakeRank, name: str) -> str:
+    """What that rank reads of the next such event."""
+    with rank.changed:
+        assert rank.changed.wait_for(lambda: name in [each["name"] for each in rank.events], BOUND_S), rank.events
+        return str(next(event["message"] for event in rank.events if event["name"] == name))
+
+
+def newest_safe(cluster: Cluster) -> int | None:
+    """In other nodes' memory, as it is shown."""
+    found = cluster.status(0)["account"]["safe"].get("peer")
+    return found["step"] if found is not None else None
+
+
+def test_what_is_shown_as_safe_falls_back_when_the_one_that_keeps_it_is_lost_and_rises_when_another_has_it(
+    lent: Cluster,
+) -> None:
+    lent.start(0, 0)
+    step = lent.checkpoint("peer")
+    assert newest_safe(lent) == step
+    at = lent.peers[0]
+    lent.end_lending(with_=signal.SIGKILL)
+    assert lent.await_event("peers.lost")["identity"].endswith(str(Tick(step)))
+    assert f"the agent of node {at} is gone or cut off" in text_of(lent, "peers.lost")
+    assert newest_safe(lent) is None
+    assert lent.job[0].levels[str(Tick(step)), "peer"], "it was so when it was said"
+    lent.lend(at=at)
+    lent.await_event("peers.done", 2)  # the same step, without another snapshot
+    assert newest_safe(lent) == step
+
+
+def test_a_rank_of_another_node_reads_where_a_memory_only_node_listens(lent: Cluster) -> None:
+    """It is told what happens where rank 0 is not connected, and its own agent has never heard of that node."""
+    lent.options = {**lent.options, "peers": {"replicas": 2}}
+    first, second = lent.connect(0, 1)
+    lent.enter()
+    lent.checkpoint("peer")
+    first.close()
+    lent.end_lending(with_=signal.SIGKILL)
+    assert f"the agent of node {lent.peers[0]} is gone or cut off" in await_text(second, "peers.lost")
+
+
+def test_an_agent_that_is_started_again_empty_makes_what_it_kept_unsafe_until_it_has_it_again(cluster: Cluster) -> None:
+    cluster.forbid_commits()
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    cluster.kill_agent(1)
+    cluster.await_event("peers.lost")
+    assert "(rank 1) is gone or cut off" in text_of(cluster, "peers.lost")
+    assert newest_safe(cluster) is None
+    assert cluster.job[1].lost.wait(60)
+    cluster.come_back(1)
+    cluster.await_event("peers.done", 2)
+    assert newest_safe(cluster) == step
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_when_all_of_several_trainers_nodes_are_lost_it_has_everything_and_gives_it_back_or_commits_it(
+    commits: bool, cluster: Cluster, url: str
+) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0.5" if commits else "3600")["listen"]
+    cluster.forbid_commits()
+    cluster.start(0, 1, 1)
+    step = cluster.checkpoint("peer")
+    assert len(cluster.lending_status()["whole"]) == 1
+    cluster.kill(0, 1)
+    if commits:
+        cluster.await_lending(lambda status: status["error"] is not None)
+        cluster.allow_commits()
+        assert cluster.end_lending() == 0  # it tries once more
+        assert committed(cluster) == [step]
+    else:
+        assert cluster.start(2).fields["candidate"]["step"] == step == cluster.job[0].step
+        assert set(cluster.fetched()) == {"peer"}
+
+
+def slowly(cluster: Cluster, bandwidth: float | None = SLOW) -> None:
+    cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": bandwidth}}
+
+
+def committed(cluster: Cluster) -> list[int]:
+    """The steps of the line."""
+    return [identity.tick.step for identity in line(cluster.url)]
+
+
+def test_it_commits_of_itself_once_nobody_has_been_there_for_so_long(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0.5")["listen"]
+    slowly(cluster)
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    assert committed(cluster) == []
+    cluster.kill(0)
+    cluster.await_lending(lambda status: bool(committed(cluster)))
+    assert committed(cluster) == [step]
+
+
+def test_a_job_that_begins_while_it_commits_goes_on_from_the_same_and_neither_hurts_the_other(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0")["listen"]
+    slowly(cluster, SLOW / 2)
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.await_lending(lambda status: status["committing"] is not None)
+    slowly(cluster, None)
+    decision = cluster.start(1, 1)  # on a machine that is slow enough the commit ends meanwhile: that is right, too
+    assert decision.fields["candidate"]["step"] == step
+    later = cluster.checkpoint("peer", "store")
+    cluster.await_lending(lambda status: status["committing"] is None)
+    assert set(committed(cluster)) == {step, later}
+
+
+@pytest.mark.parametrize("committing", [False, True])
+def test_once_a_job_has_gone_on_from_something_older_what_it_keeps_is_not_put_on_the_line(
+    committing: bool, cluster: Cluster
+) -> None:
+    """That job names no memory-only nodes: it does not know of this one, nor this one of it."""
+    named = cluster.lend("1GiB", "--commit-after-s", "0" if committing else "3600")["listen"]
+    cluster.start(0, 0)
+    older = cluster.checkpoint("store")
+    cluster.kill(0)
+    cluster.peers = named
+    slowly(cluster, SLOW / 3)  # the next start comes in between on a busy machine, too
+    cluster.start(1, 1)
+    lost = cluster.checkpoint("peer")
+    assert cluster.lending_status()["whole"]
+    cluster.kill(1)
+    if committing:
+        cluster.await_lending(lambda status: status["committing"] is not None)
+    cluster.peers = []
+    slowly(cluster, None)
+    decision = cluster.start(2)
+    assert decision.fields["candidate"]["step"] == older
+    later = cluster.checkpoint("store")
+    assert cluster.end_lending() == 0  # when it has tried
+    assert committed(cluster) == [older, later]
+    assert later == lost  # of another branch: told apart by its epoch
+    cluster.finish()
+
+
+def test_a_coordinator_that_hung_and_wakes_up_commits_beside_it(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0")["listen"]
+    slowly(cluster)
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    os.kill(cluster.pids[0], signal.SIGSTOP)
+    cluster.await_lending(lambda status: bool(committed(cluster)))  # once it has been silent for long enough
+    os.kill(cluster.pids[0], signal.SIGCONT)
+    assert cluster.await_event("agent.stood_still")["for_s"] > 10, "it was this one that said nothing"
+    assert cluster.job[0].wait_level(Tick(step), "store")
+    store = open_store(cluster.url)
+    try:
+        records = [ref.identity.tick.step for ref in Run(store).view().commits]
+    finally:
+        store.close()
+    assert records == [step, step]
+    assert committed(cluster) == [step]
+    assert cluster.checkpoint("peer", "store") > step
+
+
+def test_a_job_of_another_launch_has_to_wait_until_the_one_before_it_is_gone(
+    lent: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "5")  # one that lives may stand still for a while
+    lent.start(0, 0)
+    step = lent.checkpoint("peer", "store")
+    first = list(lent.job)
+    lent.job = []  # it goes on
+    lent.connect(1, launch="another")
+    with pytest.raises(CkptError, match="in use"):
+        lent.enter()
+    assert lent.lending_status()["launch"] == "test"
+    lent.job, lent.at = first, {0: 0, 1: 0}
+    assert lent.checkpoint("peer", "store") > step
+
+
+@pytest.mark.timeout(300 + 30 * KILLS)
+def test_whenever_the_trainers_node_is_killed_the_newest_safe_checkpoint_comes_back_from_there(
+    cluster: Cluster, seed: int
+) -> None:
+    """It lends little more than twice what a job of three ranks has: what an epoch did not go on from makes room."""
+    lent, rng = cluster, random.Random(seed)
+    lent.peers = lent.lend("9MiB")["listen"]
+    lent.forbid_commits()
+    lent.options = {**lent.options, "policy": {"steps": 2, "seconds": None}}
+    known = 0
+    for node in range(KILLS):
+        decision = lent.start(*[node] * rng.randint(1, 3))
+        found = decision.fields["candidate"]
+        step = found["step"] if found is not None else 0
+        assert step >= known, f"kill {node}: step {known} was safe, and step {step} came back"
+        assert set(lent.fetched()) <= {"peer"}
+        with busy(lent, rng) as job:
+            await_level(job, step + 2)
+            threading.Event().wait(rng.choice((0.0, 0.005, 0.01, 0.03, 0.1)))
+            lent.kill(node)
+            known = job.safe()
+        print(f"kill {node}: step {known} was safe")
+    assert lent.start(KILLS).fields["candidate"]["step"] >= known
+
+
+def test_one_that_is_not_there_is_named_and_training_goes_on_and_when_it_comes_it_is_used(cluster: Cluster) -> None:
+    at = cluster.lend()["listen"][0]
+    assert cluster.end_lending() == 0
+    cluster.peers = [at]
+    cluster.start(0)
+    told = [event for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    assert len(told) == 1
+    assert f"--listen {at}" in told[0]["message"]
+    assert told[0]["loud"]
+    cluster.checkpoint("local", "store")
+    cluster.lend(at=at)
+    cluster.await_lending(lambda status: status["connected"], 1)
+    assert cluster.checkpoint("peer")
+    cluster.end_lending(1, signal.SIGKILL)
+    cluster.checkpoint("store")
+    cluster.finish()
+
+
+def test_one_with_another_secret_takes_no_part_and_learns_nothing(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend(secret=secret.make())["listen"]
+    cluster.start(0)
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    assert "secret" in told[0]
+    cluster.checkpoint("local", "store")
+    assert cluster.lending_status()["launch"] is None
+    cluster.finish()
+
+
+def test_what_it_keeps_stays_until_something_newer_is_safe_though_that_does_not_fit(cluster: Cluster) -> None:
+    """The job that goes on has a larger state: its own memory is no reason to drop what is elsewhere."""
+    cluster.peers = cluster.lend("8MiB")["listen"]
+    cluster.forbid_commits()
+    cluster.start(0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.connect(1)
+    cluster.job[0].extra = 4 << 20
+    cluster.enter()
+    assert cluster.checkpoint("local") > step
+    assert cluster.checkpoint("local") > step + 1
+    cluster.kill(1)
+    assert cluster.start(2).fields["candidate"]["step"] == step
+
+
+@pytest.mark.parametrize(("named", "why"), [(0, "leads back to this agent itself"), (1, "lends no memory")])
+def test_a_node_of_the_job_that_is_named_as_a_memory_only_one_is_told_to_be_none(
+    cluster: Cluster, named: int, why: str
+) -> None:
+    cluster.connect(0, 1)
+    for rank in cluster.job:
+        rank.peers = cluster.job[0].nodes[named]["addresses"][:1]
+    cluster.enter()
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    assert why in told[0]
+    cluster.checkpoint("peer", "store")
+    cluster.finish()
+
+
+def test_one_that_is_named_by_two_addresses_counts_once(cluster: Cluster) -> None:
+    (at,) = cluster.lend()["listen"]
+    cluster.peers = [at, at.replace("127.0.0.1", "localhost")]
+    cluster.start(0)
+    cluster.checkpoint("peer", "store")
+    nodes = cluster.status(0)["job"]["peers"]["nodes"]
+    assert len(nodes) == 2
+    cluster.finish()
+
+
+def test_one_that_was_started_for_another_url_is_named_and_not_used(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.url, url = str(tmp_path / "mistyped"), cluster.url
+    cluster.peers = cluster.lend()["listen"]
+    cluster.url = url
+    cluster.start(0)
+    told = [event for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    assert [event["loud"] for event in told] == [True]
+    assert "mistyped" in told[0]["message"]
+    cluster.checkpoint("local", "store")
+    cluster.finish()
+    cluster.url = str(tmp_path / "mistyped")
+    assert cluster.lending_status()["keeps"] == []
+    assert cluster.end_lending() == 0
+
+
+def test_a_job_of_another_url_neither_goes_on_from_what_is_kept_there_nor_costs_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.forbid_commits()
+    cluster.peers = cluster.lend()["listen"]
+    cluster.start(0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.await_lending(lambda status: not status["connected"])
+    kept = cluster.lending_status()["whole"]
+
+    cluster.url, url = str(tmp_path / "another"), cluster.url
+    assert cluster.start(1, launch="another").fields["candidate"] is None
+    assert cluster.checkpoint("local", "store") <= step  # of its own
+    cluster.finish()
+
+    cluster.url = url
+    assert cluster.lending_status()["whole"] == kept
+    assert cluster.start(2).fields["candidate"]["step"] == step
+
+
+def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("1MiB")["listen"]
+    cluster.start(0)
+    cluster.checkpoint("local", "store")
+    placed = [event for event in cluster.job[0].events if event["name"] == "peers.placed"]
+    assert "lend more" in placed[-1]["message"]
+    assert cluster.lending_status()["keeps"] == []
+    cluster.finish()
+
+
+def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_other_nodes_memory(
+    cluster: Cluster,
+) -> None:
+    """The two nodes have memory for their own slots only, and the memory-only node for the state of the smaller one."""
+    cluster.forbid_commits()
+    cluster.start(0, 0, 0, 1, 1)
+    rows = {row["node"]: row["own_bytes"] for row in cluster.status(0)["job"]["peers"]["nodes"]}
+    large, small = (rows[cluster.job[rank].nodes[node]["name"]] for rank, node in ((0, 0), (4, 1)))
+    assert large > small
+    cluster.kill(0, 1)
+
+    cluster.options = {**cluster.options, "limits": {"memory": 4 * large + 4096, "bandwidth": None}}
+    cluster.peers = cluster.lend(str(2 * small + 8192))["listen"]
+    cluster.start(2, 2, 2, 3, 3, launch="another")
+    cluster.checkpoint("local")
+    told = cluster.await_event("peers.failed")
+    cluster.await_lending(lambda status: status["keeps"] == [told["identity"]])
+    rank, tick = cluster.job[0], Tick(cluster.job[0].step)
+    assert not rank.wait_level(tick, "peer")
+    assert rank.levels[str(tick), "peer"] == (False, UNKEPT)
+    assert "peers.done" not in [event["name"] for event in rank.events]
+    placed = [event for event in rank.events if event["name"] == "peers.placed"]
+    assert placed[-1]["loud"]
+    (large_node,) = [name for name in cluster.status(2)["nodes"].values() if "(ranks 0-2)" in name]
+    assert f"nobody has memory for {large_node}, and no checkpoint" in placed[-1]["message"]
+    assert cluster.status(2)["account"]["safe"].get("peer") is None
+
+
+def test_an_agent_of_the_job_that_is_killed_has_the_memory_only_node_again(lent: Cluster) -> None:
+    lent.start(0, 0)
+    step = lent.checkpoint("peer")
+    lent.kill_agent(0)
+    for rank in lent.job:
+        assert rank.lost.wait(60)
+    lent.come_back()
+    for rank in lent.job:
+        rank.enter(rank.step + 1)
+    for rank in lent.job:
+        rank.wait_warm()
+    again = lent.checkpoint("peer")
+    assert again > step
+    assert lent.lending_status()["launch"] == "test"
+
+
+def test_a_restart_on_the_same_node_comes_from_its_own_memory_and_has_its_copies_again(lent: Cluster) -> None:
+    lent.forbid_commits()
+    lent.start(0, 0)
+    step = lent.checkpoint("peer")
+    lent.hang_up()
+    decision = lent.start(0)
+    assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "local")
+    assert set(lent.fetched()) == {"local"}
+    assert lent.checkpoint("peer") > step

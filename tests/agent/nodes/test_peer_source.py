@@ -1,0 +1,401 @@
+"""Frames that come from other nodes' memory take no more of this one's than the window, whatever is wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.restore.peer_source import IN_FLIGHT, PeerFrames
+from ckpt.agent.restore.restore_session import Restore
+from ckpt.agent.snapshots.manifest_gather import Places
+from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
+from ckpt.errors import AgentError, DamagedData, NotFound
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.node_list import NodeAt
+from ckpt.store.reader import FrameReader
+from tests.agent.nodes.staged import FRAME_BYTES, Net, Turned, identity, staged
+from tests.agent.receiver import Rank
+
+STEP = identity(5)
+CELLS = 8
+
+
+class Coming:
+    """One transfer, which the test lets come."""
+
+    def __init__(self, target: memoryview, frames: Any, numbers: list[int], landed: Callable[[int], None]) -> None:
+        self.target, self.frames, self.numbers, self.landed = target, frames, numbers, landed
+        self.done: Future[None] = Future()
+
+    def cancel(self) -> None:
+        if not self.done.done():
+            self.done.set_exception(AgentError("called off"))
+
+
+class Carrier:
+    """Between this node and others, which have every rank's arena."""
+
+    def __init__(self, arenas: dict[int, Arena], places: Places, manifest: Any) -> None:
+        self.arenas = arenas
+        self.offers = {rank: places.frames(rank, manifest).places() for rank in arenas}
+        self.coming: list[tuple[str, int, Coming]] = []
+        self.fetched: list[int] = []  # bytes of each transfer
+        self.asked: list[str] = []  # and of whom
+        self.broken: set[str] = set()  # of these agents nothing comes
+
+    def fetch(
+        self,
+        peer: str,
+        addresses: Any,
+        name: str,
+        target: memoryview,
+        frames: Any,
+        only: None,
+        landed: Callable[[int], None],
+        *,
+        urgent: bool,
+        numbers: list[int],
+    ) -> Coming:
+        assert urgent
+        self.asked.append(peer)
+        if peer in self.broken:
+            raise AgentError("it is gone")
+        made = Coming(target, frames, numbers, landed)
+        self.coming.append((peer, int(name.rsplit("/", 1)[1]), made))
+        self.fetched.append(int(frames.lengths.sum()))
+        return made
+
+    def come(self, count: int | None = None) -> None:
+        """The oldest transfer, whole; or so much of it, and then its end."""
+        _, rank, each = self.coming.pop(0)
+        for at, (offset, length) in enumerate(each.frames.places()[:count]):
+            there, theirs = self.offers[rank][each.numbers[at]]
+            assert theirs == length
+            each.target[offset : offset + length] = self.arenas[rank].view[there : there + length]
+            each.landed(at)
+        if count is None:
+            each.done.set_result(None)
+        else:
+            each.cancel()
+
+
+class Start:
+    """Of `count` ranks on a node that has nothing. `holders`: who has which rank of the checkpoint, the first to be
+    asked first. `open_record`: of the store; None: it is not there."""
+
+    def __init__(
+        self,
+        turned: Turned,
+        count: int,
+        *holders: tuple[str, ...],
+        cells: int = CELLS,
+        open_record: Callable[[], FrameReader] | None = None,
+    ) -> None:
+        self.turned, world = turned, len(holders)
+        self.given = staged(STEP, world)
+        made = put_together(STEP, Reader().read(STEP, world, self.given, keep_hashes=False), self.given)
+        sizes = {rank: arena.bytes for rank, arena in self.given.items()}
+        places = Places(STEP, made.ranks, made.offsets, sizes, {rank: list(each) for rank, each in enumerate(holders)})
+        self.carrier = Carrier(self.given, places, made.manifest)
+        network = cast(Network, Net(transport=self.carrier))
+        nodes = [NodeAt(name, (), ()) for name in {name for each in holders for name in each}]
+        self.peers = PeerFrames(places, made.manifest, network, nodes, turned.post)
+        self.timers: list[Callable[[], None]] = []
+        later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
+        services = turned.bulk, later, turned.post, cells * int(made.manifest.frames["length"].max())
+        self.restore = Restore(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
+        self.frames = list(range(len(made.manifest.frames)))
+        self.total = int(made.manifest.frames["length"].sum())
+        self.ranks = [Rank(turned.post, self) for _ in range(count)]
+        self.bytes_of = {
+            frame: bytes(self.given[int(made.ranks[frame])].part((int(made.offsets[frame]), int(length))))
+            for frame, length in enumerate(made.manifest.frames["length"].tolist())
+        }
+
+    def end(self) -> None:
+        """All comes that is asked for, until every rank has heard what has become of it."""
+        over = lambda: all(rank.outcome for rank in self.ranks)  # noqa: E731
+        while not over():
+            self.turned.until(lambda: bool(self.carrier.coming) or over())
+            if self.carrier.coming:
+                self.carrier.come()
+
+    def end_of(self, rank: Rank) -> None:
+        """As `end`, for one of them."""
+        while not rank.outcome:
+            self.turned.until(lambda: bool(self.carrier.coming) or bool(rank.outcome))
+            if self.carrier.coming:
+                self.carrier.come()
+
+    def close(self) -> None:
+        self.restore.close()
+        for each in (*self.ranks, *self.given.values()):
+            each.close()
+
+
+@pytest.fixture
+def begin(turned: Turned) -> Iterator[Callable[..., Start]]:
+    made: list[Start] = []
+
+    def start(*given: Any, **more: Any) -> Start:
+        made.append(Start(turned, *given, **more))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("cells", [1, 2, CELLS, 64])
+def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ranks(
+    cells: int, begin: Callable[..., Start]
+) -> None:
+    start = begin(2, ("b",), ("b",), cells=cells)
+    for rank in start.ranks:
+        start.restore.request(rank, start.frames)
+    start.end()
+    assert sum(start.carrier.fetched) == start.total
+    for rank in start.ranks:
+        assert rank.got == start.bytes_of
+        assert rank.outcome is not None
+        assert rank.outcome["sources"] == {"peer": start.total}
+        assert [arena.bytes for arena in rank.regions.values()] == [cells * FRAME_BYTES]
+    window = start.restore._cells.window()
+    assert window.free == window.count, "each cell was given back"
+
+
+def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_room(
+    begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(2, ("b",), ("b",), cells=2)
+    slow, gone = start.ranks
+    slow.deaf = gone.deaf = True
+    start.restore.request(slow, start.frames[:1])
+    start.restore.request(gone, start.frames)
+    window = start.restore._cells.window()
+    while start.carrier.coming:
+        start.carrier.come()
+        turned.until(lambda: start.carrier.coming or not window.free)
+    start.restore.drop(gone)
+    turned.until(lambda: start.carrier.coming)
+    start.carrier.come()
+    found = start.restore._cells.find(0)
+    assert found is not None
+    offset = found[0]
+    (region,) = slow.regions.values()
+    assert bytes(region.view[offset : offset + FRAME_BYTES]) == start.bytes_of[0]
+    start.restore.got(slow, [0], [])
+    assert slow.outcome is not None
+    assert slow.outcome["ok"]
+
+
+def test_a_rank_that_asks_for_what_another_still_reads_is_given_the_same(
+    begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(1, ("b",), ("b",))
+    first, second = start.ranks[0], Rank(turned.post, start)
+    start.ranks.append(second)
+    first.deaf = True
+    start.restore.request(first, [0])
+    start.carrier.come()
+    turned.until(lambda: first.regions)
+    start.restore.request(second, [0])
+    turned.until(lambda: second.outcome)
+    assert second.got == {0: start.bytes_of[0]}
+    assert len(start.carrier.fetched) == 1
+    start.restore.got(first, [0], [])
+    assert first.outcome == second.outcome
+
+
+@pytest.mark.parametrize("how", ["broken", "cut", "gone"])
+def test_where_one_holder_gives_nothing_right_another_does(
+    how: str, begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(1, ("a", "b"), ("a", "b"))
+    (rank,) = start.ranks
+    if how == "broken":
+        start.carrier.broken = {"a"}
+    start.restore.request(rank, start.frames)
+    if how == "cut":
+        start.carrier.come(1)
+    if how == "gone":
+        start.restore.source_gone("a")
+        while start.carrier.coming and start.carrier.coming[0][0] == "a":
+            start.carrier.coming.pop(0)
+    start.end()
+    assert rank.got == start.bytes_of
+    assert rank.outcome is not None
+    assert rank.outcome["ok"]
+
+
+def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_and_ends_the_fetch(
+    begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(1, ("b",), ("b",))
+    (rank,) = start.ranks
+    rank.deaf = True
+    start.restore.request(rank, [0])
+    start.carrier.come()
+    turned.until(lambda: rank.regions)
+    start.restore.got(rank, [], [0])
+    assert rank.outcome is not None
+    assert not rank.outcome["ok"]
+    assert "frame 0" in rank.outcome["message"]
+    window = start.restore._cells.window()
+    assert window.free == window.count
+
+
+def test_where_nobody_gives_any_of_it_that_is_said_and_nothing_is_waited_for(begin: Callable[..., Start]) -> None:
+    start = begin(1, ("a",), ("a",))
+    start.carrier.broken = {"a"}
+    start.restore.request(start.ranks[0], start.frames)
+    start.end()
+    assert start.ranks[0].outcome is not None
+    assert start.ranks[0].outcome["ok"] is False
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 16])
+def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
+    count: int, begin: Callable[..., Start], turned: Turned
+) -> None:
+    """And a half of the window is left for what ranks read."""
+    start = begin(1, *[(f"n{rank % count}",) for rank in range(32)], cells=64)
+    (rank,) = start.ranks
+    start.restore.request(rank, start.frames)
+    window = start.restore._cells.window()
+    assert {peer for peer, _, _ in start.carrier.coming} == {f"n{number}" for number in range(count)}
+    assert window.free >= window.count - window.count // IN_FLIGHT
+    stuck = [each for each in start.carrier.coming if each[0] == "n0"]
+    start.carrier.coming = [each for each in start.carrier.coming if each not in stuck]
+    while start.carrier.coming:
+        start.carrier.come()
+        turned.until(lambda: start.carrier.coming or not set(start.peers._fetches) - {each for *_, each in stuck})
+    lacks = set(start.frames) - rank.got.keys()
+    assert {start.peers._places.holders[int(start.peers._places.ranks[frame])][0] for frame in lacks} == {"n0"}
+    start.carrier.coming = stuck
+    start.end()
+    assert rank.got == start.bytes_of
+
+
+def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Callable[..., Start]) -> None:
+    start = begin(2, ("a",))
+    heard: list[str] = []
+    start.ranks[1].send = lambda fields, fds=(): heard.append(fields["t"])  # type: ignore[method-assign]
+    for rank, frames in zip(start.ranks, (start.frames, start.frames[-1:]), strict=True):
+        start.restore.request(rank, frames)
+
+    def a_while() -> None:
+        due, start.timers[:] = list(start.timers), []
+        for what in due:
+            what()
+
+    a_while()
+    assert heard == []
+    start.carrier.come()
+    start.turned.until(lambda: start.ranks[0].got)
+    a_while()
+    assert heard[-1] == "moving"
+    before = list(heard)
+    a_while()
+    assert heard == before, "nothing has come since"
+    start.end_of(start.ranks[0])
+    start.restore.got(start.ranks[1], start.frames[-1:], [])
+    a_while()
+    assert not start.timers, "nobody waits any more"
+
+
+@pytest.mark.parametrize("other", ["alone", "refused", "wrong"])
+def test_what_is_not_had_while_a_node_that_has_it_is_out_of_reach_is_not_called_damaged(
+    other: str, begin: Callable[..., Start]
+) -> None:
+    start = begin(1, ("a",) if other == "alone" else ("a", "b"))
+    start.restore.request(start.ranks[0], start.frames)
+    start.carrier.broken = {"a", "b"} - {"b" if other == "wrong" else ""}
+
+    def end() -> bool:
+        for peer, _, each in start.carrier.coming:
+            each.done.set_exception(AgentError("nothing came") if peer == "a" else DamagedData("wrong too often"))
+        start.carrier.coming.clear()
+        return start.ranks[0].outcome is not None
+
+    start.turned.until(end)
+    outcome = start.ranks[0].outcome
+    assert outcome is not None
+    assert outcome["kind"] == "agent", "or it would be struck out, and what is older taken for the newest"
+    assert "could not be reached" in outcome["message"]
+
+
+def test_what_is_damaged_is_called_so_though_another_frame_was_not_had_of_a_node_that_is_gone(
+    begin: Callable[..., Start],
+) -> None:
+    """Or each start would end in that, for as long as some node is lost in the middle of it."""
+    start = begin(1, ("a", "b"), ("b",))
+    (rank,) = start.ranks
+    rank.deaf = True
+    start.carrier.broken = {"a"}
+    good, damaged = (int(start.peers._places.numbers(each)[0]) for each in (0, 1))
+    start.restore.request(rank, [good, damaged])
+
+    def end() -> bool:
+        for _, held, each in [each for each in start.carrier.coming if each[1] == 1]:
+            assert held == 1
+            each.done.set_exception(DamagedData("wrong too often"))
+        start.carrier.coming = [each for each in start.carrier.coming if each[1] == 0]
+        if start.carrier.coming:
+            start.carrier.come()
+        return rank.outcome is not None
+
+    start.turned.until(end)
+    assert start.peers.unreached == {good}
+    assert rank.outcome is not None
+    assert rank.outcome["kind"] == "damaged"
+    assert f"frame {damaged} " in rank.outcome["message"]
+
+
+def test_so_is_what_no_store_has_either_though_a_node_that_is_gone_may_have_the_rest_of_it(
+    begin: Callable[..., Start],
+) -> None:
+    both = threading.Event()
+
+    def open_record() -> FrameReader:
+        assert both.wait(60)
+        raise NotFound("it was deleted")
+
+    start = begin(1, ("a",), ("b",), open_record=open_record)
+    (rank,) = start.ranks
+    away, damaged = (int(start.peers._places.numbers(each)[0]) for each in (0, 1))
+    start.carrier.broken = {"a"}
+    start.restore.request(rank, [away, damaged])
+
+    def end() -> bool:
+        for *_, each in start.carrier.coming:
+            each.done.set_exception(DamagedData("wrong too often"))
+        start.carrier.coming.clear()
+        if start.restore._wanted.keys() == {away, damaged}:
+            both.set()
+        return rank.outcome is not None
+
+    start.turned.until(end)
+    assert start.peers.unreached == {away}
+    assert rank.outcome is not None
+    assert rank.outcome["kind"] == "missing"
+
+
+def test_what_every_node_that_has_it_gives_wrong_is_damaged(begin: Callable[..., Start]) -> None:
+    start = begin(1, ("a", "b"))
+    start.restore.request(start.ranks[0], start.frames)
+
+    def end() -> bool:
+        for _, _, each in start.carrier.coming:
+            each.done.set_exception(DamagedData("wrong too often"))
+        start.carrier.coming.clear()
+        return start.ranks[0].outcome is not None
+
+    start.turned.until(end)
+    assert start.ranks[0].outcome is not None
+    assert start.ranks[0].outcome["kind"] == "damaged"

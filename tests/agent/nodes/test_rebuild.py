@@ -1,0 +1,636 @@
+"""What nodes keep of each other as parity, and what they make of it again: the same bytes or nothing, whoever is lost,
+damaged or wrong."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from ckpt.agent.replication.parity_service import Where
+from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
+from ckpt.agent.replication.rebuild import UNWANTED
+from ckpt.agent.replication.replica_store import decode_described
+from ckpt.agent.runtime.workers import NICE
+from ckpt.agent.snapshots.described import Chunk, ChunkName, chunk_frames
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.errors import CkptError
+from ckpt.format.parity import Row
+from ckpt.ipc.arena import Arena
+from ckpt.placement.placement import Parity
+from ckpt.types import Identity
+from tests.agent.nodes.fleet import Fleet
+from tests.agent.nodes.staged import WRONG, identity, spoiled
+
+STEP, NEXT = identity(5), identity(10)
+FOUR = {"a": [0], "b": [1], "c": [2], "d": [3]}
+UNEVEN = {"a": [0, 1, 2], "b": [3], "c": [4, 5], "d": [6], "e": [7]}
+
+Make = Callable[[Mapping[str, Sequence[int]], Parity], Fleet]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Fleet] = []
+
+    def one(ranks: Mapping[str, Sequence[int]], option: Parity) -> Fleet:
+        made.append(Fleet(ranks, option))
+        return made[-1]
+
+    yield one
+    for fleet in made:
+        fleet.close()
+
+
+@pytest.mark.parametrize("ranks", [FOUR, UNEVEN, {"a": [0, 1], "b": [2]}, {"a": [0], "b": [1, 2], "c": [3]}])
+@pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2), Parity(1, 1)])
+def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
+    make: Make, ranks: Mapping[str, Sequence[int]], option: Parity
+) -> None:
+    """Every loss of as many nodes as there are parities; and what the inventories say of it is what then happens, for
+    every loss: what cannot be made keeps nothing else from it."""
+    fleet = make(ranks, option)
+    assert fleet.protect(STEP) == ""
+    for count in range(1, len(ranks)):
+        for gone in itertools.combinations(ranks, count):
+            fleet.gone = set(gone)
+            possible, makeable = inventory(fleet).complete() == [STEP], inventory(fleet).makeable(STEP)
+            assert possible or count > option.parity
+            made, error = fleet.rebuild(STEP)
+            assert (error == "") == possible, (gone, error)
+            assert made.keys() == makeable.keys()
+            fleet.check(STEP, made)
+            for name in set(made.values()):
+                assert fleet.copies[name].of(STEP).keys() == {rank for rank, at in made.items() if at == name}
+            for copies in fleet.copies.values():
+                while copies.kept:
+                    copies.kept.popitem()[1].close()
+
+
+def inventory(fleet: Fleet) -> Inventory:
+    """What the nodes that are left say together, as it comes out of their messages."""
+    whole = Inventory()
+    for name, ranks in fleet.ranks.items():
+        if name not in fleet.gone:
+            own = Inventory()
+            own.add_arenas(fleet.arenas[STEP][rank] for rank in ranks)
+            own.add_chunks(fleet.copies[name].chunks.kept.values())
+            whole.add(Inventory.parse(msgpack.unpackb(msgpack.packb(own.fields()))), name)
+    return whole
+
+
+def test_work_on_parity_is_seen_to_move(make: Make) -> None:
+    """Else who has asked for it would give up what takes long (agent.moving)."""
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    before = {name: copies.progress.count for name, copies in fleet.copies.items()}
+    assert all(before.values())
+    fleet.gone = {"b"}
+    made, error = fleet.rebuild(STEP)
+    assert error == ""
+    assert all(fleet.copies[name].progress.count > before[name] for name in made.values())
+
+
+def test_lost_ranks_are_spread_over_the_nodes_that_are_left(make: Make) -> None:
+    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    fleet.gone = {"a"}
+    made, error = fleet.rebuild(STEP)
+    assert not error
+    assert len(set(made.values())) == 2
+
+
+def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_the_whole_job(make: Make) -> None:
+    fleet = make({f"n{at:02}": [at] for at in range(12)}, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.said.clear()
+    fleet.gone = {"n01", "n05", "n09"}
+    made, error = fleet.rebuild(STEP)
+    assert (sorted(made), error) == ([1, 5, 9], "")
+    fleet.check(STEP, made)
+    asked = [(fields, blobs) for fields, blobs in fleet.said if fields["t"] == "rebuild"]
+    assert asked
+    for fields, blobs in asked:
+        where = Where.decode(STEP, blobs[0])
+        ranks = {rank for _, name, _ in where.chunks for rank in name.striped.ranks}
+        assert fields["rank"] in ranks
+        assert len(ranks) <= 4, "its group"
+        assert set(where.ranks) == ranks - {fields["rank"]}
+        assert {each.rank for each in decode_described(blobs[1])} == ranks
+        assert len(where.nodes) <= 4
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_priority_and_outside_the_limit(
+    make: Make, urgent: bool
+) -> None:
+    fleet, nice = make(FOUR, Parity(2, 2)), set[int]()
+    assert fleet.protect(STEP) == ""
+    assert {each for _, each in fleet.moved} == {False}, "parity that is kept"
+    fleet.moved.clear()
+    run = fleet.turned.bulk.run
+
+    def noted(lane: Any, work: Callable[[], Any], then: Any) -> None:
+        def do() -> Any:
+            nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return work()
+
+        run(lane, do, then)
+
+    fleet.turned.bulk.run = noted  # type: ignore[method-assign]
+    fleet.gone = {"b", "c"}
+    made, error = fleet.rebuild(STEP, urgent=urgent)
+    assert (sorted(made), error) == ([1, 2], "")
+    fleet.check(STEP, made)
+    assert {(name.split("/")[0], each) for name, each in fleet.moved} == {("copy", urgent), ("parity", urgent)}
+    assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else NICE}
+
+
+def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    fleet.gone = {"d"}
+    assert "no connection" in fleet.protect(NEXT, STEP)
+    for name in "abc":
+        assert 5 in fleet.kept(name)
+    made, error = fleet.rebuild(STEP)
+    assert (list(made), error) == ([3], "")
+    fleet.check(STEP, made)
+    fleet.gone = set()
+    assert fleet.protect(identity(15), STEP) == ""
+    assert all(fleet.kept(name) == {15} for name in FOUR), "the failed attempt is gone, too"
+
+
+@pytest.mark.parametrize("safe", [STEP, None])
+def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_old_only_when_it_is_whole_at_all(
+    make: Make, safe: Identity | None
+) -> None:
+    """As where a memory-only node has come or gone, and a node that was away is back, or the coordinator, which does
+    not know what is safe."""
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    before = {name: set(copies.chunks.kept) for name, copies in fleet.copies.items()}
+    fleet.option, fleet.gone = Parity(1, 1), {"d"}
+    assert "no connection" in fleet.protect(STEP, safe)
+    made, error = fleet.rebuild(STEP)
+    assert (list(made), error) == ([3], "")
+    fleet.check(STEP, made)
+    fleet.gone = set()
+    assert fleet.protect(STEP, safe) == ""
+    for name, copies in fleet.copies.items():
+        assert copies.chunks.kept
+        assert before[name].isdisjoint(copies.chunks.kept)
+
+
+def test_parity_that_a_failed_attempt_was_to_be_replaced_by_does_not_take_the_place_of_that_which_is_whole(
+    make: Make,
+) -> None:
+    """Nothing was known to be safe when the first attempt was made; the second one is for other groups."""
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.option, fleet.gone = Parity(1, 1), {"d"}
+    assert "no connection" in fleet.protect(NEXT, None)
+    fleet.option, fleet.gone = Parity(3, 1), set()
+    assert fleet.protect(NEXT, STEP) == ""
+    fleet.gone = {"d"}
+    made, error = fleet.rebuild(NEXT)
+    assert (list(made), error) == ([3], "")
+    fleet.check(NEXT, made)
+
+
+def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_way_where_nobody_needs_it(
+    make: Make,
+) -> None:
+    """It was to be made anew for other groups; memory is for two generations, and it is in the store."""
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.option, fleet.gone = Parity(1, 1), {"d"}
+    assert "no connection" in fleet.protect(STEP, STEP)
+    fleet.gone = set()
+    assert len(fleet.copies["a"].chunks.kept) > 1
+    left = fleet.copies["a"].chunks.bytes
+    fleet.copies["a"].bound(lambda: left)
+    assert "there is no room" in fleet.protect(NEXT, STEP)
+    assert 5 in fleet.kept("a")
+    fleet.gone = {"d"}
+    assert "no connection" in fleet.protect(NEXT, STEP, needed={})
+    assert [5 in fleet.kept(name) for name in "abc"] == [False, True, True], "where there is room it stays"
+    fleet.gone = set()
+    assert fleet.protect(NEXT, STEP, needed={}) == ""
+    assert all(fleet.kept(name) == {NEXT.tick.step} for name in FOUR)
+
+
+def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    safe = None
+    for step in range(5, 40, 5):
+        assert fleet.protect(identity(step), safe) == ""
+        safe = identity(step)
+        for copies in fleet.copies.values():
+            one = sum(chunk.arena.bytes for chunk in copies.chunks.kept.values())
+            assert 0 < copies.chunks.bytes <= 2 * one
+            assert copies.bytes_of(safe.epoch) == copies.bytes, "memory is planned anew without it"
+    for copies in fleet.copies.values():
+        copies.forget(lambda each: True)
+        assert copies.bytes == 0
+
+
+def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_got_and_keeps_the_next(
+    make: Make,
+) -> None:
+    """Whatever the system has said before of what is left."""
+    fleet = make(UNEVEN, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    copies = max(fleet.copies.values(), key=lambda each: len(each.chunks.kept))
+    assert len(copies.chunks.kept) > 1
+    begin, used_bytes, got = copies.begin_chunk, copies.chunks.used_bytes, list[ChunkName]()
+
+    def full(name: ChunkName) -> Arena:
+        if got:
+            raise OSError(errno.ENOMEM, "no more")
+        got.append(name)
+        return begin(name)
+
+    copies.begin_chunk = full  # type: ignore[method-assign]
+    assert "no memory for" in fleet.protect(NEXT, STEP)
+    assert got
+    assert copies.chunks.used_bytes == used_bytes
+    copies.begin_chunk = begin  # type: ignore[method-assign]
+    assert fleet.protect(NEXT, STEP) == ""
+
+
+@pytest.mark.parametrize("safe", [STEP, None])
+def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, safe: Identity | None) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    for copies in fleet.copies.values():
+        copies.bound(lambda: 1)
+    for step in range(10, 30, 5):
+        assert "there is no room" in fleet.protect(identity(step), safe)
+        for copies in fleet.copies.values():
+            left = {*copies.chunks._instead, *(which for which, _ in copies._failed)}
+            assert left <= {identity(step)}
+
+
+def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_it_is_kept(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    heard: list[str] = []
+    for name in FOUR:
+        for fields in ({"t": "lend"}, {"t": "publish", "ranks": fleet.ranks[name]}):
+            asked = {**fields, "identity": str(STEP), "reader": "gone"}
+            fleet.parities[name].asked(asked, [], lambda blobs, error: heard.append(error))
+    fleet.turned.until(lambda: len(heard) == 2 * len(FOUR))
+    assert not any(heard)
+    assert all(len(link.offers) > 1 for link in fleet.links.values())
+    for copies in fleet.copies.values():
+        copies.before(NEXT)
+    assert not any(link.offers for link in fleet.links.values())
+
+
+def test_parity_that_another_takes_the_place_of_is_offered_no_more(make: Make) -> None:
+    """Its memory is used again at once: who still read it would get other bytes."""
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    heard: list[str] = []
+    for name in FOUR:
+        asked = {"t": "lend", "identity": str(STEP), "reader": "reader"}
+        fleet.parities[name].asked(asked, [], lambda blobs, error: heard.append(error))
+    fleet.turned.until(lambda: len(heard) == len(FOUR))
+    lent = {name: set(link.offers) for name, link in fleet.links.items()}
+    assert all(lent.values())
+    fleet.option = Parity(1, 1)
+    assert fleet.protect(STEP, None) == ""
+    for name, link in fleet.links.items():
+        assert lent[name].isdisjoint(link.offers)
+
+
+def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_none(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+
+    def lie() -> None:
+        fleet.arenas[NEXT][2].data(0, 8)[:] = b"\xff" * 8
+
+    assert "another hash" in fleet.protect(NEXT, STEP, lie)
+    fleet.gone = {"b", "c"}
+    made, error = fleet.rebuild(STEP)
+    assert (sorted(made), error) == ([1, 2], "")
+    fleet.check(STEP, made)
+
+
+def chunk_of(fleet: Fleet, row: Row) -> tuple[str, Chunk]:
+    """The largest such, and who keeps it."""
+    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.chunks.kept.values()]
+    return max((each for each in kept if each[1].name.row is row), key=lambda each: len(each[1].data))
+
+
+@pytest.mark.parametrize("row", list(Row))
+@pytest.mark.parametrize("lies", [False, True])
+def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_anything(
+    make: Make, row: Row, lies: bool
+) -> None:
+    """Damaged, so that its bytes are not what its holder said; or the holder says so, too."""
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    name, chunk = chunk_of(fleet, row)
+    chunk.data[:5] = b"wrong"
+    if lies:
+        changed = replace(chunk, frames=chunk_frames(chunk.data, len(chunk.data)))
+        fleet.copies[name].chunks.kept[chunk.name] = changed
+    outcomes = set()
+    for count in (1, 2):
+        for gone in itertools.combinations(sorted(set(FOUR) - {name}), count):
+            fleet.gone = set(gone)
+            made, error = fleet.rebuild(STEP)
+            fleet.check(STEP, made)
+            outcomes.add((count, error == ""))
+            for copies in fleet.copies.values():
+                while copies.kept:
+                    copies.kept.popitem()[1].close()
+    assert (1, True) in outcomes
+    assert (1, False) not in outcomes, "one loss leaves another parity"
+    assert (2, False) in outcomes, "two losses need both"
+
+
+@pytest.mark.parametrize(
+    ("gone", "missing", "made_again"),
+    [({"c"}, None, [2]), ({"c", "d"}, None, None), ({"d"}, [1, 3], [1, 3]), (set(), [1], [1])],
+)
+def test_what_a_survivor_holds_damaged_counts_as_lost(
+    make: Make, gone: set[str], missing: list[int] | None, made_again: list[int] | None
+) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    damaged = fleet.arenas[STEP][1].data(0, 8)
+    before, damaged[:] = bytes(damaged), b"\xff" * 8
+    fleet.gone = gone
+    made, error = fleet.rebuild(STEP, missing)
+    damaged[:] = before
+    fleet.check(STEP, made)
+    if made_again is None:
+        assert "cannot be made again" in error
+    else:
+        assert (sorted(made), error) == (made_again, "")
+
+
+def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upon_it(make: Make) -> None:
+    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    kept = [chunk for each in fleet.copies.values() for chunk in each.chunks.kept.values()]
+    (chunk,) = [each for each in kept if each.name.striped.ranks == {0, 1} and each.name.row is Row.P]
+    chunk.data[:5] = b"wrong"
+    fleet.gone = {"a"}
+    made, error = fleet.rebuild(STEP)
+    assert (sorted(made), error) == ([0, 1], "")
+    fleet.check(STEP, made)
+
+
+def test_whenever_it_is_given_up_that_is_heard_once_and_nothing_stays_to_be_read(make: Make) -> None:
+    """After each of the messages that a rebuilding takes."""
+    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    fleet.gone, turned = {"a"}, fleet.turned
+    work, original = [0], turned.bulk.run
+
+    def run(lane: Any, what: Any, then: Any) -> None:
+        work[0] += 1
+        original(lane, what, lambda done: (work.append(work.pop() - 1), then(done)))
+
+    turned.bulk.run = run  # type: ignore[method-assign]
+    seen = set()
+    for moment in itertools.count():
+        heard: list[tuple[dict[int, str], str]] = []
+        rebuilding = fleet.begin_rebuild(STEP, [0, 1], lambda *found, heard=heard: heard.append(found))
+        left = itertools.count(moment, -1)
+        turned.until(lambda left=left, heard=heard: heard or not next(left))
+        by_itself = bool(heard)
+        rebuilding.give_up("it takes too long")
+        ((made, error),) = heard
+        assert by_itself == (error == "")
+        seen.add(len(made))
+        as_heard = dict(made)
+        turned.until(lambda: not work[0] and turned.is_idle)
+        assert heard == [(as_heard, error)]
+        assert not any(link.offers for name, link in fleet.links.items() if name != "a")
+        fleet.check(STEP, made)
+        for copies in fleet.copies.values():
+            while copies.kept:
+                copies.kept.popitem()[1].close()
+        if by_itself:
+            break
+    assert seen == {0, 1, 2}
+
+
+# --- what a node staged that is there, and slow ----------------------------------------------------------------------
+
+
+class Remaking:
+    """What the coordinator, "a", has made in a slow node's place. `over`: nobody waits for it any more."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.protection, self.over = fleet, fleet.protection(STEP), False
+        self.heard: list[tuple[str, str]] = []
+
+    def ask(self, lost: str, at: str, *slow: str) -> None:
+        self.protection.remake(STEP, lost, at, slow, lambda: self.over, lambda *found: self.heard.append(found))
+
+    def await_heard(self, count: int = 1) -> list[tuple[str, str]]:
+        self.fleet.turned.until(lambda: len(self.heard) >= count)
+        assert not any(link.offers for link in self.fleet.links.values())
+        return self.heard
+
+    def await_asked(self, kind: str) -> None:
+        self.fleet.turned.until(lambda: any(fields["t"] == kind for fields, _ in self.fleet.said))
+
+
+SLOW = [
+    (FOUR, Parity(3, 1), "b", "c", ("b",)),
+    (FOUR, Parity(3, 1), "b", "", ("b",)),
+    (FOUR, Parity(3, 1), "", "c", ("",)),  # the coordinator's own part
+    (FOUR, Parity(2, 2), "b", "c", ("b", "d")),
+    (FOUR, Parity(2, 2), "", "d", ("", "b")),
+    (UNEVEN, Parity(2, 1), "c", "a", ("c",)),
+    (UNEVEN, Parity(2, 1), "", "b", ("",)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "option", "lost", "at", "slow"), SLOW)
+def test_what_a_slow_node_staged_is_made_again_and_nothing_is_wanted_of_those_that_are_slow(
+    make: Make, ranks: Mapping[str, Sequence[int]], option: Parity, lost: str, at: str, slow: tuple[str, ...]
+) -> None:
+    fleet = make(ranks, option)
+    assert fleet.protect(STEP) == ""
+    fleet.wanted.clear()
+    asked = Remaking(fleet)
+    asked.ask(lost, at, *slow)
+    assert asked.await_heard() == [(at, "")]
+    fleet.check(STEP, dict.fromkeys(ranks[lost or "a"], at or "a"))
+    assert fleet.wanted.isdisjoint(name or "a" for name in slow)
+    assert inventory(fleet).complete() == [STEP]
+
+
+@pytest.mark.parametrize("slow", [("b", "d"), ("b", "c")])
+def test_where_parity_does_not_suffice_or_who_is_asked_is_slow_nothing_is_made_in_a_slow_nodes_place(
+    make: Make, slow: tuple[str, ...]
+) -> None:
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.wanted.clear()
+    asked = Remaking(fleet)
+    asked.ask("b", "c", *slow)
+    ((at, error),) = asked.await_heard()
+    assert (at, error) == ("c", "it is slow itself" if "c" in slow else error)
+    assert "c" in slow or "cannot be made again" in error
+    assert fleet.wanted.isdisjoint(slow)
+    assert not any(copies.kept for copies in fleet.copies.values())
+
+
+def test_in_a_slow_nodes_place_it_is_made_only_beside_the_next_parity_and_for_one_that_is_gone_anyway(
+    make: Make,
+) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    at = next(name for name in "cd" if fleet.copies[name].bytes)
+    copies, size = fleet.copies[at], fleet.arenas[STEP][1].bytes
+    (next_bytes,) = [load.keeps_bytes for load in fleet.placed(STEP).loads if load.node == at]
+    needed = copies.bytes + next_bytes + size + SCRATCH_BYTES
+    copies.bound(lambda: needed - 1)
+    asked = Remaking(fleet)
+    asked.ask("b", at, "b")
+    assert "would not leave" in asked.await_heard()[0][1]
+    assert not copies.kept
+    copies.bound(lambda: needed)
+    asked.ask("b", at, "b")
+    assert asked.await_heard(2)[1] == (at, "")
+    fleet.check(STEP, {1: at})
+    copies.kept.popitem()[1].close()
+    copies.bound(lambda: needed - 1)
+    fleet.gone, asked.over = {"b"}, True  # a start will want it, if nobody else does
+    asked.ask("b", at)
+    assert asked.await_heard(3)[2] == (at, "")
+    fleet.check(STEP, {1: at})
+
+
+def test_of_a_node_with_several_ranks_the_room_for_all_is_counted(make: Make) -> None:
+    fleet = make({"a": [0], "b": [1, 2, 3], "c": [4]}, Parity(2, 1))
+    assert fleet.protect(STEP) == ""
+    copies = fleet.copies["c"]
+    one = max(fleet.arenas[STEP][rank].bytes for rank in (1, 2, 3))
+    (next_bytes,) = [load.keeps_bytes for load in fleet.placed(STEP).loads if load.node == "c"]
+    copies.bound(lambda: copies.chunks.bytes + next_bytes + 2 * one + SCRATCH_BYTES)
+    asked = Remaking(fleet)
+    asked.ask("b", "c", "b")
+    assert "would not leave" in asked.await_heard()[0][1]
+
+
+def test_two_slow_nodes_are_stood_in_for_one_after_the_other_and_not_at_all_once_nobody_waits(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    asked = Remaking(fleet)
+    asked.ask("b", "c", "b", "d")
+    fleet.said.clear()
+    asked.ask("d", "c", "b", "d")
+    assert not fleet.said, "the first is under way"
+    assert asked.await_heard(2) == [("c", "")] * 2
+    fleet.check(STEP, {1: "c", 3: "c"})
+    asked.ask("b", "", "b", "d")
+    asked.ask("d", "", "b", "d")
+    asked.over = True
+    fleet.said.clear()
+    assert all(error.endswith(UNWANTED) for _, error in asked.await_heard(4)[2:])
+    assert [fields["t"] for fields, _ in fleet.said] == ["lend"], "the first ends, and the other does not begin"
+
+
+def test_a_slow_node_that_is_first_after_all_ends_what_is_under_way(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    asked = Remaking(fleet)
+    fleet.said.clear()
+    asked.ask("b", "c", "b")
+    asked.await_asked("publish")
+    asked.over = True
+    assert asked.await_heard()[0][1].endswith(UNWANTED)
+    assert not any(fields["t"] == "rebuild" for fields, _ in fleet.said)
+
+
+@pytest.mark.parametrize("when", ["lend", "publish", "rebuild"])
+def test_where_a_newer_checkpoint_becomes_safe_meanwhile_it_is_made_right_or_not_at_all_and_goes_with_the_next(
+    make: Make, when: str
+) -> None:
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    asked = Remaking(fleet)
+    fleet.said.clear()
+    asked.ask("b", "c", "b")
+    asked.await_asked(when)
+    for copies in fleet.copies.values():
+        copies.before(NEXT)
+    ((_, error),) = asked.await_heard()
+    if not error:
+        fleet.check(STEP, {1: "c"})
+    for copies in fleet.copies.values():
+        copies.before(identity(15))
+        assert not copies.identities
+    assert not any(link.offers for link in fleet.links.values())
+
+
+@pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2)])
+def test_what_was_made_though_its_node_is_there_makes_nothing_look_less_safe(make: Make, option: Parity) -> None:
+    """To a coordinator that is started again, and asks."""
+    fleet = make(FOUR, option)
+    assert fleet.protect(STEP) == ""
+    for copies in fleet.copies.values():
+        copies.told_safe = None
+    before = fleet.find(STEP)
+    assert before is not None
+    assert before.whole == STEP
+    asked = Remaking(fleet)
+    asked.ask("b", "c", "b")
+    assert asked.await_heard() == [("c", "")]
+    assert fleet.find(STEP) == before
+
+
+def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
+    """Each part of what a coordinator asks is replaced by what it cannot be. An error, or nothing that is wrong."""
+    fleet = make({"a": [0], "b": [1], "c": [2]}, Parity(2, 1))
+    asked: list[tuple[str, dict[str, Any], list[bytes]]] = []
+    for name, parities in fleet.parities.items():
+        original = parities.asked
+
+        def note(fields: Any, blobs: Any, then: Any, name: str = name, original: Any = original) -> None:
+            asked.append((name, dict(fields), list(blobs)))
+            original(fields, blobs, then)
+
+        parities.asked = note  # type: ignore[method-assign]
+    assert fleet.protect(STEP) == ""
+    fleet.gone = {"c"}
+    assert fleet.rebuild(STEP)[1] == ""
+    expected = (CkptError, LookupError, TypeError, ValueError, OverflowError, AttributeError)
+    count = 0
+    for kind in ("stripe", "lend", "rebuild"):
+        name, fields, blobs = next(each for each in asked if each[1]["t"] == kind and each[0] != "c")
+        plan = msgpack.unpackb(blobs[0]) if blobs else None
+        variants = [(each, blobs) for each in spoiled(fields) if each.get("t") == kind]
+        variants += [(fields, [msgpack.packb(each), blobs[1]]) for each in [*spoiled(plan), *WRONG] if blobs]
+        variants += [(fields, [blobs[0], each]) for each in (b"", b"\xc1", msgpack.packb([[1]])) if blobs]
+        for wrong_fields, wrong_blobs in variants:
+            heard: list[tuple[list[bytes], str]] = []
+            try:
+                fleet.parities[name].asked(wrong_fields, wrong_blobs, lambda *found, heard=heard: heard.append(found))
+            except expected:
+                continue
+            fleet.turned.until(lambda heard=heard: heard)
+            count += 1
+            for copies in fleet.copies.values():
+                for key, arena in copies.kept.items():
+                    at, length = arena.tail()
+                    assert bytes(arena.view[: at + length]) == bytes(fleet.arenas[STEP][key[1]].view[: at + length])
+    assert count

@@ -1,0 +1,190 @@
+"""What is made again at a node takes no more memory than there is, whoever asks for how much at once; and everybody who
+has asked hears of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
+from ckpt.agent.replication.rebuild_queue import Making, Work
+from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.runtime.workers import Lane
+from ckpt.placement.placement import Parity
+from tests.agent.nodes.fleet import Fleet
+from tests.agent.nodes.staged import identity
+
+STEP, NEXT = identity(5), identity(10)
+LOST = 8
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """One node has all ranks but three, and is lost."""
+    made = Fleet({"a": [0], "b": [1], "c": [2], "lost": range(3, 3 + LOST)}, Parity(2, 2))
+    assert made.protect(STEP) == ""
+    made.gone = {"lost"}
+    yield made
+    made.close()
+
+
+def bound(fleet: Fleet, made: float) -> None:
+    """Each node has memory for the way to one snapshot, and for so many made again."""
+    size = max(arena.bytes for arena in fleet.arenas[STEP].values())
+    room = SCRATCH_BYTES + int(made * size)
+    fleet.free_bytes = lambda name: room - sum(arena.bytes for arena in fleet.copies[name].kept.values())
+
+
+class Watched:
+    """How many pieces of work on parity have begun, and were on their way at once at most."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.begun = self.left = self.most = 0
+        run = fleet.turned.bulk.run
+
+        def noted(lane: Lane, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
+            count = int(lane is Lane.PARITY)
+            self.begun, self.left = self.begun + count, self.left + count
+            self.most = max(self.most, self.left)
+
+            def heard(done: Future[Any]) -> None:
+                self.left -= count
+                then(done)
+
+            run(lane, work, heard)
+
+        fleet.turned.bulk.run = noted  # type: ignore[method-assign]
+
+
+def test_of_many_ranks_that_are_asked_for_at_once_no_more_are_made_than_there_is_memory_for(fleet: Fleet) -> None:
+    bound(fleet, 1.5)
+    made, error = fleet.rebuild(STEP)
+    assert "there is no memory" in error
+    assert Counter(made.values()) == {"a": 1, "b": 1, "c": 1}, "none is refused that there is memory for, either"
+    fleet.check(STEP, made)
+
+
+def test_what_has_no_memory_beside_what_is_on_its_way_waits_for_its_turn(fleet: Fleet) -> None:
+    """There is room for all, and for the way to one at a time."""
+    bound(fleet, LOST + 0.5)
+    watched = Watched(fleet)
+    made, error = fleet.rebuild(STEP)
+    assert (sorted(made), error) == (list(range(3, 3 + LOST)), "")
+    fleet.check(STEP, made)
+    assert watched.most <= len(set(made.values())), "one at each node"
+
+
+def test_where_there_is_memory_nobody_waits(fleet: Fleet) -> None:
+    watched = Watched(fleet)
+    made, error = fleet.rebuild(STEP)
+    assert (len(made), error) == (LOST, "")
+    assert watched.most > len(set(made.values()))
+
+
+def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: Fleet) -> None:
+    fleet.gone, size, filled = set(), 1 << 20, 1 << 10
+    for each in fleet.parities.values():
+        each._making.want(Work(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
+    parity = max(sum(name.striped.length for name in copies.chunks.kept) for copies in fleet.copies.values())
+    room = parity + size - filled + SCRATCH_BYTES
+    fleet.free_bytes = lambda name: room - 1
+    assert "of memory are missing for parity" in fleet.protect(NEXT, STEP)
+    fleet.free_bytes = lambda name: room
+    assert fleet.protect(NEXT, STEP) == ""
+
+
+def test_who_waits_for_it_no_more_has_nothing_made_any_more(fleet: Fleet) -> None:
+    bound(fleet, LOST + 0.5)
+    watched = Watched(fleet)
+    heard: list[tuple[dict[int, str], str]] = []
+    rebuilding = fleet.begin_rebuild(STEP, None, lambda *found: heard.append(found))
+    fleet.turned.until(lambda: sum(len(each._making._waiting) for each in fleet.parities.values()) == LOST - 3)
+    rebuilding.give_up("it takes too long")
+    assert heard
+    fleet.turned.until(lambda: not watched.left and fleet.turned.is_idle)
+    assert watched.begun == 3, "one at each node"
+
+
+class Maker:
+    """A node whose memory is counted to the byte: what is under way takes it piece by piece."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.kept = room, 0
+        self.under_way: dict[int, int] = {}  # by number: bytes that are filled
+        self.ended: dict[int, str] = {}
+        self.works: dict[int, Work] = {}
+        copies = Copies(cast(Any, None), lambda what: what())
+        copies.bound(lambda: self.room - self.kept)
+        self.making = Making(copies, self.free)
+
+    @property
+    def filled(self) -> int:
+        return sum(self.under_way.values())
+
+    def free(self) -> int:
+        return self.room - self.kept - self.filled
+
+    def want(self, number: int, size: int, leave: int, urgent: bool) -> None:
+        def begin() -> None:
+            self.under_way[number] = 0
+            promised = sum(self.works[each].size + SCRATCH_BYTES for each in self.under_way)
+            assert self.kept + promised <= self.room, "all that is under way fits, whatever comes"
+
+        def refuse(why: str) -> None:
+            assert number not in self.ended
+            assert not self.under_way or "nobody" in why, "it could have waited"
+            self.ended[number] = why
+
+        filled = lambda: self.under_way[number]  # noqa: E731
+        self.works[number] = Work(size, leave, urgent, str(number % 3), filled, begin, refuse)
+        self.making.want(self.works[number])
+
+    def end(self, number: int, succeeds: bool) -> None:
+        del self.under_way[number]
+        self.kept += self.works[number].size if succeeds else 0
+        self.ended[number] = ""
+        self.making.ended(self.works[number])
+
+
+def test_whatever_is_asked_for_in_whatever_order_fits_and_everybody_hears_of_it_once(seed: int) -> None:
+    rng = random.Random(seed)
+    refused = waited = 0
+    for _ in range(300):
+        maker, count = Maker(rng.randrange(1, 8 * SCRATCH_BYTES)), rng.randrange(1, 12)
+        for number in range(count):
+            size, leave = rng.randrange(1, 2 * SCRATCH_BYTES), rng.choice([0, 0, SCRATCH_BYTES])
+            maker.want(number, size, leave, urgent=rng.random() < 0.3)
+            waited += number not in maker.ended and number not in maker.under_way
+        while maker.under_way:
+            number = rng.choice(list(maker.under_way))
+            left = maker.works[number].size - maker.under_way[number]
+            match rng.randrange(4):
+                case 0:
+                    maker.end(number, succeeds=rng.random() < 0.8)
+                case 1:
+                    reader = str(rng.randrange(3))
+                    maker.making.unwanted(reader, "nobody waits for it")
+                case _:
+                    maker.under_way[number] += rng.randrange(left + 1)
+            assert maker.making.to_take_bytes <= maker.free()
+        assert maker.ended.keys() == set(range(count)), "nobody waits for nothing"
+        refused += any("no memory" in why for why in maker.ended.values())
+    assert refused
+    assert waited
+
+
+def test_what_a_start_waits_for_comes_first(seed: int) -> None:
+    maker = Maker(SCRATCH_BYTES + 100)
+    for number, urgent in enumerate((False, False, False, True, True)):
+        maker.want(number, 10, 0, urgent)
+    order = []
+    while maker.under_way:
+        (number,) = maker.under_way
+        order.append(number)
+        maker.end(number, succeeds=True)
+    assert order == [0, 3, 4, 1, 2]

@@ -1,0 +1,501 @@
+"""Copies of snapshots that one node keeps for another: whole or not at all, no more of them than are of use, and the
+newest that is safe never gives way to one that is not."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ckpt.agent.job.job_executor import Carrier
+from ckpt.agent.net.progress import Progress
+from ckpt.agent.net.transport import Frames, Transport
+from ckpt.agent.node.node_memory import Keeper
+from ckpt.agent.node.peer_handlers import Others
+from ckpt.agent.replication.parity_store import Chunks
+from ckpt.agent.replication.replica_store import COPIES_MAX, Copies, decode_described, encode_described
+from ckpt.agent.runtime.memory_plan import Taken
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.snapshots.described import Chunk, ChunkName, Described, described
+from ckpt.agent.snapshots.inventory import sealed
+from ckpt.agent.snapshots.remote_share import Wanted
+from ckpt.errors import AgentError, DamagedData
+from ckpt.format.manifest import FRAME
+from ckpt.format.parity import Row
+from ckpt.ipc.arena import DATA_AT, PAGE, Arena
+from ckpt.ipc.messages import Message
+from ckpt.placement.rebuild import Run, Striped
+from ckpt.store.packs import Written
+from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.cluster import HASHES_AT
+from tests.agent.nodes.staged import Turned, close_arenas, identity, staged
+
+
+class Carried:
+    """A transport that copies within the process, as much as the test lets it."""
+
+    def __init__(self) -> None:
+        self.offers: dict[str, tuple[memoryview, Frames]] = {}
+        self.broken: set[str] = set()
+        self.wrong: set[str] = set()  # these come from the offer of another name
+        self.stuck: set[str] = set()  # these come never, until they are called off
+        self.waiting: list[Callable[[], None]] = []
+
+    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool) -> None:
+        if name in self.offers:
+            raise AgentError(f"{name} is offered already")
+        self.offers[name] = source, frames
+
+    def withdraw(self, name: str) -> None:
+        del self.offers[name]
+
+    def fetch(
+        self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames, landed: Callable[[int], None]
+    ) -> Any:
+        return Carrying(self, name, target, frames, landed)
+
+
+class Carrying:
+    def __init__(
+        self, transport: Carried, name: str, target: memoryview, frames: Frames, landed: Callable[[int], None]
+    ) -> None:
+        self.done: Future[None] = Future()
+        if name in transport.stuck:
+            return
+        if name in transport.broken or name not in transport.offers:
+            self.done.set_exception(AgentError("the link was cut"))
+            return
+        source = transport.offers[name][0]
+        for number, (offset, length) in enumerate(frames.places()):
+            target[offset : offset + length] = source[offset : offset + length]
+            landed(number)
+        self.done.set_result(None)
+
+    def cancel(self) -> None:
+        if not self.done.done():
+            self.done.set_exception(AgentError("called off"))
+
+
+class Held:
+    """One who has snapshots and one who is to keep them."""
+
+    def __init__(self, turned: Turned) -> None:
+        self.turned = turned
+        self.transport = Carried()
+        self.giver, self.keeper = Copies(turned.bulk, turned.post), Copies(turned.bulk, turned.post)
+        self.originals: dict[Identity, dict[int, Arena]] = {}
+
+    def copy(self, which: Identity, broken: Sequence[int] = (), safe: Identity | None = None) -> str:
+        """What is heard of it."""
+        arenas = self.originals.setdefault(which, {}) or staged(which, 2)
+        self.originals[which] = arenas
+        told: list[tuple[list[Described], str]] = []
+        link = cast(Transport, self.transport)
+        self.giver.publish(link, which, arenas, lambda found, error: told.append((found, error)))
+        self.turned.until(lambda: told)
+        assert not told[0][1]
+        self.transport.broken = {f"copy/{which}/{rank}" for rank in broken}
+        heard: list[str] = []
+        wanted = decode_described(encode_described(told[0][0]))
+        self.keeper.make_room(which, safe, [each.size for each in wanted])
+        self.keeper.keep(link, which, "a", [], wanted, heard.append)
+        self.turned.until(lambda: heard)
+        self.giver.withdraw(link, which)
+        assert not self.transport.offers
+        return heard[0]
+
+    def kept(self) -> set[tuple[int, int]]:
+        """Step and rank of what the keeper has."""
+        return {(each.tick.step, rank) for each, rank in self.keeper.kept}
+
+    def close(self) -> None:
+        self.giver.close()
+        self.keeper.close()
+        for arenas in self.originals.values():
+            for arena in arenas.values():
+                arena.close()
+
+
+@pytest.fixture
+def held(turned: Turned) -> Iterator[Held]:
+    made = Held(turned)
+    yield made
+    made.close()
+
+
+def test_a_copy_is_an_arena_that_holds_the_same(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    for (which, rank), arena in held.keeper.kept.items():
+        original = held.originals[which][rank]
+        assert sealed(arena) == sealed(original) == ((which, rank), 2)
+        at, length = original.tail()
+        assert bytes(arena.view[: at + length]) == bytes(original.view[: at + length])
+    assert held.kept() == {(5, 0), (5, 1)}
+    assert held.copy(identity(5)) == "", "it is kept already"
+
+
+def test_a_copy_on_its_way_is_seen_to_move(held: Held) -> None:
+    """Else who has asked for it would give up what takes long (agent.moving)."""
+    assert held.copy(identity(5)) == ""
+    assert held.keeper.progress.count >= 2, "frames of two ranks came"
+
+
+def test_what_did_not_arrive_is_not_kept_and_the_reason_is_heard(held: Held) -> None:
+    assert "cut" in held.copy(identity(5), broken=[1])
+    assert held.kept() == {(5, 0)}
+    assert held.copy(identity(5)) == "", "the next attempt brings what was missing"
+    assert held.kept() == {(5, 0), (5, 1)}
+
+
+def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held: Held) -> None:
+    which = identity(5)
+    assert held.copy(which) == ""
+    told = described(which, held.originals[which])
+    held.keeper.forget(which.__eq__)
+    held.transport.stuck = {f"copy/{which}/1"}
+    link, heard = cast(Transport, held.transport), list[str]()
+    held.keeper.keep(link, which, "a", [], told[1:], heard.append)
+    held.keeper.source_gone("b")
+    assert not heard
+    held.keeper.source_gone("a")
+    held.turned.until(lambda: heard)
+    assert "called off" in heard[0]
+    held.keeper.source_gone("a")
+    assert held.kept() == set()
+
+
+def test_what_came_of_what_is_safe_under_an_earlier_placement_goes_where_the_next_has_no_room_beside_it(
+    held: Held,
+) -> None:
+    """Else it would be there until something newer is safe, which never is: memory is for two generations."""
+    assert held.copy(identity(5)) == ""
+    size = held.keeper.kept[identity(5), 0].bytes
+    held.keeper.bound(lambda: 3 * size)
+    held.keeper.make_room(identity(6), identity(5), [size], [1])
+    assert held.kept() == {(5, 0), (5, 1)}, "there is room"
+    held.keeper.make_room(identity(6), identity(5), [size] * 2)
+    assert held.kept() == {(5, 0), (5, 1)}, "it is not known which of them make it safe"
+    held.keeper.make_room(identity(5), identity(5), [size] * 2, [1])
+    assert held.kept() == {(5, 0), (5, 1)}, "it is copied itself, and stays as it was until that has come"
+    held.keeper.make_room(identity(6), identity(5), [size] * 2, [1])
+    assert held.kept() == {(5, 1)}
+
+
+def test_what_attempts_under_several_placements_have_left_goes_for_the_next_once_the_store_has_something_newer(
+    held: Held,
+) -> None:
+    """Where nothing was ever safe what arrived here stays, as it may be all that outlives a node; it would for ever,
+    were it more than there is room for."""
+    assert held.copy(identity(5)) == ""
+    size = held.keeper.kept[identity(5), 0].bytes
+    held.keeper.bound(lambda: 2 * size)
+    assert "no memory for a copy" in held.copy(identity(6))
+    assert "no memory for a copy" in held.copy(identity(7))
+    assert held.kept() == {(5, 0), (5, 1)}
+    assert held.copy(identity(7), safe=identity(6)) == ""
+    assert held.kept() == {(7, 0), (7, 1)}
+
+
+@pytest.mark.parametrize("landed", [True, False])
+@pytest.mark.parametrize("how", ["a newer start has a whole checkpoint", "a newer one is safe", "the job is over"])
+def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed: bool, held: Held) -> None:
+    """Nobody would let go of it any more: the agent would stay for its sake. `landed`: all of it was there by then."""
+    which, link = identity(5), cast(Transport, held.transport)
+    arenas = held.originals[which] = staged(which, 2)
+    told = described(which, arenas)
+    ready: list[str] = []
+    held.giver.publish(link, which, arenas, lambda found, error: ready.append(error))
+    held.turned.until(lambda: ready)
+    held.transport.stuck = set() if landed else {f"copy/{which}/{rank}" for rank in arenas}
+    heard = list[str]()
+    held.keeper.keep(link, which, "a", [], told, heard.append)
+    match how:
+        case "a newer start has a whole checkpoint":
+            held.keeper.epochs_before(replace(which.epoch, number=which.epoch.number + 1))
+        case "a newer one is safe":
+            held.keeper.before(identity(6))
+        case _:
+            held.keeper.forget(lambda each: each.epoch <= which.epoch)
+    held.turned.until(lambda: heard)
+    assert "nobody goes on from" in heard[0] if landed else "called off" in heard[0]
+    assert held.kept() == set()
+    held.transport.stuck.clear()
+    assert held.copy(which) == "" or how == "a newer start has a whole checkpoint", "if it is wanted again, it may come"
+    held.giver.withdraw(link, which)
+
+
+def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread() -> None:
+    """The main thread would be silent meanwhile, half a second for each GiB, and other nodes would take it for gone."""
+    turned, size = Turned(), 64 << 20
+    name = ChunkName(identity(5), Row.P, Striped(size, ((Run(0, 0, size),),)))
+    copies = Copies(turned.bulk, turned.post)
+    try:
+        copies.begin_chunk(name)
+        assert (copies.bytes, copies.taken_bytes) == (size, 0)
+        copies.chunks.end([name], [])
+        assert (copies.bytes, turned.bulk.closing_bytes) == (0, size)
+        turned.until(lambda: turned.bulk.closing_bytes == 0)
+    finally:
+        copies.close()
+        turned.close()
+
+
+def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_asked_for_it_hears_that() -> None:
+    bulk = cast(Bulk, SimpleNamespace(close_arenas=close_arenas))
+    chunks, (old, new) = Chunks(bulk), (identity(5), identity(6))
+    made = []
+    for which in (old, new):
+        name = ChunkName(which, Row.P, Striped(8, ((Run(0, 0, 8),),)))
+        made.append(
+            Chunk(name, 1, chunks.begin(name), Frames.placed(np.zeros(1), np.full(1, 8), np.zeros((1, 2)), 8), {})
+        )
+    chunks.forget(lambda each: each <= old)
+    assert "nobody goes on from" in chunks.end([made[0].name], made[:1])
+    assert chunks.end([made[1].name], made[1:]) == ""
+    assert chunks.identities == {new}
+    again = replace(made[0], arena=chunks.begin(made[0].name))
+    assert chunks.end([again.name], [again]) == "", "if it is wanted again, it may come"
+    assert chunks.identities == {old, new}
+    chunks.close()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it_has_not_come(
+    comes: bool, held: Held
+) -> None:
+    """A coordinator's agent that was started again does not know what the one before it has asked for."""
+    which, link = identity(1), cast(Transport, held.transport)
+    arenas = held.originals[which] = staged(which, 1)
+    wanted = described(which, arenas)
+    held.transport.stuck = {f"copy/{which}/0"}
+    heard: list[tuple[str, str]] = []
+    held.keeper.keep(link, which, "a", [], wanted, lambda error: heard.append(("first", error)))
+    held.keeper.keep(link, which, "b", [], wanted, lambda error: heard.append(("again", error)))
+    ((fetch, arena),) = held.keeper._coming.values()
+    if comes:
+        arena.view[PAGE : arena.bytes] = arenas[0].view[PAGE : arena.bytes]
+        fetch.done.set_result(None)
+    else:
+        held.keeper.source_gone("a")
+    held.turned.until(lambda: len(heard) == 2)
+    assert [who for who, _ in heard] == ["first", "again"]
+    assert [error == "" for _, error in heard] == [comes, comes]
+    assert held.kept() == ({(1, 0)} if comes else set())
+
+
+def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    held.keeper.before(identity(5))
+    for step in range(10, 100, 5):
+        assert held.copy(identity(step), broken=[1], safe=identity(5))
+        assert held.kept() == {(5, 0), (5, 1), (step, 0)}
+    assert held.copy(identity(100), safe=identity(5)) == ""
+    held.keeper.before(identity(100))
+    assert held.kept() == {(100, 0), (100, 1)}
+
+
+@pytest.mark.parametrize("room", [2, 1])
+def test_what_was_safe_stays_at_a_node_that_was_away_when_something_newer_became_so_until_it_has_its_part_of_the_next(
+    held: Held, room: int
+) -> None:
+    """It may be kept as a whole, and what others have kept without this node in part only."""
+    assert held.copy(identity(5)) == ""
+    held.keeper.before(identity(5))
+    most = room * held.keeper.bytes
+    held.keeper.bound(lambda: most)
+    for step in (15, 20):
+        held.copy(identity(step), broken=[1], safe=identity(10))
+        assert held.kept() == {(step, 0), *([(5, 0), (5, 1)] if room > 1 else [])}
+    assert held.copy(identity(25), safe=identity(10)) == ""
+    held.keeper.before(identity(25))
+    assert held.kept() == {(25, 0), (25, 1)}
+
+
+def test_where_nobody_knows_what_is_safe_that_stays_which_was_or_may_have_become_so(held: Held) -> None:
+    """As after a restart of the coordinator's agent."""
+    assert held.copy(identity(5)) == ""
+    held.keeper.before(identity(5))
+    for step in (10, 15, 20):
+        assert held.copy(identity(step)) == ""  # others may have had theirs, or not
+    assert held.kept() == {(step, rank) for step in (5, 10, 15, 20) for rank in (0, 1)}
+    for step in range(25, 60, 5):
+        assert held.copy(identity(step), broken=[0])
+        assert {each for each, _ in held.kept()} == {5, 15, 20, step}, "what failed here is certainly not safe"
+    assert held.copy(identity(60)) == ""
+    assert held.copy(identity(65)) == ""
+    assert {step for step, _ in held.kept()} == {5, 20, 60, 65}
+    held.keeper.before(identity(65))
+    assert {step for step, _ in held.kept()} == {65}
+
+
+def test_a_copy_for_which_the_machine_has_no_memory_any_more_fails_and_what_is_kept_stays(held: Held) -> None:
+    """It filled up after the copies were planned."""
+    assert held.copy(identity(5)) == ""
+    held.keeper.before(identity(5))
+    free = [0]
+    held.keeper.bound(lambda: held.keeper.taken_bytes + free[0])
+    one = held.keeper.bytes
+    for step in (10, 15):
+        assert "are not left" in held.copy(identity(step), safe=identity(5))
+        assert (held.kept(), held.keeper.bytes) == ({(5, 0), (5, 1)}, one)
+    free[0] = one
+    assert held.copy(identity(20), safe=identity(5)) == ""
+
+
+def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    one = held.keeper.bytes
+    held.keeper.bound(lambda: held.keeper.taken_bytes + one + one // 2)
+    held.transport.stuck = {f"copy/{identity(10)}/{rank}" for rank in (0, 1)}
+    arenas, heard = held.originals.setdefault(identity(10), staged(identity(10), 2)), list[str]()
+    wanted = decode_described(encode_described(described(identity(10), arenas)))
+    held.keeper.keep(cast(Transport, held.transport), identity(10), "a", [], wanted, heard.append)
+    assert held.keeper.taken_bytes < held.keeper.bytes == 2 * one
+    keeper = SimpleNamespace(copies=held.keeper, _jobs=tuple, followings=())
+    taken = Keeper._taken(cast(Keeper, keeper), identity(10).epoch)
+    assert taken == Taken(0, held.keeper.taken_bytes), "who places copies counts it once: it is in what is free"
+    assert "are not left" in held.copy(identity(15), safe=identity(5))
+    held.keeper.source_gone("a")
+    held.turned.until(lambda: heard)
+
+
+def test_while_nothing_is_safe_yet_older_attempts_give_way_where_a_third_does_not_fit(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    one = held.keeper.bytes
+    held.keeper.bound(lambda: 2 * one)
+    for step in range(10, 40, 5):  # complete here, and not at some other node
+        assert held.copy(identity(step)) == ""
+        assert {each for each, _ in held.kept()} == {step - 5, step}
+    assert held.keeper.bytes <= 2 * one
+
+
+def test_what_nobody_goes_on_from_gives_way_to_what_does_not_fit_beside_it(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    one = held.keeper.bytes
+    held.keeper.bound(lambda: one)
+    newer = Identity(Epoch(8, "f" * 16), Tick(5))
+    assert "are not left" in held.copy(newer)
+    held.keeper.may_go = lambda: identity(5).__eq__
+    assert held.copy(newer) == ""
+    assert held.keeper.identities == {newer}
+
+
+@pytest.mark.parametrize("coordinates", [False, True])
+def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_it_is(
+    held: Held, coordinates: bool
+) -> None:
+    """Newer checkpoints become safe while it is uploaded; its bytes were checked before that."""
+    which, go = identity(5), threading.Event()
+    assert held.copy(which) == ""
+    frame = np.zeros(1, FRAME)
+    frame["length"] = held.originals[which][0].header().data_bytes
+    wanted = Wanted(which, frame, np.zeros(1, np.int64), np.full(1, DATA_AT, np.int64), "raw", None)
+    seen: list[bytes] = []
+
+    def write(identity: Identity, frames: object, frame: Callable[[int], memoryview], *rest: object) -> Written:
+        data = frame(0)
+        assert go.wait(30)
+        seen.append(bytes(data))
+        return Written((), np.zeros(1))
+
+    store, heard = SimpleNamespace(write=write), list[object]()
+    services = SimpleNamespace(copies=held.keeper, store=store, network=lambda: None)
+    if coordinates:
+        run = lambda lane, work, then: held.turned.bulk.run(lane, work, then)  # noqa: E731
+        carrier = SimpleNamespace(ranks=None, _services=services, _run=run)
+        carrier._write = functools.partial(Carrier._write, cast(Any, carrier))
+        cancel, then = threading.Event(), lambda *found: heard.append(found)
+        Carrier._have_copies_written(cast(Any, carrier), "", wanted, cancel, then)
+    else:
+        arenas = lambda identity, ranks: {rank: held.keeper.of(identity)[rank] for rank in ranks}  # noqa: E731
+        writes = Progress()
+        server = SimpleNamespace(later=lambda delay_s, what: None)
+        others = SimpleNamespace(
+            copies=held.keeper, _store=store, _bulk=held.turned.bulk, _held=arenas, _writes=writes, _server=server
+        )
+        others._writing = []
+        say = lambda *told: heard.append(told)  # noqa: E731
+        channel = SimpleNamespace(peer="c", refuse=say, reply=say)
+        fields = {"t": "write", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
+        Others._write(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
+    for step in (10, 15, 20):
+        assert held.copy(identity(step)) == ""
+        held.keeper.before(identity(step))
+    go.set()
+    held.turned.until(lambda: heard)
+    assert seen == [bytes(held.originals[which][0].data(0, int(frame["length"][0])))]
+    assert coordinates or writes.count == 1, "who has asked for it would give up what does not move (agent.moving)"
+    one = sum(arena.bytes for arena in held.keeper.kept.values())
+    assert held.keeper.bytes <= 2 * one, "then it is let go of"
+
+
+def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_one_generation_takes(held: Held) -> None:
+    for step in range(5, 50, 5):
+        assert held.copy(identity(step)) == ""
+        held.keeper.before(identity(step))
+    one = sum(arena.bytes for arena in held.keeper.kept.values())
+    assert held.keeper.bytes <= 2 * one
+    held.keeper.forget(lambda each: True)
+    assert held.keeper.bytes == 0
+
+
+@pytest.mark.parametrize("until", [HASHES_AT, PAGE])
+def test_what_holds_something_else_than_it_should_is_not_kept(until: int, held: Held) -> None:
+    """The giver's first page, so much of it, says that it is another step's."""
+    which = identity(5)
+    mine, other = staged(which, 2), staged(identity(6), 2)
+    try:
+        found = described(which, mine)
+        lied = [replace(each, page=other[each.rank].page()[:until] + each.page[until:]) for each in found]
+        for rank in range(2):
+            held.transport.offers[f"copy/{which}/{rank}"] = mine[rank].view, found[rank].frames
+        heard: list[str] = []
+        held.keeper.keep(cast(Transport, held.transport), which, "a", [], lied, heard.append)
+        held.turned.until(lambda: heard)
+        assert "something else" in heard[0]
+        assert not held.keeper.kept
+        with pytest.raises(DamagedData):
+            described(which, other)
+    finally:
+        for arena in [*mine.values(), *other.values()]:
+            arena.close()
+
+
+def test_what_is_described_wrong_is_refused_with_an_agent_error() -> None:
+    import msgpack
+
+    arenas = staged(identity(5), 2)
+    try:
+        right = described(identity(5), arenas)
+    finally:
+        for arena in arenas.values():
+            arena.close()
+    rows = msgpack.unpackb(encode_described(right))
+    again = decode_described(msgpack.packb(rows))
+    assert [(each.rank, each.size, each.page) for each in again] == [(e.rank, e.size, e.page) for e in right]
+    frames = rows[0][3]
+    for at, wrong in [
+        *((0, each) for each in (-1, None, "x", [])),
+        *((1, each) for each in (0, PAGE - 1, 1 << 43, -5, float("inf"), "x")),
+        *((2, each) for each in (b"", rows[0][2][:-1], 5)),
+        *((3, each) for each in (b"", frames[:-1], frames + b"\0" * 32, 7)),
+    ]:
+        row = [wrong if n == at else each for n, each in enumerate(rows[0])]
+        with pytest.raises(AgentError):
+            decode_described(msgpack.packb([row]))
+    for whole in (5, None, {}, [[]], [5], rows * COPIES_MAX, [rows[0] + [1]]):
+        if whole != {}:
+            with pytest.raises(AgentError):
+                decode_described(msgpack.packb(whole))
+    within = Frames.placed(
+        right[0].frames.offsets[:1] * 0, right[0].frames.lengths[:1], right[0].frames.hashes[:1], 1 << 20
+    )
+    with pytest.raises(AgentError, match="wrong"):  # the first page is written last, by the keeper itself
+        decode_described(msgpack.packb([[0, 1 << 20, rows[0][2], within.encode()]]))

@@ -1,0 +1,257 @@
+"""Copies that are made again after a loss, as their coordinator sees to it: who is asked for them, and until when."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.net.peer_network import Network
+from ckpt.agent.replication import rereplicate
+from ckpt.agent.replication.replica_store import Copies, encode_described
+from ckpt.agent.replication.rereplicate import Reprotecting, again_after_s
+from ckpt.agent.snapshots.described import described
+from ckpt.ipc.node_list import NodeAt
+from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
+from tests.agent.fake import full
+from tests.agent.nodes.cluster import Cluster, together
+from tests.agent.nodes.staged import Asked, Net, identity, staged
+
+PLENTY = dict.fromkeys("abcd", 1 << 40)
+WHICH = identity(5)
+
+
+class Made:
+    """Rank 0's snapshot is at some of the nodes a, b, c and d, and this is another one's job to see to."""
+
+    def __init__(self, *holders: str) -> None:
+        self.net, self.events = Net("me"), list[tuple[str, dict[str, Any]]]()
+        self.said: list[bool] = []  # whether it is safe
+        self.arenas = staged(WHICH, 1)
+        self.sent = encode_described(described(WHICH, self.arenas))
+        self.reprotecting = Reprotecting(
+            cast(Network, self.net),
+            cast(Copies, SimpleNamespace(withdraw=lambda *given: None)),
+            [NodeAt(name, (), (number,)) for number, name in enumerate("abcd")],
+            WHICH,
+            {0: holders},
+            {0: 100},
+            lambda which: {},
+            lambda delay_s, what: None,
+            lambda name, text, loud, data: self.events.append((name, data)),
+            self.said.append,
+        )
+
+    def tend(self, copies: int) -> list[str]:
+        """Which sources are asked."""
+        assert self.reprotecting.is_due
+        before = len(self.net.asked)
+        self.reprotecting.tend(PLENTY, copies)
+        return [each.name for each in self.net.asked[before:]]
+
+    def left(self, kind: str) -> list[Asked]:
+        return [each for each in self.net.asked if each.fields["t"] == kind and each.then is not None]
+
+    def each(self, kind: str, answer: Callable[[Asked], None]) -> list[str]:
+        """Whoever was asked that and has not answered does; their names."""
+        found = self.left(kind)
+        for asked in found:
+            answer(asked)
+            asked.then = None  # type: ignore[assignment]
+        return sorted(asked.name for asked in found)
+
+    def give(self) -> None:
+        self.each("publish", lambda asked: asked.answer({}, [self.sent]))
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
+    monkeypatch.setattr(rereplicate, "RETRY_S_MAX", 0.0)
+    every: list[Made] = []
+
+    def make(*holders: str) -> Made:
+        every.append(Made(*holders))
+        return every[-1]
+
+    yield make
+    for each in every:
+        for arena in each.arenas.values():
+            arena.close()
+
+
+@pytest.mark.parametrize("at", ["publish", "keep"])
+def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_gets_it_himself(
+    at: str, made: Callable[..., Made]
+) -> None:
+    job = made("a", "b")
+    assert job.tend(2) == ["a"]
+    if at == "keep":
+        job.give()
+    job.each(at, Asked.refuse)
+    assert job.names() == ["peers.failed"]
+    assert job.tend(2) == ["b"]
+    job.give()
+    assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
+    assert job.names()[-1] == "peers.reprotected"
+    (again,) = job.tend(2)
+    assert again != "a", "what a has is damaged there"
+    job.give()
+    assert job.each("keep", lambda asked: asked.answer({})) in (["a"], ["c"], ["d"])
+    assert job.tend(2) == []
+    assert not job.reprotecting.is_due
+
+
+def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> None:
+    job = made("c")
+    for _ in range(3):
+        assert job.tend(1) == ["c"]
+        job.each("publish", Asked.refuse)
+    assert job.tend(1) == ["c"]
+    job.give()
+    assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
+    assert job.tend(1) == []
+
+
+def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_one_is_lost(
+    made: Callable[..., Made],
+) -> None:
+    job = made("a")
+    assert job.tend(1) == ["a"]
+    job.give()
+    (holder,) = job.each("keep", lambda asked: asked.answer({}))
+    assert job.said == [False]
+    assert job.tend(1) == []
+    assert job.said == [False, True]
+    job.reprotecting.lost(holder)
+    assert job.tend(1)
+    assert job.said == [False, True, False]
+
+
+def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Callable[..., Made]) -> None:
+    job = made("a")
+    job.reprotecting.tend({}, 1)
+    assert (job.said, job.names()) == ([False], ["peers.short"])
+
+
+def test_what_fails_is_tried_again_ever_later_and_at_least_once_a_minute() -> None:
+    assert [again_after_s(failures) for failures in (1, 2, 5, 6, 10_000)] == [2.0, 4.0, 32.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
+def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, made: Callable[..., Made]) -> None:
+    job = made("a")
+    assert job.tend(1) == ["a"]
+    job.give()
+    if when == "meanwhile":
+        job.reprotecting.lost("a")
+    (holder,) = job.each("keep", lambda asked: asked.answer({}))
+    if when == "afterwards":
+        assert job.tend(1) == []
+        assert not job.reprotecting.is_due
+        job.reprotecting.lost("d" if holder != "d" else "c")
+        assert not job.reprotecting.is_due, "it had nothing"
+        job.reprotecting.lost("a")
+    assert job.tend(1) == [holder]
+    job.give()
+    job.each("keep", lambda asked: asked.answer({}))
+    assert job.names() == ["peers.reprotected"] * 2
+    job.reprotecting.end()
+    job.reprotecting.lost(holder)
+    assert not job.reprotecting.is_due
+
+
+def limit(cluster: Cluster, peer_bandwidth: int | None) -> None:
+    """Copies take as long as they may, or no longer than they have to, once the coordinator's agent is another."""
+    limits = {"memory": None, "bandwidth": None, "peer_bandwidth": peer_bandwidth}
+    cluster.options = {**cluster.options, "limits": limits}
+    for rank in cluster.job:
+        rank.options = cluster.options
+
+
+def lose_the_coordinators_agent(cluster: Cluster) -> None:
+    """While copies are being made again. All ranks come back."""
+    cluster.kill_agent(0)
+    assert all(rank.lost.wait(60) for rank in cluster.job)
+    assert not any(event["name"] == "peers.reprotected" for event in cluster.job[0].events)
+    cluster.come_back()
+    together(cluster.job, lambda rank: rank.wait_warm())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_coordinators_agent_that_was_started_again_goes_on_with_what_is_being_protected_again(
+    times: int, cluster: Cluster
+) -> None:
+    """Three nodes, two copies of each; one is lost, and a new one comes, which has nothing. While it gets copies the
+    coordinator's agent dies, with all it has. No snapshot is taken after the first: memory of it is all there is."""
+    cluster.forbid_commits()
+    cluster.options = {**cluster.options, "peers": {"replicas": 2}}
+    cluster.start(0, 1, 2)
+    step = cluster.checkpoint("peer")
+    cluster.kill(2)
+    cluster.hang_up()
+    limit(cluster, PEER_BANDWIDTH_MIN)
+    decision = cluster.start(0, 1, 3)
+    assert decision.fields["candidate"]["step"] == step
+    for left in reversed(range(times)):
+        limit(cluster, PEER_BANDWIDTH_MIN if left else None)
+        lose_the_coordinators_agent(cluster)
+    told = cluster.await_event("peers.reprotected")
+    assert told["identity"] == decision.fields["candidate"]["identity"]
+    assert told["bytes"] > full("sharded", 0).nbytes
+    assert cluster.job[0].levels == {}
+    cluster.kill(1)
+    cluster.hang_up()
+    decision = cluster.start(0, 3)
+    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) == {"local"}
+
+
+def test_what_only_a_memory_only_node_has_is_copied_from_it_though_it_answers_a_new_agent_later_than_all_others(
+    cluster: Cluster,
+) -> None:
+    """All copies are there; the node with the original of one rank is lost, and the other's agent dies."""
+    cluster.forbid_commits()
+    cluster.peers = cluster.lend("1GiB", "--domain", "y")["listen"]
+    cluster.connect(0, 1)
+    for node in cluster.job[0].nodes:
+        node["domains"] = ["x"]  # so that all copies lie on the memory-only node
+    cluster.enter()
+    step = cluster.checkpoint("peer")
+    cluster.kill(1)
+    cluster.hang_up()
+    limit(cluster, PEER_BANDWIDTH_MIN)
+    assert cluster.start(0, 2).fields["candidate"]["step"] == step
+    limit(cluster, None)
+    cluster.lending[0].send_signal(signal.SIGSTOP)
+    lose_the_coordinators_agent(cluster)
+    cluster.await_event("peers.unreachable")
+    cluster.lending[0].send_signal(signal.SIGCONT)
+    told = cluster.await_event("peers.reprotected")
+    assert {source for source, _, _ in told["copies"]} == {cluster.status(0)["lenders"][0]["name"]}
+    cluster.end_lending(0, signal.SIGKILL)
+    cluster.hang_up()
+    cluster.peers = []
+    assert cluster.start(0, 2).fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) <= {"local", "peer"}  # either node may have been chosen for a copy
+
+
+def test_what_only_parity_has_after_the_coordinators_agent_died_is_made_again_and_copied(cluster: Cluster) -> None:
+    """No node was lost before, so that nothing was copied; then one node's snapshot and parity go with its agent."""
+    cluster.forbid_commits()
+    cluster.options = {**cluster.options, "peers": {"data": 2, "parity": 2}}
+    cluster.start(0, 1, 2, 3)
+    step = cluster.checkpoint("peer")
+    cluster.hang_up()
+    assert cluster.start(0, 1, 2, 3).fields["candidate"]["step"] == step
+    lose_the_coordinators_agent(cluster)
+    cluster.await_event("peers.reprotected")
+    cluster.kill(1, 2)
+    cluster.hang_up()
+    assert cluster.start(0, 3).fields["candidate"]["step"] == step == cluster.job[0].step
+    assert "store" not in cluster.fetched()

@@ -1,0 +1,424 @@
+"""What a coordinator that was started again finds out of what is safe, so that new copies have room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgpack
+import pytest
+
+from ckpt.agent.commit.store_client import Options
+from ckpt.agent.job.job import Job
+from ckpt.agent.job.job_executor import Carrier
+from ckpt.agent.replication.replicate import Replication
+from ckpt.agent.replication.replication_manager import Protection
+from ckpt.agent.replication.survey import Keeps, Safe, find_safe, newest_safe
+from ckpt.agent.runtime.node_names import Called
+from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteRanks
+from ckpt.agent.state.accounting import Account
+from ckpt.agent.state.replica_state import OUTDONE, UNKEPT, Elsewhere
+from ckpt.errors import AgentError, CkptError
+from ckpt.ipc.arena import PAGE
+from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
+from ckpt.placement.placement import Kept
+from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.staged import spoiled
+from tests.agent.nodes.test_replication_sim import ADDRESS, Cell, Holder, Sim, cells
+
+__all__ = ["cells"]
+
+EPOCH, BEFORE = Epoch(2, "0" * 16), Epoch(1, "0" * 16)
+
+
+def at(step: int) -> Identity:
+    return Identity(EPOCH, Tick(step))
+
+
+def keeps(safe: int | None, **ranks: list[int]) -> Keeps:
+    held = Inventory()
+    for step, theirs in ranks.items():
+        held.hold(at(int(step[1:])), 3, theirs)
+    return Keeps(at(safe) if safe is not None else None, held)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "newest", "whole"),
+    [
+        ([keeps(None), keeps(None)], None, None),
+        ([keeps(3, _3=[0, 1, 2]), keeps(5, _5=[2])], 5, None),
+        ([keeps(3), keeps(5)], None, None),  # of which nothing is left
+        ([keeps(3, _3=[0, 1, 2], _5=[2]), keeps(3, _3=[0, 1, 2], _5=[0, 1, 2])], 3, 3),
+        ([keeps(3, _3=[0, 1, 2], _5=[0, 1, 2]), keeps(3, _3=[0, 1, 2], _5=[0, 1, 2])], 5, 5),
+        ([keeps(None, _5=[0, 1, 2]), keeps(None, _5=[0, 1, 2])], 5, 5),
+        ([keeps(None, _5=[0, 1, 2]), keeps(None)], None, None),
+        ([keeps(None, _5=[0, 1]), keeps(None, _5=[2]), keeps(None, _5=[0, 1, 2])], 5, 5),
+        (
+            [keeps(5, _3=[0, 1, 2], _5=[0, 1]), keeps(3, _3=[0, 1, 2], _5=[2])],
+            5,
+            3,
+        ),  # some was lost since that was said
+        # The word that 5 is safe reached nobody, and who said it has lost what it kept: of each as much is left.
+        (
+            [
+                keeps(None, _3=[0], _5=[0], _7=[0]),
+                keeps(3, _3=[0, 1], _5=[0, 1], _7=[1]),
+                keeps(3, _3=[1, 2], _5=[1, 2], _7=[2]),
+            ],
+            5,
+            None,
+        ),
+        (
+            [keeps(None, _3=[0], _5=[0]), keeps(3, _3=[0, 1], _5=[1]), keeps(3, _3=[1, 2], _5=[1, 2])],
+            3,
+            None,
+        ),  # not of 0
+        ([keeps(None, _5=[0]), keeps(3, _3=[0, 1], _5=[1]), keeps(3, _3=[1], _5=[2])], 3, None),
+        ([keeps(None, _5=[0]), keeps(3, _3=[0], _5=[1]), keeps(3, _3=[1], _5=[2])], 5, None),  # of 3 a part is lost
+        ([keeps(None, _5=[0]), keeps(3, _3=[0], _5=[1]), keeps(3, _3=[1])], 3, None),  # of both
+        # Nothing was ever said to be safe, but a node has more of 5 than of 7.
+        ([keeps(None, _5=[0], _7=[0]), keeps(None, _5=[0, 1], _7=[1]), keeps(None, _5=[2], _7=[2])], 5, None),
+    ],
+)
+def test_safe_is_what_anybody_was_told_of_or_what_lies_on_as_many_nodes_as_it_should(
+    nodes: list[Keeps], newest: int | None, whole: int | None
+) -> None:
+    named = {f"n{number}": each for number, each in enumerate(nodes)}
+    expected = Safe(at(newest) if newest is not None else None, at(whole) if whole is not None else None)
+    assert newest_safe(named, (1, 1, 1)) == expected
+    assert newest_safe(named, (1, 1, 1, 1)).whole is None, "of another job than this one"
+
+
+def test_each_rank_is_to_outlive_as_many_losses_as_its_node_was_placed_for() -> None:
+    nodes = {"a": keeps(None, _5=[0, 1]), "b": keeps(None, _5=[0, 2]), "c": keeps(None, _5=[0])}
+    assert newest_safe(nodes, (2, 0, 0)).whole == at(5)
+    assert newest_safe(nodes, (2, 1, 0)).whole is None
+
+
+def test_what_a_node_says_that_cannot_be_is_an_error_and_nothing_else() -> None:
+    right = keeps(3, _3=[1, 2])
+    again = Keeps.parse(EPOCH, right.fields(), right.blobs())
+    assert (again.safe, again.held.holders) == (right.safe, right.held.holders)
+    with pytest.raises(AgentError, match="another epoch"):
+        Keeps.parse(BEFORE, right.fields(), right.blobs())
+    expected = (CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
+    told = [(wrong, right.blobs()) for wrong in spoiled(right.fields())]
+    told += [(right.fields(), [msgpack.packb(wrong)]) for wrong in spoiled(right.held.fields()) if is_sent(wrong)]
+    told += [(right.fields(), wrong) for wrong in ([], [b""], [right.blobs()[0][:-1]])]
+    for fields, blobs in told:
+        try:
+            found = Keeps.parse(EPOCH, fields, blobs)
+        except expected:
+            continue
+        assert all(0 <= rank < found.held.worlds[identity] for identity, rank in found.held.holders)
+
+
+def is_sent(value: Any) -> bool:
+    try:
+        msgpack.packb(value)
+    except (OverflowError, ValueError, TypeError):
+        return False
+    return True
+
+
+class Pair:
+    """A coordinator, and a memory-only node that lends exactly twice the state."""
+
+    def __init__(self) -> None:
+        self.sim = Sim(1)
+        self.sim.break_rate = 0.0
+        self.lead, self.lender = (self.sim.nodes[self.sim.add()] for _ in range(2))
+        self.lender.copies.bound(lambda: 2 * (PAGE + 16))
+        self.nodes = [NodeAt(self.lead.me, ADDRESS, (0,)), NodeAt(self.lender.me, ADDRESS, ())]
+        self.wanted = {self.lead.me: ((0,), (self.lender.me,))}
+
+    def copy(self, step: int, safe: Identity | None, is_safe: bool | None = True) -> str:
+        """What is heard of it; to that it is said whether it `is_safe`."""
+        cell = Cell()
+        cell.fill(at(step), 0, 1)
+        self.lead.own[at(step), 0] = cell
+        said: list[str] = []
+        services = cast(Any, self.lead), self.lead.copies, self.nodes, self.wanted
+
+        def then(error: str) -> bool | None:
+            said.append(error)
+            return is_safe
+
+        Replication(*services, at(step), safe, cast(Any, {0: cell}), then).begin()
+        while not said:
+            self.sim.turn()
+        return said[0]
+
+    def deaf(self, holder: Holder) -> None:
+        """What is told to it is lost."""
+        holder.told = lambda by, fields: None  # type: ignore[method-assign]
+
+    def find(self) -> Safe | None:
+        said: list[Safe | None] = []
+        names = [node.name for node in self.nodes]
+        find_safe(cast(Any, self.lead), names, self.lead.keeps(EPOCH), EPOCH, (1,), said.append)
+        while not said:
+            self.sim.turn()
+        return said[0]
+
+
+def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_that_was_started_again() -> None:
+    """It died after a second checkpoint had come there, and before it could say that this is safe."""
+    pair = Pair()
+    assert pair.copy(1, None) == ""
+    while pair.sim.turn():
+        pass
+    pair.deaf(pair.lender)
+    assert pair.copy(2, at(1)) == ""
+    assert set(pair.lender.copies.identities) == {at(1), at(2)}
+    assert "not left" in pair.copy(3, None), "what is safe is not known, and nothing goes"
+    assert pair.find() == Safe(at(2), at(2))
+    assert pair.copy(3, at(2)) == ""
+    assert set(pair.lender.copies.identities) == {at(2), at(3)}
+
+
+@pytest.mark.parametrize("is_safe", [False, None])
+def test_nothing_goes_anywhere_for_copies_that_all_came_before_whoever_asked_says_that_they_are_safe(
+    is_safe: bool | None,
+) -> None:
+    """None: he made a mistake."""
+    pair = Pair()
+    assert pair.copy(1, None) == ""
+    assert pair.copy(2, at(1), is_safe) == ""
+    while pair.sim.turn():
+        pass
+    assert set(pair.lender.copies.identities) == {at(1), at(2)}
+    assert pair.lead.copies.told_safe == pair.lender.copies.told_safe == at(1)
+
+
+def test_nothing_goes_for_copies_that_did_not_come_whatever_is_said_of_them() -> None:
+    pair = Pair()
+    assert pair.copy(1, None) == ""
+    pair.sim.break_rate = 1.0
+    assert pair.copy(2, at(1)) != ""
+    assert pair.lead.copies.told_safe == at(1)
+
+
+def test_while_a_node_does_not_answer_nothing_is_known() -> None:
+    pair = Pair()
+    assert pair.copy(1, None) == ""
+    pair.sim.lose(pair.lender.me)
+    assert pair.find() is None
+
+
+def test_an_answer_that_cannot_be_read_is_none() -> None:
+    said: list[Safe | None] = []
+
+    class Net:
+        me = "a"
+
+        def ask(self, name: str, fields: Any, blobs: Any, then: Any) -> None:
+            then(Message({"safe": None}, [], [msgpack.packb(5)]), "")
+
+    find_safe(cast(Any, Net()), ["a", "b"], keeps(None), EPOCH, (1,), said.append)
+    assert said == [None]
+
+
+class Carried:
+    """What a carrier does for a checkpoint that is to go to other nodes, where it was started again: the test answers
+    what is safe there."""
+
+    def __init__(self, awaits: bool = False) -> None:
+        self.now_s, self.awaits = 0.0, awaits
+        self.heard: list[str] = []
+        self.judge: Callable[[str], str] = lambda error: error
+        self.later: list[Callable[[], None]] = []
+        self.finding: list[Callable[[Safe | None], None]] = []
+        self.account = Account()
+        self.account.follow(EPOCH)
+        self.is_so = True
+        self.group = SimpleNamespace(
+            replicates=True,
+            unsure=True,
+            is_kept_whole=True,
+            outdoes_former=True,
+            undoes_safe=False,
+            safe_tick=None,
+            stays_tick=None,
+            safe_needed=(),
+            found_safe=self.found_safe,
+            replicated=self.replicated,
+            why_not_copied=lambda tick: Elsewhere.why_not_copied(cast(Elsewhere, self.group), tick),
+            lets_older_go=lambda why_not: Elsewhere.lets_older_go(cast(Elsewhere, self.group), why_not),
+        )
+        protection = SimpleNamespace(
+            find_safe=self.find_safe,
+            replicate=self.protect,
+        )
+        self.carrier = SimpleNamespace(
+            protection=protection,
+            group=self.group,
+            epoch=EPOCH,
+            world=1,
+            nodes=(),
+            checkpoints={},
+            learning=None,
+            own=SimpleNamespace(arenas={}),
+            emit=lambda *said, **data: None,
+            _services=SimpleNamespace(account=self.account, awaits_lenders=lambda: self.awaits),
+            _guarded=lambda then: then,
+            _later=lambda delay_s, what: self.later.append(what),
+            _replicate=self.replicate,
+        )
+
+    def find_safe(self, epoch: Epoch, safe: Identity | None, held: Any, world: int, then: Any) -> None:
+        self.known = safe
+        self.finding.append(then)
+
+    def protect(self, identity: Identity, safe: Identity | None, own: Any, then: Callable[[str], bool], _: Any) -> None:
+        self.heard.append(f"{identity}, safe: {safe}")
+        self.ended = then
+
+    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> bool:
+        self.group.unsure, self.kept = False, kept
+        self.group.safe_tick = self.group.stays_tick = tick
+        return self.is_so
+
+    def replicated(self, slot: int, error: str, now_s: float) -> str:
+        self.heard.append(error)
+        return self.judge(error)
+
+    def replicate(self, slot: int = 0, which: Identity | None = None) -> None:
+        Carrier._replicate(cast(Carrier, self.carrier), slot, which or at(7))
+
+
+def test_what_is_found_to_be_safe_is_what_others_keep_and_is_shown_if_it_is_whole() -> None:
+    for safe, shown in ((Safe(at(5), at(3)), 3), (Safe(at(5), None), None), (Safe(None, None), None)):
+        carried = Carried()
+        carried.replicate()
+        assert carried.heard == []
+        carried.finding.pop()(safe)
+        assert carried.heard == [f"{at(7)}, safe: {safe.newest}"]
+        found = carried.account.facts(0.0)["safe"].get("peer")
+        assert (found["step"] if found else None) == shown
+        assert carried.account.saved_bytes.get("peer", 0) == 0, "another agent brought it there"
+        carried.replicate()
+        assert not carried.finding, "it is asked once"
+
+
+def test_what_an_agent_has_said_that_was_lost_meanwhile_is_not_shown_to_be_safe() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.is_so = False
+    carried.finding.pop()(Safe(at(3), at(3)))
+    assert "peer" not in carried.account.facts(0.0)["safe"]
+
+
+def test_what_is_safe_is_asked_again_where_that_could_not_be_found_out() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.finding.pop()(None)
+    assert "has not said" in carried.heard.pop()
+    carried.replicate()
+    carried.finding.pop()(Safe(at(5), None))
+    assert carried.heard == [f"{at(7)}, safe: {at(5)}"]
+
+
+def test_memory_only_nodes_that_may_still_come_are_waited_for_before_it_is_asked_what_is_safe() -> None:
+    carried = Carried(awaits=True)
+    carried.replicate()
+    assert not carried.finding
+    carried.awaits = False
+    carried.later.pop()()
+    carried.finding.pop()(Safe(None, None))
+    assert len(carried.heard) == 1
+
+
+@pytest.mark.parametrize(
+    ("why_not", "outdone", "goes"),
+    [("", True, True), (UNKEPT, True, True), (UNKEPT, False, False), ("an agent was lost meanwhile", True, False)],
+)
+def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
+    why_not: str, outdone: bool, goes: bool
+) -> None:
+    carried = Carried()
+    carried.group.outdoes_former = outdone
+    carried.replicate()
+    carried.finding.pop()(Safe(None, None))
+    carried.judge = lambda error: why_not
+    assert carried.ended("") is goes
+
+
+def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_newer() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.group.undoes_safe = True
+    carried.finding.pop()(Safe(at(5), at(5)))
+    assert carried.heard == [UNKEPT]
+
+
+def test_what_is_not_copied_since_a_newer_one_is_found_to_be_safe_is_not_said_to_have_no_room() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.group.undoes_safe = True
+    carried.finding.pop()(Safe(at(9), at(9)))
+    assert carried.heard == [OUTDONE]
+
+
+def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not_whole() -> None:
+    left = {"a": keeps(3, _3=[0]), "b": keeps(3, _3=[0, 1]), "c": keeps(3, _3=[2])}
+    safe = newest_safe(left, (1, 1, 1))
+    assert list(safe.outlives) == [1, 0, 0]
+    carried = Carried()
+    carried.carrier.nodes = [SimpleNamespace(name=name, ranks=[rank]) for rank, name in enumerate("abc")]
+    carried.replicate()
+    carried.finding.pop()(safe)
+    assert carried.kept == [Kept("", 1), Kept("b", 0), Kept("c", 0)]
+
+
+def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_told_that_it_is_safe() -> None:
+    """A node that keeps some of it was not connected for a while."""
+    carried = Carried()
+    carried.group.safe_tick = carried.group.stays_tick = Tick(3)
+    carried.replicate()
+    assert carried.known == at(3)
+    copies = SimpleNamespace(inventory=Inventory, chunks=SimpleNamespace(kept={}), told_safe=Identity(BEFORE, Tick(9)))
+    node = NodeAt("a", (ADDRESS,), (0, 1, 2))
+    protection = Protection(cast(Any, SimpleNamespace(me="a")), cast(Any, copies), cast(Any, None), (node,), None)
+    said: list[Safe | None] = []
+    protection.find_safe(EPOCH, carried.known, [at(3)], 3, said.append)
+    assert said == [Safe(at(3), None)]
+
+
+def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.group.replicates = False
+    carried.finding.pop()(Safe(at(5), None))
+    assert "no other node has room" in carried.heard.pop()
+
+
+def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_back_and_no_others_have_begun() -> None:
+    carried, said = Carried(), list[tuple[str, str]]()
+    carried.group.unsure, carried.carrier._unkept = False, False
+    net = SimpleNamespace(tell=lambda name, fields, blobs=(): said.append((name, fields["t"])), limit=lambda rate: None)
+    others = [RemoteRanks(cast(Any, net), name, EPOCH, 3, (rank,)) for rank, name in enumerate("bc", 1)]
+    carried.carrier.ranks = Nodes(cast(Any, SimpleNamespace(world=3)), others, "a")
+    carried.carrier.nodes = tuple(NodeAt(name, (ADDRESS,), (rank,)) for rank, name in enumerate("abc"))
+    carried.carrier.options = Options()
+    services, gone = carried.carrier._services, list[Epoch]()
+    services.network, services.lenders = lambda: net, tuple
+    services.copies = SimpleNamespace(unkeep=gone.append)
+
+    def comes_back(rank: int) -> list[str]:
+        carried.carrier.ranks.welcome(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1, Called()))
+        said.clear()
+        Job._limit_copies(cast(Job, carried.carrier), rank)
+        assert {name for name, _ in said} == {"bc"[rank - 1]}
+        return [kind for _, kind in said]
+
+    assert comes_back(1) == ["limit"]
+    Carrier._unkeep(cast(Carrier, carried.carrier))
+    assert (gone, said[1:]) == ([EPOCH], [("b", "unkeep"), ("c", "unkeep")])
+    assert comes_back(2) == ["limit", "unkeep"]
+    carried.replicate()
+    assert comes_back(2) == ["limit"]

@@ -1,0 +1,300 @@
+"""The metrics page: its format, its names, and that a stranger at its port can do no harm."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.agent.observability import metrics_http, prometheus
+from ckpt.agent.observability.metrics_http import CONNECTIONS_MAX, REQUEST_MAX, Scrape
+from ckpt.agent.runtime.event_loop import Server
+from ckpt.agent.state.accounting import Account, Phase
+from ckpt.threads import Tasks
+from ckpt.types import Epoch, Tick
+
+ROOT = Path(__file__).parents[3]
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+_LABEL = rf'({_NAME})="((?:[^"\\\n]|\\\\|\\"|\\n)*)"'
+_SAMPLE = re.compile(rf"({_NAME})(?:\{{((?:{_LABEL},?)*)\}})? (\S+)")
+
+
+def parse(text: str) -> Samples:
+    """The text format 0.0.4, as strictly as its description has it: every sample under the TYPE of its name."""
+    assert text.endswith("\n")
+    found: Samples = {}
+    name = kind = ""
+    helped: set[str] = set()
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            name = line.split(" ")[2]
+            assert name not in helped
+            helped.add(name)
+        elif line.startswith("# TYPE "):
+            assert line.split(" ")[2] == name
+            kind = line.split(" ")[3]
+            assert kind in ("counter", "gauge")
+            found[name] = {}
+        else:
+            match = _SAMPLE.fullmatch(line)
+            assert match is not None, line
+            assert match[1] == name
+            labels = tuple((key, value) for key, value in re.findall(_LABEL, match[2] or ""))
+            assert labels not in found[name]
+            found[name][labels] = float(match[5])
+            assert kind == "gauge" or found[name][labels] >= 0
+    return found
+
+
+def a_status(**job: Any) -> dict[str, Any]:
+    account = Account()
+    account.look(0.0, Phase.STARTING)
+    account.started(2.0, Epoch(1, "0" * 16), Tick(5), "store", {"store": 100}, 30.0, 0)
+    account.staged(10.0, Tick(9), 0.25)
+    account.complete(Epoch(1, "0" * 16), Tick(9), 1000)
+    account.look(12.0, Phase.TRAINING, 11)
+    return {
+        "url": 's3://bucket/a "run"\\',
+        "version": "0.1.0",
+        "up_s": 12.0,
+        "began_at": 988.5,
+        "resident_bytes": 50 << 20,
+        "cpu_s": 0.5,
+        "account": account.facts(12.0),
+        "job": job or None,
+        "predictions": {
+            "sources": {
+                "io": {"precision": 0.0, "recall": 0.0},
+                "memory": {"precision": 0.75, "recall": 0.5},
+            },
+            "standing": [{"source": "memory"}, {"source": "memory"}],
+        },
+    }
+
+
+JOB: dict[str, Any] = {
+    "ranks": ["here", "here", "dead"],
+    "step_s": 0.25,
+    "under_way": [{"level": "store", "state": "committed"}, {"level": "store", "state": "failed"}],
+    "intervals": {"local": {"interval_s": 30.0}, "store": {"interval_s": None}},
+    "rates": {"node": {"per_s": 1e-7, "seen": 0}},
+    "notices": {"standing": [{"certain": True}]},
+    "memory": {"slots": 3, "slot_bytes": 10, "kept_bytes": 1, "commit_bytes": 2, "allowed_bytes": 100},
+    "saving": 0.01,
+}
+
+
+def test_the_page_is_of_the_text_format_and_says_what_the_status_does() -> None:
+    found = parse(prometheus.page(a_status(**JOB), 1000.0).decode())
+    assert found["ckpt_agent_info"] == {(("version", "0.1.0"), ("url", r"s3://bucket/a \"run\"\\")): 1}
+    assert found["ckpt_safe_step"] == {(("level", "local"),): 9, (("level", "store"),): 5}
+    assert found["ckpt_safe_timestamp_seconds"] == {(("level", "local"),): 998, (("level", "store"),): 960}
+    assert found["ckpt_goodput_ratio"] == {(): pytest.approx(9.75 / 12)}
+    parts = found["ckpt_time_seconds"]
+    assert sum(parts.values()) == pytest.approx(found["ckpt_elapsed_seconds_total"][()])
+    assert parts[("part", "stall"),] == 0.25
+    assert found["ckpt_phase"][("phase", "training"),] == 1
+    assert sum(found["ckpt_phase"].values()) == 1
+    assert found["ckpt_ranks"] == {(("state", "here"),): 2, (("state", "left"),): 0, (("state", "dead"),): 1}
+    assert found["ckpt_under_way"] == {(("level", "local"),): 0, (("level", "store"),): 1}
+    assert found["ckpt_interval_seconds"] == {(("level", "local"),): 30}
+    assert found["ckpt_memory_bytes"][("use", "slots"),] == 30
+    assert found["ckpt_notices"] == {(("certain", "yes"),): 1, (("certain", "no"),): 0}
+    assert found["ckpt_restored_bytes_total"] == {(("level", "store"),): 100}
+    assert found["ckpt_predictions"] == {(("source", "io"),): 0, (("source", "memory"),): 2}
+    assert found["ckpt_prediction_precision_ratio"][("source", "memory"),] == 0.75
+    assert found["ckpt_prediction_recall_ratio"][("source", "io"),] == 0.0
+
+
+def test_an_agent_without_a_job_has_a_page_too() -> None:
+    found = parse(prometheus.page(a_status(), 1000.0).decode())
+    assert "ckpt_ranks" not in found
+    assert found["process_resident_memory_bytes"] == {(): 50 << 20}
+    assert found["process_start_time_seconds"] == {(): 988.5}
+    nothing = {**a_status(), "account": Account().facts(0.0)}
+    assert "ckpt_goodput_ratio" not in parse(prometheus.page(nothing, 1000.0).decode())
+
+
+def test_counters_end_as_counters_do_and_units_stand_in_the_names() -> None:
+    for metric in prometheus.METRICS:
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert not re.search(r"_(ms|mib|s|mb)(_|$)", metric.name), metric.name
+
+
+def test_the_guide_lists_each_metric_and_no_other() -> None:
+    text = (ROOT / "docs/guides/watching.md").read_text()
+    listed = re.findall(r"^\| `((?:ckpt|process)_\w+)(?:\{\w+\})?` \| (\w+) \|", text, re.MULTILINE)
+    assert listed == [(metric.name, metric.kind) for metric in prometheus.METRICS]
+
+
+# -- over HTTP
+
+
+class Handler:
+    """An agent's loop that serves nothing else, until it is told to end."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def settle(self) -> float | None:
+        return None
+
+    def finished(self) -> bool:
+        return self.over
+
+
+class Served:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str = "127.0.0.1") -> None:
+        monkeypatch.setattr("signal.signal", lambda *_: None)  # the loop runs beside the main thread here
+        self.server = Server(tmp_path / "socket")
+        self.pages = 0
+        self.body = b"ckpt_x 1\n"
+        self.scrape = Scrape(self.server, host, 0, self.page)
+        host, port = self.scrape.address.rsplit(":", 1)
+        self.at = (host.strip("[]"), int(port))
+
+    def page(self) -> bytes:
+        self.pages += 1
+        return self.body
+
+    def say(self, request: bytes, timeout_s: float = 30.0) -> bytes:
+        """All that is answered until the connection is closed."""
+        with socket.create_connection(self.at, timeout_s) as sock:
+            sock.sendall(request)
+            return read_all(sock)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            found += part
+    return found
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    made, handler = Served(tmp_path, monkeypatch), Handler()
+    with Tasks("loop") as tasks:
+        tasks.start("serve", lambda: made.server.run(handler))  # type: ignore[arg-type]
+        try:
+            yield made
+        finally:
+
+            def end() -> None:
+                made.scrape.close()
+                handler.over = True
+
+            made.server.post(end)
+    made.server.close()
+
+
+GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def test_a_scraper_gets_the_page(served: Served) -> None:
+    with urllib.request.urlopen(f"http://{served.scrape.address}/metrics", timeout=30) as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert answer.read() == served.body
+
+
+def test_the_page_is_not_made_more_often_than_it_changes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "PAGE_S", 3600.0)
+    for _ in range(20):
+        assert served.say(GET).endswith(served.body)
+    assert served.pages == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 404),
+        (b"GET /metrics/../../etc/passwd HTTP/1.1\r\n\r\n", 404),
+        (b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", 200),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", 405),
+        (b"HEAD /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"get /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"GET /metrics\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"\n\n", 400),
+        (b"\x16\x03\x01\x02\x00\r\n\r\n", 400),  # someone speaks TLS
+        (b"GET /metrics HTTP/2.0\r\n\r\n", 400),
+        (b"\xff" * 100 + b"\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * REQUEST_MAX, 431),
+        (b"x" * (REQUEST_MAX + 1), 431),
+    ],
+)
+def test_what_is_not_asked_as_it_should_be_is_refused_and_nothing_breaks(
+    request_: bytes, status: int, served: Served
+) -> None:
+    answer = served.say(request_)
+    if answer or len(request_) <= REQUEST_MAX + 1:  # else the kernel may cut the answer off: not all was read
+        assert answer.split(b" ")[1] == str(status).encode()
+    assert served.say(GET).endswith(served.body)
+
+
+def test_who_connects_and_says_nothing_or_half_is_let_go_and_others_are_served_meanwhile(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.2)
+    monkeypatch.setattr(metrics_http, "SWEEP_S", 0.05)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(served.at, 30)) for _ in range(4)]
+        silent[1].sendall(GET[:10])
+        assert served.say(GET).endswith(served.body)
+        assert [read_all(each) for each in silent] == [b""] * 4  # closed by the other end
+    assert served.say(GET).endswith(served.body)
+
+
+def test_a_crowd_that_holds_its_connections_keeps_nobody_out(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection(served.at, 30)) for _ in range(3 * CONNECTIONS_MAX)]
+        assert served.say(GET).endswith(served.body)
+        assert len(served.scrape._callers) <= CONNECTIONS_MAX
+        assert read_all(crowd[0]) == b""  # the oldest made room
+
+
+def test_who_asks_and_does_not_read_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.2)
+    monkeypatch.setattr(metrics_http, "SWEEP_S", 0.05)
+    served.body = b"x" * (64 << 20)  # more than any socket buffer takes
+    with socket.create_connection(served.at, 30) as lazy:
+        lazy.sendall(GET)
+        deadline = time.monotonic() + 30
+        while served.scrape._callers or not served.pages:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+        assert len(read_all(lazy)) < len(served.body)
+
+
+def test_who_hangs_up_at_once_is_no_trouble(served: Served) -> None:
+    for _ in range(50):
+        with socket.create_connection(served.at, 30) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # a reset, not an end
+            sock.sendall(GET)
+    assert served.say(GET).endswith(served.body)
+
+
+def test_a_page_that_cannot_be_made_closes_the_connection_and_nothing_else(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "CONNECTION_S", 3600.0)
+    served.body = None  # type: ignore[assignment]
+    assert served.say(GET) == b""
+    assert "could not be shown" in caplog.text
+    served.body = b"again\n"
+    deadline = time.monotonic() + 30
+    while not served.say(GET).endswith(b"again\n"):
+        assert time.monotonic() < deadline

@@ -1,0 +1,394 @@
+"""Frames on their way to the ranks: bounded memory, every frame read once, every failure told, no wait without end."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt.agent.restore.restore_session import Restore
+from ckpt.agent.restore.window import Window
+from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.workers import Bulk
+from ckpt.errors import AgentError, DamagedData, NotFound, StorageError, TransientError
+from ckpt.format.frames import frame_hash
+from ckpt.format.manifest import FRAME, PLACE, Manifest
+from ckpt.ipc.file_list import FileList
+from ckpt.ipc.messages import Message
+from ckpt.threads import Tasks
+from ckpt.types import Epoch, Identity, Tick
+from tests.agent.receiver import Rank
+
+FRAME_BYTES = 1000
+IDENTITY = Identity(Epoch(1, "0" * 16), Tick(5))
+
+
+def raw(frame: int) -> bytes:
+    return bytes([frame % 251]) * FRAME_BYTES
+
+
+def manifest(count: int) -> Manifest:
+    frames = np.zeros(count, FRAME)
+    for frame in range(count):
+        frames[frame] = (*frame_hash(raw(frame)), FRAME_BYTES, 0)
+    return Manifest((), (), frames, np.zeros(0, FRAME), ("rank=0",))
+
+
+@dataclass
+class Reader:
+    """A store's reader. `broken`: frames that it does not have right."""
+
+    record: Any
+    broken: set[int] = field(default_factory=set)
+    reads: list[int] = field(default_factory=list)
+
+    def read(self, frames: Any, deliver: Any, out: Any, failed: Any) -> None:
+        for frame in frames:
+            self.reads.append(frame)
+            if frame in self.broken:
+                failed(frame, StorageError("gone"))
+                continue
+            out(frame)[:] = raw(frame)
+            deliver(frame)
+
+
+@dataclass
+class Source:
+    manifest: Manifest
+
+
+@dataclass
+class Failing:
+    """A store whose record cannot be opened."""
+
+    error: Exception
+
+    @property
+    def record(self) -> Any:
+        raise self.error
+
+
+class Full(Rank):
+    """A rank that cannot be given memory."""
+
+    def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
+        if fields["t"] == "region":
+            raise OSError(errno.ENOMEM, "no memory")
+        super().send(fields, fds)
+
+
+class Loop:
+    """The agent's main thread, run by the test."""
+
+    def __init__(self) -> None:
+        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.timers: list[Callable[[], None]] = []
+        self.bulk = Bulk(self.post)
+        self.restore: Restore
+        self.ranks: list[Rank] = []
+
+    def post(self, what: Callable[[], None]) -> None:
+        self.posted.put(what)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        while not until():
+            self.posted.get(timeout=30)()
+
+    def rank(self) -> Rank:
+        self.ranks.append(Rank(self.post, self))
+        return self.ranks[-1]
+
+    def begin(
+        self, count: int, reader: Reader | Failing | None, world: int = 1, window_bytes: int = 1 << 20
+    ) -> Restore:
+        self.restore = Restore(
+            *(IDENTITY, manifest(count), world, None, (lambda: reader) if reader else None),
+            *(self.bulk, lambda delay_s, what: self.timers.append(what), self.post, window_bytes),
+        )
+        return self.restore
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.restore.close()
+    made.bulk.close()
+    for rank in made.ranks:
+        rank.close()
+
+
+def test_all_of_a_store_passes_through_a_bounded_window_and_is_read_once_for_all_ranks(loop: Loop) -> None:
+    reader = Reader(Source(manifest(100)))
+    restore = loop.begin(100, reader, world=3, window_bytes=3 * 4096)
+    ranks = [loop.rank() for _ in range(3)]
+    for rank in ranks:
+        restore.request(rank, range(100))
+    loop.run(lambda: all(rank.outcome for rank in ranks))
+    for rank in ranks:
+        assert rank.got == {frame: raw(frame) for frame in range(100)}
+        assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 100 * FRAME_BYTES}}
+        assert [arena.bytes for arena in rank.regions.values()] == [3 * 4096]
+    assert sorted(reader.reads) == list(range(100))
+
+
+def test_a_rank_that_comes_alone_is_served_when_the_others_do_not_come(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10))), world=2)
+    rank = loop.rank()
+    restore.request(rank, [1, 2])
+    assert rank.outcome is None
+    loop.timers.pop()()
+    loop.run(lambda: rank.outcome is not None)
+    assert set(rank.got) == {1, 2}
+
+
+def test_a_request_for_nothing_is_answered(loop: Loop) -> None:
+    restore = loop.begin(10, None)
+    rank = loop.rank()
+    restore.request(rank, [])
+    assert rank.outcome is not None
+    assert rank.outcome["ok"]
+
+
+def test_a_frame_that_no_source_has_ends_the_fetch_with_its_name(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10)), broken={3}))
+    rank = loop.rank()
+    restore.request(rank, range(10))
+    loop.run(lambda: rank.outcome is not None)
+    assert not rank.outcome["ok"]
+    assert "frame 3" in rank.outcome["message"]
+
+
+def test_a_frame_that_arrives_damaged_from_the_last_source_ends_the_fetch(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10))))
+    rank = loop.rank()
+    rank.deaf = True
+    restore.request(rank, [4])
+    loop.run(lambda: bool(rank.regions) and loop.posted.empty())
+    restore.got(rank, [], [4])
+    assert rank.outcome is not None
+    assert not rank.outcome["ok"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TransientError("503 Slow Down"), "storage"),
+        (NotFound("there is no such record"), "missing"),
+        (DamagedData("no record"), "damaged"),
+        (MemoryError(), "agent"),
+    ],
+    ids=repr,
+)
+def test_only_what_is_damaged_is_told_as_damaged_where_a_record_cannot_be_opened(
+    error: Exception, kind: str, loop: Loop
+) -> None:
+    """A checkpoint whose store does not answer now is not struck out for it."""
+    restore = loop.begin(10, Failing(error))
+    rank = loop.rank()
+    restore.request(rank, [4])
+    loop.run(lambda: rank.outcome is not None)
+    assert not rank.outcome["ok"]
+    assert rank.outcome["kind"] == kind
+
+
+def test_a_mistake_of_the_agents_own_is_not_told_as_damage(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10))))
+    rank = Full(loop.post, loop)
+    loop.ranks.append(rank)
+    restore.request(rank, [4])
+    loop.run(lambda: rank.outcome is not None)
+    assert not rank.outcome["ok"]
+    assert rank.outcome["kind"] == "agent"
+
+
+def test_the_same_checkpoint_under_another_numbering_is_found_by_hash(loop: Loop) -> None:
+    """What an agent put together anew may number its frames otherwise than the record."""
+    theirs = manifest(10)
+    reordered = Manifest((), (), theirs.frames[::-1].copy(), theirs.extents, theirs.coordinates)
+
+    class Reordered(Reader):
+        def read(self, frames: Any, deliver: Any, out: Any, failed: Any) -> None:
+            for frame in frames:
+                out(frame)[:] = raw(9 - frame)
+                deliver(frame)
+
+    restore = loop.begin(10, Reordered(Source(reordered)))
+    rank = loop.rank()
+    restore.request(rank, range(10))
+    loop.run(lambda: rank.outcome is not None)
+    assert rank.got == {frame: raw(frame) for frame in range(10)}
+
+
+def test_a_frame_that_does_not_exist_is_refused(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10))))
+    for frames in ([10], [-1], [0, 1 << 31]):
+        with pytest.raises(AgentError):
+            restore.request(loop.rank(), frames)
+
+
+def test_a_rank_that_dies_does_not_hold_up_the_others(loop: Loop) -> None:
+    restore = loop.begin(50, Reader(Source(manifest(50))), world=2, window_bytes=4096)
+    dead, alive = loop.rank(), loop.rank()
+    dead.deaf = True
+    for rank in (dead, alive):
+        restore.request(rank, range(50))
+    loop.run(lambda: bool(dead.regions))
+    restore.drop(dead)
+    loop.run(lambda: alive.outcome is not None)
+    assert len(alive.got) == 50
+    assert dead.outcome is None
+
+
+def test_closing_ends_a_read_that_waits_for_room(loop: Loop) -> None:
+    restore = loop.begin(50, Reader(Source(manifest(50))), window_bytes=4096)
+    rank = loop.rank()
+    rank.deaf = True
+    restore.request(rank, range(50))
+    loop.run(lambda: bool(rank.regions))
+    restore.close()  # the fixture's end of the lanes would hang otherwise
+
+
+def test_a_windows_memory_is_bounded_whatever_the_frames() -> None:
+    for frame_bytes in (1, 4096, 4 << 20, 200 << 20):
+        window = Window(frame_bytes)
+        try:
+            assert window.arena.bytes <= memory_plan.WINDOW_BYTES
+        finally:
+            window.close()
+
+
+def test_a_wait_for_a_cell_ends_with_the_window() -> None:
+    window = Window(memory_plan.WINDOW_BYTES)
+    assert window.cell(5)[1].nbytes == 5
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        window.cell(5)
+
+    with Tasks("cell", pool_size=1) as tasks:
+        second = tasks.submit(wait)
+        assert waiting.wait(60)
+        window.close()
+        with pytest.raises(AgentError):
+            second.result(60)
+
+
+class Filed(Reader):
+    """Whose record says where frames lie: all in one file, one behind the other."""
+
+    def __init__(self, count: int) -> None:
+        places = np.zeros(count, PLACE)
+        places["offset"], places["length"] = np.arange(count) * FRAME_BYTES, FRAME_BYTES
+        super().__init__(SimpleNamespace(manifest=manifest(count), places=places, packs=(("data/p.pack", 1 << 20),)))
+
+
+class Reading(Rank):
+    """A rank that reads files by itself. `wrong`: frames that it finds wrong there."""
+
+    def __init__(self, *given: Any, wrong: Collection[int] = ()) -> None:
+        super().__init__(*given)
+        self.wrong, self.listed = wrong, list[FileList]()
+
+    def send(self, fields: dict[str, Any], fds: Any = (), blobs: Any = ()) -> None:
+        if fields["t"] != "files":
+            super().send(fields, fds)
+            return
+        self.listed.append(FileList.of(Message(fields, [], list(blobs))))
+        frames = self.listed[-1].rows["frame"].tolist()
+        bad = [frame for frame in frames if frame in self.wrong]
+        if not self.deaf:
+            self._post(lambda: self.owner.restore.got(self, [f for f in frames if f not in bad], bad))
+
+
+def of_folder(loop: Loop, reader: Any, world: int = 1) -> Restore:
+    loop.restore = Restore(
+        *(IDENTITY, manifest(10), world, None, lambda: reader, loop.bulk),
+        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
+        folder="/store",
+    )
+    return loop.restore
+
+
+def reading(loop: Loop, wrong: Collection[int] = ()) -> Reading:
+    rank = Reading(loop.post, loop, wrong=wrong)
+    loop.ranks.append(rank)
+    return rank
+
+
+def test_ranks_read_a_folder_by_themselves_and_the_agent_reads_nothing(loop: Loop) -> None:
+    reader = Filed(10)
+    restore = of_folder(loop, reader, world=2)
+    ranks = [reading(loop), reading(loop)]
+    for rank in ranks:
+        restore.request(rank, range(2, 10))
+    loop.run(lambda: all(rank.outcome for rank in ranks))
+    assert reader.reads == []
+    assert restore.record is reader.record
+    for rank in ranks:
+        assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 8 * FRAME_BYTES}}
+        (listed,) = rank.listed
+        assert (listed.folder, listed.names) == ("/store", ["data/p.pack"])
+        assert [row[:5] for row in listed.rows.tolist()] == [
+            (frame, 0, frame * FRAME_BYTES, FRAME_BYTES, FRAME_BYTES) for frame in range(2, 10)
+        ]
+
+
+def test_what_a_rank_cannot_read_in_the_folder_the_agent_brings(loop: Loop) -> None:
+    reader = Filed(10)
+    restore = of_folder(loop, reader)
+    rank = reading(loop, wrong={3, 7})
+    restore.request(rank, range(10))
+    loop.run(lambda: rank.outcome is not None)
+    assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 10 * FRAME_BYTES}}
+    assert rank.got == {frame: raw(frame) for frame in (3, 7)}
+    assert reader.reads == [3, 7]
+
+
+def test_what_the_agent_finds_damaged_in_the_folder_too_ends_the_fetch(loop: Loop) -> None:
+    reader = Filed(10)
+    reader.broken = {3}
+    restore = of_folder(loop, reader)
+    rank = reading(loop, wrong={3})
+    restore.request(rank, range(10))
+    loop.run(lambda: rank.outcome is not None)
+    assert not rank.outcome["ok"]
+    assert "frame 3" in rank.outcome["message"]
+
+
+@pytest.mark.parametrize(("error", "kind"), [(TransientError("busy"), "storage"), (DamagedData("no"), "damaged")])
+def test_a_folder_whose_record_cannot_be_opened_ends_the_fetch_as_any_store(
+    error: Exception, kind: str, loop: Loop
+) -> None:
+    def fail() -> Any:
+        raise error
+
+    of_folder(loop, None).close()
+    loop.restore = Restore(
+        *(IDENTITY, manifest(10), 1, None, fail, loop.bulk),
+        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
+        folder="/store",
+    )
+    rank = reading(loop)
+    loop.restore.request(rank, [4])
+    loop.run(lambda: rank.outcome is not None)
+    assert rank.outcome["kind"] == kind
+
+
+def test_a_rank_that_is_gone_is_told_of_no_file(loop: Loop) -> None:
+    restore = of_folder(loop, Filed(10))
+    rank, other = reading(loop), reading(loop)
+    restore.request(rank, range(10))
+    restore.drop(rank)
+    restore.request(other, range(10))
+    loop.run(lambda: other.outcome is not None)
+    assert rank.listed == []
+    assert other.outcome["ok"]

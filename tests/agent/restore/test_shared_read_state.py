@@ -1,0 +1,233 @@
+"""Whoever asks a home for frames hears of each of them once, whatever is lost on the way; what a home does not give is
+read elsewhere; and while nothing goes wrong nothing is read twice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from ckpt.agent.restore.shared_read_state import ALIVE_S, Asked, Given
+from ckpt.types import HERE
+
+NODES, FRAMES = 4, 30
+
+
+def test_a_frame_that_several_want_is_read_once_and_each_of_them_is_told_once() -> None:
+    given = Given()
+    given.want([1, 2], "a")
+    given.want([2, 3], "b")
+    given.want([3], HERE)
+    assert given.take() == [1, 2, 3]
+    given.want([1], "b")
+    assert given.take() == []
+    for frame in (1, 2):
+        given.read(frame)
+    given.lacks(3)
+    assert given.news(0.0) == {"a": ([1, 2], []), "b": ([1, 2], [3]), HERE: ([], [3])}
+    assert given.news(0.0) == {}
+
+
+def test_what_is_here_or_is_not_to_be_had_is_told_at_once_to_whoever_asks_later() -> None:
+    given = Given()
+    given.want([1, 2], "a")
+    given.take()
+    given.read(1)
+    given.lacks(2)
+    given.lacks(1)  # a pass ends with all that it has not read
+    given.want([1, 2], "b")
+    assert given.take() == []
+    assert given.news(0.0)["b"] == ([1], [2])
+
+
+def test_who_waits_hears_now_and_then_that_reading_goes_on() -> None:
+    given = Given()
+    given.want([1, 2], "a")
+    given.want([2], HERE)
+    assert given.news(10.0) == {"a": ([], [])}
+    assert given.news(10.0 + ALIVE_S / 2) == {}
+    assert given.news(10.0 + ALIVE_S) == {"a": ([], [])}
+
+
+def test_who_is_gone_is_told_nothing_until_it_asks_again() -> None:
+    given = Given()
+    given.want([1], "a")
+    given.take()
+    given.gone("a")
+    given.read(1)
+    assert given.news(0.0) == {}
+    given.want([1], "a")
+    assert given.news(0.0) == {"a": ([1], [])}
+
+
+def test_what_a_home_says_that_it_was_not_asked_or_has_said_before_changes_nothing() -> None:
+    asked = Asked(0.0)
+    assert asked.want([1, 2], 0.0) == [1, 2]
+    assert asked.told([1, 9], [8], 0.0) == []
+    assert asked.told([1], [1], 0.0) == []
+    assert asked.ready() == 1
+    asked.take(1)
+    assert asked.told([1], [1, 2], 0.0) == [2]
+    assert asked.landed(1)
+    assert not asked.landed(1)
+    assert not asked.waits
+
+
+def test_a_home_is_silent_only_while_it_has_something_to_say() -> None:
+    asked = Asked(0.0)
+    assert asked.silent_s(100.0) == 0.0
+    asked.want([1], 100.0)
+    assert asked.silent_s(110.0) == 10.0
+    asked.told([1], [], 111.0)
+    assert asked.silent_s(200.0) == 0.0
+    asked.want([2], 200.0)
+    assert asked.silent_s(201.0) == 1.0
+
+
+def test_a_home_that_is_given_up_hands_back_all_that_is_not_here_once() -> None:
+    asked = Asked(0.0)
+    asked.want([1, 2, 3, 4], 0.0)
+    asked.told([1, 2], [], 0.0)
+    for frame in (1, 2):
+        asked.take(frame)
+    asked.landed(1)
+    assert asked.give_up() == [2, 3, 4]
+    assert asked.give_up() == []
+    assert asked.given_up
+    assert not asked.landed(2)  # it lands all the same: somebody else is to bring it now
+    assert asked.ready() is None
+
+
+class Nodes:
+    """Some nodes that all want something, with a network between them that delivers in any order across connections,
+    and in order on one; in `faulty` ones connections end and homes die."""
+
+    def __init__(self, seed: int, faulty: bool) -> None:
+        self.random, self.faulty = random.Random(seed), faulty
+        self.given = [Given() for _ in range(NODES)]
+        self.asked = {(a, b): Asked(0.0) for a in range(NODES) for b in range(NODES) if a != b}
+        self.wires: dict[tuple[int, int], list[tuple[str, list[int], list[int]]]] = {pair: [] for pair in self.asked}
+        self.has: list[Counter[int]] = [Counter() for _ in range(NODES)]
+        self.reads: Counter[int] = Counter()
+        self.own: Counter[int] = Counter()  # read for one node alone
+        self.dead: set[int] = set()
+        self.now_s = 0.0
+        self.wanted = [self.random.sample(range(FRAMES), self.random.randint(0, FRAMES)) for _ in range(NODES)]
+
+    def want(self, node: int, frames: list[int]) -> None:
+        for home in range(NODES):
+            mine = [frame for frame in frames if frame % NODES == home]
+            if home == node:
+                self.given[node].want(mine, HERE)
+            elif self.asked[node, home].given_up:
+                self.alone(node, mine)
+            elif new := self.asked[node, home].want(mine, self.now_s):
+                self.wires[node, home].append(("bring", new, []))
+
+    def alone(self, node: int, frames: list[int]) -> None:
+        self.own.update(frames)
+        self.has[node].update(frames)
+
+    def read(self, node: int) -> None:
+        given = self.given[node]
+        for frame in given.take():
+            self.reads[frame] += 1
+            (given.lacks if self.faulty and self.random.random() < 0.05 else given.read)(frame)
+
+    def tell(self, node: int) -> None:
+        for who, (here, lacking) in self.given[node].news(self.now_s).items():
+            if who == HERE:
+                self.has[node].update(here)
+                self.alone(node, lacking)
+            else:
+                self.wires[node, int(who)].append(("brought", here, lacking))
+
+    def deliver(self, source: int, to: int) -> None:
+        if self.wires[source, to]:
+            kind, first, second = self.wires[source, to].pop(0)
+            if to in self.dead:
+                return
+            if kind == "bring":
+                self.given[to].want(first, str(source))
+            else:
+                self.alone(to, self.asked[to, source].told(first, second, self.now_s))
+
+    def fetch(self, node: int, home: int) -> None:
+        asked = self.asked[node, home]
+        frame = asked.ready()
+        if frame is None:
+            return
+        asked.take(frame)
+        if home in self.dead:
+            self.alone(node, asked.give_up())
+        elif asked.landed(frame):
+            assert frame in self.given[home].here
+            self.has[node][frame] += 1
+
+    def cut(self, one: int, other: int) -> None:
+        """What is on its way is lost; both notice, and whoever waits asks again."""
+        for a, b in ((one, other), (other, one)):
+            self.wires[a, b].clear()
+            self.given[a].gone(str(b))
+        for a, b in ((one, other), (other, one)):
+            if a not in self.dead and b in self.dead:
+                self.alone(a, self.asked[a, b].give_up())
+            elif a not in self.dead and not self.asked[a, b].given_up:
+                self.wires[a, b].append(("bring", self.asked[a, b].open, []))
+
+    def step(self) -> None:
+        alive = [node for node in range(NODES) if node not in self.dead]
+        node = self.random.choice(alive)
+        other = self.random.choice([each for each in range(NODES) if each != node])
+        self.now_s += self.random.random()
+        what = self.random.random()
+        if what < 0.2 and self.wanted[node]:
+            count = self.random.randint(1, len(self.wanted[node]))
+            now, self.wanted[node] = self.wanted[node][:count], self.wanted[node][count:]
+            self.want(node, now)
+        elif what < 0.35:
+            self.read(node)
+        elif what < 0.5:
+            self.tell(node)
+        elif what < 0.75:
+            self.deliver(node, other)
+        elif what < 0.96 or not self.faulty:
+            self.fetch(node, other)
+        elif what < 0.99:
+            self.cut(node, other)
+        elif len(self.dead) < NODES - 1:
+            self.dead.add(other)
+            for each in range(NODES):
+                if each != other:
+                    self.cut(each, other)
+
+    def settle(self) -> None:
+        """Until nothing happens any more."""
+        for _ in range(4 * FRAMES):
+            for node in (each for each in range(NODES) if each not in self.dead):
+                self.want(node, self.wanted[node])
+                self.wanted[node] = []
+                self.read(node)
+                self.tell(node)
+            for pair in self.asked:
+                self.deliver(*pair)
+                if pair[0] not in self.dead:
+                    self.fetch(*pair)
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_every_living_node_has_each_frame_that_it_wanted_once_in_any_order_of_events(faulty: bool) -> None:
+    for seed in range(300):
+        nodes = Nodes(seed, faulty)
+        wanted = [Counter(frames) for frames in nodes.wanted]
+        for _ in range(nodes.random.randint(0, 400)):
+            nodes.step()
+        nodes.settle()
+        for node in range(NODES):
+            if node not in nodes.dead:
+                assert nodes.has[node] == wanted[node], (seed, node)
+        assert set(nodes.reads.values()) <= {1}, seed
+        if not faulty:
+            assert not nodes.own, seed
+            assert nodes.reads.keys() == set().union(*wanted), seed

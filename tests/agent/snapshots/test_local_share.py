@@ -1,0 +1,143 @@
+"""One node's share of a job: what takes long there is seen to move."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.event_loop import Peer
+from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, Taken, slots_for
+from ckpt.agent.snapshots import local_share as ranks_module
+from ckpt.agent.snapshots.local_share import GIVE_WAY_S, Ranks
+from ckpt.errors import AgentError
+from ckpt.ipc.arena import WARM_BYTES
+from ckpt.policy.save_options import Every
+from tests.agent.nodes.staged import Turned, identity, staged
+
+
+def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() -> None:
+    """Else who has asked for them would give up what takes long (agent.moving)."""
+    turned = Turned()
+    ranks = Ranks(2, turned.bulk, Taken)
+    heard: list[object] = []
+    try:
+        ranks.make(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: heard)
+        assert heard == [""]
+        assert ranks.progress.count >= 3, "a piece of memory each"
+        before = ranks.progress.count
+        ranks.arenas[1] = staged(identity(5), 2)
+        ranks.read(1, identity(5), lambda parts, error: heard.append(error))
+        turned.until(lambda: len(heard) == 2)
+        assert heard == ["", ""]
+        assert ranks.progress.count == before + 2, "each rank's"
+    finally:
+        ranks.drop()
+        turned.close()
+
+
+def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
+    """And not never: a rank that was killed in a copy does not take its word back."""
+    turned = Turned()
+    ranks = Ranks(2, turned.bulk, Taken)
+    heard: list[object] = []
+    try:
+        ranks.page.copy(1, True)
+        began_s = time.monotonic()
+        ranks.make(0, {0: 3 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: heard)
+        assert heard == [""]
+        assert time.monotonic() - began_s >= 3 * GIVE_WAY_S
+        ranks.page.copy(1, False)
+        assert not ranks.page.copies
+    finally:
+        ranks.drop()
+        turned.close()
+
+
+def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the slot had before, and that of a slot that is not in use any more: they are told just then."""
+    turned, told, free = Turned(), list[dict[str, object]](), [0, 0, 1 << 30]
+    ranks = Ranks(1, turned.bulk, Taken)
+    heard: list[str] = []
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: free.pop(0) if len(free) > 1 else free[0])
+    try:
+        ranks.peers[0] = cast(Peer, SimpleNamespace(send=told.append))
+        ranks.arenas[2] = staged(identity(5), 1)
+        ranks.close_arenas(2)
+        ranks.make(0, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: heard)
+        assert (heard, list(ranks.arenas)) == ([""], [0])
+        assert told == [{"t": "close-arena", "slot": 2}, {"t": "close-arena", "slot": 0}]
+        monkeypatch.setattr(ranks_module, "LET_GO_S", 0.01)
+        free[:] = [1]
+        ranks.make(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: len(heard) == 2)
+        assert heard[1] == "16 MiB of memory are missing for it"
+    finally:
+        told.clear()
+        ranks.drop()
+        assert told == [], "what they have they may bring to another agent"
+        turned.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_goes(again: bool) -> None:
+    """As by a coordinator that was cut off, and does not know what has come of what it had asked for."""
+    turned = Turned()
+    ranks = Ranks(1, turned.bulk, Taken)
+    heard: list[str] = []
+
+    def opened() -> int:
+        names = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum("memfd:ckpt-arena" in os.path.realpath(name) for name in names)
+
+    before = opened()
+    try:
+        ranks.page.copy(0, True)  # training stands still, and it waits
+        ranks.make(2, {0: 2 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+        ranks.make(2, {0: WARM_BYTES}, lambda sizes, error: heard.append(error)) if again else ranks.close_arenas(2)
+        ranks.page.copy(0, False)
+        turned.until(lambda: len(heard) == 1 + again)
+        assert sorted(heard) == ["", "the slot was closed meanwhile"][not again :]
+        assert [arena.bytes for arena in ranks.all_arenas()] == [WARM_BYTES] * again
+    finally:
+        ranks.drop()
+        turned.close()
+    assert opened() == before
+
+
+def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_that_is_an_answer() -> None:
+    """Not a mistake of who asks: its word was on its way, or waited, while the agent before this one died."""
+    turned = Turned()
+    ranks = Ranks(2, turned.bulk, Taken)
+    try:
+        with pytest.raises(AgentError, match="slot 1"):
+            ranks.read(1, identity(5), lambda parts, error: None)
+    finally:
+        ranks.drop()
+        turned.close()
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_what_a_start_takes_for_a_while_leaves_the_slots_that_are_to_be_their_room(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: 64 << 30)
+    turned, slots, plans = Turned(), slots_for(Every(steps=steps)), list[memory_plan.MemoryPlan | None]()
+    ranks = Ranks(2, turned.bulk, Taken)
+    try:
+        ranks.measure({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
+        (plan,) = plans
+        assert plan is not None
+        assert plan.slots == slots
+        room_bytes = ranks.for_a_while_bytes(1 << 30, slots, 8 << 30)
+        assert room_bytes + plan.slots * plan.slot_bytes + WINDOW_BYTES == 8 << 30
+    finally:
+        ranks.drop()
+        turned.close()

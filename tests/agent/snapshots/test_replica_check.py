@@ -1,0 +1,46 @@
+"""What the samples of several ranks say of the boxes that they hold together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckpt.agent.snapshots.replica_check import Comparing, places_of
+from ckpt.errors import AgentError
+from ckpt.format.declaration import SAMPLE
+from ckpt.layout.layout import Entry, Layout
+from ckpt.types import Box
+
+WHOLE = Box((0,), (4,))
+
+
+def layout(*names: str) -> Layout:
+    return Layout(tuple(Entry(name, "float32", (4,), (WHOLE,)) for name in names))
+
+
+def said(**hashes: int) -> bytes:
+    """By place in the rank's layout: `b0=5` is 5 of its first box."""
+    return np.array([(int(name[1:]), value) for name, value in hashes.items()], SAMPLE).tobytes()
+
+
+def test_a_tensor_is_named_where_a_rank_that_holds_it_samples_it_otherwise() -> None:
+    same = layout("a", "b", "c")
+    places, comparing = places_of([same, same, layout("b", "z")], ()), Comparing()
+    assert comparing.differing(1, places, 0, said(b0=1, b1=2, b2=3)) == []
+    assert comparing.differing(1, places, 1, said(b0=1, b2=4)) == ["c"]
+    assert comparing.differing(1, places, 2, said(b0=9, b1=1)) == ["b"]
+    assert comparing.differing(2, places, 1, said(b0=5, b2=4)) == []
+    assert comparing.differing(2, places, 0, said(b0=5, b2=4)) == []
+
+
+def test_what_is_the_ranks_own_or_of_another_shape_is_not_compared() -> None:
+    other = Layout((Entry("a", "float32", (4,), (WHOLE,)), Entry("b", "float32", (4,), (Box((0,), (2,)),))))
+    places, comparing = places_of([layout("a", "b"), other], {"a"}), Comparing()
+    assert comparing.differing(1, places, 0, said(b0=1, b1=1)) == []
+    assert comparing.differing(1, places, 1, said(b0=2, b1=2)) == []
+
+
+@pytest.mark.parametrize("data", [b"123", said(b7=1)])
+def test_samples_that_cannot_be_are_refused(data: bytes) -> None:
+    with pytest.raises(AgentError, match="sample"):
+        Comparing().differing(1, places_of([layout("a")], ()), 0, data)

@@ -1,0 +1,269 @@
+"""What is given back while the machine runs out of memory: no more than is missing, the oldest first, and never the
+only complete checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.job.job import Job
+from ckpt.agent.job.scheduler import Group
+from ckpt.agent.node.inventory_lease import Fence
+from ckpt.agent.node.node_memory import Keeper
+from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.runtime import memory_plan
+from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.agent.state.memory_pressure import PERIOD_S, Held, missing_bytes, which_go
+from ckpt.agent.state.retention_rule import Begun
+from ckpt.events import Event
+from ckpt.ipc.arena import Arena
+from ckpt.placement.placement import Kept
+from ckpt.policy.save_options import Every
+from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.staged import close_arenas
+
+GIB = 1 << 30
+ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
+
+
+def test_nothing_is_missing_while_a_fiftieth_is_left() -> None:
+    assert missing_bytes(GIB, 50 * GIB) == 0
+    assert missing_bytes(GIB - 5, 50 * GIB) == 5
+    assert missing_bytes(0, 100 * GIB) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("missing", "gone"), [(0, []), (1, [ONE]), (GIB, [ONE]), (GIB + 1, [ONE, TWO]), (9 * GIB, [ONE, TWO])]
+)
+def test_the_oldest_go_and_no_more_than_is_missing(missing: int, gone: list[Epoch]) -> None:
+    held = [Held(epoch, GIB, True, True) for epoch in (ONE, TWO, THREE)]
+    assert which_go(held, missing) == gone
+
+
+def test_whatever_is_held_what_goes_is_idle_and_leaves_something_newer_that_is_complete() -> None:
+    for flags in itertools.product([False, True], repeat=6):
+        held = [Held(epoch, 1, flags[at], flags[3 + at]) for at, epoch in enumerate((ONE, TWO, THREE))]
+        gone = which_go(held, 99)
+        left = [each for each in held if each.epoch not in gone]
+        for each in held:
+            if each.epoch in gone:
+                assert each.idle
+                assert any(newer.complete and newer.epoch > each.epoch for newer in left)
+
+
+def test_what_a_start_went_on_from_stays_and_what_it_did_not_goes_though_nothing_newer_is_complete() -> None:
+    """Two was whole on its nodes, and never safe: one of them was lost, and three went on from one."""
+    held = [Held(ONE, GIB, True, True), Held(TWO, GIB, False, True)]
+    assert which_go(held, 9 * GIB) == [], "nobody has gone on yet"
+    assert which_go(held, 9 * GIB, Begun(THREE, Identity(ONE, Tick(5)))) == [TWO]
+    assert which_go(held, 9 * GIB, Begun(THREE, Identity(TWO, Tick(5)))) == [ONE]
+    assert which_go(held, 9 * GIB, Begun(THREE, None)) == [], "why it began afresh is not known"
+    assert which_go(held, 9 * GIB, Begun(TWO, Identity(ONE, Tick(5)))) == [], "its own"
+
+
+def test_only_what_a_start_is_known_not_to_have_gone_on_from_is_outdated() -> None:
+    parent = Identity(ONE, Tick(5))
+    begun = Begun(THREE, parent)
+    assert [begun.outdates(each) for each in (parent, Identity(ONE, Tick(4)), Identity(TWO, Tick(9)))] == [0, 1, 1]
+    assert not begun.outdates(Identity(THREE, Tick(6)))
+    assert not Begun(THREE, None).outdates(parent)
+
+
+def test_all_there_is_counts_within_our_control_groups_limit(tmp_path: Path) -> None:
+    text = "MemTotal:       65536000 kB\nMemAvailable:   33554432 kB\n"
+    assert memory_plan.total_bytes(text, tmp_path) == 65536000 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_plan.total_bytes(text, tmp_path) == 65536000 << 10
+    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
+    assert memory_plan.total_bytes(text, tmp_path) == 3 * GIB
+
+
+class Former:
+    """A job of an earlier start, as far as its memory is concerned."""
+
+    def __init__(self, epoch: Epoch, complete: bool = True) -> None:
+        self.epoch, self.is_idle, self.dropped = epoch, True, False
+        self.own = SimpleNamespace(arena_bytes=GIB)
+        self.has_complete = complete
+
+    def drop(self, leave_others: bool = False) -> None:
+        self.dropped = True
+
+
+class Agent:
+    """What `_tend_memory` sees of an agent."""
+
+    def __init__(self, former: list[Former], begun: Begun | None = None) -> None:
+        self.former = former
+        self.followings: list[Any] = []
+        self._bulk = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory_plan.free_bytes())
+        self.copies = Copies(cast(Any, self._bulk), lambda what: what())
+        self.fence = Fence()
+        self.begun = begun
+        self.told: list[Event] = []
+        self.current = None
+        self._relieved_s = self._replanned_s = -math.inf
+
+    def _jobs(self) -> list[Former]:
+        return self.former
+
+    def _begun(self) -> Begun | None:
+        return self.begun
+
+    def _inventory(self, whole: bool) -> Inventory:
+        return self.copies.inventory()
+
+    def _give_back_copies(self, missing: int) -> tuple[int, int]:
+        return Keeper._give_back_copies(cast(Any, self), missing)
+
+    def _give_back_starts(self, missing: int) -> tuple[int, int]:
+        return Keeper._give_back_starts(cast(Any, self), missing)
+
+    def _event(self, event: Event) -> None:
+        self.told.append(event)
+
+    def _is_read(self, identity: Identity) -> bool:
+        return Keeper._is_read(cast(Any, self), identity)
+
+    def look(self, now_s: float) -> float | None:
+        return Keeper._tend_memory(cast(Any, self), now_s)
+
+
+def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [49 * GIB]
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
+    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
+    agent = Agent([Former(ONE), Former(TWO)])
+    agent.copies._spare.append(Arena.create(1 << 20))
+    assert agent.look(100.0) == 100.0 + PERIOD_S
+    assert len(agent.copies._spare) == 1
+    free[0] = GIB - (1 << 20)
+    assert agent.look(101.0) == 100.0 + PERIOD_S, "not sooner than that"
+    agent.look(110.0)
+    assert (agent.copies._spare, len(agent.former)) == ([], 2)
+    old, new = agent.former
+    free[0] = GIB // 2
+    agent.look(120.0)
+    assert (agent.former, old.dropped, new.dropped) == ([new], True, False)
+    free[0] = 0
+    agent.look(130.0)
+    assert agent.former == [new], "the only complete one"
+    assert [(event.name, event.loud) for event in agent.told] == [("memory.relief", False), ("memory.relief", True)]
+    assert agent.told[-1].message.endswith(" are given back, 1 older checkpoint among them")
+    agent.former = []
+    assert agent.look(140.0) is None
+
+
+def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_part_and_keeps_what_is_gone_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
+    free = [GIB - 1]
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
+    parent, older, failed = Identity(TWO, Tick(9)), Identity(ONE, Tick(5)), Identity(TWO, Tick(12))
+    agent = Agent([], Begun(THREE, parent))
+    for epoch in (ONE, TWO, THREE):
+        share = SimpleNamespace(arena_bytes=GIB // 2)
+        agent.followings.append(SimpleNamespace(epoch=epoch, ranks=share, is_idle=epoch is not THREE, over=False))
+    for identity in (parent, older, failed, Identity(THREE, Tick(13))):
+        agent.copies.add((identity, 0), Arena.create(1 << 20))
+    agent.look(100.0)
+    assert agent.copies.identities == {parent, failed, Identity(THREE, Tick(13))}, "no more than is missing"
+    free[0] = GIB - (1 << 20) - 1
+    agent.look(110.0)
+    assert agent.copies.identities == {parent, Identity(THREE, Tick(13))}
+    assert [each.over for each in agent.followings] == [True, False, False]
+    free[0] = 0
+    agent.look(120.0)
+    assert agent.copies.identities == {parent, Identity(THREE, Tick(13))}
+    assert [each.over for each in agent.followings] == [True, False, False]
+    agent.copies.close()
+
+
+def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
+    agent = Agent([], Begun(TWO, Identity(ONE, Tick(9))))
+    agent.copies.add((Identity(ONE, Tick(5)), 0), Arena.create(1 << 20))
+    agent.fence.asked("a", TWO)
+    agent.look(100.0)
+    assert len(agent.copies.identities) == 1
+    agent.fence.over("a")
+    agent.look(110.0)
+    assert not agent.copies.identities
+    agent.copies.close()
+
+
+def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store() -> None:
+    group = Group(2, Every(steps=1))
+    group.replicates = True
+    job = SimpleNamespace(group=group, checkpoints={0: object()}, nodes=("a", "b"))
+    complete = lambda: cast(Any, Job.has_complete).fget(job)  # noqa: E731
+    group.holds(0, Tick(5), False)
+    assert not complete(), "it is gone with one of them"
+    group.found_safe(Tick(5), [Kept("", 1), Kept("b", 1)], True)
+    assert complete()
+    group.copies_lost("b", group.copied_ticks)
+    assert not complete()
+    group.committed_tick = Tick(5)
+    assert complete()
+    job.nodes, group.committed_tick = (), None
+    assert complete()
+
+
+def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_the_job_went_on_from_newer() -> None:
+    """That lies on one node each, and is gone with any of them."""
+    parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
+    agent = Agent([], Begun(THREE, parent, safe))
+    left = [older, safe, parent]
+
+    def give_back(outdated: Callable[[Identity], bool]) -> None:
+        left[:] = [each for each in left if not outdated(each)]
+
+    before = SimpleNamespace(epoch=TWO, has_ranks=False, ranks=SimpleNamespace(give_back=give_back))
+    agent.followings = [before, SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
+    Keeper._tend_room(cast(Any, agent), 100.0)
+    assert left == [safe, parent]
+
+
+def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_start_went_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That lies on one node each, and is gone with any of them."""
+    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
+    parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
+    agent = Agent([])
+    agent.copies.told_safe = safe
+    agent.begun = Keeper._begun_with(cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))])
+    assert [Keeper._may_go(cast(Any, agent))(each) for each in (older, safe, parent)] == [True, False, False]
+    for identity in (older, safe):
+        agent.copies.add((identity, 0), Arena.create(1 << 20))
+    before = SimpleNamespace(epoch=TWO, ranks=SimpleNamespace(arena_bytes=GIB), is_idle=True, over=False)
+    agent.followings = [before]
+    agent.look(100.0)
+    assert (agent.copies.identities, before.over) == ({safe}, False)
+    agent.begun = Begun(THREE, Identity(ONE, Tick(9)), safe)
+    agent.look(110.0)
+    assert (agent.copies.identities, before.over) == ({safe}, False)
+    agent.copies.close()
+
+
+def test_a_job_that_a_newer_start_took_the_place_of_gives_its_memory_back_as_one_before_it_does() -> None:
+    """It is the current one where another node coordinates the newer one."""
+    given: list[Epoch] = []
+    agent = Agent([], Begun(THREE, Identity(TWO, Tick(9))))
+    jobs = [SimpleNamespace(epoch=epoch, give_back=lambda _, epoch=epoch: given.append(epoch)) for epoch in (ONE, TWO)]
+    agent.former = cast(Any, jobs)
+    agent.followings = [SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
+    agent.current = None
+    Keeper._tend_room(cast(Any, agent), 100.0)
+    assert given == [ONE, TWO]

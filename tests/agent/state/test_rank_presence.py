@@ -1,0 +1,55 @@
+"""What is asked of all ranks at once is what they are now, and is not gone through again until one of them changes."""
+
+from __future__ import annotations
+
+import random
+
+from ckpt.agent.state.rank_presence import Member, Members, Presence
+from tests.agent.job.test_scheduler import Driver
+
+
+def check(members: Members) -> None:
+    seen, each = members.seen, list(members)
+    away = [m for m in each if m.presence is not Presence.HERE]
+    assert list(seen.lost) == [m for m in each if m.lost_s is not None]
+    assert list(seen.leaving) == [m for m in each if m.leave is not None]
+    assert seen.all_joined == all(m.joined for m in each)
+    assert seen.any_gone == bool(away)
+    assert seen.any_left == any(m.presence is Presence.LEFT and not m.away for m in each)
+    assert seen.any_dead == any(m.presence is Presence.DEAD for m in each)
+    assert seen.gone is next((m for m in each if m.presence is Presence.DEAD or m.broke), None)
+    assert seen.all_gone == (bool(away) and all(m in away for m in each if m.joined))
+
+
+def change(member: Member, rng: random.Random) -> None:
+    match rng.randrange(5):
+        case 0:
+            member.joined = True
+        case 1:
+            member.lost_s = rng.choice((None, 1.5))
+        case 2:
+            member.leave = rng.choice((None, "a request"))
+        case 3:
+            member.presence = rng.choice(list(Presence))
+        case _:
+            member.broke = rng.random() < 0.5
+
+
+def test_what_is_seen_of_all_is_what_each_is_after_any_change(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(50):
+        members = Members(rng.randrange(1, 6))
+        check(members)
+        for _ in range(20):
+            change(members[rng.randrange(len(members))], rng)
+            check(members)
+
+
+def test_however_often_is_decided_thousands_of_ranks_that_do_not_change_are_not_gone_through_again() -> None:
+    driver = Driver(world=4096)
+    driver.complete()
+    seen = driver.group.members.seen
+    for _ in range(3):
+        driver.decide()
+        driver.group.next_wake_s(driver.now_s)
+    assert driver.group.members.seen is seen

@@ -1,0 +1,123 @@
+"""Small runs in this process, and waiting for what they say."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import obstore
+from obstore.store import S3Store
+
+import ckpt
+from ckpt.events import Event
+from ckpt.ipc import client
+from ckpt.settings import read
+from ckpt.storage import canonical
+from ckpt.threads import Tasks
+from tests import servers
+from tests.checkpointer.loops import Job, make, wait_agent_gone
+from tests.servers import Server
+
+RUN = "runs/one"  # its place in the bucket of a server
+URL = f"s3://bucket/{RUN}"
+
+
+class Seen:
+    """A sink that keeps every event, and can be waited on."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: Event) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def named(self, name: str) -> list[Event]:
+        with self._changed:
+            return [event for event in self.events if event.name == name]
+
+    def wait_for(self, name: str, count: int, timeout_s: float = 60.0) -> None:
+        """Until there were so many of them."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: sum(e.name == name for e in self.events) >= count, timeout_s)
+        assert found, f"fewer than {count} {name}; seen: {[(event.name, event.message) for event in self.events]}"
+
+    def wait(self, name: str, that: Callable[[Event], bool] = lambda event: True, timeout_s: float = 60.0) -> Event:
+        """The first such event, now or before."""
+
+        def first() -> Event | None:
+            return next((event for event in self.events if event.name == name and that(event)), None)
+
+        with self._changed:
+            found = self._changed.wait_for(first, timeout_s)
+        assert found is not None, f"no {name}; seen: {[(event.name, event.message) for event in self.events]}"
+        return found
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended, agent and all."""
+
+    losses: list[float]
+    ck: ckpt.Checkpointer
+    seen: Seen
+
+    @property
+    def from_step(self) -> int:
+        return self.ck.restored.step
+
+
+def run(url: str | os.PathLike[str], steps: int, job: Job | None = None, **options: Any) -> Ended:
+    """Trains up to `steps`, from a job of another seed unless it is given one: what it gets right is restored."""
+    job, losses, seen = job or make(seed=9), [], Seen()
+    with ckpt.Checkpointer(url, job.state, sinks=(seen,), **options) as ck:
+        for step in ck.steps(steps):
+            losses.append(job.train(step))
+    wait_agent_gone(url)
+    return Ended(losses, ck, seen)
+
+
+def agent_status(url: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the agent of `url` says of itself; there must be one."""
+    sock = client.connect_nowait(client.places(canonical(os.fspath(url)), read()))
+    assert sock is not None, f"no agent serves {url}"
+    with Tasks("probe") as tasks:
+        connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")
+        try:
+            return connection.status(30.0)
+        finally:
+            connection.close()
+
+
+def kill_agent(url: str | os.PathLike[str]) -> None:
+    """SIGKILL; returns once it is gone."""
+    pid = int(agent_status(url)["pid"])
+    gone = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([gone], [], [], 30)[0], f"agent {pid} is still there"
+    finally:
+        os.close(gone)
+
+
+def empty(server: Server) -> None:
+    """Deletes all objects of its bucket, past every proxy."""
+    bucket = S3Store(
+        server.bucket,
+        config={
+            "endpoint": server.endpoint,
+            "access_key_id": servers.KEY_ID,
+            "secret_access_key": servers.SECRET,
+            "region": servers.REGION,
+        },
+        client_options={"allow_http": True},
+    )
+    for chunk in obstore.list(bucket):
+        obstore.delete(bucket, [meta["path"] for meta in chunk])

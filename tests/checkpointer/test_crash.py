@@ -1,0 +1,117 @@
+"""Whatever is killed, the next start goes on from the newest complete checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt.store.run import Run
+from tests.checkpointer import raising
+from tests.checkpointer.loops import losses
+from tests.checkpointer.proxy import HELD, Proxy
+from tests.checkpointer.runs import URL
+from tests.checkpointer.scripts import losses_of, torchrun, train
+from tests.cli.stores import opened
+
+LINGER = {"CKPT_LINGER_S": "60"}
+STEPS = 400
+
+
+def test_a_killed_trainer_is_restored_from_this_hosts_memory(tmp_path: Path) -> None:
+    first = train(tmp_path / "1.log", tmp_path / "run", 100_000, **LINGER)
+    first.wait_for(lambda line: line.get("event") == "commit.done")
+    first.kill()
+    reached = max(losses_of(first.lines())) + 20
+    second = train(tmp_path / "2.log", tmp_path / "run", reached, "--seed", "1", **LINGER)
+    lines = second.end()
+    came = next(line for line in lines if "restored" in line)
+    assert came["level"] == "local"
+    assert 5 <= came["restored"] < reached
+    both = losses_of(first.lines()) | losses_of(lines)
+    assert [both[step] for step in range(1, reached + 1)] == losses(reached)
+
+
+def test_a_killed_trainer_and_agent_are_restored_from_the_store(tmp_path: Path) -> None:
+    first = train(tmp_path / "1.log", tmp_path / "run", 100_000, **LINGER)
+    first.wait_for(lambda line: line.get("event") == "commit.done")
+    _kill_agent()
+    first.kill()
+    _kill_agent()
+    reached = max(losses_of(first.lines())) + 20
+    second = train(tmp_path / "2.log", tmp_path / "run", reached, "--seed", "1", CKPT_HEARTBEAT_S="0.5")
+    lines = second.end()
+    came = next(line for line in lines if "restored" in line)
+    assert came["level"] == "store"
+    both = losses_of(first.lines()) | losses_of(lines)
+    assert [both[step] for step in range(1, reached + 1)] == losses(reached)
+
+
+@pytest.mark.torchrun
+def test_a_torchrun_killed_alone_leaves_no_second_writer(tmp_path: Path) -> None:
+    """kill -9 of torchrun leaves its workers training; a new start takes their place, and of theirs nothing later than
+    what it went on from is in the store."""
+    slow = ("--pace", "0.25")  # so that there is something left to train when the second has started
+    url = str(tmp_path / "run")
+    first = torchrun(tmp_path / "1.log", 2, "tests.checkpointer.train_script", url, "2000", *slow, **LINGER)
+    first.wait_for(lambda line: line.get("event") == "commit.done")
+    first.kill()
+    args = (url, str(STEPS), "--seed", "1", "--every", "50", "--pace", "0")
+    lines = torchrun(tmp_path / "2.log", 2, "tests.checkpointer.train_script", *args, **LINGER).end()
+    came = next(line for line in lines if "restored" in line)
+    assert came["level"] == "local"
+    assert came["restored"] >= 5
+    text = (tmp_path / "1.log").read_text()
+    assert "superseded" in text
+    fork = came["restored"]
+    for rank in (0, 1):
+        old, new = losses_of(first.lines(), rank), losses_of(lines, rank)
+        assert sorted(new) == list(range(fork + 1, STEPS + 1))
+        assert new
+        assert [(old | new)[step] for step in range(1, STEPS + 1)] == losses(STEPS)
+    with opened(tmp_path / "run") as store:
+        refs = Run(store).view().commits
+    assert {ref.identity.epoch.number for ref in refs} == {1, 2}
+    assert max(ref.identity.tick.step for ref in refs if ref.identity.epoch.number == 1) <= fork
+
+
+@pytest.mark.torchrun
+def test_a_rank_that_raises_is_started_again_without_waiting_for_a_save(tmp_path: Path, store: Proxy) -> None:
+    """Where torchrun will start the job again, leaving is quick: what is in memory comes back, and the agent goes on
+    with what is on its way."""
+    # Else the workers that torchrun starts again find the addresses of the former ones in its store (torch 2.13).
+    env = {**LINGER, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    store.fail(HELD, "PUT", "*.pack")
+    script = torchrun(tmp_path / "log", 2, "tests.checkpointer.raising", URL, restarts=1, **env)
+    script.wait_for(lambda line: "raised" in line)
+    store.wait_met("*.pack")  # it is on its way, and comes no further
+    store.heal()
+    lines = script.end()
+    assert "restore.struck" not in str(lines)
+    for rank in (0, 1):
+        came = [(line["restored"], line["level"]) for line in lines if "restored" in line and line["rank"] == rank]
+        assert came == [(0, "none"), (raising.SAVED, "local")]
+    (raised,) = [at for at, line in enumerate(lines) if "raised" in line]
+    assert "exit.waiting" not in {line.get("event") for line in lines[:raised]}
+    for rank in (0, 1):
+        found = losses_of(lines, rank)
+        assert [found[step] for step in range(1, raising.STEPS + 1)] == losses(raising.STEPS)
+        said = [line["step"] for line in lines if "loss" in line and line["rank"] == rank]
+        assert said[-1] == raising.STEPS
+        assert said.count(raising.SAVED) == 1
+        assert said.count(raising.SAVED + 1) == 2
+    _kill_agent()
+
+
+def _kill_agent() -> None:
+    import psutil
+
+    folder = os.environ["CKPT_RUNTIME_DIR"]
+    for process in psutil.process_iter():
+        try:
+            if "ckpt.agent.node.main" in process.cmdline() and process.environ().get("CKPT_RUNTIME_DIR") == folder:
+                process.kill()
+                process.wait(60)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue

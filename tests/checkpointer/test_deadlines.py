@@ -1,0 +1,220 @@
+"""How much time there is decides what is saved, over a link that is slow: real processes, a real server behind a proxy.
+
+The link is a gigabit per second and the state a gibibyte, both by a sixteenth: a commit takes some nine seconds,
+however fast the machine is. It takes longer where other tests keep that busy, so a notice that is to leave time for one
+goes by what the first one took. What is looked at is what the outcome says, and what the store then holds when
+everything else is gone; not how long it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.checkpointer.proxy import HELD, Proxy
+from tests.checkpointer.runs import URL, agent_status
+from tests.checkpointer.scripts import Script, torchrun, train
+from tests.checkpointer.test_notices import CODE, ENDLESS, MODULE, at_step, code_of, outcome, said
+from tests.checkpointer.test_notices import given as given  # a fixture, for every test here
+
+MIB = 64
+LINK = 1e9 / 8 / 16  # bytes per second
+WORDS = ("--mib", str(MIB), "--pace", "0.1")  # the training itself leaves the processors to other tests
+SELDOM = (*WORDS, "--every", "1000000")
+
+
+@pytest.fixture
+def link(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    monkeypatch.setenv("CKPT_LAUNCH", "one")  # a start after the machine has gone waits for nobody
+    store.limit(LINK)
+    yield store
+    store.limit(float("inf"))
+
+
+def appear(tmp_path: Path, lead_s: float) -> None:
+    """A notice that says so many seconds."""
+    (tmp_path / "part").write_text(f"+{lead_s:g}")
+    os.rename(tmp_path / "part", tmp_path / "word")
+
+
+def begun(script: Script) -> None:
+    """It trains. From now on its agent is no nicer than training is: beside tests that keep the processors busy it gets
+    a hundredth of one else, and its commits take minutes; how they are shared is not what is looked at here."""
+    script.wait_for(lambda line: "restored" in line)
+    with contextlib.suppress(FileNotFoundError):  # this kernel does not share the processor between sessions
+        Path(f"/proc/{agent_status(URL)['pid']}/autogroup").write_text("0")
+
+
+def committed(script: Script, step: int) -> float:
+    """That step is in the store. Returns how many seconds its commit took."""
+    ends = ("commit.done", "commit.failed")
+    ended = script.wait_for(lambda line: line.get("event") in ends and f"step {step} " in line["message"])
+    assert ended["event"] == "commit.done", ended["message"]
+    (took_s,) = re.findall(r"in ([0-9.]+) s$", ended["message"])
+    return float(took_s)
+
+
+def wait_outcome(tmp_path: Path, script: Script) -> dict[str, Any]:
+    """What the event says is what the file says."""
+    script.wait_for(lambda line: line.get("event") == "notice.outcome")
+    found = outcome(tmp_path)
+    assert any(f"{found['left_s']:.1f} s before the deadline" in text for text in said(script, "notice.outcome"))
+    return found
+
+
+def goes(script: Script, agent: psutil.Process) -> None:
+    """The machine, with all that is in its memory."""
+    trainer = psutil.Process(script.process.pid) if script.process.poll() is None else None
+    for each in (agent, trainer):
+        if each is not None:
+            each.suspend()  # neither sees the other one die
+    for each in (agent, trainer):
+        if each is not None:
+            each.kill()
+    script.process.wait(30)
+    agent.wait(30)
+
+
+def holds(store: Proxy, tmp_path: Path, step: int) -> None:
+    """The next start, which finds nothing but the store, goes on from that step, with that step's content."""
+    store.limit(float("inf"))
+    again = train(tmp_path / "again", URL, step, *SELDOM, CKPT_NOTICES="off")
+    begun = again.wait_for(lambda line: "restored" in line)
+    assert (begun["restored"], begun["level"]) == (step, "store")
+    again.end()
+
+
+def test_two_minutes_are_enough_for_a_commit_and_most_of_them_are_left(tmp_path: Path, link: Proxy) -> None:
+    script = train(tmp_path / "log", URL, ENDLESS, *SELDOM, CKPT_SIGTERM_S="120")
+    begun(script)
+    at_step(script)
+    script.process.terminate()
+    assert code_of(script, 150) == CODE
+    found = outcome(tmp_path)
+    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
+    assert found["left_s"] > 60
+    assert found["committed_step"] == found["step"] == max(line["step"] for line in script.lines() if "step" in line)
+    holds(link, tmp_path, found["step"])
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("attempt", range(3))
+def test_torchruns_half_a_minute_is_enough_for_a_commit_of_what_is_a_commit_apart(
+    tmp_path: Path, link: Proxy, attempt: int
+) -> None:
+    """It is signalled while the first commit is under way, a third of it, two thirds, or just begun: that one ends
+    first."""
+    words = (*WORDS, "--every", "20")
+    script = torchrun(tmp_path / "log", 2, MODULE, URL, str(ENDLESS), *words)
+    begun(script)
+    link.wait_carried((1 + attempt * MIB // 3) << 20)
+    script.process.terminate()
+    assert code_of(script) not in (0, -signal.SIGKILL)
+    found = outcome(tmp_path)
+    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
+    assert found["left_s"] > 0
+    last = [max(line["step"] for line in script.lines() if line.get("step") and line["rank"] == r) for r in (0, 1)]
+    assert last == [found["step"]] * 2
+    assert found["step"] > 20
+    holds(link, tmp_path, found["step"])
+
+
+def test_what_is_complete_is_pushed_where_another_commit_would_come_too_late(tmp_path: Path, link: Proxy) -> None:
+    """A commit takes 14 s, the first one shows. The second one is all but done when a notice says 12 s."""
+    link.limit(MIB * 2**20 / 14)
+    script = noticing(tmp_path, 20, 40)
+    committed(script, 20)
+    agent = psutil.Process(agent_status(URL)["pid"])
+    link.fail(HELD, "PUT", "*/commits/*")
+    link.limit(float("inf"))
+    link.wait_met("*/commits/*")
+    appear(tmp_path, 12)
+    script.wait_for(lambda line: line.get("event") == "notice")
+    assert agent_status(URL)["job"]["notices"]["course"] == "push"
+    link.limit(LINK / 2)  # what is taken once that is done does not get into the store any more
+    link.heal()
+    found = wait_outcome(tmp_path, script)
+    goes(script, agent)
+    assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 40)
+    assert found["step"] > 40
+    holds(link, tmp_path, 40)
+
+
+@pytest.mark.parametrize("done", [0.05, 0.25])
+def test_a_commit_under_way_is_broken_off_where_the_last_one_would_come_too_late_behind_it(
+    tmp_path: Path, link: Proxy, done: float
+) -> None:
+    """So much of the second commit is done when a notice leaves time for one and a half."""
+    script = noticing(tmp_path, 20, 40)
+    took_s = committed(script, 20)
+    agent = psutil.Process(agent_status(URL)["pid"])
+    link.wait_carried(int((1 + done) * MIB * 2**20))
+    appear(tmp_path, 1.5 * took_s)
+    found = wait_outcome(tmp_path, script)
+    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
+    assert found["step"] > 40
+    assert found["left_s"] > 0
+    (said_so,) = said(script, "commit.given-up")
+    assert "step 40 was not committed" in said_so
+    goes(script, agent)
+    records = [key for method, key, _ in link.heard if method == "PUT" and "/commits/" in key]
+    assert len(records) == 2, "and of step 40 there is none"
+    holds(link, tmp_path, found["step"])
+
+
+def test_a_deadline_that_comes_nearer_while_the_last_commit_is_under_way_is_heard_and_kept(
+    tmp_path: Path, link: Proxy
+) -> None:
+    """All ranks have left, and wait for nothing but that."""
+    script = noticing(tmp_path, 20)
+    committed(script, 20)
+    agent = psutil.Process(agent_status(URL)["pid"])
+    appear(tmp_path, 25)
+    link.wait_carried(int(1.1 * MIB * 2**20))
+    appear(tmp_path, 4)
+    found = wait_outcome(tmp_path, script)
+    assert script.process.wait(10) == CODE
+    goes(script, agent)
+    assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 20)
+    assert 0 <= found["left_s"] <= 4
+    holds(link, tmp_path, 20)
+
+
+@pytest.mark.parametrize("lead_s", [30, 5, 2])
+def test_a_snapshot_is_taken_however_late_it_is_and_said_to_be_in_memory_only_where_it_is(
+    tmp_path: Path, link: Proxy, lead_s: float
+) -> None:
+    """30 s: three commits."""
+    script = noticing(tmp_path, 20)
+    took_s = committed(script, 20)
+    agent = psutil.Process(agent_status(URL)["pid"])
+    appear(tmp_path, max(lead_s, 3 * took_s) if lead_s > 20 else lead_s)
+    found = wait_outcome(tmp_path, script)
+    goes(script, agent)
+    assert found["notices"] == [f"file {tmp_path / 'word'}"]
+    assert found["left_s"] >= 0
+    if lead_s > 20:
+        assert (found["how"], found["level"], found["committed_step"]) == ("left", "store", found["step"])
+        assert found["step"] > 20
+    elif lead_s > 2:
+        assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 20)
+        assert found["step"] > 20
+    else:  # they may pass before a rank comes to its next boundary
+        assert found["committed_step"] == 20 <= found["step"]
+    holds(link, tmp_path, found["committed_step"])
+
+
+def noticing(tmp_path: Path, *saves: int) -> Script:
+    """It saves after these steps, and else when it is told that the machine goes away."""
+    words = ("--save-at", *map(str, saves))
+    script = train(tmp_path / "log", URL, ENDLESS, *SELDOM, *words, CKPT_NOTICE_FILE=str(tmp_path / "word"))
+    begun(script)
+    return script

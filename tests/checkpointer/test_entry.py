@@ -1,0 +1,74 @@
+"""Ranks that do not belong together are told so on entry."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt import Adaptive, Every, Keep, Limits, Parity, Replicas
+from ckpt.errors import UsageError
+from ckpt.trainer.link.options import Asked, make_options
+from ckpt.trainer.loop.entry import _check_facts, _options
+
+FACTS: dict[str, Any] = {
+    "url": "/run",
+    "host": "boot-1",
+    "agent": "a",
+    "coordinate": "rank=0",
+    "options": {},
+    "state": ["model"],
+}
+
+
+def second(**changes: Any) -> list[dict[str, Any]]:
+    return [FACTS, {**FACTS, "coordinate": "rank=1", **changes}]
+
+
+def test_equal_facts_pass() -> None:
+    _check_facts(second())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"url": "/other"}, UsageError, "url"),
+        ({"state": ["model", "optim"]}, UsageError, "optim"),
+        ({"coordinate": "rank=0"}, UsageError, "same mesh coordinate"),
+    ],
+)
+def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        _check_facts(second(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"limits": Limits(memory=1 << 30)}, "limits.memory is None on rank 0 and 1073741824 on rank 1"),
+        (
+            {"policy": Adaptive()},
+            "policy is {'kind': 'every', 'steps': None, 'seconds': 600} on rank 0 and {'kind': 'ad",
+        ),
+        ({"policy": Every(steps=5)}, "policy.steps is None on rank 0 and 5 on rank 1"),
+        ({"peers": None}, "peers is {'replicas': 1} on rank 0 and None on rank 1"),
+        ({"peers": Parity(2, 1)}, "peers is {'replicas': 1} on rank 0 and {'data': 2, 'parity': 1} on rank 1"),
+        ({"peers": Replicas(2)}, "peers.replicas is 1 on rank 0 and 2 on rank 1"),
+        ({"strict": False}, "strict is True on rank 0 and False on rank 1"),
+        ({"init": "weights"}, "init is None on rank 0 and 'weights' on rank 1"),
+    ],
+)
+def test_of_the_options_only_what_differs_is_named_with_what_it_is(changes: dict[str, Any], named: str) -> None:
+    one, other = (_options(asked(**given)) for given in ({}, changes))
+    with pytest.raises(UsageError) as raised:
+        _check_facts([{**FACTS, "options": one}, {**FACTS, "coordinate": "rank=1", "options": other}])
+    assert f"alike: {named}" in str(raised.value)
+
+
+def asked(**changes: Any) -> Asked:
+    given: dict[str, Any] = {"policy": Every(seconds=600), "keep": Keep(last=3), "limits": Limits()}
+    given |= {"codec": "auto", "peers": Replicas(1)}
+    given |= {name: changes[name] for name in given.keys() & changes}
+    rest = {"strict": True, "generators": True, "take_over": False, "init": None, **changes}
+    return cast(Asked, SimpleNamespace(**{**rest, "options": make_options(**given)}))

@@ -1,0 +1,131 @@
+"""A folder as the store of a running job: full, read-only, removed, cleaned up in part, used by two at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.store.run import Run
+from tests.checkpointer.loops import losses, make, wait_agent_gone
+from tests.checkpointer.runs import Seen, run
+from tests.cli.stores import opened
+
+
+def test_a_disk_with_room_for_one_checkpoint_more_than_is_kept_takes_every_save(small_disk: Path) -> None:
+    """At the speed of the disk: what goes has no grace that would fill it."""
+    job, table = make(), torch.zeros(1 << 19)
+    url = small_disk / "run"
+    with ckpt.Checkpointer(url, {**job.state, "table": table}, codec="raw", keep=ckpt.Keep(last=2)) as ck:
+        for step in ck.steps(30):
+            job.train(step)
+            table.fill_(step)
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+    wait_agent_gone(url)
+    with opened(url) as store:
+        assert [ref.identity.tick.step for ref in Run(store).view().line][-2:] == [29, 30]
+
+
+def test_a_full_disk_fails_saves_until_there_is_room(small_disk: Path) -> None:
+    job, found, seen = make(), [], Seen()
+    table = torch.zeros(1 << 18)
+    url, ballast = small_disk / "run", small_disk / "ballast"
+    with ckpt.Checkpointer(url, {**job.state, "table": table}, codec="raw", sinks=(seen,)) as ck:
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            table.fill_(step)
+            ck.step()
+            if step == 2:
+                ck.save().wait("store", timeout_s=60)
+                table.fill_(-1)
+                with ballast.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, free(small_disk))
+                lost = ck.save()
+                with pytest.raises(ckpt.SaveFailed, match="make room"):
+                    lost.wait("store", timeout_s=60)
+                assert lost.level == "local"
+                ballast.unlink()
+    wait_agent_gone(url)
+    assert found == losses(4)
+    assert seen.wait("commit.failed").loud
+    fresh, other = make(seed=9), torch.empty(1 << 18)
+    with ckpt.Checkpointer(url, {**fresh.state, "table": other}) as ck:
+        assert ck.restored.step == 4
+    wait_agent_gone(url)
+    assert torch.equal(other, torch.full((1 << 18,), 4.0))
+    assert not [path for path in url.rglob("*") if path.name.startswith(".")], "rubbish is left"
+
+
+def free(disk: Path) -> int:
+    facts = os.statvfs(disk)
+    return facts.f_bavail * facts.f_frsize
+
+
+def test_a_disk_that_becomes_read_only_fails_the_run_at_its_end_and_not_before(small_disk: Path) -> None:
+    job, found, seen = make(), [], Seen()
+    url = small_disk / "run"
+    with pytest.raises(ckpt.CommitFailed, match="ead-only"), ckpt.Checkpointer(url, job.state, sinks=(seen,)) as ck:  # noqa: PT012
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            if step == 2:
+                ck.step()
+                ck.save().wait("store", timeout_s=60)
+                subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    wait_agent_gone(url)
+    assert found == losses(4)
+    assert seen.wait("commit.failed").loud
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    again = run(url, 5)
+    assert again.from_step == 2
+    assert found[:2] + again.losses == losses(5)
+
+
+def test_a_folder_that_is_removed_in_mid_run_holds_what_is_saved_afterwards(tmp_path: Path) -> None:
+    url, job, found = tmp_path / "run", make(), []
+    frozen = torch.arange(1 << 20)
+    with ckpt.Checkpointer(url, {**job.state, "frozen": frozen}) as ck:
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            if step == 2:
+                ck.step()
+                ck.save().wait("store", timeout_s=60)
+                shutil.rmtree(url)
+    wait_agent_gone(url)
+    fresh, other = make(seed=9), torch.empty_like(frozen)
+    with ckpt.Checkpointer(url, {**fresh.state, "frozen": other}) as ck:
+        assert ck.restored.step == 4
+    wait_agent_gone(url)
+    assert torch.equal(other, frozen)
+
+
+@pytest.mark.parametrize("lost", ["00000001-*", "00000002-*", "*"])
+def test_a_claim_that_is_lost_makes_no_run_fresh_or_older_in_silence(tmp_path: Path, lost: str) -> None:
+    """The newest checkpoint is restored, or the start is an error that says what is wrong."""
+    url = tmp_path / "run"
+    run(url, 3, make())
+    run(url, 6)
+    for claim in (url / "epochs").glob(lost):
+        claim.unlink()
+    try:
+        again = run(url, 8)
+    except (ckpt.NoCheckpoint, ckpt.DamagedData) as exc:
+        assert "epoch" in str(exc)  # noqa: PT017
+    else:
+        assert again.from_step == 6
+
+
+def test_a_second_checkpointer_of_one_process_on_one_url_is_refused(tmp_path: Path) -> None:
+    job, other = make(), make(seed=9)
+    with ckpt.Checkpointer(tmp_path, job.state) as ck:
+        for step in ck.steps(2):
+            job.train(step)
+            with pytest.raises(ckpt.UsageError, match="URL"), ckpt.Checkpointer(tmp_path, other.state):
+                pass
+    wait_agent_gone(tmp_path)
+    assert ck.receipt["committed_step"] == 2

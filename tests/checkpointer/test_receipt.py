@@ -1,0 +1,124 @@
+"""A receipt says what a run came to: steps lost, stalls, bytes per level, what was proven, what fell back and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import ckpt
+from ckpt.events import Event
+from ckpt.trainer.loop.run_report import FALLEN_MAX, WORDS_MAX, Receipt
+from tests.checkpointer.loops import make, wait_agent_gone
+from tests.checkpointer.runs import Seen, run
+from tests.checkpointer.scripts import torchrun
+
+MODEL_BYTES = 4 * (200 * 200 + 200) * 4
+OWN_BYTES = 5000 * 4
+
+
+def test_at_the_exit_it_says_what_reached_each_level(tmp_path: Path) -> None:
+    job, seen = make(), Seen()
+    job.frozen = nn.Linear(600, 600)
+    state, later = {**job.state, "frozen": job.frozen}, ckpt.Every(steps=10**6)
+    with ckpt.Checkpointer(tmp_path, state, policy=later, codec="raw", sinks=(seen,)) as ck:
+        for step in ck.steps(3):
+            job.train(step)
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+            assert ck.receipt["commits"] == step, "whoever waited for a commit finds it in the receipt"
+    wait_agent_gone(tmp_path)
+    said, frozen_bytes = ck.receipt, 4 * (600 * 600 + 600)
+    assert json.loads(json.dumps(said)) == said
+    assert said["commits"] == said["snapshots"] == 3  # the exit finds the last step saved
+    assert said["bytes"].keys() == {"local", "store"}
+    assert said["bytes"]["local"] > 3 * frozen_bytes
+    packs = sum(path.stat().st_size for path in tmp_path.rglob("*.pack"))
+    assert 0.9 * packs < said["bytes"]["store"] <= packs
+    assert said["committed_referred_bytes"] >= 2 * (frozen_bytes - 4096 * 4)
+    assert said["committed_raw_bytes"] > 3 * frozen_bytes
+    assert said["steps_lost"] is None
+    (line,) = [event.message for event in seen.named("receipt")]
+    assert "\n" not in line
+    for part in ("3 snapshots", "stall", "MiB staged", "in 3 commits", "iB stored", "unchanged"):
+        assert part in line
+
+
+def test_a_restore_says_what_it_came_to(tmp_path: Path) -> None:
+    run(tmp_path, 3, codec="raw")
+    seen = run(tmp_path, 3).seen
+    (event,) = seen.named("restored")
+    said = event.data
+    assert said["steps_lost"] is None, "nobody who is left knows how far the former run came"
+    assert said["bytes"].keys() == {"restored from store"}
+    assert said["bytes"]["restored from store"] > 0
+    assert said["entry_s"] > 0
+    assert said["proven"] == ["the hashes of all frames read"]
+    assert said["fell_back"] == []
+    for part in ("restored step 3 from the store", "store, entered in", "proven: the hashes"):
+        assert part in event.message
+
+
+def test_a_checkpoint_that_was_passed_over_is_what_fell_back(tmp_path: Path) -> None:
+    run(tmp_path, 1, codec="raw")
+    before = set(tmp_path.rglob("*.pack"))
+    run(tmp_path, 2, codec="raw")
+    for pack in set(tmp_path.rglob("*.pack")) - before:
+        pack.write_bytes(b"\0" * pack.stat().st_size)
+    again = run(tmp_path, 2)
+    assert again.from_step == 1
+    (event,) = again.seen.named("restored")
+    assert event.data["steps_lost"] == 1
+    assert "the checkpoint of step 2 cannot be restored" in event.data["fell_back"][0]
+    assert "fell back: the checkpoint of step 2" in event.message
+    assert again.ck.receipt["fell_back"] == event.data["fell_back"]
+
+
+@pytest.mark.torchrun
+def test_each_rank_says_what_it_left_to_others_and_what_differs(tmp_path: Path) -> None:
+    lines = torchrun(tmp_path / "log", 2, "tests.checkpointer.receipts", str(tmp_path / "run")).end()
+    found = {(line["start"], line["rank"]): line for line in lines}
+    first = [found["first", rank]["receipt"] for rank in range(2)]
+    for said in first:
+        (replicas,) = [text for text in said["proven"] if text.startswith("replicas of ")]
+        assert "MiB that other ranks stage" in replicas
+        assert [text for text in said["fell_back"] if text.startswith("own saved per rank")]
+    staged = sum(said["bytes"]["local"] for said in first)
+    assert staged >= 3 * (MODEL_BYTES + 2 * OWN_BYTES)  # the exit finds the last step saved
+    assert staged < 3 * (MODEL_BYTES + 2 * OWN_BYTES) + MODEL_BYTES, "the model was staged on both ranks"
+    assert [said["commits"] for said in first] == [3, 0], "the lowest rank is told of the job's commits"
+    for rank in range(2):
+        again = found["again", rank]
+        read = {what: count for what, count in again["receipt"]["bytes"].items() if what.startswith("restored from ")}
+        assert sum(read.values()) > 0  # from memory, where the former start's agent has not ended yet
+        assert len(again["restored"]) == 1
+
+
+def test_what_fell_back_is_bounded_and_in_one_line() -> None:
+    receipt = Receipt()
+    for number in range(2 * FALLEN_MAX):
+        receipt.hear(Event("restore.struck", f"ckpt: {number}\n{'x' * 2 * WORDS_MAX}", True))
+    receipt.hear(Event("restore.struck", "quiet"))
+    assert len(receipt.fallen) == FALLEN_MAX
+    receipt.fell_back = receipt.fallen
+    assert "\n" not in receipt.line() + receipt.restored_line()
+    assert all(len(text) <= WORDS_MAX and text.endswith("x ...") for text in receipt.fallen)
+
+
+def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> None:
+    receipt = Receipt(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
+    for line in (receipt.restored_line(), receipt.line()):
+        assert "step 2 from the store, 7 steps lost; " in line
+    receipt.steps_lost = receipt.snapshots = receipt.committed.commits = 1
+    assert ", 1 step lost; " in receipt.restored_line()
+    for part in (", 1 step lost; ", "; 1 snapshot, ", " in 1 commit: "):
+        assert part in receipt.line()
+
+
+def test_a_run_that_was_at_its_end_already_says_that_it_made_no_steps() -> None:
+    receipt = Receipt(start_step=48, end_step=48, restored_from="step 48 from the store")
+    assert receipt.line().startswith("ckpt: no steps from step 48 from the store;")
+    receipt.end_step = 50
+    assert receipt.line().startswith("ckpt: steps 49..50 from step 48 from the store;")

@@ -1,0 +1,190 @@
+"""What stays in the store, and what is written there: unchanged frames once, and only the checkpoints that are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.types import Identity
+from tests.checkpointer.loops import losses, make, wait_agent_gone
+from tests.checkpointer.runs import Seen, kill_agent, run
+from tests.checkpointer.scripts import losses_of, train
+from tests.cli.stores import ckpt as command
+
+FROZEN_BYTES = 4 << 20
+
+
+class Tuning:
+    """A small layer that is trained beside a large tensor that never changes, as with LoRA."""
+
+    def __init__(self, fill: float) -> None:
+        torch.set_num_threads(1)
+        self.model = nn.Linear(8, 8)
+        self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.frozen = torch.linspace(fill, fill + 1, FROZEN_BYTES // 4)
+        self.state = {"model": self.model, "optim": self.optim, "frozen": self.frozen}
+
+    def save_steps(self, ck: ckpt.Checkpointer, last: int) -> None:
+        """Every step is committed before the next one begins."""
+        for _ in ck.steps(last):
+            self.optim.zero_grad()
+            self.model(torch.ones(2, 8)).square().mean().backward()
+            self.optim.step()
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+
+
+def referred(seen: Seen) -> dict[int, int]:
+    """By step: how many bytes its commit referred to instead of writing them."""
+    commits = seen.named("commit.done")
+    return {Identity.parse(each.data["identity"]).tick.step: each.data["referred_bytes"] for each in commits}
+
+
+def stored_bytes(url: Path) -> int:
+    return sum(pack.stat().st_size for pack in url.rglob("*.pack"))
+
+
+def test_what_does_not_change_is_written_once_by_all_starts_of_a_run(tmp_path: Path) -> None:
+    first, seen = Tuning(0.0), Seen()
+    with ckpt.Checkpointer(tmp_path, first.state, codec="raw", sinks=(seen,)) as ck:
+        first.save_steps(ck, 3)
+    wait_agent_gone(tmp_path)
+    again = Tuning(7.0)
+    with ckpt.Checkpointer(tmp_path, again.state, codec="raw", sinks=(seen,)) as ck:
+        assert (ck.restored.step, ck.restored.level) == (3, "store")
+        assert torch.equal(again.frozen, first.frozen)
+        again.save_steps(ck, 5)
+    wait_agent_gone(tmp_path)
+    found = referred(seen)
+    assert sorted(found) == [1, 2, 3, 4, 5]
+    assert found[1] == 0
+    for step in (2, 3, 4, 5):
+        assert found[step] >= FROZEN_BYTES, found
+    assert FROZEN_BYTES <= stored_bytes(tmp_path) < 2 * FROZEN_BYTES
+    last = Tuning(9.0)
+    with ckpt.Checkpointer(tmp_path, last.state) as ck:
+        assert ck.restored.step == 5
+    assert torch.equal(last.frozen, first.frozen)
+    assert torch.equal(last.model.weight, again.model.weight)
+
+
+def test_an_agent_that_takes_over_writes_once_more_and_then_refers_again(tmp_path: Path) -> None:
+    """It has seen no record that it could refer to, but its own first one."""
+    job, seen = Tuning(0.0), Seen()
+    with ckpt.Checkpointer(tmp_path, job.state, codec="raw", sinks=(seen,)) as ck:
+        job.save_steps(ck, 2)
+        kill_agent(tmp_path)
+        seen.wait("agent.restarted")
+        job.save_steps(ck, 4)
+    wait_agent_gone(tmp_path)
+    found = referred(seen)
+    assert found[4] >= FROZEN_BYTES, found
+    assert stored_bytes(tmp_path) < 3 * FROZEN_BYTES
+    again = Tuning(9.0)
+    with ckpt.Checkpointer(tmp_path, again.state) as ck:
+        assert ck.restored.step == 4
+    assert torch.equal(again.frozen, job.frozen)
+
+
+def listed(url: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return [row["step"] for row in command(monkeypatch, "ls", url, "--json").json["checkpoints"]]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (ckpt.Keep(last=2), [4, 5]),
+        (ckpt.Keep(best=ckpt.Best("loss", "min")), [2, 5]),
+        (ckpt.Keep(last=1, every=2, best=ckpt.Best("loss", "max")), [1, 2, 4, 5]),
+    ],
+    ids=["last", "best", "all three"],
+)
+def test_a_running_job_keeps_what_its_rule_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: ckpt.Keep, kept: list[int]
+) -> None:
+    """Its agent decides after each commit; what goes is listed and restored no more, and is told."""
+    job, seen = make(), Seen()
+    with ckpt.Checkpointer(tmp_path, job.state, keep=keep, sinks=(seen,)) as ck:
+        for step, loss in zip(ck.steps(4), (0.9, 0.1, 0.5, 0.4), strict=True):
+            job.train(step)
+            ck.step()
+            ck.save(metrics={"loss": loss}).wait("store", timeout_s=60)
+        job.train(5)
+        ck.step()  # leaving saves it
+    wait_agent_gone(tmp_path)
+    assert listed(tmp_path, monkeypatch) == kept
+    assert seen.named("prune.failed") == []
+    assert any("retired 1 checkpoint " in event.message for event in seen.named("prune.done"))
+    with ckpt.Checkpointer(tmp_path, make(seed=3).state) as ck:
+        assert ck.restored.step == 5
+
+
+def test_a_prune_of_a_running_job_at_any_moment_costs_it_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for again and again, with a commit or another under way: what is the newest by then stays, and is whole."""
+    job, seen, found, newest, retired = make(), Seen(), list[float](), 0, 0
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6), sinks=(seen,)) as ck:
+        for step in ck.steps(40):
+            found.append(job.train(step))
+            ck.step()
+            handle = ck.save()
+            if step == 1:
+                handle.wait("store", timeout_s=60)
+            elif step % 2:
+                said = command(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
+                assert said.code == 0, said
+                retired += said.out.count("retired:\n  step ")
+                last = max(listed(tmp_path, monkeypatch))
+                assert last >= newest
+                newest = last
+    wait_agent_gone(tmp_path)
+    assert retired > 2
+    assert {"save.failed", "commit.failed", "prune.failed", "store.lost"}.isdisjoint(each.name for each in seen.events)
+    assert command(monkeypatch, "verify", tmp_path).code == 0
+    again = run(tmp_path, 43)
+    assert (again.from_step, again.ck.restored.level) == (40, "store")
+    assert found + again.losses == losses(43)
+
+
+def test_a_run_that_is_pruned_all_the_time_and_killed_again_and_again_goes_on_from_its_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever carries it out: the agent of the living job, that of a job that was killed, or the command, where both
+    were killed in the midst of a commit."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.5")  # who was killed without a word is watched for two of them
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    url, found, newest, retired = tmp_path / "run", dict[int, float](), 0, 0
+
+    def prune() -> None:
+        nonlocal newest, retired
+        said = command(monkeypatch, "prune", url, "--last", "1", "--yes", "--json")
+        assert said.code == 0, said
+        retired += len(said.json["retire"])
+        last = max(listed(url, monkeypatch))
+        assert last >= newest
+        newest = last
+
+    for start in range(3):
+        job = train(tmp_path / f"{start}.log", url, 100_000, "--every", "2", "--mib", "4", "--seed", str(start and 1))
+        assert job.wait_for(lambda line: "restored" in line)["restored"] >= newest
+        job.wait_for(lambda line: line.get("event") == "commit.done")
+        for _ in range(4):
+            prune()
+        job.kill()
+        if start == 1:
+            kill_agent(url)
+        for _ in range(2):
+            prune()
+        found |= losses_of(job.lines())
+    steps = max(found) + 5
+    lines = train(tmp_path / "last.log", url, steps, "--mib", "4", "--seed", "1").end()
+    assert next(line["restored"] for line in lines if "restored" in line) >= newest
+    found |= losses_of(lines)
+    assert [found[step] for step in range(1, steps + 1)] == losses(steps)
+    assert retired > 2
+    assert command(monkeypatch, "verify", url).code == 0

@@ -1,0 +1,268 @@
+"""Who stages what."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ckpt.errors import UsageError
+from ckpt.layout.division import agree, divide, division_id, owned, undivided, with_holes
+from ckpt.layout.layout import Entry, Layout, Part
+from ckpt.layout.staging import small_bytes_for
+from ckpt.types import FRAME_BYTES, ITEMSIZE, Box
+
+FRAME = 1024  # so that boxes from 256 bytes on are large
+SMALL = small_bytes_for(FRAME)
+
+
+def entry(name: str, size: int, dtype: str = "uint8", owner: str = "") -> Entry:
+    return Entry(name, dtype, (size,), (Box.whole((size,)),), owner)
+
+
+def layout(*entries: Entry) -> Layout:
+    return Layout(tuple(sorted(entries, key=lambda e: (e.name, e.owner))))
+
+
+def keys(*layouts: Layout) -> set[tuple[str, str, Box]]:
+    return {(e.name, e.owner, box) for each in layouts for e in each.entries for box in e.boxes}
+
+
+def load(share: tuple[Part, ...]) -> int:
+    return sum(part.stop - part.start for part in share)
+
+
+def random_layout(rng: random.Random, count: int, prefix: str = "t") -> Layout:
+    sizes = [rng.choice((0, 1, 3, 40, 200, 300, 1500, 5000, 20_000)) for _ in range(count)]
+    return layout(*(entry(f"{prefix}{i:04d}", size) for i, size in enumerate(sizes)))
+
+
+def staged_once(layouts: list[Layout], shares: list[tuple[Part, ...]]) -> None:
+    """Each byte of each key is staged by exactly one rank that declares it."""
+    runs: dict[tuple[str, str, Box], list[tuple[int, int]]] = {}
+    for each, share in zip(layouts, shares, strict=True):
+        assert list(share) == sorted(share, key=lambda p: (p.entry, p.box, p.start))
+        for part in share:
+            e = each.entries[part.entry]
+            runs.setdefault((e.name, e.owner, e.boxes[part.box]), []).append((part.start, part.stop))
+    for each in layouts:
+        for e in each.entries:
+            for box in e.boxes:
+                at = 0
+                for start, stop in sorted(runs.get((e.name, e.owner, box), [])):
+                    assert start == at < stop
+                    at = stop
+                assert at == box.size * ITEMSIZE[e.dtype]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_what_all_ranks_agree_on_is_staged_once_and_equally(world, seed):
+    rng = random.Random(seed)
+    layouts = [random_layout(rng, 200)] * world
+    shares = divide(layouts, keys(*layouts), FRAME)
+    staged_once(layouts, shares)
+    loads = [load(share) for share in shares]
+    assert max(loads) - min(loads) <= 2 * FRAME
+
+
+def test_a_small_box_goes_whole_to_one_rank_and_a_large_one_is_cut_at_frames(seed):
+    rng = random.Random(seed)
+    layouts = [random_layout(rng, 100)] * 4
+    for share in divide(layouts, keys(*layouts), FRAME):
+        for part in share:
+            size = layouts[0].entries[part.entry].boxes[0].size
+            if size < SMALL:
+                assert (part.start, part.stop) == (0, size)
+            else:
+                assert part.start % FRAME == 0
+                assert part.stop % FRAME == 0 or part.stop == size
+
+
+def test_what_is_not_agreed_is_staged_whole_by_each_rank_that_has_it():
+    both = layout(entry("a", 5000), entry("b", 10), entry("empty", 0))
+    shares = divide([both, both], {("b", "", Box((0,), (10,)))}, FRAME)
+    assert all(Part(0, 0, 0, 5000) in share for share in shares)
+    assert sum(part.entry == 1 for share in shares for part in share) == 1
+    assert divide([both, both], set(), FRAME) == [undivided(both), undivided(both)]
+    assert all(part.entry != 2 for part in undivided(both))
+
+
+def test_a_box_is_divided_among_exactly_those_who_declare_it(seed):
+    rng = random.Random(seed)
+    everything = random_layout(rng, 60)
+    layouts = [Layout(tuple(e for e in everything.entries if rng.random() < 0.6)) for _ in range(5)]
+    shares = divide(layouts, keys(*layouts), FRAME)
+    staged_once(layouts, shares)
+
+
+def test_what_a_rank_must_stage_alone_counts_when_the_rest_is_divided():
+    common = [entry(f"c{i}", 10_000) for i in range(10)]
+    layouts = [layout(*common, entry("mine", 40_000, owner="rank=0")), layout(*common), layout(*common)]
+    loads = [load(share) for share in divide(layouts, keys(layouts[1]), FRAME)]
+    assert loads[0] == pytest.approx(140_000 / 3, abs=2 * FRAME)
+    assert max(loads) - min(loads) <= 2 * FRAME
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {(0, 2): 50_000, (1, 3): 10_000, (0, 1, 2, 3): 60_000},  # replicas of shards, and what all hold
+        {(0, 1): 60_000, (1, 2): 60_000, (2, 3): 60_000},  # groups that cross: all four can have the same
+    ],
+)
+def test_ranks_get_equal_bytes_where_groups_of_holders_nest_or_cross(groups):
+    held: dict[int, list[Entry]] = {rank: [] for rank in range(4)}
+    for number, (ranks, size) in enumerate(groups.items()):
+        for rank in ranks:
+            held[rank].append(entry(f"g{number}", size))
+    layouts = [layout(*held[rank]) for rank in range(4)]
+    shares = divide(layouts, keys(*layouts), FRAME)
+    staged_once(layouts, shares)
+    loads = [load(share) for share in shares]
+    assert max(loads) - min(loads) <= 4 * FRAME
+
+
+def test_equal_input_gives_equal_shares_in_any_order_of_the_agreed_boxes(seed):
+    rng = random.Random(seed)
+    layouts = [random_layout(rng, 80)] * 3
+    agreed = sorted(keys(*layouts))
+    backwards = dict.fromkeys(reversed(agreed))
+    assert divide(layouts, set(agreed), FRAME) == divide(layouts, backwards.keys(), FRAME)
+
+
+def test_adding_a_tensor_moves_few_bytes_to_other_ranks(seed):
+    """Each of the 7 boundaries moves by at most the added bytes and the middle of what it falls into."""
+    rng = random.Random(seed)
+    before = random_layout(rng, 1000)
+    for size in (10, 300, 5000):
+        after = layout(*before.entries, entry(f"t{rng.randrange(1000):04d}.new", size))
+        old, new = (holders(each, divide([each] * 8, keys(each), FRAME)) for each in (before, after))
+        moved = sum(stop - start for (name, start, stop), rank in old.items() if new.get((name, start, stop)) != rank)
+        assert moved <= 7 * (size + 2 * FRAME)
+
+
+def holders(each: Layout, shares: list[tuple[Part, ...]]) -> dict[tuple[str, int, int], int]:
+    """Which rank stages each frame of each box."""
+    return {
+        (each.entries[part.entry].name, at, min(at + FRAME, part.stop)): rank
+        for rank, share in enumerate(shares)
+        for part in share
+        for at in range(part.start, part.stop, FRAME)
+    }
+
+
+def test_a_box_that_two_ranks_declare_as_different_kinds_is_not_divided():
+    one, other = layout(entry("a", 5000)), layout(entry("a", 5000, "int8"))
+    assert divide([one, other], keys(one, other), FRAME) == [undivided(one), undivided(other)]
+
+
+def test_real_frames_divide_a_model_within_a_frame_of_equal():
+    names = [f"layers.{i}.{kind}" for i in range(32) for kind in ("attn", "bias", "mlp", "norm")]
+    each = layout(
+        *(entry(n, {"attn": 1 << 24, "mlp": 3 << 24, "bias": 4096, "norm": 8192}[n.split(".")[2]]) for n in names)
+    )
+    shares = divide([each] * 8, keys(each), FRAME_BYTES)
+    staged_once([each] * 8, shares)
+    loads = [load(share) for share in shares]
+    assert max(loads) - min(loads) <= FRAME_BYTES
+
+
+def hashes(*rows: int) -> np.ndarray:
+    return np.array([(row, row) for row in rows], np.uint64).reshape(-1, 2)
+
+
+def test_agree_tells_equal_from_different_from_unknown():
+    each = layout(*(entry(name, 8) for name in "abcd"))
+    agreed, differing = agree([each] * 3, [hashes(1, 2, 3, 0), hashes(1, 2, 0, 0), hashes(1, 9, 3, 0)])
+    assert agreed == {("a", "", Box((0,), (8,)))}
+    assert differing == {("b", "")}
+
+
+def test_agree_finds_a_difference_behind_a_rank_that_did_not_hash():
+    each = layout(entry("a", 8))
+    for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):
+        agreed, differing = agree([each] * 3, [hashes(row) for row in order])
+        assert (agreed, differing) == (set(), {("a", "")})
+
+
+def test_agree_needs_two_ranks_and_takes_other_kinds_as_different():
+    layouts = [layout(entry("a", 8), entry("b", 8), entry("c", 8)), layout(entry("a", 8, "int8"), entry("b", 9))]
+    agreed, differing = agree(layouts, [hashes(1, 2, 3), hashes(1, 2)])
+    assert (agreed, differing) == (set(), {("a", ""), ("b", "")})
+
+
+def test_a_tensor_that_differs_in_one_box_is_agreed_in_none():
+    boxes = (Box((0,), (4,)), Box((4,), (4,)))
+    each = Layout((Entry("a", "uint8", (8,), boxes),))
+    assert agree([each, each], [hashes(1, 2), hashes(1, 3)]) == (set(), {("a", "")})
+
+
+def test_hashes_may_be_left_out_but_not_be_of_another_number():
+    each = layout(entry("a", 8))
+    assert agree([each, each], [np.zeros((0, 2), np.uint64)] * 2) == (set(), set())
+    with pytest.raises(UsageError, match="rank 1 declares 1 boxes"):
+        agree([each, each], [hashes(1), hashes(1, 2)])
+
+
+def test_owned_rewrites_the_jobs_tensors_of_these_names_in_place():
+    each = layout(entry("a", 8), entry("b", 8), entry("c", 8, owner="rank=1"))
+    assert [e.owner for e in owned(each, {"a", "c"}, "rank=0").entries] == ["rank=0", "", "rank=1"]
+    assert owned(each, set(), "rank=0") == each
+
+
+def test_a_division_is_named_by_all_that_it_was_made_from():
+    each = layout(entry("a", 8), entry("b", 8))
+    share = undivided(each)
+    base = division_id([each, each], [share, share])
+    assert len(base) == 16
+    assert base == division_id([layout(*each.entries)] * 2, [tuple(share)] * 2)
+    box = (Box((0,), (7,)),)
+    others = [
+        division_id([each], [share]),
+        division_id([each, each], [share, share[:1]]),
+        division_id([each, each], [share, (share[0], Part(1, 0, 0, 7))]),
+        division_id([each, layout(entry("a", 8), entry("c", 8))], [share, share]),
+        division_id([each, layout(entry("a", 8), entry("b", 8, "int8"))], [share, share]),
+        division_id([each, layout(entry("a", 8), entry("b", 8, owner="rank=1"))], [share, share]),
+        division_id([each, layout(entry("a", 8), Entry("b", "uint8", (8,), box))], [share, share]),
+        division_id([each, layout(entry("a", 8), Entry("b", "uint8", (9,), box))], [share, share]),
+    ]
+    assert max(Counter([base, *others]).values()) == 1
+
+
+def test_ranks_that_share_a_layout_get_what_equal_layouts_get(seed):
+    rng = random.Random(seed)
+    one, other = random_layout(rng, 60), random_layout(rng, 60)
+    other = layout(*other.entries, entry("z", 700, owner="rank=1"))
+    pattern = [one, other, one, one, other]
+    copies = [Layout(tuple(each.entries)) for each in pattern]
+    rows = {
+        id(each): np.array([[rng.randrange(2), i] for i in range(len(each.entries))], np.uint64) for each in pattern
+    }
+    told = [rows[id(each)].copy() for each in pattern]
+    told[3][5] += 1  # the same layout, other bytes
+    agreed, differing = agree(pattern, told)
+    assert (agreed, differing) == agree(copies, told)
+    assert differing
+    shares = divide(pattern, agreed, FRAME)
+    assert shares == divide(copies, agreed, FRAME)
+    assert division_id(pattern, shares) == division_id(copies, shares)
+
+
+def test_tensors_that_the_ranks_do_not_hold_whole_are_found() -> None:
+    def rank(**boxes: tuple[Box, ...]) -> Layout:
+        return layout(*(Entry(name, "uint8", (8, 4), held) for name, held in boxes.items()))
+
+    def rows(first: int, last: int) -> Box:
+        return Box((first, 0), (last - first, 4))
+
+    whole, top, low, middle = (rows(0, 8),), (rows(0, 4),), (rows(4, 8),), (rows(2, 6),)
+    assert with_holes([rank(a=top, b=whole, c=()), rank(a=low, b=whole, c=whole)]) == []
+    assert with_holes([rank(a=top, b=top, c=()), rank(a=low, b=(rows(5, 8),), c=())]) == ["b", "c"]
+    assert with_holes([rank(a=top), rank(a=whole)]) == [], "stored per rank, as boxes that overlap are"
+    assert with_holes([rank(a=top), rank(a=middle)]) == []
+    assert with_holes([rank(a=top), layout(Entry("a", "int8", (8, 4), ()))]) == [], "of different dtypes"
+    assert with_holes([layout(Entry("a", "uint8", (8, 4), top, "rank=0"))]) == [], "a rank's own"
+    assert with_holes([layout(Entry("a", "uint8", (0, 4), ()), Entry("z", "uint8", (), (Box((), ()),)))]) == []

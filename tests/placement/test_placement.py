@@ -1,0 +1,618 @@
+"""Who keeps whose state."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.errors import UsageError
+from ckpt.placement.groups import Node, grouped
+from ckpt.placement.parity_placement import Group
+from ckpt.placement.placement import GENERATIONS, Parity, Placement, Replicas, place, place_sparing
+from ckpt.placement.stripes import stripes
+
+PAGE = 4096
+STATE = 60 * PAGE
+AMPLE = 1 << 40
+
+
+def trainer(name: str, *domains: str, nbytes: int = STATE, lend: int = AMPLE, **more) -> Node:
+    return Node(name, nbytes, lend, domains, **more)
+
+
+def memory_only(name: str, *domains: str, lend: int = AMPLE, **more) -> Node:
+    return Node(name, 0, lend, domains, trains=False, **more)
+
+
+def many(count: int, *domains: str) -> list[Node]:
+    """`domains`: templates over the node's number, such as "rack{0}"."""
+    return [trainer(f"n{i:02d}", *(domain.format(i) for domain in domains)) for i in range(count)]
+
+
+def holders(placement: Placement) -> dict[str, tuple[str, ...]]:
+    return {kept.node: kept.holders for kept in placement.kept}
+
+
+def members(placement: Placement) -> list[tuple[str, ...]]:
+    return [group.members for group in placement.groups]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Node]:
+    """Any nodes: some without state, room or domains, some memory-only; equal or unequal risks and links."""
+    count = draw(st.integers(1, 9))
+    depth = draw(st.integers(0, 2))
+    unequal = draw(st.booleans())
+    found = []
+    for i in range(count):
+        trains = draw(st.integers(0, 4)) > 0
+        found.append(
+            Node(
+                f"n{i}",
+                draw(st.sampled_from((0, 1, PAGE, 3 * PAGE + 5, STATE))) if trains else 0,
+                draw(st.sampled_from((0, 3 * PAGE, 2 * STATE, 5 * STATE, AMPLE))),
+                tuple(draw(st.sampled_from("abc")) for _ in range(draw(st.integers(0, depth)))),
+                risk=draw(st.sampled_from((None, 0.0, 0.01, 0.3, 1.0))) if unequal else None,
+                up_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
+                down_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
+                trains=trains,
+            )
+        )
+    return found
+
+
+options = st.one_of(st.builds(Replicas, st.integers(1, 3)), st.builds(Parity, st.integers(1, 4), st.integers(1, 2)))
+
+
+def is_sound(nodes: list[Node], placement: Placement, option: Replicas | Parity) -> None:
+    """What holds for every placement."""
+    by_id = {node.id: node for node in nodes}
+    asked = option.n if isinstance(option, Replicas) else option.parity
+    assert [kept.node for kept in placement.kept] == sorted(node.id for node in nodes if node.trains)
+    assert sorted(itertools.chain(*(group.home for group in placement.groups))) == sorted(by_id)
+    for kept in placement.kept:
+        assert kept.node not in kept.holders
+        assert len(set(kept.holders)) == len(kept.holders)
+        assert 0 <= kept.losses <= asked
+    for load in placement.loads:
+        assert 0 <= load.keeps_all_bytes <= load.lend_bytes == by_id[load.node].lend_bytes
+        assert load.keeps_all_bytes == load.keeps_bytes * GENERATIONS
+    assert sum(load.sends_bytes for load in placement.loads) == sum(load.receives_bytes for load in placement.loads)
+    assert {s.node: (s.asked, s.got) for s in placement.shortfalls} == {
+        kept.node: (asked, kept.losses) for kept in placement.kept if kept.losses < asked
+    }
+    promised = {kept.node: kept.losses for kept in placement.kept}
+    for count in range(min(asked, len(nodes)) + 1):
+        for gone in itertools.combinations(by_id, count):
+            assert not {id for id in placement.lost(gone) if promised[id] >= count}
+
+
+@given(jobs(), options)
+@settings(max_examples=200)
+def test_every_state_survives_what_is_promised_within_the_budgets_and_not_by_itself(nodes, option):
+    is_sound(nodes, place(nodes, option), option)
+
+
+@given(jobs(), options, st.randoms(use_true_random=False))
+def test_the_order_of_the_nodes_does_not_matter(nodes, option, rng):
+    shuffled = list(nodes)
+    rng.shuffle(shuffled)
+    assert place(shuffled, option) == place(nodes, option)
+
+
+@given(jobs(), options, jobs(), options)
+def test_a_placement_that_replaces_another_is_as_sound(nodes, option, earlier, other):
+    before = place(earlier, other)
+    placement = place(nodes, option, before)
+    is_sound(nodes, placement, option)
+    assert place(nodes, option, placement) == place(nodes, option, place(nodes, option, placement))
+
+
+@given(jobs(), st.integers(1, 3))
+def test_no_copy_is_left_out_or_left_in_its_domain_while_a_node_has_room(nodes, n):
+    placement = place(nodes, Replicas(n))
+    by_id = {node.id: node for node in nodes}
+    room = {load.node: by_id[load.node].lend_bytes // GENERATIONS - load.keeps_bytes for load in placement.loads}
+    depth = max(len(node.domains) for node in nodes)
+    for kept in placement.kept:
+        owner = by_id[kept.node]
+        free = [id for id, left in room.items() if id not in (kept.node, *kept.holders) and left >= owner.bytes]
+        if len(kept.holders) < min(n, len(nodes) - 1):
+            assert not free
+        for level in range(depth if kept.holders else 0):
+            if all(by_id[id].domain(level) == owner.domain(level) for id in kept.holders):
+                assert [id for id in free if by_id[id].domain(level) != owner.domain(level)] == []
+
+
+@given(jobs(), st.integers(1, 4), st.integers(1, 2))
+def test_parity_is_left_out_only_where_all_that_is_left_together_cannot_keep_it(nodes, data, parity):
+    placement = place(nodes, Parity(data, parity))
+    rooms = [
+        node.lend_bytes // GENERATIONS - load.keeps_bytes for node, load in zip(nodes, placement.loads, strict=True)
+    ]
+    for group in placement.groups:
+        sizes = [node.bytes if node.id in group.home else 0 for node in nodes]
+        if not group.parity and any(sizes):
+            assert stripes(sizes, rooms, 1) is None
+
+
+# -- who is put together
+
+
+@given(
+    st.lists(st.sampled_from("abcde"), min_size=2, max_size=12), st.integers(2, 4), st.randoms(use_true_random=False)
+)
+def test_groups_of_equal_sizes_get_no_more_of_a_domain_than_its_share(labels, count, rng):
+    labels = labels[: len(labels) // count * count]
+    if not labels:
+        return
+    nodes = [trainer(f"n{i:02d}", label, f"{label}{rng.randrange(2)}") for i, label in enumerate(labels)]
+    found = grouped(nodes, [len(nodes) // count] * count, 1)
+    by_id = {node.id: node for node in nodes}
+    for level in range(2):
+        for domain in {node.domain(level) for node in nodes}:
+            size = sum(node.domain(level) == domain for node in nodes)
+            held = [sum(by_id[id].domain(level) == domain for id in group) for group in found]
+            assert max(held) == -(-size // count)
+
+
+def pairs_alike(groups: Sequence[Sequence[Node]]) -> tuple[int, ...]:
+    """At each level, how many pairs within a group are of one domain."""
+    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    return tuple(sum(a.domain(level) == b.domain(level) for a, b in pairs) for level in range(2))
+
+
+def brute_force(nodes: list[Node], sizes: list[int]) -> tuple[int, ...]:
+    """The least there is, by all permutations."""
+    bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+    return min(pairs_alike([order[a:b] for a, b in bounds]) for order in itertools.permutations(nodes))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 3), (3, 4), (2, 5)])
+def test_groups_of_unequal_sizes_share_as_few_domains_as_the_best_of_all_arrangements(sizes, seed):
+    rng = random.Random(seed)
+    for _ in range(3):
+        nodes = [trainer(f"n{i}", rng.choice("ab"), rng.choice("xy")) for i in range(sum(sizes))]
+        by_id = {node.id: node for node in nodes}
+        found = grouped(nodes, list(sizes), 1)
+        assert pairs_alike([[by_id[id] for id in group] for group in found]) == brute_force(nodes, list(sizes))
+
+
+def test_a_copy_lies_in_another_site_and_else_in_another_rack():
+    nodes = many(8, "site", "rack{0}")
+    nodes = [trainer(node.id, "east" if i < 4 else "west", f"rack{i // 2}") for i, node in enumerate(nodes)]
+    by_id = {node.id: node for node in nodes}
+    for kept in place(nodes, Replicas(1)).kept:
+        assert by_id[kept.node].domains[0] != by_id[kept.holders[0]].domains[0]
+    one_site = [trainer(node.id, "east", *node.domains[1:]) for node in nodes]
+    by_id = {node.id: node for node in one_site}
+    placement = place(one_site, Replicas(1))
+    assert placement.exposed == ()
+    for kept in placement.kept:
+        assert by_id[kept.node].domains != by_id[kept.holders[0]].domains
+
+
+def test_a_domain_whose_loss_would_lose_state_is_named():
+    nodes = [trainer(f"n{i}", "east", f"rack{i // 3}", lend=2 * STATE) for i in range(4)]
+    placement = place(nodes, Replicas(1))
+    assert placement.exposed == ("east/rack0",)  # three of four nodes: one of them keeps another's copy
+    assert place([trainer(n.id, *n.domains) for n in nodes], Replicas(1)).exposed == ()
+
+
+def test_a_copy_is_kept_in_the_stable_market_where_there_is_one():
+    spot = [trainer(f"spot{i}", f"pool{i // 4}", risk=0.2) for i in range(8)]
+    stable = [memory_only(f"stable{i}", "on-demand", risk=0.001) for i in range(2)]
+    placement = place(spot + stable, Parity(4, 1))
+    assert all(any(id.startswith("stable") for id in group.members) for group in placement.groups)
+    pairs = place([*spot[:2], *stable], Replicas(1))
+    assert all(kept.holders[0].startswith("stable") for kept in pairs.kept)
+
+
+def by_first_domain(placement: Placement, nodes: list[Node]) -> set[tuple[str, ...]]:
+    """Which domains are combined in groups."""
+    domain = {node.id: node.domains[0] for node in nodes}
+    return {tuple(sorted(domain[id] for id in group)) for group in members(placement)}
+
+
+def test_the_riskiest_pool_is_paired_with_the_safest_and_in_it_the_riskiest_node_with_the_safest():
+    risks = {"a": (0.30, 0.31), "b": (0.01, 0.02), "c": (0.20, 0.21), "d": (0.10, 0.11)}
+    nodes = [trainer(f"{pool}{i}", pool, risk=risk) for pool, pair in risks.items() for i, risk in enumerate(pair)]
+    placement = place(nodes, Replicas(1))
+    assert by_first_domain(placement, nodes) == {("a", "b"), ("c", "d")}
+    assert set(members(placement)) == {("a0", "b1"), ("a1", "b0"), ("c0", "d1"), ("c1", "d0")}
+
+
+def test_whole_domains_stay_paired_though_mixing_them_would_suit_the_risks_of_nodes():
+    risks = {"a": (0.4, 0.35), "b": (0.01, 0.3), "c": (0.02, 0.25), "d": (0.05, 0.1)}
+    nodes = [trainer(f"{rack}{i}", rack, risk=risk) for rack, pair in risks.items() for i, risk in enumerate(pair)]
+    assert len(by_first_domain(place(nodes, Replicas(1)), nodes)) == 2
+
+
+def test_memory_only_nodes_are_in_different_groups():
+    lend = GENERATIONS * STATE  # not enough for both
+    nodes = [trainer("a"), memory_only("b", lend=lend), trainer("c"), memory_only("d", lend=lend)]
+    assert all({"a", "c"} & set(group) and {"b", "d"} & set(group) for group in members(place(nodes, Replicas(1))))
+
+
+def test_the_largest_state_is_kept_by_the_fastest_link():
+    fast = {"up_bytes_s": 1e9, "down_bytes_s": 1e9}
+    slow = {"up_bytes_s": 1e9, "down_bytes_s": 1e7}
+    nodes = [
+        trainer("large0", nbytes=10 * STATE, **fast),
+        trainer("large1", nbytes=10 * STATE, **fast),
+        trainer("small0", **slow),
+        trainer("small1", **slow),
+    ]
+    placement = place(nodes, Replicas(1))
+    assert holders(placement)["large0"] == ("large1",)
+    assert max(load.seconds for load in placement.loads) == pytest.approx(STATE / 1e7)
+    assert place(many(2), Replicas(1)).loads[0].seconds is None
+
+
+def pairings(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """All ways to put them together in pairs."""
+    for at in range(1, len(names)):
+        rest = [*names[1:at], *names[at + 1 :]]
+        for others in pairings(rest) if rest else [[]]:
+            yield [(names[0], names[at]), *others]
+
+
+@pytest.mark.parametrize("count", [4, 6, 8])
+def test_of_all_pairings_that_is_made_whose_slowest_transfer_is_the_quickest(count: int, seed: int) -> None:
+    """Links carry as much each way, as those do whose speed is known."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        speeds = [rng.choice((1e6, 1e7, 1e8, 1e9)) for _ in range(count)]
+        nodes = [
+            trainer(f"n{i}", nbytes=rng.choice((1, 2, 5, 10)) * PAGE, up_bytes_s=speed, down_bytes_s=speed)
+            for i, speed in enumerate(speeds)
+        ]
+        by_id = {node.id: node for node in nodes}
+
+        def slowest(pairs: list[tuple[str, str]], by_id: dict[str, Node] = by_id) -> float:
+            ways = [(by_id[a], by_id[b]) for pair in pairs for a, b in (pair, pair[::-1])]
+            return max(a.bytes / min(a.up_bytes_s, b.down_bytes_s) for a, b in ways)
+
+        made = [(kept.node, kept.holders[0]) for kept in place(nodes, Replicas(1)).kept]
+        assert slowest(made) == pytest.approx(min(map(slowest, pairings(list(by_id)))))
+
+
+@pytest.mark.parametrize("count", [4, 6, 8])
+def test_of_all_pairings_that_is_made_which_is_the_least_likely_to_lose_anything(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        risks = {f"n{i}": rng.choice((0.001, 0.01, 0.02, 0.05, 0.1, 0.3)) for i in range(count)}
+        nodes = [trainer(name, risk=risk) for name, risk in risks.items()]
+
+        def survives(pairs: Iterable[tuple[str, ...]], risks: dict[str, float] = risks) -> float:
+            return math.prod(1 - risks[a] * risks[b] for a, b in pairs)
+
+        made = members(place(nodes, Replicas(1)))
+        assert survives(made) == pytest.approx(max(map(survives, pairings(list(risks)))), abs=1e-12)
+
+
+# -- any number of nodes, little room
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("stable", [1, 2, 3])
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("enough", [True, False])
+def test_memory_only_nodes_that_lend_enough_keep_everything_and_survive_all_that_train(count, stable, n, enough):
+    lend = GENERATIONS * STATE * count - (0 if enough else 1)
+    nodes = [*many(count), *(memory_only(f"s{i}", lend=lend) for i in range(stable))]
+    placement = place(nodes, Replicas(n))
+    is_sound(nodes, placement, Replicas(n))
+    found = holders(placement).values()
+    whole = [f"s{i}" for i in range(stable) if all(f"s{i}" in each for each in found)]
+    assert len(whole) == (min(stable, n) if enough else 0)
+    assert all(len(each) == min(n, len(nodes) - 1) for each in found if enough)
+    if enough:
+        assert not placement.lost([node.id for node in nodes if node.trains])
+    said = [note for note in placement.notes if "no memory-only node keeps all" in note]
+    assert len(said) == (not enough and count > 1)
+    assert place(nodes, Replicas(n), placement) == placement
+
+
+def test_the_safest_of_those_that_lend_enough_keeps_everything_and_one_beside_a_trainer_does_not():
+    nodes = [*many(2, "spot"), memory_only("a", "spot"), memory_only("b", risk=0.2), memory_only("c", risk=0.1)]
+    assert set(holders(place(nodes, Replicas(1))).values()) == {("c",)}
+    assert set(holders(place(nodes[:3], Replicas(1))).values()) <= {("a",), ("n00",), ("n01",)}
+    beside = [trainer("t", "x"), trainer("u", "y"), memory_only("m", "x")]
+    placement = place(beside, Replicas(1))
+    assert holders(placement)["t"] == ("u",)
+    assert "no memory-only node keeps all" in placement.notes[-1]
+
+
+def test_a_memory_only_node_that_joins_takes_everything_from_the_next_checkpoint_on():
+    before = place(many(4), Replicas(1))
+    nodes = [*many(4), memory_only("m")]
+    assert set(holders(place(nodes, Replicas(1), before)).values()) == {("m",)}
+    assert place(many(4), Replicas(1), place(nodes, Replicas(1), before)) == before
+
+
+def test_a_memory_only_node_may_be_the_only_peer():
+    placement = place([trainer("t", lend=0), memory_only("m")], Replicas(1))
+    assert holders(placement) == {"t": ("m",)}
+    assert (placement.loads[0].keeps_all_bytes, placement.loads[1].keeps_all_bytes) == (GENERATIONS * STATE, 0)
+    placement = place([*(trainer(f"t{i}", lend=0) for i in range(3)), memory_only("m")], Replicas(1))
+    assert set(holders(placement).values()) == {("m",)}
+    striped = place([*(trainer(f"t{i}", lend=0) for i in range(3)), memory_only("m")], Parity(3, 1))
+    assert {load.node: load.keeps_bytes for load in striped.loads} == {"m": STATE, "t0": 0, "t1": 0, "t2": 0}
+    assert striped.shortfalls == ()
+
+
+def test_a_memory_only_node_helps_several_groups_whose_nodes_lend_nothing():
+    nodes = [*(trainer(f"t{i}", lend=0) for i in range(7)), memory_only("m")]
+    placement = place(nodes, Parity(3, 1))
+    assert placement.shortfalls == ()
+    assert [group.helpers for group in placement.groups] == [(), ("m",)]
+    assert "also lies on m" in placement.notes[0]
+    is_sound(nodes, placement, Parity(3, 1))
+
+
+def test_numbers_that_do_not_divide_give_a_ring_of_copies_and_short_groups_of_parity():
+    assert sorted(map(len, members(place(many(7), Replicas(2))))) == [3, 4]
+    assert sorted(map(len, members(place(many(7), Replicas(1))))) == [2, 2, 3]
+    placement = place(many(7), Parity(2, 2))
+    assert sorted(map(len, members(placement))) == [3, 4]
+    assert "a group of 1 + 2 nodes, not 2 + 2" in placement.notes[0]
+    assert {kept.losses for kept in placement.kept} == {2}
+    assert sorted(map(len, members(place(many(5), Parity(2, 2))))) == [5]  # two cannot protect each other twice
+
+
+def test_groups_are_long_where_short_ones_take_more_memory_than_is_lent():
+    nodes = [trainer(f"n{i}", lend=2 * STATE) for i in range(7)]
+    placement = place(nodes, Parity(2, 2))
+    assert sorted(map(len, members(placement))) == [7]
+    assert placement.shortfalls == ()
+
+
+def test_two_parities_become_one_before_none():
+    nodes = [trainer(f"n{i}", lend=2 * STATE // 2) for i in range(3)]
+    placement = place(nodes, Parity(2, 2))
+    assert [(s.asked, s.got) for s in placement.shortfalls] == [(2, 1)] * 3
+    why = placement.shortfalls[0].why
+    assert "too little memory" in why
+    assert "ckpt.Limits(memory=)" in why, "it may be that, and nobody lends any"
+
+
+@pytest.mark.parametrize("count", [4, 7, 8, 12])
+def test_what_is_too_little_for_the_parity_asked_for_is_enough_for_less_of_all_states(count):
+    """As with copies: what one group has no parity of is lost with any of its nodes, and the checkpoint with that."""
+    for pages in (20, 30, 40):  # 3 + 1 nodes need 20 each, 2 + 2 need 60
+        lent = [trainer(f"n{i:02d}", lend=GENERATIONS * pages * PAGE) for i in range(count)]
+        placement = place(lent, Parity(2, 2))
+        assert min(kept.losses for kept in placement.kept) >= 1
+        is_sound(lent, placement, Parity(2, 2))
+
+
+@pytest.mark.parametrize("option", [Parity(2, 2), Parity(3, 1)])
+def test_where_groups_are_too_short_for_what_is_lent_they_are_as_long_as_it_takes(option):
+    lent = [trainer(f"n{i:02d}", lend=GENERATIONS * 9 * PAGE) for i in range(8)]  # 7 + 1 nodes need 9 pages each
+    assert {kept.losses for kept in place(lent, option).kept} == {1}
+
+
+def test_that_many_nodes_lend_too_little_for_any_parity_is_found_out_at_once():
+    """The agent that places it does nothing else meanwhile."""
+    began_s = time.process_time()
+    lent = [trainer(f"n{i:03d}", nbytes=1000 * PAGE, lend=GENERATIONS * PAGE) for i in range(128)]
+    assert {kept.losses for kept in place(lent, Parity(6, 2)).kept} == {0}
+    assert time.process_time() - began_s < 5  # one helper after the other takes a minute
+
+
+@pytest.mark.parametrize("pages", [0, 99, 100, 150])
+def test_that_many_nodes_lend_too_little_for_the_copies_is_found_out_at_once(pages):
+    began_s = time.process_time()
+    lent = [trainer(f"n{i:03d}", nbytes=100 * PAGE, lend=GENERATIONS * pages * PAGE) for i in range(512)]
+    assert {kept.losses for kept in place(lent, Replicas(2)).kept} == {int(pages >= 100)}
+    assert time.process_time() - began_s < 5  # looking for each state whom its room would help takes half a minute
+
+
+def test_fewer_nodes_than_were_asked_for_is_said():
+    alone = place(many(1), Replicas(1))
+    assert [(s.got, s.why) for s in alone.shortfalls] == [(0, "there is no other node")]
+    assert alone.lost(["n00"]) == {"n00"}
+    three = place(many(3), Replicas(3))
+    assert [(s.asked, s.got, s.why) for s in three.shortfalls] == [(3, 2, "there are only 3 nodes")] * 3
+    two = place(many(2), Parity(2, 2))
+    assert [(s.got, s.why) for s in two.shortfalls] == [(1, "there are only 2 nodes")] * 2
+    assert place(many(1), Parity(2, 1)).shortfalls[0].got == 0
+    assert place([], Replicas(1)).kept == ()
+
+
+def test_a_copy_moves_out_of_the_way_of_one_that_fits_nowhere_else():
+    lends = {"a": 0, "b": 1, "c": 2}  # copies; who goes round the ring finds a -> b, b -> c, and no room for c's
+    nodes = [trainer(name, nbytes=PAGE, lend=GENERATIONS * PAGE * copies) for name, copies in lends.items()]
+    placement = place(nodes, Replicas(1))
+    assert holders(placement) == {"a": ("c",), "b": ("c",), "c": ("b",)}
+    assert placement.shortfalls == ()
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 8, 16])
+def test_no_state_has_one_copy_more_than_there_is_room_for_of_each(count):
+    """A state of which there is none makes the copies of the others worth nothing: no checkpoint outlives its node."""
+    for asked, room in itertools.combinations_with_replacement(range(1, min(count, 6)), 2):
+        lent = [trainer(f"n{i:02d}", lend=GENERATIONS * STATE * room) for i in range(count)]
+        assert {kept.losses for kept in place(lent, Replicas(asked)).kept} == {asked}
+        lent = [trainer(f"n{i:02d}", lend=GENERATIONS * STATE * asked) for i in range(count)]
+        assert {kept.losses for kept in place(lent, Replicas(room)).kept} == {asked}
+
+
+def test_a_second_copy_gives_way_to_the_first_one_of_a_larger_state():
+    pages = {"a": (2, 4), "b": (1, 1), "c": (4, 3)}  # of state, and of room
+    lent = [trainer(name, nbytes=size * PAGE, lend=GENERATIONS * room * PAGE) for name, (size, room) in pages.items()]
+    assert [kept.losses for kept in place(lent, Replicas(2)).kept] == [1, 1, 1]
+
+
+# -- stability
+
+
+def test_a_node_that_is_replaced_by_another_of_its_rack_changes_one_group():
+    racks = many(12, "rack{0}")
+    racks = [trainer(node.id, f"rack{i // 3}") for i, node in enumerate(racks)]
+    for option in (Replicas(1), Replicas(2), Parity(2, 2)):
+        before = place(racks, option)
+        for gone in racks:
+            after = place(
+                [*(node for node in racks if node is not gone), trainer("new", *gone.domains)], option, before
+            )
+            changed = set(members(before)) - set(members(after))
+            assert len(changed) == 1
+            assert gone.id in changed.pop()
+
+
+def test_the_same_nodes_stay_where_they_are_though_risks_have_changed():
+    before = place([trainer(f"n{i}", risk=0.1 * i) for i in range(8)], Replicas(1))
+    assert members(place([trainer(f"n{i}", risk=0.7 - 0.1 * i * i / 8) for i in range(8)], Replicas(1), before)) == (
+        members(before)
+    )
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("count", range(2, 9))
+def test_a_node_that_is_spared_keeps_nothing_wherever_the_others_are_enough(count: int, copies: int) -> None:
+    """All sets of up to two nodes, one after the other."""
+    nodes, option = many(count), Replicas(copies)
+    before = place(nodes, option)
+    for pair in itertools.product(nodes, repeat=2):
+        spared = list(dict.fromkeys(node.id for node in pair))
+        found = place_sparing(nodes, option, spared, before)
+        assert found == place_sparing(nodes, option, spared, found), "it stays so"
+        keeps = {load.node: load.keeps_bytes for load in found.loads}
+        assert [keeps[id] == 0 for id in spared] == [count - n > copies for n in range(1, len(spared) + 1)]
+        for gone in itertools.combinations(keeps, min(copies, count - 1)):
+            assert not found.lost(gone)
+        before = found
+    assert holders(place_sparing(nodes, option, [], None)) == holders(place(nodes, option))
+
+
+@settings(max_examples=200)
+@given(jobs(), options, st.data())
+def test_sparing_nodes_is_as_sound_and_leaves_no_state_less_safe(nodes, option, data) -> None:
+    spared = data.draw(st.lists(st.sampled_from([node.id for node in nodes]), unique=True, max_size=4))
+    usual, found = place(nodes, option), place_sparing(nodes, option, spared)
+    is_sound(nodes, found, option)
+    is_as_safe(nodes, found, usual, spared)
+
+
+def is_as_safe(nodes: list[Node], found: Placement, usual: Placement, spared: Sequence[str]) -> None:
+    """Whatever is likely to be lost at once: any few nodes, a domain, the spared ones."""
+    assert all(a.losses >= b.losses for a, b in zip(found.kept, usual.kept, strict=True))
+    paths = {node.domains[:depth] for node in nodes for depth in range(1, len(node.domains) + 1)}
+    for path in paths:
+        inside = [node.id for node in nodes if node.domains[: len(path)] == path]
+        if len(inside) < len(nodes):  # where nobody is left nothing is
+            assert found.lost(inside) <= usual.lost(inside), path
+    assert found.lost(spared) <= usual.lost(spared)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sparing_nodes_loses_no_more_with_a_rack_where_memory_is_short(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        nodes = [
+            trainer(
+                f"n{i}",
+                f"r{rng.randrange(3)}",
+                nbytes=rng.choice((1, 1, 2)) * PAGE,
+                lend=rng.choice((0, 1, 2, 2, 3, 4, 99)) * GENERATIONS * PAGE,
+            )
+            for i in range(rng.randint(2, 8))
+        ]
+        spared = rng.sample([node.id for node in nodes], rng.randint(1, len(nodes)))
+        option = Replicas(rng.randint(1, 3))
+        usual, found = place(nodes, option), place_sparing(nodes, option, spared)
+        is_sound(nodes, found, option)
+        is_as_safe(nodes, found, usual, spared)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("count", range(2, 9))
+def test_any_nodes_may_be_said_to_fail_soon_at_once(count: int, copies: int) -> None:
+    """All sets of them. All keep nothing where the others are enough; then their own states have copies on others
+    only, and all is as it was once nothing is said any more."""
+    nodes, option = many(count), Replicas(copies)
+    usual = place(nodes, option)
+    for spared in itertools.chain(*(itertools.combinations([n.id for n in nodes], r) for r in range(1, count))):
+        found = place_sparing(nodes, option, spared)
+        assert found == place_sparing(nodes[::-1], option, spared), "it is the same on all agents"
+        assert found == place_sparing(nodes, option, spared, found), "it stays so"
+        is_sound(nodes, found, option)
+        is_as_safe(nodes, found, usual, spared)
+        keepers = set(itertools.chain(*holders(found).values()))
+        assert keepers.isdisjoint(spared) or count - len(spared) <= copies
+    assert place_sparing(nodes, option, []) == usual
+
+
+def test_no_node_is_spared_for_which_the_others_have_no_room() -> None:
+    nodes = [trainer(name, lend=GENERATIONS * STATE) for name in "abcd"]
+    assert place_sparing(nodes, Replicas(1), ["a"]) == place(nodes, Replicas(1))
+    nodes[3] = replace(nodes[3], lend_bytes=2 * GENERATIONS * STATE)
+    assert {kept.node for kept in place_sparing(nodes, Replicas(1), ["a"]).kept if "a" in kept.holders} == set()
+
+
+def test_a_node_more_or_less_changes_as_many_groups_as_change_size():
+    before = place(many(12), Replicas(1))
+    less = place(many(11), Replicas(1), before)
+    assert len(set(members(before)) - set(map(tuple, map(sorted, members(less))))) <= 2
+    more = place(many(13), Replicas(1), before)
+    assert len(set(members(before)) - set(map(tuple, map(sorted, members(more))))) == 1
+
+
+def test_groups_are_made_anew_where_all_can_be_safer():
+    flat = place(many(4), Replicas(1))
+    pairs = [set(group) for group in members(flat)]
+    nodes = [trainer(id, f"rack{i}") for i, pair in enumerate(pairs) for id in pair]
+    after = place(nodes, Replicas(1), flat)
+    assert all(set(group) not in pairs for group in members(after))
+    assert after.exposed == ()
+
+
+def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
+    nodes = [trainer(f"n{i:03d}", f"rack{i // 100}") for i in range(400)]
+    inside = tuple(Group((f"n{i:03d}", f"n{i + 1:03d}")) for i in range(0, 400, 2))
+    placement = place(nodes, Replicas(1), replace(place(nodes, Replicas(1)), groups=inside))
+    assert all(a != b for a, b in by_first_domain(placement, nodes))
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Replicas(0),
+        lambda: Replicas(True),
+        lambda: Replicas(1.0),
+        lambda: Replicas(65),
+        lambda: Parity(0),
+        lambda: Parity(2, 3),
+        lambda: Parity(2, 0),
+        lambda: Parity("2"),
+        lambda: Node(""),
+        lambda: Node("a", domains=("",)),
+        lambda: Node("a\0"),
+        lambda: Node("a", -1),
+        lambda: Node("a", 0, -1),
+        lambda: Node("a", 1, trains=False),
+        lambda: Node("a", risk=1.5),
+        lambda: Node("a", risk=float("nan")),
+        lambda: Node("a", up_bytes_s=0),
+        lambda: Node("a", down_bytes_s=float("nan")),
+        lambda: place([Node("a"), Node("a")], Replicas(1)),
+        lambda: place([Node("a")], Replicas(1), generations=0),
+        lambda: grouped([Node("a")], [2], 1),
+    ],
+)
+def test_a_wrong_option_or_node_is_refused(make):
+    with pytest.raises(UsageError):
+        make()

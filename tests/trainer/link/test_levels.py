@@ -1,0 +1,43 @@
+"""How far a checkpoint has come, asked for by a thread that is interrupted."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckpt import threads
+from ckpt.errors import SaveFailed
+from ckpt.trainer.link import levels
+from ckpt.trainer.link.levels import Levels
+from ckpt.types import Tick
+from tests.threads import interrupted_anywhere
+
+ONE, TWO = Tick(1), Tick(2)
+
+
+def use(it: Levels) -> None:
+    it.expect(TWO)
+    it.retry(TWO)
+    it.put(ONE, "store", True)
+    it.wait(ONE, "store", 1.0)
+    with pytest.raises(SaveFailed, match="within"):
+        it.wait(TWO, "store", 0.001)
+    assert (it.level(ONE), it.newest("store"), it.are_open, it.is_staged(TWO)) == ("store", ONE, True, False)
+
+
+def test_an_interrupt_anywhere_leaves_nothing_locked() -> None:
+    for it in interrupted_anywhere({levels.__file__, threads.__file__, threading.__file__}, Levels, use):
+        thread = threading.Thread(target=it.fail_all, args=("the end",), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_nothing_is_open_any_more_where_nothing_more_is_reported() -> None:
+    """As of a job whose place another has taken: it does not say that it waits."""
+    it = Levels()
+    it.expect(ONE)
+    assert it.are_open
+    it.fail_all("another start owns the run now")
+    assert not it.are_open

@@ -1,0 +1,188 @@
+"""How a rank leaves, as its two threads see it: the training thread at the exit, and the one that ends the process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.errors import AgentError
+from ckpt.events import Events
+from ckpt.ipc.messages import Message
+from ckpt.preemption.notice import Notice
+from ckpt.settings import read
+from ckpt.threads import Tasks
+from ckpt.trainer.link.link import End, Link
+from ckpt.trainer.loop.shutdown import LEAST_S, NOTICE_CODE, RESERVE_S, Parting
+
+SAID = Message({"t": "reply", "id": 1, "committed": None, "error": None}, [], [])
+
+
+class Waits:
+    """A link to an agent that answers a request to leave when the test says so. `asked`: by which threads."""
+
+    end: End | None = None
+    restarts = 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_asked, self.answer = threading.Event(), threading.Event()
+        self.levels = SimpleNamespace(are_open=False)
+
+    def leave_saved(self, why: str, until_s: float, by_s: float, notices: list[str]) -> Message:
+        self.asked.append(threading.current_thread().name)
+        self.is_asked.set()
+        assert self.answer.wait(30)
+        return SAID
+
+
+def test_a_rank_asks_to_leave_once_though_it_is_told_to_end_while_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent answers one such request of a rank: whoever waited for another would wait for its death."""
+    ended: list[tuple[int, int]] = []
+    link = Waits()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, len(link.asked))))
+    with Tasks("rank", pool_size=2) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        end = End("no boundary came in time", True, time.monotonic() + 20.0)
+        first = tasks.submit(parting._end_here, end)
+        assert link.is_asked.wait(30)
+        second = tasks.submit(parting.leave, "notice", time.monotonic() + 20.0)
+        link.answer.set()
+        first.result(30), second.result(30)
+    assert ended[0] == (NOTICE_CODE, 1), "it ends where it is, and nobody asked in between"
+
+
+def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    link = Waits()
+    with Tasks("rank", pool_size=2) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting._told_to_leave = True
+        first: Any = tasks.submit(parting.finish_early, 20.0)
+        assert link.is_asked.wait(30)
+        second = tasks.submit(parting._end_here, End("", True, time.monotonic() + 20.0))
+        link.answer.set()
+        first.result(30), second.result(30)
+    assert not ended
+    assert len(link.asked) == 1
+
+
+class Silent:
+    """A link to an agent that never answers. `waits`: how long it was waited for, each time."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def leave(self, outcome: str, timeout_s: float) -> Message:
+        self.waits.append(timeout_s)
+        raise AgentError("no answer")
+
+
+@pytest.mark.parametrize(("exit_s", "least_s"), [(0.0, LEAST_S), (0.5, LEAST_S), (3600.0, 1800.0)])
+def test_the_answer_to_a_leave_is_waited_for_until_the_exit_is_over_or_for_a_second(
+    exit_s: float, least_s: float
+) -> None:
+    link = Silent()
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        assert parting.leave("normal", parting.exits(exit_s)) is None
+    (wait_s,) = link.waits
+    assert least_s <= wait_s <= max(exit_s, LEAST_S)
+
+
+class Gone:
+    """A link whose agent has died, and none comes back. `nodes`: how many the job is on."""
+
+    end: End | None = None
+    is_back, is_given_up = False, True
+
+    def __init__(self, nodes: int) -> None:
+        self.terms = SimpleNamespace(nodes=[{"name": str(n)} for n in range(nodes)])
+
+    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
+        raise AgentError("the agent is gone")
+
+    def is_verdict(self, round_: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("nodes", "leaves"), [(0, False), (1, False), (2, True)])
+def test_a_held_rank_that_no_agent_answers_any_more_does_not_go_on_alone(nodes: int, leaves: bool) -> None:
+    """Those on other nodes may have left. On one node there is nobody who was told something else."""
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, Gone(nodes)), tasks, Events(), read({}))
+        assert parting.held(1) is leaves
+
+
+class Hears:
+    """A link to an agent that answers at once. `heard`: what this rank told it of its signals."""
+
+    end: End | None = None
+    restarts = 0
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+        self.told = threading.Event()
+
+    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
+        self.heard.append({"t": kind, **fields})
+        self.told.set()
+        return SAID
+
+
+def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_have_another_clock() -> None:
+    link = Hears()
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
+        assert link.told.wait(30)
+        parting.end_threads()
+    (told,) = link.heard
+    assert (told["t"], told["key"], set(told)) == ("notice", "SIGTERM", {"t", "key", "left_s"})
+    assert 0.0 < told["left_s"] <= 30.0
+
+
+@pytest.mark.parametrize("by_s", [20.0, -3600.0])
+def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, by_s: float
+) -> None:
+    """An agent that is started again is told of it as well, which may be a while later."""
+    link = Hears()
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
+        assert link.told.wait(30)
+        link.told.clear()
+        right_s = time.time
+        monkeypatch.setattr(time, "time", lambda: right_s() + by_s)
+        link.restarts += 1
+        assert link.told.wait(30)
+        parting.end_threads()
+    first, again = link.heard
+    assert first["left_s"] - 9.0 < again["left_s"] <= first["left_s"]
+
+
+def test_a_rank_that_leaves_is_gone_by_a_deadline_that_comes_nearer_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, is_ended = list[int](), threading.Event()
+    settings = read({"CKPT_NOTICES": "off"})
+
+    def end(code: int) -> None:
+        ended.append(code)
+        parting.end_threads()
+        is_ended.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    with Tasks("rank", pool_size=1) as tasks:
+        nothing: Any = lambda *given: None  # noqa: E731
+        link = Link("url", settings, Events(), tasks, nothing, nothing, nothing)
+        parting = Parting(link, tasks, Events(), settings)
+        parting.begin()
+        parting._bring_forward(time.monotonic() + 100.0)
+        link._on_message(Message({"t": "leave-by", "by_s": time.monotonic() + RESERVE_S}, [], []))
+        assert is_ended.wait(30)
+    assert ended == [NOTICE_CODE]

@@ -1,0 +1,147 @@
+"""What a candidate that failed on some rank has left in live tensors is agreed on by all ranks."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tests.trainer.roundtrip as rt
+from ckpt.errors import StateMismatch
+from ckpt.events import Events
+from ckpt.layout.reshard import cuts
+from ckpt.placement.placement import Replicas
+from ckpt.policy.save_options import Every, Keep, Limits
+from ckpt.trainer.link.options import Asked, make_options
+from ckpt.trainer.restore.restore import Overwritten, check_match
+from ckpt.trainer.state.state_walk import StateWalker
+from ckpt.types import Epoch, Identity, Tick
+from tests.trainer.restore.test_restore_plan import on, save_on
+
+WORLD = 2
+OLDER = Identity(Epoch(1, "0" * 16), Tick(2))
+
+
+@dataclass
+class Threads:
+    """Ranks that are threads of this process."""
+
+    rank: int
+    said: list[bytes]
+    all_said: threading.Barrier
+    world: int = WORLD
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self.said[self.rank] = data
+        self.all_said.wait(30)
+        return list(self.said)
+
+
+def state(names: str, value: float) -> dict[str, Any]:
+    """Of several frames each."""
+    return {name: torch.full((3000,), value) for name in names}
+
+
+def after_failing(live: dict[str, Any], newer: rt.Checkpoint, *frames: int) -> Overwritten:
+    """As it is after these frames of `newer` were copied, and others could not be had."""
+    walker = rt.walker_of(live)
+    overwritten = Overwritten(walker)
+    overwritten.add(newer.manifest, rt.plan(walker, newer, strict=False), frames)
+    return overwritten
+
+
+def asked(strict: bool) -> Asked:
+    options = make_options(Every(steps=1), Keep(), Limits(), "auto", Replicas(1))
+    return Asked("/run", {}, options, None, None, None, True, strict, True, False)
+
+
+def frames_of(checkpoint: rt.Checkpoint, name: str) -> list[int]:
+    live = state(name, 0.0)
+    wants = rt.plan(rt.walker_of(live), checkpoint, strict=False).wants
+    return [cut.frame for cut in cuts(checkpoint.manifest, wants)]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_was_overwritten_on_one_rank_is_an_error_on_all(strict: bool) -> None:
+    newer, older = rt.save(state("az", 3.0)), rt.save(state("z", 2.0))
+    lives = [state("az", 0.0) for _ in range(WORLD)]
+    left = [after_failing(lives[0], newer), after_failing(lives[1], newer, *frames_of(newer, "a")[:1])]
+    said, barrier = [b""] * WORLD, threading.Barrier(WORLD)
+
+    def enter(rank: int) -> str:
+        targets = rt.plan(rt.walker_of(lives[rank]), older, strict=False)
+        with pytest.raises(StateMismatch) as found:
+            check_match(Threads(rank, said, barrier), targets, asked(strict), Events(), OLDER, left[rank])
+        return str(found.value)
+
+    with ThreadPoolExecutor(WORLD) as ranks:
+        first, second = ranks.map(enter, range(WORLD))
+    assert first == second
+    assert "A newer one was tried before and is damaged: a now" in first
+    assert "Nothing was changed" not in first
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_one_rank_saved_as_its_own_and_has_no_place_for_is_named_whatever_the_others_hold(lost: int) -> None:
+    mesh = {"rank": WORLD}
+    saved = save_on(mesh, [{"m": nn.ParameterDict({"t": torch.full((3,), float(rank))})} for rank in range(WORLD)])
+    said, barrier = [b""] * WORLD, threading.Barrier(WORLD)
+
+    def enter(rank: int) -> str:
+        held = nn.ParameterDict({} if rank == lost else {"t": torch.zeros(3)})
+        walker = StateWalker({"m": held}, on(mesh, rank), False)
+        group, targets = Threads(rank, said, barrier), rt.plan(walker, saved)
+        with pytest.raises(StateMismatch) as found:
+            check_match(group, targets, asked(True), Events(), OLDER, Overwritten(walker))
+        return str(found.value)
+
+    with ThreadPoolExecutor(WORLD) as ranks:
+        first, second = ranks.map(enter, range(WORLD))
+    assert first == second
+    assert f"only in the checkpoint: m.t of rank {lost}. " in first
+
+
+def test_only_tensors_of_which_a_frame_came_count_and_only_where_they_stay() -> None:
+    newer = rt.save(state("abz", 3.0))
+    live = state("abz", 0.0)
+    left = after_failing(live, newer, *frames_of(newer, "a"), frames_of(newer, "z")[-1])
+    assert left.names == ["a", "z"]
+    assert left.beside(rt.plan(rt.walker_of(live), rt.save(state("bz", 2.0)), strict=False)) == ["a"]
+    assert left.beside(rt.plan(rt.walker_of(live), rt.save(state("abz", 2.0)), strict=False)) == []
+
+
+def test_what_several_candidates_have_left_adds_up() -> None:
+    newest, newer, older = rt.save(state("az", 3.0)), rt.save(state("bz", 2.0)), rt.save(state("z", 1.0))
+    live = state("abz", 0.0)
+    left = after_failing(live, newest, *frames_of(newest, "a"))
+    left.add(newer.manifest, rt.plan(rt.walker_of(live), newer, strict=False), frames_of(newer, "b"))
+    assert left.beside(rt.plan(rt.walker_of(live), older, strict=False)) == ["a", "b"]
+
+
+def test_tensors_that_were_made_for_a_candidate_do_not_count() -> None:
+    """The state of an optimizer that has not stepped yet: nobody else holds it."""
+    model = torch.nn.Linear(60, 60)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 60)).sum().backward()
+    optim.step()
+    newer = rt.save({"model": model, "optim": optim})
+    fresh = torch.nn.Linear(60, 60)
+    live = {"model": fresh, "optim": torch.optim.Adam(fresh.parameters())}
+    left = after_failing(live, newer, *range(len(newer.manifest.frames)))
+    assert left.names == ["model.bias", "model.weight"]
+
+
+def test_state_of_an_optimizer_that_has_stepped_counts() -> None:
+    model = torch.nn.Linear(60, 60)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 60)).sum().backward()
+    optim.step()
+    live = {"model": model, "optim": optim}
+    newer = rt.save(live)
+    left = after_failing(live, newer, *range(len(newer.manifest.frames)))
+    assert "optim.state.weight.exp_avg" in left.names

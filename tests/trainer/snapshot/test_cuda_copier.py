@@ -1,0 +1,645 @@
+"""The CUDA copier with a stand-in for the device: host tensors, streams that do at once what they are given, and a log
+of what waits for what. What a device would reorder is checked on the log; the bytes are checked as they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt.errors import CkptError
+from ckpt.trainer.snapshot import cuda_copier
+from ckpt.trainer.snapshot.cpu_copier import CpuCopier, Ticket
+from ckpt.trainer.snapshot.cuda_copier import CudaCopier, CudaJob, make_copier
+from ckpt.trainer.snapshot.deferred_copy import PROOFS
+from ckpt.trainer.state.pieces import Piece
+from tests.trainer.snapshot.test_snapshot import odd_state
+from tests.trainer.snapshots import LARGE, Stamper, raw, rig, walk_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+
+@dataclass
+class Device:
+    """Stands in for torch.cuda: one device, with a current stream "main" and side streams. The log is of what the
+    training thread does. Other threads begin on another device, where nothing of the state lies: `strays` is what they
+    ask for there."""
+
+    log: list[str] = field(default_factory=list)
+    locked: dict[int, int] = field(default_factory=dict)
+    status: int = 0
+    is_lost: bool = False
+    is_hanging: bool = False
+    events: int = 0
+    strays: list[str] = field(default_factory=list)
+    on_register: Callable[[], object] = lambda: None
+    on_query: Callable[[], object] = lambda: None
+    on_wait: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.main = Stream(self, "main")
+        self.trainer = threading.get_ident()
+        self.current = threading.local()
+
+    def Stream(self, device: torch.device) -> Stream:
+        return Stream(self, "side")
+
+    def Event(self, enable_timing: bool = False) -> Event:
+        self.events += 1
+        return Event(self, self.events)
+
+    def note(self, line: str) -> None:
+        if threading.get_ident() == self.trainer:
+            self.log.append(line)
+
+    @property
+    def now(self) -> Stream:
+        return getattr(self.current, "stream", self.main)
+
+    @now.setter
+    def now(self, stream: Stream) -> None:
+        self.current.stream = stream
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.now
+
+    @contextmanager
+    def device(self, device: torch.device | None) -> Iterator[None]:
+        is_here = self.is_here
+        self.current.is_here = is_here or device is not None
+        yield
+        self.current.is_here = is_here
+
+    @property
+    def is_here(self) -> bool:
+        return getattr(self.current, "is_here", threading.get_ident() == self.trainer)
+
+    def asked(self, what: str) -> None:
+        if not self.is_here:
+            self.strays.append(what)
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.asked("stream")
+        self.now, before = stream, self.now
+        self.note(f"on {stream.name}")
+        yield
+        self.now = before
+        self.note(f"on {before.name}")
+
+    def cudart(self) -> Device:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked("lock")
+        self.on_register()
+        if not self.status:
+            self.locked[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.asked("unlock")
+        self.note("unlock")
+        del self.locked[address]
+        return self.status
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return "no memory can be locked"
+
+
+@dataclass
+class Stream:
+    device: Device
+    name: str
+
+    def wait_stream(self, other: Stream) -> None:
+        self.device.note(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        assert event.stream is not None
+        self.device.note(f"{self.name} waits for event {event.number} of {event.stream.name}")
+
+
+@dataclass
+class Event:
+    device: Device
+    number: int
+    stream: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        assert self.stream is not None
+        self.device.asked("wait")
+        self.device.on_wait()
+
+    def query(self) -> bool:
+        assert self.stream is not None
+        self.device.asked("query")
+        self.device.note(f"host waits for {self.stream.name}")
+        self.device.on_query()
+        return not self.device.is_hanging
+
+    def elapsed_time(self, other: Event) -> float:
+        if self.device.is_lost:
+            raise RuntimeError("device lost")
+        assert self.stream is other.stream
+        return 1.0
+
+
+def copier(device: Device) -> CudaCopier:
+    return CudaCopier(CpuCopier(1), cuda=device, device_type="cpu")
+
+
+def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
+    state = odd_state(seed)
+    with rig(lambda: (state, ()), copier=copier(Device())) as it:
+        for _ in range(3):
+            snapshot = it.take()
+            snapshot.wait(60)
+            staged = it.staged(snapshot.slot)
+            assert snapshot.abandoned is None
+            assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
+            for tensor in state.values():
+                if tensor.dtype is torch.float32 and not tensor.is_conj() and tensor.stride()[:1] != (0,):
+                    tensor.add_(1)
+
+
+def large_state() -> tuple[dict[str, Tensor], Stamper]:
+    params = {f"w{n}": torch.nn.Parameter(torch.zeros(800, 500)) for n in range(3)}  # above what is cloned
+    params["cloned"] = torch.nn.Parameter(torch.zeros(LARGE))
+    return params, Stamper(list(params.values()))
+
+
+def test_an_eager_copy_makes_the_current_stream_wait_for_its_reads() -> None:
+    device = Device()
+    params, _ = large_state()
+    with rig(lambda: (params, ()), copier=copier(device)) as it:
+        device.log.clear()
+        device.events = 0
+        it.take().wait(60)
+        assert [line for line in device.log if "waits" in line or line.startswith("on")] == [
+            "main waits for side",
+            "side waits for main",
+            "on side",
+            "on main",
+            "main waits for event 2 of side",
+        ]
+
+
+def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
+    device = Device()
+    params, optimizer = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(device)) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            optimizer.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
+        assert it.snapshotter.proven() == ["lazy copies of 4 tensors"]
+        device.log.clear()
+        snapshot = it.take()
+        assert snapshot.lazy
+        assert device.log[-4:] == ["main waits for side", "side waits for main", "on side", "on main"]
+        device.log.clear()
+        optimizer.step()
+        assert device.log[0].startswith("main waits for event")
+        assert device.log[0].endswith("of side")
+        snapshot.done.result(60)
+        assert snapshot.abandoned is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS)}
+        assert snapshot.stall_s >= 2e-3  # two pairs of events of the stand-in, a millisecond each
+        assert not it.events
+
+
+def test_optimizers_on_other_streams_wait_for_the_reads_too_until_they_are_over() -> None:
+    device = Device()
+    params, _ = large_state()
+    one, other = Stamper([params["w0"]]), Stamper([params["w1"], params["w2"], params["cloned"]])
+    go = threading.Event()
+    with rig(lambda: (params, set(params)), copier=copier(device)) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            one.step()
+            other.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()
+        snapshot = it.take()
+        assert snapshot.lazy
+        it.snapshotter._tasks.submit(go.wait)  # the device takes its time
+        one.step()
+        was_done = snapshot.done.done()
+        device.log.clear()
+        device.now = Stream(device, "other")
+        other.step()
+        go.set()
+        assert not was_done
+        assert [line.split(" event ")[0] for line in device.log] == ["other waits for"]
+        assert device.log[0].endswith("of main")  # which waits for the reads, and looks itself
+        snapshot.done.result(60)
+        device.log.clear()
+        other.step()
+        assert device.log == []
+
+
+def test_a_change_before_the_step_abandons_the_snapshot_here_too() -> None:
+    params, optimizer = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(Device())) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            optimizer.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()
+        snapshot = it.take()
+        params["w1"].data.add_(1)
+        optimizer.step()
+        snapshot.done.result(60)
+        assert snapshot.abandoned == "w1 changed while the copy was under way"
+
+
+def test_closing_waits_for_what_the_device_still_works_on() -> None:
+    params, _ = large_state()
+    arrived, go = threading.Event(), threading.Event()
+    with rig(lambda: (params, ()), copier=copier(Device())) as it:
+        it.snapshotter._tasks.submit(lambda: (arrived.set(), go.wait())[0])
+        snapshot = it.take()
+        arrived.wait()
+        assert not snapshot.done.done()
+        closing = threading.Thread(target=it.snapshotter.close)
+        closing.start()
+        closing.join(0.2)
+        go.set()
+        closing.join()
+        assert snapshot.done.done()
+        assert snapshot.abandoned is None
+
+
+def test_an_error_of_the_device_abandons_the_snapshot_that_it_concerns() -> None:
+    params, _ = large_state()
+    made = copier(Device())
+    with rig(lambda: (params, ()), copier=made) as it:
+        made.cuda.is_lost = True
+        snapshot = it.take()
+        snapshot.done.result(60)
+        assert snapshot.abandoned == "it could not be copied: device lost"
+
+
+def test_a_comparison_names_what_differs() -> None:
+    params, _ = large_state()
+    made = copier(Device())
+    with rig(lambda: (params, ()), copier=made) as it:
+        it.take().wait(60)
+        pieces = it.snapshotter.bindings._bound[1].pieces
+        assert made.same(pieces)() == []
+        params["w1"].data[-1, -1] += 1
+        changed = [n for n, p in enumerate(pieces) if it.walk.layout.entries[p.entry].name == "w1"]
+        assert set(made.same(pieces)()) <= set(changed)
+        assert made.same(pieces)()
+
+
+def test_pages_are_locked_once_and_unlocked_with_the_binding() -> None:
+    device = Device()
+    state = {"w": torch.zeros(300)}
+    with rig(lambda: (state, ()), copier=copier(device)) as it:
+        each = it.staging.data_bytes
+        assert sum(device.locked.values()) == 2 * each
+        it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
+        assert sum(device.locked.values()) == 2 * each
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
+        assert sum(device.locked.values()) == each
+        it.walk_again()
+        assert sum(device.locked.values()) == 2 * each
+    assert not device.locked
+
+
+def test_pages_that_cannot_be_locked_are_copied_to_all_the_same_and_it_is_said() -> None:
+    device = Device(status=2)
+    params, _ = large_state()
+    with rig(lambda: (params, ()), copier=copier(device), slots=1) as it:
+        assert it.names() == ["snapshot.unpinned"]
+        assert it.events[0].message.endswith("no memory can be locked")
+        snapshot = it.take()
+        snapshot.wait(60)
+        assert set().union(*it.stamps(snapshot.slot).values()) == {0.0}
+    assert not device.locked
+
+
+def test_a_region_that_is_locked_already_stays_so_where_locking_it_once_more_fails() -> None:
+    device = Device()
+    with rig(lambda: ({"w": torch.zeros(300)}, ()), copier=copier(device), slots=1) as it:
+        region, locked = memoryview(it.arenas[0]), dict(device.locked)
+        device.status = 712
+        with pytest.raises(CkptError):
+            it.snapshotter._copier.pin(region)
+        device.status = 0
+        assert device.locked == locked
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
+        assert not device.locked
+
+
+def test_pages_are_locked_a_part_at_a_time_and_no_transfer_crosses_a_seam(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(cuda_copier, "LOCK_BYTES", 1 << 14)
+    state = odd_state(seed)
+    device, transfers = Device(), list[tuple[int, int]]()
+    with rig(lambda: (state, ()), copier=copier(device), slots=1) as it:
+        assert len(device.locked) > 100
+        assert sum(device.locked.values()) == it.staging.data_bytes
+        assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in device.locked.items())
+        (part,) = it.snapshotter.bindings._bound[0].plan(it.snapshotter._trust, it.snapshotter._copier).eager._parts
+        targets = [target for _, parts in part._direct for _, target in parts]
+        targets += [target for _, target in part._mirror.transfers]
+        transfers += [(target.data_ptr(), target.nbytes) for target in targets]
+        assert sum(n for _, n in transfers) == sum(piece.nbytes for piece in it.snapshotter.bindings._bound[0].pieces)
+        assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in transfers)
+        it.take().wait(60)
+        staged = it.staged(0)
+        assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
+        assert it.snapshotter._copier.same(it.snapshotter.bindings._bound[0].pieces)() == []
+
+
+def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_them(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(cuda_copier, "CLONE_BYTES_MAX", 1000)
+    state = odd_state(seed)
+    with rig(lambda: (state, ()), copier=copier(Device())) as it:
+        plans = [
+            each.plan(it.snapshotter._trust, it.snapshotter._copier) for each in it.snapshotter.bindings._bound.values()
+        ]
+        parts = [part for plan in plans for part in (*plan.eager._parts, *plan.late._parts)]
+        assert len({part._clone.data_ptr() for part in parts if part._clone.nbytes}) == 1
+        (part,) = plans[0].eager._parts
+        gathered = [source.nbytes for sources, _ in part._mirror.joined for source in sources]
+        assert 500 < sum(gathered) <= 1000
+        assert max(gathered) <= min(whole.nbytes for whole, _ in part._direct)
+        for _ in range(3):
+            snapshot = it.take()
+            snapshot.wait(60)
+            staged = it.staged(snapshot.slot)
+            assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
+
+
+def test_a_second_optimizer_on_another_stream_waits_for_a_comparison() -> None:
+    device = Device()
+    params, _ = large_state()
+    one, other = Stamper([params["w0"]]), Stamper([params["w1"], params["w2"], params["cloned"]])
+    go = threading.Event()
+    with rig(lambda: (params, set(params)), copier=copier(device)) as it:
+        it.take().wait(60)
+        it.snapshotter._tasks.submit(go.wait)  # the device takes its time
+        one.step()
+        device.log.clear()
+        device.now = Stream(device, "other")
+        other.step()
+        go.set()
+        assert [line.split(" event ")[0] for line in device.log] == ["other waits for"]
+        assert device.log[0].endswith("of main")
+
+
+def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() -> None:
+    device = Device()
+    params, optimizer = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
+        for _ in range(PROOFS + 1):
+            it.take().wait(60)
+            optimizer.step()
+        it.snapshotter._tasks.submit(lambda: None).result()
+        arena = memoryview(bytearray(it.staging.data_bytes))
+        thread = threading.Thread(target=it.snapshotter.bindings.bind, args=(1, it.walk, it.staging, arena))
+        thread.start()
+        thread.join()
+        assert it.snapshotter.bindings.is_bound(1, it.walk, it.staging)
+        thread = threading.Thread(target=it.snapshotter.bindings.unbind, args=(1, arena))
+        thread.start()
+        thread.join()
+    assert device.strays == []
+
+
+def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> None:
+    device = Device()
+    params, _ = large_state()
+    made, had_to_wait = copier(device), list[bool]()
+    with rig(lambda: (params, set(params)), copier=made, slots=1) as it:
+        binding, trust = it.snapshotter.bindings._bound[0], it.snapshotter._trust
+
+        def meanwhile() -> None:
+            device.on_query = lambda: None
+            other = threading.Thread(target=binding.plan, args=(trust, made))
+            other.start()
+            other.join(0.2)
+            had_to_wait.append(other.is_alive())
+
+        trust.version += 1
+        device.on_query = meanwhile
+        it.snapshotter._tasks.submit(it.snapshotter.bindings.plan_anew).result()
+        assert had_to_wait == [True]
+
+
+class Full(CudaCopier):
+    """Of a device that may have no memory left."""
+
+    is_full = False
+
+    def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().prepare(pieces)
+
+    def same(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().same(pieces)
+
+
+def test_a_device_that_is_full_while_a_plan_is_made_ahead_costs_no_snapshot() -> None:
+    params, _ = large_state()
+    made = Full(CpuCopier(1), cuda=Device(), device_type="cpu")
+    with rig(lambda: (params, set(params)), copier=made) as it:
+        made.is_full = True
+        it.walk_again()
+        snapshot = it.take()
+        snapshot.wait(60)
+        assert snapshot.abandoned == "it could not be copied: CUDA out of memory"
+        made.is_full = False
+        snapshot = it.take()
+        snapshot.wait(60)
+        assert snapshot.abandoned is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {0.0}
+
+
+def test_a_comparison_that_fails_costs_no_snapshot_that_is_being_copied() -> None:
+    params, optimizer = large_state()
+    made, go = Full(CpuCopier(1), cuda=Device(), device_type="cpu"), threading.Event()
+    with rig(lambda: (params, set(params)), copier=made) as it:
+        it.snapshotter._tasks.submit(go.wait)
+        snapshot = it.take()
+        made.is_full = True
+        optimizer.step()
+        go.set()
+        snapshot.done.result(60)
+        assert snapshot.abandoned is None
+        assert it.names() == ["lazy.off"]
+
+
+class Mixed(CudaCopier):
+    """What lies first lies in host memory."""
+
+    def _divide(self, pieces: Sequence[Piece]) -> tuple[list[Piece], dict[torch.device, list[Piece]]]:
+        host = [piece for piece in pieces if piece.entry == 0]
+        return host, super()._divide([piece for piece in pieces if piece.entry > 0])[1]
+
+
+def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None:
+    device = Device()
+    state = {"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}
+    with rig(lambda: (state, ()), copier=Mixed(CpuCopier(1), cuda=device, device_type="cpu")) as it:
+        state["a"].untyped_storage().resize_(0)
+        device.log.clear()
+        device.events = 0
+        snapshot = it.take()
+        assert device.log[-2:] == ["main waits for event 2 of side", "host waits for side"]
+        assert snapshot.done.done()
+        assert "shrank" in str(snapshot.abandoned)
+
+
+class NeverLate(CudaCopier):
+    def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
+        job = super().prepare(pieces)
+
+        def late() -> Ticket:
+            raise RuntimeError("no event")
+
+        job.late = late  # type: ignore[method-assign]
+        return job
+
+
+def test_a_late_copy_that_does_not_begin_abandons_once_the_eager_one_has_landed() -> None:
+    device = Device()
+    params, optimizer = large_state()
+    go = threading.Event()
+    late = set(params) - {"cloned"}
+    with rig(lambda: (params, late), copier=NeverLate(CpuCopier(1), cuda=device, device_type="cpu")) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            optimizer.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()
+        device.on_wait = go.wait
+        snapshot = it.take()
+        was_done = snapshot.done.done()
+        go.set()
+        snapshot.done.result(60)
+        assert not was_done
+        assert snapshot.abandoned == "it could not be copied: no event"
+
+
+def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
+    device = Device()
+    params, _ = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
+        it.take().wait(60)
+        device.log.clear()
+        it.snapshotter._copier.same(it.snapshotter.bindings._bound[0].pieces)
+        assert device.log == ["main waits for side", "side waits for main"]  # what reads the pages too, so
+        device.log.clear()
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
+        assert device.log[0] == "host waits for side"
+        assert set(device.log[1:]) == {"unlock"}  # a part at a time, as it lies
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_pages_are_locked_leaves_none_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_copier, "LOCK_BYTES", 1 << 14)
+    device = Device()
+    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
+        device.on_register = lambda: interrupt() if len(device.locked) == 3 else None
+        with pytest.raises(KeyboardInterrupt):
+            it.snapshotter._copier.pin(memoryview(it.arenas[0]))
+        assert not device.locked
+
+
+def test_where_unlocking_fails_the_rest_is_unlocked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_copier, "LOCK_BYTES", 1 << 14)
+    device = Device()
+    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
+        assert len(device.locked) > 3
+        device.status = 999
+        with pytest.raises(CkptError):
+            it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
+        assert not device.locked
+
+
+def test_closing_on_a_device_that_is_lost_ends_all_the_rest() -> None:
+    device = Device()
+
+    def lost() -> None:
+        raise RuntimeError("device lost")
+
+    made = copier(device)
+    arena = bytearray(1 << 16)
+    made.pin(memoryview(arena))
+    made.stream(torch.device("cpu"))
+    device.on_query = lost
+    with pytest.raises(RuntimeError, match="device lost"):
+        made.close()
+    assert not device.locked
+    assert made.host._tasks.stopping.is_set()
+    made.pin(memoryview(arena))  # a thread that was about to
+    assert not device.locked
+
+
+def test_a_bind_that_ends_after_that_of_a_newer_walk_leaves_it_bound() -> None:
+    device = Device()
+    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ("w",)), copier=copier(device)) as it:
+        newer = walk_of(*it.state())
+
+        def meanwhile() -> None:
+            it.snapshotter.bindings.bind(1, newer, it.staging, memoryview(it.arenas[1]))
+
+        device.on_register = meanwhile
+        it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
+        assert it.snapshotter.bindings.is_bound(1, newer, it.staging)
+        assert not it.snapshotter.bindings.is_bound(0, it.walk, it.staging)
+
+
+def test_ctrl_c_is_heard_while_a_device_hangs() -> None:
+    device = Device()
+    made = copier(device)
+    asked: list[None] = []
+
+    def hang() -> None:
+        asked.append(None)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+
+    device.on_query, device.is_hanging = hang, True
+    with pytest.raises(KeyboardInterrupt), made.aside({torch.device("cpu")}):
+        pass
+    assert len(asked) == 3
+    made.close()
+
+
+def test_the_runtime_is_known_by_the_name_that_torch_loads_it_by() -> None:
+    assert [cuda_copier._runtime(v) for v in ("11.8", "12.6", "13.0")] == [
+        "libcudart.so.11.0",
+        "libcudart.so.12",
+        "libcudart.so.13",
+    ]
+
+
+def test_without_cuda_the_host_copier_is_chosen() -> None:
+    made = make_copier()
+    assert isinstance(made, CpuCopier)
+    made.close()

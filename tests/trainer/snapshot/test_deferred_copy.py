@@ -1,0 +1,1055 @@
+"""Late copies: the training thread runs into the middle of them, and every snapshot still holds one step alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, FunctionType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import optimizer as optimizer_module
+
+from ckpt.events import Event, Events
+from ckpt.layout.division import undivided
+from ckpt.layout.staging import stage
+from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, CpuCopier, is_same
+from ckpt.trainer.snapshot.deferred_copy import LATE_BYTES_MIN, PROOFS, Key, Spot, Trust, Watch, owns_any
+from ckpt.trainer.snapshot.snapshot import Snapshot
+from ckpt.trainer.state.pieces import cut
+from ckpt.trainer.state.shard import storages
+from tests.trainer.kinds import WITHOUT_STORAGE
+from tests.trainer.snapshots import (
+    FRAME_BYTES,
+    LARGE,
+    Rig,
+    Stamper,
+    TearingCopier,
+    TearingTicket,
+    one_thread,
+    raw,
+    rig,
+    walk_of,
+)
+
+
+class Loop:
+    """A training loop that stamps all it has with its step. The copier copies one piece at each place where training
+    could run into the copy: at the start, in forward, in backward."""
+
+    def __init__(self, layers: int = 4) -> None:
+        self.params = {f"layer{n}": torch.nn.Parameter(torch.zeros(LARGE)) for n in range(layers)}
+        self.optimizer = Stamper(list(self.params.values()))
+        self.buffers = {"running": torch.zeros(LARGE), "tracked": torch.zeros(())}
+        self.ema = {f"ema.{name}": torch.zeros(LARGE) for name in self.params}
+        self.copier = TearingCopier()
+        self.step = 0
+
+    def state(self) -> tuple[dict[str, Tensor], set[str]]:
+        moments = {
+            f"{name}.{key}": value
+            for name, param in self.params.items()
+            for key, value in self.optimizer.state.get(param, {}).items()
+        }
+        owned = {**self.params, **moments}
+        return {**owned, **self.buffers, **self.ema}, set(owned)
+
+    def forward_backward(self) -> None:
+        self.copier.copy_some()
+        for buffer in self.buffers.values():
+            buffer.data.fill_(self.step + 1)
+        self.copier.copy_some()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        with torch.no_grad():
+            for ema in self.ema.values():
+                ema.fill_(self.optimizer.count)
+        self.step += 1
+
+    def run(self, it: Rig, steps: int = 1, micro_batches: int = 1) -> list[Snapshot]:
+        """Ends each step with a snapshot, walked again where the structure changed."""
+        taken = []
+        for _ in range(steps):
+            for _ in range(micro_batches):
+                self.forward_backward()
+            self.update()
+            it.snapshotter.boundary()
+            if it.is_walk_stale():
+                it.walk_again()
+            taken.append(it.take())
+        return taken
+
+
+def whole(it: Rig, snapshot: Snapshot, loop: Loop) -> bool:
+    """Goes on for a step without a snapshot; whether the one before holds its own step alone."""
+    step = float(loop.step)
+    loop.forward_backward()
+    loop.update()
+    it.snapshotter.boundary()
+    assert snapshot.done.done()
+    assert snapshot.abandoned is None
+    return set().union(*it.stamps(snapshot.slot).values()) == {step}
+
+
+def prove(it: Rig, loop: Loop) -> None:
+    """After it, the next step's snapshot is the first lazy one."""
+    taken = loop.run(it, PROOFS)
+    assert [snapshot.lazy for snapshot in taken] == [False] * PROOFS
+    assert not it.events
+
+
+def test_no_snapshot_is_torn_while_training_runs_into_its_copy() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        for _ in range(10):
+            (snapshot,) = loop.run(it)
+            assert snapshot.lazy
+            assert not snapshot.done.done()
+            assert whole(it, snapshot, loop)
+        assert loop.copier.copied_late > 0
+        assert not it.events
+        assert it.snapshotter.proven() == ["lazy copies of 8 tensors"]
+        assert it.snapshotter.fell_back() == []
+
+
+def test_a_real_copier_gives_the_same(seed: int) -> None:
+    loop = Loop()
+    with rig(loop.state, copier=CpuCopier(2)) as it:
+        prove(it, loop)
+        for _ in range(20):
+            (snapshot,) = loop.run(it)
+            assert snapshot.lazy
+            assert whole(it, snapshot, loop)
+        assert not it.events
+
+
+def test_gradient_accumulation_keeps_one_copy_open_over_all_micro_batches() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        for _ in range(3):
+            (snapshot,) = loop.run(it, 1, micro_batches=3)
+            before = loop.copier.copied_late
+            for _ in range(3):
+                loop.forward_backward()
+            assert loop.copier.copied_late == before + 6
+            assert not snapshot.done.done()
+            assert whole(it, snapshot, loop)
+        assert not it.events
+
+
+def test_buffers_and_averages_are_copied_at_the_boundary() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        for tensor in (*loop.buffers.values(), *loop.ema.values()):
+            tensor.data.fill_(-1)
+        stamps = it.stamps(snapshot.slot)
+        for name in (*loop.buffers, *loop.ema):
+            assert stamps[name] == {float(loop.step)}
+
+
+def test_small_and_0d_tensors_are_copied_at_the_boundary() -> None:
+    small = torch.nn.Parameter(torch.zeros(100))
+    loop = Loop()
+    loop.params["small"] = small
+    loop.optimizer = Stamper(list(loop.params.values()))
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        assert snapshot.lazy
+        small.data.fill_(-1)
+        loop.optimizer.state[small]["count"].data.fill_(-1)
+        stamps = it.stamps(snapshot.slot)
+        assert stamps["small"] == stamps["small.count"] == {float(loop.step)}
+
+
+def test_state_that_appears_with_the_first_step_is_saved_and_starts_unproven() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        first = it.take()
+        assert "layer0.moment" not in it.stamps(first.slot)
+        for step in range(1, 2 + PROOFS):
+            (snapshot,) = loop.run(it)
+            snapshot.wait()
+            assert set().union(*it.stamps(snapshot.slot).values()) == {float(step)}
+        late = torch.nn.Parameter(torch.zeros(LARGE))  # a layer is unfrozen
+        loop.params["new"] = late
+        loop.optimizer.add_param_group({"params": [late]})
+        (snapshot,) = loop.run(it)
+        assert snapshot.lazy
+        late.data.fill_(-1)  # an eager copy does not see it, and the proof fails
+        assert it.stamps(snapshot.slot)["new"] == {float(loop.step)}
+        assert it.names() == []
+        loop.run(it)
+        assert it.names() == ["lazy.changed"]
+        assert it.snapshotter.fell_back() == ["new is copied at the boundary: it changed"]
+
+
+def test_load_state_dict_and_a_reassigned_buffer_are_saved_from_where_they_are_now() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(160, 128), torch.nn.BatchNorm1d(128))
+    optimizer = torch.optim.AdamW(model.parameters())
+    copier = TearingCopier()
+
+    def state() -> tuple[dict[str, Tensor], set[str]]:
+        moments = {f"optim.{n}.{k}": v for n, s in enumerate(optimizer.state.values()) for k, v in s.items()}
+        return {**dict(model.named_parameters()), **dict(model.named_buffers()), **moments}, {
+            *dict(model.named_parameters()),
+            *moments,
+        }
+
+    def train() -> None:
+        copier.copy_some()
+        model(torch.randn(8, 160)).square().mean().backward()
+        copier.copy_some()
+        optimizer.step()
+
+    train()
+    with rig(state, copier=copier) as it:
+        for _ in range(PROOFS + 1):
+            snapshot = it.take()
+            train()
+            it.snapshotter.boundary()
+        assert snapshot.lazy
+        saved = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state()[0].items()}
+        optimizer.load_state_dict(torch.utils._pytree.tree_map(_moved, optimizer.state_dict()))
+        model[1].running_mean = torch.full((128,), 5.0)
+        it.walk_again()
+        snapshot = it.take()
+        staged = it.staged(snapshot.slot)
+        snapshot.wait()
+        assert raw(staged["1.running_mean"]) == raw(torch.full((128,), 5.0))
+        for name, value in state()[0].items():
+            assert raw(it.staged(snapshot.slot)[name]) == raw(value), name
+        assert raw(staged["optim.0.exp_avg"]) == raw(saved["optim.0.exp_avg"] + 1)
+        train()
+        it.snapshotter.boundary()
+        assert not it.events
+
+
+def _moved(value: object) -> object:
+    return value + 1 if isinstance(value, Tensor) and value.dim() else value
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_gradscalers_skipped_step_keeps_late_copies_on(early: bool) -> None:
+    param = torch.nn.Parameter(torch.ones(LARGE))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    copier = TearingCopier()
+
+    def train(scale: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale((param * scale).sum()).backward()
+        copier.copy_some()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for n in range(PROOFS + 2):
+            it.take()
+            before = param.detach().clone()
+            train(float("inf") if early and n == 0 else 1.0)
+            assert torch.equal(before, param) == (early and n == 0)
+            it.snapshotter.boundary()
+        expected = raw(param)
+        snapshot = it.take()
+        assert snapshot.lazy
+        train(float("inf"))
+        assert not snapshot.done.done()  # no optimizer stepped, so nobody waited for it yet
+        it.snapshotter.boundary()
+        assert snapshot.done.done()
+        assert snapshot.abandoned is None
+        assert raw(it.staged(snapshot.slot)["w"]) == expected
+        assert it.take().lazy
+        assert not it.events
+
+
+def test_a_skipped_step_proves_nothing() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        loop.run(it)
+        for _ in range(5):
+            it.snapshotter.boundary()
+            assert not it.take().lazy
+        assert it.snapshotter.proven() == []
+
+
+def test_an_optimizer_in_backward_without_hooks_turns_late_copies_off() -> None:
+    param = torch.nn.Parameter(torch.ones(LARGE))
+    hooked = torch.optim.SGD([param], lr=0.1)
+    copier = TearingCopier()
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            param.grad = torch.ones(LARGE)
+            hooked.step()
+        param.register_post_accumulate_grad_hook(lambda p: update(p, 0.1))
+        it.snapshotter.boundary()
+        snapshot = it.take()
+        assert snapshot.lazy
+        param.sum().backward()
+        it.snapshotter.boundary()
+        assert "changed" in str(snapshot.abandoned)
+        assert it.names() == ["lazy.off", "snapshot.abandoned"]
+        expected = raw(param)
+        snapshot = it.take()
+        assert not snapshot.lazy
+        param.sum().backward()
+        assert raw(it.staged(snapshot.slot)["w"]) == expected
+        assert it.snapshotter.fell_back()[0].startswith("lazy copies off: w changed in a step")
+
+
+def test_an_optimizer_without_hooks_is_found_before_anything_is_copied_late() -> None:
+    param = torch.nn.Parameter(torch.ones(LARGE))
+    with rig(lambda: ({"w": param}, {"w"})) as it:
+        assert not it.take().lazy
+        param.data.sub_(0.1)  # a functional optimizer, a graph replay, a compiled step
+        it.snapshotter.boundary()
+        assert it.names() == ["lazy.off"]
+        for _ in range(5):
+            assert not it.take().lazy
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch itself
+def test_a_compiled_step_does_not_announce_itself_and_turns_late_copies_off() -> None:
+    param = torch.nn.Parameter(torch.ones(LARGE))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    param.grad = torch.ones(LARGE)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    with rig(lambda: ({"w": param}, {"w"})) as it:
+        for _ in range(2):
+            snapshot = it.take()
+            stamp = param.detach()[0, 0].item()
+            step()
+            it.snapshotter.boundary()
+            assert it.stamps(snapshot.slot)["w"] == {stamp}
+        assert param.detach()[0, 0].item() == 0.0
+        assert it.names() == ["lazy.off"]
+
+
+def test_one_optimizer_per_parameter_in_backward_waits_at_the_first_of_them() -> None:
+    params = [torch.nn.Parameter(torch.full(LARGE, 1.0)) for _ in range(4)]
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in params}
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() and None)
+    copier = TearingCopier()
+    with rig(lambda: ({f"w{n}": p for n, p in enumerate(params)}, {f"w{n}" for n in range(4)}), copier=copier) as it:
+        for step in range(8):
+            snapshot = it.take()
+            copier.copy_some()
+            sum(p.sum() for p in params).backward()  # type: ignore[union-attr]
+            for param in params:
+                param.grad = None
+            it.snapshotter.boundary()
+            assert set().union(*it.stamps(snapshot.slot).values()) == {1.0 - step}
+            assert snapshot.abandoned is None
+        assert snapshot.lazy
+        assert not it.events
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda p: p.add_(1),
+    "through .data": lambda p: p.data.add_(1),
+    "new storage": lambda p: setattr(p, "data", p.data + 1),
+    "one element": lambda p: p.data[77, 99].add_(1),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_before_the_step_is_never_in_a_snapshot_that_counts(edit: str) -> None:
+    loop = Loop(1)
+    edited = loop.params["layer0"]
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        assert snapshot.lazy
+        loop.copier.open[0].left.reverse()  # what is edited comes last
+        with torch.no_grad():
+            EDITS[edit](edited)
+        loop.run(it)
+        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+        assert it.names() == ["lazy.changed", "snapshot.abandoned"]
+        it.walk_again()
+        for _ in range(4):
+            (snapshot,) = loop.run(it)
+            stamp = float(loop.step)
+            with torch.no_grad():
+                EDITS[edit](edited)
+            assert it.stamps(snapshot.slot)["layer0"] == {stamp}
+            assert it.stamps(snapshot.slot)["layer0.moment"] == {stamp} or not snapshot.done.done()
+        assert it.snapshotter.fell_back() == ["layer0 is copied at the boundary: it changed"]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_during_the_proof_makes_the_tensor_eager_and_costs_no_snapshot(edit: str) -> None:
+    loop = Loop(2)
+    with rig(loop.state, copier=loop.copier) as it:
+        loop.run(it)
+        (snapshot,) = loop.run(it)
+        with torch.no_grad():
+            EDITS[edit](loop.params["layer0"])
+        assert whole(it, snapshot, loop)
+        assert it.names() == ["lazy.changed"]
+        assert it.events[0].data["tensor"] == "layer0"
+        it.walk_again()
+        for _ in range(4):
+            (snapshot,) = loop.run(it)
+        loop.params["layer0"].data.fill_(-1)
+        assert snapshot.lazy
+        assert it.stamps(snapshot.slot)["layer0"] == {float(loop.step)}
+
+
+def test_averages_swapped_in_for_evaluation_abandon_that_snapshot_only() -> None:
+    loop = Loop(2)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        trained = {name: param.detach().clone() for name, param in loop.params.items()}
+        with torch.no_grad():
+            for name, param in loop.params.items():
+                param.copy_(loop.ema[f"ema.{name}"] + 0.5)
+        it.snapshotter.poll()
+        with torch.no_grad():
+            for name, param in loop.params.items():
+                param.copy_(trained[name])
+        assert "layer0, layer1 changed" in str(snapshot.abandoned)
+        (snapshot,) = loop.run(it)
+        assert whole(it, snapshot, loop)
+        assert it.names() == ["lazy.changed", "lazy.changed", "snapshot.abandoned"]
+
+
+def swapped(loop: Loop, during: Callable[[], object]) -> None:
+    """Other weights for a while, by `.data` and back: the idiom of averages in an evaluation."""
+    kept = {name: param.detach().clone() for name, param in loop.params.items()}
+    for name, param in loop.params.items():
+        param.data.copy_(loop.ema[f"ema.{name}"] - 0.5)
+    during()
+    for name, param in loop.params.items():
+        param.data.copy_(kept[name])
+
+
+@pytest.mark.parametrize("end", ["step", "poll", "boundary"])
+def test_weights_swapped_and_back_while_they_are_copied_are_never_in_a_snapshot_that_counts(end: str) -> None:
+    loop = Loop(2)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        stamp = float(loop.step)
+        swapped(loop, loop.copier.copy_some)
+        {"step": loop.update, "poll": it.snapshotter.poll, "boundary": it.snapshotter.boundary}[end]()
+        assert it.stamps(snapshot.slot)["layer0"] == {stamp - 0.5}
+        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+        assert it.names() == ["lazy.changed", "snapshot.abandoned"]
+        assert it.snapshotter.fell_back() == ["layer0 is copied at the boundary: it changed"]
+        for _ in range(3):
+            loop.run(it)
+            (snapshot,) = loop.run(it)
+            swapped(loop, lambda: None)
+            assert snapshot.lazy
+            assert whole(it, snapshot, loop)
+
+
+def test_weights_swapped_after_a_fence_are_in_no_snapshot_and_cost_none() -> None:
+    loop = Loop(2)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        for _ in range(3):
+            (snapshot,) = loop.run(it)
+            assert snapshot.lazy
+            it.snapshotter.fence()
+            swapped(loop, loop.copier.copy_some)
+            assert whole(it, snapshot, loop)
+        assert not it.events
+
+
+@pytest.mark.parametrize("unit", range(4))
+def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: int) -> None:
+    param = torch.nn.Parameter(torch.zeros(4, UNIT_BYTES // 4))
+    optimizer = Stamper([param])
+    copier = TearingCopier(UNIT_BYTES)
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            optimizer.step()
+            it.snapshotter.boundary()
+        snapshot = it.take()
+        copier.copy_some(unit)
+        param.data.add_(7)
+        copier.copy_some()
+        param.data.sub_(7)
+        optimizer.step()
+        assert snapshot.lazy
+        assert it.stamps(snapshot.slot)["w"] == {float(PROOFS), float(PROOFS + 7)}
+        assert snapshot.abandoned == "w changed while the copy was under way"
+
+
+def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
+    param = torch.nn.Parameter(torch.zeros(3, 1 << 15).t())  # rows of 12 bytes, and not contiguous
+    check_swaps_are_seen(param, param.data[0])
+
+
+@pytest.mark.parametrize("at", [0, 2, 6, 8])
+def test_a_swap_is_seen_wherever_in_memory_a_tensor_begins(at: int) -> None:
+    memory = bytearray(8 + 3 * LATE_BYTES_MIN)
+    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=at, count=LATE_BYTES_MIN + 1)
+    param = torch.nn.Parameter(tensor)
+    check_swaps_are_seen(param, param.data)
+
+
+def check_swaps_are_seen(param: torch.nn.Parameter, swapped: Tensor) -> None:
+    """A part of it is another one while it is copied, and back before the optimizer steps."""
+    optimizer = Stamper([param])
+    copier = TearingCopier()
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            optimizer.step()
+            it.snapshotter.boundary()
+        for edit in (0.0, 7.0):
+            snapshot = it.take()
+            swapped.add_(edit)
+            copier.copy_some(1 << 15)
+            swapped.sub_(edit)
+            optimizer.step()
+            assert snapshot.lazy
+            assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
+
+
+def proven(it: Rig, loop: Loop) -> None:
+    """As `prove`, where the copier copies by itself."""
+    for _ in range(PROOFS + 1):
+        loop.update()
+        it.snapshotter.boundary()
+        it.walk_again()
+        it.take()
+
+
+def late_and_held(it: Rig, loop: Loop, copier: CpuCopier) -> tuple[Snapshot, threading.Event]:
+    """A late snapshot of which nothing is copied before the event."""
+    held = threading.Event()
+    loop.update()
+    it.snapshotter.boundary()
+    it.walk_again()
+    copier.submit(held.wait, late=True)
+    return it.take(), held
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_back(is_back: bool) -> None:
+    loop, copier = Loop(2), CpuCopier(1)
+    storage = loop.params["layer0"].untyped_storage()
+    nbytes = storage.nbytes()
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        snapshot, held = late_and_held(it, loop, copier)
+        storage.resize_(0)
+        held.set()
+        if is_back:
+            copier.submit(lambda: None, late=True).result()  # the one thread has tried by then
+            storage.resize_(nbytes)  # often at the old address
+        it.snapshotter.fence()
+        storage.resize_(nbytes)
+        assert snapshot.lazy
+        assert str(snapshot.abandoned).startswith("it could not be copied")
+        assert it.names() == ["lazy.off", "snapshot.abandoned"]
+        loop.run(it)
+        it.walk_again()
+        snapshot = it.take()
+        assert not snapshot.lazy
+        assert snapshot.abandoned is None
+
+
+def test_what_is_freed_behind_a_late_copy_is_not_looked_at() -> None:
+    loop, copier = Loop(2), CpuCopier(1)
+    storage = loop.params["layer0"].untyped_storage()
+    nbytes = storage.nbytes()
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        snapshot, held = late_and_held(it, loop, copier)
+        held.set()
+        await_done(snapshot)
+        storage.resize_(0)
+        it.snapshotter.fence()
+        storage.resize_(nbytes)
+        assert snapshot.lazy
+        assert snapshot.abandoned is None
+        assert not it.names()
+
+
+def await_done(snapshot: Snapshot, timeout_s: float = 60.0) -> None:
+    """As one that trains: from one operation to the next. Errors: TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not snapshot.done.done():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.001)
+        time.sleep(0.003)
+
+
+def is_in(function: FunctionType, frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_a_late_snapshot_is_not_done_in_the_middle_of_an_operation_which_may_be_one_that_writes() -> None:
+    loop, copier = Loop(1), CpuCopier(1)
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        snapshot, held = late_and_held(it, loop, copier)
+        ended: list[bool] = []
+        main = threading.get_ident()
+
+        def watch() -> None:
+            while not is_in(threading.Thread.join, sys._current_frames()[main]):
+                time.sleep(0.01)
+            time.sleep(0.1)
+            held.set()
+            copier.submit(lambda: None, late=True).result()
+            time.sleep(0.3)
+            ended.append(snapshot.done.done())
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        watching.join()  # one operation
+        assert ended == [False]
+        await_done(snapshot)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_late_snapshot_is_done_once_it_is_copied_whatever_happens_to_the_tensors_then(edit: str) -> None:
+    loop, copier = Loop(1), CpuCopier(1)
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        snapshot, held = late_and_held(it, loop, copier)
+        assert not snapshot.done.done()
+        held.set()
+        await_done(snapshot)  # though nobody ends the wait
+        with torch.no_grad():
+            EDITS[edit](loop.params["layer0"])
+        it.snapshotter.fence()
+        assert snapshot.lazy
+        assert snapshot.abandoned is None
+        stamps = it.stamps(snapshot.slot)
+        assert stamps["layer0"] == stamps["layer0.moment"] == {float(loop.step)}
+        assert not it.names()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_late_snapshot_whose_copy_met_an_edit_is_not_done_by_itself(edit: str) -> None:
+    loop, copier = Loop(1), CpuCopier(1)
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        it.take()  # of the two tensors that one is looked at in full next
+        snapshot, held = late_and_held(it, loop, copier)
+        with torch.no_grad():
+            EDITS[edit](loop.params["layer0"])
+        held.set()
+        copier.submit(lambda: None, late=True).result()  # all is copied by then
+        with pytest.raises(TimeoutError):  # and looked at
+            await_done(snapshot, 0.3)
+        it.snapshotter.fence()
+        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+
+
+def test_what_is_not_copied_yet_since_the_training_thread_helps_is_not_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, helps, looked = Loop(), threading.Event(), threading.Event()
+    torn = Watch.torn
+
+    def looking(self: Watch) -> set[Key]:
+        found = torn(self)
+        looked.set()
+        return found
+
+    def fence() -> None:
+        helps.set()
+        assert looked.wait(60)
+        time.sleep(0.1)  # for what the other thread does with it
+
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        loop.copier.on_fence = fence
+        monkeypatch.setattr(Watch, "torn", looking)
+        monkeypatch.setattr(TearingTicket, "wait", lambda _: helps.wait(60))  # the other threads have done their part
+        (snapshot,) = loop.run(it)
+        assert whole(it, snapshot, loop)
+        assert not it.events
+
+
+def test_an_edit_and_back_of_what_the_spot_looks_at_is_seen_in_the_arena() -> None:
+    loop = Loop(1)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.params["layer0"].data[77, 99] += 1  # between the canaries
+        loop.copier.copy_some()
+        loop.params["layer0"].data[77, 99] -= 1
+        loop.run(it)
+        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+
+
+def test_a_fence_before_a_hand_written_update_is_as_good_as_a_hook() -> None:
+    param = torch.nn.Parameter(torch.zeros(LARGE))
+    copier = TearingCopier()
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for step in range(6):
+            snapshot = it.take()
+            assert snapshot.lazy == (step >= PROOFS)
+            it.snapshotter.fence()
+            param.data.fill_(step + 1)
+            it.snapshotter.boundary()
+            assert it.stamps(snapshot.slot) == {"w": {float(step)}}
+            assert snapshot.abandoned is None
+        assert not it.events
+
+
+def test_a_poll_ends_the_copy_and_proves_nothing() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        loop.run(it)
+        for _ in range(PROOFS + 2):
+            assert not it.take().lazy
+            it.snapshotter.poll()
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        assert snapshot.lazy
+        it.snapshotter.poll()
+        assert snapshot.done.done()
+        assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
+        loop.update()
+        it.snapshotter.boundary()
+        assert not it.events
+
+
+def test_the_next_snapshot_ends_the_copy_of_the_one_before() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (first,) = loop.run(it)
+        second = it.take()
+        assert first.done.done()
+        assert not second.done.done()
+        assert set().union(*it.stamps(first.slot).values()) == {float(loop.step)}
+
+
+def test_every_part_of_a_late_tensor_has_its_turn_to_be_compared_in_full() -> None:
+    flat = torch.arange(150_001, dtype=torch.int32).to(torch.uint8)
+    strided = torch.arange(160_000, dtype=torch.float64).view(400, 400).t()[:100]
+    walk = walk_of({"flat": flat, "strided": strided})
+    staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
+    pieces = cut(walk, staging, memoryview(bytearray(staging.data_bytes)))
+    copier = CpuCopier(1)
+    spot = Spot(pieces)
+    seen = torch.zeros(flat.nbytes, dtype=torch.bool)
+    turns = set()
+    for turn in range(4 * len(pieces)):
+        piece, staged = spot.remember(turn)
+        assert is_same(piece.source, piece.target)
+        copier.prepare(pieces).eager()
+        assert is_same(piece.source, staged.target)
+        if piece.entry == 0:
+            seen[piece.source.storage_offset() :][: piece.nbytes] = True
+        else:
+            turns.add(turn % len(pieces))
+    copier.close()
+    assert seen.all()
+    assert turns == set(range(1, len(pieces)))
+
+
+def test_waiting_ends_the_copy_on_the_training_thread_and_waits_for_it_on_another() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        snapshot.wait()
+        assert snapshot.done.done()
+        (snapshot,) = loop.run(it)
+        seen: list[set[float]] = []
+
+        def other() -> None:
+            snapshot.wait(60)
+            seen.append(set().union(*it.stamps(snapshot.slot).values()))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            snapshot.done.result(0.05)
+        loop.optimizer.step()
+        thread.join()
+        assert seen == [{float(loop.step)}]
+
+
+def test_an_optimizer_that_owns_none_of_it_neither_waits_nor_proves() -> None:
+    loop = Loop()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    with rig(loop.state, copier=loop.copier) as it:
+        loop.run(it)
+        for _ in range(PROOFS + 1):
+            assert not it.take().lazy
+            other.step()
+            it.snapshotter.boundary()
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        other.step()
+        assert not snapshot.done.done()
+        loop.optimizer.step()
+        assert snapshot.done.done()
+
+
+def test_the_optimizers_of_all_threads_wait_for_the_copy_that_one_of_them_ends() -> None:
+    loop, reached, go = Loop(), threading.Event(), threading.Event()
+    params = list(loop.params.values())
+    halves = [Stamper(params[:2]), Stamper(params[2:])]
+    with rig(lambda: (loop.params, set(loop.params)), copier=loop.copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            for half in halves:
+                half.step()
+            it.snapshotter.boundary()
+        snapshot = it.take()
+        assert snapshot.lazy
+        loop.copier.on_fence = lambda: (reached.set(), go.wait(60))[0]
+        threads = [threading.Thread(target=half.step) for half in halves]
+        threads[0].start()
+        assert reached.wait(60)
+        threads[1].start()
+        threads[1].join(0.2)
+        assert threads[1].is_alive()  # the first has not copied anything yet
+        go.set()
+        for thread in threads:
+            thread.join(60)
+        assert snapshot.abandoned is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS)}
+
+
+def test_a_step_in_a_signal_handler_in_the_middle_of_the_wait_neither_hangs_nor_is_in_the_snapshot() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.copier.on_fence = loop.optimizer.step
+        loop.optimizer.step()
+        assert snapshot.done.done()
+        assert "changed" in str(snapshot.abandoned)
+        assert it.names().count("snapshot.abandoned") == 1
+
+
+def test_a_view_of_a_parameter_is_known_as_its_optimizers() -> None:
+    flat = torch.zeros(1000)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(flat[100:200])], lr=0.1)
+    assert owns_any(optimizer, storages([flat]))
+    assert not owns_any(optimizer, storages([torch.zeros(1000)]))
+
+
+class Idle(torch.optim.Optimizer):
+    def step(self, closure: object = None) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested)")
+@pytest.mark.parametrize("kind", WITHOUT_STORAGE)
+def test_an_optimizer_of_tensors_without_storage_steps_as_if_nobody_looked(kind: str) -> None:
+    loop = Loop()
+    tensor = WITHOUT_STORAGE[kind]()
+    of_state, of_param = Idle([torch.nn.Parameter(torch.zeros(3))], {}), Idle(torch.nn.ParameterList([tensor]), {})
+    of_state.state["kept"] = {"x": tensor}
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        of_state.step()
+        of_param.step()
+        assert snapshot.lazy
+        assert not snapshot.done.done()
+        assert whole(it, snapshot, loop)
+
+
+def test_tensors_without_bytes_belong_to_nobody() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(0))], lr=0.1)
+    assert not owns_any(optimizer, storages([torch.zeros(0)]))
+
+
+def test_a_hook_while_capturing_or_compiling_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
+            loop.optimizer.step()
+            assert not snapshot.done.done()
+        it.snapshotter.boundary()
+        assert snapshot.abandoned
+        assert it.names() == ["lazy.off", "snapshot.abandoned"]
+
+
+def test_the_hook_is_there_while_it_is_needed_and_gone_after_close_and_in_a_forked_child() -> None:
+    hooks = optimizer_module._global_optimizer_pre_hooks
+    before = len(hooks)
+    loop = Loop()
+    with rig(loop.state, lazy=False):
+        assert len(hooks) == before
+    with rig(loop.state, copier=loop.copier) as it:
+        assert len(hooks) == before + 1
+        prove(it, loop)
+        loop.run(it)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if len(hooks) <= before else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert len(hooks) == before
+
+
+def test_closing_ends_the_copy_that_runs() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        assert not snapshot.done.done()
+    assert snapshot.done.done()
+    assert snapshot.abandoned is None
+    assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
+
+
+def test_turned_off_nothing_is_late() -> None:
+    loop = Loop()
+    with rig(loop.state, lazy=False) as it:
+        assert not any(snapshot.lazy for snapshot in loop.run(it, 6))
+        assert it.snapshotter.proven() == it.snapshotter.fell_back() == []
+
+
+def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> None:
+    loop = Loop(1)
+    loop.copier = copier = TearingCopier()
+    with rig(loop.state, copier=copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        assert snapshot.lazy
+        copier.open[0].left[0] = Broken()  # type: ignore[call-overload]
+        loop.update()
+        assert snapshot.done.done()
+        assert snapshot.abandoned == "it could not be copied: out of memory"
+        assert it.names() == ["snapshot.abandoned"]
+        loop.run(it)
+        (snapshot,) = loop.run(it)
+        assert whole(it, snapshot, loop)
+
+
+@pytest.mark.parametrize("end", ["step", "fence", "poll", "boundary"])
+def test_a_wait_that_ctrl_c_ends_costs_the_snapshot_and_leaves_nobody_waiting(end: str) -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.copier.on_fence = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            loop.optimizer.step() if end == "step" else getattr(it.snapshotter, end)()
+        snapshot.wait(60)
+        assert snapshot.abandoned == "interrupted"
+        loop.copier.on_fence = lambda: None
+        loop.run(it)
+        (snapshot,) = loop.run(it)
+        assert snapshot.lazy
+        assert whole(it, snapshot, loop)
+        assert it.names() == ["snapshot.abandoned"]
+
+
+def test_a_close_that_ctrl_c_ends_leaves_nobody_waiting() -> None:
+    loop, held = Loop(), threading.Event()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.copier.on_fence = interrupt
+        it.snapshotter._tasks.submit(held.wait)  # who abandons it has to wait for that
+        threading.Timer(0.1, held.set).start()
+        with pytest.raises(KeyboardInterrupt):
+            it.snapshotter.close()
+        snapshot.wait(60)
+        assert snapshot.abandoned == "interrupted"
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def update(param: Tensor, by: float) -> None:
+    param.data.sub_(by)
+
+
+class Broken:
+    @property
+    def target(self) -> Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_lazy_and_eager_give_equal_bytes() -> None:
+    def run(lazy: bool) -> list[bytes]:
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(160, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 128))
+        model[2].weight = torch.nn.Parameter(torch.randn(256, 128).t())  # not contiguous
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def state() -> tuple[dict[str, Tensor], set[str]]:
+            moments = {f"optim.{n}.{k}": v for n, s in enumerate(optimizer.state.values()) for k, v in s.items()}
+            params = dict(model.named_parameters())
+            return {**params, **dict(model.named_buffers()), **moments}, {*params, *moments}
+
+        def train() -> None:
+            model(torch.randn(16, 160)).square().mean().backward()
+            optimizer.step()
+
+        train()
+        found = []
+        with rig(state, lazy=lazy) as it:
+            for step in range(8):
+                snapshot = it.take()
+                assert snapshot.lazy == (lazy and step >= PROOFS)
+                train()
+                it.snapshotter.boundary()
+                assert snapshot.done.done()
+                found.append(bytes(it.arenas[snapshot.slot]))
+            assert not it.events
+        return found
+
+    with one_thread():
+        lazy, eager = run(True), run(False)
+    assert len(set(eager)) == 8
+    assert lazy == eager
+
+
+def test_two_snapshotters_do_not_disturb_each_other() -> None:
+    one, two = Loop(), Loop()
+    with rig(one.state, copier=one.copier) as first, rig(two.state, copier=two.copier) as second:
+        prove(first, one)
+        prove(second, two)
+        (a,) = one.run(first)
+        (b,) = two.run(second)
+        one.optimizer.step()
+        assert a.done.done()
+        assert not b.done.done()
+        assert whole(second, b, two)
+
+
+def test_a_dropped_proof_is_forgotten() -> None:
+    events: list[Event] = []
+    trust = Trust(Events(events.append), True)
+    a, b = ("a", "", 0, 1), ("b", "", 0, 2)
+    for _ in range(PROOFS):
+        trust.prove({a, b})
+    assert trust.is_proven(a)
+    trust.forget_all_but({b})
+    assert not trust.is_proven(a)
+    assert trust.is_proven(b)
+    trust.distrust({b})
+    assert not trust.is_candidate(("b", "", 0, 99))  # wherever it lies
+    trust.turn_off("a reason")
+    trust.turn_off("another")
+    assert [event.name for event in events] == ["lazy.changed", "lazy.off"]
+    assert trust.fell_back() == ["lazy copies off: a reason", "b is copied at the boundary: it changed"]
