@@ -114,7 +114,7 @@ def measure(state: str, dtype: str, data: np.ndarray, size: Size) -> list[Speed]
     frames = [data[i : i + size.frame_bytes] for i in range(0, len(data), size.frame_bytes)]
     raws = [frame.data for frame in frames]
     code = DTYPE_CODE[dtype]
-    scratch = codecs.Scratch()
+    scratch = codecs.CodecScratch()
     out = np.empty(size.frame_bytes, np.uint8)
     level3, inverse = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
     in_zstd = [level3.compress(raw) for raw in raws]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, parser, report
-from ckpt.ipc.control_page import Kind, Word
+from ckpt.ipc.control_page import ControlWord, WordKind
 from tests.checkpointer.scripts import ROOT, lines_of, say_line
 
 NODES = 4
@@ -120,7 +120,9 @@ def _found(signalled_s: float, ranks: list[dict[str, Any]]) -> Found:
     for rank in ranks:
         for word, at_s in rank["seen"]:
             by_word.setdefault(word, []).append(at_s)
-    hold = next(word for word in by_word if (told := Word.unpack(word)) is not None and told.kind is Kind.HOLD)
+    hold = next(
+        word for word in by_word if (told := ControlWord.unpack(word)) is not None and told.kind is WordKind.HOLD
+    )
     first_s, last_s = min(by_word[hold]), max(by_word[hold])
     ended_s = max(rank["ended_s"] for rank in ranks)
     staged_s = max(rank["ended_s"] + rank["copy_s"] for rank in ranks)

@@ -42,7 +42,7 @@ class Stripe:
         self.left = {row: np.zeros(member_bytes, np.uint8) for row in parity.Row}
         self.frames = range(0, member_bytes, frame_bytes)
         self.frame_bytes = frame_bytes
-        self.scratch = parity.Scratch()
+        self.scratch = parity.ParityScratch()
 
     def add(self, targets: dict[parity.Row, Bytes], row: parity.Row, members: Sequence[int]) -> None:
         for at in self.frames:

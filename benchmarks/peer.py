@@ -30,13 +30,13 @@ from benchmarks.report import Row as Figure
 from benchmarks.report import parser, report
 from ckpt.agent.net.tcp_receiver import be_nice
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_worker import Folding, Origin
-from ckpt.agent.snapshots.described import ChunkName
+from ckpt.agent.replication.parity_worker import FrameOrigin, ParityWorker
+from ckpt.agent.snapshots.described import ParityChunkName
 from ckpt.format.frames import frame_hash
 from ckpt.format.parity import Row
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import Arena
-from ckpt.placement.rebuild import Run, Source, Striped
+from ckpt.placement.rebuild import Source, StagedRun, Striped
 from ckpt.types import FRAME_BYTES, Epoch, Identity, Tick
 from tests.agent.net.loop import Node, TurnedLoop
 
@@ -101,12 +101,12 @@ def main() -> int:
 
 
 def _make_parity(node: Node, address: Address, frames: Frames, row: Row, nbytes: int, kept: Arena) -> None:
-    sources: tuple[Source, ...] = ((Run(0, 0, nbytes),),)
+    sources: tuple[Source, ...] = ((StagedRun(0, 0, nbytes),),)
     if row is Row.Q:  # of the first member Q is the same as P; here that one has nothing but a byte of the second
-        sources = ((Run(0, 0, 1),), (Run(0, 0, nbytes),))
-    name = ChunkName(Identity(Epoch(1, "0" * 16), Tick(1)), row, Striped(nbytes, sources))
-    origin = Origin(NAME, frames, "sender", (address,))
-    Folding(node.transport).make(name, 1, {0: origin}, {}, kept)
+        sources = ((StagedRun(0, 0, 1),), (StagedRun(0, 0, nbytes),))
+    name = ParityChunkName(Identity(Epoch(1, "0" * 16), Tick(1)), row, Striped(nbytes, sources))
+    origin = FrameOrigin(NAME, frames, "sender", (address,))
+    ParityWorker(node.transport).make(name, 1, {0: origin}, {}, kept)
 
 
 def _measured(there: Connection, work: Callable[[], object]) -> tuple[float, float]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.report import Row, median_s, parser, report
 from benchmarks.walk import make_state
-from ckpt.agent.snapshots.division import Division, Held, layout_from, make_division
+from ckpt.agent.snapshots.division import Division, RankContents, layout_from, make_division
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.gc_pause import no_collecting
 from ckpt.layout.assemble import Blob, Staged, assemble
@@ -60,8 +60,10 @@ def planning(count: int, rounds: int) -> list[Row]:
         blobs = [encode_layout(layout) for layout in layouts]
         encode_s = median_s(lambda layouts=layouts: encode_layout(layouts[0]), rounds)  # type: ignore[misc]
 
-        def held(blobs: list[bytes] = blobs, hashed: Hashes = hashed) -> list[Held]:
-            return [Held(f"rank={rank}", layout_from(blob), hashed, "1", 1 << 16) for rank, blob in enumerate(blobs)]
+        def held(blobs: list[bytes] = blobs, hashed: Hashes = hashed) -> list[RankContents]:
+            return [
+                RankContents(f"rank={rank}", layout_from(blob), hashed, "1", 1 << 16) for rank, blob in enumerate(blobs)
+            ]
 
         decode_s = median_s(held, rounds)  # before anybody keeps what is decoded: then it is not decoded again
         ranks = held()

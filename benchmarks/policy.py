@@ -24,7 +24,7 @@ from benchmarks.report import Row, parser, report, timed
 from ckpt.policy.adaptive import Adaptive, Chosen
 from ckpt.policy.failures import Failure, FailureRate
 from ckpt.policy.interval_solver import decide
-from ckpt.policy.known import Known
+from ckpt.policy.known import Measurements
 
 STALL_S = 10.0
 OUTLIERS, OUTLIER = 0.02, 10.0
@@ -94,7 +94,7 @@ class Fixed:
 class Learning:
     """ckpt.Adaptive, asked after failures, commits, and every tenth snapshot."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Measurements) -> None:
         self.known = known
         self.chosen: Chosen = decide(known, LIMITS)
         self.changes = self.asked = 0
@@ -218,7 +218,7 @@ def one_level(seeds: range) -> list[Row]:
     for name, world in worlds().items():
         best = constants(world, seeds, (math.sqrt(2 * mean_s * world.counts_s), 1), 3)
         for factor in FACTORS if world.spans[0][0] == 0 else (1.0,):
-            known = Known(process=FailureRate.prior(factor * MTBF_S))
+            known = Measurements(process=FailureRate.prior(factor * MTBF_S))
             found, changes = overheads(world, seeds, lambda known=known: Learning(known))  # type: ignore[misc]
             label = f"{name}, prior {factor:g} x" if world.spans[0][0] == 0 else name
             rows += judged(label, found, best)
@@ -233,7 +233,7 @@ def two_levels(seeds: range) -> list[Row]:
     best = constants(world, seeds, (math.sqrt(2 * STALL_S * MTBF_S), 2), 2)
     rows = []
     for factor in FACTORS:
-        known = Known(process=FailureRate.prior(factor * MTBF_S), job=FailureRate.prior(factor * 4 * MTBF_S))
+        known = Measurements(process=FailureRate.prior(factor * MTBF_S), job=FailureRate.prior(factor * 4 * MTBF_S))
         found, _ = overheads(world, seeds, lambda known=known: Learning(known))  # type: ignore[misc]
         rows += judged(f"memory and store, priors {factor:g} x", found, best)
     return rows
@@ -245,7 +245,7 @@ def far_off(seeds: range) -> list[Row]:
         {Failure.PREEMPTION: exponential(MTBF_S)}, Failure.PREEMPTION, MTBF_S, ((0, LEARNT), (LEARNT, 40)), 60.0, 0.1
     )
     best = constants(world, seeds, (300.0, 1), 3)
-    found, _ = overheads(world, seeds, lambda: Learning(Known()))
+    found, _ = overheads(world, seeds, lambda: Learning(Measurements()))
     return [replace(row, bar="shown", met=None) for row in judged("preempted, prior 720 x too good", found, best)]
 
 
@@ -264,7 +264,7 @@ def asking() -> Row:
     def about(value: float) -> float:
         return value * math.exp(rng.gauss(0, 0.25))
 
-    known = Known().ran(1e4)
+    known = Measurements().ran(1e4)
     for _ in range(64):
         known = known.committed(about(40), 1e9).stepped(100, about(60)).stepped_beside_commit(50, about(31))
     stalls = [about(0.2) for _ in range(1000)]

@@ -47,7 +47,7 @@ V1 = Names(
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """One of them, which need not be there."""
 
     folder: Path
@@ -77,7 +77,7 @@ class Group:
         return max(0, sum(stat.get(name, 0) for name in self.names.file_pages) - unwritten)
 
 
-def groups(at: Path = CGROUPS, own: str | None = None) -> list[Group]:
+def groups(at: Path = CGROUPS, own: str | None = None) -> list[ControlGroup]:
     """Our own (a service's, or a batch job's) and all that it is in, of both versions, the innermost first. In a
     container ours is at the root. `at`: where they are mounted; `own`: /proc/self/cgroup."""
     if own is None:
@@ -87,15 +87,15 @@ def groups(at: Path = CGROUPS, own: str | None = None) -> list[Group]:
     return list(dict.fromkeys(_named(at, own)))
 
 
-def _named(at: Path, own: str) -> Iterator[Group]:
+def _named(at: Path, own: str) -> Iterator[ControlGroup]:
     for line in own.splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if path and (not controllers or "memory" in controllers.split(",")):
             root, names = (at / "memory", V1) if controllers else (at, V2)
             for inner in (Path(path), *Path(path).parents):
-                yield Group(root / str(inner).lstrip("/"), names)
-    yield Group(at, V2)
-    yield Group(at / "memory", V1)
+                yield ControlGroup(root / str(inner).lstrip("/"), names)
+    yield ControlGroup(at, V2)
+    yield ControlGroup(at / "memory", V1)
 
 
 def text(path: Path) -> str:

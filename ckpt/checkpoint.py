@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt.store.lineage import CommitRef
     from ckpt.store.reader import FrameReader
     from ckpt.store.run import Run
-    from ckpt.store.tensors import Index, Named
+    from ckpt.store.tensors import Index, TensorIndex
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; from any thread
@@ -243,7 +243,7 @@ class Checkpoint:
             raise DamagedData(f"{exc}; take another step: ckpt verify says which are good") from exc
 
     @cached_property
-    def _named(self) -> Named:
+    def _named(self) -> TensorIndex:
         from ckpt.store.tensors import named
 
         return self.use(named)

@@ -28,14 +28,14 @@ from ckpt.settings import Settings, read
 from ckpt.storage.names import shown
 from ckpt.threads import Tasks, end_all
 from ckpt.trainer.link.levels import Level
-from ckpt.trainer.link.options import Asked, advise_interval, check_state, find_init, find_url, make_options
+from ckpt.trainer.link.options import UserOptions, advise_interval, check_state, find_init, find_url, make_options
 from ckpt.trainer.loop import entry
 from ckpt.trainer.loop.due_saves import DueSaves
 from ckpt.trainer.loop.loader_watch import LoaderWatch
-from ckpt.trainer.loop.run_report import Receipt
+from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.loop.saver import Saver, check_metrics
-from ckpt.trainer.loop.shutdown import Parting
-from ckpt.trainer.loop.step_tracking import Updates
+from ckpt.trainer.loop.shutdown import Shutdown
+from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.loop.steps import Appointments, Steps, whole
 from ckpt.types import Tick
 
@@ -96,11 +96,11 @@ class _Parts:
 
     tasks: Tasks
     saver: Saver
-    updates: Updates
+    updates: StepTracking
     steps: Steps
     due: DueSaves
     appointments: Appointments
-    parting: Parting
+    parting: Shutdown
     ends: list[Callable[[], object]]  # of all that was begun, in that order
 
 
@@ -172,7 +172,7 @@ class Checkpointer:
         self.restored = Restored()
         self.events = Events(*sinks)
         self._policy = Adaptive() if policy is None else policy
-        self._asked = Asked(
+        self._asked = UserOptions(
             url=self.url,
             state=self._state,
             options=make_options(self._policy, Keep() if keep is None else keep, self._limits, codec, peers),
@@ -184,7 +184,7 @@ class Checkpointer:
             generators=generators,
             take_over=take_over,
         )
-        self._receipt = Receipt()
+        self._receipt = RunReport()
         self.events.add(self._receipt.hear)
         self._entered: _Parts | None = None
         self._was_entered = False
@@ -369,12 +369,12 @@ class Checkpointer:
         except Superseded as exc:
             self._leave_superseded(str(exc))
         try:  # the agent has taken us in
-            updates = Updates(self.state, lambda: saver.walk, self.events)
+            updates = StepTracking(self.state, lambda: saver.walk, self.events)
             ends.append(updates.close)
             updates.begin(found.tick.step)
             watch.begin(is_told=saver.link.terms is not None and saver.link.terms.rank == 0)
             steps = Steps(found.tick.step, saver, updates, watch, self.events)
-            parting = Parting(saver.link, tasks, self.events, settings)
+            parting = Shutdown(saver.link, tasks, self.events, settings)
             appointments = Appointments(steps, saver, updates, parting)
             fail_all = functools.partial(saver.link.levels.fail_all, "the block was left before that was known")
             ends = [parting.close, last.close, fail_all, *ends, parting.end_threads, self._forget]
@@ -388,7 +388,7 @@ class Checkpointer:
             saver.link.give_up()
             raise
 
-    def _take_up(self, parts: _Parts, found: entry.Found, began_s: float) -> None:
+    def _take_up(self, parts: _Parts, found: entry.RestoreResult, began_s: float) -> None:
         """From here on it is entered, and goes on from what was found."""
         link = parts.saver.link
         self._entered = parts

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt import events
 from ckpt.events import Event, Events, JsonLines
-from ckpt.trainer.loop.run_report import Receipt
+from ckpt.trainer.loop.run_report import RunReport
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def test_what_is_logged_says_once_who_speaks(caplog: pytest.LogCaptureFixture) -
 
 
 def test_what_each_snapshot_says_again_is_loud_once_and_counted() -> None:
-    receipt, seen = Receipt(), list[Event]()
+    receipt, seen = RunReport(), list[Event]()
     told = Events(receipt.hear, seen.append)
     for step in range(3, 8):
         told.emit("snapshot.failed", f"ckpt: step {step} was not staged: of no known type", loud=True)

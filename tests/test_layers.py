@@ -232,6 +232,15 @@ def test_the_parts_have_no_import_cycle_through_their_init_files():
     assert not wrong
 
 
+def test_no_two_classes_have_one_name():
+    found: dict[str, list[str]] = {}
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 # --- the rules themselves are tried on made-up sources ------------------------------------------------------------
 
 

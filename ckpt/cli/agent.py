@@ -42,7 +42,7 @@ def agent(
 
     It needs the run's secret, and a job names it with CKPT_PEERS=HOST:PORT."""
     from ckpt.agent.node.main import lend
-    from ckpt.agent.node.memory_node import Lend
+    from ckpt.agent.node.memory_node import MemoryNodeOptions
     from ckpt.ipc.failure_domains import domains_here
     from ckpt.settings import read
     from ckpt.storage import canonical
@@ -51,7 +51,7 @@ def agent(
     known = _secret(secret_file, settings.secret_file)
     named = settings.domain if domain is None else domain
     domains = tuple(domains_here(named))
-    terms = Lend(known, listen, out.parse_size("--memory", memory), domains, commit_after_s)
+    terms = MemoryNodeOptions(known, listen, out.parse_size("--memory", memory), domains, commit_after_s)
 
     def listening(addresses: list[str]) -> None:
         if json:

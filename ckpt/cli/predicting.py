@@ -15,7 +15,7 @@ from ckpt.types import counted
 
 if TYPE_CHECKING:
     from ckpt.predict.recorded import Recorded
-    from ckpt.predict.training import Found
+    from ckpt.predict.training import PredictorScore
 
 Files = Annotated[
     list[Path], typer.Argument(metavar="SIGNALS...", help="Files that agents wrote (CKPT_SIGNALS_LOG), of all nodes.")
@@ -93,7 +93,7 @@ def _read(signals: Sequence[Path]) -> Recorded:
     return recorded
 
 
-def _facts(recorded: Recorded, found: Found) -> dict[str, Any]:
+def _facts(recorded: Recorded, found: PredictorScore) -> dict[str, Any]:
     return {
         "recorded_nodes": len(recorded.nodes),
         "recorded_failures": recorded.failures,
@@ -104,7 +104,7 @@ def _facts(recorded: Recorded, found: Found) -> dict[str, Any]:
     }
 
 
-def _say(recorded: Recorded, found: Found) -> None:
+def _say(recorded: Recorded, found: PredictorScore) -> None:
     from ckpt.policy.adaptive import span
 
     score = found.score

@@ -66,7 +66,7 @@ def rehearse(
     from ckpt import storage
 
     scratch = scratch_for(storage.canonical(url))
-    straight, killed = (Run(url, f"{scratch}/{name}", command) for name in ("undisturbed", "killed"))
+    straight, killed = (Rehearsal(url, f"{scratch}/{name}", command) for name in ("undisturbed", "killed"))
     with tempfile.TemporaryDirectory(prefix="ckpt-r-", dir="/tmp") as runtime:
         try:
             note(f"undisturbed: {shlex.join(straight.command)}")
@@ -134,7 +134,7 @@ def scratch_for(url: str) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class Rehearsal:
     """The user's command with the URL `real` replaced by `url`."""
 
     real: str
@@ -203,7 +203,7 @@ def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         raise CkptError(f"the script failed with exit status {status}; rehearse what runs through by itself")
 
 
-def kill_after(run: Run, runtime: str, at: int, lose_memory: bool, timeout_s: float) -> int:
+def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout_s: float) -> int:
     """Starts the script, and kills it and all its processes once a step of at least `at` is saved; that step.
 
     Saved is: in the store, or complete in the agent's memory if that is not to be lost."""
@@ -229,7 +229,7 @@ def kill_after(run: Run, runtime: str, at: int, lose_memory: bool, timeout_s: fl
     return saved[-1]
 
 
-def _saved(run: Run, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]) -> list[int]:
+def _saved(run: Rehearsal, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]) -> list[int]:
     """The steps from `at` on that are saved, after looking for LOOK_S at most."""
     found = [step for step in run.saved() if step >= at]
     until = time.monotonic() + LOOK_S
@@ -285,7 +285,7 @@ class Back:
     source: str
 
 
-def came_back(run: Run, before: frozenset[Epoch], in_memory: frozenset[Identity]) -> Back:
+def came_back(run: Rehearsal, before: frozenset[Epoch], in_memory: frozenset[Identity]) -> Back:
     """What the restart says of itself: its claim names the checkpoint that it went on from.
 
     `before`: the starts until then. `in_memory`: what an agent held at that time; it is preferred to the store.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import UsageError
-from ckpt.format.columns import Ints, Reader, Writer
+from ckpt.format.columns import ColumnReader, ColumnWriter, Ints
 from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE, Box
 
 TENSORS_MAX = 1 << 18
@@ -97,7 +97,7 @@ class BoxColumns:
         return list(map(Box, self.offsets.tuples(), self.shapes.tuples()))
 
 
-def write_tensors(out: Writer, tensors: Sequence[TensorLike]) -> None:
+def write_tensors(out: ColumnWriter, tensors: Sequence[TensorLike]) -> None:
     """Errors: UsageError where a reader would refuse them."""
     at_most("tensors", len(tensors), TENSORS_MAX)
     at_most("dimensions of one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
@@ -109,7 +109,7 @@ def write_tensors(out: Writer, tensors: Sequence[TensorLike]) -> None:
     out.array("tensors.shape", _flat(tensor.shape for tensor in tensors), "<u8")
 
 
-def read_tensors(source: Reader) -> TensorColumns:
+def read_tensors(source: ColumnReader) -> TensorColumns:
     """Errors: DamagedData; for an unknown dtype, or sizes beyond BYTES_MAX, too."""
     count = capped(source, "tensors.dtype", TENSORS_MAX)
     codes = source.ints("tensors.dtype", "|u1", count, top=len(DTYPES) - 1)
@@ -122,7 +122,7 @@ def read_tensors(source: Reader) -> TensorColumns:
     return TensorColumns(source.strings("tensors", count), source.strings("owners", count), codes, shapes, sizes)
 
 
-def write_boxes(out: Writer, tensor: Sequence[int], boxes: Sequence[Box]) -> None:
+def write_boxes(out: ColumnWriter, tensor: Sequence[int], boxes: Sequence[Box]) -> None:
     """Errors: UsageError where a reader would refuse them."""
     at_most("boxes", len(boxes), BOXES_MAX)
     at_most("numbers in all boxes", sum(len(box.shape) for box in boxes), NUMBERS_MAX)
@@ -131,7 +131,7 @@ def write_boxes(out: Writer, tensor: Sequence[int], boxes: Sequence[Box]) -> Non
     out.array("boxes.shape", _flat(box.shape for box in boxes), "<u8")
 
 
-def read_boxes(source: Reader, tensors: TensorColumns) -> BoxColumns:
+def read_boxes(source: ColumnReader, tensors: TensorColumns) -> BoxColumns:
     """Each box lies within its tensor. Errors: DamagedData."""
     tensor = source.ints("boxes.tensor", "<u4", capped(source, "boxes.tensor", BOXES_MAX), len(tensors.names) - 1)
     _numbers_total(source, "boxes.offset", tensors.shapes.counts[tensor])
@@ -192,7 +192,7 @@ def at_most(what: str, count: int, count_max: int) -> None:
         raise UsageError(f"{count} {what}, where a checkpoint has at most {count_max}")
 
 
-def capped(source: Reader, name: str, count_max: int) -> int:
+def capped(source: ColumnReader, name: str, count_max: int) -> int:
     """How many elements a section has. Errors: DamagedData where they are more than `count_max`."""
     count = source.count(name)
     if count > count_max:
@@ -200,11 +200,11 @@ def capped(source: Reader, name: str, count_max: int) -> int:
     return count
 
 
-def _numbers(source: Reader, name: str, counts: Ints) -> Ints:
+def _numbers(source: ColumnReader, name: str, counts: Ints) -> Ints:
     return source.ints(name, "<u8", _numbers_total(source, name, counts), top=BYTES_MAX)
 
 
-def _numbers_total(source: Reader, name: str, counts: Ints) -> int:
+def _numbers_total(source: ColumnReader, name: str, counts: Ints) -> int:
     total = int(counts.sum())
     if total > NUMBERS_MAX:
         raise source.damaged(f"section {name!r} would have {total} elements, where at most {NUMBERS_MAX} are allowed")

@@ -47,7 +47,7 @@ _WIDTHS = {2: (1, 1), 4: (2, 1, 1), 8: (4, 2, 1, 1)}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class Scratch:
+class CodecScratch:
     """The buffers and coders of one thread. What `encode` returns lies in here until the next call."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def choose(dtype_code: int, option: CodecOption) -> int:
     raise UsageError(f'codec={option!r}: there are "auto", "raw", "zstd" and "planes"')
 
 
-def encode(option: CodecOption, dtype_code: int, raw: Buffer, scratch: Scratch) -> tuple[int, Buffer]:
+def encode(option: CodecOption, dtype_code: int, raw: Buffer, scratch: CodecScratch) -> tuple[int, Buffer]:
     """The codec taken and the bytes to store: RAW and `raw` itself where nothing is gained.
 
     The bytes lie in `scratch` until its next use. Errors: UsageError for an unknown option."""
@@ -106,7 +106,7 @@ def encode(option: CodecOption, dtype_code: int, raw: Buffer, scratch: Scratch) 
     return (codec, packed[:stored].data) if 0 < stored < size else (Codec.RAW, raw)
 
 
-def decode(codec: int, dtype_code: int, data: Buffer, out: memoryview, scratch: Scratch) -> None:
+def decode(codec: int, dtype_code: int, data: Buffer, out: memoryview, scratch: CodecScratch) -> None:
     """Fills `out`, which has exactly the frame's raw length. `data` may be hostile: it gives the wrong bytes (the
     frame's hash says so) or DamagedData, and takes no memory beyond that length."""
     target = np.frombuffer(out, np.uint8)
@@ -128,7 +128,7 @@ def _unit(dtype_code: int) -> int:
     return _FLOAT_BYTES.get(name, min(ITEMSIZE[name], 8))
 
 
-def _encode_planes(raw: Bytes, widths: tuple[int, ...], scratch: Scratch) -> tuple[Bytes, int]:
+def _encode_planes(raw: Bytes, widths: tuple[int, ...], scratch: CodecScratch) -> tuple[Bytes, int]:
     unit = sum(widths)
     count = len(raw) // unit
     head = _head_bytes(len(widths))
@@ -174,7 +174,7 @@ def _dense_planes(raw: Bytes, widths: tuple[int, ...]) -> list[bool]:
     return dense
 
 
-def _split(raw: Bytes, widths: tuple[int, ...], places: list[Bytes], scratch: Scratch) -> None:
+def _split(raw: Bytes, widths: tuple[int, ...], places: list[Bytes], scratch: CodecScratch) -> None:
     unit = sum(widths)
     whole = raw.view(_UNSIGNED[unit])
     shifted = scratch.buffer("block", BLOCK_ELEMENTS * unit).view(_UNSIGNED[unit])
@@ -188,7 +188,7 @@ def _split(raw: Bytes, widths: tuple[int, ...], places: list[Bytes], scratch: Sc
             shift += 8 * width
 
 
-def _decode_planes(data: Bytes, out: Bytes, scratch: Scratch) -> None:
+def _decode_planes(data: Bytes, out: Bytes, scratch: CodecScratch) -> None:
     head = _plane_head(data, len(out))
     unit = sum(width for width, _, _ in head)
     count = len(out) // unit
@@ -229,7 +229,7 @@ def _plane_head(data: Bytes, raw_bytes: int) -> list[tuple[int, int, int]]:
     return head
 
 
-def _merge(planes: list[UInts], widths: list[int], out: UInts, scratch: Scratch) -> None:
+def _merge(planes: list[UInts], widths: list[int], out: UInts, scratch: CodecScratch) -> None:
     """out = (...(top << 8 * width | next) << ...) | lowest, in blocks that stay in the cache."""
     buffer = scratch.buffer("block", BLOCK_ELEMENTS * out.itemsize).view(out.dtype)
     for start in range(0, len(out), BLOCK_ELEMENTS):
@@ -250,7 +250,7 @@ def _compress(compressor: zstandard.ZstdCompressor, data: Bytes, out: Bytes) -> 
     return length if length < len(out) else 0
 
 
-def _decompress(data: Bytes, out: Bytes, scratch: Scratch) -> None:
+def _decompress(data: Bytes, out: Bytes, scratch: CodecScratch) -> None:
     try:
         if zstandard.frame_content_size(data.data) != len(out):
             raise DamagedData(f"a zstd frame that is not of the {len(out)} bytes that were recorded")

@@ -46,7 +46,7 @@ AnyArray = npt.NDArray[np.generic]
 Ints = npt.NDArray[np.int64]
 
 
-class Kind(enum.IntEnum):
+class ColumnKind(enum.IntEnum):
     """Kind numbers of the durable format: append only."""
 
     RECORD = 1
@@ -65,18 +65,18 @@ class Caps:
 
 
 CAPS = {
-    Kind.RECORD: Caps(16 << 20, 128 << 20),
-    Kind.MANIFEST: Caps(64 << 20, 128 << 20),
-    Kind.DECLARATION: Caps(64 << 20, 128 << 20),
-    Kind.LAYOUT: Caps(64 << 20, 128 << 20),
-    Kind.SHARE: Caps(64 << 20, 128 << 20),
+    ColumnKind.RECORD: Caps(16 << 20, 128 << 20),
+    ColumnKind.MANIFEST: Caps(64 << 20, 128 << 20),
+    ColumnKind.DECLARATION: Caps(64 << 20, 128 << 20),
+    ColumnKind.LAYOUT: Caps(64 << 20, 128 << 20),
+    ColumnKind.SHARE: Caps(64 << 20, 128 << 20),
 }
 
 
-class Writer:
+class ColumnWriter:
     """Collects the sections of one file; `finish` gives its bytes."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: ColumnKind) -> None:
         self._kind = kind
         self._sections: list[tuple[str, AnyArray, bool]] = []
 
@@ -130,14 +130,14 @@ class Writer:
         return body + xxhash.xxh3_128_digest(body)
 
 
-class Reader:
+class ColumnReader:
     """The sections of one file, checked. Each getter decompresses one section; `what` names the file in errors."""
 
-    def __init__(self, kind: Kind, data: bytes | memoryview, what: str) -> None:
+    def __init__(self, kind: ColumnKind, data: bytes | memoryview, what: str) -> None:
         self.what = what
         self._sections = dict(self._parse(kind, memoryview(data)))
 
-    def _parse(self, kind: Kind, data: memoryview) -> Iterable[tuple[str, _Section]]:
+    def _parse(self, kind: ColumnKind, data: memoryview) -> Iterable[tuple[str, _Section]]:
         caps = CAPS[kind]
         if data.nbytes > caps.stored_bytes:
             raise self.damaged(f"{data.nbytes} bytes, where at most {caps.stored_bytes} are allowed")

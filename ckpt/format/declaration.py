@@ -19,7 +19,7 @@ from ckpt.format.boxes import (
     write_boxes,
     write_tensors,
 )
-from ckpt.format.columns import Ints, Kind, Reader, Writer
+from ckpt.format.columns import ColumnKind, ColumnReader, ColumnWriter, Ints
 from ckpt.layout.layout import SEGMENT, STAGED_FRAME, Array, Declaration, Entry, Layout, Part, Share, Staging
 from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX
 
@@ -34,7 +34,7 @@ _PART = np.dtype([("entry", "<u4"), ("box", "<u4"), ("start", "<u8"), ("stop", "
 
 def encode(declaration: Declaration) -> bytes:
     """Errors: UsageError where a name or the whole does not fit the format."""
-    out = Writer(Kind.DECLARATION)
+    out = ColumnWriter(ColumnKind.DECLARATION)
     out.strings("about", [declaration.coordinate, declaration.division])
     out.array("numbers", [declaration.rank, declaration.world, declaration.staging.data_bytes], "<u8")
     _write_layout(out, declaration.layout)
@@ -54,7 +54,7 @@ def decode(data: bytes | memoryview, what: str = "a declaration") -> Declaration
     """The declaration, checked: every segment lies in its box and in its frame, every frame in the data region.
 
     Errors: DamagedData that begins with `what`."""
-    source = Reader(Kind.DECLARATION, data, what)
+    source = ColumnReader(ColumnKind.DECLARATION, data, what)
     coordinate, division = source.strings("about", 2)
     rank, world, data_bytes = source.ints("numbers", "<u8", 3, top=DATA_BYTES_MAX).tolist()
     if not rank < world <= RANKS_MAX:
@@ -69,19 +69,19 @@ def decode(data: bytes | memoryview, what: str = "a declaration") -> Declaration
 
 def encode_layout(layout: Layout) -> bytes:
     """Errors: UsageError where a name or the whole does not fit the format."""
-    out = Writer(Kind.LAYOUT)
+    out = ColumnWriter(ColumnKind.LAYOUT)
     _write_layout(out, layout)
     return out.finish()
 
 
 def decode_layout(data: bytes | memoryview, what: str = "a layout") -> Layout:
     """Errors: DamagedData that begins with `what`."""
-    return _read_layout(Reader(Kind.LAYOUT, data, what))[0]
+    return _read_layout(ColumnReader(ColumnKind.LAYOUT, data, what))[0]
 
 
 def encode_share(share: Share) -> bytes:
     """Errors: UsageError where it does not fit the format."""
-    out = Writer(Kind.SHARE)
+    out = ColumnWriter(ColumnKind.SHARE)
     rows = [(part.entry, part.box, part.start, part.stop) for part in share]
     out.struct("parts", np.array(rows, _PART), delta=("entry",))
     return out.finish()
@@ -91,20 +91,20 @@ def decode_share(data: bytes | memoryview, what: str = "a share") -> Share:
     """Its indices are those of a layout that only the caller has: `plan.staging.stage` meets them with it.
 
     Errors: DamagedData that begins with `what`."""
-    source = Reader(Kind.SHARE, data, what)
+    source = ColumnReader(ColumnKind.SHARE, data, what)
     parts = source.struct("parts", _PART, PARTS_MAX)
     if (parts["start"] > parts["stop"]).any() or (parts["stop"] > DATA_BYTES_MAX).any():
         raise source.damaged("a part that ends before it begins, or beyond any box")
     return tuple(Part(*row) for row in parts.tolist())
 
 
-def _write_layout(out: Writer, layout: Layout) -> None:
+def _write_layout(out: ColumnWriter, layout: Layout) -> None:
     write_tensors(out, layout.entries)
     pairs = [(index, box) for index, entry in enumerate(layout.entries) for box in entry.boxes]
     write_boxes(out, [index for index, _ in pairs], [box for _, box in pairs])
 
 
-def _read_layout(source: Reader) -> tuple[Layout, TensorColumns, BoxColumns]:
+def _read_layout(source: ColumnReader) -> tuple[Layout, TensorColumns, BoxColumns]:
     tensors = read_tensors(source)
     boxes = read_boxes(source, tensors)
     if (np.diff(boxes.tensor) < 0).any():
@@ -121,7 +121,7 @@ def _read_layout(source: Reader) -> tuple[Layout, TensorColumns, BoxColumns]:
     return Layout(entries), tensors, boxes
 
 
-def _check_frames(source: Reader, frames: Array, data_bytes: int) -> None:
+def _check_frames(source: ColumnReader, frames: Array, data_bytes: int) -> None:
     if not len(frames):
         return
     if frames["dtype"].max() >= len(DTYPES):
@@ -132,7 +132,9 @@ def _check_frames(source: Reader, frames: Array, data_bytes: int) -> None:
         raise source.damaged("a frame reaches out of the data region")
 
 
-def _check_segments(source: Reader, segments: Array, frames: Array, tensors: TensorColumns, boxes: BoxColumns) -> None:
+def _check_segments(
+    source: ColumnReader, segments: Array, frames: Array, tensors: TensorColumns, boxes: BoxColumns
+) -> None:
     if not len(segments):
         return
     entry, within, frame = (_ints(segments, field) for field in ("entry", "box", "frame"))

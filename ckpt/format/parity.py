@@ -43,7 +43,7 @@ class Row(enum.IntEnum):
     Q = 1
 
 
-class Scratch:
+class ParityScratch:
     """The blocks of one thread."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StripePiece:
     """`length` bytes of frame number `frame` from `offset` on; they lie at byte `at` of the stripe."""
 
     frame: int
@@ -73,7 +73,7 @@ def weight(row: Row, member: int) -> int:
     return 1 if row is Row.P else member + 1
 
 
-def add(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: Scratch) -> None:
+def add(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: ParityScratch) -> None:
     """Adds bytes of members (by number) to the parity in `target`, from byte `at` on; or, the same, takes them away.
 
     A parity begins as zeros. Each byte of a member is to be added exactly once. Two threads may add to one target
@@ -96,7 +96,7 @@ def add(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: 
             _xor(block, _weighted_sum(parts, factors, len(block), scratch))
 
 
-def solve(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: Scratch) -> list[Buffer]:
+def solve(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: ParityScratch) -> list[Buffer]:
     """The bytes of the `lost` members, each with zeros up to the stripe's length, in the buffers given.
 
     `left`: parities to which every member that is not lost was added. One lost member needs either, two need both;
@@ -126,7 +126,7 @@ def solve(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: Scratch) -> 
     return [left[Row.P], left[Row.Q]]
 
 
-def pieces(lengths: npt.ArrayLike, start: int, stop: int) -> Iterator[Piece]:
+def pieces(lengths: npt.ArrayLike, start: int, stop: int) -> Iterator[StripePiece]:
     """Bytes [start, stop) of frames of these lengths laid end to end: which bytes of which frame go where.
 
     Errors: UsageError where the frames end before."""
@@ -139,7 +139,7 @@ def pieces(lengths: npt.ArrayLike, start: int, stop: int) -> Iterator[Piece]:
         begin = int(ends[frame - 1]) if frame else 0
         end = min(int(ends[frame]), stop)
         if end > at:  # an empty frame has no bytes
-            yield Piece(frame, at - begin, end - at, at - start)
+            yield StripePiece(frame, at - begin, end - at, at - start)
         at, frame = max(at, end), frame + 1
 
 
@@ -174,7 +174,7 @@ def _xor(into: Bytes, data: Bytes) -> None:
     np.bitwise_xor(beginning, data, out=beginning)
 
 
-def _weighted_sum(parts: Sequence[Bytes], factors: Sequence[int], length: int, scratch: Scratch) -> Bytes:
+def _weighted_sum(parts: Sequence[Bytes], factors: Sequence[int], length: int, scratch: ParityScratch) -> Bytes:
     """Of parts of at most `length` bytes, a block's; lies in the scratch. From the factors' highest bit to the lowest:
     what there is so far is doubled, and the parts with that bit are added."""
     found, carry = scratch.sum[:length], scratch.carry[:length]
@@ -193,7 +193,7 @@ def _weighted_sum(parts: Sequence[Bytes], factors: Sequence[int], length: int, s
     return found
 
 
-def _divide(data: Bytes, divisor: int, scratch: Scratch) -> None:
+def _divide(data: Bytes, divisor: int, scratch: ParityScratch) -> None:
     """In place. A divisor is the sum of two weights, and small: factors x and x + 1 are divided by one by one, which is
     faster than the product with an inverse (of degree 7, mostly) that is left for the other factors."""
     halves = (divisor & -divisor).bit_length() - 1
@@ -222,7 +222,7 @@ def _without_x_plus_1(a: int) -> int:
     return found
 
 
-def _halve(length: int, scratch: Scratch) -> None:
+def _halve(length: int, scratch: ParityScratch) -> None:
     """The bytes in `scratch.sum`, divided by x: shifted right, and where a 1 went out, 1 / x = 0x8e is added."""
     found, carry = scratch.whole_words(length)
     words = found.view(np.uint64)
@@ -233,7 +233,7 @@ def _halve(length: int, scratch: Scratch) -> None:
     np.bitwise_xor(found, carry, out=found)
 
 
-def _third(length: int, scratch: Scratch) -> None:
+def _third(length: int, scratch: ParityScratch) -> None:
     """The bytes in `scratch.sum`, divided by x + 1: y with y ^ 2 y = b.
 
     Without the reduction, bit i of y is the sum of the bits 0 .. i of b. The reduction adds 0x1d where bit 7 of y is

@@ -28,12 +28,12 @@ from ckpt.format.boxes import (
     write_boxes,
     write_tensors,
 )
-from ckpt.format.columns import CAPS, Kind, Reader, Writer
+from ckpt.format.columns import CAPS, ColumnKind, ColumnReader, ColumnWriter
 from ckpt.format.manifest import EXTENT, FRAME, PLACE, RANK_VALUES, VALUES, Codec, Manifest, Record, TensorSpec
 from ckpt.layout.layout import Array
 from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX, PATH_NAME, Identity
 
-RECORD_BYTES_MAX = CAPS[Kind.RECORD].stored_bytes
+RECORD_BYTES_MAX = CAPS[ColumnKind.RECORD].stored_bytes
 EXTENTS_MAX = 1 << 21
 RANKS_MAX = 1 << 17
 PACK_BYTES_MAX = 1 << 60
@@ -50,7 +50,7 @@ def encode(record: Record) -> bytes:
     """The bytes of a commit record. Errors: UsageError where a name, a number or the whole does not fit the format."""
     at_most("packs", len(record.packs), FRAMES_MAX)
     at_most("metrics", len(record.metrics), METRICS_MAX)
-    out = Writer(Kind.RECORD)
+    out = ColumnWriter(ColumnKind.RECORD)
     out.strings("identity", [str(record.identity), record.writer])
     _write_manifest(out, record.manifest)
     out.strings("packs", [key for key, _ in record.packs])
@@ -67,7 +67,7 @@ def decode(data: bytes | memoryview, key: str) -> Record:
     `commits/<identity>-<writer>`, the record must be of that identity and writer.
 
     Errors: DamagedData says what is wrong with which record; also for another format version."""
-    source = Reader(Kind.RECORD, data, key)
+    source = ColumnReader(ColumnKind.RECORD, data, key)
     name, writer = source.strings("identity", 2)
     try:
         identity = Identity.parse(name)
@@ -86,17 +86,17 @@ def decode(data: bytes | memoryview, key: str) -> Record:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Errors: UsageError where a name, a number or the whole does not fit the format."""
-    out = Writer(Kind.MANIFEST)
+    out = ColumnWriter(ColumnKind.MANIFEST)
     _write_manifest(out, manifest)
     return out.finish()
 
 
 def decode_manifest(data: bytes | memoryview, what: str = "a manifest") -> Manifest:
     """Checked as a record is. Errors: DamagedData that begins with `what`."""
-    return _read_manifest(Reader(Kind.MANIFEST, data, what))
+    return _read_manifest(ColumnReader(ColumnKind.MANIFEST, data, what))
 
 
-def _write_manifest(out: Writer, manifest: Manifest) -> None:
+def _write_manifest(out: ColumnWriter, manifest: Manifest) -> None:
     at_most("frames", len(manifest.frames), FRAMES_MAX)
     at_most("extents", len(manifest.extents), EXTENTS_MAX)
     at_most("ranks", len(manifest.coordinates), RANKS_MAX)
@@ -108,7 +108,7 @@ def _write_manifest(out: Writer, manifest: Manifest) -> None:
     out.strings("coordinates", manifest.coordinates)
 
 
-def _read_manifest(source: Reader) -> Manifest:
+def _read_manifest(source: ColumnReader) -> Manifest:
     tensors = read_tensors(source)
     boxes = read_boxes(source, tensors)
     if not covered_once(tensors, boxes):
@@ -124,7 +124,7 @@ def _read_manifest(source: Reader) -> Manifest:
     return Manifest(specs, tuple(pairs), frames, extents, tuple(coordinates))
 
 
-def _specs(source: Reader, tensors: TensorColumns) -> tuple[TensorSpec, ...]:
+def _specs(source: ColumnReader, tensors: TensorColumns) -> tuple[TensorSpec, ...]:
     is_values = source.ints("tensors.values", "|u1", len(tensors.names), top=1)
     columns = (tensors.names, tensors.dtypes(), tensors.shapes.tuples(), tensors.owners, map(bool, is_values.tolist()))
     specs = tuple(map(TensorSpec, *columns))
@@ -138,7 +138,7 @@ def _specs(source: Reader, tensors: TensorColumns) -> tuple[TensorSpec, ...]:
     return specs
 
 
-def _check_frames(source: Reader, frames: Array) -> None:
+def _check_frames(source: ColumnReader, frames: Array) -> None:
     if not len(frames):
         return
     if frames["dtype"].max() >= len(DTYPES):
@@ -149,7 +149,9 @@ def _check_frames(source: Reader, frames: Array) -> None:
         raise source.damaged("a frame that ends within an element")
 
 
-def _check_extents(source: Reader, extents: Array, frames: Array, tensors: TensorColumns, boxes: BoxColumns) -> None:
+def _check_extents(
+    source: ColumnReader, extents: Array, frames: Array, tensors: TensorColumns, boxes: BoxColumns
+) -> None:
     box = extents["box"].astype(np.int64)
     frame = extents["frame"].astype(np.int64)
     start, length, offset = (extents[field].astype(np.int64) for field in ("start", "length", "offset"))
@@ -177,7 +179,7 @@ def _check_extents(source: Reader, extents: Array, frames: Array, tensors: Tenso
 
 
 def _check_values(
-    source: Reader, specs: tuple[TensorSpec, ...], extents: Array, frames: Array, boxes: BoxColumns
+    source: ColumnReader, specs: tuple[TensorSpec, ...], extents: Array, frames: Array, boxes: BoxColumns
 ) -> None:
     """A blob of values is one box, and its bytes are one frame: whoever reads it takes memory for no more than that."""
     is_values = np.array([spec.values for spec in specs], bool)
@@ -191,7 +193,7 @@ def _check_values(
         raise source.damaged("a blob of values that is not one box in one frame")
 
 
-def _read_packs(source: Reader) -> tuple[tuple[str, int], ...]:
+def _read_packs(source: ColumnReader) -> tuple[tuple[str, int], ...]:
     sizes = source.ints("packs.size", "<u8", capped(source, "packs.size", FRAMES_MAX), top=PACK_BYTES_MAX).tolist()
     keys = source.strings("packs", len(sizes))
     for key in keys:
@@ -202,7 +204,7 @@ def _read_packs(source: Reader) -> tuple[tuple[str, int], ...]:
     return tuple(zip(keys, sizes, strict=True))
 
 
-def _read_places(source: Reader, manifest: Manifest, packs: tuple[tuple[str, int], ...]) -> Array:
+def _read_places(source: ColumnReader, manifest: Manifest, packs: tuple[tuple[str, int], ...]) -> Array:
     places = source.struct("places", PLACE, FRAMES_MAX)
     if len(places) and places["codec"].max() > Codec.PLANES:
         text = f"codec {places['codec'].max()}, which this ckpt does not know: a newer one is needed"
@@ -232,7 +234,7 @@ def misplaced(places: Array, frames: Array, sizes: Sequence[int]) -> str:
     return ""
 
 
-def _read_metrics(source: Reader) -> dict[str, float]:
+def _read_metrics(source: ColumnReader) -> dict[str, float]:
     values = source.array("metrics.value", "<f8", capped(source, "metrics.value", METRICS_MAX)).tolist()
     names = source.strings("metrics", len(values))
     if len(set(names)) != len(names):
@@ -250,7 +252,7 @@ def _about_bytes(about: dict[str, Any]) -> bytes:
     return data
 
 
-def _read_about(source: Reader) -> dict[str, Any]:
+def _read_about(source: ColumnReader) -> dict[str, Any]:
     try:
         about = json.loads(source.blob("about", ABOUT_BYTES_MAX))
     except (ValueError, RecursionError) as exc:

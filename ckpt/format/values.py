@@ -295,7 +295,7 @@ class _Encoder:
         self._check_hashes(items)
         self._enter()
         for value in items:
-            self._path[-1] = _Item(value)
+            self._path[-1] = _SetItem(value)
             self.out = []
             self.value(value)
             encoded.append(b"".join(self.out))
@@ -381,13 +381,13 @@ class _Encoder:
 
     def _where(self, levels: int = DEPTH_MAX) -> str:
         keys = [key for key in self._path[:levels] if key is not _NO_KEY]
-        return self._root + "".join(str(key) if type(key) is _Item else f"[{_shown(key, 80)}]" for key in keys)
+        return self._root + "".join(str(key) if type(key) is _SetItem else f"[{_shown(key, 80)}]" for key in keys)
 
 
 _NO_KEY = object()  # of a collection, before its first item
 
 
-class _Item:
+class _SetItem:
     """What a set holds, in the path to it."""
 
     def __init__(self, value: Any) -> None:

@@ -40,14 +40,14 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SocketAddress:
     """An address as the kernel takes it."""
 
     family: int
     sockaddr: tuple[str | int | bytes, ...]
 
 
-def resolve(address: Address, passive: bool = False) -> list[Place]:
+def resolve(address: Address, passive: bool = False) -> list[SocketAddress]:
     """Where that address leads, best first. A name may take many seconds to look up: not for the main thread, unless
     the host is a literal. `passive`: to listen there. Errors: AgentError."""
     flags = socket.AI_PASSIVE if passive else 0
@@ -55,7 +55,7 @@ def resolve(address: Address, passive: bool = False) -> list[Place]:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError) as exc:
         raise AgentError(f"the host of {address} cannot be looked up: {exc}") from exc
-    return [Place(family, sockaddr) for family, _, _, _, sockaddr in found]
+    return [SocketAddress(family, sockaddr) for family, _, _, _, sockaddr in found]
 
 
 def tune(sock: socket.socket) -> None:
@@ -113,7 +113,7 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
         data, left = data[sent:], left - sent
 
 
-class Receiver:
+class SocketReceiver:
     """Fills memory from a socket that `wait_at_most` was called for, and of which nothing else is read.
 
     The kernel is asked to wake us once what is wanted is there as a whole, not for each few packets of it: on loopback

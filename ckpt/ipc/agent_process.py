@@ -97,7 +97,7 @@ def _end_deaf(url: str, settings: Settings, events: Events, hello_s: float, why:
         os.close(agent.pidfd)
 
 
-def _is_deaf(place: client.Places) -> bool:
+def _is_deaf(place: client.AgentPaths) -> bool:
     """Whether as many wait for it as it lets, still. One that has taken them, and has nothing else to do, does not run
     either."""
     try:

@@ -40,7 +40,7 @@ ACCEPT_S = 10.0  # one that is at work takes connections at once, however many c
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class AgentPaths:
     """Where one agent's files are. `socket` stays under the 107 bytes a Unix address may have."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Places:
     log: Path
 
 
-def places(url: str, settings: Settings) -> Places:
+def places(url: str, settings: Settings) -> AgentPaths:
     """Makes the folder. Errors: AgentError when it is not the user's alone, or the path is too long; UsageError where
     the URL is no UTF-8, as all that agents say is."""
     folder = settings.runtime_dir
@@ -73,10 +73,10 @@ def places(url: str, settings: Settings) -> Places:
     if len(os.fsencode(sock)) > 107:
         raise AgentError(f"the socket path {sock} is longer than 107 bytes; set CKPT_RUNTIME_DIR to a shorter folder")
     log = settings.agent_log or folder / f"{name}.log"
-    return Places(folder, sock, folder / f"{name}.lock", folder / f"{name}.start", log)
+    return AgentPaths(folder, sock, folder / f"{name}.lock", folder / f"{name}.start", log)
 
 
-def connect_nowait(place: Places) -> socket.socket | None:
+def connect_nowait(place: AgentPaths) -> socket.socket | None:
     """A connection, or None where no agent listens. Errors: AgentError; from a TimeoutError where as many connections
     as it lets wait do so already, and none is taken within ACCEPT_S."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -143,7 +143,7 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
         os.close(fd)
 
 
-def _spawn(url: str, place: Places, deadline: float) -> bool:
+def _spawn(url: str, place: AgentPaths, deadline: float) -> bool:
     """True once it serves; False when another agent still holds the run lock (it says "busy")."""
     import ckpt
 

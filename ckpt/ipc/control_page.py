@@ -33,25 +33,25 @@ _POLL = 8  # in the kind
 _STEP_LOW = (1 << 16) - 1  # so much of its step is told with a poll: all ranks are known to be at it
 
 
-class Kind(enum.IntEnum):
+class WordKind(enum.IntEnum):
     TAKE = 1  # take a snapshot at that tick
     HOLD = 2  # take it, and hold until the agent says leave or go on
 
 
-class Place(enum.Enum):
+class RankPlace(enum.Enum):
     EARLY = "early"  # the appointed tick is yet to come
     DUE = "due"
     LATE = "late"  # it will not come any more
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class ControlWord:
     """`round`: 1..ROUND_MAX, compared for equality only. `slot`: which arenas. `step`, `sub`: at which tick; with sub 0
     the end of that step. Of a word that was read, with sub > 0, `step` is only known modulo 2^16: ask `place`."""
 
     round: int
     slot: int
-    kind: Kind
+    kind: WordKind
     step: int
     sub: int = 0
 
@@ -65,22 +65,22 @@ class Word:
         return self.round << 44 | self.slot << 40 | kind << 36 | at
 
     @staticmethod
-    def unpack(word: int) -> Word | None:
+    def unpack(word: int) -> ControlWord | None:
         if word == 0:
             return None
         kind, at = word >> 36 & 0xF, word & STEP_MAX
         step, sub = (at >> 20, at & SUB_MAX) if kind & _POLL else (at, 0)
-        return Word(word >> 44, word >> 40 & 0xF, Kind(kind & ~_POLL), step, sub)
+        return ControlWord(word >> 44, word >> 40 & 0xF, WordKind(kind & ~_POLL), step, sub)
 
-    def place(self, step: int, sub: int) -> Place:
+    def place(self, step: int, sub: int) -> RankPlace:
         """Where the appointed tick is, as seen by a rank that is at (step, sub), the last ended step and what came
         since."""
         here, there = (step, sub), (self.step, self.sub)
         if self.sub:
             if step & _STEP_LOW != self.step:
-                return Place.LATE
+                return RankPlace.LATE
             here, there = (0, sub), (0, self.sub)
-        return Place.DUE if here == there else Place.EARLY if here < there else Place.LATE
+        return RankPlace.DUE if here == there else RankPlace.EARLY if here < there else RankPlace.LATE
 
 
 class ControlPage:
@@ -104,14 +104,14 @@ class ControlPage:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd)
 
-    def announce(self, slot: int, word: Word | None) -> None:
+    def announce(self, slot: int, word: ControlWord | None) -> None:
         """What that slot is appointed for; None: nothing. Errors: AgentError for a word of another slot."""
         if not 0 <= slot < SLOTS_MAX or (word is not None and word.slot != slot):
             raise AgentError(f"an appointment of slot {slot} that is none: {word}")
         self.words[slot] = word.pack() if word is not None else 0
 
-    def appointed(self) -> list[Word]:
-        return [word for each in self.words if (word := Word.unpack(each)) is not None]
+    def appointed(self) -> list[ControlWord]:
+        return [word for each in self.words if (word := ControlWord.unpack(each)) is not None]
 
     def leave(self, round_: int) -> None:
         """The verdict of that round is: leave."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ckpt.errors import CkptError, DamagedData, UsageError
 from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, TensorSpec
 from ckpt.gc_pause import no_collecting
-from ckpt.layout.coverage import Cells, Ints, Read, Rows, differing_cells, rows_of
+from ckpt.layout.coverage import BoxCells, Ints, Read, Rows, differing_cells, rows_of
 from ckpt.layout.layout import Array, Declaration, are_apart, covers
 from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, ITEMSIZE, Box
 
@@ -162,7 +162,7 @@ class _Tensor:
     entries: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _declared(ranks: Sequence[Staged]) -> tuple[list[_Tensor], Cells]:
+def _declared(ranks: Sequence[Staged]) -> tuple[list[_Tensor], BoxCells]:
     found: dict[tuple[str, str, str, tuple[int, ...]], _Tensor] = {}
     size: list[int] = []
     of_box: list[Ints] = []
@@ -192,7 +192,7 @@ def _declared(ranks: Sequence[Staged]) -> tuple[list[_Tensor], Cells]:
                 boxes.append(cell)
         of_box.append(np.array(boxes, np.int64))
         first_box.append(np.array([*firsts, len(boxes)], np.int64))
-    return list(found.values()), Cells(np.array(size, np.int64), tuple(of_box), tuple(first_box))
+    return list(found.values()), BoxCells(np.array(size, np.int64), tuple(of_box), tuple(first_box))
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ Read = Callable[[int, int, int], Any]  # (rank, offset in its data region, lengt
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class BoxCells:
     """`size`: bytes of each cell. `of_box`: per rank, the cell of each of its boxes in order of (entry, box);
     `first_box`: per rank, the position of each entry's first box there, and the number of boxes at the end."""
 
@@ -71,7 +71,7 @@ class Rows:
         return np.repeat(self.first[groups] - (np.cumsum(count) - count), count) + np.arange(int(count.sum())), count
 
 
-def rows_of(stagings: Sequence[Staging], hashes: Sequence[npt.NDArray[np.uint64]], cells: Cells) -> Rows:
+def rows_of(stagings: Sequence[Staging], hashes: Sequence[npt.NDArray[np.uint64]], cells: BoxCells) -> Rows:
     """The table of all ranks' stagings. Errors: DamagedData where one does not fit its rank's layout."""
     world = len(stagings)
     frame_base = np.cumsum([0] + [len(staging.frames) for staging in stagings])
@@ -110,7 +110,7 @@ def differing_cells(rows: Rows, read: Read | None) -> Iterator[int]:
             yield int(rows.cell[rows.first[a]])
 
 
-def _columns(rank: int, staging: Staging, cells: Cells, frame_base: int) -> tuple[Ints, ...]:
+def _columns(rank: int, staging: Staging, cells: BoxCells, frame_base: int) -> tuple[Ints, ...]:
     """One rank's segments as (cell, rank, start, length, frame, offset), once they are seen to make sense."""
     entry, box, start, length, offset, frame = (
         staging.segments[name].astype(np.int64) for name in ("entry", "box", "start", "length", "offset", "frame")

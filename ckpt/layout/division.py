@@ -47,7 +47,7 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
     """
     parts: list[list[tuple[int, int, int, int]]] = [[] for _ in layouts]
     loads = [0] * len(layouts)
-    common: dict[Key, _Item] = {}
+    common: dict[Key, _AgreedBox] = {}
     seen: dict[int, _Sorted] = {}
     for rank, layout in enumerate(layouts):
         if (known := seen.get(id(layout))) is not None:  # what this loop would find again, without its look-ups
@@ -65,7 +65,7 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
                 if not size:
                     continue
                 if key in agreed:
-                    item = common[key] = _Item(entry, size, [(rank, e, b)])
+                    item = common[key] = _AgreedBox(entry, size, [(rank, e, b)])
                     found.shared.append((item, e, b))
                     continue
             elif item.entry.dtype == entry.dtype and item.entry.shape == entry.shape:
@@ -77,7 +77,7 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
         found.alone = list(found.alone)  # the rank's own list grows with its part of what is shared
         loads[rank] += found.alone_bytes
 
-    groups: dict[tuple[int, ...], list[_Item]] = defaultdict(list)
+    groups: dict[tuple[int, ...], list[_AgreedBox]] = defaultdict(list)
     for item in common.values():  # those of one group come from its lowest rank's layout, hence in canonical order
         groups[tuple(rank for rank, _, _ in item.holders)].append(item)
     order = sorted(groups, key=lambda ranks: (len(ranks), ranks))
@@ -199,7 +199,7 @@ def _told(layout: Layout) -> tuple[bytes, bytes]:
 
 
 @dataclass(slots=True)
-class _Item:
+class _AgreedBox:
     """An agreed box: one entry that declares it, its bytes, and where each of its holders lists it."""
 
     entry: Entry
@@ -211,7 +211,7 @@ class _Item:
 class _Sorted:
     """One layout's boxes: those that are divided among their holders, and what each rank that holds it stages alone."""
 
-    shared: list[tuple[_Item, int, int]]  # item, entry, box
+    shared: list[tuple[_AgreedBox, int, int]]  # item, entry, box
     alone: list[tuple[int, int, int, int]]
     alone_bytes: int = 0
 
@@ -263,7 +263,7 @@ def _pour(size: int, levels: Sequence[int]) -> list[int]:
 
 
 def _cut(
-    items: Sequence[_Item], quota: Sequence[int], frame_bytes: int
+    items: Sequence[_AgreedBox], quota: Sequence[int], frame_bytes: int
 ) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
     """A group's items, laid end to end and cut where the quotas end: (rank, (entry, box, start, stop)) each.
 

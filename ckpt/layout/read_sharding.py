@@ -15,7 +15,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class ReadSharding:
     """By frame: `same`: the first frame that has the same bytes, which stands for it here. `nodes`: its home, by the
     node's place in the job; -1: it has none. `offsets`: where it lies in its home's memory. `sizes`: bytes of that
     memory, by node."""
@@ -30,7 +30,7 @@ class Homes:
         return np.flatnonzero((self.nodes == node) & (self.same == np.arange(len(self.same))))
 
 
-def homes(frames: npt.NDArray[Any], count: int, only: Numbers | None = None) -> Homes:
+def homes(frames: npt.NDArray[Any], count: int, only: Numbers | None = None) -> ReadSharding:
     """`frames`: of a manifest, which have hash_hi, hash_lo and length. `count`: of the nodes. Each gets a run of frames
     (those lie near one another in the store) of a `count`th of all bytes, give or take a frame. Frames of equal bytes
     are at one home, once. `only`: the frames that have one; all by default. Errors: UsageError without nodes."""
@@ -40,7 +40,7 @@ def homes(frames: npt.NDArray[Any], count: int, only: Numbers | None = None) -> 
     same, nodes, offsets, sizes = _homes(frames[numbers], count)
     all_same, all_nodes, all_offsets = np.arange(len(frames)), np.full(len(frames), -1), np.zeros(len(frames), np.int64)
     all_same[numbers], all_nodes[numbers], all_offsets[numbers] = numbers[same], nodes, offsets
-    return Homes(all_same, all_nodes, all_offsets, tuple(sizes.tolist()))
+    return ReadSharding(all_same, all_nodes, all_offsets, tuple(sizes.tolist()))
 
 
 def _homes(frames: npt.NDArray[Any], count: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:

@@ -38,7 +38,7 @@ Ids = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PlacementNode:
     """A node as placement sees it. `id`: unique. `bytes`: its own state, of one checkpoint. `lend_bytes`: memory
     that others' state may take, all generations together. `domains`: the failure domains that it lies in, widest
     first (site, rack); a node is always one of its own. `risk`: the probability that it is lost while a checkpoint is
@@ -73,24 +73,26 @@ class Node:
         return self.domains[: level + 1] if level < len(self.domains) else (*self.domains, "\0" + self.id)
 
 
-def levels(nodes: Iterable[Node]) -> int:
+def levels(nodes: Iterable[PlacementNode]) -> int:
     """How many levels of domains there are, nodes not counted."""
     return max((len(node.domains) for node in nodes), default=0)
 
 
-def shared(nodes: Sequence[Node], depth: int) -> tuple[int, ...]:
+def shared(nodes: Sequence[PlacementNode], depth: int) -> tuple[int, ...]:
     """For each level, widest first, how many pairs of these nodes lie in one domain."""
     return _pairs_alike([[node.domain(level) for level in range(depth)] for node in nodes])
 
 
-def send_s(sender: Node, receiver: Node, nbytes: int | None = None) -> float:
+def send_s(sender: PlacementNode, receiver: PlacementNode, nbytes: int | None = None) -> float:
     """Seconds to send `nbytes` (by default the sender's state) over both links, in seconds; 0 where neither is
     known."""
     speeds = [speed for speed in (sender.up_bytes_s, receiver.down_bytes_s) if speed is not None]
     return (sender.bytes if nbytes is None else nbytes) / min(speeds) if speeds else 0.0
 
 
-def grouped(nodes: Sequence[Node], sizes: Sequence[int], survives: int, before: Sequence[Ids] = ()) -> list[Ids]:
+def grouped(
+    nodes: Sequence[PlacementNode], sizes: Sequence[int], survives: int, before: Sequence[Ids] = ()
+) -> list[Ids]:
     """All nodes, in groups of these sizes, of which any `survives` nodes may be lost; members and groups sorted.
 
     Errors: UsageError where the sizes do not add up to the number of nodes."""
@@ -116,7 +118,7 @@ Signature = tuple[tuple[Ids, ...], ...]
 class _Field:
     """The nodes, and what groups of them cost. Groups are lists of ids here."""
 
-    def __init__(self, nodes: Sequence[Node], survives: int) -> None:
+    def __init__(self, nodes: Sequence[PlacementNode], survives: int) -> None:
         self.nodes = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
         if len(self.nodes) != len(nodes):
             raise UsageError("two nodes have the same id")
@@ -154,7 +156,7 @@ class _Field:
             found += [rising, list(itertools.chain(*turned))]
         return found
 
-    def _by_domain(self, level: int) -> list[tuple[Ids, list[Node]]]:
+    def _by_domain(self, level: int) -> list[tuple[Ids, list[PlacementNode]]]:
         key = {node.id: node.domain(level) for node in self.nodes.values()}
         ordered = sorted(self.nodes.values(), key=lambda node: (key[node.id], node.id))
         return [(domain, list(members)) for domain, members in itertools.groupby(ordered, lambda node: key[node.id])]

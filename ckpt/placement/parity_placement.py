@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.placement.groups import Ids, Node, grouped, levels, shared
+from ckpt.placement.groups import Ids, PlacementNode, grouped, levels, shared
 from ckpt.placement.stripes import Stripe, stripes
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParityGroup:
     """Nodes that were put together. With parity: of which any `parity` may be lost; `stripes` says who keeps what,
     by index into `members`, for the sizes that were given. A checkpoint's stripes are made anew from its own sizes,
     by plan.stripes. `helpers`: members that keep parity here, and whose own state is in another group."""
@@ -35,11 +35,11 @@ class Group:
 
 
 def place_parity(
-    nodes: Mapping[str, Node], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
-) -> list[Group]:
+    nodes: Mapping[str, PlacementNode], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
+) -> list[ParityGroup]:
     """Every node in one group, and some as helpers in others. `nodes` by id, sorted. `room`: bytes that each node has
     left for one generation; what is placed is taken from it."""
-    best: tuple[int, list[Group], dict[str, int]] | None = None
+    best: tuple[int, list[ParityGroup], dict[str, int]] | None = None
     for in_group, kept in _milder(data + parity, parity, len(nodes)):
         left = dict(room)
         found = _placed(nodes, left, in_group - kept, kept, before)
@@ -62,13 +62,13 @@ def _milder(whole: int, parity: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _placed(
-    nodes: Mapping[str, Node], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
-) -> list[Group]:
+    nodes: Mapping[str, PlacementNode], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
+) -> list[ParityGroup]:
     """As much parity as can be of the groups one after the other."""
     whole = data + parity
     parity = min(parity, len(nodes) - 1)
     if parity < 1:
-        return [Group((id,)) for id in nodes]
+        return [ParityGroup((id,)) for id in nodes]
     short = min(-(-len(nodes) // whole), len(nodes) // (parity + 1))
     attempts = []
     for count in range(short, max(len(nodes) // whole, 1) - 1, -1):
@@ -81,14 +81,16 @@ def _placed(
     return [group if group.parity else _helped(nodes, room, group, parity) for group in found]
 
 
-def _striped(nodes: Mapping[str, Node], room: Mapping[str, int], members: Ids, helpers: Ids, parity: int) -> Group:
+def _striped(
+    nodes: Mapping[str, PlacementNode], room: Mapping[str, int], members: Ids, helpers: Ids, parity: int
+) -> ParityGroup:
     """With as much parity as that, or none."""
     sizes = [0 if id in helpers else nodes[id].bytes for id in members]
     found = stripes(sizes, [room[id] for id in members], parity)
-    return Group(members) if found is None else Group(members, parity, found, helpers)
+    return ParityGroup(members) if found is None else ParityGroup(members, parity, found, helpers)
 
 
-def _helped(nodes: Mapping[str, Node], room: dict[str, int], group: Group, parity: int) -> Group:
+def _helped(nodes: Mapping[str, PlacementNode], room: dict[str, int], group: ParityGroup, parity: int) -> ParityGroup:
     """With helpers, or less parity; taken from the room."""
     depth = levels(nodes.values())
     every = tuple(id for id, left in room.items() if left and id not in group.members)
@@ -111,7 +113,7 @@ def _helped(nodes: Mapping[str, Node], room: dict[str, int], group: Group, parit
     return group
 
 
-def _take(room: dict[str, int], group: Group) -> None:
+def _take(room: dict[str, int], group: ParityGroup) -> None:
     for stripe in group.stripes:
         for holder in stripe.holders:
             room[group.members[holder]] -= stripe.length

@@ -29,8 +29,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import Ids, Node, levels, send_s
-from ckpt.placement.parity_placement import Group, place_parity
+from ckpt.placement.groups import Ids, PlacementNode, levels, send_s
+from ckpt.placement.parity_placement import ParityGroup, place_parity
 from ckpt.placement.replica_placement import place_copies
 from ckpt.placement.stripes import PARITY_MAX
 
@@ -107,7 +107,7 @@ class Placement:
 
     option: Replicas | Parity
     kept: tuple[Kept, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[ParityGroup, ...]
     loads: tuple[Load, ...]
     shortfalls: tuple[Shortfall, ...]
     exposed: tuple[str, ...]
@@ -119,7 +119,10 @@ class Placement:
 
 
 def place(
-    nodes: Sequence[Node], option: Replicas | Parity, before: Placement | None = None, generations: int = GENERATIONS
+    nodes: Sequence[PlacementNode],
+    option: Replicas | Parity,
+    before: Placement | None = None,
+    generations: int = GENERATIONS,
 ) -> Placement:
     """Who keeps whose state. `before`: what was placed until now, under whichever option. `generations`: how many
     checkpoints of others a node keeps at once.
@@ -129,7 +132,7 @@ def place(
 
 
 def _place(
-    nodes: Sequence[Node],
+    nodes: Sequence[PlacementNode],
     option: Replicas | Parity,
     before: Placement | None,
     generations: int,
@@ -147,7 +150,7 @@ def _place(
     old = [group.home for group in before.groups] if before else []
     if isinstance(option, Replicas):
         members, holders = place_copies(by_id, room, option.n, old)
-        groups = [Group(ids) for ids in members]
+        groups = [ParityGroup(ids) for ids in members]
         kept = [Kept(owner, len(held), tuple(held)) for owner, held in holders.items()]
         asked = option.n
     else:
@@ -167,7 +170,7 @@ def _place(
 
 
 def place_sparing(
-    nodes: Sequence[Node],
+    nodes: Sequence[PlacementNode],
     option: Replicas | Parity,
     spared: Sequence[str],
     before: Placement | None = None,
@@ -201,7 +204,7 @@ def _is_as_safe(one: Placement, other: Placement, together: Sequence[Collection[
     return survives and all(one.lost(gone) <= other.lost(gone) for gone in together)
 
 
-def _lost(kept: Sequence[Kept], groups: Sequence[Group], gone: Collection[str]) -> frozenset[str]:
+def _lost(kept: Sequence[Kept], groups: Sequence[ParityGroup], gone: Collection[str]) -> frozenset[str]:
     gone = frozenset(gone)
     found = {state.node for state in kept if state.node in gone and gone.issuperset(state.holders)}
     safe: set[str] = set()
@@ -218,7 +221,7 @@ def _lost(kept: Sequence[Kept], groups: Sequence[Group], gone: Collection[str]) 
     return frozenset(found - safe)
 
 
-def _shortfalls(nodes: Mapping[str, Node], kept: Sequence[Kept], asked: int) -> Iterator[Shortfall]:
+def _shortfalls(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], asked: int) -> Iterator[Shortfall]:
     possible = min(asked, len(nodes) - 1)
     for state in kept:
         if state.losses < possible:
@@ -231,7 +234,7 @@ def _shortfalls(nodes: Mapping[str, Node], kept: Sequence[Kept], asked: int) -> 
             yield Shortfall(state.node, asked, state.losses, why)
 
 
-def _notes(option: Replicas | Parity, groups: Sequence[Group]) -> Iterator[str]:
+def _notes(option: Replicas | Parity, groups: Sequence[ParityGroup]) -> Iterator[str]:
     for group in groups:
         names = ", ".join(group.members)
         if isinstance(option, Replicas):
@@ -245,7 +248,7 @@ def _notes(option: Replicas | Parity, groups: Sequence[Group]) -> Iterator[str]:
                 yield f"a group of {what} nodes, not {option.data} + {option.parity}: {names}"
 
 
-def _partial(nodes: Mapping[str, Node], kept: Sequence[Kept]) -> Iterator[str]:
+def _partial(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept]) -> Iterator[str]:
     """Memory-only nodes are there, and none of them keeps all."""
     stable = [node for node in nodes.values() if not node.trains]
     if len(kept) > 1 and stable and not any(all(node.id in state.holders for state in kept) for node in stable):
@@ -258,11 +261,11 @@ def _partial(nodes: Mapping[str, Node], kept: Sequence[Kept]) -> Iterator[str]:
 
 
 def _loads(
-    nodes: Mapping[str, Node],
+    nodes: Mapping[str, PlacementNode],
     keeps: Mapping[str, int],
     generations: int,
     kept: Sequence[Kept],
-    groups: Sequence[Group],
+    groups: Sequence[ParityGroup],
 ) -> Iterator[Load]:
     sends, receives = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
     longest: dict[str, float] = {}
@@ -289,7 +292,9 @@ def _loads(
         )
 
 
-def _flows(nodes: Mapping[str, Node], kept: Sequence[Kept], groups: Sequence[Group]) -> Iterator[tuple[str, str, int]]:
+def _flows(
+    nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], groups: Sequence[ParityGroup]
+) -> Iterator[tuple[str, str, int]]:
     """Who sends whom how many bytes of its state in one checkpoint."""
     for state in kept:
         for holder in state.holders:
@@ -300,13 +305,13 @@ def _flows(nodes: Mapping[str, Node], kept: Sequence[Kept], groups: Sequence[Gro
                 yield group.members[part.member], group.members[index], part.stop - part.start
 
 
-def _exposed(nodes: Mapping[str, Node], kept: Sequence[Kept], groups: Sequence[Group]) -> Iterator[str]:
+def _exposed(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], groups: Sequence[ParityGroup]) -> Iterator[str]:
     for name, members in _lost_at_once(nodes.values()):
         if _lost(kept, groups, members):
             yield name
 
 
-def _lost_at_once(nodes: Collection[Node]) -> Iterator[tuple[str, list[str]]]:
+def _lost_at_once(nodes: Collection[PlacementNode]) -> Iterator[tuple[str, list[str]]]:
     """The domains of several nodes, with nodes left elsewhere: what they are called, and who lies in them."""
     for level in range(levels(nodes)):
         domains: dict[Ids, list[str]] = {}

@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import UsageError
-from ckpt.placement.stripes import Part, Stripe
+from ckpt.placement.stripes import Stripe, StripePart
 
 STRIPE_BYTES_MAX = 1 << 60
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Run:
+class StagedRun:
     """Bytes [start, stop) of what that rank staged."""
 
     rank: int
@@ -29,7 +29,7 @@ class Run:
     stop: int
 
 
-Source = tuple[Run, ...]  # laid end to end from the stripe's first byte on, and followed by zeros
+Source = tuple[StagedRun, ...]  # laid end to end from the stripe's first byte on, and followed by zeros
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -60,29 +60,29 @@ class Striped:
     @staticmethod
     def of(length: int, rows: Sequence[Sequence[Sequence[int]]]) -> Striped:
         """Errors: UsageError, ValueError, TypeError, OverflowError."""
-        return Striped(int(length), tuple(tuple(Run(*map(int, run)) for run in source) for source in rows))
+        return Striped(int(length), tuple(tuple(StagedRun(*map(int, run)) for run in source) for source in rows))
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StripeWindow:
     """Bytes [start, stop) of a stripe, within which no run begins or ends. `runs`: by the place of their source, what
     lies there; sources that ended before are zeros. `unknown`: places of those whose rank nobody holds."""
 
     striped: Striped
     start: int
     stop: int
-    runs: Mapping[int, Run]
+    runs: Mapping[int, StagedRun]
     unknown: tuple[int, ...]
 
-    def cut(self, most: int) -> Iterator[Window]:
+    def cut(self, most: int) -> Iterator[StripeWindow]:
         """In parts of at most so many bytes."""
         for start in range(self.start, self.stop, most):
             stop, past = min(start + most, self.stop), start - self.start
             runs = {
-                place: Run(run.rank, run.start + past, run.start + past + stop - start)
+                place: StagedRun(run.rank, run.start + past, run.start + past + stop - start)
                 for place, run in self.runs.items()
             }
-            yield Window(self.striped, start, stop, runs, self.unknown)
+            yield StripeWindow(self.striped, start, stop, runs, self.unknown)
 
 
 def stripes_of(
@@ -109,19 +109,19 @@ def stripes_of(
     return found
 
 
-def _runs(part: Part, sizes: Sequence[tuple[int, int]]) -> Source:
+def _runs(part: StripePart, sizes: Sequence[tuple[int, int]]) -> Source:
     found, at = [], 0
     for rank, size in sizes:
         start, stop = max(part.start - at, 0), min(part.stop - at, size)
         if start < stop:
-            found.append(Run(rank, start, stop))
+            found.append(StagedRun(rank, start, stop))
         at += size
     return tuple(found)
 
 
-def windows(striped: Striped, missing: Collection[int]) -> Iterator[Window]:
+def windows(striped: Striped, missing: Collection[int]) -> Iterator[StripeWindow]:
     """All of a stripe, where these ranks are held by nobody."""
-    begins: list[tuple[int, int, Run]] = []  # (first byte of the stripe, place of the source, run)
+    begins: list[tuple[int, int, StagedRun]] = []  # (first byte of the stripe, place of the source, run)
     bounds = {0}
     for place, source in enumerate(striped.sources):
         at = 0
@@ -130,20 +130,20 @@ def windows(striped: Striped, missing: Collection[int]) -> Iterator[Window]:
             at += run.stop - run.start
             bounds.add(at)
     begins.sort(reverse=True)
-    here: dict[int, tuple[int, Run]] = {}  # the last one of each source that has begun
+    here: dict[int, tuple[int, StagedRun]] = {}  # the last one of each source that has begun
     for start, stop in itertools.pairwise(sorted(bounds)):
         while begins and begins[-1][0] == start:
             first, place, run = begins.pop()
             here[place] = first, run
         runs = {
-            place: Run(run.rank, run.start + start - first, run.start + stop - first)
+            place: StagedRun(run.rank, run.start + start - first, run.start + stop - first)
             for place, (first, run) in sorted(here.items())
             if start < first + run.stop - run.start
         }
-        yield Window(striped, start, stop, runs, tuple(p for p, run in runs.items() if run.rank in missing))
+        yield StripeWindow(striped, start, stop, runs, tuple(p for p, run in runs.items() if run.rank in missing))
 
 
-def solvable(missing: Collection[int], rows: Mapping[Striped, Collection[int]]) -> Iterator[Window]:
+def solvable(missing: Collection[int], rows: Mapping[Striped, Collection[int]]) -> Iterator[StripeWindow]:
     """Where bytes of these ranks can be made again. `rows`: which parities of each stripe are held."""
     missing = frozenset(missing)
     for striped, held in rows.items():

@@ -15,11 +15,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ckpt.placement.groups import Ids, Node, grouped, levels, send_s, shared
+from ckpt.placement.groups import Ids, PlacementNode, grouped, levels, send_s, shared
 
 
 def place_copies(
-    nodes: Mapping[str, Node], room: dict[str, int], further: int, before: Sequence[Ids]
+    nodes: Mapping[str, PlacementNode], room: dict[str, int], further: int, before: Sequence[Ids]
 ) -> tuple[list[Ids], dict[str, list[str]]]:
     """(the groups, each in the order of its ring; the holders of each node that trains), at most `further` each.
 
@@ -45,7 +45,7 @@ def place_copies(
 
 
 class _Copies:
-    def __init__(self, nodes: Mapping[str, Node], room: dict[str, int], wanted: int) -> None:
+    def __init__(self, nodes: Mapping[str, PlacementNode], room: dict[str, int], wanted: int) -> None:
         self.nodes = nodes
         self.room = room
         self.wanted = wanted
@@ -65,7 +65,7 @@ class _Copies:
                     self.keep_if_room(owner, node.id)
         return self.whole
 
-    def _is_apart(self, node: Node) -> bool:
+    def _is_apart(self, node: PlacementNode) -> bool:
         """Whether it lies outside the domains of all that train, at each level, as far as anybody who lends does."""
         return all(
             node.domain(level) != self.nodes[owner].domain(level)

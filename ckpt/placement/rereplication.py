@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Replicas, place
 
 NONE_FAILED: Mapping[tuple[int, str], int] = {}
@@ -43,7 +43,7 @@ class Reprotection:
 def reprotect(
     holders: Mapping[int, Sequence[str]],
     sizes: Mapping[int, int],
-    nodes: Sequence[Node],
+    nodes: Sequence[PlacementNode],
     copies: int,
     failed: Mapping[tuple[int, str], int] = NONE_FAILED,
 ) -> Reprotection:

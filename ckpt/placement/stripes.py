@@ -28,7 +28,7 @@ PARITY_MAX = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StripePart:
     """Bytes [start, stop) of a member's data, which lie at the beginning of the stripe. `member`: index."""
 
     member: int
@@ -43,7 +43,7 @@ class Stripe:
 
     length: int
     holders: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StripePart, ...]
 
 
 def stripes(sizes: Sequence[int], rooms: Sequence[int], parity: int) -> tuple[Stripe, ...] | None:
@@ -128,7 +128,7 @@ def _cut(sizes: Sequence[int], rows: Sequence[Sequence[tuple[int, int]]], length
             if member in holders or done[member] == size:
                 continue
             stop = min(size, done[member] + (end - begin) * CUT_BYTES)
-            parts.append(Part(member, done[member], stop))
+            parts.append(StripePart(member, done[member], stop))
             done[member] = stop
         if parts:
             longest = max(part.stop - part.start for part in parts)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ckpt.policy.history import Recalled, merged, recall, remember
     from ckpt.policy.interval import checkfreq_steps, daly, daly_higher, exact, overhead, young
     from ckpt.policy.interval_solver import decide
-    from ckpt.policy.known import Known
+    from ckpt.policy.known import Measurements
     from ckpt.policy.levels import (
         Intervals,
         Level,
-        Measured,
+        LevelCosts,
         Nested,
         best,
         nested,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from ckpt.policy.predicted import Predicted, predicted_waste, with_predictions
     from ckpt.policy.rates import Change, GammaRate, reconsider
-    from ckpt.policy.robust_mean import Typical
+    from ckpt.policy.robust_mean import RobustMean
     from ckpt.policy.save_options import Best, Every, Keep, Limits
     from ckpt.policy.uptime import weibull_next, weibull_overhead, weibull_scale, weibull_survival, weibull_times
 
@@ -52,10 +52,10 @@ _WHERE = {
     "exact": "interval",
     "overhead": "interval",
     "young": "interval",
-    "Known": "known",
+    "Measurements": "known",
     "Intervals": "levels",
     "Level": "levels",
-    "Measured": "levels",
+    "LevelCosts": "levels",
     "Nested": "levels",
     "best": "levels",
     "nested": "levels",
@@ -75,7 +75,7 @@ _WHERE = {
     "merged": "history",
     "recall": "history",
     "remember": "history",
-    "Typical": "robust_mean",
+    "RobustMean": "robust_mean",
     "weibull_next": "uptime",
     "weibull_overhead": "uptime",
     "weibull_scale": "uptime",
@@ -95,14 +95,14 @@ __all__ = [
     "GammaRate",
     "Intervals",
     "Keep",
-    "Known",
     "Level",
+    "LevelCosts",
     "Limits",
-    "Measured",
+    "Measurements",
     "Nested",
     "Predicted",
     "Recalled",
-    "Typical",
+    "RobustMean",
     "best",
     "checkfreq_steps",
     "daly",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt.errors import UsageError
-from ckpt.policy.levels import Measured
+from ckpt.policy.levels import LevelCosts
 from ckpt.policy.save_options import LEAST, MOST, is_limit
 from ckpt.types import counted
 
@@ -80,7 +80,7 @@ class Chosen:
 class Decision(Chosen):
     """What was chosen, what it is expected to cost, and what it was chosen by."""
 
-    measured: Measured
+    measured: LevelCosts
     overhead: float  # expected: wall time / useful time - 1, lost work and recoveries counted in
     saving: float  # the part of the run's time that saving takes, as far as that is measured
     store_mb_s: float  # expected traffic, 10^6 bytes per second

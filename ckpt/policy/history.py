@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ckpt.policy.failures import MEMORY, PRIOR_MIN, SHORTEST_S, Failure, FailureRate
-from ckpt.policy.known import NOTHING, Known
+from ckpt.policy.known import NOTHING, Measurements
 from ckpt.policy.rates import GammaRate
 
 VERSION = 2
@@ -45,12 +45,12 @@ class Recalled:
     """What an earlier run handed on. `sources`: of predictions, as they were given, unread. `refused`: why what was
     read is not used, so that this is what one knows at first; "" where all is well."""
 
-    known: Known
+    known: Measurements
     refused: str = ""
     sources: Sources = field(default_factory=dict)
 
 
-def remember(known: Known, sources: Sources | None = None) -> dict[str, float]:
+def remember(known: Measurements, sources: Sources | None = None) -> dict[str, float]:
     """The value to keep. `sources`: numbers of each source of predictions, by its name."""
     found: dict[str, float] = {"version": VERSION if sources else WITHOUT_SOURCES}
     for source, numbers in (sources or {}).items():
@@ -84,7 +84,7 @@ def recall(value: object) -> Recalled:
     return Recalled(_with(NOTHING, rates), sources=sources)
 
 
-def merged(one: Known, other: Known) -> Known:
+def merged(one: Measurements, other: Measurements) -> Measurements:
     """What two runs know that may have begun with the same: of each class the rate of the one that has seen more of
     it. The costs are those of `one`.
 
@@ -100,7 +100,7 @@ def _rank(rate: FailureRate) -> tuple[Any, ...]:
     return rate.ever_s, rate.seen, rate.open_s, settled, rate.gaps_s
 
 
-def _with(known: Known, rates: Mapping[str, Any]) -> Known:
+def _with(known: Measurements, rates: Mapping[str, Any]) -> Measurements:
     return replace(known, **rates)
 
 

@@ -28,11 +28,11 @@ from typing import Literal
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
 from ckpt.policy.failures import Failure
 from ckpt.policy.interval import ROUNDING
-from ckpt.policy.known import Known
+from ckpt.policy.known import Measurements
 from ckpt.policy.levels import overhead_of
 from ckpt.policy.predicted import with_predictions
 from ckpt.policy.rates import reconsider
-from ckpt.policy.robust_mean import LONG, Typical
+from ckpt.policy.robust_mean import LONG, RobustMean
 from ckpt.policy.save_options import STEPS_APART, Limits
 
 START_S = 60.0  # until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing
@@ -52,7 +52,7 @@ LIMITS: tuple[Limit, ...] = ("store_mb_s", "unsaved_s", "at_risk_s", "overhead")
 
 
 def decide(
-    known: Known,
+    known: Measurements,
     limits: Adaptive,
     nodes: int = 1,
     peers: bool = False,
@@ -173,14 +173,14 @@ def _whole(times: float) -> list[int]:
     return sorted({max(1, math.floor(times * (1 + ROUNDING))), max(1, math.ceil(times * (1 - ROUNDING)))})
 
 
-def _settled(measured: Typical) -> Typical:
+def _settled(measured: RobustMean) -> RobustMean:
     """In the long run, unless the newest measurements are clearly others."""
     long_run = replace(measured, window=LONG)
     off = abs((measured.mean or 0.0) - (long_run.mean or 0.0))
     return long_run if off <= LOOKED_AT * math.hypot(measured.error, long_run.error) else measured
 
 
-def _left(bound_s: float, measured: Typical) -> bool:
+def _left(bound_s: float, measured: RobustMean) -> bool:
     """Whether what bounds an interval has left the one in force, which is from measurements that were as wrong."""
     settled = _settled(measured)
     return abs(bound_s - (settled.mean or 0.0)) > BOUND_DEVIATIONS * math.hypot(measured.error, settled.error)
@@ -199,7 +199,7 @@ class _Limits(Adaptive):
 class _Needs:
     """What is known, as numbers; c, l: cost of one and rate of failures, of snapshots and commits."""
 
-    def __init__(self, known: Known, limits: _Limits, nodes: int, peers: bool, slots: int) -> None:
+    def __init__(self, known: Measurements, limits: _Limits, nodes: int, peers: bool, slots: int) -> None:
         self.known, self.limits, self.nodes, self.peers, self.slots = known, limits, nodes, peers, slots
         self.measured = m = known.measured(nodes, peers)
         self.memory, self.store = known.failures_by_level(peers)
@@ -222,7 +222,10 @@ class _Needs:
         steps = replace(known.step, values=tuple(STEPS_APART * each for each in known.step.values))
         waits_s = STEPS_APART * self.step_s if slots == 1 else 0.0  # for a commit to end, before the next is appointed
         self.apart = replace(known.commit, values=tuple(each + waits_s for each in known.commit.values))
-        self.bounds: dict[Literal["step", "replication"], Typical] = {"step": steps, "replication": known.replication}
+        self.bounds: dict[Literal["step", "replication"], RobustMean] = {
+            "step": steps,
+            "replication": known.replication,
+        }
         self.least_s: dict[Literal["least", "step", "replication"], float] = {
             "least": LEAST_S,
             "step": _settled(steps).mean or 0.0,

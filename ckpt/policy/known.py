@@ -14,8 +14,8 @@ from typing import Any, Literal
 from ckpt.errors import UsageError
 from ckpt.policy.failures import DAY_S, PRIORS, Failure, FailureRate
 from ckpt.policy.interval import not_negative, positive
-from ckpt.policy.levels import Measured
-from ckpt.policy.robust_mean import LONG, Typical
+from ckpt.policy.levels import LevelCosts
+from ckpt.policy.robust_mean import LONG, RobustMean
 
 COMMIT_S = 60.0  # priors of what a commit takes, and of what it slows training by
 SLOWDOWN = 0.05
@@ -24,23 +24,23 @@ STALL_MIN_S = 1e-3  # nothing is free: below these a measurement cannot be told 
 SLOWDOWN_MIN = 0.01  # from nothing would commit without a pause, whatever the store may charge for it
 RARE = 1 / (90 * DAY_S)  # failures per second: no level is taken to be needed more seldom, however long it was not
 
-UNMEASURED = Typical()
+UNMEASURED = RobustMean()
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Measurements:
     """Costs in seconds; per class the failure rate. Methods return the value after one observation more. UsageError."""
 
-    stall: Typical = UNMEASURED
-    commit: Typical = UNMEASURED
-    commit_bytes: Typical = UNMEASURED
-    replication: Typical = UNMEASURED
-    step: Typical = UNMEASURED  # seconds of a step while no commit runs
-    step_beside_commit: Typical = UNMEASURED
+    stall: RobustMean = UNMEASURED
+    commit: RobustMean = UNMEASURED
+    commit_bytes: RobustMean = UNMEASURED
+    replication: RobustMean = UNMEASURED
+    step: RobustMean = UNMEASURED  # seconds of a step while no commit runs
+    step_beside_commit: RobustMean = UNMEASURED
     first_stall_s: float = math.inf
-    local_recovery: Typical = UNMEASURED
-    peer_recovery: Typical = UNMEASURED
-    store_recovery: Typical = UNMEASURED
+    local_recovery: RobustMean = UNMEASURED
+    peer_recovery: RobustMean = UNMEASURED
+    store_recovery: RobustMean = UNMEASURED
     process: FailureRate = PRIORS[Failure.PROCESS]
     node: FailureRate = PRIORS[Failure.NODE]
     preemption: FailureRate = PRIORS[Failure.PREEMPTION]
@@ -54,7 +54,7 @@ class Known:
 
     # -- observations
 
-    def stalled(self, seconds: float) -> Known:
+    def stalled(self, seconds: float) -> Measurements:
         """A snapshot kept training from going on for so long, the slowest rank's. The first of a run says little of
         those that follow: it counts as FIRST_STALL_S at most, and with the second the lesser of the two counts as one.
         """
@@ -66,53 +66,53 @@ class Known:
             return replace(self, stall=replace(self.stall, values=()).observed(least_s))
         return replace(self, stall=self.stall.observed(seconds))
 
-    def committed(self, seconds: float, count_bytes: float) -> Known:
+    def committed(self, seconds: float, count_bytes: float) -> Measurements:
         """A commit took so long and put so many bytes into the store."""
         not_negative("count_bytes", count_bytes)
         return replace(self, commit=self.commit.observed(seconds), commit_bytes=self.commit_bytes.observed(count_bytes))
 
-    def replicated(self, seconds: float) -> Known:
+    def replicated(self, seconds: float) -> Measurements:
         """A snapshot was safe in peers' memory so long after it was taken."""
         return replace(self, replication=self.replication.observed(seconds))
 
-    def stepped(self, steps: int, seconds: float) -> Known:
+    def stepped(self, steps: int, seconds: float) -> Measurements:
         """So many steps ended in so many seconds, without a snapshot, while no commit ran."""
         return replace(self, step=self.step.observed(_pace(steps, seconds)))
 
-    def stepped_beside_commit(self, steps: int, seconds: float) -> Known:
+    def stepped_beside_commit(self, steps: int, seconds: float) -> Measurements:
         """The same while one ran all the time."""
         return replace(self, step_beside_commit=self.step_beside_commit.observed(_pace(steps, seconds)))
 
-    def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> Known:
+    def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> Measurements:
         """From a failure until training went on from what that level held: so long."""
         name = f"{level}_recovery"
-        recovery: Typical = getattr(self, name)
+        recovery: RobustMean = getattr(self, name)
         return self._with({name: recovery.observed(seconds)})
 
-    def ran(self, seconds: float, nodes: int = 1) -> Known:
+    def ran(self, seconds: float, nodes: int = 1) -> Measurements:
         """Training ran for so long on so many nodes. Say so before what ended it."""
         return self._with({each.value: self.rate_of(each).ran(seconds * _times(each, nodes)) for each in Failure})
 
-    def failed(self, failure: Failure) -> Known:
+    def failed(self, failure: Failure) -> Measurements:
         """Work was lost by a failure of that class. What strikes several ranks or nodes at once is one failure."""
         return self._with({failure.value: self.rate_of(failure).failed()})
 
-    def foreseen(self, recall: float, precision: float) -> Known:
+    def foreseen(self, recall: float, precision: float) -> Measurements:
         """That part of the failures that memory survives is predicted, and acted on; and so often a prediction comes
         true. Both the cautious ends: 0 and 1 where no source is proven."""
         if not 0 <= recall < 1 or not 0 < precision <= 1:
             raise UsageError(f"recall={recall}, precision={precision}: in [0, 1) and (0, 1]")
         return replace(self, recall=recall, precision=precision)
 
-    def _with(self, changes: dict[str, Any]) -> Known:
+    def _with(self, changes: dict[str, Any]) -> Measurements:
         return replace(self, **changes)
 
     # -- what the formulas need
 
-    def long_run(self) -> Known:
+    def long_run(self) -> Measurements:
         """The same, with costs over four times as many measurements: surer, and later to see a change."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        costs = {name: value for name, value in values.items() if isinstance(value, Typical)}
+        costs = {name: value for name, value in values.items() if isinstance(value, RobustMean)}
         return self._with({name: replace(cost, window=LONG) for name, cost in costs.items()})
 
     @property
@@ -143,10 +143,10 @@ class Known:
         weight = SLOWDOWN**2 / (SLOWDOWN**2 + error**2)
         return weight * seen + (1 - weight) * SLOWDOWN, error * math.sqrt(weight)
 
-    def measured(self, nodes: int, peers: bool) -> Measured:
+    def measured(self, nodes: int, peers: bool) -> LevelCosts:
         """For `levels`. `peers`: whether other hosts' memory survives the loss of a node."""
         memory, store = self.failures_by_level(peers)
-        return Measured(
+        return LevelCosts(
             snapshot_stall_s=self.stall_s,
             commit_s=COMMIT_S if self.commit.mean is None else self.commit.mean,
             slowdown=self.slowdown,
@@ -184,4 +184,4 @@ def _pace(steps: int, seconds: float) -> float:
     return not_negative("seconds", seconds) / positive("steps", steps)
 
 
-NOTHING = Known()  # but for the priors
+NOTHING = Measurements()  # but for the priors

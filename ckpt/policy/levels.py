@@ -91,7 +91,7 @@ def nested_overhead(levels: Sequence[Level], intervals_s: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LevelCosts:
     """What the model of memory and store needs to know. Seconds; failures per second; each 0 or more. UsageError.
 
     A failure belongs to the level that it is recovered from: `local` (the trainer died, its host's memory is there),
@@ -149,7 +149,7 @@ def store_rate(everything: float, losses: Iterable[tuple[float, float]] = ()) ->
     return math.fsum(found)
 
 
-def snapshots_per_commit(measured: Measured, interval_s: float, asked: int) -> int:
+def snapshots_per_commit(measured: LevelCosts, interval_s: float, asked: int) -> int:
     """The snapshots that a commit really spans where every `asked`-th is wanted. This project's: at most one commit is
     in flight, so that it is the least k >= asked with k s = k (tau + c1) + C2 >= d2.
     """
@@ -160,7 +160,7 @@ def snapshots_per_commit(measured: Measured, interval_s: float, asked: int) -> i
     return max(asked, whole_above(rest / (interval_s + measured.snapshot_stall_s)))
 
 
-def staleness(measured: Measured, interval_s: float, asked: int) -> float:
+def staleness(measured: LevelCosts, interval_s: float, asked: int) -> float:
     """How many seconds old the newest committed checkpoint is at a random moment: d2 + k s / 2. This project's: it is
     d2 old when it is committed, and half of what a commit spans older than that on average."""
     k = snapshots_per_commit(measured, interval_s, asked)
@@ -168,7 +168,7 @@ def staleness(measured: Measured, interval_s: float, asked: int) -> float:
     return measured.commit_s + turns_s / 2
 
 
-def overhead_first_order(measured: Measured, interval_s: float, asked: int) -> float:
+def overhead_first_order(measured: LevelCosts, interval_s: float, asked: int) -> float:
     """The expected overhead of a snapshot every `interval_s` and a commit every `asked` of them, to first order in
     the rates: c1/tau + C2/(k tau) + la (tau/2 + c1 + Ra) + l3 (k tau/2 + d2 + R3).
 
@@ -183,7 +183,7 @@ def overhead_first_order(measured: Measured, interval_s: float, asked: int) -> f
     return stalls + in_memory + beyond
 
 
-def overhead_of(measured: Measured, interval_s: float, asked: int) -> float:
+def overhead_of(measured: LevelCosts, interval_s: float, asked: int) -> float:
     """The same in closed form, for exponential failures of which none strikes in recovery, and commits that outlive
     the failures that memory survives. math.inf where it is beyond a float.
 
@@ -229,7 +229,7 @@ class Intervals:
     commit_by: Literal["rates", "snapshot", "commit", "traffic"]
 
 
-def best(measured: Measured, step_s: float, traffic_s: float = 0.0) -> Intervals:
+def best(measured: LevelCosts, step_s: float, traffic_s: float = 0.0) -> Intervals:
     """The whole numbers of steps and snapshots with the least first-order overhead.
 
     Without bounds tau = sqrt(2 c1 / la) and k tau = sqrt(2 C2 / l3): each level has Young's interval for its own cost

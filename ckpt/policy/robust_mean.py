@@ -19,7 +19,7 @@ LONG = 64  # errors of half the size, and an error that is known better itself
 
 
 @dataclass(frozen=True)  # without slots, for what is cached
-class Typical:
+class RobustMean:
     """Measurements of one kind, each 0 or more. `values`: the newest 64, oldest first. `seen`: how many there ever
     were. `window`: of how many of the newest the figures below are. Errors: UsageError."""
 
@@ -27,10 +27,10 @@ class Typical:
     seen: int = 0
     window: int = WINDOW
 
-    def observed(self, value: float) -> Typical:
+    def observed(self, value: float) -> RobustMean:
         """After one measurement more."""
         not_negative("value", value)
-        return Typical((*self.values, float(value))[-LONG:], self.seen + 1, self.window)
+        return RobustMean((*self.values, float(value))[-LONG:], self.seen + 1, self.window)
 
     @property
     def recent(self) -> tuple[float, ...]:

@@ -112,7 +112,7 @@ def _sigmoid(x: Floats) -> Floats:
     return found
 
 
-class Reader:
+class PredictorReader:
     """A trained predictor at work: one reading after the other. See watching.Model."""
 
     def __init__(self, trained: Trained) -> None:
@@ -145,7 +145,7 @@ def save(trained: Trained, path: str | os.PathLike[str]) -> None:
     data = body + hashlib.sha256(body).digest()
     try:
         _decoded(data)
-    except _Wrong as wrong:
+    except _BadModel as wrong:
         raise UsageError(f"the predictor could not be read back: {wrong}") from None
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -165,77 +165,77 @@ def load(path: str | os.PathLike[str]) -> Trained:
         data = file.read(FILE_BYTES_MAX + 1)
     try:
         return _decoded(data)
-    except _Wrong as wrong:
+    except _BadModel as wrong:
         raise DamagedData(f"{os.fspath(path)} is no predictor that ckpt can read: {wrong}") from None
 
 
-class _Wrong(Exception):
+class _BadModel(Exception):
     """The text says why."""
 
 
 def _decoded(data: bytes) -> Trained:
     if len(data) > FILE_BYTES_MAX:
-        raise _Wrong(f"it has more than {FILE_BYTES_MAX} bytes")
+        raise _BadModel(f"it has more than {FILE_BYTES_MAX} bytes")
     if len(data) < _HEAD.size + 32 or not data.startswith(MAGIC):
-        raise _Wrong("it does not begin as one")
+        raise _BadModel("it does not begin as one")
     _, version, length = _HEAD.unpack_from(data)
     if version != VERSION:
-        raise _Wrong(f"its version is {version}, and this reads {VERSION}")
+        raise _BadModel(f"its version is {version}, and this reads {VERSION}")
     if hashlib.sha256(data[:-32]).digest() != data[-32:]:
-        raise _Wrong("its hash is not that of its content")
+        raise _BadModel("its hash is not that of its content")
     body = data[_HEAD.size : -32]
     if length > min(HEADER_BYTES_MAX, len(body)):
-        raise _Wrong(f"a header of {length} bytes")
+        raise _BadModel(f"a header of {length} bytes")
     try:
         header = json.loads(body[:length])
     except (ValueError, RecursionError):
-        raise _Wrong("its header is no JSON") from None
+        raise _BadModel("its header is no JSON") from None
     return _trained(header, body[length:])
 
 
 def _trained(header: Any, data: bytes) -> Trained:
     if not isinstance(header, dict):
-        raise _Wrong("its header is no object")
+        raise _BadModel("its header is no object")
     signals, report = header.get("signals"), header.get("report")
     if (
         not isinstance(signals, list)
         or not 0 < len(signals) <= SIGNALS_MAX
         or len(set(map(str, signals))) < len(signals)
     ):
-        raise _Wrong(f"its signals are no list of 1 to {SIGNALS_MAX} names")
+        raise _BadModel(f"its signals are no list of 1 to {SIGNALS_MAX} names")
     if not all(isinstance(name, str) and 0 < len(name) <= 100 for name in signals):
-        raise _Wrong("a signal without a name")
+        raise _BadModel("a signal without a name")
     window, hidden = _whole(header, "window", WINDOW_MAX), _whole(header, "hidden", HIDDEN_MAX)
     numbers = {name: _number(header.get(name), name) for name in _NUMBERS}
     if not 0 < numbers["alarm_above"] <= 1 or numbers["period_s"] <= 0:
-        raise _Wrong("its alarm or its period cannot be")
+        raise _BadModel("its alarm or its period cannot be")
     if not isinstance(report, dict) or len(report) > 100:
-        raise _Wrong("its report is none")
+        raise _BadModel("its report is none")
     told = {str(name)[:100]: _number(each, "report") for name, each in report.items()}
     arrays, at = dict[str, Floats](), 0
     for name, shape in shapes(len(signals), hidden).items():
         count = math.prod(shape)
         if len(data) < at + 4 * count:
-            raise _Wrong("it is too short for its arrays")
+            raise _BadModel("it is too short for its arrays")
         arrays[name] = np.frombuffer(data, dtype="<f4", count=count, offset=at).reshape(shape)
         at += 4 * count
         if not np.isfinite(arrays[name]).all():
-            raise _Wrong(f"{name} holds what is no number")
+            raise _BadModel(f"{name} holds what is no number")
     if at != len(data) or not (arrays["deviation"] > 0).all():
-        raise _Wrong("its arrays are not as its header says")
+        raise _BadModel("its arrays are not as its header says")
     return Trained(tuple(signals), window, hidden, **numbers, arrays=arrays, report=told)
 
 
 def _whole(header: Mapping[str, Any], name: str, most: int) -> int:
     found = header.get(name)
     if type(found) is not int or not 0 < found <= most:
-        raise _Wrong(f"{name} is no whole number from 1 to {most}")
+        raise _BadModel(f"{name} is no whole number from 1 to {most}")
     return found
 
 
 def _number(found: Any, name: str) -> float:
     if not isinstance(found, int | float) or isinstance(found, bool) or not abs(found) <= sys.float_info.max:
-        raise _Wrong(f"{name} is no number")
+        raise _BadModel(f"{name} is no number")
     return float(found)
 
 

@@ -29,7 +29,7 @@ Said = dict[tuple[float, str], dict[str, float]]  # by when, and the event: the 
 
 
 @dataclass(slots=True)
-class Run:
+class RecordedRun:
     """Of one agent. `times_s`: Unix time of each reading, `values`: what it was. `failures_s`: when it failed. `ended`:
     nothing was read since it said so."""
 
@@ -44,7 +44,7 @@ class Run:
 class Recorded:
     """`runs`: in the order of time. `skipped`: lines that were none."""
 
-    runs: Sequence[Run]
+    runs: Sequence[RecordedRun]
     skipped: int
 
     @property
@@ -55,7 +55,7 @@ class Recorded:
     def failures(self) -> int:
         return sum(len(run.failures_s) for run in self.runs)
 
-    def of(self, nodes: Iterable[str]) -> list[Run]:
+    def of(self, nodes: Iterable[str]) -> list[RecordedRun]:
         wanted = set(nodes)
         return [run for run in self.runs if run.node in wanted]
 
@@ -115,9 +115,9 @@ def _values(line: Mapping[str, Any]) -> dict[str, float]:
     return {name[:100]: float(value) for name, value in list(read)[:SIGNALS_MAX] if name and _is_number(value)}
 
 
-def _runs(node: str, said: Said) -> list[Run]:
+def _runs(node: str, said: Said) -> list[RecordedRun]:
     """Of one agent, or of several of one number."""
-    found = [Run(node)]
+    found = [RecordedRun(node)]
     for time_s, event in sorted(said, key=itemgetter(0)):
         run = found[-1]
         match event:
@@ -130,13 +130,13 @@ def _runs(node: str, said: Said) -> list[Run]:
             case "signals.begin" if run.ended:
                 run.ended = False
             case "signals.begin":
-                found.append(Run(node, ended=False))
+                found.append(RecordedRun(node, ended=False))
             case "signals.end":
                 run.ended = True
     return [run for run in found if run.times_s]
 
 
-def _add_losses(runs: Sequence[Run]) -> None:
+def _add_losses(runs: Sequence[RecordedRun]) -> None:
     """Who never ended, and came back, was lost."""
     for i, run in enumerate(runs):
         last_s = run.times_s[-1]

@@ -17,7 +17,7 @@ STALE_S = 2.0  # what is known of other nodes' steps is older by up to this
 APART_STEPS = 2  # nodes that keep step are so far apart at most, beside that
 
 
-class Paces:
+class StepRatios:
     """Of one job's nodes."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ckpt.errors import UsageError
 from ckpt.predict.hazard import Array, auc, platt, sigmoid
 from ckpt.predict.model import SIGNALS_MAX, Floats, Trained, shapes
-from ckpt.predict.recorded import Recorded, Run
+from ckpt.predict.recorded import Recorded, RecordedRun
 from ckpt.predict.scoring import WINDOW_S, Score
 from ckpt.types import counted
 
@@ -47,14 +47,14 @@ class Ends:
     """Of one run: the readings with which a window ends that has no silence and no failure in it. `at`: their numbers;
     `at_s`: when; `y`: whether a failure followed within WINDOW_S."""
 
-    run: Run
+    run: RecordedRun
     at: npt.NDArray[np.int64]
     at_s: Array
     y: Array
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PredictorScore:
     """What a predictor is worth on some nodes. `score`: of its alarms."""
 
     auc: float
@@ -82,7 +82,7 @@ class Found:
 
 def train(
     recorded: Recorded, seed: int = 0, limit_s: float = 300.0, progress: Progress | None = None
-) -> tuple[Trained, Found]:
+) -> tuple[Trained, PredictorScore]:
     """The predictor, and what it is worth on the nodes that were held out. Ends after about `limit_s` seconds at the
     latest, with what it has by then; with time enough the same seed gives the same. Errors: UsageError where there is
     too little to learn from, or torch is missing."""
@@ -105,13 +105,15 @@ def train(
     return replace(trained, report={name: round(value, 6) for name, value in found.report().items()}), found
 
 
-def check(trained: Trained, runs: Sequence[Run], needed_s: float = NEEDED_S) -> Found:
+def check(trained: Trained, runs: Sequence[RecordedRun], needed_s: float = NEEDED_S) -> PredictorScore:
     """What a predictor is worth on these runs. `needed_s`: an alarm less than that ahead of a failure is late."""
     ends = [_ends(run, trained.window) for run in runs]
     p = [_probabilities(trained, each) for each in ends]
     failures = sum(len(run.failures_s) for run in runs)
     area = auc(np.concatenate([np.zeros(0), *p]), np.concatenate([np.zeros(0), *(each.y for each in ends)]))
-    return Found(area, _scored(p, ends, trained.alarm_above, needed_s), failures, len({run.node for run in runs}))
+    return PredictorScore(
+        area, _scored(p, ends, trained.alarm_above, needed_s), failures, len({run.node for run in runs})
+    )
 
 
 # -- what it learns from
@@ -141,7 +143,7 @@ def _too_few(recorded: Recorded) -> str:
     )
 
 
-def _untrained(runs: Sequence[Run]) -> Trained:
+def _untrained(runs: Sequence[RecordedRun]) -> Trained:
     """The signals that are there often enough, and what is usual of them where no failure is near."""
     quiet = [
         values
@@ -164,12 +166,12 @@ def _untrained(runs: Sequence[Run]) -> Trained:
     return Trained(tuple(chosen), WINDOW, HIDDEN, _period_s(runs), 1.0, 1.0, 0.0, arrays, {})
 
 
-def _period_s(runs: Sequence[Run]) -> float:
+def _period_s(runs: Sequence[RecordedRun]) -> float:
     gaps = [b - a for run in runs for a, b in zip(run.times_s, run.times_s[1:], strict=False)]
     return max(1e-3, float(np.median(gaps))) if gaps else 5.0
 
 
-def _ends(run: Run, window: int) -> Ends:
+def _ends(run: RecordedRun, window: int) -> Ends:
     times_s, left_s = np.array(run.times_s), _left_s(run)
     # A window begins anew after a silence, and where a failure lies between two readings.
     gaps_s = np.diff(times_s)
@@ -180,7 +182,7 @@ def _ends(run: Run, window: int) -> Ends:
     return Ends(run, at, times_s[at], (left_s[at] <= WINDOW_S).astype(np.float64))
 
 
-def _left_s(run: Run) -> Array:
+def _left_s(run: RecordedRun) -> Array:
     """Of each reading: how long until the next failure of that run."""
     times_s, failures_s = np.array(run.times_s), np.array([*run.failures_s, math.inf])
     found: Array = failures_s[np.searchsorted(failures_s, times_s, side="left")] - times_s

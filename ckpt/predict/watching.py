@@ -72,7 +72,7 @@ class Model(Protocol):
         ...
 
 
-class Watch:
+class SignalWatch:
     """One node's. Times on a clock that does not go back. One thread at a time."""
 
     def __init__(self, model: Model | None = None, seed: int = 0) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.events import Events
 from ckpt.preemption.metadata import Reply, Service, http_time_s, iso_time_s, words
-from ckpt.preemption.notice import First, Known, Notice, Tell
+from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
 from ckpt.preemption.poll import Fault, keep_asking
 
 POLL_S = 5.0  # what the documentation of spot notices asks for
@@ -28,7 +28,7 @@ MAINTENANCE_OVER = frozenset({"canceled", "completed"})
 STATE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)?")  # such as InService or Warmed:Running; what else comes ends no notice
 TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 
-Hear = Callable[[Reply | None, Known], None]  # takes one path's answer; None where it was 404
+Hear = Callable[[Reply | None, KnownNotices], None]  # takes one path's answer; None where it was 404
 
 
 class AwsListener:
@@ -54,10 +54,10 @@ class AwsListener:
         self._token_until_s = 0.0  # by the monotonic clock
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
-        def known(source: str) -> Known:
-            return Known(tell, self._first.setdefault(source, {}))
+        def known(source: str) -> KnownNotices:
+            return KnownNotices(tell, self._first.setdefault(source, {}))
 
-        questions: list[tuple[str, Known, Hear]] = [
+        questions: list[tuple[str, KnownNotices, Hear]] = [
             ("/latest/meta-data/spot/instance-action", known("aws-spot"), self._spot),
             ("/latest/meta-data/events/recommendations/rebalance", known("aws-rebalance"), self._rebalance),
             ("/latest/meta-data/events/maintenance/scheduled", known("aws-maintenance"), self._maintenance),
@@ -109,7 +109,7 @@ class AwsListener:
         self._token, self._token_until_s = token, asked_s + TOKEN_TTL_S - 60.0
         return token
 
-    def _spot(self, reply: Reply | None, known: Known) -> None:
+    def _spot(self, reply: Reply | None, known: KnownNotices) -> None:
         if reply is None:
             known.standing("aws-spot", [])
             return
@@ -122,7 +122,7 @@ class AwsListener:
         told = f"EC2 will {action} this spot instance at {when}"
         known.standing("aws-spot", [Notice(deadline_s, "aws-spot", True, key, told)])
 
-    def _rebalance(self, reply: Reply | None, known: Known) -> None:
+    def _rebalance(self, reply: Reply | None, known: KnownNotices) -> None:
         if reply is None:
             known.standing("aws-rebalance", [])
             return
@@ -131,7 +131,7 @@ class AwsListener:
         told = f"EC2 recommends to leave this spot instance (since {key})"
         known.standing("aws-rebalance", [Notice(deadline_s, "aws-rebalance", False, key, told)])
 
-    def _maintenance(self, reply: Reply | None, known: Known) -> None:
+    def _maintenance(self, reply: Reply | None, known: KnownNotices) -> None:
         def scheduled(event: object) -> Notice | None:
             said = _fields(event)
             code, state = words(said.get("Code")), str(said.get("State", "")).lower()
@@ -147,7 +147,7 @@ class AwsListener:
             raise Fault("the answer is not a list of scheduled events")
         known.listed("aws-maintenance", events, scheduled)
 
-    def _lifecycle(self, reply: Reply | None, known: Known) -> None:
+    def _lifecycle(self, reply: Reply | None, known: KnownNotices) -> None:
         state = "" if reply is None else reply.text()
         if reply is not None and not STATE.fullmatch(state):
             raise Fault(f"the answer is no state of a lifecycle: {state[:50]!r}")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ckpt.errors import UsageError
 from ckpt.events import Events
 from ckpt.preemption.metadata import Reply, Service, http_time_s, words
-from ckpt.preemption.notice import First, Known, Notice, Tell, Word
+from ckpt.preemption.notice import First, KnownNotices, Notice, Tell, Word
 from ckpt.preemption.poll import Fault, keep_asking
 
 POLL_S = 1.0
@@ -60,7 +60,7 @@ class AzureListener:
             self._standing = kept | {word.key} if isinstance(word, Notice) else kept
             tell(word)
 
-        known = Known(tell_and_keep, self._first.setdefault(self.name, {}))
+        known = KnownNotices(tell_and_keep, self._first.setdefault(self.name, {}))
         self._standing = frozenset()
         quiet = b""  # the document that was read last, where nothing stood by it
 
@@ -109,7 +109,7 @@ class AzureListener:
             raise Fault(f"GET {path} was answered with status {reply.status}")
         return reply
 
-    def _notice(self, event: object, reply: Reply, known: Known) -> Notice | None:
+    def _notice(self, event: object, reply: Reply, known: KnownNotices) -> Notice | None:
         if not isinstance(event, dict) or not isinstance(resources := event.get("Resources"), list):
             raise Fault("a scheduled event does not say which VMs it is for")
         if self._own_name.lower() not in (str(name).lower() for name in resources):

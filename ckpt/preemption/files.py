@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckpt.events import Events
 from ckpt.preemption.metadata import iso_time_s, words
-from ckpt.preemption.notice import First, Known, Notice, Tell
+from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
 from ckpt.preemption.poll import Fault, keep_asking
 
 POLL_S = 1.0
@@ -53,7 +53,7 @@ class FileListener:
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
         first = self._first.setdefault(self.name, {})
-        known = Known(tell, first)
+        known = KnownNotices(tell, first)
         key = words(os.fspath(self._path))
         written_s = seen_s = 0.0
 

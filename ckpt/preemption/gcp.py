@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckpt.events import Events
 from ckpt.preemption.metadata import Service
-from ckpt.preemption.notice import First, Known, Notice, Tell
+from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
 from ckpt.preemption.poll import Fault, keep_asking
 
 POLL_S = 1.0  # only where the service does not wait
@@ -82,7 +82,7 @@ class GcpListener:
         self._first: First = {} if first is None else first
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
-        known = Known(tell, self._first.setdefault(self.name, {}))
+        known = KnownNotices(tell, self._first.setdefault(self.name, {}))
         etag = ""  # of the value that was seen last; "": none, so that the answer is the value as it is
 
         def ask() -> float:
@@ -110,6 +110,6 @@ class GcpListener:
             raise Fault(f"GET {path} was answered with {value[:50]!r}")
         return value, reply.etag
 
-    def _notice(self, value: str, means: _Means, known: Known) -> Notice:
+    def _notice(self, value: str, means: _Means, known: KnownNotices) -> Notice:
         deadline_s = known.earliest(value, self._now_s() + self._question.lead_s)
         return Notice(deadline_s, self.name, means.certain, value, means.message)

@@ -36,7 +36,7 @@ class Unheard(Fault):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """`headers`: by their names in lower case. `is_last`: the connection serves for no other exchange."""
 
     status: int
@@ -62,7 +62,7 @@ class Wire:
             made.close()
             raise
 
-    def exchange(self, request: bytes, stop: threading.Event, until_s: float) -> Answer:
+    def exchange(self, request: bytes, stop: threading.Event, until_s: float) -> HttpResponse:
         """Sends the request and takes the whole reply, until that time of the monotonic clock. After an error the
         connection is of no use any more. Errors: Unheard, Fault, OSError."""
         came = b""
@@ -97,7 +97,7 @@ class Wire:
         raise Fault("stopped")
 
 
-def answer_in(came: bytes, *, is_end: bool) -> Answer | None:
+def answer_in(came: bytes, *, is_end: bool) -> HttpResponse | None:
     """The reply that these bytes are; None: more of it has to come. `is_end`: nothing more comes. Errors: Fault, where
     they are none or more than one of the right size can be; Unheard for none at all."""
     if is_end and not came:
@@ -138,7 +138,7 @@ def answer_in(came: bytes, *, is_end: bool) -> Answer | None:
         return None
     said = headers.get("connection", "").lower()
     is_last = ends_with_connection or "close" in said or (version == "0" and "keep-alive" not in said)
-    return Answer(status, headers, body, is_last or end_at < len(came))
+    return HttpResponse(status, headers, body, is_last or end_at < len(came))
 
 
 def _head(head: bytes) -> tuple[str, int, dict[str, str]]:

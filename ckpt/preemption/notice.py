@@ -73,7 +73,7 @@ class Listener(Protocol):
         ...
 
 
-class Known:
+class KnownNotices:
     """What one source has told and not taken back. Belongs to the thread that listens. `first`: what `earliest` found
     for the source; given to the next one that listens to it, the time goes on from where it was."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ckpt.errors import UsageError
 from ckpt.events import Events
-from ckpt.preemption.notice import MOVED_S, Known, Notice, Tell
+from ckpt.preemption.notice import MOVED_S, KnownNotices, Notice, Tell
 from ckpt.preemption.poll import Fault, keep_asking
 
 POLL_S = 300.0  # each question goes to the one controller of the cluster
@@ -61,7 +61,7 @@ class SlurmListener:
         self._now_s = now_s
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
-        known = Known(tell)
+        known = KnownNotices(tell)
         if self._end_s is not None:
             self._follow_end(self._end_s, known, stop)
             stop.wait()
@@ -75,7 +75,7 @@ class SlurmListener:
 
         keep_asking(self.name, stop, ask, self._events)
 
-    def _follow_end(self, end_s: float, known: Known, stop: threading.Event) -> None:
+    def _follow_end(self, end_s: float, known: KnownNotices, stop: threading.Event) -> None:
         while True:
             if (wait_s := end_s - NEAR_S - self._now_s()) > 0:
                 known.standing(self.name, [self._notice(end_s)])

@@ -44,7 +44,7 @@ from ckpt.storage.contract import Backend, PutMode
 from ckpt.store import keys
 from ckpt.store.dedup import Placing
 from ckpt.store.lineage import CommitRef
-from ckpt.store.packs import PACK_BYTES, Indices, Pace, Packs, Written, pack_keys
+from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written, pack_keys
 from ckpt.store.run import in_parallel
 from ckpt.types import Identity
 
@@ -52,7 +52,7 @@ LOOKS_MAX = 16  # at once, at packs that were put before
 CANCEL_S = 1.0  # between looks at whether a commit that waits for others was cancelled
 
 
-class Elsewhere(Protocol):
+class OtherWriters(Protocol):
     """Other writers that hold some of the frames, or all of them."""
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
@@ -102,7 +102,7 @@ class Committer:
         self.pack_bytes = pack_bytes
         self._clock = clock or SystemClock()
         self._events = events or Events()
-        self._pace = Pace(self._clock, bandwidth)
+        self._pace = PutRateLimit(self._clock, bandwidth)
         self._attempted: set[Identity] = set()
         self._busy = threading.Lock()
 
@@ -118,7 +118,7 @@ class Committer:
         metrics: Mapping[str, float] | None = None,
         about: Mapping[str, Any] | None = None,
         cancel: threading.Event | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: OtherWriters | None = None,
     ) -> Committed:
         """Puts the packs, then the record; blocks until it is there or has failed.
 

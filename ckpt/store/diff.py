@@ -220,12 +220,12 @@ def _differences(a: Any, b: Any, path: tuple[trees.Step, ...]) -> Iterator[_Diff
     for name in ("maxlen", "default_factory"):
         ours, theirs = getattr(a, name, None), getattr(b, name, None)
         if ours != theirs:
-            yield _Difference((*path, (trees.Kind.ATTRIBUTE, name)), ours, theirs)
+            yield _Difference((*path, (trees.PathKind.ATTRIBUTE, name)), ours, theirs)
     if isinstance(a, dict):
         yield from _of_dicts(a, b, path)
     elif isinstance(a, (list, tuple, deque)):
         for i, (x, y) in enumerate(itertools.zip_longest(a, b, fillvalue=_NOTHING)):
-            here = (*path, (trees.Kind.INDEX, i))
+            here = (*path, (trees.PathKind.INDEX, i))
             if x is _NOTHING or y is _NOTHING:
                 yield _Difference(here, x, y)
             else:
@@ -237,21 +237,21 @@ def _differences(a: Any, b: Any, path: tuple[trees.Step, ...]) -> Iterator[_Diff
 def _of_dicts(a: dict[Any, Any], b: dict[Any, Any], path: tuple[trees.Step, ...]) -> Iterator[_Difference]:
     ours, theirs = _by_key(a), _by_key(b)
     for code in [*ours, *(code for code in theirs if code not in ours)]:
-        here = (*path, (trees.Kind.KEY, ours.get(code, theirs.get(code))))
+        here = (*path, (trees.PathKind.KEY, ours.get(code, theirs.get(code))))
         if code in ours and code in theirs:
             yield from _differences(a[ours[code]], b[theirs[code]], here)
         else:
             x, y = a[ours[code]] if code in ours else _NOTHING, b[theirs[code]] if code in theirs else _NOTHING
             yield _Difference(here, x, y)
     if ours.keys() == theirs.keys() and list(ours) != list(theirs):
-        yield _Difference((*path, (trees.Kind.NOTE, ORDER)), [*ours.values()], [*theirs.values()])
+        yield _Difference((*path, (trees.PathKind.NOTE, ORDER)), [*ours.values()], [*theirs.values()])
 
 
 def _raw(step: trees.Step) -> str:
     kind, value = step
-    if kind is trees.Kind.NOTE:
+    if kind is trees.PathKind.NOTE:
         return str(value)
-    return f".{value}" if kind is trees.Kind.ATTRIBUTE else f"[{value!r}]"
+    return f".{value}" if kind is trees.PathKind.ATTRIBUTE else f"[{value!r}]"
 
 
 def _by_key(tree: dict[Any, Any]) -> dict[bytes, Any]:

@@ -29,7 +29,7 @@ from ckpt.layout.reshard import Want
 from ckpt.store.dtypes import FLOATS, TARGETS, converted
 from ckpt.store.reader import FrameReader
 from ckpt.store.tensor_stream import check_globs, exported_name, matching, slabs_of, stream
-from ckpt.store.tensors import Named, named
+from ckpt.store.tensors import TensorIndex, named
 
 Format = Literal["safetensors", "sharded", "torch"]
 
@@ -95,7 +95,7 @@ def export(
     return Exported(tuple(files), len(heads), sum(head.bytes for head in heads), firsts)
 
 
-def _chosen(tensors: Named, only: Sequence[str]) -> dict[str, TensorSpec]:
+def _chosen(tensors: TensorIndex, only: Sequence[str]) -> dict[str, TensorSpec]:
     """By name. A glob that matches no name chooses among the ranks' copies, but for those that are chosen already."""
     found = {name: tensors.specs[name] for name in matching(tensors.specs, only)}
     for glob in only:

@@ -62,7 +62,7 @@ class Packs:
         key: Callable[[int], str],
         codec: codecs.CodecOption,
         pack_bytes: int,
-        pace: Pace,
+        pace: PutRateLimit,
         cancel: threading.Event,
     ) -> None:
         self._backend, self._frames, self._frame, self._key = backend, frames, frame, key
@@ -167,7 +167,7 @@ class _Bench:
     """What one thread works with: the codec's scratch memory, and a buffer for the pack it fills."""
 
     def __init__(self) -> None:
-        self.scratch = codecs.Scratch()
+        self.scratch = codecs.CodecScratch()
         self._buffer = np.empty(0, np.uint8)
 
     def room(self, size: int) -> memoryview:
@@ -201,7 +201,7 @@ class _Slices:
         return self._size - raw.nbytes
 
 
-class Pace:
+class PutRateLimit:
     """Holds puts back so that no more than `bytes_per_s` are sent on average, from the start of a commit to the end of
     any put: a pack is paid for before it goes, with time that has passed meanwhile. None: no limit."""
 

@@ -191,7 +191,7 @@ class FrameReader:
             if stop.is_set():
                 return
             if not hasattr(local, "scratch"):
-                local.scratch = codecs.Scratch()
+                local.scratch = codecs.CodecScratch()
             try:
                 self._read(get, deliver, out, failed, local.scratch, stop)
             except BaseException:
@@ -242,7 +242,7 @@ class FrameReader:
         deliver: Callable[[int], None],
         out: Callable[[int], memoryview],
         failed: Callable[[int, Exception], None] | None,
-        scratch: codecs.Scratch,
+        scratch: codecs.CodecScratch,
         stop: threading.Event,
     ) -> None:
         key = self.record.packs[get.pack][0]
@@ -278,7 +278,7 @@ class FrameReader:
         for frame in get.frames:
             failed(frame, error)
 
-    def _decode(self, frame: int, data: memoryview, start: int, out: memoryview, scratch: codecs.Scratch) -> None:
+    def _decode(self, frame: int, data: memoryview, start: int, out: memoryview, scratch: codecs.CodecScratch) -> None:
         spec = self.record.manifest.frames[frame]
         pack, offset, length, codec = self.record.places[frame].tolist()
         at = offset - start

@@ -33,7 +33,7 @@ Index = Part | tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class TensorIndex:
     """`specs`: by name, in order of name. `firsts`: names of buffers that differ between ranks, where the first rank's
     is taken. `copies`: by `name@coordinate`, the copies that have no name in `specs`, and the ones that were taken."""
 
@@ -42,7 +42,7 @@ class Named:
     copies: Mapping[str, TensorSpec]
 
 
-def named(reader: FrameReader) -> Named:
+def named(reader: FrameReader) -> TensorIndex:
     """The tensors of a checkpoint as one process has them. Reads small tensors and values where ranks have copies.
 
     Errors: DamagedData; StorageError."""
@@ -51,7 +51,7 @@ def named(reader: FrameReader) -> Named:
     whole = {spec.name for spec in specs if not spec.owner}
     several = {spec.name for spec in specs if spec.owner} - whole
     if not several:
-        return Named({exported_name(spec): spec for spec in specs}, (), {})
+        return TensorIndex({exported_name(spec): spec for spec in specs}, (), {})
     same = alike(manifest, reader.read_bytes)
     firsts = first_owners(manifest, _buffers(reader, several - same.keys()))
     taken = {name: owner for name, owner in {**firsts, **same}.items() if name in several}
@@ -64,7 +64,7 @@ def named(reader: FrameReader) -> Named:
         copies[exported_name(spec)] = spec
         if spec.owner == taken[spec.name]:
             found[spec.name] = spec
-    return Named(dict(sorted(found.items())), tuple(sorted(firsts.keys() & taken.keys())), copies)
+    return TensorIndex(dict(sorted(found.items())), tuple(sorted(firsts.keys() & taken.keys())), copies)
 
 
 def _buffers(reader: FrameReader, names: Collection[str]) -> set[str]:

@@ -24,7 +24,7 @@ from ckpt.store import keys
 from ckpt.store.lineage import CLAIM_BYTES_MAX, CommitRef
 from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, any_readable, missing_pack
 from ckpt.store.run import Run, RunView, in_parallel
-from ckpt.store.verify import Scratch
+from ckpt.store.verify import VerifyScratch
 from ckpt.types import Epoch, Identity
 
 PACKS_MAX = 4  # on the way at once
@@ -155,7 +155,7 @@ class _Copier:
                 raise error
             bad.add(int(made.places["pack"][frame]))
 
-        out = Scratch(made.manifest.frames["length"].tolist())
+        out = VerifyScratch(made.manifest.frames["length"].tolist())
         FrameReader(self._target.backend, made).read(frames, lambda frame: None, out, failed)
         return bad
 
@@ -165,7 +165,7 @@ class _Copier:
             data = self._source.backend.get_range(key, 0, size)
         except NotFound as exc:
             raise missing_pack(key, made.identity, exc) from exc
-        out = Scratch(made.manifest.frames["length"].tolist())
+        out = VerifyScratch(made.manifest.frames["length"].tolist())
         FrameReader(cast(Backend, _InMemory(data)), made).read(frames, lambda frame: None, out)
         self._target.backend.put(key, [data])
         self.put_bytes += size

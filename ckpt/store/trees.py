@@ -13,7 +13,7 @@ from typing import Any
 TEXT_MAX = 60
 
 
-class Kind(Enum):
+class PathKind(Enum):
     """How one step of a path goes from a value to a part of it."""
 
     KEY = "key"
@@ -22,7 +22,7 @@ class Kind(Enum):
     NOTE = "note"
 
 
-Step = tuple[Kind, Any]
+Step = tuple[PathKind, Any]
 
 
 def of_state(shared: Any) -> Any:
@@ -68,7 +68,7 @@ def path_text(owner: str, steps: Sequence[Step]) -> str:
 def _within_object(steps: Sequence[Step]) -> list[Step]:
     keys = [value for _, value in steps]
     if keys[:1] == ["groups"]:
-        return [(Kind.KEY, "param_groups"), *steps[1:2], *(steps[3:] if keys[2:3] == ["value"] else steps[2:])]
+        return [(PathKind.KEY, "param_groups"), *steps[1:2], *(steps[3:] if keys[2:3] == ["value"] else steps[2:])]
     if keys[:1] == ["value"] or keys[:2] == ["rest", "value"]:
         return list(steps[1 if keys[0] == "value" else 2 :])
     if keys[:1] == ["extra"]:
@@ -78,11 +78,11 @@ def _within_object(steps: Sequence[Step]) -> list[Step]:
 
 def _step_text(number: int, step: Step) -> str:
     kind, value = step
-    if kind is Kind.NOTE:
+    if kind is PathKind.NOTE:
         return str(value)
-    if kind is Kind.ATTRIBUTE:
+    if kind is PathKind.ATTRIBUTE:
         return f".{value}"
-    if kind is Kind.KEY and isinstance(value, str) and (number == 0 or value.isidentifier()):
+    if kind is PathKind.KEY and isinstance(value, str) and (number == 0 or value.isidentifier()):
         return f".{value}" if number else value
     return f"[{value!r}]"
 

@@ -112,7 +112,9 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
     Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
     if read:
         lengths = record.manifest.frames["length"].tolist()
-        FrameReader(run.backend, record, run.patience).read(range(len(lengths)), lambda frame: None, Scratch(lengths))
+        FrameReader(run.backend, record, run.patience).read(
+            range(len(lengths)), lambda frame: None, VerifyScratch(lengths)
+        )
         return record
 
     def look(pack: tuple[str, int]) -> None:
@@ -128,7 +130,7 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
     return record
 
 
-class Scratch:
+class VerifyScratch:
     """Memory for one frame at a time in each thread, for a reader that only hashes."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -186,7 +188,7 @@ def _verify_one(
         bad[frame] = error
         meter.add(lengths[frame])
 
-    reader.read(todo, deliver, Scratch(lengths), failed)
+    reader.read(todo, deliver, VerifyScratch(lengths), failed)
     good.update(places[frame] for frame in todo if frame not in bad)
     problems = _problems(record, bad)
     problems += _other_sizes(record, sizes, {problem.key for problem in problems})

@@ -27,7 +27,7 @@ from ckpt.format.manifest import VALUES, Manifest
 from ckpt.format.record import decode_manifest
 from ckpt.ipc import client, messages
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.control_page import ControlPage, Kind, Word
+from ckpt.ipc.control_page import ControlPage, ControlWord, WordKind
 from ckpt.ipc.failure_domains import domains_here
 from ckpt.ipc.file_list import FileList
 from ckpt.ipc.node_list import encode_nodes, leader_of
@@ -38,7 +38,7 @@ from ckpt.layout.reshard import Want, cuts
 from ckpt.layout.staging import stage
 from ckpt.settings import Settings, read, store_environment
 from ckpt.threads import Flag, Tasks
-from ckpt.trainer.loop.due_saves import Patience
+from ckpt.trainer.loop.due_saves import SavePatience
 from ckpt.trainer.restore.file_reads import read as read_files
 from ckpt.types import Box, Epoch, Identity, Tick
 
@@ -91,12 +91,12 @@ class FakeRank:
         self.lost = threading.Event()
         self.page: ControlPage | None = None
         self.connection: client.Connection | None = None
-        self.answered: set[Word] = set()  # at the last boundary; the next agent may give a round the same number
-        self.looked: tuple[int, set[Word]] = 0, set()  # that boundary, and these
+        self.answered: set[ControlWord] = set()  # at the last boundary; the next agent may give a round the same number
+        self.looked: tuple[int, set[ControlWord]] = 0, set()  # that boundary, and these
         self.spoil: Callable[[int, memoryview], bool] = lambda frame, raw: False  # True: report the frame as bad
         self.fetched: dict[str, int] = {}
         self.taken: list[int] = []
-        self.patience = Patience()
+        self.patience = SavePatience()
         self.gave_up: dict[str, Any] | None = None  # the newest save that it waits for no longer
         self.options: dict[str, Any] = OPTIONS
         self.notices: dict[str, Any] | None = None  # what its node is to listen to
@@ -284,7 +284,7 @@ class FakeRank:
 
     # -- training
 
-    def await_word(self, kind: Kind = Kind.TAKE, timeout_s: float = 100) -> int:
+    def await_word(self, kind: WordKind = WordKind.TAKE, timeout_s: float = 100) -> int:
         """The step beyond this one that is appointed, once one is. It comes through shared memory, which wakes nobody.
         Which one it is depends on how fast the ranks were so far."""
         assert self.page is not None
@@ -308,12 +308,12 @@ class FakeRank:
         held = [self.keep(word) for word in new]
         return any(held)
 
-    def keep(self, word: Word) -> bool:
+    def keep(self, word: ControlWord) -> bool:
         if word.step < self.step:
             self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
             return False
         self.take(word.round, word.slot, Tick(self.step))
-        if word.kind is Kind.HOLD:
+        if word.kind is WordKind.HOLD:
             return bool(self.request("held", {"round": word.round}, timeout_s=60).fields["leave"])
         return False
 
@@ -440,13 +440,13 @@ class FakeRank:
             elif message.kind == "superseded":
                 self.superseded = fields["by"]
             elif message.kind == "awaited":
-                self.on_awaited(Word.unpack(fields["word"]))
+                self.on_awaited(ControlWord.unpack(fields["word"]))
             elif message.kind == "event":
                 self.events.append(fields)
             self.changed.notify_all()
         message.close()
 
-    def on_awaited(self, word: Word | None) -> None:
+    def on_awaited(self, word: ControlWord | None) -> None:
         """Others wait at the end of that step. This rank has passed it and had not been told: it does not come."""
         step, answered = self.looked
         if word is not None and word not in answered and word.step <= step:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt import Adaptive, Every, Keep, Limits, Parity, Replicas
 from ckpt.errors import UsageError
-from ckpt.trainer.link.options import Asked, make_options
+from ckpt.trainer.link.options import UserOptions, make_options
 from ckpt.trainer.loop.entry import _check_facts, _options
 
 FACTS: dict[str, Any] = {
@@ -66,9 +66,9 @@ def test_of_the_options_only_what_differs_is_named_with_what_it_is(changes: dict
     assert f"alike: {named}" in str(raised.value)
 
 
-def asked(**changes: Any) -> Asked:
+def asked(**changes: Any) -> UserOptions:
     given: dict[str, Any] = {"policy": Every(seconds=600), "keep": Keep(last=3), "limits": Limits()}
     given |= {"codec": "auto", "peers": Replicas(1)}
     given |= {name: changes[name] for name in given.keys() & changes}
     rest = {"strict": True, "generators": True, "take_over": False, "init": None, **changes}
-    return cast(Asked, SimpleNamespace(**{**rest, "options": make_options(**given)}))
+    return cast(UserOptions, SimpleNamespace(**{**rest, "options": make_options(**given)}))

@@ -124,7 +124,7 @@ def forge(url: Path, change: Callable[[bytes], bytes]) -> None:
     pack, offset, length, codec = was.places[frame].tolist()
     stored = (url / was.packs[pack][0]).read_bytes()[offset : offset + length]
     raw = bytearray(int(made.frames["length"][frame]))
-    codecs.decode(codec, int(made.frames["dtype"][frame]), stored, memoryview(raw), codecs.Scratch())
+    codecs.decode(codec, int(made.frames["dtype"][frame]), stored, memoryview(raw), codecs.CodecScratch())
     blob = change(bytes(raw))
     added = f"data/{was.identity}/forged/w-0.pack"
     (url / added).parent.mkdir()

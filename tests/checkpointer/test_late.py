@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ckpt
-from ckpt.ipc.control_page import Kind, Word
+from ckpt.ipc.control_page import ControlWord, WordKind
 from ckpt.ipc.messages import Message
 from tests.checkpointer.loops import make, wait_agent_gone
 
@@ -18,20 +18,20 @@ def test_a_rank_that_others_wait_for_says_at_once_that_it_is_past_their_boundary
         ck.step()
         link = ck._parts.saver.link
 
-        def missed(word: Word) -> int:
+        def missed(word: ControlWord) -> int:
             before = ck._receipt.missed
             link._on_message(Message({"t": "awaited", "word": word.pack()}))
             return ck._receipt.missed - before
 
-        assert missed(Word(7, 0, Kind.HOLD, 3)) == 0, "it will come there"
-        assert missed(Word(7, 0, Kind.HOLD, 2, 1)) == 0, "a poll that is yet to come"
-        assert missed(Word(7, 0, Kind.HOLD, 2)) == 1
-        assert missed(Word(7, 0, Kind.HOLD, 1)) == 1
-        word, page = Word(7, 0, Kind.HOLD, 2), link.words
+        assert missed(ControlWord(7, 0, WordKind.HOLD, 3)) == 0, "it will come there"
+        assert missed(ControlWord(7, 0, WordKind.HOLD, 2, 1)) == 0, "a poll that is yet to come"
+        assert missed(ControlWord(7, 0, WordKind.HOLD, 2)) == 1
+        assert missed(ControlWord(7, 0, WordKind.HOLD, 1)) == 1
+        word, page = ControlWord(7, 0, WordKind.HOLD, 2), link.words
         link.words = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
         assert link.look(2, 0) == [word.pack()]
         assert missed(word) == 0, "it has seen it there, and answers itself"
-        assert missed(Word(8, 0, Kind.HOLD, 2)) == 1
+        assert missed(ControlWord(8, 0, WordKind.HOLD, 2)) == 1
         link.words = page
     wait_agent_gone(tmp_path / "run")
 
@@ -41,7 +41,7 @@ def test_what_a_rank_has_answered_it_does_not_answer_again_once_its_agent_is_con
     job = make(seed=1)
     with ckpt.Checkpointer(tmp_path / "run", job.state, policy=ckpt.Every(steps=1000)) as ck:
         link = ck._parts.saver.link
-        page, word = link.words, Word(7, 0, Kind.TAKE, 1)
+        page, word = link.words, ControlWord(7, 0, WordKind.TAKE, 1)
         appointed = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
         nothing = memoryview(bytearray(8)).cast("Q")
         link.words = appointed

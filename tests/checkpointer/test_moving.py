@@ -18,7 +18,7 @@ import torch
 import ckpt
 from ckpt.format.declaration import encode
 from ckpt.trainer.link.link import Link
-from ckpt.trainer.link.slots import Plan, Slot
+from ckpt.trainer.link.slots import Plan, RankSlot
 from ckpt.trainer.loop.saver import Saver
 from ckpt.types import Tick
 from tests.checkpointer.loops import wait_agent_gone
@@ -145,7 +145,7 @@ def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_aske
         assert ck.state["y"].unique().tolist() == [0.0]
 
 
-def ready(link: Link) -> tuple[int, Slot, Plan]:
+def ready(link: Link) -> tuple[int, RankSlot, Plan]:
     """A slot that can be used, and the plan that it is ready for."""
     return next((number, slot, slot.plan) for number, slot in link.slots.by_number.items() if slot.plan is not None)
 
@@ -239,9 +239,9 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
 def test_an_interrupt_as_soon_as_a_slot_is_held_costs_one_save_and_the_end_of_the_block_does_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = Slot.hold
+    hold = RankSlot.hold
 
-    def interrupted(slot: Slot, by: object) -> bool:
+    def interrupted(slot: RankSlot, by: object) -> bool:
         monkeypatch.undo()
         hold(slot, by)
         raise KeyboardInterrupt
@@ -251,7 +251,7 @@ def test_an_interrupt_as_soon_as_a_slot_is_held_costs_one_save_and_the_end_of_th
         ck.step()
         ck.save().wait("store", timeout_s=60)
         ck.step()
-        monkeypatch.setattr(Slot, "hold", interrupted)
+        monkeypatch.setattr(RankSlot, "hold", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ck.save()
         for number in range(3, 6):

@@ -10,7 +10,7 @@ from torch import nn
 
 import ckpt
 from ckpt.events import Event
-from ckpt.trainer.loop.run_report import FALLEN_MAX, WORDS_MAX, Receipt
+from ckpt.trainer.loop.run_report import FALLEN_MAX, WORDS_MAX, RunReport
 from tests.checkpointer.loops import make, wait_agent_gone
 from tests.checkpointer.runs import Seen, run
 from tests.checkpointer.scripts import torchrun
@@ -97,7 +97,7 @@ def test_each_rank_says_what_it_left_to_others_and_what_differs(tmp_path: Path) 
 
 
 def test_what_fell_back_is_bounded_and_in_one_line() -> None:
-    receipt = Receipt()
+    receipt = RunReport()
     for number in range(2 * FALLEN_MAX):
         receipt.hear(Event("restore.struck", f"ckpt: {number}\n{'x' * 2 * WORDS_MAX}", True))
     receipt.hear(Event("restore.struck", "quiet"))
@@ -108,7 +108,7 @@ def test_what_fell_back_is_bounded_and_in_one_line() -> None:
 
 
 def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> None:
-    receipt = Receipt(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
+    receipt = RunReport(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
     for line in (receipt.restored_line(), receipt.line()):
         assert "step 2 from the store, 7 steps lost; " in line
     receipt.steps_lost = receipt.snapshots = receipt.committed.commits = 1
@@ -118,7 +118,7 @@ def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> No
 
 
 def test_a_run_that_was_at_its_end_already_says_that_it_made_no_steps() -> None:
-    receipt = Receipt(start_step=48, end_step=48, restored_from="step 48 from the store")
+    receipt = RunReport(start_step=48, end_step=48, restored_from="step 48 from the store")
     assert receipt.line().startswith("ckpt: no steps from step 48 from the store;")
     receipt.end_step = 50
     assert receipt.line().startswith("ckpt: steps 49..50 from step 48 from the store;")

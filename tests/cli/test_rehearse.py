@@ -16,7 +16,7 @@ import pytest
 
 from ckpt.cli import rehearse
 from ckpt.cli.exits import Exit
-from ckpt.cli.rehearse import Run, compare
+from ckpt.cli.rehearse import Rehearsal, compare
 from tests import servers
 from tests.cli.stores import Said, begin, ckpt, opened, save
 
@@ -110,7 +110,7 @@ def test_a_program_that_is_not_there_is_a_wrong_request(tmp_path: Path, monkeypa
 def test_only_the_url_itself_is_replaced_in_the_command() -> None:
     words = ["runs/a", "--url=runs/a", "runs/ab", "/x/runs/a", "runs/a/sub", "runs/a.txt", "{url}", "x runs/a y"]
     replaced = ["/s", "--url=/s", "runs/ab", "/x/runs/a", "/s/sub", "runs/a.txt", "/s", "x /s y"]
-    assert Run("runs/a", "/s", words).command == replaced
+    assert Rehearsal("runs/a", "/s", words).command == replaced
 
 
 def test_a_generator_that_nobody_seeded_or_used_is_not_held_against_the_script(

@@ -94,7 +94,7 @@ def record(
 ) -> tuple[Record, bytes]:
     """A record whose new frames lie in one pack, and that pack. `options` are taken in turn, frame by frame. Frames
     that `base` has are referred to."""
-    scratch = codecs.Scratch()
+    scratch = codecs.CodecScratch()
     packs = list(base.packs) if base else []
     known = {}
     if base is not None:

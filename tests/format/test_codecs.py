@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import DamagedData, UsageError
 from ckpt.format import codecs
-from ckpt.format.codecs import CodecOption, Scratch
+from ckpt.format.codecs import CodecOption, CodecScratch
 from ckpt.format.manifest import Codec
 from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE
 
@@ -37,7 +37,7 @@ def weights(dtype: str, count: int, seed: int) -> bytes:
     return numbers.tobytes()[: count * ITEMSIZE[dtype]]
 
 
-def there_and_back(option: CodecOption, code: int, raw: bytes, scratch: Scratch) -> tuple[int, bytes]:
+def there_and_back(option: CodecOption, code: int, raw: bytes, scratch: CodecScratch) -> tuple[int, bytes]:
     codec, stored = codecs.encode(option, code, raw, scratch)
     stored = bytes(stored)
     assert len(stored) <= len(raw)
@@ -51,7 +51,7 @@ def there_and_back(option: CodecOption, code: int, raw: bytes, scratch: Scratch)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_comes_back_bit_for_bit(dtype: str, option: CodecOption, seed: int) -> None:
-    scratch = Scratch()
+    scratch = CodecScratch()
     for count in (0, 1, 7, 1000, 70_001, codecs.BLOCK_ELEMENTS * 2 + 1):
         there_and_back(option, DTYPE_CODE[dtype], weights(dtype, count, seed), scratch)
 
@@ -61,7 +61,7 @@ def test_any_bytes_come_back_bit_for_bit(dtype: str, option: CodecOption, data: 
     there_and_back(option, DTYPE_CODE[dtype], data * times, SCRATCH)
 
 
-SCRATCH = Scratch()
+SCRATCH = CodecScratch()
 
 
 @pytest.mark.parametrize("fill", [b"\0", b"\xff", b"\x3f\x80", bytes(range(256))])
@@ -122,12 +122,12 @@ def test_threads_with_a_scratch_each_do_not_meet(seed: int) -> None:
     data = [weights("bfloat16", 200_000 + i, seed + i) for i in range(8)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            list(pool.map(lambda raw: there_and_back("auto", BF16, raw, Scratch()), data))
+            list(pool.map(lambda raw: there_and_back("auto", BF16, raw, CodecScratch()), data))
 
 
 def test_the_memory_that_a_frame_takes_is_kept_for_the_next(seed: int) -> None:
     raw = weights("bfloat16", 1 << 21, seed)
-    scratch = Scratch()
+    scratch = CodecScratch()
     out = memoryview(bytearray(len(raw)))
     for _ in range(2):
         codec, stored = codecs.encode("auto", BF16, raw, scratch)
@@ -195,7 +195,7 @@ HOSTILE = [
 @pytest.mark.parametrize(("codec", "data"), [row[1:] for row in HOSTILE], ids=[row[0] for row in HOSTILE])
 def test_a_hostile_frame_is_refused_and_takes_no_memory(codec: int, data: bytes) -> None:
     out = memoryview(bytearray(1000))
-    scratch = Scratch()
+    scratch = CodecScratch()
     tracemalloc.start()
     with pytest.raises(DamagedData):
         codecs.decode(codec, BF16, data, out, scratch)

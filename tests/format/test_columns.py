@@ -12,11 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import DamagedData, UsageError
-from ckpt.format.columns import CAPS, HASH_BYTES, HEADER, MAGIC, SECTION, TYPES, VERSION, Kind, Reader, Writer
+from ckpt.format.columns import (
+    CAPS,
+    HASH_BYTES,
+    HEADER,
+    MAGIC,
+    SECTION,
+    TYPES,
+    VERSION,
+    ColumnKind,
+    ColumnReader,
+    ColumnWriter,
+)
 
 
 def sample() -> bytes:
-    out = Writer(Kind.LAYOUT)
+    out = ColumnWriter(ColumnKind.LAYOUT)
     out.array("grow", np.arange(1000) * 7, "<u8", delta=True)
     out.array("small", [1, 2, 3], "<u2")
     out.array("real", np.linspace(0, 1, 500), "<f8")
@@ -34,11 +45,11 @@ def forged(name: str, dtype: str, coding: int, count: int, stored: bytes, stored
     directory = np.zeros(1, SECTION)
     size = len(stored) if stored_size is None else stored_size
     directory[0] = (name.encode(), dtype.encode(), coding, count, size)
-    return sealed(HEADER.pack(MAGIC, VERSION, Kind.LAYOUT, 0, 1) + directory.tobytes() + stored)
+    return sealed(HEADER.pack(MAGIC, VERSION, ColumnKind.LAYOUT, 0, 1) + directory.tobytes() + stored)
 
 
 def test_sections_come_back_as_they_were_written() -> None:
-    source = Reader(Kind.LAYOUT, sample(), "x")
+    source = ColumnReader(ColumnKind.LAYOUT, sample(), "x")
     assert source.array("grow", "<u8").tolist() == list(range(0, 7000, 7))
     assert source.array("small", "<u2", 3).tolist() == [1, 2, 3]
     assert source.array("real", "<f8").tolist() == np.linspace(0, 1, 500).tolist()
@@ -51,9 +62,9 @@ def test_any_array_comes_back_as_it_was_written(data: st.DataObject) -> None:
     dtype = np.dtype(data.draw(st.sampled_from(TYPES)))
     raw = data.draw(st.binary(max_size=400).map(lambda b: b[: len(b) // 8 * 8]))
     values = np.frombuffer(raw, dtype)
-    out = Writer(Kind.SHARE)
+    out = ColumnWriter(ColumnKind.SHARE)
     out.array("a", values, dtype.str, delta=data.draw(st.booleans()) and dtype.kind != "f")
-    assert Reader(Kind.SHARE, out.finish(), "x").array("a", dtype.str).tobytes() == raw
+    assert ColumnReader(ColumnKind.SHARE, out.finish(), "x").array("a", dtype.str).tobytes() == raw
 
 
 def test_every_flipped_bit_and_every_cut_is_found() -> None:
@@ -62,11 +73,11 @@ def test_every_flipped_bit_and_every_cut_is_found() -> None:
         broken = bytearray(data)
         broken[at] ^= 1 << (at % 8)
         with pytest.raises(DamagedData, match=r"^x: "):
-            Reader(Kind.LAYOUT, bytes(broken), "x")
+            ColumnReader(ColumnKind.LAYOUT, bytes(broken), "x")
         with pytest.raises(DamagedData, match=r"^x: "):
-            Reader(Kind.LAYOUT, data[:at], "x")
+            ColumnReader(ColumnKind.LAYOUT, data[:at], "x")
     with pytest.raises(DamagedData):
-        Reader(Kind.LAYOUT, data + b"\0", "x")
+        ColumnReader(ColumnKind.LAYOUT, data + b"\0", "x")
 
 
 @pytest.mark.parametrize(
@@ -75,19 +86,19 @@ def test_every_flipped_bit_and_every_cut_is_found() -> None:
 def test_another_version_is_named(version: int, says: str) -> None:
     # Whether it is sound or not: the hash at the end only says whether it is believed (see format.md).
     with pytest.raises(DamagedData, match=says):
-        Reader(Kind.LAYOUT, HEADER.pack(MAGIC, version, Kind.LAYOUT, 0, 0) + b"whatever", "x")
+        ColumnReader(ColumnKind.LAYOUT, HEADER.pack(MAGIC, version, ColumnKind.LAYOUT, 0, 0) + b"whatever", "x")
 
 
 def test_another_kind_is_refused() -> None:
     with pytest.raises(DamagedData, match=r"kind 4, where record \(1\)"):
-        Reader(Kind.RECORD, sample(), "x")
+        ColumnReader(ColumnKind.RECORD, sample(), "x")
 
 
 def test_a_reader_ignores_sections_that_it_does_not_know() -> None:
-    out = Writer(Kind.SHARE)
+    out = ColumnWriter(ColumnKind.SHARE)
     out.array("from a later ckpt", [1], "<u8")
     out.array("a", [5], "<u8")
-    assert Reader(Kind.SHARE, out.finish(), "x").array("a", "<u8").tolist() == [5]
+    assert ColumnReader(ColumnKind.SHARE, out.finish(), "x").array("a", "<u8").tolist() == [5]
 
 
 @pytest.mark.parametrize(
@@ -102,24 +113,24 @@ def test_a_reader_ignores_sections_that_it_does_not_know() -> None:
         (forged("a", "O", 0, 1, bytes(8)), "unknown type"),
         (forged("a", "<u8", 9, 1, bytes(8)), "unknown type or coding"),
         (forged("a", "<f8", 2, 1, bytes(8)), "unknown type or coding"),
-        (sealed(HEADER.pack(MAGIC, VERSION, Kind.LAYOUT, 0, 1 << 31)), "directory"),
-        (sealed(HEADER.pack(MAGIC, VERSION, Kind.LAYOUT, 0, 2) + bytes(100)), "directory"),
-        (sealed(HEADER.pack(MAGIC, VERSION, Kind.LAYOUT, 0, 129) + bytes(129 * SECTION.itemsize)), "directory"),
-        (sealed(HEADER.pack(MAGIC, VERSION, Kind.LAYOUT, 1, 0)), "kind"),
+        (sealed(HEADER.pack(MAGIC, VERSION, ColumnKind.LAYOUT, 0, 1 << 31)), "directory"),
+        (sealed(HEADER.pack(MAGIC, VERSION, ColumnKind.LAYOUT, 0, 2) + bytes(100)), "directory"),
+        (sealed(HEADER.pack(MAGIC, VERSION, ColumnKind.LAYOUT, 0, 129) + bytes(129 * SECTION.itemsize)), "directory"),
+        (sealed(HEADER.pack(MAGIC, VERSION, ColumnKind.LAYOUT, 1, 0)), "kind"),
         (b"PK\x03\x04" + bytes(100), "not a file of ckpt"),
         (b"", "not a file of ckpt"),
     ],
 )
 def test_a_forged_directory_is_refused(file: bytes, says: str) -> None:
     with pytest.raises(DamagedData, match=says):
-        Reader(Kind.LAYOUT, file, "x")
+        ColumnReader(ColumnKind.LAYOUT, file, "x")
 
 
 def test_a_section_twice_is_refused() -> None:
     directory = np.zeros(2, SECTION)
     directory["name"], directory["type"], directory["count"], directory["stored"] = b"a", b"|u1", 1, 1
     with pytest.raises(DamagedData, match="there twice"):
-        Reader(Kind.LAYOUT, sealed(HEADER.pack(MAGIC, VERSION, 4, 0, 2) + directory.tobytes() + b"ab"), "x")
+        ColumnReader(ColumnKind.LAYOUT, sealed(HEADER.pack(MAGIC, VERSION, 4, 0, 2) + directory.tobytes() + b"ab"), "x")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +148,7 @@ def test_a_section_twice_is_refused() -> None:
     ],
 )
 def test_a_hostile_zstd_section_takes_no_memory(stored: bytes, count: int) -> None:
-    source = Reader(Kind.LAYOUT, forged("a", "<u8", 1, count, stored), "x")
+    source = ColumnReader(ColumnKind.LAYOUT, forged("a", "<u8", 1, count, stored), "x")
     tracemalloc.start()
     with pytest.raises(DamagedData, match="section 'a'"):
         source.array("a", "<u8")
@@ -147,21 +158,21 @@ def test_a_hostile_zstd_section_takes_no_memory(stored: bytes, count: int) -> No
 
 
 def test_a_file_above_its_cap_is_neither_written_nor_read() -> None:
-    cap = CAPS[Kind.RECORD].stored_bytes
-    out = Writer(Kind.RECORD)
+    cap = CAPS[ColumnKind.RECORD].stored_bytes
+    out = ColumnWriter(ColumnKind.RECORD)
     out.array("noise", np.random.default_rng(0).integers(0, 256, cap, np.uint8), "|u1")
     with pytest.raises(UsageError, match="exceeds the limit"):
         out.finish()
     with pytest.raises(DamagedData, match="at most"):
-        Reader(Kind.RECORD, bytes(cap + 1), "x")
-    out = Writer(Kind.RECORD)
-    out.array("zeros", np.zeros(CAPS[Kind.RECORD].raw_bytes + 1, np.uint8), "|u1")
+        ColumnReader(ColumnKind.RECORD, bytes(cap + 1), "x")
+    out = ColumnWriter(ColumnKind.RECORD)
+    out.array("zeros", np.zeros(CAPS[ColumnKind.RECORD].raw_bytes + 1, np.uint8), "|u1")
     with pytest.raises(UsageError, match="exceeds the limit"):
         out.finish()
 
 
 def test_a_wrong_type_a_wrong_count_and_a_missing_section_are_named() -> None:
-    source = Reader(Kind.LAYOUT, sample(), "x")
+    source = ColumnReader(ColumnKind.LAYOUT, sample(), "x")
     with pytest.raises(DamagedData, match="is of type <u8, not <u4"):
         source.array("grow", "<u4")
     with pytest.raises(DamagedData, match="has 1000 elements, where 3"):
@@ -177,18 +188,18 @@ def test_a_wrong_type_a_wrong_count_and_a_missing_section_are_named() -> None:
 @pytest.mark.parametrize("name", ["a\0b", "x" * 1025, "\ud800"])
 def test_a_name_that_does_not_fit_is_refused_when_written(name: str) -> None:
     with pytest.raises(UsageError, match="rename it"):
-        Writer(Kind.LAYOUT).strings("names", ["ok", name])
+        ColumnWriter(ColumnKind.LAYOUT).strings("names", ["ok", name])
 
 
 @pytest.mark.parametrize(
     ("data", "lengths"), [(b"a\0b", [3]), (b"\xff\xfe", [2]), (b"abc", [2]), (b"a" * 2000, [2000])]
 )
 def test_a_name_that_does_not_fit_is_refused_when_read(data: bytes, lengths: list[int]) -> None:
-    out = Writer(Kind.LAYOUT)
+    out = ColumnWriter(ColumnKind.LAYOUT)
     out.blob("names", data)
     out.array("names.len", lengths, "<u2")
     with pytest.raises(DamagedData, match="names"):
-        Reader(Kind.LAYOUT, out.finish(), "x").strings("names", len(lengths))
+        ColumnReader(ColumnKind.LAYOUT, out.finish(), "x").strings("names", len(lengths))
 
 
 def test_the_hash_covers_everything_before_it() -> None:

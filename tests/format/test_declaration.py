@@ -178,8 +178,8 @@ def test_a_declaration_that_lies_is_refused(lie: Lie, says: str) -> None:
 
 
 def test_boxes_out_of_the_order_of_their_entries_are_refused() -> None:
-    whole = columns.Reader(columns.Kind.LAYOUT, declaration.encode_layout(sample().layout), "x")
-    out = columns.Writer(columns.Kind.LAYOUT)
+    whole = columns.ColumnReader(columns.ColumnKind.LAYOUT, declaration.encode_layout(sample().layout), "x")
+    out = columns.ColumnWriter(columns.ColumnKind.LAYOUT)
     for name, section in whole._sections.items():
         values = whole.array(name, section.type)
         out.array(name, [0, 0, 2, 1, 3, 5] if name == "boxes.tensor" else values, section.type)

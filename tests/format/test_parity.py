@@ -16,7 +16,7 @@ from ckpt.errors import UsageError
 from ckpt.format import parity
 from ckpt.format.parity import BLOCK_BYTES, MEMBERS_MAX, Row, add, inverse, pieces, product, solve, weight
 
-SCRATCH = parity.Scratch()
+SCRATCH = parity.ParityScratch()
 
 
 def slow_product(a: int, b: int) -> int:

@@ -336,8 +336,8 @@ def test_a_record_under_the_key_of_another_is_refused() -> None:
 
 def rewritten(of: Record | None = None, **sections: list[str] | bytes | np.ndarray[Any, Any]) -> bytes:
     """The bytes of a record (small()) with other sections in place of some."""
-    whole = columns.Reader(columns.Kind.RECORD, record.encode(of or small()), "x")
-    out = columns.Writer(columns.Kind.RECORD)
+    whole = columns.ColumnReader(columns.ColumnKind.RECORD, record.encode(of or small()), "x")
+    out = columns.ColumnWriter(columns.ColumnKind.RECORD)
     for name, section in whole._sections.items():
         value = sections.get(name)
         if isinstance(value, list):

@@ -48,7 +48,7 @@ def reader(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def read_frames(folder: Path, done: Record) -> list[bytes]:
-    scratch = codecs.Scratch()
+    scratch = codecs.CodecScratch()
     frames = []
     for spec, (pack, offset, length, codec) in zip(done.manifest.frames, done.places.tolist(), strict=True):
         data = (folder / done.packs[pack][0]).read_bytes()[offset : offset + length]

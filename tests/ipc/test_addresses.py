@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.ipc.addresses import SLOWEST_BYTES, Receiver, receive_exactly, wait_at_most
+from ckpt.ipc.addresses import SLOWEST_BYTES, SocketReceiver, receive_exactly, wait_at_most
 from ckpt.threads import Tasks
 
 Pair = tuple[socket.socket, socket.socket]
@@ -32,7 +32,7 @@ def pair() -> Iterator[Pair]:
 def test_pieces_come_whole_whatever_their_size_and_that_of_the_kernels_buffers(pair: Pair) -> None:
     here, there = pair
     pieces = [bytes([n]) * size for n, size in enumerate((1, 5, 1 << 20, 3, 300_000, SLOWEST_BYTES - 1))]
-    receiver = Receiver(there, 60)
+    receiver = SocketReceiver(there, 60)
     with Tasks("sending", pool_size=1) as tasks:
         sent = tasks.submit(here.sendall, b"".join(pieces))
         for piece in pieces:
@@ -47,7 +47,7 @@ def test_the_end_of_a_connection_in_the_middle_of_a_piece_is_no_silence(pair: Pa
     here.sendall(b"half")
     here.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
-        Receiver(there, 60).fill(memoryview(bytearray(8)))
+        SocketReceiver(there, 60).fill(memoryview(bytearray(8)))
 
 
 @pytest.mark.parametrize(("sent", "said"), [(b"", "nothing"), (b"a few", "too little")])
@@ -55,7 +55,7 @@ def test_a_peer_that_is_silent_or_dribbles_is_given_up(pair: Pair, sent: bytes, 
     here, there = pair
     here.sendall(sent)
     with pytest.raises(TimeoutError, match=said):
-        Receiver(there, 0.05).fill(memoryview(bytearray(1 << 20)))
+        SocketReceiver(there, 0.05).fill(memoryview(bytearray(1 << 20)))
 
 
 def test_a_message_that_comes_a_byte_at_a_time_is_given_up(pair: Pair) -> None:

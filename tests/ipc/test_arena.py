@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.errors import AgentError, DamagedData
 from ckpt.ipc.arena import DATA_AT, PAGE, Arena, arena_bytes
-from ckpt.ipc.control_page import ROUND_MAX, SLOTS_MAX, STEP_MAX, SUB_MAX, ControlPage, Kind, Place, Word
+from ckpt.ipc.control_page import ROUND_MAX, SLOTS_MAX, STEP_MAX, SUB_MAX, ControlPage, ControlWord, RankPlace, WordKind
 from ckpt.types import Epoch, Identity, Tick
 
 IDENTITY = Identity(Epoch(7, "0123456789abcdef"), Tick(1200, 3))
@@ -120,9 +120,9 @@ def test_values_that_do_not_fit_are_refused_and_leave_it_unsealed(arena: Arena) 
 def test_a_word_survives_the_control_page() -> None:
     page = ControlPage.create(3)
     other = ControlPage(os.dup(page.fd))
-    poll = Word(9, 3, Kind.HOLD, 500, SUB_MAX)
-    last = Word(ROUND_MAX, SLOTS_MAX - 1, Kind.HOLD, STEP_MAX)
-    for word in (first := Word(1, 0, Kind.TAKE, 0), last, poll):
+    poll = ControlWord(9, 3, WordKind.HOLD, 500, SUB_MAX)
+    last = ControlWord(ROUND_MAX, SLOTS_MAX - 1, WordKind.HOLD, STEP_MAX)
+    for word in (first := ControlWord(1, 0, WordKind.TAKE, 0), last, poll):
         page.announce(word.slot, word)
     assert other.appointed() == [first, poll, last], "each slot has its own"
     page.announce(3, None)
@@ -134,10 +134,10 @@ def test_a_word_survives_the_control_page() -> None:
     other.enter(1, STEP_MAX, 2 * SUB_MAX)
     assert [page.entered(1), page.polled(1), page.polled(2)] == [STEP_MAX, SUB_MAX, 0]
     for slot, wrong in (
-        (0, Word(0, 0, Kind.TAKE, 1)),
-        (0, Word(1, 0, Kind.TAKE, 1, SUB_MAX + 1)),
-        (0, Word(1, 1, Kind.TAKE, 1)),
-        (SLOTS_MAX, Word(1, SLOTS_MAX, Kind.TAKE, 1)),
+        (0, ControlWord(0, 0, WordKind.TAKE, 1)),
+        (0, ControlWord(1, 0, WordKind.TAKE, 1, SUB_MAX + 1)),
+        (0, ControlWord(1, 1, WordKind.TAKE, 1)),
+        (SLOTS_MAX, ControlWord(1, SLOTS_MAX, WordKind.TAKE, 1)),
         (-1, None),
     ):
         with pytest.raises(AgentError):
@@ -147,18 +147,18 @@ def test_a_word_survives_the_control_page() -> None:
 
 
 def test_a_rank_knows_whether_an_appointment_is_yet_to_come() -> None:
-    end = Word(1, 0, Kind.TAKE, 7)
-    places = {(6, 9): Place.EARLY, (7, 0): Place.DUE, (7, 1): Place.LATE, (8, 0): Place.LATE}
+    end = ControlWord(1, 0, WordKind.TAKE, 7)
+    places = {(6, 9): RankPlace.EARLY, (7, 0): RankPlace.DUE, (7, 1): RankPlace.LATE, (8, 0): RankPlace.LATE}
     assert {at: end.place(*at) for at in places} == places
-    poll = Word.unpack(Word(1, 0, Kind.TAKE, 70_000, 3).pack())
+    poll = ControlWord.unpack(ControlWord(1, 0, WordKind.TAKE, 70_000, 3).pack())
     assert poll is not None
     assert poll.step != 70_000, "told modulo 2^16 only"
     places = {
-        (69_999, 3): Place.LATE,
-        (70_000, 0): Place.EARLY,
-        (70_000, 2): Place.EARLY,
-        (70_000, 3): Place.DUE,
-        (70_000, 4): Place.LATE,
-        (70_001, 0): Place.LATE,
+        (69_999, 3): RankPlace.LATE,
+        (70_000, 0): RankPlace.EARLY,
+        (70_000, 2): RankPlace.EARLY,
+        (70_000, 3): RankPlace.DUE,
+        (70_000, 4): RankPlace.LATE,
+        (70_001, 0): RankPlace.LATE,
     }
     assert {at: poll.place(*at) for at in places} == places

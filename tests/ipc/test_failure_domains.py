@@ -8,7 +8,7 @@ import pytest
 
 from ckpt.ipc.failure_domains import HOST, domains_here, lost_with_hosts, told_apart
 from ckpt.ipc.node_list import DOMAINS_MAX, encode_nodes, nodes_from
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Replicas, place
 
 ONE, TWO = f"{HOST}1", f"{HOST}2"
@@ -46,14 +46,14 @@ def test_a_host_counts_where_it_tells_nodes_apart_and_only_there() -> None:
 @pytest.mark.parametrize("option", [Replicas(1), Parity(1, 1)])
 def test_two_containers_of_one_host_do_not_keep_each_others_only_copy(option: Replicas | Parity) -> None:
     domains = {"a": (ONE,), "b": (TWO,), "c": (ONE,), "d": (TWO,)}
-    nodes = [Node(name, 1, PLENTY, each) for name, each in told_apart(domains).items()]
+    nodes = [PlacementNode(name, 1, PLENTY, each) for name, each in told_apart(domains).items()]
     assert lost_with_hosts(domains, place(nodes, option)) == {}
-    blind = place([Node(name, 1, PLENTY) for name in domains], option)
+    blind = place([PlacementNode(name, 1, PLENTY) for name in domains], option)
     assert lost_with_hosts(domains, blind) == {ONE: ["a", "c"], TWO: ["b", "d"]}
 
 
 def test_where_all_are_on_one_host_they_keep_each_others_copies_and_that_is_known() -> None:
     domains = {"a": (ONE,), "b": (ONE,)}
-    made = place([Node(name, 1, PLENTY, each) for name, each in told_apart(domains).items()], Replicas(1))
+    made = place([PlacementNode(name, 1, PLENTY, each) for name, each in told_apart(domains).items()], Replicas(1))
     assert [kept.holders for kept in made.kept] == [("b",), ("a",)]
     assert lost_with_hosts(domains, made) == {ONE: ["a", "b"]}

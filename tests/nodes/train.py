@@ -124,7 +124,7 @@ class Parts:
         self._lock, self._copying = threading.Lock(), 0
         fill, call, ask = restore.fill, Filler.__call__, entry._ask
 
-        def timed_ask(*args: Any) -> entry.Decision:
+        def timed_ask(*args: Any) -> entry.StartDecision:
             began_s = time.monotonic()
             try:
                 return ask(*args)

@@ -9,15 +9,15 @@ import pytest
 
 from ckpt.format import parity
 from ckpt.format.parity import Row, add, pieces, solve
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, place
 
-SCRATCH = parity.Scratch()
+SCRATCH = parity.ParityScratch()
 
 Frames = list[bytes]
 
 
-def protect(states: dict[str, Frames], option: Parity, nodes: list[Node]):
+def protect(states: dict[str, Frames], option: Parity, nodes: list[PlacementNode]):
     """(the placement, each holder's parity by (group, stripe, row)), as agents would make it: frame by frame, in any
     order of the members."""
     placement = place(nodes, option)
@@ -65,9 +65,9 @@ def test_any_losses_that_the_option_bears_are_made_good_bit_for_bit(option, coun
         f"n{i}": [rng.randbytes(rng.choice((1, 4096, 5000, 20_000))) for _ in range(rng.randrange(5))]
         for i in range(count)
     }
-    nodes = [Node(name, sum(map(len, frames)), 1 << 30) for name, frames in states.items()]
+    nodes = [PlacementNode(name, sum(map(len, frames)), 1 << 30) for name, frames in states.items()]
     states["m"] = []
-    placement, kept = protect(states, option, [*nodes, Node("m", 0, 1 << 30, trains=False)])
+    placement, kept = protect(states, option, [*nodes, PlacementNode("m", 0, 1 << 30, trains=False)])
     assert placement.shortfalls == ()
     for gone in itertools.combinations(states, option.parity):
         found = recovered(states, gone, placement, kept)

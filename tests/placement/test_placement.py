@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import Node, grouped
-from ckpt.placement.parity_placement import Group
+from ckpt.placement.groups import PlacementNode, grouped
+from ckpt.placement.parity_placement import ParityGroup
 from ckpt.placement.placement import GENERATIONS, Parity, Placement, Replicas, place, place_sparing
 from ckpt.placement.stripes import stripes
 
@@ -24,15 +24,15 @@ STATE = 60 * PAGE
 AMPLE = 1 << 40
 
 
-def trainer(name: str, *domains: str, nbytes: int = STATE, lend: int = AMPLE, **more) -> Node:
-    return Node(name, nbytes, lend, domains, **more)
+def trainer(name: str, *domains: str, nbytes: int = STATE, lend: int = AMPLE, **more) -> PlacementNode:
+    return PlacementNode(name, nbytes, lend, domains, **more)
 
 
-def memory_only(name: str, *domains: str, lend: int = AMPLE, **more) -> Node:
-    return Node(name, 0, lend, domains, trains=False, **more)
+def memory_only(name: str, *domains: str, lend: int = AMPLE, **more) -> PlacementNode:
+    return PlacementNode(name, 0, lend, domains, trains=False, **more)
 
 
-def many(count: int, *domains: str) -> list[Node]:
+def many(count: int, *domains: str) -> list[PlacementNode]:
     """`domains`: templates over the node's number, such as "rack{0}"."""
     return [trainer(f"n{i:02d}", *(domain.format(i) for domain in domains)) for i in range(count)]
 
@@ -46,7 +46,7 @@ def members(placement: Placement) -> list[tuple[str, ...]]:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[Node]:
+def jobs(draw: st.DrawFn) -> list[PlacementNode]:
     """Any nodes: some without state, room or domains, some memory-only; equal or unequal risks and links."""
     count = draw(st.integers(1, 9))
     depth = draw(st.integers(0, 2))
@@ -55,7 +55,7 @@ def jobs(draw: st.DrawFn) -> list[Node]:
     for i in range(count):
         trains = draw(st.integers(0, 4)) > 0
         found.append(
-            Node(
+            PlacementNode(
                 f"n{i}",
                 draw(st.sampled_from((0, 1, PAGE, 3 * PAGE + 5, STATE))) if trains else 0,
                 draw(st.sampled_from((0, 3 * PAGE, 2 * STATE, 5 * STATE, AMPLE))),
@@ -72,7 +72,7 @@ def jobs(draw: st.DrawFn) -> list[Node]:
 options = st.one_of(st.builds(Replicas, st.integers(1, 3)), st.builds(Parity, st.integers(1, 4), st.integers(1, 2)))
 
 
-def is_sound(nodes: list[Node], placement: Placement, option: Replicas | Parity) -> None:
+def is_sound(nodes: list[PlacementNode], placement: Placement, option: Replicas | Parity) -> None:
     """What holds for every placement."""
     by_id = {node.id: node for node in nodes}
     asked = option.n if isinstance(option, Replicas) else option.parity
@@ -164,13 +164,13 @@ def test_groups_of_equal_sizes_get_no_more_of_a_domain_than_its_share(labels, co
             assert max(held) == -(-size // count)
 
 
-def pairs_alike(groups: Sequence[Sequence[Node]]) -> tuple[int, ...]:
+def pairs_alike(groups: Sequence[Sequence[PlacementNode]]) -> tuple[int, ...]:
     """At each level, how many pairs within a group are of one domain."""
     pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
     return tuple(sum(a.domain(level) == b.domain(level) for a, b in pairs) for level in range(2))
 
 
-def brute_force(nodes: list[Node], sizes: list[int]) -> tuple[int, ...]:
+def brute_force(nodes: list[PlacementNode], sizes: list[int]) -> tuple[int, ...]:
     """The least there is, by all permutations."""
     bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
     return min(pairs_alike([order[a:b] for a, b in bounds]) for order in itertools.permutations(nodes))
@@ -216,7 +216,7 @@ def test_a_copy_is_kept_in_the_stable_market_where_there_is_one():
     assert all(kept.holders[0].startswith("stable") for kept in pairs.kept)
 
 
-def by_first_domain(placement: Placement, nodes: list[Node]) -> set[tuple[str, ...]]:
+def by_first_domain(placement: Placement, nodes: list[PlacementNode]) -> set[tuple[str, ...]]:
     """Which domains are combined in groups."""
     domain = {node.id: node.domains[0] for node in nodes}
     return {tuple(sorted(domain[id] for id in group)) for group in members(placement)}
@@ -277,7 +277,7 @@ def test_of_all_pairings_that_is_made_whose_slowest_transfer_is_the_quickest(cou
         ]
         by_id = {node.id: node for node in nodes}
 
-        def slowest(pairs: list[tuple[str, str]], by_id: dict[str, Node] = by_id) -> float:
+        def slowest(pairs: list[tuple[str, str]], by_id: dict[str, PlacementNode] = by_id) -> float:
             ways = [(by_id[a], by_id[b]) for pair in pairs for a, b in (pair, pair[::-1])]
             return max(a.bytes / min(a.up_bytes_s, b.down_bytes_s) for a, b in ways)
 
@@ -504,7 +504,7 @@ def test_sparing_nodes_is_as_sound_and_leaves_no_state_less_safe(nodes, option, 
     is_as_safe(nodes, found, usual, spared)
 
 
-def is_as_safe(nodes: list[Node], found: Placement, usual: Placement, spared: Sequence[str]) -> None:
+def is_as_safe(nodes: list[PlacementNode], found: Placement, usual: Placement, spared: Sequence[str]) -> None:
     """Whatever is likely to be lost at once: any few nodes, a domain, the spared ones."""
     assert all(a.losses >= b.losses for a, b in zip(found.kept, usual.kept, strict=True))
     paths = {node.domains[:depth] for node in nodes for depth in range(1, len(node.domains) + 1)}
@@ -579,7 +579,7 @@ def test_groups_are_made_anew_where_all_can_be_safer():
 
 def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
     nodes = [trainer(f"n{i:03d}", f"rack{i // 100}") for i in range(400)]
-    inside = tuple(Group((f"n{i:03d}", f"n{i + 1:03d}")) for i in range(0, 400, 2))
+    inside = tuple(ParityGroup((f"n{i:03d}", f"n{i + 1:03d}")) for i in range(0, 400, 2))
     placement = place(nodes, Replicas(1), replace(place(nodes, Replicas(1)), groups=inside))
     assert all(a != b for a, b in by_first_domain(placement, nodes))
 
@@ -598,19 +598,19 @@ def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
         lambda: Parity(2, 3),
         lambda: Parity(2, 0),
         lambda: Parity("2"),
-        lambda: Node(""),
-        lambda: Node("a", domains=("",)),
-        lambda: Node("a\0"),
-        lambda: Node("a", -1),
-        lambda: Node("a", 0, -1),
-        lambda: Node("a", 1, trains=False),
-        lambda: Node("a", risk=1.5),
-        lambda: Node("a", risk=float("nan")),
-        lambda: Node("a", up_bytes_s=0),
-        lambda: Node("a", down_bytes_s=float("nan")),
-        lambda: place([Node("a"), Node("a")], Replicas(1)),
-        lambda: place([Node("a")], Replicas(1), generations=0),
-        lambda: grouped([Node("a")], [2], 1),
+        lambda: PlacementNode(""),
+        lambda: PlacementNode("a", domains=("",)),
+        lambda: PlacementNode("a\0"),
+        lambda: PlacementNode("a", -1),
+        lambda: PlacementNode("a", 0, -1),
+        lambda: PlacementNode("a", 1, trains=False),
+        lambda: PlacementNode("a", risk=1.5),
+        lambda: PlacementNode("a", risk=float("nan")),
+        lambda: PlacementNode("a", up_bytes_s=0),
+        lambda: PlacementNode("a", down_bytes_s=float("nan")),
+        lambda: place([PlacementNode("a"), PlacementNode("a")], Replicas(1)),
+        lambda: place([PlacementNode("a")], Replicas(1), generations=0),
+        lambda: grouped([PlacementNode("a")], [2], 1),
     ],
 )
 def test_a_wrong_option_or_node_is_refused(make):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Placement, place
-from ckpt.placement.rebuild import Run, Striped, protected, rebuildable, solvable, stripes_of, windows
+from ckpt.placement.rebuild import StagedRun, Striped, protected, rebuildable, solvable, stripes_of, windows
 
 OPTIONS = [Parity(1, 1), Parity(3, 1), Parity(2, 2), Parity(4, 2)]
 
@@ -24,7 +24,7 @@ def job(rng: random.Random, nodes: int, option: Parity) -> tuple[Placement, dict
     for n in range(nodes):
         sizes = [rng.choice((1, 4096, 10_000, 300_000)) for _ in range(rng.randint(1, 3))]
         staged[f"n{n}"] = [(next(ranks), size) for size in sizes]
-        planned.append(Node(f"n{n}", sum(sizes) + rng.choice((0, 1, 50_000)), 1 << 30))
+        planned.append(PlacementNode(f"n{n}", sum(sizes) + rng.choice((0, 1, 50_000)), 1 << 30))
     return place(planned, option), staged
 
 
@@ -130,7 +130,7 @@ def test_no_more_is_kept_for_a_checkpoint_than_was_planned_for_it(seed: int) -> 
 
 
 def test_what_was_not_planned_for_is_refused() -> None:
-    placement = place([Node(name, 10_000, 1 << 20) for name in "abc"], Parity(2, 1))
+    placement = place([PlacementNode(name, 10_000, 1 << 20) for name in "abc"], Parity(2, 1))
     (group,) = placement.groups
     assert stripes_of(group.stripes, [[(0, 9_000)], [(1, 5)], [(2, 10_000)]])
     with pytest.raises(UsageError, match="planned"):
@@ -138,8 +138,8 @@ def test_what_was_not_planned_for_is_refused() -> None:
 
 
 def test_a_rank_whose_stripe_nobody_holds_any_more_or_whose_size_nobody_knows_cannot_be_made_again() -> None:
-    one = Striped(100, ((Run(0, 0, 100),), (Run(1, 0, 50),)))
-    two = Striped(60, ((Run(0, 100, 160),), (Run(2, 0, 60),)))
+    one = Striped(100, ((StagedRun(0, 0, 100),), (StagedRun(1, 0, 50),)))
+    two = Striped(60, ((StagedRun(0, 100, 160),), (StagedRun(2, 0, 60),)))
     assert rebuildable({0}, {0: 160}, {one: [0], two: [0]}) == {0}
     assert rebuildable({0}, {0: 160}, {one: [1], two: [0]}) == {0}
     assert rebuildable({0}, {0: 160}, {one: [0], two: []}) == frozenset()
@@ -155,18 +155,18 @@ def test_a_rank_whose_stripe_nobody_holds_any_more_or_whose_size_nobody_knows_ca
 @pytest.mark.parametrize(
     ("length", "sources"),
     [
-        (0, ((Run(0, 0, 1),),)),
-        (1 << 61, ((Run(0, 0, 1),),)),
+        (0, ((StagedRun(0, 0, 1),),)),
+        (1 << 61, ((StagedRun(0, 0, 1),),)),
         (10, ()),
         (10, ((),)),
-        (10, ((Run(0, 0, 11),),)),
-        (10, ((Run(0, 0, 6), Run(1, 0, 5)),)),
-        (10, ((Run(0, 5, 5),),)),
-        (10, ((Run(0, 6, 5),),)),
-        (10, ((Run(-1, 0, 5),),)),
-        (10, ((Run(0, -1, 5),),)),
+        (10, ((StagedRun(0, 0, 11),),)),
+        (10, ((StagedRun(0, 0, 6), StagedRun(1, 0, 5)),)),
+        (10, ((StagedRun(0, 5, 5),),)),
+        (10, ((StagedRun(0, 6, 5),),)),
+        (10, ((StagedRun(-1, 0, 5),),)),
+        (10, ((StagedRun(0, -1, 5),),)),
     ],
 )
-def test_a_stripe_that_cannot_be_is_refused(length: int, sources: tuple[tuple[Run, ...], ...]) -> None:
+def test_a_stripe_that_cannot_be_is_refused(length: int, sources: tuple[tuple[StagedRun, ...], ...]) -> None:
     with pytest.raises(UsageError):
         Striped(length, sources)

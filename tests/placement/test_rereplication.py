@@ -9,14 +9,14 @@ from collections import Counter
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.rereplication import Copy, Reprotection, reprotect
 
 PLENTY = 1 << 40
 
 
-def nodes(*names: str, lend: int = PLENTY) -> list[Node]:
-    return [Node(name, lend_bytes=lend) for name in names]
+def nodes(*names: str, lend: int = PLENTY) -> list[PlacementNode]:
+    return [PlacementNode(name, lend_bytes=lend) for name in names]
 
 
 def after(holders: dict[int, list[str]], made: Reprotection) -> dict[int, set[str]]:
@@ -44,7 +44,7 @@ def test_what_is_on_enough_nodes_is_left_alone_and_what_nobody_has_cannot_be_hel
 
 
 def test_a_copy_lies_in_another_domain_where_one_has_room() -> None:
-    racks = [Node(name, lend_bytes=PLENTY, domains=(name[0],)) for name in ("x1", "x2", "y1", "y2")]
+    racks = [PlacementNode(name, lend_bytes=PLENTY, domains=(name[0],)) for name in ("x1", "x2", "y1", "y2")]
     made = reprotect({0: ["x1"], 1: ["y2"]}, {0: 5, 1: 5}, racks, 1)
     assert [(copy.source[0], copy.holder[0]) for copy in made.copies] == [("x", "y"), ("y", "x")]
 
@@ -73,7 +73,10 @@ def test_nobody_is_given_more_than_it_lends_and_the_order_of_what_is_said_does_n
         names = [f"n{i}" for i in range(rng.randint(1, 6))]
         holders = {rank: rng.sample([*names, "gone"], rng.randint(0, len(names))) for rank in range(rng.randint(1, 8))}
         sizes = {rank: rng.randint(1, 100) for rank in holders}
-        there = [Node(name, lend_bytes=rng.choice((0, 50, 150, PLENTY)), domains=(rng.choice("xy"),)) for name in names]
+        there = [
+            PlacementNode(name, lend_bytes=rng.choice((0, 50, 150, PLENTY)), domains=(rng.choice("xy"),))
+            for name in names
+        ]
         copies = rng.randint(1, 3)
         made = reprotect(holders, sizes, there, copies)
         given = Counter[str]()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Placement, Replicas, place
 from tests.placement.survival import (
     group_ways,
@@ -25,9 +25,9 @@ from tests.placement.survival import (
 STATE = 12 * 4096 * 100
 
 
-def nodes(count: int, **fields: list) -> list[Node]:
+def nodes(count: int, **fields: list) -> list[PlacementNode]:
     return [
-        Node(f"n{i:02d}", STATE, 100 * STATE, **{name: values[i] for name, values in fields.items()})
+        PlacementNode(f"n{i:02d}", STATE, 100 * STATE, **{name: values[i] for name, values in fields.items()})
         for i in range(count)
     ]
 

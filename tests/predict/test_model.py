@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckpt.errors import DamagedData, UsageError
-from ckpt.predict.model import FILE_BYTES_MAX, Reader, load, save, shapes
+from ckpt.predict.model import FILE_BYTES_MAX, PredictorReader, load, save, shapes
 from tests.predict.models import certain, made
 
 
@@ -107,7 +107,7 @@ def test_one_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
 
 def test_it_answers_once_its_window_is_full_and_one_window_as_many() -> None:
     trained = made()
-    reader, rng = Reader(trained), random.Random(1)
+    reader, rng = PredictorReader(trained), random.Random(1)
     readings = [{"memory.used": rng.random(), "io.some": rng.random(), "other": 1.0} for _ in range(12)]
     found = [reader.observed(each) for each in readings]
     assert found[:7] == [None] * 7
@@ -125,4 +125,4 @@ def test_a_signal_that_is_missing_or_wild_counts_as_usual_or_as_much_as_can_be()
 
 
 def test_a_constant_one_says_what_it_was_made_to() -> None:
-    assert Reader(certain(0.9)).observed({}) == pytest.approx(0.9)
+    assert PredictorReader(certain(0.9)).observed({}) == pytest.approx(0.9)

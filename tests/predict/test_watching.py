@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from ckpt.predict.scoring import WINDOW_S
-from ckpt.predict.watching import FAMILIES, LEAST, PERIOD_S, Watch, _least
+from ckpt.predict.watching import FAMILIES, LEAST, PERIOD_S, SignalWatch, _least
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Node:
     """Signals of a node that is well, on a clock of its own."""
 
     seed: int
-    watch: Watch
+    watch: SignalWatch
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -40,11 +40,11 @@ class Node:
 
 
 def test_a_node_that_is_well_raises_no_alarm_for_a_day(seed: int) -> None:
-    assert Node(seed, Watch()).run(17_280) == []
+    assert Node(seed, SignalWatch()).run(17_280) == []
 
 
 def test_what_is_unusual_raises_one_alarm_of_its_family_and_a_further_one_when_the_window_has_passed(seed: int) -> None:
-    node = Node(seed, Watch())
+    node = Node(seed, SignalWatch())
     node.run(500)
     first = node.run(30, memory__used=0.1)
     assert [source for source, _ in first] == ["memory"]
@@ -54,14 +54,14 @@ def test_what_is_unusual_raises_one_alarm_of_its_family_and_a_further_one_when_t
 
 
 def test_a_single_grave_event_is_an_alarm_and_a_single_other_one_is_not(seed: int) -> None:
-    node = Node(seed, Watch())
+    node = Node(seed, SignalWatch())
     node.run(500)
     assert [source for source, _ in node.run(1, ecc__uncorrected=0.2)] == ["ecc"]
     assert node.run(1, net__drops=50.0) == []
 
 
 def test_the_sources_are_those_of_which_there_is_a_signal(seed: int) -> None:
-    node = Node(seed, Watch())
+    node = Node(seed, SignalWatch())
     assert node.watch.sources == ()
     node.run(1)
     assert node.watch.sources == ("memory", "io", "ecc", "net", "hazard")
@@ -72,7 +72,7 @@ def test_the_sources_are_those_of_which_there_is_a_signal(seed: int) -> None:
 
 
 def test_the_hazard_is_the_base_rate_until_failures_were_seen(seed: int) -> None:
-    node = Node(seed, Watch())
+    node = Node(seed, SignalWatch())
     node.run(300)
     assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / 86_400)
     node.watch.failed(node.now_s)
@@ -81,7 +81,7 @@ def test_the_hazard_is_the_base_rate_until_failures_were_seen(seed: int) -> None
 
 
 def test_the_hazard_learns_what_precedes_failures(seed: int) -> None:
-    node = Node(seed, Watch())
+    node = Node(seed, SignalWatch())
     for _ in range(8):
         node.run(1200)
         node.run(100, io__some=0.3)
@@ -94,7 +94,7 @@ def test_the_hazard_learns_what_precedes_failures(seed: int) -> None:
 
 
 def test_failures_without_a_precursor_teach_no_more_than_how_often_they_come(seed: int) -> None:
-    node = Node(seed, Watch())
+    node = Node(seed, SignalWatch())
     alarms = []
     for _ in range(12):
         alarms += node.run(node.random.randrange(900, 1500))
@@ -104,7 +104,7 @@ def test_failures_without_a_precursor_teach_no_more_than_how_often_they_come(see
 
 
 def test_hostile_readings_are_survived() -> None:
-    watch = Watch()
+    watch = SignalWatch()
     for value in (float("nan"), float("inf"), -1e300, 1e300):
         for n in range(100):
             watch.observed(n, {f"memory.{i}": value for i in range(100)})

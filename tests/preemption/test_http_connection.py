@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.preemption.http_connection import BODY_BYTES_MAX, HEAD_BYTES_MAX, Answer, Unheard, answer_in
+from ckpt.preemption.http_connection import BODY_BYTES_MAX, HEAD_BYTES_MAX, HttpResponse, Unheard, answer_in
 from ckpt.preemption.metadata import Service
 from ckpt.preemption.poll import Fault
 from tests.preemption.fakes import Says, serving
@@ -53,7 +53,7 @@ def test_a_reply_is_one_when_its_last_byte_is_there_and_a_fault_when_it_ends_bef
 def test_a_body_without_a_length_ends_with_its_connection_and_its_headers_do_not() -> None:
     came = OK + b"Date: Sun, 17 Mar 2030 17:46:40 GMT\r\n\r\nTRUE"
     assert answer_in(came, is_end=False) is None
-    assert answer_in(came, is_end=True) == Answer(200, {"date": "Sun, 17 Mar 2030 17:46:40 GMT"}, b"TRUE", True)
+    assert answer_in(came, is_end=True) == HttpResponse(200, {"date": "Sun, 17 Mar 2030 17:46:40 GMT"}, b"TRUE", True)
     with pytest.raises(Fault, match="the headers were cut short"):
         answer_in(came[:40], is_end=True)
     with pytest.raises(Unheard):

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from ckpt.agent.net import framing
-from ckpt.agent.net.peer_network import Network, run_of
+from ckpt.agent.net.peer_network import PeerNetwork, run_of
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.node.agent import Node
-from ckpt.agent.node.memory_node import Lend, LendingNode
-from ckpt.agent.runtime.event_loop import Peer, Server
-from ckpt.agent.runtime.node_names import Called
+from ckpt.agent.node.agent import Agent
+from ckpt.agent.node.memory_node import MemoryNode, MemoryNodeOptions
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
+from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.ipc import client, messages
@@ -60,8 +60,8 @@ class Fabric:
 
     def __init__(self, world: World, url: str, settings: Settings) -> None:
         self.world, self.url = world, url
-        self.agents: dict[int, Agent] = {}  # by node; those that live
-        self.ever: list[Agent] = []
+        self.agents: dict[int, AgentProcess] = {}  # by node; those that live
+        self.ever: list[AgentProcess] = []
         self.listening: dict[Address, tuple[SimNetwork, int]] = {}
         self.offers: dict[tuple[str, str], tuple[memoryview, Frames]] = {}
         self.moved: list[tuple[str, bool]] = []  # what was offered and fetched, and whether a start waits for it
@@ -98,9 +98,9 @@ class Fabric:
     def port(self) -> int:
         return next(self._ports)
 
-    def lend(self, node: int, lend: Lend) -> Agent:
+    def lend(self, node: int, lend: MemoryNodeOptions) -> AgentProcess:
         """Starts the agent of a memory-only node."""
-        made = self.agents[node] = Agent(self, node, lambda agent: SimLendingNode(self, agent, lend))
+        made = self.agents[node] = AgentProcess(self, node, lambda agent: SimLendingNode(self, agent, lend))
         self.ever.append(made)
         return made
 
@@ -112,14 +112,14 @@ class Fabric:
                 self.cut(channel.me, channel.peer)
             self.kill(node)
 
-    def agent_of(self, node: int) -> Agent:
+    def agent_of(self, node: int) -> AgentProcess:
         """Started if there is none. On a rank's thread."""
         while node not in self.agents:
             starts = node not in self.starting
             served = self.starting.setdefault(node, threading.Condition())
             if starts:
                 time.sleep(self.world.rng.uniform(0.5, 1.5) * STARTS_S)
-                self.agents[node] = Agent(self, node)
+                self.agents[node] = AgentProcess(self, node)
                 self.ever.append(self.agents[node])
                 del self.starting[node]
                 with served:
@@ -150,10 +150,10 @@ class Fabric:
             message.close()
 
 
-class Agent:
+class AgentProcess:
     """One process: its loop, a turn of which follows each thing that happens."""
 
-    def __init__(self, fabric: Fabric, node: int, make: Callable[[Agent], Node] | None = None) -> None:
+    def __init__(self, fabric: Fabric, node: int, make: Callable[[AgentProcess], Agent] | None = None) -> None:
         self.fabric, self.world, self.number = fabric, fabric.world, node
         self.over = self.closed = False
         self.lost: list[SimPeer] = []
@@ -238,11 +238,11 @@ class Agent:
                 channel.close()
 
 
-class SimServer(Server):
-    def __init__(self, agent: Agent) -> None:
+class SimServer(EventLoop):
+    def __init__(self, agent: AgentProcess) -> None:
         self.path = agent.fabric.folder(agent.number) / "agent.sock"
         self.peers: dict[SimPeer, None] = {}
-        self.called = Called()
+        self.called = NodeNames()
         self.end_asked = self.warned = False
         self.agent = agent
 
@@ -271,7 +271,7 @@ class SimServer(Server):
 class SimPeer(Peer):
     """The agent's end of a rank's connection."""
 
-    def __init__(self, agent: Agent, far: SimConnection, pid: int) -> None:
+    def __init__(self, agent: AgentProcess, far: SimConnection, pid: int) -> None:
         self.server, self.pid, self.role = agent.server, pid, ""
         self.open, self.hung_up, self.was_reset = True, False, False
         self.outbox = ()
@@ -301,7 +301,7 @@ class SimConnection:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: AgentProcess,
         pid: int,
         on_message: Callable[[messages.Message], None],
         on_lost: Callable[[str], None],
@@ -418,15 +418,15 @@ class SimConnection:
                 each.future.set_exception(AgentError("the agent went away before it answered"))
 
 
-class _Here(Node):
+class _Here(Agent):
     """A node in the world."""
 
-    def __init__(self, fabric: Fabric, agent: Agent, *more: Any) -> None:
+    def __init__(self, fabric: Fabric, agent: AgentProcess, *more: Any) -> None:
         self._sim, self.agent = fabric, agent
         super().__init__(fabric.url, fabric.settings(agent.number), agent.server, *more)
         self.foreseeing.reading.follow = lambda on: None
 
-    def _open_network(self, name: str) -> Network:
+    def _open_network(self, name: str) -> PeerNetwork:
         if self.network is None:
             self.network = SimNetwork(self._sim, self.agent, self._bulk, name, self)
         return self.network
@@ -436,7 +436,7 @@ class SimNode(_Here):
     pass
 
 
-class SimLendingNode(_Here, LendingNode):
+class SimLendingNode(_Here, MemoryNode):
     pass
 
 
@@ -448,8 +448,8 @@ class _Clock:
         time.sleep(seconds)
 
 
-class SimNetwork(Network):
-    def __init__(self, fabric: Fabric, agent: Agent, bulk: Any, me: str, node: Node) -> None:
+class SimNetwork(PeerNetwork):
+    def __init__(self, fabric: Fabric, agent: AgentProcess, bulk: Any, me: str, node: Agent) -> None:
         self._fabric, self.agent = fabric, agent
         make = lambda greet: SimTransport(fabric, me)  # noqa: E731
         super().__init__(agent.server, bulk, me, node, _Clock(), make)

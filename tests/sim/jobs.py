@@ -11,8 +11,8 @@ from typing import Any
 
 from ckpt.errors import AgentError, CkptError, NotStaged
 from ckpt.ipc import messages
-from ckpt.ipc.control_page import ControlPage, Kind, Place, Word
-from ckpt.preemption.notice import First, Known, Notice
+from ckpt.ipc.control_page import ControlPage, ControlWord, RankPlace, WordKind
+from ckpt.preemption.notice import First, KnownNotices, Notice
 from ckpt.preemption.notice import Word as Told
 from ckpt.types import Tick
 from tests.agent.fake import FakeRank
@@ -127,8 +127,8 @@ class SimRank(FakeRank):
 
     def on_message(self, message: messages.Message) -> None:
         if message.kind == "awaited":
-            word = Word.unpack(int(message.fields["word"]))
-            if word and word not in self.answered and word.place(self.step, self.sub) is not Place.EARLY:
+            word = ControlWord.unpack(int(message.fields["word"]))
+            if word and word not in self.answered and word.place(self.step, self.sub) is not RankPlace.EARLY:
                 self._is_late(word)  # it was not announced yet when this rank was there
         super().on_message(message)
 
@@ -151,21 +151,21 @@ class SimRank(FakeRank):
         page = self.page
         assert page is not None
         words = page.appointed() if self.is_back else []
-        here = [word for word in words if word.place(self.step, self.sub) is not Place.EARLY]
+        here = [word for word in words if word.place(self.step, self.sub) is not RankPlace.EARLY]
         new = [word for word in here if word not in self.answered]
         self.answered = set(here)
         held = [self.keep(word) for word in new]
         return any(held)
 
-    def keep(self, word: Word) -> bool:
-        if word.place(self.step, self.sub) is Place.LATE:
+    def keep(self, word: ControlWord) -> bool:
+        if word.place(self.step, self.sub) is RankPlace.LATE:
             self._is_late(word)
             return False
         before = len(self.taken)
         self.take(word.round, word.slot, Tick(self.step, self.sub))
-        return word.kind is Kind.HOLD and len(self.taken) > before and self.hold(word.round)
+        return word.kind is WordKind.HOLD and len(self.taken) > before and self.hold(word.round)
 
-    def _is_late(self, word: Word) -> None:
+    def _is_late(self, word: ControlWord) -> None:
         self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
 
     def hold(self, round_: int) -> bool:
@@ -230,7 +230,7 @@ class SimListener:
         self._stands, self._first = stands, first.setdefault(self.name, {})
 
     def listen(self, stop: threading.Event, tell: Callable[[Told], None]) -> None:
-        known = Known(tell, self._first)
+        known = KnownNotices(tell, self._first)
         while not stop.is_set():
             known.standing(self.name, list(self._stands.values()))
             stop.wait(ASKED_S)

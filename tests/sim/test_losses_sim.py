@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.adaptive.alarms import Foreseeing
-from ckpt.agent.node.memory_node import Lend
+from ckpt.agent.adaptive.alarms import Alarms
+from ckpt.agent.node.memory_node import MemoryNodeOptions
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
 from ckpt.errors import AccessDenied, AgentError
@@ -67,7 +67,7 @@ class Life:
         self.options = {**fake.OPTIONS, "policy": {"steps": rng.choice((3, 10)), "seconds": None}, "peers": peers}
         self.lender: str | None = None
         if rng.random() < 0.4:
-            agent = self.fabric.lend(LENDER, Lend(self.key, "10.0.0.1:0", 1 << 30, commit_after_s=20.0))
+            agent = self.fabric.lend(LENDER, MemoryNodeOptions(self.key, "10.0.0.1:0", 1 << 30, commit_after_s=20.0))
             self.lender = str(agent.node.addresses[0])
         self.safe = 0
         self.alarms = random.Random(f"{seed} alarms")
@@ -152,7 +152,7 @@ class Life:
             agent.happens(lambda agent=agent: self._tell(agent.node.foreseeing))
         self.world.at(self._quiet_s(), self._alarm)
 
-    def _tell(self, foreseeing: Foreseeing) -> None:
+    def _tell(self, foreseeing: Alarms) -> None:
         job = foreseeing._job
         if job is None:
             return

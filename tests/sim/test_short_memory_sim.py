@@ -24,22 +24,22 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.node.memory_node import Lend
-from ckpt.agent.replication.parity_store import Chunks
-from ckpt.agent.replication.replication_manager import Protection
-from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.node.memory_node import MemoryNodeOptions
+from ckpt.agent.replication.parity_store import ParityStore
+from ckpt.agent.replication.replication_manager import ReplicationManager
+from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state import memory_pressure
-from ckpt.agent.state.accounting import Account
+from ckpt.agent.state.accounting import Accounting
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
 from ckpt.ipc.arena import Arena
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import place
 from ckpt.settings import Settings, read
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent import fake
-from tests.sim.agents import Agent
+from tests.sim.agents import AgentProcess
 from tests.sim.jobs import SimJob, SimRank
 from tests.sim.test_losses_sim import LENDER, LONG_S, Life, live
 from tests.sim.world import World, each_life, living
@@ -61,7 +61,7 @@ class Promise:
 
     identity: Identity
     losses: int
-    agents: dict[int, Agent]
+    agents: dict[int, AgentProcess]
 
 
 class Short(Life):
@@ -99,7 +99,7 @@ class Short(Life):
 
     def free_bytes(self) -> int:
         agent = self.world.owner
-        if not isinstance(agent, Agent) or agent.number == LENDER:
+        if not isinstance(agent, AgentProcess) or agent.number == LENDER:
             return 8 << 30
         node = agent.node
         shares = [job.own for job in node._jobs()] + [each.ranks for each in node.followings]
@@ -109,7 +109,7 @@ class Short(Life):
 
     # -- what is owed
 
-    def begins(self, protection: Protection, identity: Identity, safe: Identity | None) -> None:
+    def begins(self, protection: ReplicationManager, identity: Identity, safe: Identity | None) -> None:
         placement = protection.placement
         assert placement is not None
         names = {name for kept in placement.kept for name in (kept.node, *kept.holders)}
@@ -196,10 +196,10 @@ class Short(Life):
         assert led.protection is not None
         assert led.protection.option is not None
         assert led._division is not None
-        assert isinstance(led.ranks, Nodes)
+        assert isinstance(led.ranks, AllShares)
         numbers = {agent.network.me: number for number, agent in self.fabric.agents.items() if agent.network}
         sizes = led.ranks.by_name(dict(enumerate(led._division.arena_bytes)))
-        each_lends = [Node(name, bytes=size, lend_bytes=1 << 40) for name, size in sizes.items()]
+        each_lends = [PlacementNode(name, bytes=size, lend_bytes=1 << 40) for name, size in sizes.items()]
         for load in place(each_lends, led.protection.option).loads:
             self.rooms[numbers[load.node]] = TWO_SLOTS * load.own_bytes + load.keeps_all_bytes + RESERVE
         self.squeezed, self.plenty = True, False
@@ -288,8 +288,8 @@ class Short(Life):
     def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
         world, life = self.world, self
         until_of, put = world.run, MemoryBackend.put
-        replicate, replicated = Protection.replicate, Account.replicated
-        begin_fill, close, forget = Arena.begin_fill, Arena.close, Chunks._forget
+        replicate, replicated = ReplicationManager.replicate, Accounting.replicated
+        begin_fill, close, forget = Arena.begin_fill, Arena.close, ParityStore._forget
 
         def run_and_look(until: Callable[[], bool], limit_s: float) -> None:
             def looked() -> bool:
@@ -298,11 +298,11 @@ class Short(Life):
 
             until_of(looked, limit_s)
 
-        def begins(protection: Protection, identity: Identity, safe: Identity | None, *given: Any) -> None:
+        def begins(protection: ReplicationManager, identity: Identity, safe: Identity | None, *given: Any) -> None:
             life.begins(protection, identity, safe)
             replicate(protection, identity, safe, *given)
 
-        def promised(account: Account, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
+        def promised(account: Accounting, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
             life.promised(epoch, tick)
             replicated(account, epoch, tick, count_bytes)
 
@@ -319,18 +319,18 @@ class Short(Life):
             life.changed = True
             close(arena)
 
-        def forgets(chunks: Chunks, names: Any) -> None:
+        def forgets(chunks: ParityStore, names: Any) -> None:
             life.changed = True
             forget(chunks, names)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(world, "run", run_and_look)
             patch.setattr(MemoryBackend, "put", stored)
-            patch.setattr(Protection, "replicate", begins)
-            patch.setattr(Account, "replicated", promised)
+            patch.setattr(ReplicationManager, "replicate", begins)
+            patch.setattr(Accounting, "replicated", promised)
             patch.setattr(Arena, "begin_fill", fills)
             patch.setattr(Arena, "close", closes)
-            patch.setattr(Chunks, "_forget", forgets)
+            patch.setattr(ParityStore, "_forget", forgets)
             patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
             patch.setattr("ckpt.agent.runtime.memory_plan.total_bytes", lambda: memory_pressure.RESERVE_PARTS * SLOT)
             patch.setattr("ckpt.agent.replication.replication_manager.WORK_BYTES", 1 << 16)
@@ -499,7 +499,7 @@ class Little(Short):
 
     def lend(self, at: str) -> str:
         """Where the agent of a memory-only node listens that is started there."""
-        agent = self.fabric.lend(LENDER, Lend(self.key, at, 1 << 30, commit_after_s=20.0))
+        agent = self.fabric.lend(LENDER, MemoryNodeOptions(self.key, at, 1 << 30, commit_after_s=20.0))
         return str(agent.node.addresses[0])
 
     def begin_here(self) -> SimJob:

@@ -380,7 +380,7 @@ def test_commits_of_one_pack_keep_to_the_bandwidth_together_and_owe_nothing_afte
 
 def test_what_was_never_sent_is_not_paid_for_by_the_next_commit() -> None:
     clock = ManualClock()
-    pace = packs.Pace(clock, 1000.0)
+    pace = packs.PutRateLimit(clock, 1000.0)
 
     def stop() -> None:
         raise SaveFailed("it was cancelled")
@@ -419,7 +419,7 @@ def test_what_two_writers_put_is_one_record_that_comes_back_bit_for_bit() -> Non
     for name, numbers in (("a", placing.todo[1::2]), ("b", placing.todo[::2])):
         its = numbers.tolist()
         frames, key = snap.manifest.frames[numbers], packs.pack_keys(identity(1, 20), "node", name)
-        pace, cancel = packs.Pace(ManualClock(), None), threading.Event()
+        pace, cancel = packs.PutRateLimit(ManualClock(), None), threading.Event()
         one = packs.Packs(store, frames, lambda i, its=its: snap.frame(its[i]), key, "auto", 1024, pace, cancel)
         placing.add(numbers, one.write())
     made = Record(identity(1, 20), "w", snap.manifest, tuple(placing.packs), placing.places, {}, {})
@@ -445,7 +445,7 @@ class Others:
         numbers = todo[:: self.nth]
         its = numbers.tolist()
         frames, key = self.snap.manifest.frames[numbers], packs.pack_keys(identity(1, 20), "other", "o")
-        pace, cancel = packs.Pace(ManualClock(), None), threading.Event()
+        pace, cancel = packs.PutRateLimit(ManualClock(), None), threading.Event()
         at = lambda i: self.snap.frame(its[i])  # noqa: E731
         made = packs.Packs(self.store, frames, at, key, self.codec, 4096, pace, cancel).write()
         done: Future[packs.Written] = Future()

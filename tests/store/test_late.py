@@ -13,8 +13,8 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from ckpt.agent.commit.store_client import Options
-from ckpt.agent.restore.restore_session import Restore
+from ckpt.agent.commit.store_client import JobOptions
+from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.checkpoint import Checkpoint
 from ckpt.clock import Clock
 from ckpt.errors import DamagedData, MissingData, NoCheckpoint, NotFound, Superseded
@@ -91,7 +91,7 @@ def save(tmp_path: Path) -> Iterator[Callable[[int], Identity]]:
     side, claim = LateSide(store), Claim(FIRST, None, launch="job")
 
     def commit(step: int) -> Identity:
-        return side.commit(claim, complete(FIRST, step), Options(codec="raw"), {}).record.identity
+        return side.commit(claim, complete(FIRST, step), JobOptions(codec="raw"), {}).record.identity
 
     yield commit
     store.close()
@@ -195,7 +195,7 @@ def test_a_pack_that_a_rank_does_not_see_in_a_folder_is_waited_for(
     (ref,) = Run(late).view().line
     record = open_record(late, ref)
     cache.denied[keys.DATA] = denied
-    loop.restore = Restore(
+    loop.restore = RestoreSession(
         *(identity, record.manifest, 1, None, lambda: FrameReader(late, record), loop.bulk),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/elsewhere",

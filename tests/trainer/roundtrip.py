@@ -21,7 +21,7 @@ from ckpt.layout.layout import Array, Declaration
 from ckpt.layout.staging import stage
 from ckpt.trainer.restore.fill import Filler
 from ckpt.trainer.restore.restore import plan as restore_plan
-from ckpt.trainer.restore.restore_plan import Targets
+from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.state.mesh_coordinate import coordinate
 from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
 
@@ -129,11 +129,11 @@ class _Stored:
         return {number: self.checkpoint.frame(number) for number in numbers}
 
 
-def plan(walker: StateWalker, checkpoint: Checkpoint, strict: bool = True, step: int = 1) -> Targets:
+def plan(walker: StateWalker, checkpoint: Checkpoint, strict: bool = True, step: int = 1) -> RestorePlan:
     return restore_plan(walker, checkpoint.manifest, _Stored(checkpoint), strict, step)
 
 
-def fill(targets: Targets, checkpoint: Checkpoint) -> None:
+def fill(targets: RestorePlan, checkpoint: Checkpoint) -> None:
     """Fetches every frame into a buffer that is scribbled over afterwards: nothing may alias it."""
     filler = Filler(checkpoint.manifest, targets.wants, targets.tensors)
     for number in filler.frames:
@@ -145,7 +145,7 @@ def fill(targets: Targets, checkpoint: Checkpoint) -> None:
 
 def restore(
     state: dict[str, Any], checkpoint: Checkpoint, strict: bool = True, generators: bool = False, step: int = 1
-) -> Targets:
+) -> RestorePlan:
     walker = walker_of(state, generators)
     targets = plan(walker, checkpoint, strict, step)
     if strict:

@@ -18,7 +18,7 @@ from ckpt.layout.staging import stage
 from ckpt.threads import Tasks
 from ckpt.trainer.snapshot.cpu_copier import Copier, CpuCopier, Ticket
 from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
-from ckpt.trainer.state.pieces import Piece, split
+from ckpt.trainer.state.pieces import CopyPiece, split
 from ckpt.types import Box
 
 FRAME_BYTES = 1 << 16
@@ -138,7 +138,7 @@ class TearingCopier(CpuCopier):
         self.copied_late = 0
         self.on_fence: Callable[[], object] = lambda: None  # where the test stops who waits
 
-    def prepare(self, pieces: Sequence[Piece]) -> TearingJob:  # type: ignore[override]
+    def prepare(self, pieces: Sequence[CopyPiece]) -> TearingJob:  # type: ignore[override]
         return TearingJob(self, [part for piece in pieces for part in split(piece, self.nbytes_max)])
 
     def copy_some(self, count: int = 1) -> None:
@@ -150,7 +150,7 @@ class TearingCopier(CpuCopier):
 @dataclass
 class TearingJob:
     copier: TearingCopier
-    pieces: list[Piece]
+    pieces: list[CopyPiece]
 
     def eager(self) -> Ticket:
         for piece in self.pieces:
@@ -166,7 +166,7 @@ class TearingJob:
 @dataclass
 class TearingTicket:
     copier: TearingCopier
-    left: list[Piece]
+    left: list[CopyPiece]
 
     def one(self) -> None:
         if self.left:

@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.adaptive.signal_reader import Reading
-from ckpt.agent.runtime.event_loop import Server
-from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.adaptive.signal_reader import SignalReader
+from ckpt.agent.runtime.event_loop import EventLoop
+from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.state.job_facts import REJOIN_S
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import AgentError
@@ -29,13 +29,13 @@ from ckpt.policy.known import NOTHING
 from ckpt.policy.predicted import Predicted, with_predictions
 from ckpt.predict.outcomes import Outcomes
 from ckpt.predict.scoring import Score
-from ckpt.predict.step_ratio import Paces
+from ckpt.predict.step_ratio import StepRatios
 from ckpt.predict.watching import PERIOD_S, SOURCES, Alarm
 from ckpt.settings import Settings
 from ckpt.types import HERE, Epoch
 
 if TYPE_CHECKING:
-    from ckpt.agent.job.follower_job import Following
+    from ckpt.agent.job.follower_job import FollowerJob
     from ckpt.agent.job.job import Job
 
 log = logging.getLogger("ckpt")
@@ -45,21 +45,21 @@ SETTLE_S = 5.0  # from the first sign of a failure until it is said whose it was
 Raised = Sequence[tuple[str, float | None]]  # sources, and the probabilities that they say
 
 
-class Foreseeing:
+class Alarms:
     """Of one agent, over all its jobs. `outcomes`: of the alarms in jobs that it coordinates."""
 
-    def __init__(self, settings: Settings, url: str, server: Server, events: Events) -> None:
+    def __init__(self, settings: Settings, url: str, server: EventLoop, events: Events) -> None:
         self.outcomes = Outcomes()
-        self.reading = Reading(settings, url, server.post, self._heard, events)
+        self.reading = SignalReader(settings, url, server.post, self._heard, events)
         self._events = events
         self._failed_s = -math.inf  # when a mistake was made last
         self._job: Job | None = None  # that trains, and is coordinated here
-        self._following: Following | None = None  # that trains, and is not
+        self._following: FollowerJob | None = None  # that trains, and is not
         self._began_s = 0.0
         self._failed: Epoch | None = None  # whose failure was counted
         self._sighted: tuple[float, str] | None = None  # a failure: when, and of which node as far as that is known
         self._due_s = 0.0
-        self._paces = Paces()
+        self._paces = StepRatios()
         self._used: tuple[float, float] = (0.0, 1.0)  # the recall and precision that the intervals were chosen by
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Foreseeing:
 
     # -- what is told
 
-    def tend(self, job: Job | None, followings: Sequence[Following]) -> float | None:
+    def tend(self, job: Job | None, followings: Sequence[FollowerJob]) -> float | None:
         """After anything happened. `job`: the current one. When to look again. A mistake is told and ends no job; for a
         while nothing is foreseen then."""
         now_s = time.monotonic()
@@ -95,7 +95,7 @@ class Foreseeing:
             self._events.emit("predictions.failed", text, loud=True)
             return now_s + MISTAKE_S
 
-    def _tend(self, job: Job | None, followings: Sequence[Following], now_s: float) -> float | None:
+    def _tend(self, job: Job | None, followings: Sequence[FollowerJob], now_s: float) -> float | None:
         trains = job is not None and job.claim is not None and not job.failed and not _is_over(job)
         self._follow(job if trains else None, followings, now_s)
         if self._job is not None:
@@ -138,7 +138,7 @@ class Foreseeing:
             body = {"t": "signals", "sources": list(sources), "alarms": [list(each) for each in raised]}
             self._following.tell(body)
 
-    def _follow(self, job: Job | None, followings: Sequence[Following], now_s: float) -> None:
+    def _follow(self, job: Job | None, followings: Sequence[FollowerJob], now_s: float) -> None:
         """What trains here now."""
         if job is not self._job:
             if self._job is not None:
@@ -147,7 +147,7 @@ class Foreseeing:
             self.reading.say()
             self._sighted = None
             self._job, self._began_s, self._due_s, self._used = job, now_s, now_s, (0.0, 1.0)
-            self._paces = Paces()
+            self._paces = StepRatios()
         training = [each for each in followings if each.needed and each.is_training]
         self._following = training[-1] if training and job is None else None
         self.reading.follow(job is not None or self._following is not None)
@@ -203,7 +203,7 @@ class Foreseeing:
         if ends or job.group.is_warned(now_s):
             self._failed = job.epoch  # it was leaving, or at its end: that is no failure
             return None
-        return now_s, job.ranks.node_of(bad.rank) if isinstance(job.ranks, Nodes) else HERE
+        return now_s, job.ranks.node_of(bad.rank) if isinstance(job.ranks, AllShares) else HERE
 
     def _count(self, job: Job, node: str, at_s: float) -> None:
         self.outcomes.failed(node, at_s, self._needed_s(job))
@@ -221,7 +221,7 @@ class Foreseeing:
     def _tell_paces(self, job: Job, now_s: float) -> None:
         """Each node's step time over the median of the others'."""
         ranks = job.ranks
-        if not isinstance(ranks, Nodes):
+        if not isinstance(ranks, AllShares):
             return
         slowest: dict[str, int] = {}
         for rank, step in enumerate(ranks.steps()):
@@ -276,12 +276,12 @@ def _is_over(job: Job) -> bool:
 
 
 def _others(job: Job) -> list[str]:
-    return list(job.ranks.others) if isinstance(job.ranks, Nodes) else []
+    return list(job.ranks.others) if isinstance(job.ranks, AllShares) else []
 
 
 def _lost(job: Job) -> dict[str, float]:
     """The other nodes of which no rank is connected any more, though none has left; since when."""
-    if not isinstance(job.ranks, Nodes):
+    if not isinstance(job.ranks, AllShares):
         return {}
     members, found = job.group.members, dict[str, float]()
     for node, ranks in job.ranks.ranks_elsewhere.items():

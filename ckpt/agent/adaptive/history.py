@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt.agent.commit.store_client import StoreSide
-from ckpt.agent.runtime.workers import Bulk, Lane, failure
-from ckpt.agent.state.cost_model import ABOUT, Learning, class_of
+from ckpt.agent.commit.store_client import StoreClient
+from ckpt.agent.runtime.workers import Lane, Workers, failure
+from ckpt.agent.state.cost_model import ABOUT, CostModel, class_of
 from ckpt.events import Events
 from ckpt.policy.history import recall
 from ckpt.types import Epoch
 
 if TYPE_CHECKING:
-    from ckpt.agent.adaptive.alarms import Foreseeing
+    from ckpt.agent.adaptive.alarms import Alarms
     from ckpt.agent.job.job import Job
     from ckpt.format.manifest import Record
     from ckpt.ipc.node_list import NodeAt
@@ -34,10 +34,10 @@ log = logging.getLogger("ckpt")
 RECORDS = 3  # the newest may be this agent's own by then; what is the same in two of them counts once
 
 
-class Relearning:
+class LearntHistory:
     """Of one agent. On its main thread, but for reading. `newest`: the newest job that trained here."""
 
-    def __init__(self, bulk: Bulk, store: StoreSide, foreseeing: Foreseeing, events: Events) -> None:
+    def __init__(self, bulk: Workers, store: StoreClient, foreseeing: Alarms, events: Events) -> None:
         self._bulk = bulk
         self._store = store
         self._foreseeing = foreseeing
@@ -47,7 +47,7 @@ class Relearning:
 
     def goes_on(
         self,
-        learning: Learning,
+        learning: CostModel,
         parent: Epoch,
         record: Record | None,
         view: RunView | None,
@@ -69,7 +69,7 @@ class Relearning:
             learning.owed = class_of(1, True, False, False)  # its coordinator's node: what that had learnt is read next
 
     def _from_former(
-        self, learning: Learning, former: Job, learnt: Learning, from_store: bool, nodes: Sequence[NodeAt]
+        self, learning: CostModel, former: Job, learnt: CostModel, from_store: bool, nodes: Sequence[NodeAt]
     ) -> None:
         now_s = time.monotonic()
         gone_s = now_s if former.gone_s is None else former.gone_s
@@ -105,7 +105,7 @@ class Relearning:
         job.follow_learning()
         self._tell(refused)
 
-    def _recall(self, learning: Learning, value: object) -> str:
+    def _recall(self, learning: CostModel, value: object) -> str:
         """From a record; why not, "" where all is well."""
         recalled = recall(value)
         learning.inherit(recalled.known)
@@ -117,7 +117,7 @@ class Relearning:
             self._events.emit("policy.refused", f"ckpt: what the job had learnt before is not all known now: {refused}")
 
 
-def read_learnt(store: StoreSide) -> list[Any]:
+def read_learnt(store: StoreClient) -> list[Any]:
     """On a thread: what the newest records of the line say, unread. Errors: StorageError; DamagedData."""
     from ckpt.store.reader import open_record
 

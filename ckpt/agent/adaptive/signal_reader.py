@@ -22,7 +22,7 @@ from ckpt.threads import Tasks
 
 if TYPE_CHECKING:
     from ckpt.predict.signals import Sampler
-    from ckpt.predict.watching import Alarm, Model, Watch
+    from ckpt.predict.watching import Alarm, Model, SignalWatch
 
 SAY_EVERY = 12  # readings after which what watches is told again: what was told before may be lost
 CLOSE_S = 5.0  # how long the end waits for a driver that hangs; its thread ends with the process
@@ -30,7 +30,7 @@ CLOSE_S = 5.0  # how long the end waits for a driver that hangs; its thread ends
 Heard = Callable[[tuple[str, ...], Sequence["Alarm"]], None]
 
 
-class Reading:
+class SignalReader:
     """Owns the thread and the file. `heard` is called on the main thread: the sources that watch, and new alarms.
     `ratio`: this node's step time over its peers' median, as last told; None: not known."""
 
@@ -91,12 +91,12 @@ class Reading:
     def _run(self) -> None:
         from ckpt.predict.gpus import find_gpus
         from ckpt.predict.signals import Sampler
-        from ckpt.predict.watching import Watch
+        from ckpt.predict.watching import SignalWatch
 
         assert self._tasks is not None
         gpus = find_gpus()
         try:
-            sampler, watch = Sampler(gpus=gpus), Watch(self._model())
+            sampler, watch = Sampler(gpus=gpus), SignalWatch(self._model())
             while not self._tasks.stopping.is_set():
                 if self._on:
                     self._read(sampler, watch)
@@ -108,7 +108,7 @@ class Reading:
             if gpus is not None:
                 gpus.close()
 
-    def _read(self, sampler: Sampler, watch: Watch) -> None:
+    def _read(self, sampler: Sampler, watch: SignalWatch) -> None:
         now_s = time.monotonic()
         while not self._failures.empty():
             watch.failed(self._failures.get())
@@ -130,10 +130,10 @@ class Reading:
         path = self._settings.predictor
         if path is None:
             return None
-        from ckpt.predict.model import Reader, load
+        from ckpt.predict.model import PredictorReader, load
 
         try:
-            return Reader(load(path))
+            return PredictorReader(load(path))
         except (OSError, CkptError) as exc:
             self._events.emit("predictor.refused", f"ckpt: CKPT_PREDICTOR={path} is not used: {exc}", loud=True)
             return None

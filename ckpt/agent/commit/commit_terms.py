@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CommitTerms:
     """What a coordinator says of its epoch: its claim, as it is or will be in the store, and how it commits."""
 
     claim: Claim
@@ -49,15 +49,15 @@ class Terms:
         return packed
 
     @staticmethod
-    def decode(blob: bytes) -> Terms:
+    def decode(blob: bytes) -> CommitTerms:
         """Errors: as `parse`; AgentError."""
         fields = unpacked(blob, "the terms of a loan")
         if not isinstance(fields, dict):
             raise TypeError("the terms of a loan are no map")
-        return Terms.parse(fields)
+        return CommitTerms.parse(fields)
 
     @staticmethod
-    def parse(fields: Mapping[str, Any]) -> Terms:
+    def parse(fields: Mapping[str, Any]) -> CommitTerms:
         """Errors: UsageError, ValueError, TypeError, LookupError."""
         from ckpt.agent.snapshots.inventory import claim_told
         from ckpt.store.lineage import Claim
@@ -70,4 +70,4 @@ class Terms:
         run = str(fields["run"])
         claim = Claim(told.epoch, told.parent, told.ancestors, told.launch, host, time_s, run, agents)
         options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
-        return Terms(claim, options.codec, options.limits.bandwidth)
+        return CommitTerms(claim, options.codec, options.limits.bandwidth)

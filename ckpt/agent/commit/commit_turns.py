@@ -13,7 +13,7 @@ AFTER_OF_LINGER = 1 / (TURNS + 1)  # at most, so that the last turn comes before
 DOUBLED_MAX = 5  # times that the pause after an attempt is
 
 
-class Turns:
+class CommitTurns:
     """`linger_s`: how long memory is kept. `settled`: what is kept is in the store, or never will be."""
 
     def __init__(self, linger_s: float) -> None:

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.commit.store_client import StoreSide
+from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.commit.write_timeout import overdue_s
-from ckpt.agent.snapshots.remote_share import Wanted
+from ckpt.agent.snapshots.remote_share import WantedPart
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
 from ckpt.ipc.arena import Arena
 
 if TYPE_CHECKING:
-    from ckpt.agent.commit.store_client import Options
-    from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+    from ckpt.agent.commit.store_client import JobOptions
+    from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
     from ckpt.store.packs import Indices, Written
 
 log = logging.getLogger("ckpt")
@@ -42,12 +42,12 @@ Then = Callable[["Written | None", str], None]
 # Has a node write these frames: (its name, "" for this one; what; slow; cancel; then). `slow`: nodes that have enough
 # to do, and of which nothing is wanted for it. `cancel` is set once nobody waits for it any more. This node heeds it:
 # what is being put is broken off, and nothing more is; other nodes are told of a whole commit only (see give_up).
-Ask = Callable[[str, Wanted, frozenset[str], threading.Event, Then], None]
+Ask = Callable[[str, WantedPart, frozenset[str], threading.Event, Then], None]
 
 
 def write_part(
-    store: StoreSide,
-    wanted: Wanted,
+    store: StoreClient,
+    wanted: WantedPart,
     arenas: Mapping[int, Arena],
     moved: Callable[[], None] = lambda: None,
     cancel: threading.Event | None = None,
@@ -74,7 +74,7 @@ class _Part:
     """What one node was asked to write. `names`: who else may be asked, best first."""
 
     name: str
-    wanted: Wanted
+    wanted: WantedPart
     nbytes: int
     future: Future[Written]
     names: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ class _Part:
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
-class Parts:
+class DistributedWrite:
     """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each node, by its name, "" for this one.
     `others`: see Others: they write a node's part if that one cannot, or has taken too long by `overdue_s`, with this
     margin; who is first counts. Once a node has failed, those are asked anew that could not while it was only slow.
@@ -94,8 +94,8 @@ class Parts:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        options: Options,
+        checkpoint: MemoryCheckpoint,
+        options: JobOptions,
         ranks: Mapping[str, frozenset[int]],
         others: Others,
         ask: Ask,
@@ -127,7 +127,7 @@ class Parts:
         for name, numbers in _by_node(self._ranks, made.ranks, todo).items():
             frames, at = made.manifest.frames[numbers], (made.ranks[numbers], made.offsets[numbers])
             codec, bandwidth = self._options.codec, self._options.limits.bandwidth
-            wanted = Wanted(made.identity, frames, *at, codec, bandwidth)
+            wanted = WantedPart(made.identity, frames, *at, codec, bandwidth)
             future: Future[Written] = Future()
             part = _Part(name, wanted, int(frames["length"].sum()), future)
             self._parts.append(part)

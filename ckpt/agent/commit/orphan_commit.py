@@ -20,44 +20,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.commit.commit_terms import Terms
-from ckpt.agent.commit.store_client import StoreSide
+from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.snapshots.manifest_gather import read_parts
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint, put_together
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, put_together
 from ckpt.errors import DamagedData, Superseded
 from ckpt.ipc.arena import Arena
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.store.commit import Committed, Elsewhere
+    from ckpt.store.commit import Committed, OtherWriters
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class OrphanCheckpoint:
     """A checkpoint of which every rank's snapshot is kept here. `arenas`: by rank."""
 
     identity: Identity
     arenas: Mapping[int, Arena]
-    terms: Terms
+    terms: CommitTerms
 
 
-class Verdict(enum.Enum):
+class OrphanVerdict(enum.Enum):
     COMMIT = "to be committed"
     CLAIM = "to be committed, once its epoch is claimed"
     DONE = "committed, or the line has a newer one"
     OVER = "not on the line of the run any more, or retired"
 
 
-def judge(view: RunView, claim: Claim, identity: Identity) -> Verdict:
+def judge(view: RunView, claim: Claim, identity: Identity) -> OrphanVerdict:
     """Whether that checkpoint, of an epoch with that claim, is still to be committed to what the store holds."""
     from ckpt.store.lineage import CommitRef, Lineage
 
     if identity in view.retired:
-        return Verdict.OVER
+        return OrphanVerdict.OVER
     if any(ref.identity == identity for ref in view.commits):
-        return Verdict.DONE
+        return OrphanVerdict.DONE
     lineage, newest = Lineage([*view.claims, claim], view.epochs), view.newest_epoch
     own = dict(lineage.chain(claim.epoch))
     claimed_late = claim.epoch not in view.epochs and (newest is None or newest in own)
@@ -65,20 +65,20 @@ def judge(view: RunView, claim: Claim, identity: Identity) -> Verdict:
     chain = dict(lineage.chain(head)) if head is not None else {}
     fork = chain.get(identity.epoch)
     if identity.epoch not in chain or (fork is not None and identity.tick > fork.tick):
-        return Verdict.OVER
+        return OrphanVerdict.OVER
     refs = [*view.commits, CommitRef(identity, "", 0)]
     if lineage.line(refs, view.retired, head)[-1].identity != identity:
-        return Verdict.DONE
-    return Verdict.CLAIM if claimed_late else Verdict.COMMIT
+        return OrphanVerdict.DONE
+    return OrphanVerdict.CLAIM if claimed_late else OrphanVerdict.COMMIT
 
 
-def check_due(store: StoreSide, claim: Claim, identity: Identity) -> None:
+def check_due(store: StoreClient, claim: Claim, identity: Identity) -> None:
     """On a thread. Errors: Superseded where that checkpoint need not be committed any more; StorageError."""
-    if (now := judge(store.run().view(), claim, identity)) not in (Verdict.COMMIT, Verdict.CLAIM):
+    if (now := judge(store.run().view(), claim, identity)) not in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
         raise Superseded(f"{identity} is {now.value}")
 
 
-def commit_newest(store: StoreSide, found: Sequence[Whole], cancel: threading.Event) -> Identity | None:
+def commit_newest(store: StoreClient, found: Sequence[OrphanCheckpoint], cancel: threading.Event) -> Identity | None:
     """On a thread: commits the newest of these that is still to be, and returns it; None where nothing is to be done.
     One that is damaged, or on no line, is passed over.
 
@@ -86,9 +86,9 @@ def commit_newest(store: StoreSide, found: Sequence[Whole], cancel: threading.Ev
     damaged: DamagedData | None = None
     for each in sorted(found, key=lambda each: each.identity, reverse=True):
         verdict = judge(store.run().view(), each.terms.claim, each.identity)
-        if verdict is Verdict.DONE:
+        if verdict is OrphanVerdict.DONE:
             return None
-        if verdict is Verdict.OVER:
+        if verdict is OrphanVerdict.OVER:
             continue
         try:
             parts = read_parts(each.identity, len(each.arenas), each.arenas)
@@ -104,12 +104,12 @@ def commit_newest(store: StoreSide, found: Sequence[Whole], cancel: threading.Ev
 
 
 def commit_whole(
-    store: StoreSide,
-    made: Checkpoint,
-    terms: Terms,
+    store: StoreClient,
+    made: MemoryCheckpoint,
+    terms: CommitTerms,
     by: str,
     cancel: threading.Event,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: OtherWriters | None = None,
 ) -> Committed:
     """On a thread: commits a checkpoint that `judge` has found to be due, and claims its epoch first where that is due.
     `by`: who does it, for the record. `elsewhere`: see store.commit.Committer.commit.
@@ -117,14 +117,14 @@ def commit_whole(
     Errors: SaveFailed; Superseded where it is not due any more; StorageError."""
     claim, identity = terms.claim, made.identity
 
-    def look() -> Verdict:
+    def look() -> OrphanVerdict:
         return judge(store.run().view(), claim, identity)
 
     def check() -> None:
-        if (now := look()) not in (Verdict.COMMIT, Verdict.DONE):
+        if (now := look()) not in (OrphanVerdict.COMMIT, OrphanVerdict.DONE):
             raise Superseded(f"{identity} is {now.value}")
 
-    if look() is Verdict.CLAIM:
+    if look() is OrphanVerdict.CLAIM:
         store.claim(claim)
     about: dict[str, Any] = {
         "host": socket.gethostname(),

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.claims import Claims
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
 from ckpt.events import Events
 from ckpt.placement.placement import Parity, Replicas
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckpt.format.manifest import Record
     from ckpt.layout.layout import Array
     from ckpt.storage.contract import Backend
-    from ckpt.store.commit import Committed, Committer, Elsewhere
+    from ckpt.store.commit import Committed, Committer, OtherWriters
     from ckpt.store.lineage import Claim, CommitRef
     from ckpt.store.packs import Written
     from ckpt.store.prune import Pruner
@@ -40,7 +40,7 @@ CODECS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
 IMPATIENT_S = 5.0  # how long a store that fails is asked again where this node's memory could do without it
 
 
-class Pass(Enum):
+class PrunePass(Enum):
     """What a prune is to do. `LOOK`: say what it would. `DUE`: that, if there is anything; after each commit, so it
     asks the store for no more than it must. `ALL`: also end uploads that nobody will, which no plan can name."""
 
@@ -56,7 +56,7 @@ class LostStore(StorageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class JobOptions:
     """What the user asked for, as far as the agent acts on it. `peers`: the copies or the parity that other nodes keep,
     if there are several."""
 
@@ -66,14 +66,14 @@ class Options:
     peers: Replicas | Parity | None = field(default_factory=Replicas)
 
 
-def options_from(given: Any) -> Options:
+def options_from(given: Any) -> JobOptions:
     """What a join says. Errors: UsageError names the field."""
     keep = keep_from(fields_of(given, "options").get("keep"), "options.keep")
     limits = fields_of(given.get("limits"), "options.limits")
     codec = given.get("codec")
     if codec not in CODECS:
         raise UsageError(f"options.codec is {codec!r:.80}, none of {', '.join(CODECS)}")
-    return Options(
+    return JobOptions(
         keep,
         Limits(
             memory=limits.get("memory"),
@@ -121,7 +121,7 @@ def fields_of(given: Any, name: str) -> dict[str, Any]:
     return given
 
 
-class StoreSide:
+class StoreClient:
     """One per agent. Thread-safe, but for `commit`, which one lane runs one after the other."""
 
     def __init__(self, url: str, settings: Settings, events: Events, owner: str) -> None:
@@ -206,10 +206,10 @@ class StoreSide:
     def commit(
         self,
         claim: Claim,
-        checkpoint: Checkpoint,
-        options: Options,
+        checkpoint: MemoryCheckpoint,
+        options: JobOptions,
         about: dict[str, Any],
-        elsewhere: Elsewhere | None = None,
+        elsewhere: OtherWriters | None = None,
         cancel: threading.Event | None = None,
     ) -> Committed:
         """`elsewhere`, `cancel`: see Committer.commit.
@@ -268,13 +268,13 @@ class StoreSide:
 
     def commit_for_another(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: MemoryCheckpoint,
         codec: CodecOption,
         bandwidth: float | None,
         about: dict[str, Any],
         check: Callable[[], None],
         cancel: threading.Event,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: OtherWriters | None = None,
     ) -> Committed:
         """Commits what another agent coordinated and cannot commit any more: nothing but packs made for it is referred
         to. `check`, `cancel`, `elsewhere` and errors: see store.commit.Committer.commit."""
@@ -336,7 +336,7 @@ class StoreSide:
         self.claims.check_newer(run, epoch, epochs)
 
     def prune(
-        self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: Pass = Pass.DUE
+        self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: PrunePass = PrunePass.DUE
     ) -> dict[str, Any]:
         """One pass; what it did, or would do. `epoch`: of the job here that decides for the run; None: there is none,
         so another's epoch that was not closed is watched first.
@@ -347,15 +347,15 @@ class StoreSide:
 
         run = self.run()
         view = run.view()
-        if epoch is None and what is not Pass.LOOK and view.newest_epoch not in self.claims.begun:
+        if epoch is None and what is not PrunePass.LOOK and view.newest_epoch not in self.claims.begun:
             run.watch_other(view, LAUNCH, self._settings.heartbeat_s)
             view = run.view()
         with self._lock:
             pruner = self._pruners.setdefault(epoch, Pruner(run, epoch))
         plan = pruner.plan(view, keep, also)
-        if what is not Pass.DUE:
+        if what is not PrunePass.DUE:
             pruner.check_metric(view, keep)
-        aborted = pruner.execute(plan) if what is Pass.ALL or (what is Pass.DUE and plan) else 0
+        aborted = pruner.execute(plan) if what is PrunePass.ALL or (what is PrunePass.DUE and plan) else 0
         facts = {field.name: getattr(plan, field.name) for field in fields(plan)} | {"uploads_aborted": aborted}
         for name in ("retire", "abandoned", "waiting", "damaged"):
             facts[name] = [str(identity) for identity in facts[name]]

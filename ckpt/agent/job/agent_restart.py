@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from ckpt.agent.job.arena_handover import RECOVERY_S, Found, Recovery, look_for, newest_stored, which_committed
-from ckpt.agent.job.job_executor import Carrier
+from ckpt.agent.job.arena_handover import (
+    RECOVERY_S,
+    ArenaHandover,
+    RecoveredCheckpoints,
+    look_for,
+    newest_stored,
+    which_committed,
+)
+from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.runtime.workers import Lane, failure
-from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import whose
-from ckpt.agent.snapshots.manifest_gather import Gathered, Gathering
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.agent.snapshots.manifest_gather import GatheredManifest, ManifestGather
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.messages import Message
 from ckpt.types import Identity
@@ -28,16 +35,16 @@ log = logging.getLogger("ckpt")
 AGAIN_S = 1.0  # until a node that was away is asked again what it has
 
 
-class TakenOver(Carrier):
+class AgentRestart(JobExecutor):
     """What a job does until all of its ranks have come to this agent, if it is not the first. Main thread."""
 
-    _recovery: Recovery | None = None
+    _recovery: ArenaHandover | None = None
     holds_unread = False  # a rank was lost before all had come: what the others had is kept, here and on other nodes
 
     def recover_from_trainers(self) -> None:
         """This agent takes over a running job: the trainers bring the arenas."""
         self.taken_over = self.group.recovering = True
-        self._recovery = Recovery(self.world, len(self.group.slots))
+        self._recovery = ArenaHandover(self.world, len(self.group.slots))
         for slot in self.group.slots:
             slot.handed = True
         self._later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
@@ -53,13 +60,13 @@ class TakenOver(Carrier):
         for slot in slots:
             self.group.slots[slot].making = True
 
-    def _recover(self, recovery: Recovery) -> None:
+    def _recover(self, recovery: ArenaHandover) -> None:
         """All ranks are here: what is whole in their arenas is looked for."""
         self._recovery = None
         whole, lost = recovery.end(keep=True)
         for slot in lost:
             self.group.made(slot, ())
-        if isinstance(self.ranks, Nodes):
+        if isinstance(self.ranks, AllShares):
             self._recover_nodes(whole, self.ranks)
             return
         store = self._services.store
@@ -69,10 +76,10 @@ class TakenOver(Carrier):
             lambda done: self._recovered(whole, done),
         )
 
-    def _recover_nodes(self, whole: dict[int, dict[int, Arena]], nodes: Nodes) -> None:
+    def _recover_nodes(self, whole: dict[int, dict[int, Arena]], nodes: AllShares) -> None:
         """The same where other nodes have their part of it. One that is away just then is waited for: what it has may
         be whole. If one is away for good, what lies here stays as it is."""
-        found: dict[int, Checkpoint] = {}
+        found: dict[int, MemoryCheckpoint] = {}
         network, bulk = self._services.network(), self._services.bulk
         assert network is not None  # it has several nodes
         for slot, by_rank in whole.items():  # a start may ask what lies here meanwhile
@@ -89,8 +96,8 @@ class TakenOver(Carrier):
             store, identities = self._services.store, [checkpoint.identity for checkpoint in found.values()]
 
             def ended(done: Future[frozenset[Identity]]) -> None:
-                committed: Future[Found] = Future()
-                committed.set_result(Found(found, frozenset() if failure(done) else done.result()))
+                committed: Future[RecoveredCheckpoints] = Future()
+                committed.set_result(RecoveredCheckpoints(found, frozenset() if failure(done) else done.result()))
                 self._recovered(whole, committed)
 
             self._run(Lane.STORE, lambda: which_committed(identities, store), ended)
@@ -98,7 +105,7 @@ class TakenOver(Carrier):
         def ask(wanted: Mapping[int, Identity]) -> None:
             left, before = dict(wanted), connections()
 
-            def gathered(slot: int, result: Gathered | None, error: str) -> None:
+            def gathered(slot: int, result: GatheredManifest | None, error: str) -> None:
                 identity = left.pop(slot)
                 if result is not None:
                     found[slot] = result.checkpoint
@@ -113,7 +120,7 @@ class TakenOver(Carrier):
             missed: dict[int, Identity] = {}
             for slot, identity in wanted.items():
                 then = self._guarded(functools.partial(gathered, slot))
-                Gathering(network, bulk, identity, nodes.holders(), whole[slot], then).begin()
+                ManifestGather(network, bulk, identity, nodes.holders(), whole[slot], then).begin()
 
         def again(missed: Mapping[int, Identity]) -> None:
             if not is_one_away():
@@ -137,10 +144,10 @@ class TakenOver(Carrier):
         else:
             looked()
 
-    def _recovered(self, arenas: dict[int, dict[int, Arena]], done: Future[Found]) -> None:
+    def _recovered(self, arenas: dict[int, dict[int, Arena]], done: Future[RecoveredCheckpoints]) -> None:
         if error := failure(done):
             self.emit("recovery.failed", f"what the trainers had in memory cannot be read: {error}", True)
-        found = Found({}, frozenset()) if error else done.result()
+        found = RecoveredCheckpoints({}, frozenset()) if error else done.result()
         for slot, by_rank in arenas.items():
             if self._dropped:
                 for arena in by_rank.values():

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.agent.commit.store_client import StoreSide
+from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.snapshots.candidates import Remembered, candidates
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint, Reader, put_together
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedReader, put_together
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.arena import Arena
 from ckpt.types import Epoch, Identity
@@ -22,7 +22,7 @@ log = logging.getLogger("ckpt")
 RECOVERY_S = 120.0  # how long a restarted agent waits for the last rank to come with its arenas
 
 
-class Recovery:
+class ArenaHandover:
     """The arenas handed over so far, by slot and rank. `slots_max`: slots are numbered below it."""
 
     def __init__(self, world: int, slots_max: int) -> None:
@@ -71,16 +71,18 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecoveredCheckpoints:
     """What a restarted agent finds: complete checkpoints by slot, and which identities are committed already."""
 
-    checkpoints: dict[int, Checkpoint]
+    checkpoints: dict[int, MemoryCheckpoint]
     committed: frozenset[Identity]
 
 
-def look_for(epoch: Epoch, arenas: dict[int, dict[int, Arena]], reader: Reader, store: StoreSide) -> Found:
+def look_for(
+    epoch: Epoch, arenas: dict[int, dict[int, Arena]], reader: StagedReader, store: StoreClient
+) -> RecoveredCheckpoints:
     """On a thread. Hashes everything again: what the arenas say of themselves is not taken on trust."""
-    found: dict[int, Checkpoint] = {}
+    found: dict[int, MemoryCheckpoint] = {}
     for slot, by_rank in arenas.items():
         try:
             identity = by_rank[0].header().identity
@@ -89,10 +91,10 @@ def look_for(epoch: Epoch, arenas: dict[int, dict[int, Arena]], reader: Reader, 
                 found[slot] = put_together(identity, parts, by_rank)
         except CkptError as exc:  # nothing sealed, or not by all: the round is lost, as it is for the ranks
             log.info("slot %d holds no whole snapshot: %s", slot, exc)
-    return Found(found, which_committed([checkpoint.identity for checkpoint in found.values()], store))
+    return RecoveredCheckpoints(found, which_committed([checkpoint.identity for checkpoint in found.values()], store))
 
 
-def which_committed(wanted: Collection[Identity], store: StoreSide) -> frozenset[Identity]:
+def which_committed(wanted: Collection[Identity], store: StoreClient) -> frozenset[Identity]:
     """On a thread: those of them that are in the store, as far as it says."""
     if not wanted:
         return frozenset()
@@ -104,7 +106,7 @@ def which_committed(wanted: Collection[Identity], store: StoreSide) -> frozenset
     return frozenset(wanted) & {ref.identity for ref in view.commits}
 
 
-def newest_stored(claim: Claim, store: StoreSide) -> Identity | None:
+def newest_stored(claim: Claim, store: StoreClient) -> Identity | None:
     """On a thread: the newest that the store has of that epoch and what it went on from; None: there is none, or it
     does not say."""
     try:

@@ -17,24 +17,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.commit.commit_terms import Terms
-from ckpt.agent.commit.store_client import StoreSide, options_from, policy_from
+from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.commit.store_client import StoreClient, options_from, policy_from
 from ckpt.agent.job.job_context import tell
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.net.progress import Moving
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.net.progress import ProgressReport
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.notice_relay import Standing
-from ckpt.agent.restore.peer_source import PeerFrames
-from ckpt.agent.restore.restore_session import Restore, frames_asked, kind_of
-from ckpt.agent.restore.shared_read import FanOut
-from ckpt.agent.runtime.event_loop import Peer, Server
-from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, Taken, slots_for
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.preemption.notice_relay import RelayedNotice
+from ckpt.agent.restore.peer_source import PeerSource
+from ckpt.agent.restore.restore_session import RestoreSession, frames_asked, kind_of
+from ckpt.agent.restore.shared_read import SharedRead
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
+from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, MemoryUse, slots_for
+from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.inventory import claim_told
-from ckpt.agent.snapshots.local_share import Ranks
-from ckpt.agent.snapshots.manifest_gather import Places
-from ckpt.agent.snapshots.memory_checkpoint import Near, Part
+from ckpt.agent.snapshots.local_share import LocalShare
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
+from ckpt.agent.snapshots.memory_checkpoint import Near, StagedPart
 from ckpt.agent.snapshots.remote_share import AnyPeer, encode_parts
 from ckpt.agent.state.step_timing import TOLD_S
 from ckpt.errors import AgentError, CkptError, NotLed
@@ -42,7 +42,7 @@ from ckpt.events import Event
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.bounded_msgpack import unpacked
-from ckpt.ipc.control_page import SLOTS_MAX, Kind, Word
+from ckpt.ipc.control_page import SLOTS_MAX, ControlWord, WordKind
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NODES_MAX, NodeAt
 from ckpt.preemption.notice import Notice, Withdrawn
@@ -55,7 +55,7 @@ log = logging.getLogger("ckpt")
 
 
 @dataclass(slots=True)
-class Here:
+class FollowerNode:
     """A rank on this node. `number`: of its connection. `joining`, `leaving`: the ids of its requests to join and to
     leave, until they are answered. `left`: it was told that it may leave, or its process is dead."""
 
@@ -66,7 +66,7 @@ class Here:
     left: bool = False
 
 
-class Following:
+class FollowerJob:
     """One epoch. `nodes`: of the job; `leader`: the one that coordinates it. `ranks`: those here. `over`: it may be
     let go of."""
 
@@ -75,11 +75,11 @@ class Following:
         epoch: Epoch,
         world: int,
         nodes: tuple[NodeAt, ...],
-        network: Network,
-        server: Server,
-        bulk: Bulk,
-        store: StoreSide,
-        taken: Callable[[Epoch], Taken],
+        network: PeerNetwork,
+        server: EventLoop,
+        bulk: Workers,
+        store: StoreClient,
+        taken: Callable[[Epoch], MemoryUse],
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
         standing: Iterable[tuple[Notice, When]] = (),
     ) -> None:
@@ -88,19 +88,19 @@ class Following:
         self.epoch, self.world = epoch, world
         self.leader = nodes[0]
         self.over = False
-        self.terms: Terms | None = None  # how its coordinator commits, and its claim, once it has begun
+        self.terms: CommitTerms | None = None  # how its coordinator commits, and its claim, once it has begun
         self.commits: Identity | None = None  # what its coordinator commits now, and may soon want our part of
-        self.ranks = Ranks(world, bulk, lambda: taken(epoch))
+        self.ranks = LocalShare(world, bulk, lambda: taken(epoch))
         self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
         self._network, self._server, self._bulk, self._store = network, server, bulk, store
-        self._here: dict[int, Here] = {}
+        self._here: dict[int, FollowerNode] = {}
         self._numbers = itertools.count(1)
         self._said: list[list[int]] = []
         self.nodes, self._arenas_of = nodes, arenas_of
-        self._standing = Standing()
+        self._standing = RelayedNotice()
         for notice, when in standing:
             self._standing.hear(notice, when)
-        self._restore: Restore | None = None
+        self._restore: RestoreSession | None = None
         # Until the coordinator has said where frames are; see frames_asked.
         self._fetching: list[tuple[Peer, Identity, tuple[list[int], list[int]]]] = []
         self._asking = False  # that
@@ -133,7 +133,7 @@ class Following:
     def leaves(self) -> bool:
         """Whether its ranks are to leave at a step that is appointed, or were told to."""
         page = self.ranks.page
-        return bool(page.leaves()) or any(word.kind is Kind.HOLD for word in page.appointed())
+        return bool(page.leaves()) or any(word.kind is WordKind.HOLD for word in page.appointed())
 
     @property
     def lowest(self) -> int:
@@ -207,8 +207,8 @@ class Following:
             self.ranks.has(rank, slots, message.fds)
         if resume and self.terms is None:  # it was told to a former agent
             options = options_from(fields["options"])
-            self.terms = Terms(claim_told(self.epoch, fields), options.codec, options.limits.bandwidth)
-        here = self._here[rank] = Here(peer, next(self._numbers), int(fields["id"]))
+            self.terms = CommitTerms(claim_told(self.epoch, fields), options.codec, options.limits.bandwidth)
+        here = self._here[rank] = FollowerNode(peer, next(self._numbers), int(fields["id"]))
         message.blobs = message.blobs[:2]  # what the nodes are the coordinator knows: not once for each rank of all
         self._forward(rank, here, message)
 
@@ -244,7 +244,7 @@ class Following:
             self._restore.drop(peer)
         self.tell({"t": "gone", "rank": rank, "number": here.number, "how": how})
 
-    def _forward(self, rank: int, here: Here, message: Message) -> None:
+    def _forward(self, rank: int, here: FollowerNode, message: Message) -> None:
         head = {"t": "rank", "rank": rank, "number": here.number, "pid": here.peer.pid}
         self.tell({**head, "m": message.fields}, message.blobs)
 
@@ -272,7 +272,7 @@ class Following:
                 if (here := self._meant(fields)) is not None:
                     here.peer.lose()
             case "word":
-                self.ranks.announce(int(fields["slot"]), Word.unpack(int(fields["word"])))
+                self.ranks.announce(int(fields["slot"]), ControlWord.unpack(int(fields["word"])))
             case "verdict":
                 self.ranks.leave(int(fields["round"]))
             case "commits":
@@ -290,7 +290,7 @@ class Following:
                 told = fields["bandwidth"]
                 self._network.limit(float(told) if told is not None else None)
             case "claimed":
-                self._told(Terms.decode(message.blobs[0]))
+                self._told(CommitTerms.decode(message.blobs[0]))
                 self._end_restore()  # all ranks have what they wanted
             case "drop":
                 self.over = True
@@ -304,7 +304,7 @@ class Following:
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
 
-    def _told(self, terms: Terms) -> None:
+    def _told(self, terms: CommitTerms) -> None:
         if terms.claim.epoch != self.epoch:
             raise AgentError(f"the claim of {terms.claim.epoch} was told for {self.epoch}")
         self.terms = terms
@@ -335,7 +335,7 @@ class Following:
             body["by_s"] = float(body["by_s"]) + time.monotonic()
         here.peer.send(body, fds, blobs)
 
-    def _meant(self, fields: dict[str, Any]) -> Here | None:
+    def _meant(self, fields: dict[str, Any]) -> FollowerNode | None:
         """The rank whose connection the coordinator speaks of; None where that is gone."""
         here = self._here.get(int(fields["rank"]))
         return here if here is not None and here.number == fields["number"] else None
@@ -351,7 +351,7 @@ class Following:
 
     def _make(self, channel: Channel, fields: dict[str, Any]) -> None:
         request_id, slot, sizes = int(fields["id"]), int(fields["slot"]), self._sizes(fields)
-        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)
+        moving = ProgressReport(channel, request_id, self.ranks.progress, self._server.later)
 
         def made(sizes: dict[int, int], error: str) -> None:
             moving.end()
@@ -364,13 +364,13 @@ class Following:
         known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
         slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))
 
-        def read(parts: list[Part], error: str) -> None:
+        def read(parts: list[StagedPart], error: str) -> None:
             moving.end()
             blobs = [] if error else [encode_parts(parts, known, self.ranks.reader.declared())]
             answer(channel, request_id, {}, error, blobs)
 
         self.ranks.read(slot, identity, read)
-        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)  # unless it is refused
+        moving = ProgressReport(channel, request_id, self.ranks.progress, self._server.later)  # unless it is refused
 
     def _sizes(self, fields: dict[str, Any]) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in fields["sizes"]}
@@ -420,30 +420,30 @@ class Following:
         if self._fetching:
             self._ask_where(self._fetching[0][1])
 
-    def _restore_from(self, identity: Identity, answer: Message) -> Restore:
+    def _restore_from(self, identity: Identity, answer: Message) -> RestoreSession:
         from ckpt.format.record import decode_manifest
         from ckpt.store.lineage import CommitRef
 
         manifest = decode_manifest(answer.blobs[0])
         slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
         room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._slots, self._limit_bytes)  # noqa: E731
-        places: Places | None = None
+        places: FramePlaces | None = None
         if "holders" in answer.fields:  # it is in memory, here or on other nodes, or a part of it is
-            places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
+            places = FramePlaces.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
-        fan: FanOut | None = None
+        fan: SharedRead | None = None
         if refs and len(self.nodes) > 1:
             services = self._network, self._bulk, self._server.later, self._server.post
             read = lambda: self._store.reader(refs)  # noqa: E731
             only = places.lacking if places is not None else None
-            fan = FanOut(identity, self.epoch, manifest, self.nodes, *services, read, room, self._tell_event, only)
+            fan = SharedRead(identity, self.epoch, manifest, self.nodes, *services, read, room, self._tell_event, only)
         near: Near | None = None
-        peers: PeerFrames | None = None
+        peers: PeerSource | None = None
         if places is not None:
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
             nodes = [*self.nodes, *_givers(answer.blobs[4])]
-            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
-        return Restore(
+            peers = PeerSource(places, manifest, self._network, nodes, self._server.post)
+        return RestoreSession(
             identity,
             manifest,
             len(self._mine),
@@ -462,7 +462,7 @@ class Following:
         if self._restore is not None:
             self._restore.source_gone(name)
 
-    def shared(self, identity: Identity, asked_by: str) -> FanOut | None:
+    def shared(self, identity: Identity, asked_by: str) -> SharedRead | None:
         """This node's part in the reading of that checkpoint; None where it does not restore it yet: then it finds out
         what there is to read. Errors: AgentError for an agent that has no part in it."""
         if all(node.name != asked_by for node in self.nodes):

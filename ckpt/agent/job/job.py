@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.commit.commit_terms import Terms
+from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.store_client import options_from, policy_from
-from ckpt.agent.job.agent_restart import TakenOver
-from ckpt.agent.job.job_context import Member, Services
+from ckpt.agent.job.agent_restart import AgentRestart
+from ckpt.agent.job.job_context import RankConnection, Services
 from ckpt.agent.preemption.deadline_strategy import When
 from ckpt.agent.preemption.notice_relay import bare
-from ckpt.agent.preemption.preemption import NOTICES_MAX, Standing
-from ckpt.agent.replication.replication_manager import Protection
-from ckpt.agent.replication.rereplicate import Reprotecting
-from ckpt.agent.replication.restart_survey import Refinding
-from ckpt.agent.restore.restore_session import Restore
-from ckpt.agent.snapshots.all_shares import Nodes
-from ckpt.agent.snapshots.division import Held, hashes_from, layout_from
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
-from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, RemoteRanks
-from ckpt.agent.state.cost_model import Learning
+from ckpt.agent.preemption.preemption import NOTICES_MAX, StandingNotice
+from ckpt.agent.replication.replication_manager import ReplicationManager
+from ckpt.agent.replication.rereplicate import Rereplication
+from ckpt.agent.replication.restart_survey import RestartSurvey
+from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.snapshots.all_shares import AllShares
+from ckpt.agent.snapshots.division import RankContents, hashes_from, layout_from
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
+from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, RemoteShare
+from ckpt.agent.state.cost_model import CostModel
 from ckpt.agent.state.job_facts import State, Store, Why
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import AgentError, Superseded, UsageError
@@ -53,7 +53,7 @@ NAMES_MAX = 100  # in one event
 CUT_OFF_SHOWN = 8  # nodes
 
 
-class Job(TakenOver):
+class Job(AgentRestart):
     """`first`: the connection that began it, rank 0's. `nodes`: where its ranks are, if on several. `restore`: the
     candidate that the ranks are fetching. `gone_s`: since when all trainers are gone."""
 
@@ -65,14 +65,14 @@ class Job(TakenOver):
         launch: str,
         first: AnyPeer,
         nodes: tuple[NodeAt, ...] = (),
-        others: Sequence[RemoteRanks] = (),
+        others: Sequence[RemoteShare] = (),
     ) -> None:
         super().__init__(services, epoch, world, launch, nodes, others)
         self.told_newer = False  # whether the other nodes know that a checkpoint of it is complete
         self.first = first
-        self.restore: Restore | None = None
-        self.reprotecting: Reprotecting | None = None  # of what it goes on from, until it has something as safe
-        self.refinding: Refinding | None = None  # what a new agent needs to know for that
+        self.restore: RestoreSession | None = None
+        self.reprotecting: Rereplication | None = None  # of what it goes on from, until it has something as safe
+        self.refinding: RestartSurvey | None = None  # what a new agent needs to know for that
         self.gone_s: float | None = None
         self._sent_away = False  # a rank left because of a notice: a start may follow
         self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the round that was reported last
@@ -135,27 +135,27 @@ class Job(TakenOver):
         return self.group.outlives_a_node or bool(self.checkpoints and not self.nodes)
 
     @property
-    def terms(self) -> Terms | None:
+    def terms(self) -> CommitTerms | None:
         """By which others commit what is saved in it; None: it has not begun."""
         options = self.options
-        return Terms(self.claim, options.codec, options.limits.bandwidth) if self.claim is not None else None
+        return CommitTerms(self.claim, options.codec, options.limits.bandwidth) if self.claim is not None else None
 
     def held(self) -> tuple[Identity, ...]:
         """Complete checkpoints in memory."""
         return tuple(checkpoint.identity for checkpoint in self.checkpoints.values())
 
-    def checkpoint(self, identity: Identity) -> tuple[int, Checkpoint] | None:
+    def checkpoint(self, identity: Identity) -> tuple[int, MemoryCheckpoint] | None:
         """The slot and the checkpoint; whoever uses it takes a lease on the slot."""
         return next(((slot, c) for slot, c in self.checkpoints.items() if c.identity == identity), None)
 
     def rank_of(self, peer: AnyPeer) -> int | None:
         return next((rank for rank, member in self._members.items() if member.peer is peer), None)
 
-    def find_share(self, node: str) -> RemoteRanks | None:
+    def find_share(self, node: str) -> RemoteShare | None:
         """What another node has of it."""
-        return self.ranks.others.get(node) if isinstance(self.ranks, Nodes) else None
+        return self.ranks.others.get(node) if isinstance(self.ranks, AllShares) else None
 
-    def share_of(self, node: str) -> RemoteRanks:
+    def share_of(self, node: str) -> RemoteShare:
         """Errors: AgentError where that node has no rank of it."""
         found = self.find_share(node)
         if found is None:
@@ -165,7 +165,7 @@ class Job(TakenOver):
     def lends(self) -> dict[str, int]:
         """Bytes that each node has left beside its slots and a generation of what it keeps for others."""
         nodes, placement = self.ranks, self.protection.placement if self.protection is not None else None
-        if self.plan is None or not isinstance(nodes, Nodes):
+        if self.plan is None or not isinstance(nodes, AllShares):
             return {}
         keeps = {load.node: load.keeps_bytes for load in placement.loads} if placement is not None else {}
         left = {name: plan.left_bytes(self.plan.slots) for name, plan in nodes.plans_by_name().items()}
@@ -252,7 +252,7 @@ class Job(TakenOver):
         if known is not None and known.peer is not peer:
             known.peer.forget()
             known.peer.lose()
-        self._members[rank] = Member(peer, peer.pid, held)
+        self._members[rank] = RankConnection(peer, peer.pid, held)
         fds = self.ranks.welcome(rank, peer)
         if rank == 0:
             if self._services.listening is not None:
@@ -412,7 +412,7 @@ class Job(TakenOver):
         known = self.learning.known if self.learning is not None else NOTHING
         self.is_adaptive = isinstance(policy, Adaptive)
         limits, given = (Adaptive(), policy) if isinstance(policy, Every) else (policy, Every(seconds=START_S))
-        self.learning = Learning(limits, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
+        self.learning = CostModel(limits, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
         self.learning.peers = self.group.is_kept_whole
         self.group.follow(given, now_s)
         if self.claim is not None:  # the agent was started again beside a job at work
@@ -425,14 +425,14 @@ class Job(TakenOver):
         if not self.nodes or network is None or copies is None or parities is None:
             return
         if self.protection is None or self.protection.option != option:
-            self.protection = Protection(network, copies, parities, self.nodes, option, self._services.lenders)
+            self.protection = ReplicationManager(network, copies, parities, self.nodes, option, self._services.lenders)
             self.group.unsure = self.taken_over and option is not None
 
     def _limit_copies(self, rank: int) -> None:
         """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again. So
         does that none are kept any more, of one that was away when that was said."""
         network, nodes = self._services.network(), self.ranks
-        if network is None or not isinstance(nodes, Nodes):
+        if network is None or not isinstance(nodes, AllShares):
             return
         rate = self.options.limits.peer_bandwidth
         if rank == 0:
@@ -479,7 +479,7 @@ class Job(TakenOver):
             return
         now_s = time.monotonic()
         left_s = word.left_s
-        told = Standing(*name, now_s + left_s, now_s, word.certain, when, frozenset({node}))
+        told = StandingNotice(*name, now_s + left_s, now_s, word.certain, when, frozenset({node}))
         when = self.group.warn(told).when
         if known and word.source == SIGNAL:
             return  # another rank got it too
@@ -548,7 +548,7 @@ class Job(TakenOver):
         if self.restore is not None:
             self.restore.close()
         self.checkpoints.clear()
-        if isinstance(self.ranks, Nodes) and leave_others:
+        if isinstance(self.ranks, AllShares) and leave_others:
             self.ranks.leave_others()
         self.ranks.drop()
         for member in self._members.values():
@@ -557,7 +557,7 @@ class Job(TakenOver):
 
     # -- small steps
 
-    def _held(self, message: Message, coordinate: str) -> Held:
+    def _held(self, message: Message, coordinate: str) -> RankContents:
         fields = message.fields
         if len(message.blobs) != 2:
             raise AgentError(f"{message.kind!r} comes with a layout and hashes")
@@ -565,7 +565,7 @@ class Job(TakenOver):
         values_bytes = int(fields["values_bytes"])
         if not 0 <= values_bytes <= VALUES_BYTES_MAX:
             raise UsageError(f"values_bytes is {values_bytes}, not within 0 and {VALUES_BYTES_MAX}")
-        return Held(coordinate, layout, hashes, str(fields["tick"]), values_bytes)
+        return RankContents(coordinate, layout, hashes, str(fields["tick"]), values_bytes)
 
 
 def _why(fields: dict[str, Any]) -> Why:

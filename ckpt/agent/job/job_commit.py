@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt.agent.commit.distributed_write import Parts, Then, write_part
+from ckpt.agent.commit.distributed_write import DistributedWrite, Then, write_part
 from ckpt.agent.commit.orphan_commit import check_due
-from ckpt.agent.job.job_context import Basis
+from ckpt.agent.job.job_context import JobContext
 from ckpt.agent.replication.rebuild import UNWANTED
 from ckpt.agent.runtime.workers import Lane, failure
-from ckpt.agent.snapshots.all_shares import Nodes
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
-from ckpt.agent.snapshots.remote_share import RemoteRanks, Wanted
+from ckpt.agent.snapshots.all_shares import AllShares
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
+from ckpt.agent.snapshots.remote_share import RemoteShare, WantedPart
 from ckpt.agent.state.cost_model import ABOUT
 from ckpt.agent.state.job_facts import Store
 from ckpt.errors import Superseded, TransientError, Unsettled
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 
-class Committing(Basis):
+class JobCommits(JobContext):
     """A job's part in the store. Where it has several nodes, each writes what lies there."""
 
     _claiming = False  # the claim is on its way to the store
     _closing = ""  # why the epoch is to be closed as soon as that is settled
-    _parts: Parts | None = None  # of the newest commit, if of several nodes
+    _parts: DistributedWrite | None = None  # of the newest commit, if of several nodes
     _cancel: threading.Event | None = None  # of the newest commit
     _beats = 0
     _beating = False
@@ -66,10 +66,10 @@ class Committing(Basis):
             about[ABOUT] = self.learning.about(self._services.foreseen())
         ranks, left_over = self.ranks, bool(self.group.superseded_by)
         kept = self.protection is not None and self.protection.protects
-        elsewhere: Parts | None = None
+        elsewhere: DistributedWrite | None = None
         self._cancel = cancel = threading.Event()
         self._parts = None
-        if isinstance(ranks, Nodes) and (kept or ranks.others):  # else nobody but this node has any of it
+        if isinstance(ranks, AllShares) and (kept or ranks.others):  # else nobody but this node has any of it
             elsewhere = self._elsewhere(slot, checkpoint, ranks)
         self._tell_commits(checkpoint.identity)
 
@@ -82,11 +82,11 @@ class Committing(Basis):
 
     def _tell_commits(self, identity: Identity | None) -> None:
         """The other nodes keep their parts of it until that is over: it may take long until these are asked for."""
-        if isinstance(self.ranks, Nodes):
+        if isinstance(self.ranks, AllShares):
             for share in self.ranks.others.values():
                 share.tell({"t": "commits", "identity": str(identity) if identity is not None else None})
 
-    def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Parts:
+    def _elsewhere(self, slot: int, checkpoint: MemoryCheckpoint, nodes: AllShares) -> DistributedWrite:
         """Each node writes the frames that lie there, this one too, or who keeps copies of them does, or makes them
         again from parity. Whether another has them yet is its own affair: it refuses what is not there, whole and
         hashed, and then the next is asked."""
@@ -104,7 +104,7 @@ class Committing(Basis):
         spared = self.group.left_to_others - {""}  # once this one is gone nobody waits for its part, or for any
         services = ask, server.post, server.later, margin_s
         ranks = nodes.ranks_by_node
-        self._parts = Parts(checkpoint, self.options, ranks, others, *services, spared=spared, safe=safe)
+        self._parts = DistributedWrite(checkpoint, self.options, ranks, others, *services, spared=spared, safe=safe)
         return self._parts
 
     def abandon_commit(self) -> None:
@@ -127,7 +127,7 @@ class Committing(Basis):
         self,
         own: Mapping[int, Arena],
         name: str,
-        wanted: Wanted,
+        wanted: WantedPart,
         slow: frozenset[str],
         cancel: threading.Event,
         then: Then,
@@ -151,14 +151,14 @@ class Committing(Basis):
         (owner,) = owners
         self.protection.remake(wanted.identity, owner, name, slow, cancel.is_set, self._guarded(made))
 
-    def _have_copies_written(self, name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+    def _have_copies_written(self, name: str, wanted: WantedPart, cancel: threading.Event, then: Then) -> None:
         nodes, copies = self.ranks, self._services.copies
-        if isinstance(nodes, Nodes) and name in nodes.others:
+        if isinstance(nodes, AllShares) and name in nodes.others:
             nodes.others[name].write(wanted, then)
             return
         network = self._services.network()
         if name and network is not None:  # a memory-only node
-            RemoteRanks(network, name, self.epoch, self.world, ()).write(wanted, then)
+            RemoteShare(network, name, self.epoch, self.world, ()).write(wanted, then)
             return
         held = copies.of(wanted.identity) if copies is not None else {}
         if copies is None or not set(np.unique(wanted.ranks).tolist()) <= held.keys():
@@ -173,7 +173,7 @@ class Committing(Basis):
         self._write(Lane.MEMORY, wanted, held, cancel, written)
 
     def _write(
-        self, lane: Lane, wanted: Wanted, arenas: Mapping[int, Arena], cancel: threading.Event, then: Then
+        self, lane: Lane, wanted: WantedPart, arenas: Mapping[int, Arena], cancel: threading.Event, then: Then
     ) -> None:
         """From here. Not in the lane that commits: that one waits for it."""
 

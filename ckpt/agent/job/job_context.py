@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ckpt.agent.commit.store_client import Options, StoreSide
-from ckpt.agent.job.scheduler import Group
-from ckpt.agent.preemption.notice_listener import Listening
-from ckpt.agent.replication.parity_service import Parities
-from ckpt.agent.replication.replica_store import Copies
-from ckpt.agent.replication.replication_manager import Protection
+from ckpt.agent.commit.store_client import JobOptions, StoreClient
+from ckpt.agent.job.scheduler import Scheduler
+from ckpt.agent.preemption.notice_listener import NoticeListeners
+from ckpt.agent.replication.parity_service import ParityService
+from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.event_loop import Server
-from ckpt.agent.runtime.workers import MESSAGE_MAX, Bulk, Lane
-from ckpt.agent.snapshots.all_shares import Nodes
-from ckpt.agent.snapshots.division import Held
-from ckpt.agent.snapshots.local_share import Ranks
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
-from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteRanks
-from ckpt.agent.state.accounting import Account
-from ckpt.agent.state.cost_model import Learning
+from ckpt.agent.runtime.event_loop import EventLoop
+from ckpt.agent.runtime.workers import MESSAGE_MAX, Lane, Workers
+from ckpt.agent.snapshots.all_shares import AllShares
+from ckpt.agent.snapshots.division import RankContents
+from ckpt.agent.snapshots.local_share import LocalShare
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
+from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteShare
+from ckpt.agent.state.accounting import Accounting
+from ckpt.agent.state.cost_model import CostModel
 from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.ipc.control_page import ROUND_MAX
@@ -35,8 +35,8 @@ from ckpt.policy.save_options import Every
 from ckpt.types import Epoch
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
-    from ckpt.agent.replication.replication_manager import Lent
+    from ckpt.agent.net.peer_network import PeerNetwork
+    from ckpt.agent.replication.replication_manager import LentMemory
     from ckpt.ipc.node_list import NodeAt
     from ckpt.store.lineage import Claim
 
@@ -55,30 +55,30 @@ class Services:
     `account`: what all of it costs. `told`: hears each event. `foreseen`: what is known of the sources of predictions,
     as numbers. `parities`: its part in parity."""
 
-    server: Server
-    bulk: Bulk
-    store: StoreSide
+    server: EventLoop
+    bulk: Workers
+    store: StoreClient
     heartbeat_s: float
-    taken: Callable[[Epoch], memory_plan.Taken]
-    listening: Listening | None = None
+    taken: Callable[[Epoch], memory_plan.MemoryUse]
+    listening: NoticeListeners | None = None
     outcome: Path | None = None
-    copies: Copies | None = None
-    network: Callable[[], Network | None] = lambda: None
-    account: Account = field(default_factory=Account)
+    copies: ReplicaStore | None = None
+    network: Callable[[], PeerNetwork | None] = lambda: None
+    account: Accounting = field(default_factory=Accounting)
     told: Callable[[Event], None] = lambda event: None
     foreseen: Callable[[], dict[str, dict[str, float]]] = dict
-    parities: Parities | None = None
-    lenders: Callable[[], Sequence[Lent]] = tuple
+    parities: ParityService | None = None
+    lenders: Callable[[], Sequence[LentMemory]] = tuple
     awaits_lenders: Callable[[], bool] = lambda: False
 
 
 @dataclass(slots=True)
-class Member:
+class RankConnection:
     """One rank as this agent knows it. `peer`: its newest connection."""
 
     peer: AnyPeer
     pid: int
-    held: Held
+    held: RankContents
 
 
 def tell(peer: AnyPeer, event: Event) -> None:
@@ -91,7 +91,7 @@ def tell(peer: AnyPeer, event: Event) -> None:
         peer.send({**fields, "data": {}})
 
 
-class Basis:
+class JobContext:
     """One job. `epoch`: of this start. `claim`: what the store is told of it, once it is known what it goes on
     from. `checkpoints`: by slot, what is complete. `ranks`: all of them; `own`: those of this node. `failed`: what
     nobody foresaw and went wrong here: nothing more is decided for this job, and its ranks are let go; "" as long as
@@ -104,11 +104,11 @@ class Basis:
         world: int,
         launch: str,
         nodes: tuple[NodeAt, ...] = (),
-        others: Sequence[RemoteRanks] = (),
+        others: Sequence[RemoteShare] = (),
     ) -> None:
         """`nodes`: where the ranks are, if on several, this one first; `others`: the shares on the others."""
-        self.own = Ranks(world, services.bulk, lambda: services.taken(epoch))  # first: there may be too many
-        self.ranks: Ranks | Nodes = Nodes(self.own, others, nodes[0].name) if nodes else self.own
+        self.own = LocalShare(world, services.bulk, lambda: services.taken(epoch))  # first: there may be too many
+        self.ranks: LocalShare | AllShares = AllShares(self.own, others, nodes[0].name) if nodes else self.own
         self.nodes = nodes
         self.epoch = epoch
         self.world = world
@@ -116,18 +116,18 @@ class Basis:
         self.failed = ""
         self.taken_over = False  # from an agent that has died
         self.asks_for_former = False  # what other nodes have of the checkpoint that it goes on from only they know
-        self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
+        self.group = Scheduler(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.group.one_page = len(nodes) <= 1
-        self.protection: Protection | None = None  # where there are several nodes
+        self.protection: ReplicationManager | None = None  # where there are several nodes
         self.claim: Claim | None = None
-        self.options = Options()
-        self.learning: Learning | None = None  # once a rank has said what the policy is
+        self.options = JobOptions()
+        self.learning: CostModel | None = None  # once a rank has said what the policy is
         self.is_adaptive = False  # whether the intervals follow from that; else it is learnt for the starts after this
         self.outcome_path = services.outcome
-        self.checkpoints: dict[int, Checkpoint] = {}
+        self.checkpoints: dict[int, MemoryCheckpoint] = {}
         self.plan: memory_plan.MemoryPlan | None = None
         self._services = services
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, RankConnection] = {}
         self._dropped = False
 
     def supersede(self, by: str) -> None:

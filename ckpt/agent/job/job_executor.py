@@ -12,14 +12,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.job.job_commit import Committing
+from ckpt.agent.job.job_commit import JobCommits
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime import memory_plan, memory_report
 from ckpt.agent.runtime.workers import Lane, failure
-from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.division import Division, make_division
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint, Part, put_together
-from ckpt.agent.snapshots.replica_check import Comparing
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, put_together
+from ckpt.agent.snapshots.replica_check import ReplicaCheck
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.memory_pressure import PERIOD_S
 from ckpt.agent.state.replica_state import OUTDONE, ROOMLESS, UNKEPT
@@ -32,7 +32,7 @@ from ckpt.placement.placement import Kept
 from ckpt.types import Identity, Tick, counted
 
 if TYPE_CHECKING:
-    from ckpt.agent.replication.survey import Safe
+    from ckpt.agent.replication.survey import SafeCheckpoint
 
 AWAIT_S = 0.2  # until it is looked again whether all memory-only nodes have said that they are there
 FULL_S = 60.0  # from memory that was not to be had until it is looked whether it is now
@@ -42,7 +42,7 @@ PARTS = 8  # of a slot: less is no reason to plan anew
 MIXED_S = 1.0  # ranks change their layouts at the same step, but their words for it arrive one after the other
 
 
-class Carrier(Committing):
+class JobExecutor(JobCommits):
     """A job's hands."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -60,7 +60,7 @@ class Carrier(Committing):
         self._told_placed = False  # whether it was told at all who keeps what
         self._unkept = False  # the others were told that nothing of it is kept, and no copies have begun since
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
-        self._comparing = Comparing()
+        self._comparing = ReplicaCheck()
 
     def _act(self, action: do.Action) -> None:
         match action:
@@ -72,7 +72,7 @@ class Carrier(Committing):
                 self._divide()
             case do.MakeArenas(slot, sizes):
                 self._make_arenas(slot, sizes)
-            case do.Offer(slot):
+            case do.OfferSlot(slot):
                 self.ranks.offer(slot, self.group.division)
             case do.CloseArenas(slot):
                 self.ranks.close_arenas(slot)
@@ -86,22 +86,22 @@ class Carrier(Committing):
                 self._give_up_commit()
             case do.Recycle(slot):
                 self.checkpoints.pop(slot, None)
-            case do.Unprotect(tick):
+            case do.ReplicaDegraded(tick):
                 self._unprotect(tick, "its memory is needed, since copies of newer ones have failed")
             case do.Unkeep():
                 self._unkeep()
-            case do.Answer((peer, request_id), body):
+            case do.AnswerRequest((peer, request_id), body):
                 peer.reply(request_id, body)
             case do.Refuse((peer, request_id), kind, message):
                 peer.send({"t": "error", "id": request_id, "kind": kind, "message": message})
-            case do.Moving((peer, request_id)):
+            case do.ReportProgress((peer, request_id)):
                 peer.send({"t": "moving", "id": request_id})
             case do.Tell(body):
                 for member in self._members.values():
                     member.peer.send(body)
             case do.Emit(name, message, loud, data):
                 self.emit(name, message, loud, data)
-            case do.Outcome(body):
+            case do.WriteOutcome(body):
                 self._write_outcome(body)
             case do.Acknowledge(source, key, node):
                 self._acknowledge(source, key, node)
@@ -178,7 +178,7 @@ class Carrier(Committing):
 
     def _parts_free(self, plan: memory_plan.MemoryPlan) -> dict[str, int]:
         """By node: what it has for this job, in parts of a slot, when it was asked last."""
-        plans = self.ranks.plans_by_name() if isinstance(self.ranks, Nodes) else {"": plan}
+        plans = self.ranks.plans_by_name() if isinstance(self.ranks, AllShares) else {"": plan}
         return {name: each.left_bytes(0) * PARTS // max(1, each.slot_bytes) for name, each in plans.items()}
 
     def plan_again(self) -> None:
@@ -226,7 +226,7 @@ class Carrier(Committing):
         """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `used`: as many
         are in use already; `gives_way`: whether one of them may go for copies, once it holds nothing that is needed."""
         nodes, protection = self.ranks, self.protection
-        if protection is None or not isinstance(nodes, Nodes):
+        if protection is None or not isinstance(nodes, AllShares):
             return slots
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
         kept_before = outlived(protection.kept)
@@ -259,7 +259,7 @@ class Carrier(Committing):
         if plan is None:
             return None
         plans = {"": plan}
-        if isinstance(nodes, Nodes):
+        if isinstance(nodes, AllShares):
             found = nodes.plans_by_name()
             plans = {node.name: found[node.name] for node in self.nodes if node.name in found}
         peers = self.protection.table() if self.protection is not None else None
@@ -308,7 +308,7 @@ class Carrier(Committing):
             )
             return True
 
-        def found_safe(found: Safe | None) -> None:
+        def found_safe(found: SafeCheckpoint | None) -> None:
             if found is None:
                 ended("a node that may keep what is safe has not said what it has")
                 return
@@ -389,7 +389,7 @@ class Carrier(Committing):
             self.learning.stalled(max(round_.staged.values()), tick.step + 1)
             self.follow_learning()
 
-        def read(parts: list[Part], error: str) -> None:
+        def read(parts: list[StagedPart], error: str) -> None:
             if error:
                 self.group.assembled(slot, number, error)
                 return
@@ -402,7 +402,7 @@ class Carrier(Committing):
 
         self.ranks.read(slot, identity, self._guarded(read))
 
-    def _assembled(self, slot: int, number: int, done: Future[Checkpoint]) -> None:
+    def _assembled(self, slot: int, number: int, done: Future[MemoryCheckpoint]) -> None:
         error = failure(done)
         if not error:
             made = done.result()
@@ -428,7 +428,7 @@ class Carrier(Committing):
             self.emit("outcome.failed", text, True, body)
 
     def _left_by(self, source: str, key: str, node: str) -> None:
-        if node and isinstance(self.ranks, Nodes):
+        if node and isinstance(self.ranks, AllShares):
             self.ranks.others[node].tell({"t": "left-by", "source": source, "key": key})
         elif self._services.listening is not None:
             self._services.listening.left_by(source, key)
@@ -442,7 +442,7 @@ class Carrier(Committing):
             self.emit("notice.unacknowledged" if error else "notice.acknowledged", text, not error, facts)
 
         then = self._guarded(ended)
-        if node and isinstance(self.ranks, Nodes):
+        if node and isinstance(self.ranks, AllShares):
             self.ranks.others[node].acknowledge(source, key, then)
         elif self._services.listening is not None:
             self._services.listening.acknowledge(source, key, then)

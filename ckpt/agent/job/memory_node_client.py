@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.commit.commit_terms import Terms
-from ckpt.agent.replication.replication_manager import Lent
+from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.replication.replication_manager import LentMemory
 from ckpt.errors import UsageError
 from ckpt.events import Event
 from ckpt.ipc.addresses import Address
@@ -20,7 +20,7 @@ from ckpt.ipc.messages import Message
 from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.node_list import NodeAt
 
 log = logging.getLogger("ckpt")
@@ -43,23 +43,23 @@ def addresses_from(given: Any) -> tuple[Address, ...]:
     return tuple(dict.fromkeys(Address.parse(str(each)) for each in given))
 
 
-class Lenders:
+class MemoryNodeClients:
     """`tell`: hears events. `changed`: called when who is there, or what one lends, is another."""
 
     def __init__(
         self,
         url: str,
-        network: Callable[[], Network | None],
+        network: Callable[[], PeerNetwork | None],
         later: Later,
         tell: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
         self._url, self._network, self._later, self._tell, self._changed = url, network, later, tell, changed
         self.wanted: tuple[Address, ...] = ()  # by the newest job
-        self._there: dict[Address, Lent] = {}
+        self._there: dict[Address, LentMemory] = {}
         self._why: dict[Address, str] = {}  # of those that are not
         self._cut: dict[Address, object] = {}  # of these: whose connection has ended just now: they may be there still
-        self._terms: Terms | None = None  # of the job under way, once it has begun
+        self._terms: CommitTerms | None = None  # of the job under way, once it has begun
         self._calls = 0  # older rounds of calls end by themselves
 
     @property
@@ -73,7 +73,7 @@ class Lenders:
         known = {*self._there, *self._why} - self._cut.keys()
         return self.lead and any(address not in known for address in self.wanted)
 
-    def there(self) -> tuple[Lent, ...]:
+    def there(self) -> tuple[LentMemory, ...]:
         """Those that can be asked, in a fixed order; one that is named by several addresses once."""
         by_name = {self._there[address].node.name: self._there[address] for address in sorted(self._there)}
         return tuple(by_name.values())
@@ -100,7 +100,7 @@ class Lenders:
         for address in self.wanted:
             self._ask_start(address, {"t": "start", "launch": launch, "take_over": take_over, "url": self._url}, then)
 
-    def led(self, terms: Terms, wanted: Sequence[Address]) -> None:
+    def led(self, terms: CommitTerms, wanted: Sequence[Address]) -> None:
         """The job has begun an epoch, or its coordinator is back: from here on they are called until `end`."""
         self.wanted = tuple(wanted)
         self._terms = terms
@@ -245,7 +245,7 @@ class Lenders:
             if not name or "\0" in "".join((name, *domains)):
                 return "it has answered a name or a domain that is none"
             link = max(0, int(answer.fields["link_bytes_s"]))
-            lent = Lent(NodeAt(name, (address,), (), domains, link), lends)
+            lent = LentMemory(NodeAt(name, (address,), (), domains, link), lends)
         except (LookupError, TypeError, ValueError) as exc:
             return f"it has answered what cannot be read: {exc!r:.200}"
         before = self._there.get(address)

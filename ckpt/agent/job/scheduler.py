@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt.agent.preemption.deadline_strategy import Course
-from ckpt.agent.preemption.exit_vote import Verdicts
+from ckpt.agent.preemption.exit_vote import ExitVote
 from ckpt.agent.state.actions import (
     Action,
-    Answer,
+    AnswerRequest,
     Assemble,
     Close,
     CloseArenas,
@@ -36,20 +36,20 @@ from ckpt.agent.state.actions import (
     Emit,
     GiveUp,
     MakeArenas,
-    Moving,
-    Offer,
+    OfferSlot,
     Recycle,
     Refuse,
+    ReplicaDegraded,
     Replicate,
+    ReportProgress,
     SetWord,
     Unkeep,
-    Unprotect,
 )
 from ckpt.agent.state.job_facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
 from ckpt.agent.state.rank_presence import AGAIN, Presence
 from ckpt.agent.state.replica_state import UNKEPT
 from ckpt.agent.state.step_timing import TOLD_S
-from ckpt.ipc.control_page import ROUND_MAX, SUB_MAX, Kind, Word
+from ckpt.ipc.control_page import ROUND_MAX, SUB_MAX, ControlWord, WordKind
 from ckpt.policy.save_options import STEPS_APART
 from ckpt.types import Tick, counted
 
@@ -60,7 +60,7 @@ AWAITED_S = 10.0  # ranks wait in a save so long for others before these are nam
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
-class Group(Verdicts):
+class Scheduler(ExitVote):
     """One job: the facts, and what follows from them. Not thread-safe: it lives on the agent's main thread."""
 
     def decide(
@@ -206,7 +206,7 @@ class Group(Verdicts):
             return
         self.unsure = self.unsure or self._may_undo_safe
         if self._safe_gives_way and self.safe_tick is not None:
-            self._out.append(Unprotect(self.safe_tick))
+            self._out.append(ReplicaDegraded(self.safe_tick))
         self.begin_copies(newest, newest.round, now_s)
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 
@@ -300,7 +300,7 @@ class Group(Verdicts):
                 elif slot.state is State.FREE and fits and not slot.offered:
                     slot.offered = True
                     slot.warm.clear()
-                    self._out.append(Offer(slot.number))
+                    self._out.append(OfferSlot(slot.number))
 
     def _close_unused(self) -> None:
         """Memory of slots that are not in use any more would count as free for ever."""
@@ -355,7 +355,7 @@ class Group(Verdicts):
         """Each second: without that word training goes on."""
         if now_s >= self._said_s + MOVING_S:
             self._said_s = now_s
-            self._out += [Moving(save.request) for save in self._saves.values() if save.why is Why.DUE]
+            self._out += [ReportProgress(save.request) for save in self._saves.values() if save.why is Why.DUE]
 
     def _away_for_dues(self, now_s: float) -> int | None:
         """A rank that cannot be heard, and for which no save waits that the policy names."""
@@ -421,9 +421,9 @@ class Group(Verdicts):
                 message = why or f"the snapshot at {save.tick} was given up"
                 self._out.append(Refuse(save.request, self._settled.kind, message))
             elif slot.state is State.GRANTED and rank not in slot.round.staged:
-                self._out.append(Answer(save.request, self._stage_now(slot, slot.round)))
+                self._out.append(AnswerRequest(save.request, self._stage_now(slot, slot.round)))
             else:
-                self._out.append(Answer(save.request, self._is_saved(slot.round)))
+                self._out.append(AnswerRequest(save.request, self._is_saved(slot.round)))
 
     def _grant(self, now_s: float) -> None:
         tick, same = self._saves[0].tick, {save.same for save in self._saves.values()}
@@ -498,8 +498,8 @@ class Group(Verdicts):
         round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
         self._extra_tries -= extra
         round_.announced = True
-        kind = Kind.HOLD if hold else Kind.TAKE
-        self._out.append(SetWord(slot.number, Word(round_.number, slot.number, kind, tick.step, tick.sub)))
+        kind = WordKind.HOLD if hold else WordKind.TAKE
+        self._out.append(SetWord(slot.number, ControlWord(round_.number, slot.number, kind, tick.step, tick.sub)))
         self._due_s = now_s + self._interval_s
 
     def _pass_over(self, now_s: float) -> None:
@@ -568,7 +568,7 @@ class Group(Verdicts):
             elif self.closed_in_store or unsaved or not self.all_gone:
                 error = self.last_error or (f"superseded by {self.superseded_by}" if self.superseded_by else "")
                 committed = str(self.committed_tick) if self.committed_tick else None
-                self._out.append(Answer(member.leave, {"committed": committed, "error": error or None}))
+                self._out.append(AnswerRequest(member.leave, {"committed": committed, "error": error or None}))
                 member.leave = None
 
     # -- small steps
@@ -674,7 +674,7 @@ class Group(Verdicts):
 
     def _free(self, slot: Slot) -> None:
         if slot.round is not None and slot is self.safe:
-            self._out.append(Unprotect(slot.round.tick))
+            self._out.append(ReplicaDegraded(slot.round.tick))
         slot.state = State.FREE
         slot.round = None
         self._out.append(Recycle(slot.number))
@@ -701,7 +701,7 @@ class Group(Verdicts):
     def _answer_saves(self, body: dict[str, Any]) -> None:
         self._settled = Settled(max(save.tick for save in self._saves.values()), "save-failed", "")
         for save in self._saves.values():
-            self._out.append(Answer(save.request, body))
+            self._out.append(AnswerRequest(save.request, body))
         self._saves.clear()
 
     def _refuse_saves(self, kind: str, message: str) -> None:

@@ -33,7 +33,7 @@ AT_ONCE_BYTES = 1 << 20  # read or written of one peer before the others have th
 _SMALL = 64  # what a waiting message costs beside its bytes
 
 
-class Receiver(Protocol):
+class ChannelHandler(Protocol):
     """Who is told. All of it runs on the main thread, and `closed` never from inside a call of the channel's."""
 
     def message(self, channel: Channel, message: Message) -> None:
@@ -49,7 +49,7 @@ class Channel:
     """Takes over the socket. `peer`: the name that the other agent proved to have. Main thread only."""
 
     def __init__(
-        self, loop: Loop, sock: socket.socket, session: Session, receiver: Receiver, clock: Clock | None = None
+        self, loop: Loop, sock: socket.socket, session: Session, receiver: ChannelHandler, clock: Clock | None = None
     ) -> None:
         self.peer = session.peer
         self.run = session.run

@@ -19,7 +19,7 @@ from ckpt.agent.net import handshake
 from ckpt.agent.net.handshake import Answerer, Dialler, NotAuthentic, Session
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
-from ckpt.ipc.addresses import Address, Place, resolve, tune
+from ckpt.ipc.addresses import Address, SocketAddress, resolve, tune
 from ckpt.types import counted
 
 log = logging.getLogger("ckpt")
@@ -57,7 +57,7 @@ Done = Callable[[socket.socket, Session], None]
 Failed = Callable[[AgentError], None]
 
 
-class Greeting:
+class Handshaking:
     """One handshake under way. Exactly one of `done` and `failed` is called, later than the call that made this, unless
     `cancel` comes first. `done` takes over the socket, non-blocking, with nothing of the next message read from it.
     Who makes it calls `too_late` when it has lasted too long."""
@@ -140,7 +140,7 @@ class Greeting:
             raise OSError(errno.ENOBUFS, "there is no room to send")
 
 
-def dial(loop: Loop, place: Place, exchange: Dialler, done: Done, failed: Failed) -> Greeting:
+def dial(loop: Loop, place: SocketAddress, exchange: Dialler, done: Done, failed: Failed) -> Handshaking:
     """Connects. Errors: AgentError where it fails at once, such as with no route; else `failed` hears of it."""
     to = f"the agent at {Address(str(place.sockaddr[0]), int(place.sockaddr[1]))}"
     try:
@@ -152,7 +152,7 @@ def dial(loop: Loop, place: Place, exchange: Dialler, done: Done, failed: Failed
         code = sock.connect_ex(place.sockaddr)
         if code not in (0, errno.EINPROGRESS):
             raise AgentError(f"{to} cannot be connected to: {os.strerror(code)}")
-        greeting = Greeting(loop, sock, exchange, to, done, failed)
+        greeting = Handshaking(loop, sock, exchange, to, done, failed)
         loop.later(CONNECT_S + HANDSHAKE_S, greeting.too_late)
         return greeting
     except OSError as exc:
@@ -168,7 +168,7 @@ def _cannot_listen(address: Address, why: object) -> AgentError:
     return AgentError(f"cannot listen on {address}: {why}; {what}")
 
 
-class Listener:
+class PeerListener:
     """Owns a listening socket and the handshakes under way on it. Main thread only.
 
     `made`: makes the answering side of one handshake. `done`: takes over each connection whose handshake has ended
@@ -185,7 +185,7 @@ class Listener:
         """Errors: AgentError where it cannot listen there. The look-up of a host that is no literal is waited for."""
         self._loop, self._made, self._done = loop, made, done
         self._clock = clock or SystemClock()
-        self._half_open: dict[int, tuple[Greeting, float]] = {}  # and when it is too late; oldest first
+        self._half_open: dict[int, tuple[Handshaking, float]] = {}  # and when it is too late; oldest first
         self._sweeping = False
         self._count = 0
         self._refused = 0
@@ -257,7 +257,7 @@ class Listener:
         try:
             sock.setblocking(False)
             tune(sock)
-            greeting = Greeting(self._loop, sock, self._made(), f"who called from {host}", done, failed)
+            greeting = Handshaking(self._loop, sock, self._made(), f"who called from {host}", done, failed)
             self._half_open[number] = greeting, self._clock.now_s() + HANDSHAKE_S
             if not self._sweeping:
                 self._sweep()

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 import psutil
 
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.dialer import Greeting, Listener, Loop, dial
+from ckpt.agent.net.dialer import Handshaking, Loop, PeerListener, dial
 from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
-from ckpt.agent.net.progress import ANSWER_S, LOOK_S, Asked, Progress, Then
+from ckpt.agent.net.progress import ANSWER_S, LOOK_S, PeerRequest, Progress, Then
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import MakeTransport, Transport
-from ckpt.agent.runtime.workers import Bulk, Lane
+from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError, UsageError
-from ckpt.ipc.addresses import Address, Place, resolve
+from ckpt.ipc.addresses import Address, SocketAddress, resolve
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import ADDRESSES_MAX, NodeAt
 from ckpt.ipc.secret import SECRET_BYTES
@@ -37,7 +37,7 @@ ANYWHERE = Address("0.0.0.0", 0)
 EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that mean all interfaces
 
 
-class Receiver(Protocol):
+class PeerMessageHandler(Protocol):
     """Who is told of what other agents say."""
 
     def peer_message(self, channel: Channel, message: Message) -> None:
@@ -47,15 +47,15 @@ class Receiver(Protocol):
     def peer_closed(self, channel: Channel) -> None: ...
 
 
-class Network:
+class PeerNetwork:
     """Owns the listener, the channels and the transport. `me`: this agent's name."""
 
     def __init__(
         self,
         loop: Loop,
-        bulk: Bulk,
+        bulk: Workers,
         me: str,
-        receiver: Receiver,
+        receiver: PeerMessageHandler,
         clock: Clock | None = None,
         transport: MakeTransport = TcpTransport,
     ) -> None:
@@ -67,14 +67,14 @@ class Network:
         self.progress = Progress()  # of what other agents were asked
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
         self._secrets: dict[str, bytes] = {}  # newest last
-        self._listeners: dict[Address, Listener] = {}  # by where they were to listen
+        self._listeners: dict[Address, PeerListener] = {}  # by where they were to listen
         self._channels: dict[str, Channel] = {}
         self._called: dict[Channel, str] = {}  # by others, who have not said on it yet that it is the one they keep
         self._hosts: dict[str, str] = {}
         self._dialled: dict[str, Channel] = {}  # by us, and only just
         self._dialling: dict[str, _Dialling] = {}
         self._finding: dict[Address, _Finding] = {}
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, PeerRequest] = {}
         self._looking = False
         self._numbers = itertools.count(1)
 
@@ -94,7 +94,7 @@ class Network:
                 return addresses_of(listener.address)
             if listener.address.port == wanted.port and listener.address.host in EVERYWHERE:
                 return addresses_of(wanted)  # it is heard there already
-        made = Listener(self._loop, wanted, lambda: Answerer(self._secrets.get, self.me), self._greeted)
+        made = PeerListener(self._loop, wanted, lambda: Answerer(self._secrets.get, self.me), self._greeted)
         self._listeners[wanted] = made
         return addresses_of(made.address)
 
@@ -161,7 +161,7 @@ class Network:
             if len(finding.errors) >= finding.places and not over():
                 end("", "; ".join(finding.errors[:3]))
 
-        def looked(places: list[Place]) -> None:
+        def looked(places: list[SocketAddress]) -> None:
             finding.places = max(1, len(places))
             if not places:
                 failed(AgentError(f"{address} cannot be looked up"))
@@ -199,7 +199,7 @@ class Network:
             self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))
             return
         number = next(self._numbers)
-        self._asked[number] = Asked(channel, then, self._clock.now_s() + ANSWER_S)
+        self._asked[number] = PeerRequest(channel, then, self._clock.now_s() + ANSWER_S)
         channel.send({**fields, "id": number}, blobs)
         self._look_soon()
 
@@ -323,7 +323,7 @@ class Network:
         for number in [number for number, asked in self._asked.items() if asked.channel is channel]:
             self._answered(number, None, str(why))
 
-    def _dial(self, dialling: _Dialling, places: list[Place]) -> None:
+    def _dial(self, dialling: _Dialling, places: list[SocketAddress]) -> None:
         """All addresses at once: some lead nowhere, or to somebody else, and which is not known."""
         node = dialling.node
         run, secret = next(reversed(self._secrets.items()))
@@ -364,7 +364,7 @@ class _Dialling:
     def __init__(self, node: NodeAt, then: list[Callable[[str], None]]) -> None:
         self.node = node
         self.then = then
-        self.greetings: list[Greeting] = []
+        self.greetings: list[Handshaking] = []
         self.errors: list[str] = []
 
     def cancel(self) -> None:
@@ -381,7 +381,7 @@ class _Finding:
 
     def __init__(self, then: list[Callable[[str, str], None]]) -> None:
         self.then = then
-        self.greetings: list[Greeting] = []
+        self.greetings: list[Handshaking] = []
         self.errors: list[str] = []
         self.places = 1
 
@@ -419,7 +419,7 @@ def link_bytes_s(address: Address) -> int:
     return 0
 
 
-def _look_up(addresses: Sequence[Address]) -> list[Place]:
+def _look_up(addresses: Sequence[Address]) -> list[SocketAddress]:
     places = []
     for address in addresses:
         try:

@@ -34,7 +34,7 @@ class Progress:
         self.count += 1
 
 
-class Moving:
+class ProgressReport:
     """Says that a request goes on, until `end`, or until its connection has ended. `progress`: of all work of that kind
     here, so that one which waits for its turn goes on as long as others do."""
 
@@ -60,7 +60,7 @@ class Moving:
 
 
 @dataclass(slots=True)
-class Asked:
+class PeerRequest:
     """A question to an agent. `then` hears its answer. `due_s`: when it is given up."""
 
     channel: Channel

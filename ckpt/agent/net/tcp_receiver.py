@@ -27,7 +27,7 @@ from ckpt.agent.net.transport import STREAM_FRAMES, Frames, Ledger
 from ckpt.agent.runtime.workers import NICE
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import FrameHasher
-from ckpt.ipc.addresses import Address, Receiver, cut, receive_exactly, resolve, send_all, tune, wait_at_most
+from ckpt.ipc.addresses import Address, SocketReceiver, cut, receive_exactly, resolve, send_all, tune, wait_at_most
 from ckpt.threads import Tasks
 
 log = logging.getLogger("ckpt")
@@ -42,7 +42,7 @@ PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # before a connection is made anew; half of it
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class FetchTerms:
     """How an agent fetches. `greet`: makes the dialling side of a handshake for role DATA, given what it is about and
     the name of the peer. `stall_s`: in which a connection moves SLOWEST_BYTES, or is given up. `patience_s`: a
     transfer fails when for so long nothing has come, and the sender has not been seen to serve others either, and a
@@ -64,7 +64,7 @@ class Dial:
     `keep`: given each socket before it is waited for; may refuse it by OSError. `drop`: given it back, to close it,
     where it came to nothing."""
 
-    terms: Terms
+    terms: FetchTerms
     peer: str
     name: str
     addresses: Sequence[Address]
@@ -118,7 +118,7 @@ class TcpFetch:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: FetchTerms,
         peer: str,
         addresses: Sequence[Address],
         name: str,
@@ -201,7 +201,7 @@ class TcpFetch:
                     self._note_others(exc.count)
                     pause_s = min(2 * pause_s, PAUSE_S_MAX)
                     self._trouble(exc, False, pause_s)
-                except (OSError, EOFError, AgentError, _Wrong) as exc:
+                except (OSError, EOFError, AgentError, _WrongHash) as exc:
                     with self._changed:
                         self._ledger.give_back(asked)
                         self._changed.notify_all()
@@ -255,7 +255,7 @@ class TcpFetch:
         """Connects and receives until nothing is left to ask for. `asked`: asked for and not here, oldest first."""
         sock, session = self._dial.connect()
         try:
-            receiver = Receiver(sock, self._terms.stall_s)
+            receiver = SocketReceiver(sock, self._terms.stall_s)
             while self._ask(sock, session, asked):
                 self._receive(receiver, asked[0])
                 asked.popleft()
@@ -285,7 +285,7 @@ class TcpFetch:
             ask_for(sock, session, [self._numbers[n] for n in more])
         return bool(asked)
 
-    def _receive(self, receiver: Receiver, number: int) -> None:
+    def _receive(self, receiver: SocketReceiver, number: int) -> None:
         inward, target, hasher = self._terms.inward, self._target, FrameHasher()
         start, length = self._places[number]
         stop, size = start + length, inward.piece_bytes
@@ -308,7 +308,7 @@ class TcpFetch:
                     self._changed.notify_all()
         if not right:
             log.warning("frame %d of %s came damaged from agent %s", number, self._name, self._peer)
-            raise _Wrong("a frame came damaged")  # what else comes on this connection is not to be trusted
+            raise _WrongHash("a frame came damaged")  # what else comes on this connection is not to be trusted
         if self._landed is not None:
             try:
                 self._landed(number)
@@ -340,7 +340,7 @@ class _TurnedAway(Exception):
         self.count = count
 
 
-class _Wrong(Exception):
+class _WrongHash(Exception):
     """A frame that has another hash than was announced; it is asked for again on a new connection."""
 
 

@@ -28,8 +28,8 @@ from ckpt.agent.net.tcp_receiver import (
     NUMBER,
     WANT,
     Dial,
+    FetchTerms,
     TcpFetch,
-    Terms,
     ask_for,
     be_nice,
     settled_by_us,
@@ -77,7 +77,7 @@ class TcpTransport:
         served at a time."""
         self._outward, self._inward = Bucket(bytes_per_s, clock), Bucket(bytes_per_s, clock)
         self._unlimited = Bucket(None, clock)
-        self._terms = Terms(greet, self._inward, connections, stall_s, patience_s)
+        self._terms = FetchTerms(greet, self._inward, connections, stall_s, patience_s)
         self._urgent = replace(self._terms, inward=self._unlimited, nice=False)
         self._tasks = Tasks("peers")
         self._lock = threading.Lock()

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgpack
 
-from ckpt.agent.commit.store_client import Pass, keep_from
+from ckpt.agent.commit.store_client import PrunePass, keep_from
 from ckpt.agent.job.arena_handover import which_committed
 from ckpt.agent.job.job import Job, finite
-from ckpt.agent.node.orphan_committer import Inheriting
+from ckpt.agent.node.orphan_committer import OrphanCommitter
 from ckpt.agent.observability.status import job_facts
 from ckpt.agent.preemption.deadline_strategy import PAST_S, When
-from ckpt.agent.preemption.notice_relay import OPERATOR, Standing
-from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.preemption.notice_relay import OPERATOR, RelayedNotice
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.priority import Priority
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.remote_share import AnyPeer
@@ -42,11 +42,11 @@ END_RETRY_S = 2.0  # until a last commit that failed is tried again, once that t
 END_RESERVE = 1 / 6  # of the time that it has from the signal on, at its end, when it is tried no more
 
 
-class Node(Inheriting):
+class Agent(OrphanCommitter):
     """Handles the messages. Everything runs on the agent's main thread. `priority`: of its process, where that has
     been given one."""
 
-    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
         self.priority: Priority | None = None
         self._idle_since_s = time.monotonic()
@@ -220,11 +220,11 @@ class Node(Inheriting):
             rule = keep_from(fields.get("keep") or {}, "keep")
             also = [Identity.parse(str(text)) for text in fields.get("also") or []]
             epoch = job.epoch if job is not None and self._store.is_claimed(job.epoch) else None
-            what = Pass.ALL if fields["yes"] else Pass.LOOK
-            if what is Pass.ALL:
+            what = PrunePass.ALL if fields["yes"] else PrunePass.LOOK
+            if what is PrunePass.ALL:
                 self._refuse_led_elsewhere(job)
             self._bulk.run(
-                Lane.FRONT if what is Pass.LOOK else Lane.COMMIT,  # who only looks waits for no commit
+                Lane.FRONT if what is PrunePass.LOOK else Lane.COMMIT,  # who only looks waits for no commit
                 lambda: self._store.prune(epoch, rule, also, what),
                 lambda done: self._pruned(peer, request_id, done),
             )
@@ -309,7 +309,7 @@ class Node(Inheriting):
             self._heard(Notice(time.time() + left_s, "agent", True, "signal", told), When.AT_ONCE)
         if not (job is not None and job.group.heeds_notices) and not any(each.needed for each in self.followings):
             self._listening.stop()  # a job that comes says anew to what
-            self._standing = Standing()
+            self._standing = RelayedNotice()
 
     def _warn(self, signal_name: str, now_s: float) -> None:
         if now_s >= self._warned_until_s:

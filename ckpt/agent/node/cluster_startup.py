@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from ckpt.agent.job.job import Job
-from ckpt.agent.job.memory_node_client import Lenders
+from ckpt.agent.job.memory_node_client import MemoryNodeClients
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.inventory_lease import BOUND_S, Frozen
 from ckpt.agent.node.previous_nodes import ask_former
-from ckpt.agent.node.startup import Starts
-from ckpt.agent.node.startup_state import Resolved, Start
+from ckpt.agent.node.startup import Startup
+from ckpt.agent.node.startup_state import ResolvedStart, Start
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
-from ckpt.agent.replication.rereplicate import Reprotecting
-from ckpt.agent.replication.restart_survey import Refinding, together
-from ckpt.agent.replication.survey import Keeps, ask_keeps
-from ckpt.agent.restore.collect import Collecting
-from ckpt.agent.restore.peer_source import PeerFrames, name_of
-from ckpt.agent.restore.shared_read import FanOut
-from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.replication.rereplicate import Rereplication
+from ckpt.agent.replication.restart_survey import RestartSurvey, together
+from ckpt.agent.replication.survey import KeptReplica, ask_keeps
+from ckpt.agent.restore.collect import CheckpointCollector
+from ckpt.agent.restore.peer_source import PeerSource, name_of
+from ckpt.agent.restore.shared_read import SharedRead
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.memory_plan import needed_bytes, slots_for
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.manifest_gather import Gathered, Places
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
 from ckpt.agent.state.job_facts import Store
 from ckpt.errors import AgentError
 from ckpt.ipc.messages import Message
@@ -37,7 +37,7 @@ from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.format.manifest import Manifest
     from ckpt.ipc.addresses import Address
     from ckpt.ipc.node_list import NodeAt
@@ -48,15 +48,15 @@ CALL_AGAIN_S = 1.0  # after a connection to a node of a running job has broken
 CALLS_MAX = 3  # connections on which a node is told of a start
 
 
-class Leading(Starts):
+class ClusterStartup(Startup):
     """See Starts. Everything runs on the agent's main thread."""
 
-    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
         self._offered: dict[str, set[str]] = {}  # transfers that others may make from here, by name: on whose word
         self._frozen = Frozen()
         self._asking: Start | None = None  # that has asked nodes what they hold: its outcome is owed to them
-        self.lenders = Lenders(url, lambda: self.network, server.later, self._event, self._lenders_changed)
+        self.lenders = MemoryNodeClients(url, lambda: self.network, server.later, self._event, self._lenders_changed)
         self._services.lenders = self.lenders.there
         self._services.awaits_lenders = lambda: self.lenders.awaited
 
@@ -194,7 +194,7 @@ class Leading(Starts):
         connect()
 
     def _gather(self, start: Start, identity: Identity) -> None:
-        def collected(found: Gathered | None, error: str) -> None:
+        def collected(found: GatheredManifest | None, error: str) -> None:
             start.resolving = False
             if found is not None:
                 start.gathered[identity] = found
@@ -206,10 +206,10 @@ class Leading(Starts):
         self._server.called.learn(start.former)
         self._collecting(start).whole(identity, collected)
 
-    def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:
+    def _find_part(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:
         identity, manifest = chosen.candidate.identity, chosen.manifest
 
-        def found(places: Places | None, error: str) -> None:
+        def found(places: FramePlaces | None, error: str) -> None:
             start.resolving, start.part = False, places
             if places is None:
                 log.info("%s is read from the store, and nothing of it is taken from memory: %s", identity, error)
@@ -222,16 +222,16 @@ class Leading(Starts):
         moves = lambda: self._moves_of(start)  # noqa: E731
         self._collecting(start).part(identity, manifest, leave, self._server.later, moves, found)
 
-    def _collecting(self, start: Start) -> Collecting:
+    def _collecting(self, start: Start) -> CheckpointCollector:
         services = self.network, self._bulk, self.parities, self._arenas_of, start.inventory
         guard = lambda what: self._guard_start(start, what)  # noqa: E731
-        return Collecting(*services, start.nodes, self._others_that_hold(start), guard, urgent=True)
+        return CheckpointCollector(*services, start.nodes, self._others_that_hold(start), guard, urgent=True)
 
     def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
         """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
         return [*self.lenders.nodes(), *(start.former if start is not None else ())]
 
-    def _serve_others(self, start: Start, places: Places, manifest: Manifest) -> PeerFrames | None:
+    def _serve_others(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
         network = self.network
         if network is None or not start.nodes:
             return None
@@ -244,9 +244,9 @@ class Leading(Starts):
                 fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
                 network.tell(name, fields, [frames.encode()])
         nodes = [*start.nodes, *self._others_that_hold(start)]
-        return PeerFrames(places, manifest, network, nodes, self._server.post)
+        return PeerSource(places, manifest, network, nodes, self._server.post)
 
-    def _fan_out(self, start: Start, job: Job, chosen: Resolved, places: Places | None) -> FanOut | None:
+    def _fan_out(self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None) -> SharedRead | None:
         if self.network is None or len(start.nodes) < 2:
             return None
         identity, records = chosen.candidate.identity, chosen.candidate.records
@@ -254,7 +254,7 @@ class Leading(Starts):
         read = lambda: self._store.reader(records)  # noqa: E731
         room = _room_for(job, chosen.manifest)
         only = places.lacking if places is not None else None
-        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event, only)
+        return SharedRead(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event, only)
 
     def _serve(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
         """Whoever takes part in the run may fetch these frames from here, until agent `by` says that nobody does any
@@ -341,7 +341,7 @@ class Leading(Starts):
     def _reprotect(
         self,
         job: Job,
-        network: Network,
+        network: PeerNetwork,
         identity: Identity,
         sizes: Mapping[int, int],
         holders: Mapping[int, Sequence[str]],
@@ -352,7 +352,7 @@ class Leading(Starts):
         intact = inventory.protected(identity, losses)
         named = {rank: [name or network.me for name in names] for rank, names in holders.items() if rank not in intact}
         services = network, self.copies, [*job.nodes, *self.lenders.nodes()], identity, named, sizes
-        job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit, job.parent_is_safe)
+        job.reprotecting = Rereplication(*services, self._arenas_of, self._server.later, job.emit, job.parent_is_safe)
 
     def _tend_protection(self) -> None:
         """As soon as it is known what memory the job leaves, and until it has a checkpoint of its own that is safe."""
@@ -384,26 +384,26 @@ class Leading(Starts):
 
         def ask(then: Callable[[Inventory, bool], None]) -> None:
             names = [node.name for node in (*job.nodes, *self.lenders.nodes())]
-            own = Keeps.of(self._inventory(whole=True), None, identity.epoch)
+            own = KeptReplica.of(self._inventory(whole=True), None, identity.epoch)
             asked = lambda kept, silent: job.guard(lambda: then(together(kept, network.me), not silent))  # noqa: E731
             ask_keeps(network, names, own, identity.epoch, asked)
 
-        def collect(inventory: Inventory, then: Callable[[Places | None, str], None]) -> None:
-            def collected(found: Gathered | None, error: str) -> None:
+        def collect(inventory: Inventory, then: Callable[[FramePlaces | None, str], None]) -> None:
+            def collected(found: GatheredManifest | None, error: str) -> None:
                 self.copies.release(identity)
                 then(found.places if found is not None else None, error)
 
             self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
             services = network, self._bulk, self.parities, self._arenas_of, inventory
-            Collecting(*services, job.nodes, self.lenders.nodes(), job.guard).whole(identity, collected)
+            CheckpointCollector(*services, job.nodes, self.lenders.nodes(), job.guard).whole(identity, collected)
 
-        def found(places: Places, inventory: Inventory) -> None:
+        def found(places: FramePlaces, inventory: Inventory) -> None:
             job.refinding = None
             self._reprotect(job, network, identity, places.sizes, places.holders, inventory)
 
-        job.refinding = Refinding(identity, ask, collect, found, self._server.later)
+        job.refinding = RestartSurvey(identity, ask, collect, found, self._server.later)
 
-    def _givers_told(self, start: Start, places: Places) -> bytes:
+    def _givers_told(self, start: Start, places: FramePlaces) -> bytes:
         """Where those are that hold some of it and have no part in the job: a blob."""
         names = {name for held in places.holders.values() for name in held}
         givers = [node for node in self._others_that_hold(start) if node.name in names]

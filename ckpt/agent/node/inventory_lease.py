@@ -32,7 +32,7 @@ class _Asked:
     lost_s: float | None = None
 
 
-class Fence:
+class InventoryLease:
     """Agents are called by their names, this one HERE."""
 
     def __init__(self) -> None:

@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.agent.runtime.event_loop import ENDS, Server
+from ckpt.agent.runtime.event_loop import ENDS, EventLoop
 from ckpt.agent.runtime.priority import Priority
 from ckpt.errors import AgentError, UsageError
 from ckpt.settings import Settings, read
 from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
-    from ckpt.agent.node.memory_node import Lend
+    from ckpt.agent.node.memory_node import MemoryNodeOptions
 
 LENT_BYTES_MIN = 1 << 20  # each arena has at least that
 
@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(given: argparse.Namespace) -> None:
-    from ckpt.agent.node.agent import Node
+    from ckpt.agent.node.agent import Agent
 
     settings = read()
     for number in settings.warnings:
         signal.signal(number, signal.SIG_IGN)  # a notice to every process here; heard once the server runs
-    server = Server(given.socket)
+    server = EventLoop(given.socket)
     _log_in_words(server)
-    node = Node(given.url, settings, server)
+    node = Agent(given.url, settings, server)
     _say(given.ready_fd, "ok")
     node.priority = Priority()  # only now: until then the trainers wait for us, and for so long
     try:
@@ -76,10 +76,10 @@ def _serve(given: argparse.Namespace) -> None:
         server.close()
 
 
-def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[str]], None]) -> None:
+def lend(url: str, settings: Settings, terms: MemoryNodeOptions, listening: Callable[[list[str]], None]) -> None:
     """Runs the agent of a memory-only node in this process until it is told to end. `listening`: told where it can be
     reached, once it can be; an OSError of it ends the agent. Errors: AgentError, UsageError, and that OSError."""
-    from ckpt.agent.node.memory_node import LendingNode
+    from ckpt.agent.node.memory_node import MemoryNode
     from ckpt.agent.runtime import memory_plan
     from ckpt.ipc.client import places
 
@@ -101,10 +101,10 @@ def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[st
             "memory on another machine, or set CKPT_RUNTIME_DIR"
         )
     try:
-        server = Server(place.socket)
+        server = EventLoop(place.socket)
         _log_in_words(server)
         try:
-            node = LendingNode(url, settings, server, terms)
+            node = MemoryNode(url, settings, server, terms)
             unsaid: list[OSError] = []
 
             def say() -> None:
@@ -162,7 +162,7 @@ def _say(fd: int, line: str) -> None:
         os.close(fd)
 
 
-def _log_in_words(server: Server) -> None:
+def _log_in_words(server: EventLoop) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_InWords(server))
 
@@ -183,7 +183,7 @@ def _have_room() -> None:
 class _InWords(logging.Formatter):
     """Nodes are called what people call them."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: EventLoop) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
         self._called = server.called
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ckpt.agent.commit.commit_terms import Terms
+from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.errors import AgentError, Superseded
 from ckpt.types import Epoch, Identity
 
@@ -25,7 +25,7 @@ RETRY_S = 30.0  # until a commit that failed is tried again, doubled each time u
 RETRY_S_MAX = 600.0
 
 
-class Loan:
+class MemoryLease:
     """`leader`: the name of the agent that coordinates the job that is lent to, or was; `connected`: whether it is
     there. `epoch`: of that job, None until it has begun one. `terms`: by epoch. `alone_s`: since when nobody is there.
     """
@@ -36,7 +36,7 @@ class Loan:
         self.launch = ""
         self.connected = False
         self.epoch: Epoch | None = None
-        self.terms: dict[Epoch, Terms] = {}
+        self.terms: dict[Epoch, CommitTerms] = {}
         self.alone_s = now_s
         self._commit_after_s = commit_after_s
         self._newest: Epoch | None = None  # that was ever lent to
@@ -53,7 +53,7 @@ class Loan:
         self.leader, self.launch, self.connected, self.epoch = name, launch, True, None
         return ""
 
-    def borrow(self, name: str, terms: Terms) -> str:
+    def borrow(self, name: str, terms: CommitTerms) -> str:
         """An epoch has begun, or its coordinator is back. Returns as `start`. Errors: Superseded."""
         epoch = terms.claim.epoch
         if self.connected and name != self.leader:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from ckpt.agent.commit.commit_terms import Terms
-from ckpt.agent.commit.orphan_commit import Whole, commit_newest
-from ckpt.agent.node.agent import Node
-from ckpt.agent.node.memory_lease import Loan
-from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.commit.orphan_commit import OrphanCheckpoint, commit_newest
+from ckpt.agent.node.agent import Agent
+from ckpt.agent.node.memory_lease import MemoryLease
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.inventory import Inventory, sealed
 from ckpt.agent.state.retention_rule import Begun
@@ -44,7 +44,7 @@ PASSED_ON = (
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class MemoryNodeOptions:
     """`listen`: where to be reached. `memory_bytes`: at most so much. `domains`: the failure domains of this node,
     widest first. `commit_after_s`: how long no coordinator may be there until this node commits."""
 
@@ -55,14 +55,14 @@ class Lend:
     commit_after_s: float = 30.0
 
 
-class LendingNode(Node):
+class MemoryNode(Agent):
     """`addresses`: where it listens."""
 
-    def __init__(self, url: str, settings: Settings, server: Server, lend: Lend) -> None:
+    def __init__(self, url: str, settings: Settings, server: EventLoop, lend: MemoryNodeOptions) -> None:
         """Errors: AgentError where it cannot listen there; UsageError."""
         super().__init__(url, settings, server)
         self._lend = lend
-        self._loan = Loan(lend.commit_after_s, time.monotonic())
+        self._loan = MemoryLease(lend.commit_after_s, time.monotonic())
         self._committing: Identity | None = None
         self._cancel = threading.Event()
         self._last_error = ""
@@ -148,7 +148,7 @@ class LendingNode(Node):
     def _borrow(self, channel: Channel, message: Message) -> None:
         from ckpt.ipc.node_list import NodeAt
 
-        terms = Terms.decode(message.blobs[0])
+        terms = CommitTerms.decode(message.blobs[0])
         agents = terms.claim.agents
         self._server.called.learn(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
         epoch, now_s = terms.claim.epoch, time.monotonic()
@@ -176,14 +176,14 @@ class LendingNode(Node):
 
     # -- committing what nobody else will
 
-    def _whole(self) -> list[Whole]:
+    def _whole(self) -> list[OrphanCheckpoint]:
         """Of which it keeps all ranks, and knows the epoch."""
         found = []
         for identity in sorted({identity for identity, _ in self.copies.kept}):
             arenas, terms = self.copies.of(identity), self._loan.terms.get(identity.epoch)
             worlds = {each[1] for each in map(sealed, arenas.values()) if each is not None}
             if terms is not None and worlds == {len(arenas)}:
-                found.append(Whole(identity, arenas, terms))
+                found.append(OrphanCheckpoint(identity, arenas, terms))
         return found
 
     def settle(self) -> float | None:
@@ -227,7 +227,7 @@ class LendingNode(Node):
             text = "the store cannot be read from here now, and what is kept here could not be committed"
             log.warning("%s (see `ckpt doctor %s`): %s", text, shown(self.url), error)
 
-    def _committed(self, newest: Identity, whole: list[Whole], done: Future[Identity | None]) -> None:
+    def _committed(self, newest: Identity, whole: list[OrphanCheckpoint], done: Future[Identity | None]) -> None:
         self._committing = None
         error = failure(done)
         for each in whole:

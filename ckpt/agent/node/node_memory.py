@@ -14,27 +14,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.adaptive.alarms import Foreseeing
-from ckpt.agent.adaptive.history import Relearning
-from ckpt.agent.commit.store_client import StoreSide
-from ckpt.agent.job.follower_job import Following
+from ckpt.agent.adaptive.alarms import Alarms
+from ckpt.agent.adaptive.history import LearntHistory
+from ckpt.agent.commit.store_client import StoreClient
+from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.job.job import Job
 from ckpt.agent.job.job_context import Services, tell
-from ckpt.agent.node.inventory_lease import Fence
+from ckpt.agent.node.inventory_lease import InventoryLease
 from ckpt.agent.node.startup_state import Start
-from ckpt.agent.observability.status import Showing
+from ckpt.agent.observability.status import Status
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.notice_listener import Listening
-from ckpt.agent.replication.parity_service import Parities
-from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.preemption.notice_listener import NoticeListeners
+from ckpt.agent.replication.parity_service import ParityService
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.event_loop import Server
-from ckpt.agent.runtime.memory_plan import Taken
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.runtime.event_loop import EventLoop
+from ckpt.agent.runtime.memory_plan import MemoryUse
+from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.candidates import Remembered
 from ckpt.agent.snapshots.inventory import Inventory, sealed, whose
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.state import memory_pressure
 from ckpt.agent.state.retention_rule import Begun
 from ckpt.events import Event, Events
@@ -44,38 +44,38 @@ from ckpt.settings import Settings
 from ckpt.types import HERE, Epoch, Identity, counted
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.store.lineage import Claim
 
 
-class Keeper:
+class NodeMemory:
     """The jobs, copies and parities of one node. Everything runs on the agent's main thread."""
 
-    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         self.url = url
         self.incarnation = secrets.token_hex(8)
         self.current: Job | None = None
         self.former: list[Job] = []
         self._relieved_s = self._replanned_s = -math.inf
-        self.followings: list[Following] = []
-        self.network: Network | None = None  # in a job of several nodes
+        self.followings: list[FollowerJob] = []
+        self.network: PeerNetwork | None = None  # in a job of several nodes
         self.newest_elsewhere = Epoch(0, "0" * 16)  # of which another node knows that a checkpoint of it is complete
         self._settings = settings
         self._server = server
-        self._bulk = Bulk(server.post)
-        self.copies = Copies(self._bulk, server.post)
-        self.fence = Fence()
+        self._bulk = Workers(server.post)
+        self.copies = ReplicaStore(self._bulk, server.post)
+        self.fence = InventoryLease()
         self.copies.bound(self._room)
         self.copies.may_go = self._may_go
         self.copies.check = lambda epoch: self.fence.check(HERE, epoch, time.monotonic())
         own = self._arenas_of, lambda: self.network, self._bulk.free_bytes
-        self.parities = Parities(self._bulk, server.post, self.copies, *own)
+        self.parities = ParityService(self._bulk, server.post, self.copies, *own)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
-        self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
-        self._listening = Listening(server.post, self._heard, self._events)
-        self.showing = Showing(url, settings, server, self.status, self._event)
-        self.foreseeing = Foreseeing(settings, url, server, self._events)
-        self._relearning = Relearning(self._bulk, self._store, self.foreseeing, self._events)
+        self._store = StoreClient(url, settings, self._events, owner_of(socket.gethostname()))
+        self._listening = NoticeListeners(server.post, self._heard, self._events)
+        self.showing = Status(url, settings, server, self.status, self._event)
+        self.foreseeing = Alarms(settings, url, server, self._events)
+        self._relearning = LearntHistory(self._bulk, self._store, self.foreseeing, self._events)
         self._services = Services(
             server,
             self._bulk,
@@ -142,23 +142,23 @@ class Keeper:
                 found.setdefault(held[0][1], arena)
         return found
 
-    def _slot_of(self, identity: Identity) -> tuple[Job, int, Checkpoint] | None:
+    def _slot_of(self, identity: Identity) -> tuple[Job, int, MemoryCheckpoint] | None:
         for job in self.former:
             found = job.checkpoint(identity) if not job.nodes else None
             if found is not None:
                 return job, found[0], found[1]
         return None
 
-    def _in_memory(self, identity: Identity) -> Checkpoint | None:
+    def _in_memory(self, identity: Identity) -> MemoryCheckpoint | None:
         found = self._slot_of(identity)
         return found[2] if found is not None else None
 
-    def _taken(self, epoch: Epoch) -> Taken:
+    def _taken(self, epoch: Epoch) -> MemoryUse:
         """By all that is not in the slots of that epoch's job."""
         others = [job.ranks.arena_bytes for job in self._jobs() if job.epoch != epoch]
         others += [each.ranks.arena_bytes for each in self.followings if each.epoch != epoch]
         lent_bytes = self.copies.bytes_of(epoch)
-        return Taken(sum(others) + self.copies.bytes - lent_bytes, lent_bytes - self.copies.to_take_bytes)
+        return MemoryUse(sum(others) + self.copies.bytes - lent_bytes, lent_bytes - self.copies.to_take_bytes)
 
     def _freeze(self, by: str, left: bool = False) -> None:
         """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome. `left` and
@@ -282,10 +282,12 @@ class Keeper:
         jobs = {job.epoch: job for job in self.former}  # the current one outdoes them all once it can
         followings = {each.epoch: each for each in self.followings}
         held = [
-            memory_pressure.Held(job.epoch, job.own.arena_bytes, job.has_complete, job.is_idle) for job in self.former
+            memory_pressure.StartMemory(job.epoch, job.own.arena_bytes, job.has_complete, job.is_idle)
+            for job in self.former
         ]
         held += [
-            memory_pressure.Held(each.epoch, each.ranks.arena_bytes, False, each.is_idle) for each in self.followings
+            memory_pressure.StartMemory(each.epoch, each.ranks.arena_bytes, False, each.is_idle)
+            for each in self.followings
         ]
         held.sort(key=lambda each: each.epoch)
         epochs = memory_pressure.which_go(held, missing, self._begun())

@@ -18,17 +18,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.commit.commit_turns import TURNS, Turns
-from ckpt.agent.commit.distributed_write import Parts, Then, write_part
-from ckpt.agent.commit.orphan_commit import Verdict, commit_whole, judge
-from ckpt.agent.commit.store_client import Options
-from ckpt.agent.node.peer_handlers import Others
-from ckpt.agent.restore.collect import Collecting
-from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.commit.commit_turns import TURNS, CommitTurns
+from ckpt.agent.commit.distributed_write import DistributedWrite, Then, write_part
+from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_whole, judge
+from ckpt.agent.commit.store_client import JobOptions
+from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.restore.collect import CheckpointCollector
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.manifest_gather import Gathered
-from ckpt.agent.snapshots.remote_share import RemoteRanks, Wanted
+from ckpt.agent.snapshots.manifest_gather import GatheredManifest
+from ckpt.agent.snapshots.remote_share import RemoteShare, WantedPart
 from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
 from ckpt.policy.save_options import Limits
@@ -36,11 +36,11 @@ from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.commit.commit_terms import Terms
-    from ckpt.agent.job.follower_job import Following
+    from ckpt.agent.commit.commit_terms import CommitTerms
+    from ckpt.agent.job.follower_job import FollowerJob
     from ckpt.agent.job.job import Job
-    from ckpt.agent.net.peer_network import Network
-    from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+    from ckpt.agent.net.peer_network import PeerNetwork
+    from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
     from ckpt.ipc.messages import Message
     from ckpt.ipc.node_list import NodeAt
     from ckpt.store.commit import Committed
@@ -56,21 +56,21 @@ class _Attempt:
     """`following`: the newest job here. `terms`: by epoch: what is left may be of an earlier one. `there`: the other
     nodes that have said what they hold."""
 
-    following: Following
-    terms: Mapping[Epoch, Terms]
-    network: Network
+    following: FollowerJob
+    terms: Mapping[Epoch, CommitTerms]
+    network: PeerNetwork
     inventory: Inventory
     silent: set[str] = field(default_factory=set)
     there: list[NodeAt] = field(default_factory=list)
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
-class Inheriting(Others):
+class OrphanCommitter(PeerHandlers):
     """See above. Everything runs on the agent's main thread."""
 
-    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
-        self._turns = Turns(settings.linger_s)
+        self._turns = CommitTurns(settings.linger_s)
         self._attempt: _Attempt | None = None
 
     def _begin(self, peer: Peer, message: Message) -> None:
@@ -108,7 +108,7 @@ class Inheriting(Others):
                 self._end_attempt()
             return None
         # What was led from here counts as well: then it was not the newest.
-        known: list[Following | Job] = [*self.followings, *jobs]
+        known: list[FollowerJob | Job] = [*self.followings, *jobs]
         terms = {each.epoch: each.terms for each in known if each.terms is not None}
         outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
         turn = next((n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.me), TURNS)
@@ -205,10 +205,10 @@ class Inheriting(Others):
             return
         claim = attempt.terms[identity.epoch].claim
 
-        def judged(done: Future[Verdict]) -> None:
+        def judged(done: Future[OrphanVerdict]) -> None:
             if error := failure(done):
                 self._fail(attempt, error)
-            elif done.result() in (Verdict.COMMIT, Verdict.CLAIM):
+            elif done.result() in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
                 self._collect_left(attempt, identity)
             else:
                 self._fail(attempt, f"step {identity.tick.step} is {done.result().value}", identity.epoch)
@@ -220,7 +220,7 @@ class Inheriting(Others):
         )
 
     def _collect_left(self, attempt: _Attempt, identity: Identity) -> None:
-        def collected(found: Gathered | None, error: str) -> None:
+        def collected(found: GatheredManifest | None, error: str) -> None:
             if found is not None:
                 self._commit_left(attempt, found)
                 return
@@ -231,11 +231,11 @@ class Inheriting(Others):
         mine = [node for node in attempt.following.nodes if node.name == attempt.network.me]
         services = attempt.network, self._bulk, self.parities, self._arenas_of, attempt.inventory
         guard = lambda what: self._while(attempt, what)  # noqa: E731
-        Collecting(*services, [*mine, *attempt.there], (), guard).whole(identity, collected)
+        CheckpointCollector(*services, [*mine, *attempt.there], (), guard).whole(identity, collected)
 
     # -- the commit
 
-    def _commit_left(self, attempt: _Attempt, found: Gathered) -> None:
+    def _commit_left(self, attempt: _Attempt, found: GatheredManifest) -> None:
         checkpoint, identity = found.checkpoint, found.checkpoint.identity
         terms, step = attempt.terms[identity.epoch], identity.tick.step
         text = f"nobody coordinates {identity.epoch} any more: step {step}, which the nodes that are left have"
@@ -253,23 +253,23 @@ class Inheriting(Others):
             ended,
         )
 
-    def _parts(self, attempt: _Attempt, found: Gathered, terms: Terms) -> Parts:
+    def _parts(self, attempt: _Attempt, found: GatheredManifest, terms: CommitTerms) -> DistributedWrite:
         checkpoint, network = found.checkpoint, attempt.network
         ranks, rest = shares(found.places.holders)
 
-        def write(name: str, wanted: Wanted, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
+        def write(name: str, wanted: WantedPart, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
             if not name:
                 self._write_own(checkpoint, wanted, cancel, then)
                 return
-            node = RemoteRanks(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
+            node = RemoteShare(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
             node.write(wanted, then)
 
-        options = Options(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
+        options = JobOptions(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._server, self._settings.heartbeat_s
         others = lambda name, slow: rest[name]  # noqa: E731
-        return Parts(checkpoint, options, ranks, others, write, server.post, server.later, margin_s)
+        return DistributedWrite(checkpoint, options, ranks, others, write, server.post, server.later, margin_s)
 
-    def _write_own(self, checkpoint: Checkpoint, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+    def _write_own(self, checkpoint: MemoryCheckpoint, wanted: WantedPart, cancel: threading.Event, then: Then) -> None:
         def written(done: Future[Written]) -> None:
             then(None if failure(done) else done.result(), failure(done))
 

@@ -16,22 +16,22 @@ import numpy as np
 
 from ckpt.agent.commit.distributed_write import write_part
 from ckpt.agent.commit.store_client import options_from
-from ckpt.agent.job.follower_job import Following, answer
+from ckpt.agent.job.follower_job import FollowerJob, answer
 from ckpt.agent.job.job import Job
 from ckpt.agent.net.permissions import OF_AN_EPOCH, Who, epoch_of, who_says
-from ckpt.agent.net.progress import Moving, Progress
+from ckpt.agent.net.progress import Progress, ProgressReport
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.node.cluster_startup import CALL_AGAIN_S, Leading
+from ckpt.agent.node.cluster_startup import CALL_AGAIN_S, ClusterStartup
 from ckpt.agent.node.inventory_lease import UNHEARD_MAX
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.notice_relay import OPERATOR, Standing, given_back, is_operators, words
+from ckpt.agent.preemption.notice_relay import OPERATOR, RelayedNotice, given_back, is_operators, words
 from ckpt.agent.replication.parity_service import ranks_told
 from ckpt.agent.replication.replica_store import decode_described
-from ckpt.agent.replication.survey import Keeps
-from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.replication.survey import KeptReplica
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.manifest_gather import encoded_parts
-from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, Wanted
+from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, WantedPart
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.messages import Message
@@ -42,7 +42,7 @@ from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.store.packs import Written
 
 log = logging.getLogger("ckpt")
@@ -51,14 +51,14 @@ log = logging.getLogger("ckpt")
 RANKS_NOTICES_MAX = 16  # told to ranks: they go into one message
 
 
-class Others(Leading):
+class PeerHandlers(ClusterStartup):
     """See Starts. Everything runs on the agent's main thread."""
 
-    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
         self._writes = Progress()  # of parts of others' commits
         self._writing: list[tuple[str, Identity, threading.Event]] = []  # who has asked for them; to end it
-        self._standing = Standing()  # on this node
+        self._standing = RelayedNotice()  # on this node
 
     # -- what this node's ranks say
 
@@ -73,11 +73,11 @@ class Others(Leading):
         told = {"name": network.me, "addresses": [str(each) for each in addresses]}
         peer.reply(int(fields["id"]), {**told, "link_bytes_s": link_bytes_s(addresses[0])})
 
-    def _open_network(self, name: str) -> Network:
-        from ckpt.agent.net.peer_network import Network
+    def _open_network(self, name: str) -> PeerNetwork:
+        from ckpt.agent.net.peer_network import PeerNetwork
 
         if self.network is None:
-            self.network = Network(self._server, self._bulk, name, self)
+            self.network = PeerNetwork(self._server, self._bulk, name, self)
         return self.network
 
     def _is_led_elsewhere(self, message: Message) -> bool:
@@ -101,7 +101,7 @@ class Others(Leading):
             nodes = self._nodes_of(message)
             services = self._server, self._bulk, self._store, self._taken
             standing = self._listening.heard()
-            found = Following(epoch, world, nodes, network, *services, self._arenas_of, standing)
+            found = FollowerJob(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
             self._hear_again(handed)  # first: it may be refused, and comes again
         found.join(peer, message)
@@ -156,14 +156,14 @@ class Others(Leading):
             for node in job.nodes[1:]:
                 job.share_of(node.name).tell({"t": "taken-back", "source": source})
 
-    def _following(self, peer: AnyPeer) -> tuple[Following, int] | None:
+    def _following(self, peer: AnyPeer) -> tuple[FollowerJob, int] | None:
         for each in self.followings:
             rank = each.rank_of(peer)
             if rank is not None:
                 return each, rank
         return None
 
-    def _following_of(self, epoch: Epoch) -> Following | None:
+    def _following_of(self, epoch: Epoch) -> FollowerJob | None:
         return next((each for each in self.followings if each.epoch == epoch), None)
 
     @property
@@ -194,7 +194,7 @@ class Others(Leading):
             case "look":
                 self._tell_inventory(channel, int(fields["id"]), bool(fields.get("left")))
             case "keeps":
-                keeps = Keeps.of(self._inventory(True), self.copies.told_safe, Epoch.parse(str(fields["epoch"])))
+                keeps = KeptReplica.of(self._inventory(True), self.copies.told_safe, Epoch.parse(str(fields["epoch"])))
                 channel.reply(int(fields["id"]), keeps.fields(), keeps.blobs())
             case "outcome":
                 self._outcome(channel.peer, fields)
@@ -321,7 +321,7 @@ class Others(Leading):
     def _asked_of_parity(self, channel: Channel, message: Message) -> None:
         request_id = int(message.fields["id"])
 
-        moving = Moving(channel, request_id, self.copies.progress, self._server.later)
+        moving = ProgressReport(channel, request_id, self.copies.progress, self._server.later)
 
         def done(blobs: list[bytes], error: str) -> None:
             moving.end()
@@ -357,10 +357,10 @@ class Others(Leading):
         fields = message.fields
         request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
         options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
-        wanted = Wanted.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
+        wanted = WantedPart.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
         arenas = self._held(identity, np.unique(wanted.ranks).tolist())
 
-        moving = Moving(channel, request_id, self._writes, self._server.later)
+        moving = ProgressReport(channel, request_id, self._writes, self._server.later)
         under_way = channel.peer, identity, threading.Event()
 
         def written(done: Future[Written]) -> None:
@@ -399,7 +399,7 @@ class Others(Leading):
             needed = ranks_told(fields.get("needed"))
             self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None, sizes, needed)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
-        moving = Moving(channel, request_id, self.copies.progress, self._server.later)
+        moving = ProgressReport(channel, request_id, self.copies.progress, self._server.later)
 
     def _from_node(self, job: Job, channel: Channel, message: Message) -> None:
         fields = message.fields

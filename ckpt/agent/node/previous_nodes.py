@@ -16,7 +16,7 @@ from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.agent.node.startup_state import Start
     from ckpt.ipc.node_list import NodeAt
     from ckpt.store.run import RunView
@@ -45,7 +45,7 @@ def former_nodes(view: RunView, run: str, known: Collection[str]) -> list[NodeAt
 
 
 def ask_former(
-    network: Network,
+    network: PeerNetwork,
     start: Start,
     guard: Callable[[Callable[[], None]], None],
     later: Callable[[float, Callable[[], None]], None],
@@ -63,7 +63,7 @@ def ask_former(
         later(PATIENCE_S, lambda name=node.name: guard(lambda: start.silent.discard(name)))  # type: ignore[misc]
 
 
-def _ask(network: Network, start: Start, node: NodeAt, guard: Callable[[Callable[[], None]], None]) -> None:
+def _ask(network: PeerNetwork, start: Start, node: NodeAt, guard: Callable[[Callable[[], None]], None]) -> None:
     def connected(error: str) -> None:
         if error:
             answered(None, error)

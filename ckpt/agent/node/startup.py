@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt.agent.job.job import Job
 from ckpt.agent.job.job_context import tell
 from ckpt.agent.net.progress import SAY_S
-from ckpt.agent.node.node_memory import Keeper
-from ckpt.agent.node.startup_state import Resolved, Start
-from ckpt.agent.restore.restore_session import Restore, frames_asked
-from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.node.node_memory import NodeMemory
+from ckpt.agent.node.startup_state import ResolvedStart, Start
+from ckpt.agent.restore.restore_session import RestoreSession, frames_asked
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots import candidates
 from ckpt.agent.snapshots.candidates import Candidate
 from ckpt.agent.snapshots.inventory import claim_told, texts
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint, Memory, Near
-from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteRanks
+from ckpt.agent.snapshots.memory_checkpoint import Memory, MemoryCheckpoint, Near
+from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteShare
 from ckpt.agent.state.job_facts import State
 from ckpt.errors import (
     AgentError,
@@ -48,9 +48,9 @@ from ckpt.storage.names import shown
 from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.restore.peer_source import PeerFrames
-    from ckpt.agent.restore.shared_read import FanOut
-    from ckpt.agent.snapshots.manifest_gather import Places
+    from ckpt.agent.restore.peer_source import PeerSource
+    from ckpt.agent.restore.shared_read import SharedRead
+    from ckpt.agent.snapshots.manifest_gather import FramePlaces
     from ckpt.format.manifest import Manifest
     from ckpt.ipc.addresses import Address
     from ckpt.ipc.node_list import NodeAt
@@ -65,10 +65,10 @@ STAGED_S = 5.0  # how long a start waits for what was staged last to be put toge
 LISTED_MAX = 200  # names of one kind in an answer
 
 
-class Starts(Keeper):
+class Startup(NodeMemory):
     """The start that is under way. Everything runs on the agent's main thread."""
 
-    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
         self._awaiting: list[Peer] = []  # ranks that have this agent listen, and have joined nothing yet
         self._struck: dict[Identity, str] = {}
@@ -215,7 +215,7 @@ class Starts(Keeper):
         start.has_any = start.has_any or bool(found)  # one that cannot be put together is no candidate any more
         start.newest_step = found[0].identity.tick.step if found else start.newest_step
         start.stored = tuple(each.identity for each in found if each.records)
-        held: list[tuple[Candidate, Checkpoint | None]] = []
+        held: list[tuple[Candidate, MemoryCheckpoint | None]] = []
         for each in (each for each in found if each.identity not in self._struck):
             checkpoint = self._in_memory(each.identity) if not start.nodes else None  # other nodes ask where it lies
             if each.in_memory and checkpoint is None:
@@ -230,7 +230,9 @@ class Starts(Keeper):
         start.resolving = True
         self._for(start, lambda: self._resolve(held), lambda done: self._resolved(start, done))
 
-    def _resolve(self, held: list[tuple[Candidate, Checkpoint | None]]) -> tuple[Resolved | None, dict[Identity, str]]:
+    def _resolve(
+        self, held: list[tuple[Candidate, MemoryCheckpoint | None]]
+    ) -> tuple[ResolvedStart | None, dict[Identity, str]]:
         """On a thread: the first candidate whose manifest can be read, and those before it that cannot.
 
         Errors: NewerFormat: going on from an older one would make a branch of what a newer ckpt has saved."""
@@ -240,7 +242,7 @@ class Starts(Keeper):
         for candidate, checkpoint in held:
             if checkpoint is not None:
                 manifest = checkpoint.manifest
-                return Resolved(candidate, manifest, encode_manifest(manifest), checkpoint.metrics), damaged
+                return ResolvedStart(candidate, manifest, encode_manifest(manifest), checkpoint.metrics), damaged
             try:
                 record = self._store.reader(candidate.records).record
             except NewerFormat as exc:
@@ -253,10 +255,10 @@ class Starts(Keeper):
                 damaged[candidate.identity] = str(exc)
                 continue
             encoded = encode_manifest(record.manifest)
-            return Resolved(candidate, record.manifest, encoded, record.metrics, record), damaged
+            return ResolvedStart(candidate, record.manifest, encoded, record.metrics, record), damaged
         return None, damaged
 
-    def _resolved(self, start: Start, done: Future[tuple[Resolved | None, dict[Identity, str]]]) -> None:
+    def _resolved(self, start: Start, done: Future[tuple[ResolvedStart | None, dict[Identity, str]]]) -> None:
         start.resolving = False
         error = done.exception()
         if error is not None:
@@ -288,14 +290,14 @@ class Starts(Keeper):
         self.current = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
         return self.current
 
-    def _remote_ranks(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteRanks]:
+    def _remote_ranks(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteShare]:
         """The shares of all nodes but the first, which is this one."""
         network, called = self.network, self._server.called
         if network is None:
             return []
-        return [RemoteRanks(network, each.name, epoch, world, each.ranks, called) for each in nodes[1:]]
+        return [RemoteShare(network, each.name, epoch, world, each.ranks, called) for each in nodes[1:]]
 
-    def _offer_candidate(self, start: Start, chosen: Resolved | None, damaged: dict[Identity, str]) -> None:
+    def _offer_candidate(self, start: Start, chosen: ResolvedStart | None, damaged: dict[Identity, str]) -> None:
         assert start.request_id is not None
         job = start.job = start.job or self._new_job(start)
         start.chosen = chosen.candidate if chosen is not None else None
@@ -326,7 +328,7 @@ class Starts(Keeper):
         if memory is None and places is not None:
             memory = Near(self._arenas_of(identity), places.ranks, places.offsets)
         fan = self._fan_out(start, job, chosen, places) if records else None
-        job.restore = Restore(
+        job.restore = RestoreSession(
             identity,
             chosen.manifest,
             job.ranks.count,
@@ -375,7 +377,7 @@ class Starts(Keeper):
             return "local"
         return "peer" if gathered is not None else "store"
 
-    def _tell_of_lost_parts(self, start: Start, chosen: Resolved | None) -> None:
+    def _tell_of_lost_parts(self, start: Start, chosen: ResolvedStart | None) -> None:
         """A newer checkpoint than the one that is gone on from lay in memory, and a part of it has gone with a node."""
         found = start.inventory.incomplete()
         if not found or start.told_of_loss or (chosen is not None and max(found) <= chosen.candidate.identity):
@@ -534,15 +536,15 @@ class Starts(Keeper):
         """Puts a checkpoint together that lies on several nodes, and then chooses again."""
         raise NotImplementedError
 
-    def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:
+    def _find_part(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:
         """What memory has of a candidate from the store, or can have of it soon, need not be read from there."""
         raise NotImplementedError
 
-    def _serve_others(self, start: Start, places: Places, manifest: Manifest) -> PeerFrames | None:
+    def _serve_others(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
         """The nodes give each other what they hold of it; and what this one gets of it."""
         raise NotImplementedError
 
-    def _fan_out(self, start: Start, job: Job, chosen: Resolved, places: Places | None) -> FanOut | None:
+    def _fan_out(self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None) -> SharedRead | None:
         """The nodes share the reading of the store, but for what memory has; what this one has to do with it."""
         raise NotImplementedError
 

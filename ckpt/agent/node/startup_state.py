@@ -11,7 +11,7 @@ from ckpt.agent.job.job import Job
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.candidates import Candidate
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.manifest_gather import Gathered, Places
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
 from ckpt.format.manifest import Manifest, Record
 from ckpt.types import Identity
 
@@ -42,7 +42,7 @@ class Start:
     lenders: tuple[Address, ...] = ()
     silent: set[str] = field(default_factory=set)
     inventory: Inventory = field(default_factory=Inventory)
-    gathered: dict[Identity, Gathered] = field(default_factory=dict)
+    gathered: dict[Identity, GatheredManifest] = field(default_factory=dict)
     failed: dict[Identity, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     listed: bool = False
@@ -58,7 +58,7 @@ class Start:
     asked_former: bool = False
     former: list[NodeAt] = field(default_factory=list)
     told: dict[Identity, list[bytes]] = field(default_factory=dict)
-    part: Places | None = None
+    part: FramePlaces | None = None
 
     def newest_stored(self, struck: Container[Identity]) -> Identity | None:
         """What a start would find in the store, which has it at or before what was chosen."""
@@ -67,7 +67,7 @@ class Start:
         newest = self.chosen.identity
         return next((each for each in self.stored if each <= newest and each not in struck), None)
 
-    def places(self, identity: Identity) -> Places | None:
+    def places(self, identity: Identity) -> FramePlaces | None:
         """Where memory has it, or a part of it."""
         if identity in self.gathered:
             return self.gathered[identity].places
@@ -75,7 +75,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedStart:
     """A candidate that can be restored, and its manifest. `record`: which the store has of it; None where memory has
     the candidate."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckpt.agent.runtime.event_loop import Server
+    from ckpt.agent.runtime.event_loop import EventLoop
 
 log = logging.getLogger("ckpt")
 
@@ -42,10 +42,10 @@ class Caller:
     left: memoryview | None = None
 
 
-class Scrape:
+class MetricsHttp:
     """Owns the listening socket and the connections. `page` makes the body."""
 
-    def __init__(self, server: Server, host: str, port: int, page: Callable[[], bytes]) -> None:
+    def __init__(self, server: EventLoop, host: str, port: int, page: Callable[[], bytes]) -> None:
         """`host`: a literal address; port 0: any that is free. Errors: OSError."""
         self._server = server
         self._make_page = page

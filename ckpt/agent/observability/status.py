@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.state.accounting import Account, Phase
+from ckpt.agent.state.accounting import Accounting, Phase
 from ckpt.agent.state.job_facts import State, Store, Why
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.events import Event, JsonLines
@@ -26,9 +26,9 @@ from ckpt.types import Identity, Tick, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.job.job import Job
-    from ckpt.agent.observability.metrics_http import Scrape
-    from ckpt.agent.restore.restore_session import Restore
-    from ckpt.agent.runtime.event_loop import Server
+    from ckpt.agent.observability.metrics_http import MetricsHttp
+    from ckpt.agent.restore.restore_session import RestoreSession
+    from ckpt.agent.runtime.event_loop import EventLoop
     from ckpt.format.manifest import Record
 
 RECENT = 8  # events that are shown
@@ -37,7 +37,7 @@ _UNSAID = ("commit.done", "snapshot.done", "policy.changed", "job.account")  # s
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class Showing:
+class Status:
     """Owns the account, the file and the endpoint. `status`: all that is shown. `tell`: what goes wrong here goes
     there."""
 
@@ -45,11 +45,11 @@ class Showing:
         self,
         url: str,
         settings: Settings,
-        server: Server,
+        server: EventLoop,
         status: Callable[[], dict[str, Any]],
         tell: Callable[[Event], None],
     ) -> None:
-        self.account = Account()
+        self.account = Accounting()
         self.url = url
         self._settings = settings
         self._server = server
@@ -58,7 +58,7 @@ class Showing:
         self._began_s, self._began_at = time.monotonic(), time.time()
         self._recent: collections.deque[tuple[float, Event]] = collections.deque(maxlen=RECENT)
         self._interrupted: set[str] = set()  # epochs that left by a notice
-        self._scrape: Scrape | None = None
+        self._scrape: MetricsHttp | None = None
         self._opened = False
         self._lines: JsonLines | None = None
         if settings.events is not None:
@@ -92,7 +92,7 @@ class Showing:
             self._interrupted.add(str(job.epoch))
 
     def restored(
-        self, job: Job, level: str, restore: Restore | None, steps_lost: int | None, stored: Identity | None
+        self, job: Job, level: str, restore: RestoreSession | None, steps_lost: int | None, stored: Identity | None
     ) -> None:
         """Training begins, after what was restored; `level`: where that was found. `steps_lost`: see `Start`. `stored`:
         the newest that the store has of what is gone on from, wherever that was found."""
@@ -187,10 +187,10 @@ class Showing:
         }
 
     def _open(self, host: str, port: int) -> None:
-        from ckpt.agent.observability.metrics_http import Scrape
+        from ckpt.agent.observability.metrics_http import MetricsHttp
 
         try:
-            self._scrape = Scrape(self._server, host, port, self._page)
+            self._scrape = MetricsHttp(self._server, host, port, self._page)
         except OSError as exc:
             text = f"ckpt: no metrics at {host}:{port}: {exc}; another agent of this host may have that port"
             self._tell(Event("metrics.failed", text, True))

@@ -37,7 +37,7 @@ class When(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SaveTiming:
     """Saving a state that takes so many bytes of memory took so many seconds."""
 
     seconds: float
@@ -48,10 +48,10 @@ class Measured:
         return self.seconds * max(1.0, count / self.bytes) if self.bytes else self.seconds
 
     @staticmethod
-    def learnt(took_s: float, count: int, before: Measured | None) -> Measured:
+    def learnt(took_s: float, count: int, before: SaveTiming | None) -> SaveTiming:
         """A slow one is remembered for longer than a quick one."""
         before_s = before.seconds_of(count) if before is not None else 0.0
-        return Measured(max(took_s, 0.5 * (took_s + before_s)), count)
+        return SaveTiming(max(took_s, 0.5 * (took_s + before_s)), count)
 
 
 def choose(left_s: float, commit_s: float, copy_s: float | None, pushes: bool) -> Course:

@@ -12,26 +12,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckpt.agent.preemption.preemption import Standing
+    from ckpt.agent.preemption.preemption import StandingNotice
 
 SOURCES = frozenset({"azure"})  # that know such a word
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Planned:
+class PlannedEvent:
     """An event, by the names that its source gives it."""
 
     source: str
     key: str
 
 
-def next_of(standing: Iterable[Standing], done: Collection[Planned], now_s: float) -> tuple[Planned, str] | None:
+def next_of(
+    standing: Iterable[StandingNotice], done: Collection[PlannedEvent], now_s: float
+) -> tuple[PlannedEvent, str] | None:
     """What is to be acknowledged next, and by which node: the coordinator's own ("") where that heard it, else the one
     whose agent has the lowest name. `done`: what was tried before. None: nothing is left."""
-    found: dict[Planned, set[str]] = {}
+    found: dict[PlannedEvent, set[str]] = {}
     for each in standing:
         if each.source in SOURCES and each.certain and each.deadline_s > now_s:
             for node in each.nodes:
-                found.setdefault(Planned(each.source, each.bare_key), set()).add(node)
+                found.setdefault(PlannedEvent(each.source, each.bare_key), set()).add(node)
     left = sorted((planned, min(nodes)) for planned, nodes in found.items() if planned not in done)
     return left[0] if left else None

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.agent.preemption.deadline_strategy import Course, When
-from ckpt.agent.preemption.preemption import END_S, Leaving, Report, Standing
-from ckpt.agent.state.actions import Answer, LeftBy, Request, SetVerdict, Tell
+from ckpt.agent.preemption.preemption import END_S, Preemption, Report, StandingNotice
+from ckpt.agent.state.actions import AnswerRequest, LeftBy, Request, SetVerdict, Tell
 from ckpt.agent.state.job_facts import REJOIN_S, Round, Why
 from ckpt.agent.state.rank_presence import Presence
-from ckpt.ipc.control_page import Kind, Word
+from ckpt.ipc.control_page import ControlWord, WordKind
 from ckpt.ipc.notice_sources import SIGNAL
 from ckpt.types import Tick
 
@@ -41,7 +41,7 @@ class Unknown:
     since_s: float | None = None
 
 
-class Verdicts(Leaving):
+class ExitVote(Preemption):
     """The facts of one job, what follows from its notices, and the verdicts on its holds."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -145,12 +145,14 @@ class Verdicts(Leaving):
                 del self._unknown[rank]
                 if told or not all_came:
                     by_s = self._leave_by_s if self._leave_by_s is not None else self.deadline_s(now_s)
-                    self._out.append(Answer(asked.request, {"leave": True, "by_s": math.inf if by_s is None else by_s}))
+                    self._out.append(
+                        AnswerRequest(asked.request, {"leave": True, "by_s": math.inf if by_s is None else by_s})
+                    )
                 else:
                     self._answer_held(asked.request, False)
 
     def _answer_held(self, request: Request, leave: bool) -> None:
-        self._out.append(Answer(request, {"leave": leave, "by_s": self._leave_by_s if leave else None}))
+        self._out.append(AnswerRequest(request, {"leave": leave, "by_s": self._leave_by_s if leave else None}))
 
     def _ask_who_is_late(self, now_s: float) -> None:
         """Some hold, and some have not come to that boundary. One that passed it before it could see the appointment
@@ -164,7 +166,7 @@ class Verdicts(Leaving):
         elif now_s >= self._ask_late_s:
             self._ask_late_every_s = min(2 * self._ask_late_every_s, ASK_LATE_S_MAX)
             self._ask_late_s = now_s + self._ask_late_every_s
-            word = Word(round_.number, round_.slot, Kind.HOLD, round_.tick.step, round_.tick.sub)
+            word = ControlWord(round_.number, round_.slot, WordKind.HOLD, round_.tick.step, round_.tick.sub)
             self._out.append(Tell({"t": "awaited", "word": word.pack()}))
 
     def _end_attempts(self, now_s: float) -> None:
@@ -186,7 +188,7 @@ class Verdicts(Leaving):
                 "there was no time to wait for a boundary" if short else "no boundary came in time", True, signals
             )
 
-    def _end(self, why: str, wait: bool, signals: list[Standing]) -> None:
+    def _end(self, why: str, wait: bool, signals: list[StandingNotice]) -> None:
         deadline_s = min(each.deadline_s for each in signals)
         self._ended, self._end_why, self._end_waits, self._leave_by_s = True, why, wait, deadline_s
         self._report = Report("ended", why, deadline_s, self._texts([(each.source, each.key) for each in signals]))
@@ -223,9 +225,9 @@ class Verdicts(Leaving):
         return {m.rank: m.lost_s + AWAY_S for m in self.members.seen.lost if m.lost_s is not None}
 
     @property
-    def _signals(self) -> list[Standing]:
+    def _signals(self) -> list[StandingNotice]:
         return [each for each in self.notices.values() if each.certain and each.source == SIGNAL]
 
-    def _last_s(self, signals: list[Standing], now_s: float) -> float:
+    def _last_s(self, signals: list[StandingNotice], now_s: float) -> float:
         """Until when signalled ranks wait for a boundary."""
         return min(each.deadline_s for each in [*signals, *self._live(now_s)]) - END_S

@@ -31,7 +31,7 @@ ACKNOWLEDGE_AGAIN_S = 1.0
 PASSED_MAX = 100  # of notices, for which is remembered when their time came
 
 
-class Listening:
+class NoticeListeners:
     """Owns the threads. `post` runs something on the main thread; `tell` is called there with each word. All methods
     are for the main thread. `standing`: what was told and not taken back, by (source, key); with a deadline that was
     still ahead when it was told first."""

@@ -24,7 +24,7 @@ LEFT_S_MAX = 1e12  # further away than any time that a source can name
 Name = tuple[str, str]  # source and key
 
 
-class Standing:
+class RelayedNotice:
     """What stands on this node, for the coordinator."""
 
     def __init__(self) -> None:

@@ -19,13 +19,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.agent.preemption import event_ack
-from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, SLACK, Course, Measured, When, choose, outlasts
-from ckpt.agent.preemption.event_ack import Planned
+from ckpt.agent.preemption.deadline_strategy import (
+    OUTLIVES_S,
+    PAST_S,
+    SLACK,
+    Course,
+    SaveTiming,
+    When,
+    choose,
+    outlasts,
+)
+from ckpt.agent.preemption.event_ack import PlannedEvent
 from ckpt.agent.preemption.notice_relay import bare
-from ckpt.agent.state.actions import Acknowledge, Emit, Outcome
+from ckpt.agent.state.actions import Acknowledge, Emit, WriteOutcome
 from ckpt.agent.state.job_facts import REJOIN_S, Round, Slot, State, Store, Why
-from ckpt.agent.state.rank_presence import Member
-from ckpt.agent.state.replica_state import Elsewhere
+from ckpt.agent.state.rank_presence import RankState
+from ckpt.agent.state.replica_state import ReplicaState
 from ckpt.agent.state.step_timing import PACE_S
 from ckpt.ipc.notice_sources import FORMER, SIGNAL
 from ckpt.ipc.outcome_file import text_of
@@ -49,7 +58,7 @@ NOTICES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StandingNotice:
     """A notice that stands. `deadline_s`, `told_s`: on the clock of `decide`. (source, key) names it: told again it
     replaces the former. `nodes`: those that it is about; "" is this one."""
 
@@ -71,7 +80,7 @@ class Standing:
         """The key as its source gave it, on whichever of these nodes it was told first."""
         return next((key for node in self.nodes if (key := bare(self.key, node)) != self.key), self.key)
 
-    def is_that_of(self, other: Standing) -> bool:
+    def is_that_of(self, other: StandingNotice) -> bool:
         """Whether it is the same event, which each node hears of by itself: the end of an allocation, say."""
         same = (self.source, self.bare_key, self.certain, self.when)
         same_time = abs(self.deadline_s - other.deadline_s) <= MOVED_S
@@ -95,18 +104,18 @@ class Report:
     told: Saved | None = None  # what was told of it already
 
 
-class Leaving(Elsewhere):
+class Preemption(ReplicaState):
     """The facts of one job, and what follows from the notices among them."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.notices: dict[tuple[str, str], Standing] = {}
+        self.notices: dict[tuple[str, str], StandingNotice] = {}
         self.course = Course.STAY
         self._due: set[tuple[str, str]] = set()  # it is time to leave by them; see `_find_due`
         self._over: set[tuple[str, str]] = set()  # whose passing was reported
-        self._saved: Measured | None = None  # from all staged to committed
-        self._committed_in: Measured | None = None  # of that, the commit alone
-        self._copied: Measured | None = None  # from all staged to copied
+        self._saved: SaveTiming | None = None  # from all staged to committed
+        self._committed_in: SaveTiming | None = None  # of that, the commit alone
+        self._copied: SaveTiming | None = None  # from all staged to copied
         self._copy_by_s: float | None = None  # the last one goes to nodes that stay first, and until then
         self._stall_s = 0.0
         self._extra_asked = False
@@ -120,13 +129,13 @@ class Leaving(Elsewhere):
         self._end_reported = False  # that they left since they had come to their end: said once
         self.may_acknowledge = False  # whether the user lets planned events begin at once when all is safe
         self.acknowledging = False  # one is being told so
-        self._acknowledged: set[Planned] = set()  # or tried in vain
+        self._acknowledged: set[PlannedEvent] = set()  # or tried in vain
         self._all_said = False  # nothing is left to be acknowledged
         self._left_saved = False  # all ranks left by a notice, and what they staged last is in the store
 
     # -- facts
 
-    def warn(self, told: Standing) -> Standing:
+    def warn(self, told: StandingNotice) -> StandingNotice:
         """A notice, new or moved; as it stands now. A signal that another rank got as well keeps its first deadline. By
         what this start leaves it leaves also where its time moves meanwhile."""
         name = (told.source, told.key)
@@ -168,7 +177,7 @@ class Leaving(Elsewhere):
         self._over.discard((source, key))
         self._is_far((source, key))
 
-    def goes_on(self, former: Leaving) -> None:
+    def goes_on(self, former: Preemption) -> None:
         """This start goes on from that one, which was here: saving takes as long as it took there, until it is
         measured."""
         self._saved, self._copied = self._saved or former._saved, self._copied or former._copied
@@ -190,8 +199,8 @@ class Leaving(Elsewhere):
             round_.last_try = False  # that node could not do its part
         if round_ is not None and round_.commit_began_s is not None and not error:
             took_s = now_s - round_.commit_began_s
-            self._committed_in = Measured.learnt(took_s, round_.bytes, self._committed_in)
-            self._saved = Measured.learnt(took_s + (round_.hashed_s or 0.0), round_.bytes, self._saved)
+            self._committed_in = SaveTiming.learnt(took_s, round_.bytes, self._committed_in)
+            self._saved = SaveTiming.learnt(took_s + (round_.hashed_s or 0.0), round_.bytes, self._saved)
         if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
             self._away = None
         if self._early is not None and self.committed_tick is not None and self.committed_tick >= self._early:
@@ -203,7 +212,7 @@ class Leaving(Elsewhere):
         round_ = self.slots[slot].round
         if round_ is not None and round_.copy_began_s is not None and not error:
             took_s = now_s - round_.copy_began_s + (round_.hashed_s or 0.0)
-            self._copied = Measured.learnt(took_s, round_.bytes, self._copied)
+            self._copied = SaveTiming.learnt(took_s, round_.bytes, self._copied)
         return why_not
 
     # -- what others ask
@@ -400,10 +409,10 @@ class Leaving(Elsewhere):
         if not self._near:
             self._early = None
 
-    def _near_from_s(self, each: Standing) -> float:
+    def _near_from_s(self, each: StandingNotice) -> float:
         return each.deadline_s - self.need_s - NEAR_S
 
-    def _due_from_s(self, each: Standing) -> float | None:
+    def _due_from_s(self, each: StandingNotice) -> float | None:
         """When it is time to leave by it. None: that is not known before this start trains, since until then what it
         goes on from may not have told how long saving takes."""
         if each.when is When.AT_ONCE and each.certain:
@@ -495,7 +504,7 @@ class Leaving(Elsewhere):
             return False
         return any(now_s < self._returns_by_s(each) for each in self.members.seen.lost if each.leave is not None)
 
-    def _returns_by_s(self, member: Member) -> float:
+    def _returns_by_s(self, member: RankState) -> float:
         """Until when a rank that waits to leave is taken to come back; -math.inf: its connection is not gone."""
         if member.lost_s is None:
             return -math.inf
@@ -546,7 +555,7 @@ class Leaving(Elsewhere):
             "left_s": round(left_s, 3),
             "error": self.last_error,
         }
-        self._out.append(Outcome(body))
+        self._out.append(WriteOutcome(body))
         self._out.append(Emit("notice.outcome", text_of(body), True, body))
 
     def _level_in_memory(self, round_: Round) -> str:
@@ -570,7 +579,7 @@ class Leaving(Elsewhere):
 
     # -- small steps
 
-    def _live(self, now_s: float) -> list[Standing]:
+    def _live(self, now_s: float) -> list[StandingNotice]:
         return [each for each in self.notices.values() if each.sends_away and each.deadline_s > now_s]
 
     def _certain(self) -> tuple[str, ...]:

@@ -9,34 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.replication.parity_service import Parities, Where
-from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
+from ckpt.agent.replication.parity_service import ParityService, Where
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
 from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.snapshots.described import ChunkName, Described
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunkName
 from ckpt.errors import CkptError
 from ckpt.format.parity import Row
-from ckpt.placement.parity_placement import Group
+from ckpt.placement.parity_placement import ParityGroup
 from ckpt.placement.rebuild import stripes_of
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.arena import Arena
     from ckpt.ipc.node_list import NodeAt
 
 
-class Striping(Replication):
+class ParityEncoding(Replication):
     """`groups`: as placed; what nodes have staged is no more than was planned there. The rest: see Replication."""
 
     what = "parity"
 
     def __init__(
         self,
-        network: Network,
-        copies: Copies,
-        parities: Parities,
+        network: PeerNetwork,
+        copies: ReplicaStore,
+        parities: ParityService,
         nodes: Sequence[NodeAt],
-        groups: Sequence[Group],
+        groups: Sequence[ParityGroup],
         identity: Identity,
         safe: Identity | None,
         own: Mapping[int, Arena],
@@ -56,7 +56,7 @@ class Striping(Replication):
         }
         super().__init__(network, copies, nodes, wanted, identity, safe, own, then, needed)
         self._parities = parities
-        self._described: dict[str, list[Described]] = {}
+        self._described: dict[str, list[DescribedSnapshot]] = {}
         self._failed: dict[str, str] = {}  # holders of which nothing is asked, and why
 
     def _keep(self, source: str, holder: str, blob: bytes) -> None:
@@ -78,7 +78,7 @@ class Striping(Replication):
 
         def ended(_: object, error: str) -> None:
             for giver in givers:
-                super(Striping, self)._ended(giver, holder, error)
+                super(ParityEncoding, self)._ended(giver, holder, error)
 
         if holder in self._failed:
             ended(None, self._failed[holder])
@@ -103,20 +103,20 @@ class Striping(Replication):
         }
         self._parities.have(holder, fields, [where.encode(), encode_described(described)], ended)
 
-    def _chunks(self, group: Group, holder: str) -> list[ChunkName]:
+    def _chunks(self, group: ParityGroup, holder: str) -> list[ParityChunkName]:
         """Which that node is to keep of a group's. Errors: UsageError."""
         sizes = [[(each.rank, each.staged_bytes) for each in self._described.get(name, ())] for name in group.members]
         return [
-            ChunkName(self._identity, Row(row), striped)
+            ParityChunkName(self._identity, Row(row), striped)
             for striped, holders in stripes_of(group.stripes, sizes)
             for row, index in enumerate(holders)
             if group.members[index] == holder
         ]
 
 
-def _holders(group: Group) -> set[str]:
+def _holders(group: ParityGroup) -> set[str]:
     return {group.members[index] for stripe in group.stripes for index in stripe.holders}
 
 
-def _givers(group: Group) -> set[str]:
+def _givers(group: ParityGroup) -> set[str]:
     return {group.members[part.member] for stripe in group.stripes for part in stripe.parts}

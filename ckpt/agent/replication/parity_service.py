@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_worker import Folding, Origin
-from ckpt.agent.replication.rebuild_queue import Making, Work
-from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described, transfer_of
-from ckpt.agent.runtime.workers import Bulk, Lane, failure
-from ckpt.agent.snapshots.described import Chunk, ChunkName, Described, row_from
+from ckpt.agent.replication.parity_worker import FrameOrigin, ParityWorker
+from ckpt.agent.replication.rebuild_queue import RebuildQueue, RebuildWork
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described, transfer_of
+from ckpt.agent.runtime.workers import Lane, Workers, failure
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, row_from
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
 from ckpt.ipc.addresses import Address
@@ -34,7 +34,7 @@ from ckpt.placement.rebuild import Striped, rebuildable
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.arena import Arena
 
 CHUNKS_MAX = 4096  # of one checkpoint at one node
@@ -51,7 +51,7 @@ class Where:
 
     nodes: Mapping[str, tuple[Address, ...]]
     ranks: Mapping[int, str]
-    chunks: Sequence[tuple[str, ChunkName, Frames | None]]
+    chunks: Sequence[tuple[str, ParityChunkName, Frames | None]]
 
     def encode(self) -> bytes:
         chunks = [
@@ -75,7 +75,7 @@ class Where:
                 [
                     (
                         str(name),
-                        ChunkName(identity, row_from(row), Striped.of(length, sources)),
+                        ParityChunkName(identity, row_from(row), Striped.of(length, sources)),
                         Frames.decode(frames, int(length)) if frames is not None else None,
                     )
                     for name, row, length, sources, frames in chunks
@@ -84,7 +84,7 @@ class Where:
         except (ValueError, TypeError, OverflowError, AttributeError) as exc:
             raise AgentError(f"where a checkpoint is to be had was told wrong: {exc}") from exc
 
-    def check(self, snapshots: Mapping[int, Described]) -> None:
+    def check(self, snapshots: Mapping[int, DescribedSnapshot]) -> None:
         """Errors: AgentError where a parity is of bytes that no rank staged."""
         sizes = {rank: each.staged_bytes for rank, each in snapshots.items()}
         for _, chunk, _ in self.chunks:
@@ -93,22 +93,22 @@ class Where:
                     raise AgentError(f"a parity of bytes that rank {run.rank} has not staged")
 
 
-class Parities:
+class ParityService:
     """`arenas_of`: by rank, the snapshots of a checkpoint that lie here, copies among them. `free_bytes`: what may
     still be taken on this machine."""
 
     def __init__(
         self,
-        bulk: Bulk,
+        bulk: Workers,
         post: Callable[[Callable[[], None]], None],
-        copies: Copies,
+        copies: ReplicaStore,
         arenas_of: Callable[[Identity], dict[int, Arena]],
-        network: Callable[[], Network | None],
+        network: Callable[[], PeerNetwork | None],
         free_bytes: Callable[[], int],
     ) -> None:
         self._bulk, self._post, self._copies = bulk, post, copies
         self._arenas_of, self._network, self._free_bytes = arenas_of, network, free_bytes
-        self._making = Making(copies, free_bytes)
+        self._making = RebuildQueue(copies, free_bytes)
 
     def have(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         """That node does it: `then` hears the blobs of its answer and "", or what went wrong; later than this call.
@@ -173,7 +173,7 @@ class Parities:
     # -- keeping
 
     def _keep(
-        self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, Described], then: Then
+        self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, DescribedSnapshot], then: Then
     ) -> None:
         chunks = self._copies.chunks
         new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in chunks.kept]
@@ -189,7 +189,7 @@ class Parities:
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
         origins = self._origins(identity, where, snapshots)
-        arenas: dict[ChunkName, Arena] = {}
+        arenas: dict[ParityChunkName, Arena] = {}
         try:
             for name in new:
                 arenas[name] = self._copies.begin_chunk(name)
@@ -198,13 +198,13 @@ class Parities:
             raise AgentError(f"no memory for {sum(lengths) >> 20} MiB of parity") from exc
         folding = self._folding()
 
-        def make() -> list[Chunk]:
+        def make() -> list[ParityChunk]:
             return [
                 folding.make(name, world, origins, {rank: snapshots[rank] for rank in name.striped.ranks}, arena)
                 for name, arena in arenas.items()
             ]
 
-        def made(done: Future[list[Chunk]]) -> None:
+        def made(done: Future[list[ParityChunk]]) -> None:
             error = failure(done)
             error = chunks.end(arenas, [] if error else done.result()) or error
             self._copies.attempted(identity, PARITY, not error)
@@ -233,7 +233,7 @@ class Parities:
             then([], "")
             return
 
-        def published(found: list[Described], error: str) -> None:
+        def published(found: list[DescribedSnapshot], error: str) -> None:
             then([] if error else [encode_described(found)], error)
 
         given = {rank: arenas[rank] for rank in ranks}
@@ -247,7 +247,7 @@ class Parities:
         identity: Identity,
         rank: int,
         where: Where,
-        snapshots: Mapping[int, Described],
+        snapshots: Mapping[int, DescribedSnapshot],
         order: Sequence[Row],
         fields: Mapping[str, Any],
         then: Then,
@@ -279,35 +279,37 @@ class Parities:
                 then([], error)
 
         size, leave, reader = snapshots[rank].size, int(fields["leave"]), str(fields.get("reader", ""))
-        work = Work(size, leave, urgent, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
+        work = RebuildWork(size, leave, urgent, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
         self._making.want(work)
 
     # -- small steps
 
-    def _folding(self, urgent: bool = False) -> Folding:
+    def _folding(self, urgent: bool = False) -> ParityWorker:
         network = self._network()
-        return Folding(network.transport if network is not None else None, self._copies.progress.moved, urgent)
+        return ParityWorker(network.transport if network is not None else None, self._copies.progress.moved, urgent)
 
-    def _origins(self, identity: Identity, where: Where, snapshots: Mapping[int, Described]) -> dict[int, Origin]:
+    def _origins(
+        self, identity: Identity, where: Where, snapshots: Mapping[int, DescribedSnapshot]
+    ) -> dict[int, FrameOrigin]:
         """Of what the ranks staged that are somewhere. Errors: AgentError."""
         here, found = self._arenas_of(identity), {}
         for rank in where.ranks.keys() & snapshots.keys():
             name, frames = transfer_of(identity, rank), snapshots[rank].frames
             if rank in here and here[rank].bytes >= snapshots[rank].size:
-                found[rank] = Origin(name, frames, here=here[rank].view)
+                found[rank] = FrameOrigin(name, frames, here=here[rank].view)
             else:
                 node = where.ranks[rank]
-                found[rank] = Origin(name, frames, node, self._addresses(node, where))
+                found[rank] = FrameOrigin(name, frames, node, self._addresses(node, where))
         return found
 
-    def _parities(self, where: Where) -> dict[Striped, dict[Row, Origin]]:
-        found: dict[Striped, dict[Row, Origin]] = {}
+    def _parities(self, where: Where) -> dict[Striped, dict[Row, FrameOrigin]]:
+        found: dict[Striped, dict[Row, FrameOrigin]] = {}
         for node, name, frames in where.chunks:
             kept = self._copies.chunks.kept.get(name)
             if kept is not None:
-                origin = Origin(name.transfer, kept.frames, here=kept.data)
+                origin = FrameOrigin(name.transfer, kept.frames, here=kept.data)
             elif frames is not None:
-                origin = Origin(name.transfer, frames, node, self._addresses(node, where))
+                origin = FrameOrigin(name.transfer, frames, node, self._addresses(node, where))
             else:
                 continue
             found.setdefault(name.striped, {})[name.row] = origin
@@ -328,6 +330,6 @@ def ranks_told(needed: Any) -> list[int] | None:
     return [int(rank) for rank in needed] if needed is not None else None
 
 
-def _by_rank(blob: bytes) -> dict[int, Described]:
+def _by_rank(blob: bytes) -> dict[int, DescribedSnapshot]:
     """Errors: AgentError."""
     return {described.rank: described for described in decode_described(blob)}

@@ -9,22 +9,24 @@ from ckpt.ipc.arena import Arena, created_bytes
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.runtime.workers import Bulk
-    from ckpt.agent.snapshots.described import Chunk, ChunkName
+    from ckpt.agent.runtime.workers import Workers
+    from ckpt.agent.snapshots.described import ParityChunk, ParityChunkName
 
 
-class Chunks:
+class ParityStore:
     """`kept`: what is whole and right. Memory that is being filled counts, too. `goes`: told of each that was kept,
     before its memory may be used for something else. That is arenas', which take pages as they are filled, and are
     closed, by threads: the main thread would be silent for half a second for each GiB that is zeroed."""
 
-    def __init__(self, bulk: Bulk, goes: Callable[[ChunkName], None] = lambda name: None) -> None:
+    def __init__(self, bulk: Workers, goes: Callable[[ParityChunkName], None] = lambda name: None) -> None:
         self._bulk, self._goes = bulk, goes
-        self.kept: dict[ChunkName, Chunk] = {}
-        self._coming: dict[ChunkName, Arena] = {}
-        self._unwanted: set[ChunkName] = set()  # of these
+        self.kept: dict[ParityChunkName, ParityChunk] = {}
+        self._coming: dict[ParityChunkName, Arena] = {}
+        self._unwanted: set[ParityChunkName] = set()  # of these
         self._spare: list[Arena] = []
-        self._instead: dict[Identity, frozenset[ChunkName]] = {}  # of what is kept of these, once they are safe by it
+        self._instead: dict[
+            Identity, frozenset[ParityChunkName]
+        ] = {}  # of what is kept of these, once they are safe by it
         self.since: Epoch | None = None  # of epochs before it nothing is kept any more
 
     @property
@@ -50,10 +52,10 @@ class Chunks:
     def identities(self) -> set[Identity]:
         return {name.identity for name in self.kept}
 
-    def is_coming(self, name: ChunkName) -> bool:
+    def is_coming(self, name: ParityChunkName) -> bool:
         return name in self._coming
 
-    def begin(self, name: ChunkName) -> Arena:
+    def begin(self, name: ParityChunkName) -> Arena:
         """Memory for it, with anything in it: some whose pages are warm, if there is. Errors: OSError."""
         found = self._warm(name.striped.length)
         if found is not None:
@@ -69,7 +71,7 @@ class Chunks:
         """Gives back some of what is only warm; whether there was any."""
         return bool(self.cool(1))
 
-    def end(self, names: Iterable[ChunkName], made: Collection[Chunk]) -> str:
+    def end(self, names: Iterable[ParityChunkName], made: Collection[ParityChunk]) -> str:
         """Of what was begun under these names this much is whole. Returns why some of that is not kept; "": it is."""
         unwanted = {c.name for c in made if c.name in self._unwanted or self.is_outdated(c.name.identity)}
         self.kept.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
@@ -89,12 +91,12 @@ class Chunks:
         self._instead = {identity: names for identity, names in self._instead.items() if not goes(identity)}
         self._forget([name for name in self.kept if goes(name.identity)])
 
-    def only(self, identity: Identity, names: Collection[ChunkName]) -> None:
+    def only(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
         """Of that checkpoint nothing but these is wanted any more: the rest came of an attempt that failed."""
         self._instead.pop(identity, None)
         self._forget([name for name in self.kept if name.identity == identity and name not in names])
 
-    def replace(self, identity: Identity, names: Collection[ChunkName]) -> None:
+    def replace(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
         """The same once these are where they should be: until then it is the rest that makes it safe."""
         self._instead[identity] = frozenset(names)
 
@@ -104,12 +106,12 @@ class Chunks:
         if names is not None:
             self.only(identity, names)
 
-    def _forget(self, names: Iterable[ChunkName]) -> None:
+    def _forget(self, names: Iterable[ParityChunkName]) -> None:
         for name in names:
             self._goes(name)
             self._put_back(self.kept.pop(name).arena)
 
-    def of(self, identity: Identity) -> list[Chunk]:
+    def of(self, identity: Identity) -> list[ParityChunk]:
         return [chunk for name, chunk in self.kept.items() if name.identity == identity]
 
     def cool(self, missing: int) -> int:

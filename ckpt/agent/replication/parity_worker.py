@@ -16,14 +16,14 @@ import numpy as np
 
 from ckpt.agent.net.transport import Fetch, Frames, Transport
 from ckpt.agent.runtime.workers import PARITY_THREADS
-from ckpt.agent.snapshots.described import Chunk, ChunkName, Described, chunk_frames
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, chunk_frames
 from ckpt.agent.snapshots.inventory import sealed
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.frames import frame_hash
-from ckpt.format.parity import Buffer, Row, Scratch, add, pieces, solve
+from ckpt.format.parity import Buffer, ParityScratch, Row, add, pieces, solve
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import WARM_BYTES, Arena
-from ckpt.placement.rebuild import Run, Striped, Window, solvable
+from ckpt.placement.rebuild import StagedRun, Striped, StripeWindow, solvable
 from ckpt.types import Identity
 
 BATCH_BYTES = 16 << 20  # of frames that are fetched at once; while one is added the next is on its way
@@ -33,7 +33,7 @@ WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES  # what all need that work beside tr
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class FrameOrigin:
     """Where the frames of one transfer are to be had: of the agent `node`, under `name`; or `here`, where they lie at
     their offsets in this node's memory."""
 
@@ -44,7 +44,7 @@ class Origin:
     here: memoryview | None = None
 
 
-class Folding:
+class ParityWorker:
     """One piece of work on the thread that it runs on. `spoiled`: the name of a transfer whose bytes turned out not to
     be what they are said to be, if it failed by that. `filled_bytes`: of what is made again, so far; any thread."""
 
@@ -57,16 +57,16 @@ class Folding:
         self.filled_bytes = 0
         self._moved, self._urgent = moved, urgent
         self._transport = transport
-        self._scratch = Scratch()
+        self._scratch = ParityScratch()
 
     def make(
         self,
-        name: ChunkName,
+        name: ParityChunkName,
         world: int,
-        origins: Mapping[int, Origin],
-        snapshots: Mapping[int, Described],
+        origins: Mapping[int, FrameOrigin],
+        snapshots: Mapping[int, DescribedSnapshot],
         arena: Arena,
-    ) -> Chunk:
+    ) -> ParityChunk:
         """The parity of what these ranks staged, in `arena`, which holds anything. `origins`: by rank.
 
         Errors: AgentError, DamagedData."""
@@ -77,15 +77,15 @@ class Folding:
         # In any order, so that not all holders come to the same node at once.
         for place in random.sample(range(len(name.striped.sources)), len(name.striped.sources)):
             self._add_source({name.row: data}, place, name.striped.sources[place], origins)
-        return Chunk(name, world, arena, chunk_frames(data, name.striped.length), snapshots)
+        return ParityChunk(name, world, arena, chunk_frames(data, name.striped.length), snapshots)
 
     def remake(
         self,
         key: tuple[Identity, int],
-        described: Described,
+        described: DescribedSnapshot,
         missing: Collection[int],
-        chunks: Mapping[Striped, Mapping[Row, Origin]],
-        origins: Mapping[int, Origin],
+        chunks: Mapping[Striped, Mapping[Row, FrameOrigin]],
+        origins: Mapping[int, FrameOrigin],
         order: Sequence[Row] = tuple(Row),
     ) -> Arena:
         """What `key`, a rank of a checkpoint, staged. `missing`: the ranks that nobody holds. `order`: which parity to
@@ -109,10 +109,10 @@ class Folding:
     def _solve(
         self,
         rank: int,
-        described: Described,
-        window: Window,
-        held: Mapping[Row, Origin],
-        origins: Mapping[int, Origin],
+        described: DescribedSnapshot,
+        window: StripeWindow,
+        held: Mapping[Row, FrameOrigin],
+        origins: Mapping[int, FrameOrigin],
         order: Sequence[Row],
         arena: Arena,
     ) -> None:
@@ -120,7 +120,7 @@ class Folding:
         used = [row for row in order if row in held][: len(window.unknown)]
         left = {row: bytearray(length) for row in used}
         for row in used:
-            whole = [Run(0, window.start, window.stop)]
+            whole = [StagedRun(0, window.start, window.stop)]
             self._add_source({Row.P: left[row]}, 0, whole, {0: held[row]})  # as it is, whichever parity
         for place, run in window.runs.items():
             if place not in window.unknown:
@@ -134,7 +134,7 @@ class Folding:
                     self.filled_bytes += piece.length
 
     def _add_source(
-        self, targets: Mapping[Row, Buffer], place: int, source: Sequence[Run], origins: Mapping[int, Origin]
+        self, targets: Mapping[Row, Buffer], place: int, source: Sequence[StagedRun], origins: Mapping[int, FrameOrigin]
     ) -> None:
         at = 0
         for run in source:
@@ -149,7 +149,7 @@ class Folding:
                     self._moved()
             at += run.stop - run.start
 
-    def _frames(self, origin: Origin, numbers: list[int]) -> Generator[tuple[int, memoryview], None, None]:
+    def _frames(self, origin: FrameOrigin, numbers: list[int]) -> Generator[tuple[int, memoryview], None, None]:
         """These frames of it, one after the other; each is right, and good until the next is asked for."""
         if origin.here is not None:
             for number, (offset, length) in zip(numbers, _places(origin.frames, numbers), strict=True):
@@ -186,7 +186,7 @@ class Folding:
             for fetch in coming:
                 fetch.done.exception()  # from then on nothing writes to the buffers
 
-    def _fetch(self, origin: Origin, batch: list[tuple[int, int]], buffer: memoryview) -> Fetch:
+    def _fetch(self, origin: FrameOrigin, batch: list[tuple[int, int]], buffer: memoryview) -> Fetch:
         if self._transport is None:
             raise AgentError(f"there is no way to agent {origin.node}, which has {origin.name}")
         numbers = [number for number, _ in batch]
@@ -197,7 +197,7 @@ class Folding:
         return self._transport.fetch(*at, origin.name, buffer, frames, urgent=urgent, numbers=numbers)
 
 
-def _check(key: tuple[Identity, int], described: Described, arena: Arena) -> None:
+def _check(key: tuple[Identity, int], described: DescribedSnapshot, arena: Arena) -> None:
     """Seals it, once all of it is as it was described. Errors: DamagedData."""
     frames = described.frames
     for number, (offset, length) in enumerate(frames.places()):

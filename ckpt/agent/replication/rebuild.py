@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_service import Parities, Where
+from ckpt.agent.replication.parity_service import ParityService, Where
 from ckpt.agent.replication.replica_store import decode_described, encode_described, transfer_of
-from ckpt.agent.snapshots.described import ChunkName, Described
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunkName
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
 from ckpt.placement.rebuild import Striped, rebuildable
@@ -34,14 +34,14 @@ ATTEMPTS = 3  # at one rank, or as many as there are nodes: some may have no mem
 Made = dict[int, str]  # by rank: the node that made it
 
 
-class Rebuilding:
+class Rebuild:
     """`nodes`: those that are left, this one first; () where this is the only one. `holders`: by rank, who has what it
     staged. `at`: by rank that is to be made: the nodes that may make it, the best first. `then` hears who made which,
     and "" or why not all could be; once, later than `begin`. `over`: it has heard."""
 
     def __init__(
         self,
-        parities: Parities,
+        parities: ParityService,
         nodes: Sequence[NodeAt],
         identity: Identity,
         holders: Mapping[int, Sequence[str]],
@@ -63,9 +63,9 @@ class Rebuilding:
         self._at = {rank: list(names) for rank, names in sorted(at.items())}
         self._leave, self._urgent = leave or {}, urgent
         self._left: set[str] = set()  # who has not answered yet
-        self._chunks: list[tuple[str, ChunkName, Frames | None]] = []
+        self._chunks: list[tuple[str, ParityChunkName, Frames | None]] = []
         self._described: dict[int, bytes] = {}
-        self._snapshots: dict[int, Described] = {}
+        self._snapshots: dict[int, DescribedSnapshot] = {}
         self._tried: Counter[int] = Counter()
         self._busy = Counter(names[0] for names in self._holders.values() if names)  # who holds little makes more
         self._made: Made = {}
@@ -111,7 +111,7 @@ class Rebuilding:
         if not self._left:
             self._publish()
 
-    def _agrees(self, name: str, snapshots: Sequence[Described]) -> bool:
+    def _agrees(self, name: str, snapshots: Sequence[DescribedSnapshot]) -> bool:
         """Whether it says of the snapshots what others have said: all parities are to be of the same bytes."""
         for each in snapshots:
             if self._described.setdefault(each.rank, encode_described([each])) != encode_described([each]):

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
-from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.replication.replica_store import ReplicaStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class RebuildWork:
     """What becomes a copy of `size` bytes. `leave`: bytes that it has to leave; 0: it is needed more than anything.
     `urgent`: before what is not. `reader`: who wants it. `filled`: how many of its bytes it has written; any thread.
     Of `begin` and `refuse` one is called, once: it is its turn, until `Making.ended`, or why it never will be."""
@@ -30,26 +30,26 @@ class Work:
     refuse: Callable[[str], None]
 
 
-class Making:
+class RebuildQueue:
     """`free_bytes`: what may still be taken on this machine."""
 
-    def __init__(self, copies: Copies, free_bytes: Callable[[], int]) -> None:
+    def __init__(self, copies: ReplicaStore, free_bytes: Callable[[], int]) -> None:
         self._copies, self._free_bytes = copies, free_bytes
-        self._under_way: list[Work] = []
-        self._waiting: list[Work] = []
+        self._under_way: list[RebuildWork] = []
+        self._waiting: list[RebuildWork] = []
 
     @property
     def to_take_bytes(self) -> int:
         """What is under way will take so much more than it has; its scratch counts as if none of that were there."""
         return sum(work.size - work.filled() + SCRATCH_BYTES for work in self._under_way)
 
-    def want(self, work: Work) -> None:
+    def want(self, work: RebuildWork) -> None:
         """It begins now, or when others have ended; or it is refused."""
         self._waiting.append(work)
         self._waiting.sort(key=lambda each: not each.urgent)  # in the order in which they came, else
         self._go_on()
 
-    def ended(self, work: Work) -> None:
+    def ended(self, work: RebuildWork) -> None:
         """It is a copy, or nothing is left of it."""
         self._under_way.remove(work)
         self._go_on()
@@ -74,7 +74,7 @@ class Making:
                 self._under_way.append(work)
                 work.begin()
 
-    def _why_not(self, work: Work) -> str:
+    def _why_not(self, work: RebuildWork) -> str:
         if work.size + SCRATCH_BYTES + self.to_take_bytes + self._copies.to_take_bytes > self._free_bytes():
             return f"there is no memory for {work.size >> 20} MiB and the way to them"
         others_bytes = sum(each.size + SCRATCH_BYTES for each in self._under_way)

@@ -17,9 +17,9 @@ import msgpack
 
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.net.transport import Fetch, Frames, Transport
-from ckpt.agent.replication.parity_store import Chunks
-from ckpt.agent.runtime.workers import Bulk, Lane, failure
-from ckpt.agent.snapshots.described import Described, described
+from ckpt.agent.replication.parity_store import ParityStore
+from ckpt.agent.runtime.workers import Lane, Workers, failure
+from ckpt.agent.snapshots.described import DescribedSnapshot, described
 from ckpt.agent.snapshots.inventory import Inventory, Key, sealed
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import Address
@@ -28,7 +28,7 @@ from ckpt.ipc.bounded_msgpack import unpacked
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.snapshots.described import ChunkName
+    from ckpt.agent.snapshots.described import ParityChunkName
 
 log = logging.getLogger("ckpt")
 
@@ -38,12 +38,12 @@ SHOWN, RANKS_SHOWN = 4, 64
 FAILED_MAX = 2  # generations that are kept though they are not safe, where it is not known which one is
 
 
-def encode_described(found: Sequence[Described]) -> bytes:
+def encode_described(found: Sequence[DescribedSnapshot]) -> bytes:
     packed: bytes = msgpack.packb([[each.rank, each.size, each.page, each.frames.encode()] for each in found])
     return packed
 
 
-def decode_described(blob: bytes) -> list[Described]:
+def decode_described(blob: bytes) -> list[DescribedSnapshot]:
     """Errors: AgentError."""
     try:
         rows = unpacked(blob, "what a node says of its snapshots")
@@ -54,8 +54,8 @@ def decode_described(blob: bytes) -> list[Described]:
         raise AgentError(f"a node describes its snapshots wrong: {exc}") from exc
 
 
-def _decoded(rank: int, size: int, page: bytes, frames: bytes) -> Described:
-    found = Described(int(rank), int(size), bytes(page), Frames.decode(frames, int(size)))
+def _decoded(rank: int, size: int, page: bytes, frames: bytes) -> DescribedSnapshot:
+    found = DescribedSnapshot(int(rank), int(size), bytes(page), Frames.decode(frames, int(size)))
     if found.rank < 0 or not PAGE <= found.size <= ARENA_BYTES_MAX or len(found.page) != PAGE:
         raise AgentError(f"the snapshot of rank {rank} is described wrong")
     if len(found.frames) and int(found.frames.offsets.min()) < PAGE:
@@ -73,12 +73,12 @@ def _identity_of(transfer: str) -> Identity:
     return Identity.parse(transfer.split("/")[1])
 
 
-class Copies:
+class ReplicaStore:
     """What this node keeps for others, and what it offers them. `chunks`: parity, which comes and goes as copies do."""
 
-    def __init__(self, bulk: Bulk, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, bulk: Workers, post: Callable[[Callable[[], None]], None]) -> None:
         self.kept: dict[Key, Arena] = {}
-        self.chunks = Chunks(bulk, lambda name: self._offer_no_more(name.transfer))
+        self.chunks = ParityStore(bulk, lambda name: self._offer_no_more(name.transfer))
         self.progress = Progress()  # of what comes, and of parity that is made here
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []
@@ -148,7 +148,7 @@ class Copies:
         transport: Transport,
         identity: Identity,
         arenas: Mapping[int, Arena],
-        then: Callable[[list[Described], str], None],
+        then: Callable[[list[DescribedSnapshot], str], None],
         reader: str = "",
         urgent: bool = False,
     ) -> None:
@@ -156,7 +156,7 @@ class Copies:
         `withdraw`. `then` hears what they are to be told. `reader`: for whom, where several may read them. `urgent`: a
         start waits for them."""
 
-        def found(done: Future[list[Described]]) -> None:
+        def found(done: Future[list[DescribedSnapshot]]) -> None:
             error = failure(done)
             if error:
                 then([], error)
@@ -208,7 +208,7 @@ class Copies:
         identity: Identity,
         source: str,
         addresses: Sequence[Address],
-        wanted: Sequence[Described],
+        wanted: Sequence[DescribedSnapshot],
         then: Callable[[str], None],
     ) -> None:
         """Copies these snapshots from the agent `source`; `then` hears "" once all are here and right, or why not."""
@@ -234,7 +234,7 @@ class Copies:
         identity: Identity,
         source: str,
         addresses: Sequence[Address],
-        wanted: Described,
+        wanted: DescribedSnapshot,
         ended: Callable[[int, str], None],
     ) -> None:
         key = identity, wanted.rank
@@ -281,7 +281,7 @@ class Copies:
         for key in [key for key, name in self._sources.items() if name == source]:
             self._coming[key][0].cancel()
 
-    def _finish(self, key: Key, arena: Arena, wanted: Described) -> str:
+    def _finish(self, key: Key, arena: Arena, wanted: DescribedSnapshot) -> str:
         if key in self._unwanted or self.chunks.is_outdated(key[0]):
             return f"nobody goes on from {key[0]} any more"
         arena.set_page(wanted.page)
@@ -448,7 +448,7 @@ class Copies:
                 )
         return Arena.create(size)
 
-    def begin_chunk(self, name: ChunkName) -> Arena:
+    def begin_chunk(self, name: ParityChunkName) -> Arena:
         """Memory for a parity, which `fits`: see Chunks.begin."""
         if self._room is not None and not self.chunks.is_warm(name.striped.length):
             self._drop_spare(name.striped.length, self._room())

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
-from ckpt.agent.snapshots.described import Described
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
+from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.messages import Message
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.arena import Arena
     from ckpt.ipc.node_list import NodeAt
 
@@ -34,8 +34,8 @@ class Replication:
 
     def __init__(
         self,
-        network: Network,
-        copies: Copies,
+        network: PeerNetwork,
+        copies: ReplicaStore,
         nodes: Sequence[NodeAt],
         wanted: Mapping[str, tuple[Sequence[int], Sequence[str]]],
         identity: Identity,
@@ -61,7 +61,7 @@ class Replication:
     def _publish(self, source: str) -> None:
         if source == self._network.me:
 
-            def published(found: list[Described], error: str) -> None:
+            def published(found: list[DescribedSnapshot], error: str) -> None:
                 self._published(source, b"" if error else encode_described(found), error)
 
             self._copies.publish(self._network.transport, self._identity, self._own, published)

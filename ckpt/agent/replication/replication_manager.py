@@ -7,22 +7,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.replication.encode_parity import Striping
-from ckpt.agent.replication.parity_service import Parities
+from ckpt.agent.replication.encode_parity import ParityEncoding
+from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.parity_worker import SCRATCH_BYTES, WORK_BYTES
-from ckpt.agent.replication.rebuild import UNWANTED, Rebuilding
-from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.replication.rebuild import UNWANTED, Rebuild
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.replication.survey import Keeps, Safe, find_safe
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.state.retention_rule import outlived
 from ckpt.ipc.failure_domains import lost_with_hosts, named, told_apart
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place_sparing
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.arena import Arena
     from ckpt.ipc.node_list import NodeAt
 
@@ -33,17 +33,17 @@ NOTES_SHOWN = 16
 SLOTS_MIN = 2  # fewer would have snapshots wait for their copies
 
 
-class Protection:
+class ReplicationManager:
     """Of one job. `nodes`: its nodes, this one first. `lenders`: the memory-only nodes that are there."""
 
     def __init__(
         self,
-        network: Network,
-        copies: Copies,
-        parities: Parities,
+        network: PeerNetwork,
+        copies: ReplicaStore,
+        parities: ParityService,
         nodes: Sequence[NodeAt],
         option: Replicas | Parity | None,
-        lenders: Callable[[], Sequence[Lent]] = tuple,
+        lenders: Callable[[], Sequence[LentMemory]] = tuple,
     ) -> None:
         self.option = option
         self.placement: Placement | None = None
@@ -130,7 +130,7 @@ class Protection:
         told = {node.name: node.domains for node in (*self._nodes, *(each.node for each in lent))}
         domains = told_apart(told)
         lenders = [
-            Node(
+            PlacementNode(
                 each.node.name,
                 lend_bytes=each.lend_bytes,
                 domains=domains[each.node.name],
@@ -143,7 +143,7 @@ class Protection:
         chosen, left = None, slots
         for wanted in range(slots, (SLOTS_MIN if gives_way else max(SLOTS_MIN, used)) - 1, -1):
             nodes = [
-                Node(
+                PlacementNode(
                     node.name,
                     bytes=sizes[node.name],
                     lend_bytes=max(0, plans[node.name].left_bytes(wanted) - scratch_bytes),
@@ -307,7 +307,7 @@ class Protection:
         what = identity, safe, own, ended, named if needed is not None else None
         if isinstance(placement.option, Parity):
             services = self._network, self._copies, self._parities, nodes, placement.groups
-            Striping(*services, *what).begin()
+            ParityEncoding(*services, *what).begin()
             return
         wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in placement.kept}
         Replication(self._network, self._copies, nodes, wanted, *what).begin()
@@ -318,7 +318,7 @@ class Protection:
         safe: Identity | None,
         held: Iterable[Identity],
         world: int,
-        then: Callable[[Safe | None], None],
+        then: Callable[[SafeCheckpoint | None], None],
     ) -> None:
         """What is safe of that epoch, where this agent does not know (see agent.finding); None where that cannot be
         found out now. `safe`: what was, as far as it knows: of what is kept in part the others are not told. `held`:
@@ -332,9 +332,9 @@ class Protection:
         losses = {rank: kept.losses for kept in self.kept for rank in ranks[kept.node or self._network.me]}
         names = [*ranks, *(each.node.name for each in self._lenders())]
         told = max(filter(None, (safe, self._copies.told_safe)), default=None)
-        keeps = Keeps.of(own, told, epoch)
+        keeps = KeptReplica.of(own, told, epoch)
 
-        def ended(found: Safe | None) -> None:
+        def ended(found: SafeCheckpoint | None) -> None:
             if found is not None and found.newest is not None:
                 self._parts.pop(found.newest, None)  # others may keep some, from before this agent was started
             then(found)
@@ -387,7 +387,7 @@ class Protection:
                 self._is_remaking = True
                 what = self._parities, left, identity, holders, wanted, made
                 leave = {maker: self._next_bytes(placement, maker)} if lost in idle else {}
-                Rebuilding(*what, leave=leave, unwanted=unwanted).begin()
+                Rebuild(*what, leave=leave, unwanted=unwanted).begin()
 
         self._to_remake.append(begin)
         self._remake_next()
@@ -409,7 +409,7 @@ def _parts(placement: Placement) -> set[str]:
     return kept | {name for group in placement.groups if group.parity for name in group.members}
 
 
-def _fits(placement: Placement, nodes: Iterable[Node]) -> bool:
+def _fits(placement: Placement, nodes: Iterable[PlacementNode]) -> bool:
     """Whether these have memory for it, and as much state as it was made for."""
     found = {node.id: node for node in nodes}
     return all(
@@ -427,7 +427,7 @@ def _order(risks: Mapping[str, float]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LentMemory:
     """A memory-only node that is there. `node`: it has no ranks."""
 
     node: NodeAt

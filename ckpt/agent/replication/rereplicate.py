@@ -16,16 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
-from ckpt.agent.snapshots.described import Described
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
+from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.errors import CkptError
 from ckpt.ipc.messages import Message
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.rereplication import Copy, reprotect
 from ckpt.types import Identity, counted
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.arena import Arena
     from ckpt.ipc.node_list import NodeAt
 
@@ -43,15 +43,15 @@ def again_after_s(failures: int) -> float:
     return min(2.0 ** min(failures, 16), RETRY_S_MAX)
 
 
-class Reprotecting:
+class Rereplication:
     """Of the checkpoint that a job goes on from. `holders`: by rank, the names of the nodes that have its snapshot, of
     `sizes` bytes. `nodes`: of the job, and memory-only ones, which give. `own(identity)`: the arenas of it on this
     node. `later`: a timer. `safe`: told whether it is as safe now as was asked for."""
 
     def __init__(
         self,
-        network: Network,
-        copies: Copies,
+        network: PeerNetwork,
+        copies: ReplicaStore,
         nodes: Sequence[NodeAt],
         identity: Identity,
         holders: Mapping[int, Sequence[str]],
@@ -84,7 +84,7 @@ class Reprotecting:
     def tend(self, lends: Mapping[str, int], copies: int) -> None:
         """Begins, where it is due. `lends`: by node, bytes. `copies`: how many further ones there are to be."""
         nodes = [
-            Node(name, lend_bytes=lends.get(name, 0), domains=at.domains, trains=bool(at.ranks))
+            PlacementNode(name, lend_bytes=lends.get(name, 0), domains=at.domains, trains=bool(at.ranks))
             for name, at in self._nodes.items()
         ]
         told = {rank: sorted(names) for rank, names in self._holders.items()}
@@ -131,7 +131,7 @@ class Reprotecting:
             return
 
         def heard(answer: Message | None, error: str) -> None:
-            found: list[Described] = []
+            found: list[DescribedSnapshot] = []
             if answer is not None:
                 try:
                     found = decode_described(answer.blobs[0])
@@ -142,7 +142,7 @@ class Reprotecting:
         fields = {"t": "publish", "identity": str(self.identity), "ranks": ranks}
         self._network.ask(source, fields, (), heard)
 
-    def _published(self, theirs: list[Copy], ranks: list[int], found: list[Described], error: str) -> None:
+    def _published(self, theirs: list[Copy], ranks: list[int], found: list[DescribedSnapshot], error: str) -> None:
         if self._ended:
             return
         if not error and sorted(each.rank for each in found) != ranks:
@@ -153,7 +153,7 @@ class Reprotecting:
             else:
                 self._keep(copy, [each for each in found if each.rank in copy.ranks])
 
-    def _keep(self, copy: Copy, wanted: list[Described]) -> None:
+    def _keep(self, copy: Copy, wanted: list[DescribedSnapshot]) -> None:
         node = self._nodes[copy.source]
         if copy.holder == self._network.me:
             then = lambda error: self._copied(copy, error)  # noqa: E731

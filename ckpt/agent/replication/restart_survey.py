@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ckpt.agent.replication.rereplicate import again_after_s
-from ckpt.agent.replication.survey import Keeps
+from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.snapshots.manifest_gather import Places
+    from ckpt.agent.snapshots.manifest_gather import FramePlaces
 
 log = logging.getLogger("ckpt")
 
@@ -40,7 +40,7 @@ def next_of(inventory: Inventory, identity: Identity, all_said: bool) -> Next:
     return Next.OVER if all_said else Next.AGAIN
 
 
-def together(kept: Mapping[str, Keeps], me: str) -> Inventory:
+def together(kept: Mapping[str, KeptReplica], me: str) -> Inventory:
     """By name, what they have; "" is this node, `me`."""
     every = Inventory()
     for name, each in kept.items():
@@ -49,10 +49,10 @@ def together(kept: Mapping[str, Keeps], me: str) -> Inventory:
 
 
 Asked = Callable[[Inventory, bool], None]
-Collected = Callable[["Places | None", str], None]
+Collected = Callable[["FramePlaces | None", str], None]
 
 
-class Refinding:
+class RestartSurvey:
     """Of one identity. `ask(then)`: asks all, `then` hears what `next_of` takes. `collect(inventory, then)`: puts it
     together; `then` hears where it is, or None and why that failed. `found(places, inventory)` is called once.
     `later`: a timer."""
@@ -62,7 +62,7 @@ class Refinding:
         identity: Identity,
         ask: Callable[[Asked], None],
         collect: Callable[[Inventory, Collected], None],
-        found: Callable[[Places, Inventory], None],
+        found: Callable[[FramePlaces, Inventory], None],
         later: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self.identity = identity
@@ -107,7 +107,7 @@ class Refinding:
                 log.info("%s is not whole in memory any more", self.identity)
                 self._wait(math.inf)
 
-    def _collected(self, places: Places | None, inventory: Inventory, error: str) -> None:
+    def _collected(self, places: FramePlaces | None, inventory: Inventory, error: str) -> None:
         if self._ended:
             return
         if places is None:

@@ -23,22 +23,22 @@ from ckpt.errors import AgentError
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.messages import Message
 
 log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Keeps:
+class KeptReplica:
     """What one node has of an epoch; `safe`: the newest that it was told to be."""
 
     safe: Identity | None
     held: Inventory
 
     @staticmethod
-    def of(inventory: Inventory, safe: Identity | None, epoch: Epoch) -> Keeps:
-        return Keeps(safe if safe is not None and safe.epoch == epoch else None, inventory.of_epoch(epoch))
+    def of(inventory: Inventory, safe: Identity | None, epoch: Epoch) -> KeptReplica:
+        return KeptReplica(safe if safe is not None and safe.epoch == epoch else None, inventory.of_epoch(epoch))
 
     def fields(self) -> dict[str, Any]:
         return {"safe": str(self.safe) if self.safe is not None else None}
@@ -48,17 +48,17 @@ class Keeps:
         return [packed]
 
     @staticmethod
-    def parse(epoch: Epoch, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> Keeps:
+    def parse(epoch: Epoch, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> KeptReplica:
         """Errors: CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError."""
         told, held = fields["safe"], Inventory.unpack(blobs[0])
         safe = Identity.parse(str(told)) if told is not None else None
         if any(identity.epoch != epoch for identity in (*held.worlds, *([safe] if safe is not None else []))):
             raise AgentError(f"a node was asked for {epoch} and tells of another epoch")
-        return Keeps(safe, held)
+        return KeptReplica(safe, held)
 
 
 @dataclass(frozen=True, slots=True)
-class Safe:
+class SafeCheckpoint:
     """`newest`: what is safe, as far as all nodes know; None: nothing is known to be. `whole`: the newest of which as
     many nodes may be lost as is asked for, by what they have now; None: there is none. `outlives`: how many nodes each
     rank of the newest may lose, of so many; -1: it is lost."""
@@ -68,7 +68,7 @@ class Safe:
     outlives: Sequence[int] = field(default=(), compare=False)
 
 
-def newest_safe(kept: Mapping[str, Keeps], losses: Sequence[int]) -> Safe:
+def newest_safe(kept: Mapping[str, KeptReplica], losses: Sequence[int]) -> SafeCheckpoint:
     """Of what all nodes say, by their names. `losses`: of each rank of the job, how many nodes it is to outlive."""
     every = Inventory()
     for name, each in kept.items():
@@ -80,7 +80,7 @@ def newest_safe(kept: Mapping[str, Keeps], losses: Sequence[int]) -> Safe:
     for newer in [identity for identity in every.complete() if newest is not None and identity > newest]:
         if newest is not None and _outlives(every, newer, _outlived(every, newest, losses)):
             newest = newer
-    return Safe(newest, whole, _outlived(every, newest, losses) if newest is not None else ())
+    return SafeCheckpoint(newest, whole, _outlived(every, newest, losses) if newest is not None else ())
 
 
 def _outlives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bool:
@@ -99,27 +99,27 @@ def _outlived(every: Inventory, identity: Identity, losses: Sequence[int]) -> li
 
 
 def find_safe(
-    network: Network,
+    network: PeerNetwork,
     nodes: Iterable[str],
-    own: Keeps,
+    own: KeptReplica,
     epoch: Epoch,
     losses: Sequence[int],
-    then: Callable[[Safe | None], None],
+    then: Callable[[SafeCheckpoint | None], None],
 ) -> None:
     """`then` hears None where that is not known. The rest: see `ask_keeps` and `newest_safe`."""
 
-    def asked(found: Mapping[str, Keeps], silent: Sequence[str]) -> None:
+    def asked(found: Mapping[str, KeptReplica], silent: Sequence[str]) -> None:
         then(newest_safe(found, losses) if not silent else None)
 
     ask_keeps(network, nodes, own, epoch, asked)
 
 
 def ask_keeps(
-    network: Network,
+    network: PeerNetwork,
     nodes: Iterable[str],
-    own: Keeps,
+    own: KeptReplica,
     epoch: Epoch,
-    then: Callable[[Mapping[str, Keeps], Sequence[str]], None],
+    then: Callable[[Mapping[str, KeptReplica], Sequence[str]], None],
 ) -> None:
     """`nodes`: all that may keep something, by name, of which this one has `own`. `then` hears what each has, and who
     has not said it; once, later than this call, unless there is no other node."""
@@ -135,7 +135,7 @@ def ask_keeps(
         try:
             if answer is None:
                 raise AgentError(error)
-            found[name] = Keeps.parse(epoch, answer.fields, answer.blobs)
+            found[name] = KeptReplica.parse(epoch, answer.fields, answer.blobs)
         except Exception as exc:  # whatever another agent may have sent: copies wait for this
             log.warning("what agent %s keeps is not known: %s", name, exc)
         end()

@@ -7,18 +7,18 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.replication.parity_service import Parities
-from ckpt.agent.replication.rebuild import Made, Rebuilding
+from ckpt.agent.replication.parity_service import ParityService
+from ckpt.agent.replication.rebuild import Made, Rebuild
 from ckpt.agent.restore.partial_match import AskingForPart
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.manifest_gather import Gathered, Gathering, Places
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, ManifestGather
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import Arena
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.node_list import NodeAt
 
 log = logging.getLogger("ckpt")
@@ -27,15 +27,15 @@ LOOK_S = 30.0  # in which what is made of a part has to get further. Nodes say s
 MAKING_BYTES_S = 50 << 20  # that a node has to make: less than this most stores give it
 
 
-class Collecting:
+class CheckpointCollector:
     """Of one identity at a time. What comes of it is heard once, or None and why nothing did. Everything runs on the
     main thread."""
 
     def __init__(
         self,
-        network: Network | None,
-        bulk: Bulk,
-        parities: Parities,
+        network: PeerNetwork | None,
+        bulk: Workers,
+        parities: ParityService,
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
         inventory: Inventory,
         nodes: Sequence[NodeAt],
@@ -51,7 +51,7 @@ class Collecting:
         self._guard, self._urgent = guard, urgent
         self._me = network.me if network is not None else ""
 
-    def whole(self, identity: Identity, then: Callable[[Gathered | None, str], None]) -> None:
+    def whole(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
         """All of it. What nobody holds is made again first; so is what turns out to be damaged where it lies."""
         missing = self._inventory.missing(identity)
         if not missing:
@@ -73,7 +73,7 @@ class Collecting:
         leave: Mapping[str, int],
         later: Callable[[float, Callable[[], None]], None],
         moves: Callable[[], object],
-        then: Callable[[Places | None, str], None],
+        then: Callable[[FramePlaces | None, str], None],
     ) -> None:
         """What memory has of it, and what can be made of the rest: the store has it all, as the manifest of its record
         says, and is read for what does not come of this soon enough, or would take memory that the job needs. `leave`:
@@ -109,7 +109,7 @@ class Collecting:
 
     def _rebuild(
         self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int], then: Callable[[str], None]
-    ) -> Rebuilding:
+    ) -> Rebuild:
         """Has these ranks' snapshots, which nobody holds, made again: `then` hears "" or why not all of them could be,
         once the inventory says which were."""
         inventory, me = self._inventory, self._me
@@ -126,14 +126,14 @@ class Collecting:
         ended = lambda found, error: self._guard(lambda: made(found, error))  # noqa: E731
         givers = [*self._nodes, *self._others] if self._nodes else []
         what = self._parities, givers, identity, holders, at, ended, me, leave
-        rebuilding = Rebuilding(*what, urgent=self._urgent)
+        rebuilding = Rebuild(*what, urgent=self._urgent)
         rebuilding.begin()
         return rebuilding
 
-    def _gather(self, identity: Identity, then: Callable[[Gathered | None, str], None]) -> None:
+    def _gather(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
         inventory, arenas = self._inventory, self._arenas_of(identity)
 
-        def gathered(found: Gathered | None, error: str) -> None:
+        def gathered(found: GatheredManifest | None, error: str) -> None:
             lacking = gathering.lacking
             if found is None and lacking is not None:
                 inventory.without(identity, lacking)
@@ -144,5 +144,5 @@ class Collecting:
             then(found, error)
 
         ended = lambda found, error: self._guard(lambda: gathered(found, error))  # noqa: E731
-        gathering = Gathering(self._network, self._bulk, identity, inventory.by_rank(identity), arenas, ended)
+        gathering = ManifestGather(self._network, self._bulk, identity, inventory.by_rank(identity), arenas, ended)
         gathering.begin()

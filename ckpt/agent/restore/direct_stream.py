@@ -30,17 +30,17 @@ RANK_STREAMS = 3  # at a time to one rank, which has a thread for each, and one 
 SHARE_MIN = 8  # frames: fewer are not divided among connections
 
 
-class Receiver(Protocol):
+class StreamPeer(Protocol):
     """A rank's connection. Sending to one that is gone does nothing."""
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = ..., blobs: Sequence[bytes] = ...) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
+class FrameStream:
     """`open(numbers)`: begins the connection. `left`: told of the frames that did not come by it."""
 
-    receiver: Receiver
+    receiver: StreamPeer
     holder: str
     frames: list[int]
     open: Callable[[list[int]], Future[socket.socket]]
@@ -49,19 +49,19 @@ class Stream:
     sock: socket.socket | None = None
 
 
-class Straight:
+class DirectStreams:
     """The streams of one restore. `post`: runs what it is given on the main thread."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
-        self._waiting: collections.deque[Stream] = collections.deque()
-        self._open: dict[int, Stream] = {}  # by number, those that are being made among them
+        self._waiting: collections.deque[FrameStream] = collections.deque()
+        self._open: dict[int, FrameStream] = {}  # by number, those that are being made among them
         self._numbers = itertools.count()
-        self._by_frame: dict[tuple[int, int], Stream] = {}  # frame, receiver
+        self._by_frame: dict[tuple[int, int], FrameStream] = {}  # frame, receiver
 
     def add(
         self,
-        receiver: Receiver,
+        receiver: StreamPeer,
         holder: str,
         frames: list[int],
         open: Callable[[list[int]], Future[socket.socket]],
@@ -72,7 +72,7 @@ class Straight:
         share = min(STREAM_FRAMES, -(-len(frames) // count))
         for first in range(0, len(frames), share):
             part = frames[first : first + share]
-            stream = Stream(receiver, holder, part, open, left, set(part))
+            stream = FrameStream(receiver, holder, part, open, left, set(part))
             self._waiting.append(stream)
             self._by_frame.update(((frame, id(receiver)), stream) for frame in part)
 
@@ -84,20 +84,20 @@ class Straight:
             self._waiting = collections.deque(sorted(self._waiting, key=lambda each: each.receiver is served))
             self._begin(stream)
 
-    def has_come(self, frame: int, receiver: Receiver) -> bool:
+    def has_come(self, frame: int, receiver: StreamPeer) -> bool:
         """That rank has it, and it came by a stream; False where it did not."""
         stream = self._by_frame.pop((frame, id(receiver)), None)
         if stream is not None:
             stream.coming.discard(frame)
         return stream is not None
 
-    def ended(self, receiver: Receiver, number: int) -> None:
+    def ended(self, receiver: StreamPeer, number: int) -> None:
         """That rank reads no more from that stream."""
         stream = self._open.get(number)
         if stream is not None and stream.receiver is receiver:
             self._end(number)
 
-    def drop(self, receiver: Receiver) -> None:
+    def drop(self, receiver: StreamPeer) -> None:
         """It is gone, or asks anew."""
         for stream in [each for each in self._waiting if each.receiver is receiver]:
             self._waiting.remove(stream)
@@ -124,7 +124,7 @@ class Straight:
 
     # -- inside
 
-    def _next(self) -> Stream | None:
+    def _next(self) -> FrameStream | None:
         """Of a rank that gets the least now, and got something longest ago: none waits until others have all theirs."""
         busy = collections.Counter(stream.holder for stream in self._open.values())
         gets = collections.Counter(id(stream.receiver) for stream in self._open.values())
@@ -133,7 +133,7 @@ class Straight:
         ]
         return min(able, key=lambda stream: gets[id(stream.receiver)], default=None)
 
-    def _begin(self, stream: Stream) -> None:
+    def _begin(self, stream: FrameStream) -> None:
         number = next(self._numbers)
         self._open[number] = stream
         try:
@@ -164,13 +164,13 @@ class Straight:
             self._give_up(stream)
             self.pump()
 
-    def _give_up(self, stream: Stream) -> None:
+    def _give_up(self, stream: FrameStream) -> None:
         left = sorted(stream.coming)
         self._forget(stream)
         if left:
             stream.left(left)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: FrameStream) -> None:
         for frame in stream.coming:
             del self._by_frame[frame, id(stream.receiver)]
         stream.coming.clear()

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.runtime.workers import Bulk
-from ckpt.agent.snapshots.manifest_gather import Asking, Places
-from ckpt.agent.snapshots.memory_checkpoint import Part
+from ckpt.agent.runtime.workers import Workers
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, ManifestRequest
+from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import DATA_AT, Arena
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
 
 log = logging.getLogger("ckpt")
 
@@ -31,7 +31,7 @@ PATIENCE_S = 5.0  # for holders to say what they hold: the store is there for al
 Numbers = npt.NDArray[np.int64]
 
 
-class AskingForPart(Asking[Places]):
+class AskingForPart(ManifestRequest[FramePlaces]):
     """Finds out where the frames of a record lie in memory, of which somebody holds at least one. `holders`: of the
     ranks that somebody holds. `then`: see Asking."""
 
@@ -39,14 +39,14 @@ class AskingForPart(Asking[Places]):
 
     def __init__(
         self,
-        network: Network | None,
-        bulk: Bulk,
+        network: PeerNetwork | None,
+        bulk: Workers,
         identity: Identity,
         manifest: Manifest,
         holders: Mapping[int, Sequence[str]],
         arenas: Mapping[int, Arena],
         later: Callable[[float, Callable[[], None]], None],
-        then: Callable[[Places | None, str], None],
+        then: Callable[[FramePlaces | None, str], None],
     ) -> None:
         super().__init__(network, bulk, identity, len(manifest.coordinates), holders, arenas, then)
         self._manifest, self._later = manifest, later
@@ -67,7 +67,7 @@ class AskingForPart(Asking[Places]):
             self.left.clear()
             self._make_if_all()
 
-    def _make(self) -> Places:
+    def _make(self) -> FramePlaces:
         """Errors: AgentError where none of them is of use."""
         return places_of(self._identity, self._manifest, self._parts, self._sizes, self._holders)
 
@@ -75,10 +75,10 @@ class AskingForPart(Asking[Places]):
 def places_of(
     identity: Identity,
     manifest: Manifest,
-    parts: Sequence[Part],
+    parts: Sequence[StagedPart],
     sizes: Mapping[int, int],
     holders: Mapping[int, Sequence[str]],
-) -> Places:
+) -> FramePlaces:
     """Where the frames of a record lie in these ranks' arenas; -1 for those that lie in none. Of several snapshots that
     have the same frame the lowest rank's is taken. Errors: AgentError where they have none of them, contradict the
     record, or cannot lie where they are said to."""
@@ -95,7 +95,7 @@ def places_of(
     ranks, offsets = np.full(len(found), -1, np.int64), np.zeros(len(found), np.int64)
     ranks[is_held], offsets[is_held] = held_by[found[is_held]], held_at[found[is_held]]
     used = np.unique(ranks[is_held]).tolist()
-    places = Places(
+    places = FramePlaces(
         identity, ranks, offsets, {rank: sizes[rank] for rank in used}, {rank: list(holders[rank]) for rank in used}
     )
     for rank in used:
@@ -124,7 +124,7 @@ def matched(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Num
     return found
 
 
-def _held(parts: Sequence[Part]) -> tuple[npt.NDArray[np.uint64], Numbers, Numbers]:
+def _held(parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.uint64], Numbers, Numbers]:
     """(hash_hi, hash_lo, length) of each frame that they have, the rank, and where it lies in bytes of the memfd."""
     keys, ranks, offsets = [np.zeros((0, 3), np.uint64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for part in parts:

@@ -16,12 +16,12 @@ from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.node_list import NodeAt
 
 
 def pull(
-    network: Network,
+    network: PeerNetwork,
     post: Callable[[Callable[[], None]], None],
     window: Window,
     node: NodeAt,

@@ -16,13 +16,13 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Fetch
-from ckpt.agent.restore.direct_stream import Receiver, Straight
+from ckpt.agent.restore.direct_stream import DirectStreams, StreamPeer
 from ckpt.agent.restore.peer_fetch import pull
 from ckpt.agent.restore.window import Window
 from ckpt.agent.runtime.workers import told
-from ckpt.agent.snapshots.manifest_gather import Places
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.node_list import NodeAt
@@ -37,16 +37,16 @@ IN_FLIGHT = 2  # the part of the window's cells that is fetched into at a time: 
 Line = tuple[int, tuple[str, ...]]  # a rank whose arena frames lie in, and who is still to be asked for them, in turn
 
 
-class PeerFrames:
+class PeerSource:
     """`landed(frame, cell)`: told of each that is right and lies at that offset of the window; the cell is the
     listener's. `lacking(frames, why)`: of those that no node gives. `guard`: runs what must not fail unnoticed, since
     ranks wait for it. The restore sets these and `window`."""
 
     def __init__(
         self,
-        places: Places,
+        places: FramePlaces,
         manifest: Manifest,
-        network: Network,
+        network: PeerNetwork,
         nodes: Iterable[NodeAt],
         post: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -64,7 +64,7 @@ class PeerFrames:
         self.unreached: set[int] = set()  # which a node may have all the same that did not give them
         self._gone: set[str] = set()  # asked last: they may only have been cut off
         self._closed = False
-        self.straight = Straight(self._post)
+        self.straight = DirectStreams(self._post)
 
     def can_have(self, frame: int) -> bool:
         """Whether another node says that it holds it."""
@@ -79,7 +79,7 @@ class PeerFrames:
             self._wait((rank, self._holders(rank)), [frame], "nobody holds them")
         self.pump()
 
-    def stream(self, receiver: Receiver, frames: Iterable[int], left: Callable[[list[int]], None]) -> None:
+    def stream(self, receiver: StreamPeer, frames: Iterable[int], left: Callable[[list[int]], None]) -> None:
         """Gives them to that rank past the window. `left`: told of those that do not come so, in parts."""
         lines: dict[Line, list[int]] = {}
         for frame in sorted(frames):

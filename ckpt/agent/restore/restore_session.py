@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.agent.net.progress import SAY_S, Progress
-from ckpt.agent.restore.direct_stream import Receiver
-from ckpt.agent.restore.store_source import StoreFrames
-from ckpt.agent.restore.window_cells import Cells, From
+from ckpt.agent.restore.direct_stream import StreamPeer
+from ckpt.agent.restore.store_source import StoreSource
+from ckpt.agent.restore.window_cells import From, WindowCells
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES
-from ckpt.agent.runtime.workers import Bulk, told
+from ckpt.agent.runtime.workers import Workers, told
 from ckpt.agent.snapshots.memory_checkpoint import Memory
 from ckpt.errors import AgentError, DamagedData, MissingData, NewerFormat, NotFound, StorageError
 from ckpt.format.manifest import Manifest
@@ -37,8 +37,8 @@ from ckpt.ipc.messages import Message
 from ckpt.types import FRAMES_MAX, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.restore.peer_source import PeerFrames
-    from ckpt.agent.restore.shared_read import FanOut
+    from ckpt.agent.restore.peer_source import PeerSource
+    from ckpt.agent.restore.shared_read import SharedRead
     from ckpt.format.manifest import Record
     from ckpt.store.reader import FrameReader
 
@@ -51,12 +51,12 @@ _HOME = 1 << 18  # memory into which this node reads for all nodes
 
 
 @dataclass(slots=True)
-class Asked:
+class RankRequest:
     """One rank's request under way. `left`: frames it has not acknowledged as good. `whole`: those that it takes as one
     run. `home`: those that it was given from what this node has read for all. `files`: those that it reads in the
     store's folder by itself."""
 
-    receiver: Receiver
+    receiver: StreamPeer
     left: set[int]
     whole: set[int]
     regions: set[int] = field(default_factory=set)
@@ -65,7 +65,7 @@ class Asked:
     sources: dict[str, int] = field(default_factory=dict)
 
 
-class Restore:
+class RestoreSession:
     """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
     `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there. `fan`: the
     nodes share the reading of that. `folder`: where the store is, if it is a local one. `later(delay_s, what)`: a timer
@@ -78,12 +78,12 @@ class Restore:
         count: int,
         memory: Memory | None,
         open_record: Callable[[], FrameReader] | None,
-        bulk: Bulk,
+        bulk: Workers,
         later: Callable[[float, Callable[[], None]], None],
         post: Callable[[Callable[[], None]], None],
         window_bytes: int = WINDOW_BYTES,
-        peers: PeerFrames | None = None,
-        fan: FanOut | None = None,
+        peers: PeerSource | None = None,
+        fan: SharedRead | None = None,
         folder: str | None = None,
     ) -> None:
         self.identity = identity
@@ -93,10 +93,10 @@ class Restore:
         self.record: Record | None = None  # once it was opened
         self.sources: dict[str, int] = {}  # bytes that the ranks have got, by level
         self._lengths = manifest.frames["length"].astype(np.int64)
-        self._cells = Cells(int(self._lengths.max(initial=0)), window_bytes, self._pump)
+        self._cells = WindowCells(int(self._lengths.max(initial=0)), window_bytes, self._pump)
         self._later = later
-        self._waiting: list[Asked] = []
-        self._asked: dict[int, Asked] = {}  # by id of the receiver
+        self._waiting: list[RankRequest] = []
+        self._asked: dict[int, RankRequest] = {}  # by id of the receiver
         self._peers = peers
         if peers is not None:
             peers.window, peers.guard = self._cells.window, self._guard
@@ -111,7 +111,7 @@ class Restore:
         self._bad: set[int] = set()  # frames that this node's memory does not have right
         # And those that are not to be had there.
         self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set(), From.FILE: set()}
-        self._store = StoreFrames(manifest, open_record, bulk, post, folder) if open_record is not None else None
+        self._store = StoreSource(manifest, open_record, bulk, post, folder) if open_record is not None else None
         if (store := self._store) is not None:
             store.window, store.opened, store.guard = self._cells.window, self._opened, self._guard
             store.wanted, store.landed, store.free = self._wanted.keys, self._was_read, self._cells.free
@@ -121,21 +121,21 @@ class Restore:
         self._progress = Progress()
         self._said: int | None = None  # the progress that the ranks were last told of; None: nobody waits to be told
 
-    def request(self, receiver: Receiver, frames: Collection[int], whole: Collection[int] = ()) -> None:
+    def request(self, receiver: StreamPeer, frames: Collection[int], whole: Collection[int] = ()) -> None:
         """A rank asks for frames (numbers below the manifest's count). `whole`: those of them whose bytes lie with it
         as one run. Errors: AgentError for others."""
         wanted = set(frames)
         if wanted and not 0 <= min(wanted) <= max(wanted) < len(self._lengths):
             raise AgentError(f"a rank asked for a frame that {self.identity} does not have")
         self.drop(receiver)
-        self._waiting.append(Asked(receiver, wanted, wanted & set(whole)))
+        self._waiting.append(RankRequest(receiver, wanted, wanted & set(whole)))
         if len(self._waiting) == self._count:
             self._begin()
         elif len(self._waiting) == 1:
             first = self._waiting[0]
             self._later(TOGETHER_S, lambda: self._guard(self._begin) if first in self._waiting else None)
 
-    def got(self, receiver: Receiver, ok: Iterable[int], bad: Iterable[int]) -> None:
+    def got(self, receiver: StreamPeer, ok: Iterable[int], bad: Iterable[int]) -> None:
         asked = self._asked.get(id(receiver))
         if asked is None:
             return
@@ -161,12 +161,12 @@ class Restore:
         self._send(asked, again)
         self._finish(asked)
 
-    def streamed(self, receiver: Receiver, stream: int) -> None:
+    def streamed(self, receiver: StreamPeer, stream: int) -> None:
         """A rank reads no more from that stream."""
         if self._peers is not None:
             self._peers.straight.ended(receiver, stream)
 
-    def drop(self, receiver: Receiver) -> None:
+    def drop(self, receiver: StreamPeer) -> None:
         """It is gone, or asks anew."""
         self._waiting = [asked for asked in self._waiting if asked.receiver is not receiver]
         if self._asked.pop(id(receiver), None) is None:
@@ -240,7 +240,7 @@ class Restore:
                 asked.receiver.send({"t": "moving"})
         self._later(SAY_S, self._say_moving)
 
-    def _send(self, asked: Asked, frames: set[int]) -> None:
+    def _send(self, asked: RankRequest, frames: set[int]) -> None:
         """Each from the nearest source that may have it right."""
         near = {frame for frame in frames if self._is_near(frame)}
         if near and self.memory is not None:
@@ -267,7 +267,7 @@ class Restore:
         found = self._cells.find(frame)
         return found[0] if found is not None and frame not in self._bad_from.get(found[1], ()) else None
 
-    def _name_frames(self, asked: Asked, frames: Iterable[int], memory: Memory, first_region: int = 0) -> None:
+    def _name_frames(self, asked: RankRequest, frames: Iterable[int], memory: Memory, first_region: int = 0) -> None:
         """Tells the rank where they lie."""
         at: list[list[int]] = []
         for frame in sorted(frames):
@@ -278,7 +278,7 @@ class Restore:
         for first in range(0, len(at), AT_ONCE):
             asked.receiver.send({"t": "frames", "at": at[first : first + AT_ONCE]})
 
-    def _straight(self, asked: Asked, frames: set[int]) -> None:
+    def _straight(self, asked: RankRequest, frames: set[int]) -> None:
         """What nobody else here wants goes past the window, the first time."""
 
         def left(these: list[int]) -> None:
@@ -288,7 +288,7 @@ class Restore:
         if self._peers is not None and frames:
             self._peers.stream(asked.receiver, frames, left)
 
-    def _from_peers(self, asked: Asked, frames: set[int]) -> None:
+    def _from_peers(self, asked: RankRequest, frames: set[int]) -> None:
         peers = self._peers
         if peers is None or not frames:
             return
@@ -306,7 +306,7 @@ class Restore:
         self._bad_from[From.PEER].update(frames)
         self._hand_on(frames, self._coming, self._from_store)
 
-    def _from_homes(self, asked: Asked, frames: set[int]) -> None:
+    def _from_homes(self, asked: RankRequest, frames: set[int]) -> None:
         fan = self.fan
         if fan is None or not frames:
             return
@@ -316,7 +316,7 @@ class Restore:
             self._shared.setdefault(frame, set()).add(id(asked.receiver))
         fan.want(frames - here)
 
-    def _name_home(self, asked: Asked, frames: Collection[int], fan: FanOut) -> None:
+    def _name_home(self, asked: RankRequest, frames: Collection[int], fan: SharedRead) -> None:
         if frames:
             asked.home.update(frames)
             self._name_frames(asked, frames, fan.memory, _HOME)
@@ -338,7 +338,7 @@ class Restore:
         self._hand_on(frames, self._shared, self._from_store)
 
     def _hand_on(
-        self, frames: list[int], waiting: dict[int, set[int]], give: Callable[[Asked, set[int]], None]
+        self, frames: list[int], waiting: dict[int, set[int]], give: Callable[[RankRequest, set[int]], None]
     ) -> None:
         """Gives them to the ranks that are `waiting` for them, who do so no longer."""
         for who in {who for frame in frames for who in waiting.get(frame, ())}:
@@ -359,7 +359,7 @@ class Restore:
         if self.fan is not None:
             self.fan.pump()
 
-    def _from_store(self, asked: Asked, frames: set[int]) -> None:
+    def _from_store(self, asked: RankRequest, frames: set[int]) -> None:
         if not frames:
             return
         if self._store is None:
@@ -373,7 +373,7 @@ class Restore:
     def _named(self, files: FileList) -> None:
         """Ranks can read these frames by themselves."""
 
-        def give(asked: Asked, mine: set[int]) -> None:
+        def give(asked: RankRequest, mine: set[int]) -> None:
             asked.files.update(mine)
             asked.receiver.send({"t": "files"}, (), files.only(mine).blobs())
 
@@ -400,12 +400,12 @@ class Restore:
                     self._name_cell(self._asked[who], frame, offset)
         self._cells.let_go(offset)
 
-    def _name_cell(self, asked: Asked, frame: int, offset: int) -> None:
+    def _name_cell(self, asked: RankRequest, frame: int, offset: int) -> None:
         self._cells.give(frame, offset, asked.receiver)
         _show(asked, _WINDOW, self._cells.window().arena)
         asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
-    def _release(self, frame: int, asked: Asked) -> From | None:
+    def _release(self, frame: int, asked: RankRequest) -> From | None:
         """That rank is done with a frame that it was given. Whence that came; None: from this node's memory."""
         if self._peers is not None and self._peers.straight.has_come(frame, asked.receiver):
             return From.PEER
@@ -427,7 +427,7 @@ class Restore:
     def _unreached(self) -> Set[int]:
         return self._peers.unreached if self._peers is not None else set()
 
-    def _fail(self, asked: Asked, message: str, frames: Set[int] = frozenset(), error: object = None) -> None:
+    def _fail(self, asked: RankRequest, message: str, frames: Set[int] = frozenset(), error: object = None) -> None:
         """`frames`: which cannot be had. A node that could not be reached may have them right."""
         if self._asked.get(id(asked.receiver)) is asked:
             kind = kind_of(error)
@@ -443,13 +443,13 @@ class Restore:
             }
             asked.receiver.send(fields)
 
-    def _finish(self, asked: Asked) -> None:
+    def _finish(self, asked: RankRequest) -> None:
         if not asked.left and self._asked.get(id(asked.receiver)) is asked:
             self.drop(asked.receiver)
             asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.sources})
 
 
-def _show(asked: Asked, region: int, arena: Arena) -> None:
+def _show(asked: RankRequest, region: int, arena: Arena) -> None:
     """Before anything that lies there is named."""
     if region not in asked.regions:
         asked.regions.add(region)

@@ -22,10 +22,10 @@ import numpy as np
 
 from ckpt.agent.net.transport import Fetch
 from ckpt.agent.restore.peer_fetch import pull
-from ckpt.agent.restore.shared_read_state import Asked, Given
+from ckpt.agent.restore.shared_read_state import Given, HomeRequest
 from ckpt.agent.restore.store_source import same_frames
 from ckpt.agent.restore.window import Window
-from ckpt.agent.runtime.workers import Bulk, Lane, failure, told
+from ckpt.agent.runtime.workers import Lane, Workers, failure, told
 from ckpt.agent.snapshots.manifest_gather import placed
 from ckpt.agent.snapshots.memory_checkpoint import Near
 from ckpt.errors import AgentError, CkptError
@@ -37,7 +37,7 @@ from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.format.manifest import Record
     from ckpt.ipc.messages import Message
     from ckpt.ipc.node_list import NodeAt
@@ -56,7 +56,7 @@ FETCHES_MAX = 16  # in all
 DIALS_MAX = 32  # connections to homes that are made at a time
 
 
-class FanOut:
+class SharedRead:
     """One node's part in it, made for a `Restore` (`agent.fetch`), which sets `window` and what is told to it. `read`:
     frames that lie in `memory` now. `landed`: frames whose bytes are in the window's cell at that offset, which is the
     restore's from then on. `lacking`: frames that have no home any more. `opened`: the record. `guard`: runs what must
@@ -68,8 +68,8 @@ class FanOut:
         epoch: Epoch,
         manifest: Manifest,
         nodes: Sequence[NodeAt],
-        network: Network,
-        bulk: Bulk,
+        network: PeerNetwork,
+        bulk: Workers,
         later: Callable[[float, Callable[[], None]], None],
         post: Callable[[Callable[[], None]], None],
         open_record: Callable[[], FrameReader],
@@ -100,7 +100,7 @@ class FanOut:
         self._region: Arena | None = None
         self._reader: FrameReader | None = None
         self._reading = self._unreadable = self._telling = self._closed = self._watching = False
-        self._asked: dict[int, Asked] = {}  # by home
+        self._asked: dict[int, HomeRequest] = {}  # by home
         self._tries: dict[int, int] = {}
         self._to_reach: collections.deque[tuple[int, list[int]]] = collections.deque()
         self._dialling = 0
@@ -306,7 +306,7 @@ class FanOut:
     # -- towards homes
 
     def _ask(self, home: int, frames: set[int]) -> None:
-        asked = self._asked.setdefault(home, Asked(time.monotonic()))
+        asked = self._asked.setdefault(home, HomeRequest(time.monotonic()))
         if asked.given_up:
             why = f"agent {self._nodes[home].name} did not give others"
             self._post(lambda: self._lack(sorted(frames), why))
@@ -388,7 +388,7 @@ class FanOut:
                 self._give_up(home, f"agent {self._nodes[home].name} has said nothing for {PATIENCE_S:g} s")
         self._later(LOOK_S, self._look)
 
-    def _fetch(self, home: int, asked: Asked) -> bool:
+    def _fetch(self, home: int, asked: HomeRequest) -> bool:
         """The next of what it has, into the window; whether there was room for any."""
         window, cells = self.window(), dict[int, int]()
         while len(cells) < FETCH_FRAMES and (frame := asked.ready()) is not None:

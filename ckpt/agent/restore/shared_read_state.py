@@ -73,7 +73,7 @@ class Given:
         (here if frame in self.here else lacking).append(frame)
 
 
-class Asked:
+class HomeRequest:
     """What this node wants of one home. `given_up`: nothing more is."""
 
     def __init__(self, now_s: float) -> None:

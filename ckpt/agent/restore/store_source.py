@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.agent.restore.window import Window
-from ckpt.agent.runtime.workers import Bulk, Lane
+from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.file_list import FileList
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckpt.store.reader import FrameReader
 
 
-class StoreFrames:
+class StoreSource:
     """`wanted()`: frames that ranks wait for. `named(files)`: the ranks can read these by themselves. `misread`: frames
     that one of them could not. `landed(frames, cell)`: all of `frames` have the bytes that lie at that offset of
     the window now; the cell is the listener's. `free(cell)`: nothing came into that one. `lacking(frame, error)`: the
@@ -36,7 +36,7 @@ class StoreFrames:
         self,
         manifest: Manifest,
         open_record: Callable[[], FrameReader],
-        bulk: Bulk,
+        bulk: Workers,
         post: Callable[[Callable[[], None]], None],
         folder: str | None = None,
     ) -> None:

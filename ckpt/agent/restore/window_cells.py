@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt.agent.restore.direct_stream import Receiver
+from ckpt.agent.restore.direct_stream import StreamPeer
 from ckpt.agent.restore.window import Window
 
 
@@ -28,7 +28,7 @@ class _Cell:
     readers: set[tuple[int, int]] = field(default_factory=set)
 
 
-class Cells:
+class WindowCells:
     """Of one window, which is made when the first is needed. A cell is free again once nobody reads it, which `freed`
     is told of."""
 
@@ -55,13 +55,13 @@ class Cells:
         offset = self._newest.get(frame)
         return None if offset is None else (offset, self._cells[offset].source)
 
-    def give(self, frame: int, offset: int, receiver: Receiver) -> None:
+    def give(self, frame: int, offset: int, receiver: StreamPeer) -> None:
         """That rank reads it there from here on."""
         key = frame, id(receiver)
         self._given[key] = offset
         self._cells[offset].readers.add(key)
 
-    def take_back(self, frame: int, receiver: Receiver) -> From | None:
+    def take_back(self, frame: int, receiver: StreamPeer) -> From | None:
         """That rank is done with it. Whence it came; None where it was not given from here."""
         key = frame, id(receiver)
         offset = self._given.pop(key, None)
@@ -72,7 +72,7 @@ class Cells:
         self.let_go(offset)
         return cell.source
 
-    def drop(self, receiver: Receiver) -> None:
+    def drop(self, receiver: StreamPeer) -> None:
         """It reads nothing any more."""
         for frame in [frame for frame, who in self._given if who == id(receiver)]:
             self.take_back(frame, receiver)

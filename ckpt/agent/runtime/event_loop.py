@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.agent.runtime.node_names import Called
+from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc import messages
 from ckpt.settings import WARNINGS
@@ -71,7 +71,7 @@ class Peer:
     """One connection. `pid`: the process at its other end, as the kernel says. `role`: "" until hello. `hung_up`: the
     other end is closed, and nothing is sent any more; what it said before that is still to be read."""
 
-    def __init__(self, server: Server, sock: socket.socket, pid: int) -> None:
+    def __init__(self, server: EventLoop, sock: socket.socket, pid: int) -> None:
         self.server = server
         self.sock = sock
         self.pid = pid
@@ -155,14 +155,14 @@ class Peer:
             self.outbox.popleft().close()
 
 
-class Server:
+class EventLoop:
     """Owns the listening socket, the peers and the timers. `called`: what nodes are called in what it says to people.
     `post` may be called from any thread; all else is for the main thread only."""
 
     def __init__(self, path: Path) -> None:
         """Binds the socket; whoever calls this holds the run lock. Errors: OSError."""
         self.path = path
-        self.called = Called()
+        self.called = NodeNames()
         self.peers: set[Peer] = set()
         self.end_asked = False  # by a signal
         self.warned = ""  # by that signal, and nobody has taken notice yet

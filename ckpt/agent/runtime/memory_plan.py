@@ -68,7 +68,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class MemoryUse:
     """What arenas take on this machine beside a job's own slots. `kept_bytes`: checkpoints of earlier starts, and
     copies of such. `lent_bytes`: copies that are kept for other nodes of the job itself: room for such is there."""
 

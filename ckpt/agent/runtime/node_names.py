@@ -20,7 +20,7 @@ WORDS = ("message", "error", "why")  # the fields of messages to trainers that a
 _NAME = re.compile(r"(?:\b(agent) |\bnode )?(?<![\w/.-])([0-9a-f]{16})(?![\w/-])")
 
 
-class Called:
+class NodeNames:
     """`nodes`: by the names of their agents; as this agent knows them, of the newest starts."""
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ _NOT_BEGUN = 1 << 62  # bytes
 _NOT_NICE = (Lane.FRONT, Lane.REBUILD, Lane.CLOSING)
 
 
-class Bulk:
+class Workers:
     """Owns the threads. `post`: runs a function on the main thread, soon; may be called from any thread."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ckpt.agent.runtime.memory_plan import MemoryPlan
-from ckpt.agent.snapshots.local_share import Ranks
-from ckpt.agent.snapshots.memory_checkpoint import Part
-from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteRanks
+from ckpt.agent.snapshots.local_share import LocalShare
+from ckpt.agent.snapshots.memory_checkpoint import StagedPart
+from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteShare
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.control_page import Word
+from ckpt.ipc.control_page import ControlWord
 from ckpt.types import Identity
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Share(Protocol):
     """What the coordinator may ask of a node's share; see Ranks, of whose methods these are."""
 
-    def announce(self, slot: int, word: Word | None) -> None: ...
+    def announce(self, slot: int, word: ControlWord | None) -> None: ...
 
     def leave(self, round_: int) -> None: ...
 
@@ -35,17 +35,17 @@ class Share(Protocol):
 
     def offer(self, slot: int, division: str) -> None: ...
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None: ...
+    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None: ...
 
     def close_arenas(self, slot: int) -> None: ...
 
     def drop(self) -> None: ...
 
 
-class Nodes:
+class AllShares:
     """As `Ranks`, of several nodes. `own`: the share of this one. `others`: by their agents' names."""
 
-    def __init__(self, own: Ranks, others: Sequence[RemoteRanks], me: str) -> None:
+    def __init__(self, own: LocalShare, others: Sequence[RemoteShare], me: str) -> None:
         """`me`: the name of this node's agent."""
         self.own = own
         self.world = own.world
@@ -137,7 +137,7 @@ class Nodes:
         else:
             remote.peers[rank].send(fields, blobs=blobs)
 
-    def announce(self, slot: int, word: Word | None) -> None:
+    def announce(self, slot: int, word: ControlWord | None) -> None:
         for remote in self.others.values():  # first: their way is the longest
             remote.announce(slot, word)
         self.own.announce(slot, word)
@@ -182,11 +182,11 @@ class Nodes:
         for share in self._shares.values():
             share.offer(slot, division)
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
-        def read(found: dict[str, list[Part]], error: str) -> None:
+    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
+        def read(found: dict[str, list[StagedPart]], error: str) -> None:
             then([] if error else [part for parts in found.values() for part in parts], error)
 
-        answers = _Answers[list[Part]](self._shares, read)
+        answers = _Answers[list[StagedPart]](self._shares, read)
         for name, share in self._shares.items():
             share.read(slot, identity, answers.of(name))
 

@@ -22,7 +22,7 @@ PIECE_BYTES = 4 << 20  # of what lies behind the data
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedSnapshot:
     """One rank's snapshot as another node is told of it. `page`: the arena's first one. `frames`: all that is to be
     copied, where it lies in the arena."""
 
@@ -37,12 +37,12 @@ class Described:
         return int(self.frames.lengths.sum())
 
 
-def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[Described]:
+def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[DescribedSnapshot]:
     """On a thread: what the arenas of these ranks hold. Errors: DamagedData."""
     return [_described(identity, rank, arena) for rank, arena in sorted(arenas.items())]
 
 
-def _described(identity: Identity, rank: int, arena: Arena) -> Described:
+def _described(identity: Identity, rank: int, arena: Arena) -> DescribedSnapshot:
     header, hashes = arena.header(), arena.hashes()
     if (header.identity, header.rank) != (identity, rank) or hashes is None:
         raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
@@ -54,11 +54,11 @@ def _described(identity: Identity, rank: int, arena: Arena) -> Described:
     offsets = np.concatenate([staged["offset"].astype(np.uint64) + DATA_AT, starts])
     lengths = np.concatenate([staged["length"].astype(np.uint64), sizes])
     every = np.concatenate([hashes, np.array(pieces, np.uint64).reshape(-1, 2)])
-    return Described(rank, arena.bytes, arena.page(), Frames.placed(offsets, lengths, every, arena.bytes))
+    return DescribedSnapshot(rank, arena.bytes, arena.page(), Frames.placed(offsets, lengths, every, arena.bytes))
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkName:
+class ParityChunkName:
     """One parity of one stripe of a checkpoint."""
 
     identity: Identity
@@ -72,15 +72,15 @@ class ChunkName:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ParityChunk:
     """The bytes of a parity, whose `frames` they are, and what it was made of: the `snapshots` of the ranks in it. It
     is never changed. `world`: of the checkpoint."""
 
-    name: ChunkName
+    name: ParityChunkName
     world: int
     arena: Arena
     frames: Frames
-    snapshots: Mapping[int, Described]
+    snapshots: Mapping[int, DescribedSnapshot]
 
     @property
     def data(self) -> memoryview:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt.agent.snapshots.replica_check import Places, places_of
+from ckpt.agent.snapshots.replica_check import SharedBoxes, places_of
 from ckpt.errors import CkptError, DamagedData
 from ckpt.format.declaration import bytes_max, decode_layout, encode_layout, encode_share
 from ckpt.gc_pause import no_collecting
@@ -22,7 +22,7 @@ from ckpt.types import ITEMSIZE
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankContents:
     """What one rank says of itself. `tick`: the one its hashes are of. `hashes`: empty where nothing was hashed."""
 
     coordinate: str
@@ -46,7 +46,7 @@ class Division:
     agreed: frozenset[Key]
     differing: frozenset[str]
     plans: tuple[tuple[bytes, bytes], ...]
-    places: Places
+    places: SharedBoxes
 
 
 _LAYOUTS: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
@@ -65,7 +65,7 @@ def layout_from(blob: bytes | memoryview) -> Layout:
 
 @no_collecting()
 def make_division(
-    ranks: Sequence[Held], before: Division | None, distrusted: Collection[str] = frozenset()
+    ranks: Sequence[RankContents], before: Division | None, distrusted: Collection[str] = frozenset()
 ) -> Division:
     """Hashes are compared only where all ranks took them at the same tick: those of two ticks say nothing.
     `distrusted`: tensors that were seen to differ since.

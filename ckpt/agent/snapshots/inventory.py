@@ -24,7 +24,7 @@ from ckpt.placement.rebuild import Striped, protected, rebuildable
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.snapshots.described import Chunk
+    from ckpt.agent.snapshots.described import ParityChunk
     from ckpt.store.lineage import Claim
 
 ARENAS_MAX = 1 << 16  # that one node may say it holds
@@ -100,7 +100,7 @@ class Inventory:
         if known == world and key[1] < world and node not in self.holders.setdefault(key, []):
             self.holders[key].append(node)
 
-    def add_chunks(self, chunks: Iterable[Chunk]) -> None:
+    def add_chunks(self, chunks: Iterable[ParityChunk]) -> None:
         for chunk in chunks:
             name = chunk.name
             sizes = {rank: each.staged_bytes for rank, each in chunk.snapshots.items()}

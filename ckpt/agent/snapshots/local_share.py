@@ -15,26 +15,26 @@ from typing import Any
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import Peer
-from ckpt.agent.runtime.workers import Bulk, Lane, failure
+from ckpt.agent.runtime.workers import Lane, Workers, failure
 from ckpt.agent.snapshots.inventory import whose
-from ckpt.agent.snapshots.memory_checkpoint import Part, Reader
+from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader
 from ckpt.agent.state import memory_pressure
 from ckpt.errors import AgentError
 from ckpt.ipc.arena import GIVE_WAY_S, Arena
-from ckpt.ipc.control_page import SLOTS_MAX, ControlPage, Word
+from ckpt.ipc.control_page import SLOTS_MAX, ControlPage, ControlWord
 from ckpt.placement.placement import GENERATIONS
 from ckpt.types import Identity
 
 LET_GO_S = 5.0  # that ranks may take to let go of memory, which is more than it takes
 
 
-class Ranks:
+class LocalShare:
     """Owns the page and the arenas: `arenas[slot][rank]`. `peers`: each rank's newest connection.
 
     Where something takes time, `then` is called with its result and "", or with an empty one and what went wrong; not
     at all after `drop`."""
 
-    def __init__(self, world: int, bulk: Bulk, taken: Callable[[], memory_plan.Taken]) -> None:
+    def __init__(self, world: int, bulk: Workers, taken: Callable[[], memory_plan.MemoryUse]) -> None:
         """`world`: of the whole job. `taken`: what there is here beside its arenas.
         Errors: AgentError where there cannot be so many ranks."""
         self.page = ControlPage.create(world)
@@ -43,7 +43,7 @@ class Ranks:
         self.arenas: dict[int, dict[int, Arena]] = {}
         self.dropped = False
         self.progress = Progress()  # of memory that is made, and of snapshots that are hashed
-        self.reader = Reader(self.progress.moved)
+        self.reader = StagedReader(self.progress.moved)
         self._bulk = bulk
         self._taken = taken
         self.limited: memory_plan.MemoryPlan | None = (
@@ -103,7 +103,7 @@ class Ranks:
     def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.peers[rank].send(fields, blobs=blobs)
 
-    def announce(self, slot: int, word: Word | None) -> None:
+    def announce(self, slot: int, word: ControlWord | None) -> None:
         """What that slot is appointed for; None: nothing."""
         self.page.announce(slot, word)
 
@@ -200,14 +200,14 @@ class Ranks:
             fields = {"t": "arena", "slot": slot, "bytes": arena.bytes, "division": division}
             peer.send(fields, [arena.fd] if new else [])
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
+    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
         """Hashes what the ranks have staged in a slot, and leaves the hashes there. Errors: AgentError where there is
         none: it went with a former agent, to which that was to be said."""
         arenas = self.arenas.get(slot)
         if arenas is None:
             raise AgentError(f"there is nothing in slot {slot} here")
 
-        def read(done: Future[list[Part]]) -> None:
+        def read(done: Future[list[StagedPart]]) -> None:
             error = failure(done)
             if not self.dropped:
                 then([] if error else done.result(), error)

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.runtime.workers import Bulk, Lane, failure
+from ckpt.agent.runtime.workers import Lane, Workers, failure
 from ckpt.agent.snapshots.inventory import spread
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint, Part, Reader, put_together
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, StagedReader, put_together
 from ckpt.agent.snapshots.remote_share import decode_parts, encode_parts
 from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest
@@ -27,13 +27,13 @@ from ckpt.ipc.messages import Message
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import Network
+    from ckpt.agent.net.peer_network import PeerNetwork
 
 log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class FramePlaces:
     """Where the frames of a checkpoint lie in memory. `ranks`, `offsets`: by frame: bytes of the memfd of that rank's
     arena; rank -1: nobody holds that frame. `sizes`: of the arenas, by rank. `holders`: who has each rank's arena, the
     first to be asked first; "" is this node."""
@@ -59,7 +59,7 @@ class Places:
         numbers = self.numbers(rank)
         return placed(manifest, numbers, self.offsets[numbers], self.sizes[rank])
 
-    def seen_by(self, me: str, other: str) -> Places:
+    def seen_by(self, me: str, other: str) -> FramePlaces:
         """The same for another node, `me`, told by `other`. What all nodes want they ask of different ones first."""
         names, turn = {"": other, me: ""}, zlib.crc32(me.encode())
         holders = {
@@ -75,7 +75,7 @@ class Places:
         return [self.ranks.astype("<i4").tobytes(), self.offsets.astype("<i8").tobytes(), about]
 
     @staticmethod
-    def parse(identity: Identity, blobs: list[bytes], manifest: Manifest) -> Places:
+    def parse(identity: Identity, blobs: list[bytes], manifest: Manifest) -> FramePlaces:
         """Errors: AgentError, ValueError, TypeError, LookupError."""
         ranks = np.frombuffer(blobs[0], "<i4").astype(np.int64)
         offsets = np.frombuffer(blobs[1], "<i8").astype(np.int64)
@@ -85,15 +85,15 @@ class Places:
         held = set(np.unique(ranks).tolist()) - {-1}
         if not len(ranks) == len(offsets) == len(manifest.frames) or not held <= sizes.keys():
             raise AgentError(f"where the frames of {identity} lie was told wrong")
-        return Places(identity, ranks, offsets, sizes, holders)
+        return FramePlaces(identity, ranks, offsets, sizes, holders)
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredManifest:
     """`checkpoint`: with the arenas that this node has."""
 
-    checkpoint: Checkpoint
-    places: Places
+    checkpoint: MemoryCheckpoint
+    places: FramePlaces
 
     @property
     def is_here(self) -> bool:
@@ -104,7 +104,7 @@ class Gathered:
 T = TypeVar("T")
 
 
-class Asking(Generic[T]):
+class ManifestRequest(Generic[T]):
     """Asks the holders of one identity what they know of its snapshots: for each rank the first, and where that cannot
     say it the next. `holders`: by rank, of a world of so many. `arenas`: those that this node has, by rank. `then`
     hears what was made of it, or None and why nothing was; once."""
@@ -113,8 +113,8 @@ class Asking(Generic[T]):
 
     def __init__(
         self,
-        network: Network | None,
-        bulk: Bulk,
+        network: PeerNetwork | None,
+        bulk: Workers,
         identity: Identity,
         world: int,
         holders: Mapping[int, Sequence[str]],
@@ -128,7 +128,7 @@ class Asking(Generic[T]):
             rank: [*([""] if rank in arenas else []), *(name for name in names if name)]
             for rank, names in holders.items()
         }
-        self._parts: list[Part] = []
+        self._parts: list[StagedPart] = []
         self._sizes = {rank: arena.bytes for rank, arena in arenas.items()}
         self.left = set(holders)  # ranks of which nothing is known yet
         self._making = False
@@ -172,7 +172,7 @@ class Asking(Generic[T]):
             heard = lambda answer, error: self._heard(name, ranks, answer, error)  # noqa: E731
             self._network.ask(name, fields, (), heard)
 
-    def _read_here(self, ranks: list[int], done: Future[list[Part]]) -> None:
+    def _read_here(self, ranks: list[int], done: Future[list[StagedPart]]) -> None:
         if error := failure(done):
             self._refused("", ranks, error)
         else:
@@ -208,7 +208,7 @@ class Asking(Generic[T]):
         self._holders[ranks[0]] = [each for each in self._holders[ranks[0]] if each != name]
         self._ask_next(ranks, error)
 
-    def _got(self, parts: list[Part]) -> None:
+    def _got(self, parts: list[StagedPart]) -> None:
         if self._making:
             return
         self.left -= {part.declaration.rank for part in parts}
@@ -233,17 +233,17 @@ class Asking(Generic[T]):
             self._then(None, error)
 
 
-class Gathering(Asking[Gathered]):
+class ManifestGather(ManifestRequest[GatheredManifest]):
     """Puts a checkpoint together of which each rank is held."""
 
     def __init__(
         self,
-        network: Network | None,
-        bulk: Bulk,
+        network: PeerNetwork | None,
+        bulk: Workers,
         identity: Identity,
         holders: Mapping[int, Sequence[str]],
         arenas: Mapping[int, Arena],
-        then: Callable[[Gathered | None, str], None],
+        then: Callable[[GatheredManifest | None, str], None],
     ) -> None:
         super().__init__(network, bulk, identity, len(holders), holders, arenas, then)
         self.lacking: int | None = None  # a rank that nobody who holds it could give
@@ -252,29 +252,29 @@ class Gathering(Asking[Gathered]):
         self.lacking = rank if self.lacking is None else self.lacking
         self._fail(why)
 
-    def _make(self) -> Gathered:
+    def _make(self) -> GatheredManifest:
         """On a thread. Errors: CkptError where the parts do not belong together, or cannot lie where they are said
         to."""
         made = put_together(self._identity, self._parts, self._arenas)
-        places = Places(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
+        places = FramePlaces(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
         for rank in self._sizes:
             places.frames(rank, made.manifest)
-        return Gathered(made, places)
+        return GatheredManifest(made, places)
 
 
-def read_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
+def read_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
     """On a thread: hashes these arenas again, which must hold what their agent saw in them. Errors: DamagedData."""
-    return Reader().read(identity, world, arenas, keep_hashes=False)
+    return StagedReader().read(identity, world, arenas, keep_hashes=False)
 
 
-def sealed_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
+def sealed_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
     """On a thread: what these arenas say of themselves. Errors: DamagedData."""
-    return Reader().sealed(identity, world, arenas)
+    return StagedReader().sealed(identity, world, arenas)
 
 
 def encoded_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool = False) -> bytes:
     """The same for another node. Errors: DamagedData."""
-    reader = Reader()
+    reader = StagedReader()
     told = reader.sealed(identity, world, arenas) if sealed else reader.read(identity, world, arenas, keep_hashes=False)
     return encode_parts(told, {}, reader.declared())
 

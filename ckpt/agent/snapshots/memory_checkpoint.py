@@ -24,7 +24,7 @@ HASH_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagedPart:
     """What one rank has staged for one tick, but for the bytes. `hashes`: of its data frames, (frames, 2) uint64 as
     (hi, lo). `at`: where its shared and its own values lie, in bytes from the start of the memfd. `metrics`: what the
     user gave there."""
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class MemoryCheckpoint:
     """Complete. `arenas`: by rank, of the ranks on this node. `ranks`, `offsets`, `lengths`: where each frame lies:
     bytes of the memfd of that rank's arena. `metrics`: what the user gave; where ranks differ, the lowest's.
     `disagreed`: tensors that are stored per rank, since they differ."""
@@ -81,7 +81,7 @@ class Near:
     offsets: npt.NDArray[np.int64]
 
 
-class Reader:
+class StagedReader:
     """Reads what ranks have staged, one round at a time. Remembers the declarations, which only change with the
     division. Thread-safe. `moved`: told of each rank's that is read."""
 
@@ -90,7 +90,9 @@ class Reader:
         self._lock = threading.Lock()
         self._declared: dict[int, tuple[bytes, Declaration]] = {}
 
-    def read(self, identity: Identity, world: int, arenas: Mapping[int, Arena], keep_hashes: bool = True) -> list[Part]:
+    def read(
+        self, identity: Identity, world: int, arenas: Mapping[int, Arena], keep_hashes: bool = True
+    ) -> list[StagedPart]:
         """Hashes what lies in the arenas of these ranks and leaves the hashes there.
 
         keep_hashes=False: after a restart of the agent; hashes that its predecessor left must be right.
@@ -99,7 +101,7 @@ class Reader:
             headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
             return [self._part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
 
-    def sealed(self, identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
+    def sealed(self, identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
         """The same by the hashes that lie there already: nothing is hashed again, and whoever gets a frame has to.
 
         Errors: DamagedData where an arena holds something else than `identity`, or no hashes."""
@@ -112,7 +114,7 @@ class Reader:
         with self._lock:
             return {rank: data for rank, (data, _) in self._declared.items()}
 
-    def _part(self, rank: int, arena: Arena, header: Header, keep_hashes: bool) -> Part:
+    def _part(self, rank: int, arena: Arena, header: Header, keep_hashes: bool) -> StagedPart:
         declaration = self._declaration(rank, arena, header)
         hashes = hash_frames(arena.data(0, header.data_bytes), declaration.staging.frames, HASH_THREADS)
         before = None if keep_hashes else arena.hashes()
@@ -124,7 +126,7 @@ class Reader:
         self._moved()
         return _part(declaration, hashes, arena, header)
 
-    def _sealed(self, rank: int, arena: Arena, header: Header) -> Part:
+    def _sealed(self, rank: int, arena: Arena, header: Header) -> StagedPart:
         declaration, hashes = self._declaration(rank, arena, header), arena.hashes()
         if hashes is None or len(hashes) != len(declaration.staging.frames):
             raise DamagedData(f"the arena of rank {rank} does not say what lies in it")
@@ -140,7 +142,7 @@ class Reader:
         return known[1]
 
 
-def put_together(identity: Identity, parts: Sequence[Part], arenas: Mapping[int, Arena]) -> Checkpoint:
+def put_together(identity: Identity, parts: Sequence[StagedPart], arenas: Mapping[int, Arena]) -> MemoryCheckpoint:
     """Every rank's part makes one checkpoint. `arenas`: of the ranks on this node, where bytes of frames with
     different hashes can be compared. Errors: Incomplete; CkptError for parts that do not belong together."""
     parts = sorted(parts, key=lambda part: part.declaration.rank)
@@ -152,7 +154,7 @@ def put_together(identity: Identity, parts: Sequence[Part], arenas: Mapping[int,
     metrics: dict[str, float] = {}
     for part in reversed(parts):
         metrics.update(part.metrics)
-    return Checkpoint(identity, made.manifest, dict(arenas), ranks, offsets, lengths, metrics, made.disagreed)
+    return MemoryCheckpoint(identity, made.manifest, dict(arenas), ranks, offsets, lengths, metrics, made.disagreed)
 
 
 def _header(identity: Identity, rank: int, world: int, arena: Arena) -> Header:
@@ -165,16 +167,16 @@ def _header(identity: Identity, rank: int, world: int, arena: Arena) -> Header:
     return header
 
 
-def _part(declaration: Declaration, hashes: npt.NDArray[np.uint64], arena: Arena, header: Header) -> Part:
+def _part(declaration: Declaration, hashes: npt.NDArray[np.uint64], arena: Arena, header: Header) -> StagedPart:
     shared, own = _blob(arena, header.shared), _blob(arena, header.own)
-    return Part(declaration, hashes, shared, own, (header.shared[0], header.own[0]), _metrics(arena, header))
+    return StagedPart(declaration, hashes, shared, own, (header.shared[0], header.own[0]), _metrics(arena, header))
 
 
 def _blob(arena: Arena, place: tuple[int, int]) -> Blob:
     return Blob(hash_bytes(*frame_hash(arena.part(place))), place[1])
 
 
-def _places(sources: Array, parts: Sequence[Part]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _places(sources: Array, parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     ranks = sources["rank"].astype(np.int64)
     offsets = np.zeros(len(sources), np.int64)
     for rank, part in enumerate(parts):

@@ -16,17 +16,17 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import Peer
-from ckpt.agent.runtime.node_names import Called
-from ckpt.agent.snapshots.memory_checkpoint import Part
+from ckpt.agent.runtime.node_names import NodeNames
+from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
 from ckpt.format.codecs import CodecOption
 from ckpt.format.declaration import decode
 from ckpt.format.manifest import FRAME, PLACE
 from ckpt.ipc.bounded_msgpack import unpacked
-from ckpt.ipc.control_page import STEP_MAX, SUB_MAX, Word
+from ckpt.ipc.control_page import STEP_MAX, SUB_MAX, ControlWord
 from ckpt.ipc.messages import Message, error_fields
 from ckpt.layout.assemble import Blob
 from ckpt.layout.layout import Array, Declaration
@@ -46,7 +46,7 @@ class RemotePeer:
     role = "trainer"
 
     def __init__(
-        self, network: Network, node: str, epoch: Epoch, rank: int, number: int, pid: int, called: Called
+        self, network: PeerNetwork, node: str, epoch: Epoch, rank: int, number: int, pid: int, called: NodeNames
     ) -> None:
         self.node, self.epoch, self.rank, self.number, self.pid = node, epoch, rank, number, pid
         self.open = True
@@ -84,23 +84,23 @@ class RemotePeer:
 AnyPeer = Peer | RemotePeer
 
 
-class RemoteRanks:
+class RemoteShare:
     """As `Ranks`, for the ranks of another node. `name`: of its agent. `called`: see RemotePeer; None: it has none."""
 
     def __init__(
         self,
-        network: Network,
+        network: PeerNetwork,
         name: str,
         epoch: Epoch,
         world: int,
         ranks: Sequence[int],
-        called: Called | None = None,
+        called: NodeNames | None = None,
     ) -> None:
         self.name, self.world, self.ranks = name, world, frozenset(ranks)
         self.peers: dict[int, RemotePeer] = {}  # by rank: the one that has joined
         self.dropped = False
         self._latest: dict[int, RemotePeer] = {}
-        self._network, self._epoch, self._called = network, epoch, called or Called()
+        self._network, self._epoch, self._called = network, epoch, called or NodeNames()
         self._entered: dict[int, tuple[int, int]] = {}  # by rank: the step it is in, and its polls since
         self._declared: dict[int, tuple[bytes, Declaration]] = {}
 
@@ -140,7 +140,7 @@ class RemoteRanks:
         """By rank, of those of which it is known: the step that it is in, and its polls since the last ended one."""
         return self._entered
 
-    def announce(self, slot: int, word: Word | None) -> None:
+    def announce(self, slot: int, word: ControlWord | None) -> None:
         self._tell({"t": "word", "slot": slot, "word": word.pack() if word is not None else 0})
 
     def leave(self, round_: int) -> None:
@@ -190,10 +190,10 @@ class RemoteRanks:
         nothing: dict[int, int] = {}
         self._ask(fields, (), made, nothing, then)
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
+    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
         """Their agent hashes them, and says what each rank has staged; its bytes stay there."""
 
-        def read(answer: Message) -> list[Part]:
+        def read(answer: Message) -> list[StagedPart]:
             parts = decode_parts(answer.blobs[0], self._declared)
             if sorted(part.declaration.rank for part in parts) != sorted(self.ranks):
                 raise AgentError(f"agent {self.name} tells of other ranks than it has")
@@ -201,10 +201,10 @@ class RemoteRanks:
 
         known = {rank: digest for rank, (digest, _) in self._declared.items()}
         fields = {"t": "read", "slot": slot, "identity": str(identity), "known": list(known.items())}
-        nothing: list[Part] = []
+        nothing: list[StagedPart] = []
         self._ask(fields, (), read, nothing, then)
 
-    def write(self, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+    def write(self, wanted: WantedPart, then: Callable[[Written | None, str], None]) -> None:
         """Their agent puts frames that it has into packs; no record."""
 
         fields = {
@@ -246,7 +246,7 @@ class RemoteRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedPart:
     """Frames that a node is to write. `frames`: array of FRAME. `ranks`, `offsets`: where each lies: bytes of the memfd
     of that rank's arena."""
 
@@ -262,17 +262,17 @@ class Wanted:
         return b"".join(column.tobytes() for column in columns)
 
     @staticmethod
-    def decode(identity: Identity, blob: bytes, codec: CodecOption, bandwidth: float | None) -> Wanted:
+    def decode(identity: Identity, blob: bytes, codec: CodecOption, bandwidth: float | None) -> WantedPart:
         """Errors: AgentError."""
         count, rest = divmod(len(blob), FRAME.itemsize + 16)
         if rest or count > FRAMES_MAX:
             raise AgentError("frames to be written are malformed")
         frames = np.frombuffer(blob, FRAME, count)
         places = np.frombuffer(blob, "<i8", 2 * count, FRAME.itemsize * count).astype(np.int64)
-        return Wanted(identity, frames, places[:count], places[count:], codec, bandwidth)
+        return WantedPart(identity, frames, places[:count], places[count:], codec, bandwidth)
 
 
-def _written(answer: Message, wanted: Wanted) -> Written:
+def _written(answer: Message, wanted: WantedPart) -> Written:
     """Errors: AgentError where it is not what such a node can have written: nobody could read a record that says so."""
     from ckpt.format.record import misplaced
     from ckpt.store.keys import parse_pack
@@ -288,7 +288,7 @@ def _written(answer: Message, wanted: Wanted) -> Written:
     return Written(packs, places)
 
 
-def encode_parts(parts: Collection[Part], known: Mapping[int, bytes], declared: Mapping[int, bytes]) -> bytes:
+def encode_parts(parts: Collection[StagedPart], known: Mapping[int, bytes], declared: Mapping[int, bytes]) -> bytes:
     """For a message. `declared`: the ranks' declarations, encoded. `known`: of those that the reader has, what
     `digest_of` says."""
     rows = []
@@ -309,7 +309,7 @@ def encode_parts(parts: Collection[Part], known: Mapping[int, bytes], declared: 
     return packed
 
 
-def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) -> list[Part]:
+def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) -> list[StagedPart]:
     """`declared`: what is known of earlier ones, by rank; what is new goes there. Errors: CkptError; for what is no
     such message any Exception."""
     parts = []
@@ -324,7 +324,7 @@ def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) ->
         blobs = [Blob(bytes(value), int(length)) for value, length in (shared, own)]
         at = int(shared_at), int(own_at)
         numbers = {str(name): float(value) for name, value in metrics.items()}
-        parts.append(Part(declaration, table, blobs[0], blobs[1], at, numbers))
+        parts.append(StagedPart(declaration, table, blobs[0], blobs[1], at, numbers))
     return parts
 
 

@@ -15,7 +15,7 @@ from ckpt.layout.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class SharedBoxes:
     """Which boxes of different ranks are one box. `of_rank`: by the order of (entry, box), a number of `names`; -1 for
     a tensor that is the rank's own."""
 
@@ -23,7 +23,7 @@ class Places:
     names: tuple[str, ...]
 
 
-def places_of(layouts: Sequence[Layout], differing: Collection[str]) -> Places:
+def places_of(layouts: Sequence[Layout], differing: Collection[str]) -> SharedBoxes:
     """`differing`: the tensors that are each rank's own. Layouts that are one object are looked at once."""
     numbers: dict[object, int] = {}
     names: list[str] = []
@@ -42,18 +42,18 @@ def places_of(layouts: Sequence[Layout], differing: Collection[str]) -> Places:
                     names.append(entry.name)
                 found.append(number)
         made[id(layout)] = np.array(found, np.int64)
-    return Places(tuple(made[id(layout)] for layout in layouts), tuple(names))
+    return SharedBoxes(tuple(made[id(layout)] for layout in layouts), tuple(names))
 
 
-class Comparing:
+class ReplicaCheck:
     """Of one round at a time: the newest that anything was said of."""
 
     def __init__(self) -> None:
-        self._of: tuple[int, Places] | None = None
+        self._of: tuple[int, SharedBoxes] | None = None
         self._known: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._said: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-    def differing(self, number: int, places: Places, rank: int, data: bytes) -> list[str]:
+    def differing(self, number: int, places: SharedBoxes, rank: int, data: bytes) -> list[str]:
         """The tensors of which another rank has sent another sample in that round. Errors: AgentError."""
         of_rank = places.of_rank[rank]
         if len(data) % SAMPLE.itemsize:

@@ -68,7 +68,7 @@ class Count:
 
 
 @dataclass(slots=True)
-class Account:
+class Accounting:
     """One agent's, over all starts of its run. `look` first, whenever something may have happened; then what did."""
 
     phase: Phase = Phase.IDLE

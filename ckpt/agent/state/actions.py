@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.ipc.control_page import Word
+from ckpt.ipc.control_page import ControlWord
 from ckpt.types import Tick
 
 Request = Any  # names one request of one connection; only handed back in Answer and Refuse
@@ -16,7 +16,7 @@ class SetWord:
     """What that slot is appointed for; None: nothing."""
 
     slot: int
-    word: Word | None
+    word: ControlWord | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class MakeArenas:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferSlot:
     """The slot is free: each rank binds its arena of it for the division; then `warm` from each."""
 
     slot: int
@@ -98,7 +98,7 @@ class Recycle:
 
 
 @dataclass(frozen=True, slots=True)
-class Unprotect:
+class ReplicaDegraded:
     """That tick was the newest of which other nodes kept copies or parity, and this memory, which was part of what made
     it safe, is needed: it is not as safe any more."""
 
@@ -111,7 +111,7 @@ class Unkeep:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerRequest:
     request: Request
     body: dict[str, Any]
 
@@ -124,7 +124,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class ReportProgress:
     """That request waits for a slot or a rank."""
 
     request: Request
@@ -146,7 +146,7 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WriteOutcome:
     """What a notice came to: to be written where a launcher can read it."""
 
     body: dict[str, Any]
@@ -177,20 +177,20 @@ class Close:
     reason: str
 
 
-Said = Answer | Refuse | Moving | Tell | Emit | Outcome
+Said = AnswerRequest | Refuse | ReportProgress | Tell | Emit | WriteOutcome
 Acts = (
     SetWord
     | SetVerdict
     | Divide
     | MakeArenas
-    | Offer
+    | OfferSlot
     | CloseArenas
     | Assemble
     | Replicate
     | Commit
     | GiveUp
     | Recycle
-    | Unprotect
+    | ReplicaDegraded
     | Unkeep
     | Acknowledge
     | LeftBy

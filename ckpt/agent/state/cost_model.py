@@ -15,20 +15,20 @@ from ckpt.policy.adaptive import Adaptive, Chosen, Decision
 from ckpt.policy.failures import Failure
 from ckpt.policy.history import Sources, merged, remember
 from ckpt.policy.interval_solver import decide
-from ckpt.policy.known import NOTHING, Known
+from ckpt.policy.known import NOTHING, Measurements
 
 PACE_STEPS_MIN = 2  # of fewer steps the time says more of where in a step one looked
 PACE_S_MIN = 1.0
 ABOUT = "learnt"  # its name in a record
 
 
-class Learning:
+class CostModel:
     """One job's, on so many `nodes`. `known`: what it has learnt. `peers`: whether other nodes' memory survives the
     loss of one. `slots`: for how many snapshots there is memory; 0: that is not known yet. `decision`: what follows
     now, under the `limits` and ckpt.Limits(unsaved_s=)."""
 
     def __init__(
-        self, limits: Adaptive, known: Known = NOTHING, nodes: int = 1, unsaved_s: float | None = None
+        self, limits: Adaptive, known: Measurements = NOTHING, nodes: int = 1, unsaved_s: float | None = None
     ) -> None:
         self.limits = limits
         self.unsaved_s = unsaved_s
@@ -47,7 +47,7 @@ class Learning:
         """Training goes on after `step`."""
         self._mark, self._ran_s = (now_s, step), now_s
 
-    def inherit(self, known: Known) -> None:
+    def inherit(self, known: Measurements) -> None:
         """What an earlier start has learnt of failures."""
         self.known = merged(self.known, known)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.agent.state.actions import Action, Emit, Refuse, Request, Tell
-from ckpt.agent.state.rank_presence import AGAIN, Members, Presence
-from ckpt.agent.state.step_timing import Pace
+from ckpt.agent.state.rank_presence import AGAIN, Presence, RankStates
+from ckpt.agent.state.step_timing import StepTiming
 from ckpt.ipc.control_page import AMID, SLOTS_MAX, WAITING
 from ckpt.placement.placement import Kept
 from ckpt.policy.adaptive import span
@@ -119,14 +119,14 @@ class Settled:
     message: str
 
 
-class Facts:
+class JobFacts:
     """One job. `policy`: when to appoint. `first_round`: random, so that a restarted agent repeats no number soon."""
 
     def __init__(self, world: int, policy: Every, first_round: int = 1) -> None:
         self.world = world
         self.policy = policy
-        self.members = Members(world)
-        self.pace = Pace()
+        self.members = RankStates(world)
+        self.pace = StepTiming()
         self.slots = [Slot(n) for n in range(SLOTS_MAX)]
         self.slots_in_use = 0  # how many of them memory allows; 0 until the first division
         self.division = ""

@@ -20,7 +20,7 @@ RESERVE_PARTS = 50  # so much of the memory is left to others: less, and the ker
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StartMemory:
     """What one start holds: so many bytes, `idle`: that nobody is at work on. `complete`: a checkpoint of it is whole,
     and on several nodes is as safe as was asked for, or in the store: what only lies here is gone with one of them."""
 
@@ -40,7 +40,7 @@ def missing_bytes(free_bytes: int, total_bytes: int) -> int:
     return max(0, reserve_bytes(total_bytes) - free_bytes)
 
 
-def which_go(held: Sequence[Held], missing: int, begun: Begun | None = None) -> list[Epoch]:
+def which_go(held: Sequence[StartMemory], missing: int, begun: Begun | None = None) -> list[Epoch]:
     """Of several starts, the newest last, which are given up to free so many bytes, or as many as there are. `begun`:
     the one that goes on now, where it is known."""
     gone: list[Epoch] = []

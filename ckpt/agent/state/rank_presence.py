@@ -21,7 +21,7 @@ class Presence(enum.Enum):
 
 
 @dataclass(slots=True)
-class Member:
+class RankState:
     rank: int
     presence: Presence = Presence.HERE
     joined: bool = False
@@ -30,7 +30,7 @@ class Member:
     leave: Any = None  # a request that waits for what is under way
     broke: bool = False  # it left by an exception: the others wait for it in vain
     insists: bool = False  # where its connection breaks while it waits to leave, it comes back and asks again
-    members: Members | None = None  # of which it is one
+    members: RankStates | None = None  # of which it is one
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -44,21 +44,21 @@ class Seen:
     came to its end, and was not only lost for long; `all_gone`: whether every one that ever came is not here any more,
     and one did."""
 
-    lost: tuple[Member, ...]
-    leaving: tuple[Member, ...]
+    lost: tuple[RankState, ...]
+    leaving: tuple[RankState, ...]
     all_joined: bool
     any_gone: bool
     any_left: bool
-    gone: Member | None  # the first that is dead, or left by an exception
+    gone: RankState | None  # the first that is dead, or left by an exception
     any_dead: bool
     all_gone: bool
 
 
-class Members(Sequence[Member]):
+class RankStates(Sequence[RankState]):
     """By rank."""
 
     def __init__(self, world: int) -> None:
-        self._each = [Member(rank, members=self) for rank in range(world)]
+        self._each = [RankState(rank, members=self) for rank in range(world)]
         self._seen: Seen | None = None
 
     def __getitem__(self, rank: Any) -> Any:
@@ -78,7 +78,7 @@ class Members(Sequence[Member]):
         return self._seen
 
 
-def _seen(members: Sequence[Member]) -> Seen:
+def _seen(members: Sequence[RankState]) -> Seen:
     away = [m for m in members if m.presence is not Presence.HERE]
     came = [m for m in members if m.joined or m.presence is not Presence.HERE]
     return Seen(

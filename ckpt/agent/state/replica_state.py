@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ckpt.agent.state.job_facts import RETRY_S_MAX, Facts, Round, Slot, State, Store
+from ckpt.agent.state.job_facts import RETRY_S_MAX, JobFacts, Round, Slot, State, Store
 from ckpt.agent.state.retention_rule import left_of, outlived
 from ckpt.placement.placement import Kept
 from ckpt.types import Tick
@@ -18,7 +18,7 @@ FOUND_LESS = "less of it was found in other nodes' memory than they are to keep"
 LOST = "an agent that had a part of it already was lost meanwhile"
 
 
-class Elsewhere(Facts):
+class ReplicaState(JobFacts):
     """The facts of one job, those of what other nodes keep of it among them."""
 
     def __init__(self, *given: Any, **named: Any) -> None:

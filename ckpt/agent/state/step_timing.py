@@ -16,7 +16,7 @@ DOUBTS_MAX = 10  # times that it is doubted: a step that takes a thousand times 
 TOLD_S = 1.0  # where ranks of other nodes are is known so much later
 
 
-class Pace:
+class StepTiming:
     """Of one job. Whatever is asked is as it was when the ranks were looked at last: `see`."""
 
     def __init__(self) -> None:

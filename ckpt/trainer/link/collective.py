@@ -27,7 +27,7 @@ ENTER_TIMEOUT_S = 1800.0
 SAY_S = 60.0  # then those that have entered name those that have not
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     rank: int
     world: int
 
@@ -159,7 +159,7 @@ def _are_all(ranks: tuple[int, ...]) -> bool:
     return ranks == tuple(range(dist.get_world_size()))
 
 
-def open_group(process_group: dist.ProcessGroup | None, events: Events) -> Group:
+def open_group(process_group: dist.ProcessGroup | None, events: Events) -> RankGroup:
     """The job's ranks: `process_group`, else the default group, else this process alone. `events`: where ranks that do
     not come are named. Errors: UsageError."""
     if not dist.is_available() or not dist.is_initialized():
@@ -176,7 +176,7 @@ def open_group(process_group: dist.ProcessGroup | None, events: Events) -> Group
     return TorchGroup(process_group, events)
 
 
-def together(group: Group, work: Callable[[], T]) -> T:
+def together(group: RankGroup, work: Callable[[], T]) -> T:
     """Runs `work` on every rank; all ranks return, or all raise: a rank that failed its own error, the others that of
     the lowest rank that failed. So nobody waits in a gather for one who has left with an exception."""
     result: T | None = None
@@ -198,7 +198,7 @@ def together(group: Group, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def from_first(group: Group, work: Callable[[], bytes]) -> bytes:
+def from_first(group: RankGroup, work: Callable[[], bytes]) -> bytes:
     """Rank 0 runs `work`; every rank returns its bytes, or all raise what it raised."""
     data = together(group, work if group.rank == 0 else bytes)
     return group.gather(data if group.rank == 0 else b"")[0]

@@ -22,14 +22,14 @@ from ckpt.events import Event, Events
 from ckpt.format.declaration import encode_layout
 from ckpt.ipc import agent_process, client, messages
 from ckpt.ipc.addresses import Address
-from ckpt.ipc.control_page import SLOTS_MAX, ControlPage, Place, Word
+from ckpt.ipc.control_page import SLOTS_MAX, ControlPage, ControlWord, RankPlace
 from ckpt.ipc.failure_domains import domains_here
 from ckpt.ipc.node_list import encode_nodes, leader_of
 from ckpt.ipc.notice_sources import Sources
 from ckpt.settings import Settings, store_environment
 from ckpt.threads import Tasks
 from ckpt.trainer.link.levels import Levels
-from ckpt.trainer.link.slots import Offer, Plan, Slots, hashes_but
+from ckpt.trainer.link.slots import Plan, Slots, StateOffer, hashes_but
 from ckpt.types import Epoch, Identity, Tick
 
 RECONNECT_TRIES = 20
@@ -40,7 +40,7 @@ _NOTHING_APPOINTED = memoryview(bytearray(8 * SLOTS_MAX)).cast("Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class JoinTerms:
     """What this rank says of itself whenever it joins an agent. `nodes`: see `Link.listen`; none where all ranks are on
     one, with neither memory-only nodes named (`peers`: where those listen) nor a secret's file."""
 
@@ -92,7 +92,7 @@ class Link:
     on_late: Callable[[int, int], None] = lambda round_, step: None  # see Saver.late
     slots: Slots = field(init=False)
     fetching: queue.SimpleQueue[messages.Message | None] | None = None
-    terms: Terms | None = None
+    terms: JoinTerms | None = None
     restarts: int = 0
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint, or was there for long
     _back_s: float = 0.0  # since when it is there
@@ -160,7 +160,7 @@ class Link:
         self._listening = {**wanted, "at": f"{host}:{port}", "name": node["name"]}
         return node
 
-    def join(self, terms: Terms, offer: Offer) -> None:
+    def join(self, terms: JoinTerms, offer: StateOffer) -> None:
         """Makes this rank a member of the epoch. Errors: AgentError."""
         self.terms = terms
         self.slots.offer(offer)
@@ -250,8 +250,8 @@ class Link:
     def _awaited(self, word: int) -> None:
         """Other ranks hold there. Where this one is past it, and has not seen the appointment, it does not come."""
         step, sub, seen = self._looked
-        told = Word.unpack(word)
-        if told is not None and word not in seen and told.place(step, sub) is not Place.EARLY:
+        told = ControlWord.unpack(word)
+        if told is not None and word not in seen and told.place(step, sub) is not RankPlace.EARLY:
             self.on_late(told.round, told.step)
 
     def _publish(self) -> None:
@@ -262,7 +262,7 @@ class Link:
             told = self._entered
             page.enter(terms.rank, *told)
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: StateOffer) -> None:
         """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
         self.slots.offer(offer)
         self._notify(

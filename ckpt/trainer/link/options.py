@@ -18,7 +18,7 @@ CODECS = ("auto", "raw", "zstd", "planes")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class UserOptions:
     """`options`: what the agent needs of policy, keep, limits and codec. Errors: UsageError."""
 
     url: str

@@ -36,7 +36,7 @@ DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class StateOffer:
     """A state as the agent knows it: its layout, the hashes of what may be replicated, the tick they are of."""
 
     layout: Layout
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Slot:
+class RankSlot:
     """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies.
 
     It has one user at a time, who holds it: whoever makes its arena ready, or fills it, until that is sealed. So what
@@ -118,15 +118,15 @@ class Slots:
     ) -> None:
         self._events, self._tasks = events, tasks
         self._bind, self._unbind, self._tell = bind, unbind, tell
-        self.by_number: dict[int, Slot] = {}
-        self.offered: Offer | None = None
+        self.by_number: dict[int, RankSlot] = {}
+        self.offered: StateOffer | None = None
         self.differing: frozenset[str] = frozenset()
         self.calm = Flag()
         self._plan: Plan | None = None
         self._lock = threading.RLock()
         self._binding: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: StateOffer) -> None:
         """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
         with self._lock:
             self.offered, self.differing = offer, frozenset()
@@ -160,7 +160,7 @@ class Slots:
         with self._lock:
             if message.fds:
                 old = self.by_number.pop(number, None)
-                self.by_number[number] = Slot(Arena.adopt(message.fds.pop()))
+                self.by_number[number] = RankSlot(Arena.adopt(message.fds.pop()))
                 if old is not None:
                     old.arena.close()
             plan = self._plan
@@ -177,7 +177,7 @@ class Slots:
         if slot is not None:
             slot.end(lambda: self._let_go(number, slot))
 
-    def _let_go(self, number: int, slot: Slot) -> None:
+    def _let_go(self, number: int, slot: RankSlot) -> None:
         try:
             self._unbind(number, slot.arena.view)
         except (CkptError, OSError, RuntimeError) as exc:  # as in `_prepare`
@@ -185,7 +185,7 @@ class Slots:
         finally:
             slot.arena.close()
 
-    def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
+    def _prepare(self, number: int, slot: RankSlot, plan: Plan) -> None:
         while not slot.hold(plan):  # a snapshot into it may not be over: the agent can take an appointment back
             if not self._is_present(number, slot, plan) or self._tasks.stopping.wait(HELD_S):
                 return
@@ -199,7 +199,7 @@ class Slots:
         if is_ready:  # said only now: the slot may be appointed at once
             self._tell("warm", {"slot": number, "division": plan.declaration.division})
 
-    def _warm(self, number: int, slot: Slot, plan: Plan) -> bool:
+    def _warm(self, number: int, slot: RankSlot, plan: Plan) -> bool:
         """Whether the slot, which is held, is ready for that plan, and the plan still the present one."""
         with self._lock:
             if not self._is_present(number, slot, plan):
@@ -221,7 +221,7 @@ class Slots:
             slot.plan = plan
         return True
 
-    def _is_present(self, number: int, slot: Slot, plan: Plan) -> bool:
+    def _is_present(self, number: int, slot: RankSlot, plan: Plan) -> bool:
         return self._plan is plan and self.by_number.get(number) is slot
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ def hashes_blob(hashes: np.ndarray[Any, Any]) -> bytes:
     return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
 
 
-def hashes_but(offer: Offer, differing: Collection[str], rank: int) -> bytes:
+def hashes_but(offer: StateOffer, differing: Collection[str], rank: int) -> bytes:
     """The hashes of an offer that is made again, to an agent that does not know what differs by now: of these tensors
     they are old, and such are given that no other rank gives."""
     if not (offer.hashes and differing):

@@ -35,7 +35,7 @@ class DueSaves:
         self.is_due = False
 
 
-class Patience:
+class SavePatience:
     """How long training waits for the answer to a due save: while the agent says each second that the save waits for a
     slot or a rank. After SILENCE_S without such a word it goes on, and waits no more until that answer has come."""
 

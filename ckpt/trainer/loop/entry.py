@@ -30,14 +30,14 @@ from ckpt.storage.failure import none_restorable
 from ckpt.storage.names import shown
 from ckpt.threads import Tasks
 from ckpt.trainer.link import collective
-from ckpt.trainer.link.link import Terms
-from ckpt.trainer.link.options import Asked
-from ckpt.trainer.loop.run_report import Receipt
+from ckpt.trainer.link.link import JoinTerms
+from ckpt.trainer.link.options import UserOptions
+from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.loop.saver import Saver
 from ckpt.trainer.loop.worker_signals import shielded
 from ckpt.trainer.restore import restore
 from ckpt.trainer.restore.init_weights import in_words, load_weights
-from ckpt.trainer.restore.restore_plan import Targets
+from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.snapshot.cuda_copier import make_copier
 from ckpt.trainer.snapshot.snapshot import Snapshotter
 from ckpt.trainer.state.mesh_coordinate import Coordinate, by_rank
@@ -53,7 +53,7 @@ SILENCE_S = 900.0  # in which a start gets further, or fails. The agent lists th
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class StartDecision:
     """Rank 0's agent's word, for all: which epoch begins, and from which candidate."""
 
     fields: dict[str, Any]
@@ -74,9 +74,9 @@ class Decision:
         return packed
 
     @staticmethod
-    def parse(data: bytes) -> Decision:
+    def parse(data: bytes) -> StartDecision:
         fields, manifest = msgpack.unpackb(data, max_bin_len=1 << 28)
-        return Decision(fields, manifest)
+        return StartDecision(fields, manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Attempt(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RestoreResult:
     """What was restored. `level` "none": nothing. `steps_lost`: see `Receipt`. `stored`: whether the store has it,
     wherever it came from."""
 
@@ -103,13 +103,13 @@ class Found:
 
 
 def enter(
-    asked: Asked,
+    asked: UserOptions,
     settings: Settings,
     tasks: Tasks,
     events: Events,
-    receipt: Receipt,
+    receipt: RunReport,
     ends: list[Callable[[], object]],
-) -> tuple[Saver, Found]:
+) -> tuple[Saver, RestoreResult]:
     """Runs on every rank. What has to be ended is appended to `ends`. Errors: those of ckpt.Checkpointer, on all
     ranks."""
     group = collective.open_group(asked.process_group, events)
@@ -147,18 +147,18 @@ def enter(
 
 
 def _join_and_restore(
-    group: collective.Group,
-    asked: Asked,
+    group: collective.RankGroup,
+    asked: UserOptions,
     tasks: Tasks,
     events: Events,
     saver: Saver,
     coordinate: Coordinate,
     launch: str,
-    decision: Decision,
+    decision: StartDecision,
     nodes: list[dict[str, Any]],
     peers: list[str],
-) -> Found:
-    terms = Terms(
+) -> RestoreResult:
+    terms = JoinTerms(
         decision.epoch,
         group.rank,
         group.world,
@@ -184,7 +184,7 @@ def _join_and_restore(
     return found
 
 
-def _agree_on_coordinate(group: collective.Group, asked: Asked, events: Events) -> Coordinate:
+def _agree_on_coordinate(group: collective.RankGroup, asked: UserOptions, events: Events) -> Coordinate:
     """This rank's, in the mesh that all ranks are in. Each finds one in its own part of the state: where these are not
     the same (a pipeline of which one stage is sharded), the ranks are told apart by their numbers, at each start.
 
@@ -208,11 +208,11 @@ def _shown(mesh: list[Any]) -> str:
 
 
 def _prepare(
-    asked: Asked,
+    asked: UserOptions,
     settings: Settings,
     tasks: Tasks,
     events: Events,
-    receipt: Receipt,
+    receipt: RunReport,
     ends: list[Callable[[], object]],
     coordinate: Coordinate,
     replicated: bool,
@@ -231,7 +231,7 @@ def _prepare(
     return saver
 
 
-def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
+def _facts(asked: UserOptions, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
     """Errors: UsageError where an agent could not be told of the store, which one of the ranks does."""
     store_environment()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -252,7 +252,7 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
     return packed
 
 
-def _options(asked: Asked) -> dict[str, Any]:
+def _options(asked: UserOptions) -> dict[str, Any]:
     switches = {name: getattr(asked, name) for name in ("strict", "generators", "take_over", "init")}
     return {**asked.options, **switches}
 
@@ -301,7 +301,7 @@ def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
 
 
 def _nodes(
-    group: collective.Group, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
+    group: collective.RankGroup, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes, and there is no
     secret by which agents of earlier starts could be asked what they hold. Else the agents are told to listen, and
@@ -340,8 +340,8 @@ def _secret(settings: Settings, former: bytes) -> bytes:
 
 
 def _ask(
-    group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
-) -> Decision:
+    group: collective.RankGroup, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
+) -> StartDecision:
     """For as long as the agent says that the start gets further. The other ranks hear so meanwhile: a collective of
     theirs does not wait for longer than one silence."""
     pending: Pending | None = None
@@ -350,7 +350,7 @@ def _ask(
         nonlocal pending
         pending = pending or saver.link.ask(kind, fields, blobs)
         answer = pending.wait_while_moving(SILENCE_S)
-        return Decision.of(answer) if answer is not None else b""
+        return StartDecision.of(answer) if answer is not None else b""
 
     try:
         while not (said := collective.from_first(group, wait)):
@@ -358,18 +358,18 @@ def _ask(
     finally:
         if pending is not None:
             pending.forget()
-    return Decision.parse(said)
+    return StartDecision.parse(said)
 
 
 @torch.inference_mode(False)
 def _restore(
-    group: collective.Group,
-    asked: Asked,
+    group: collective.RankGroup,
+    asked: UserOptions,
     tasks: Tasks,
     events: Events,
     saver: Saver,
-    decision: Decision,
-) -> tuple[Found, Decision]:
+    decision: StartDecision,
+) -> tuple[RestoreResult, StartDecision]:
     """What was restored, and the decision that led to it. In whatever mode the block is entered, the tensors that are
     made for it can be trained with later."""
     failures: list[str] = []
@@ -386,7 +386,7 @@ def _restore(
             where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
             source = f"step {identity.tick.step} from {where}"
             lost, stored = decision.fields["steps_lost"], bool(candidate["stored"])
-            return Found(identity.tick, level, str(identity), source, sources, lost, stored), decision
+            return RestoreResult(identity.tick, level, str(identity), source, sources, lost, stored), decision
         failures.append(f"step {identity.tick.step}: {bad}")
         events.emit(
             "restore.struck",
@@ -404,10 +404,10 @@ def _restore(
     source = "nothing" if asked.init is None else f"weights of {asked.init}"
     if asked.init is not None:
         _fill_from(asked.init, group, asked.strict, events, saver)
-    return Found(Tick(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
+    return RestoreResult(Tick(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
 
 
-def _fill_from(init: str, group: collective.Group, strict: bool, events: Events, saver: Saver) -> None:
+def _fill_from(init: str, group: collective.RankGroup, strict: bool, events: Events, saver: Saver) -> None:
     """The weights of `init=`; each rank's modules may be other ones. Errors: those of `load_weights`; StateMismatch
     where no rank has a place for any of them."""
     loaded = collective.together(group, lambda: load_weights(init, saver.walker, strict))
@@ -432,8 +432,8 @@ def _fill_from(init: str, group: collective.Group, strict: bool, events: Events,
 
 
 def _try(
-    group: collective.Group,
-    asked: Asked,
+    group: collective.RankGroup,
+    asked: UserOptions,
     tasks: Tasks,
     events: Events,
     saver: Saver,
@@ -443,7 +443,7 @@ def _try(
 ) -> tuple[str, dict[str, int]]:
     """One candidate: why it cannot be restored ("" when it was), and the bytes by level they came from."""
 
-    def read() -> tuple[Manifest, Targets, dict[str, int]]:
+    def read() -> tuple[Manifest, RestorePlan, dict[str, int]]:
         manifest = decode_manifest(manifest_data)
         return manifest, *restore.read_targets(saver.link, tasks, saver.walker, identity, manifest, asked.strict)
 
@@ -467,7 +467,7 @@ def _try(
     return "", {level: sources.get(level, 0) + filled.value.get(level, 0) for level in {*sources, *filled.value}}
 
 
-def _attempt(group: collective.Group, work: Callable[[], T]) -> Attempt[T]:
+def _attempt(group: collective.RankGroup, work: Callable[[], T]) -> Attempt[T]:
     """Runs `work` on every rank. Data that cannot be had is a failure of the candidate, for all ranks; any other error
     is raised on all."""
 

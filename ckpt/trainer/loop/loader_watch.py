@@ -28,9 +28,9 @@ from ckpt.events import Events
 from ckpt.format import values
 from ckpt.trainer.loop.epoch_counters import EpochCounters, counters
 from ckpt.trainer.state import loaders, state_nodes, value_trees
-from ckpt.trainer.state.loaders import Place, place
+from ckpt.trainer.state.loaders import LoaderPosition, place
 from ckpt.trainer.state.names import some
-from ckpt.trainer.state.state_nodes import LoaderNode, Node, ObjectNode, OptimizerNode
+from ckpt.trainer.state.state_nodes import LoaderNode, ObjectNode, OptimizerNode, StateNode
 
 ASKED_AT = (1, 2, 16)  # steps after the start, at which loaders of other makes are asked for their state
 LAST = ASKED_AT[-1]
@@ -152,7 +152,7 @@ class LoaderWatch:
             and counters(self._state) == self._counted
         )
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[StateNode]:
         return [node for node in state_nodes.find(self._state) if isinstance(node, LoaderNode)]
 
     def _loaders(self) -> list[Any]:
@@ -179,14 +179,14 @@ class _Early:
 
     path: str
     iterator: ref[Any]
-    stood: Place
+    stood: LoaderPosition
 
     @classmethod
-    def find(cls, node: Node) -> _Early | None:
+    def find(cls, node: StateNode) -> _Early | None:
         iterator = loaders.begun(node.value)
         if iterator is None:
             return None
-        return cls(node.path, ref(iterator), Place(iterator._sampler_iter, iterator._num_yielded))
+        return cls(node.path, ref(iterator), LoaderPosition(iterator._sampler_iter, iterator._num_yielded))
 
     def is_drawn_from(self) -> bool:
         """Within the same pass: persistent workers keep the iterator for the next ones."""
@@ -200,17 +200,17 @@ class _Watched:
     """A loader of the state in the first steps. `draws`: how many batches each step has drawn; None: nothing more is to
     be learned of that. `usual`: how many the last step has drawn."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: StateNode) -> None:
         self.path = node.path
         self.has_moved = False
         self.draws: list[int] | None = None
         self.usual = 0
         self._node = node
-        self._first: Place | bytes | None = place(self.loader)
-        if isinstance(self._first, Place):
+        self._first: LoaderPosition | bytes | None = place(self.loader)
+        if isinstance(self._first, LoaderPosition):
             self.draws = []
             # Where a pass had begun before the block, the loop begins one of its own.
-            self._last = self._first if self._first.one is None else Place(None, 0)
+            self._last = self._first if self._first.one is None else LoaderPosition(None, 0)
 
     @property
     def loader(self) -> Any:
@@ -223,7 +223,7 @@ class _Watched:
         now = place(self.loader)
         if now is None and step not in ASKED_AT:
             return False
-        stands: Place | bytes | None = _digest(self.loader) if now is None else now
+        stands: LoaderPosition | bytes | None = _digest(self.loader) if now is None else now
         if self._first is None:
             self._first = stands
         self.has_moved = stands != self._first

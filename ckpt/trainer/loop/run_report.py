@@ -33,7 +33,7 @@ WORDS_MAX = 500  # characters of each
 
 
 @dataclass(slots=True)
-class Committed:
+class CommittedBytes:
     """What the job's commits came to, in bytes: of the state, as written, and referred to since they had not changed.
     Known on the rank that the agent tells of the job, the lowest one."""
 
@@ -44,7 +44,7 @@ class Committed:
 
 
 @dataclass(slots=True)
-class Receipt:
+class RunReport:
     """`entry_s`: how long entering took. `missed`: snapshots that were asked for here, and not taken. `passed`:
     checkpoints that were due, and that the agent could not have: no slot was free, or the store failed. `waited_s`: how
     long training stood still in saves until there was a slot, which the store's speed decides. `stalls_s`: how long
@@ -65,7 +65,7 @@ class Receipt:
     stalls_s: list[float] = field(default_factory=list)
     staged_bytes: int = 0
     read_bytes: dict[str, int] = field(default_factory=dict)
-    committed: Committed = field(default_factory=Committed)
+    committed: CommittedBytes = field(default_factory=CommittedBytes)
     committed_step: int | None = None
     proven: list[str] = field(default_factory=list)
     fell_back: list[str] = field(default_factory=list)

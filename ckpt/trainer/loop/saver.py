@@ -30,12 +30,12 @@ from ckpt.layout.layout import Layout
 from ckpt.settings import Settings
 from ckpt.threads import Condition, Tasks
 from ckpt.trainer.link.levels import Level, check_time
-from ckpt.trainer.link.link import Link, Terms
-from ckpt.trainer.link.slots import Offer, Plan, Slot, hashes_blob
-from ckpt.trainer.loop.due_saves import Patience
-from ckpt.trainer.loop.run_report import Receipt
+from ckpt.trainer.link.link import JoinTerms, Link
+from ckpt.trainer.link.slots import Plan, RankSlot, StateOffer, hashes_blob
+from ckpt.trainer.loop.due_saves import SavePatience
+from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.snapshot.replica_tally import ReplicaTally
-from ckpt.trainer.snapshot.samples import Samples, Taken
+from ckpt.trainer.snapshot.samples import Samples, TakenSamples
 from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
 from ckpt.trainer.state import names, state_nodes
 from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
@@ -53,7 +53,7 @@ class _Filling:
 
     round: int
     number: int
-    slot: Slot
+    slot: RankSlot
     plan: Plan
     tick: Tick
     nth: int
@@ -62,7 +62,7 @@ class _Filling:
     shared: bytes
     own: bytes
     about: bytes
-    samples: Taken | None
+    samples: TakenSamples | None
 
 
 class Saver:
@@ -80,7 +80,7 @@ class Saver:
         snapshotter: Snapshotter,
         tasks: Tasks,
         events: Events,
-        receipt: Receipt,
+        receipt: RunReport,
         replicated: bool,
     ) -> None:
         self.walker = walker
@@ -98,7 +98,7 @@ class Saver:
         self._open: set[Snapshot] = set()  # that the stager has not finished
         self.asked: Tick | None = None  # the newest tick that a save was asked for
         self._last: Tick | None = None
-        self._patience = Patience()
+        self._patience = SavePatience()
         self._kept: _Filling | None = None  # that of `last`, without its values
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
         self._is_first_step = True
@@ -113,13 +113,13 @@ class Saver:
     def begin(self) -> None:
         self._tasks.start("stager", self._stage)
 
-    def make_offer(self, tick: Tick, positions: bool = True) -> Offer:
+    def make_offer(self, tick: Tick, positions: bool = True) -> StateOffer:
         """The present walk, as the agent is told of it. Hashes only where other ranks may hold the same.
         positions: whether loaders are asked for theirs, which must not be before they were restored."""
         shared, own = self.walker.values(self.walk, positions)
         size = sum(map(len, state_nodes.encode(shared, own, self.walk.scan.constants)))
         hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
-        return Offer(self.walk.layout, hashes, tick, size)
+        return StateOffer(self.walk.layout, hashes, tick, size)
 
     def doubt(self) -> None:
         """The state was changed in a way that may end the likeness of replicas: at its restore, and in the first step,
@@ -280,7 +280,14 @@ class Saver:
         return ""
 
     def _fill(
-        self, round_: int, number: int, slot: Slot, plan: Plan, tick: Tick, metrics: dict[str, float], started_s: float
+        self,
+        round_: int,
+        number: int,
+        slot: RankSlot,
+        plan: Plan,
+        tick: Tick,
+        metrics: dict[str, float],
+        started_s: float,
     ) -> _Filling | None:
         """None: the values have outgrown the arena."""
         assert self.link.terms is not None
@@ -356,7 +363,7 @@ class Saver:
         """Waits for copies that run under the step."""
         self._snapshotter.fence()
 
-    def prove(self, receipt: Receipt) -> None:
+    def prove(self, receipt: RunReport) -> None:
         """Puts down what was trusted, and what was not and why."""
         hashed = ["the hashes of all frames read"] if receipt.read_bytes else []
         receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replicas.proven()]
@@ -413,7 +420,7 @@ class Saver:
             if self._replicated:
                 self._samples_of(walk, plan.declaration.layout)  # now, and not while training stands still
 
-    def _sample(self, tick: Tick, layout: Layout) -> Taken | None:
+    def _sample(self, tick: Tick, layout: Layout) -> TakenSamples | None:
         """A little of what other ranks should hold alike, as it is at the boundary: at all ranks the same."""
         samples = self._samples_of(self.walk, layout)
         return samples.take(zlib.crc32(str(tick).encode()))  # scattered: saved steps have factors in common
@@ -472,7 +479,7 @@ class Saver:
             },
         )
 
-    def _seal(self, filling: _Filling, terms: Terms) -> str:
+    def _seal(self, filling: _Filling, terms: JoinTerms) -> str:
         identity = Identity(Epoch.parse(terms.epoch), filling.tick)
         try:
             filling.slot.arena.seal(

@@ -35,7 +35,7 @@ TELL_S = 10.0
 LEAST_S = 1.0  # an agent is waited for so long at least
 
 
-class Parting:
+class Shutdown:
     """`begin` and `close` are for the training thread; it is the main thread of the process, or signals are not heard.
     `leave_by_s`: until when this rank has to be gone, on the monotonic clock; inf where nobody said so."""
 

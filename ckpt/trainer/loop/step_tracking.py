@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ckpt.errors import is_from_outside
 from ckpt.events import Events
 from ckpt.trainer.loop.gradients import Gradients
-from ckpt.trainer.loop.unregistered_optimizers import Strangers, find_held
+from ckpt.trainer.loop.unregistered_optimizers import UnregisteredOptimizers, find_held
 from ckpt.trainer.loop.weights import Weights, are_alike
 from ckpt.trainer.snapshot.deferred_copy import owns_any, params_of
 from ckpt.trainer.state import value_trees
@@ -29,7 +29,7 @@ T = TypeVar("T")
 HELD_MAX = 1000  # in a collection, among which optimizers are looked for: a longer one is of data
 
 
-class Updates:
+class StepTracking:
     """From `begin` to `close`, counts steps of the optimizers in `state` and of those, inside wrappers or not
     registered at all, that own one of its tensors; and of those that an object in it holds and gives copies of.
     `walk()`: the present walk.
@@ -48,7 +48,7 @@ class Updates:
         self.elsewhere: Optimizer | None = None
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
-        self.strangers = Strangers(events)
+        self.strangers = UnregisteredOptimizers(events)
         self.weights = Weights(self._walked)
         self.gradients = Gradients(
             lambda: [view.optimizer for view in walk().scan.views.values()],
@@ -152,7 +152,7 @@ class Updates:
             self._events.emit("weights.swapped", f"ckpt: no snapshot is taken now: {why}", loud=True)
         return why
 
-    def find_elsewhere(self, others: Iterable[Updates]) -> None:
+    def find_elsewhere(self, others: Iterable[StepTracking]) -> None:
         """At a boundary: an event says, once, that the loop trains something else than what is saved, here or by
         `others`, those of other Checkpointers in this process. Not where an object of the user's in it has that one,
         with weights of its own, nor where it has none of torch's, so that an object may."""

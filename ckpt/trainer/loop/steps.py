@@ -12,11 +12,11 @@ from typing import SupportsIndex
 
 from ckpt.errors import Leave, UsageError
 from ckpt.events import Events
-from ckpt.ipc.control_page import AMID, WAITING, Kind, Place, Word
+from ckpt.ipc.control_page import AMID, WAITING, ControlWord, RankPlace, WordKind
 from ckpt.trainer.loop.loader_watch import LoaderWatch
 from ckpt.trainer.loop.saver import Saver
-from ckpt.trainer.loop.shutdown import NOTICE_CODE, Parting
-from ckpt.trainer.loop.step_tracking import Updates
+from ckpt.trainer.loop.shutdown import NOTICE_CODE, Shutdown
+from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.types import Tick
 
 
@@ -24,7 +24,7 @@ class Steps:
     """Counts from `start`, the restored step. `ended`: the last step that has. `sub`: how many polls and saves have
     come since."""
 
-    def __init__(self, start: int, saver: Saver, updates: Updates, watch: LoaderWatch, events: Events) -> None:
+    def __init__(self, start: int, saver: Saver, updates: StepTracking, watch: LoaderWatch, events: Events) -> None:
         self.start = self.ended = start
         self.sub = 0
         self._saver = saver
@@ -110,7 +110,7 @@ class Steps:
 class Appointments:
     """Keeps what the control page appoints, or says that it was missed; each once."""
 
-    def __init__(self, steps: Steps, saver: Saver, updates: Updates, parting: Parting) -> None:
+    def __init__(self, steps: Steps, saver: Saver, updates: StepTracking, parting: Shutdown) -> None:
         self._steps = steps
         self._saver = saver
         self._link = saver.link
@@ -133,21 +133,21 @@ class Appointments:
         if any(words):  # else there may be no agent just now, and the same one may be back
             self._answered &= set(words)
         for word in words:
-            told = Word.unpack(word) if word not in self._answered else None
+            told = ControlWord.unpack(word) if word not in self._answered else None
             if told is None:
                 continue
             place = told.place(steps.ended, steps.sub)
-            if place is Place.EARLY:
+            if place is RankPlace.EARLY:
                 due_step = min(due_step, 0 if told.sub else told.step)
                 continue
             self._answered.add(word)
             self._keep(told, place)
         self._looked, self._due_step = words, due_step  # after Ctrl-C they are looked at once more
 
-    def _keep(self, told: Word, place: Place) -> None:
+    def _keep(self, told: ControlWord, place: RankPlace) -> None:
         """An appointment that is due, or past."""
         saver, tick, updates = self._saver, self._steps.tick, self._updates
-        if place is Place.LATE:
+        if place is RankPlace.LATE:
             saver.late(told.round, tick.step)
         elif updates.torn:
             saver.missed(told.round, tick, updates.torn)
@@ -155,7 +155,7 @@ class Appointments:
             saver.missed(told.round, tick, AMID)
         elif updates.find_waiting(tick.step):
             saver.missed(told.round, tick, WAITING, (updates.gradients.last, updates.gradients.every))
-        elif not saver.take(told.round, told.slot, tick) and told.kind is Kind.HOLD:
+        elif not saver.take(told.round, told.slot, tick) and told.kind is WordKind.HOLD:
             saver.quiet()
             if self._parting.held(told.round):
                 raise Leave(NOTICE_CODE)

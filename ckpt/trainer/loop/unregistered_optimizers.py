@@ -22,7 +22,7 @@ SEARCHED_MAX = 100_000  # of what hangs on the state, for what may hold an optim
 SEALED = (str, bytes, type, ModuleType, Tensor, nn.Module, Optimizer, LRScheduler)  # in which nothing is searched
 
 
-class Strangers:
+class UnregisteredOptimizers:
     """Meets the optimizers that train a part of the state. `boundaries`: how many there were. `due`: those that are to
     be looked at, which have stepped in a second step: one that is made anew for each step is not to come back. `open`:
     those that nothing was found to hold, by their role: once for all of a class that train the same, as one that is

@@ -22,7 +22,7 @@ from ckpt import settings
 from ckpt.events import Events
 from ckpt.preemption.signals import is_caught
 from ckpt.threads import Tasks
-from ckpt.trainer.state.state_nodes import LoaderNode, Node, held_loader
+from ckpt.trainer.state.state_nodes import LoaderNode, StateNode, held_loader
 
 LOOK_S = 1.0  # until a worker is gone whose trainer has died: nobody else's signal ends it any more
 
@@ -64,7 +64,7 @@ class Shielded:
 
 
 @contextlib.contextmanager
-def shielded(found: Sequence[Node], events: Events) -> Iterator[None]:
+def shielded(found: Sequence[StateNode], events: Events) -> Iterator[None]:
     """Inside the block the loaders among the nodes of a state shield their new workers; after it they are as they were.
     One loud event for each that has workers already."""
     before = _unshielded(found, events)  # whatever had a name here would live as long as the block
@@ -78,7 +78,7 @@ def shielded(found: Sequence[Node], events: Events) -> Iterator[None]:
                 loader.worker_init_fn = first
 
 
-def _unshielded(found: Sequence[Node], events: Events) -> list[tuple[DataLoader[Any], Any]]:
+def _unshielded(found: Sequence[StateNode], events: Events) -> list[tuple[DataLoader[Any], Any]]:
     """Each with its own `worker_init_fn`."""
     before: list[tuple[DataLoader[Any], Any]] = []
     for node in found:

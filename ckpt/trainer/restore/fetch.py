@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt.errors import AgentError, from_kind
 from ckpt.format.frames import FrameHasher
-from ckpt.ipc.addresses import PIECE_BYTES, Receiver, cut
+from ckpt.ipc.addresses import PIECE_BYTES, SocketReceiver, cut
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.file_list import FileList
 from ckpt.ipc.messages import Message
@@ -148,7 +148,7 @@ def _receive(
     good: list[int] = []
     pending = 0
     with sock:
-        receiver = Receiver(sock, STALL_S)
+        receiver = SocketReceiver(sock, STALL_S)
         for frame in frames:
             room, hasher = rooms.room(frame), FrameHasher()
             try:

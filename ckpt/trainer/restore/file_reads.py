@@ -42,7 +42,7 @@ def read(
     returns. Errors: those of `got`."""
     threads = min(THREADS_MAX, max(THREADS_MIN, len(os.sched_getaffinity(0))))
     with Tasks("files", pool_size=threads) as tasks:
-        reading = _Reading(files, deliver, rooms, ended)
+        reading = _FileReads(files, deliver, rooms, ended)
         jobs: list[Outcome[None]] = [tasks.submit(reading.batch, rows, got) for rows in _batches(files.rows)]
         for job in jobs:
             job.result()
@@ -60,10 +60,10 @@ class _Buffers(threading.local):
     """Of one thread."""
 
     def __init__(self) -> None:
-        self.scratch = codecs.Scratch()
+        self.scratch = codecs.CodecScratch()
 
 
-class _Reading:
+class _FileReads:
     """What the threads share."""
 
     def __init__(self, files: FileList, deliver: Deliver, rooms: Rooms | None, ended: Flag) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ckpt.trainer.restore import overruled
-from ckpt.trainer.restore.tensor_requests import Found, Wants, dtype_of, empty_like, replicated_like
+from ckpt.trainer.restore.tensor_requests import SavedTensor, TensorRequests, dtype_of, empty_like, replicated_like
 from ckpt.trainer.state import names, value_trees
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.optimizers import OptimizerView, Param, class_of, group_path, hyper, state_path
-from ckpt.trainer.state.saved_values import Group, OptimizerTree, Tree
+from ckpt.trainer.state.saved_values import OptimizerTree, SavedParamGroup, Tree
 from ckpt.trainer.state.shard import Pieces, changing
 from ckpt.trainer.state.state_nodes import ObjectNode
 from ckpt.trainer.state.state_walk import Scan
@@ -39,7 +39,7 @@ class OptimizerTargets:
     """Of all optimizers of a state. What they want, and what does not fit, goes into `wants`."""
 
     scan: Scan
-    wants: Wants
+    wants: TensorRequests
     _hypers: dict[int, torch.Tensor] = field(default_factory=dict)  # by id, tensors of groups that have their value
 
     def plan(self, view: OptimizerView) -> None:
@@ -85,7 +85,7 @@ class OptimizerTargets:
                 self._parameter(view, param, known_as, saved)
         self._rest(view, saved, self.wants.installs[before:])
 
-    def _numbered(self, view: OptimizerView, number: int, saved: Group) -> None:
+    def _numbered(self, view: OptimizerView, number: int, saved: SavedParamGroup) -> None:
         """A scheduler knows groups by their numbers alone: another order gives each the rates of another."""
         if saved.number != number and (scheduler := next(self._schedulers(view), None)) is not None:
             name = group_path(view.path, number)
@@ -126,7 +126,7 @@ class OptimizerTargets:
         """Whether the checkpoint has a tensor of that name."""
         return name in self.wants.names or name in self.wants.saved.aliases
 
-    def _group(self, view: OptimizerView, number: int, saved: Group) -> None:
+    def _group(self, view: OptimizerView, number: int, saved: SavedParamGroup) -> None:
         live = dict(value_trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1])
         misfits = [key for (key, *more), tensor in live.items() if not more and not _takes(tensor, saved.hyper, key)]
         for key in misfits:
@@ -226,7 +226,7 @@ class OptimizerTargets:
         return tensor
 
     def _new_state(
-        self, found: Found, path: value_trees.Path, param: Param, flags: Any, whole: tuple[int, ...]
+        self, found: SavedTensor, path: value_trees.Path, param: Param, flags: Any, whole: tuple[int, ...]
     ) -> torch.Tensor:
         """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
         dtype, shape = dtype_of(found), whole if found.shape is None else found.shape

@@ -20,10 +20,10 @@ from ckpt.storage.names import shown
 from ckpt.threads import Tasks
 from ckpt.trainer.link import collective
 from ckpt.trainer.link.link import Link
-from ckpt.trainer.link.options import Asked
+from ckpt.trainer.link.options import UserOptions
 from ckpt.trainer.restore.fetch import fetch
 from ckpt.trainer.restore.fill import Filler
-from ckpt.trainer.restore.restore_plan import Targets, plan_targets
+from ckpt.trainer.restore.restore_plan import RestorePlan, plan_targets
 from ckpt.trainer.restore.tensor_requests import ONLY
 from ckpt.trainer.state.names import some
 from ckpt.trainer.state.saved_values import Shared, differing, merge_shared
@@ -36,7 +36,7 @@ LINES_MAX = 50  # differences named in one message
 
 def read_targets(
     link: Link, tasks: Tasks, walker: StateWalker, identity: Identity, manifest: Manifest, strict: bool
-) -> tuple[Targets, dict[str, int]]:
+) -> tuple[RestorePlan, dict[str, int]]:
     """Fetches the value trees and plans what the state wants of the checkpoint; no tensor is touched. Bytes by level.
 
     Errors: DamagedData, UsageError, AgentError."""
@@ -56,7 +56,7 @@ class Stored(Protocol):
         ...
 
 
-def plan(walker: StateWalker, manifest: Manifest, stored: Stored, strict: bool, step: int) -> Targets:
+def plan(walker: StateWalker, manifest: Manifest, stored: Stored, strict: bool, step: int) -> RestorePlan:
     """What the state wants of this checkpoint: on the mesh that saved it, of this rank's own values, and where these
     lack something (stages that were split otherwise), of the other ranks' too; on another mesh, of what all ranks have
     in common, and of their values joined. Errors: DamagedData, UsageError."""
@@ -120,9 +120,9 @@ def _there(stored: Stored, name: str, owner: str) -> bytes:
 
 
 def check_match(
-    group: collective.Group,
-    targets: Targets,
-    asked: Asked,
+    group: collective.RankGroup,
+    targets: RestorePlan,
+    asked: UserOptions,
     events: Events,
     identity: Identity,
     overwritten: Overwritten,
@@ -185,7 +185,7 @@ def tell_overruled(events: Events, lines: list[str]) -> None:
 
 
 def fill(
-    link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: Targets, written: set[int]
+    link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: RestorePlan, written: set[int]
 ) -> dict[str, int]:
     """Fills the wanted tensors in place; what else the checkpoint holds is applied by `Targets.finish`, after all
     ranks agreed. Bytes by level. `written` gets each frame before anything of it is copied: where this fails, or
@@ -211,7 +211,7 @@ class Overwritten:
     def names(self) -> list[str]:
         return sorted(set(self._names.values()))
 
-    def add(self, manifest: Manifest, targets: Targets, written: Collection[int]) -> None:
+    def add(self, manifest: Manifest, targets: RestorePlan, written: Collection[int]) -> None:
         """A candidate failed after `fill` had got these frames, right or wrong."""
         if not written:
             return
@@ -221,7 +221,7 @@ class Overwritten:
             if _memory(tensor) in live:
                 self._names.setdefault(_place(tensor), targets.wants[want].name)
 
-    def beside(self, targets: Targets) -> list[str]:
+    def beside(self, targets: RestorePlan) -> list[str]:
         """Names of those that these targets do not fill."""
         filled = set(map(_place, targets.tensors))
         return sorted({name for place, name in self._names.items() if place not in filled})

@@ -22,7 +22,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.layout.reshard import Mismatch, Want
 from ckpt.trainer.restore import overruled
 from ckpt.trainer.restore.optimizer_targets import OptimizerTargets
-from ckpt.trainer.restore.tensor_requests import Wants, empty_like
+from ckpt.trainer.restore.tensor_requests import TensorRequests, empty_like
 from ckpt.trainer.state import generators, names, value_trees
 from ckpt.trainer.state.loaders import put_back
 from ckpt.trainer.state.saved_values import Own, Shared, is_other
@@ -32,7 +32,7 @@ from ckpt.trainer.state.state_walk import Scan, StateWalker
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class RestorePlan:
     """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`:
     what does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold
     another part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out;
@@ -69,7 +69,7 @@ def plan_targets(
     step: int,
     alike: Mapping[str, str] | None = None,
     differing: Collection[str] = (),
-) -> Targets:
+) -> RestorePlan:
     """What this rank needs of a checkpoint of step `step`.
 
     `shared`: the tree of shared values (saved.merge_shared, where ranks have several). `own`: what this coordinate
@@ -81,7 +81,7 @@ def plan_targets(
     """
     scan, saved = walker.scan(), Shared.parse(shared)
     coordinate = None if own is None else walker.coordinate.text
-    wants = Wants.of(manifest, coordinate, alike or {}, scan.aliases, saved)
+    wants = TensorRequests.of(manifest, coordinate, alike or {}, scan.aliases, saved)
     plan, optimizers = _NodeTargets(walker, scan, wants), OptimizerTargets(scan, wants)
     mine = None if own is None else Own.parse(own)
     everyone = [Own.parse(tree) for tree in others]
@@ -107,7 +107,7 @@ def plan_targets(
     mismatch = wants.mismatch(extra if alone else ())
     firsts = tuple(sorted(path for path in differing if any(_is_in(path, node.path) for node in scan.nodes)))
     filled = wants.wants, wants.tensors
-    return Targets(
+    return RestorePlan(
         *filled, mismatch, extra, tuple(wants.unused_own()), dropped, firsts, wants.overruled, wants.installs
     )
 
@@ -120,7 +120,7 @@ def _is_in(path: str, node: str) -> bool:
 class _NodeTargets:
     walker: StateWalker
     scan: Scan
-    wants: Wants
+    wants: TensorRequests
     parted: dict[str, torch.Tensor] = field(default_factory=dict)  # by its name in the checkpoint
 
     def module(self, node: ModuleNode) -> None:
@@ -311,7 +311,7 @@ class _NodeTargets:
         if not any(f"state:{node.path}" in rank.generators for rank in (*others, *([own] if own else []))):
             self.wants.missing(node.path, " (the state of a generator)")
 
-    def is_like(self, name: str, stream: generators.Stream, own: Own | None) -> bool:
+    def is_like(self, name: str, stream: generators.RandomStream, own: Own | None) -> bool:
         """Whether a generator can go on with what this rank saved of it, if it did: one of another kind cannot."""
         if own is None or name not in own.generators or generators.is_like(stream, own.generators[name]["state"]):
             return True

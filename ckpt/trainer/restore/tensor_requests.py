@@ -22,7 +22,7 @@ ONLY = "only in the checkpoint: "  # so begins a line of what nobody here wants
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SavedTensor:
     """A tensor of the checkpoint as this rank may have it: all of it, or `parts`, one for each of its boxes.
     `shape`: the global one; None where it is not recorded (parts). `owner`: whom to ask for."""
 
@@ -47,7 +47,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class Wants:
+class TensorRequests:
     """Collects wants for the rank at `coordinate`; None where the checkpoint is of another mesh, on which an equal
     coordinate is another rank's: there `alike` says of whom to take what all have the same. `live_aliases`: other names
     of the state's tensors (name -> first name), and `also` the same backwards; `saved`: what
@@ -75,12 +75,12 @@ class Wants:
         alike: Mapping[str, str],
         live: Mapping[str, str],
         saved: Shared,
-    ) -> Wants:
+    ) -> TensorRequests:
         specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
         also: dict[str, list[str]] = {}
         for alias, first in live.items():
             also.setdefault(first, []).append(alias)
-        return Wants(coordinate, alike, specs, frozenset(name for name, _ in specs), live, also, saved)
+        return TensorRequests(coordinate, alike, specs, frozenset(name for name, _ in specs), live, also, saved)
 
     # ------------------------------------------------------------------------------------------------- differences
 
@@ -141,7 +141,7 @@ class Wants:
 
     # ------------------------------------------------------------------------------------------------------ tensors
 
-    def find(self, name: str, boxes: Sequence[Box] = ()) -> Found | None:
+    def find(self, name: str, boxes: Sequence[Box] = ()) -> SavedTensor | None:
         """The checkpoint's tensor for one of the state: under its name, or another name of a tied one; the job's, or
         this rank's own, whole or in the parts that these boxes are; or what all ranks that saved one have the same."""
         first = self.live_aliases.get(name, name)
@@ -153,13 +153,13 @@ class Wants:
             for owner in ("", own):
                 spec = self.specs.get((candidate, owner))
                 if spec is not None:
-                    return Found(candidate, owner, spec.dtype, spec.shape)
+                    return SavedTensor(candidate, owner, spec.dtype, spec.shape)
             if self.coordinate is None:
                 continue
             parts = [self.specs.get((candidate, part_owner(self.coordinate, box))) for box in boxes]
             held = tuple(spec for spec in parts if spec is not None)
             if held and len(held) == len(parts):
-                return Found(candidate, self.coordinate, held[0].dtype, None, held)
+                return SavedTensor(candidate, self.coordinate, held[0].dtype, None, held)
         return None
 
     def is_parted(self, name: str, boxes: Sequence[Box] = ()) -> bool:
@@ -209,7 +209,7 @@ class Wants:
         self.fill(name, self.cutter.pieces(new, name))
         return new
 
-    def order(self, found: Found, dims: int) -> Sequence[int] | None:
+    def order(self, found: SavedTensor, dims: int) -> Sequence[int] | None:
         """Of the dimensions in memory, from the outermost, as they were saved; None where that was not saved.
         Errors: DamagedData."""
         if self.saved.orders is None:
@@ -240,7 +240,7 @@ class Wants:
         return whole
 
 
-def dtype_of(found: Found) -> torch.dtype:
+def dtype_of(found: SavedTensor) -> torch.dtype:
     """Errors: UsageError for a dtype that this torch does not have."""
     if found.dtype not in DTYPES:
         raise UsageError(f"{found.name} is {found.dtype} in the checkpoint, which torch {torch.__version__} has not")

@@ -17,16 +17,16 @@ from ckpt.errors import CkptError, is_from_outside
 from ckpt.events import Events
 from ckpt.layout.layout import Staging
 from ckpt.threads import Outcome
-from ckpt.trainer.snapshot.cpu_copier import Copier, Job
-from ckpt.trainer.snapshot.deferred_copy import LATE_BYTES_MIN, Key, Spot, Trust, Watch
-from ckpt.trainer.state.pieces import Piece, Walked, cut, where
+from ckpt.trainer.snapshot.cpu_copier import Copier, CopyJob
+from ckpt.trainer.snapshot.deferred_copy import LATE_BYTES_MIN, DeferredTrust, Key, Spot, TensorWatch
+from ckpt.trainer.state.pieces import CopyPiece, Walked, cut, where
 from ckpt.trainer.state.shard import storages
 
 
 class Bindings:
     """Those of one rank. `trust`: what may be copied late."""
 
-    def __init__(self, copier: Copier, trust: Trust, events: Events) -> None:
+    def __init__(self, copier: Copier, trust: DeferredTrust, events: Events) -> None:
         self._copier = copier
         self._trust = trust
         self._events = events
@@ -119,7 +119,7 @@ class Binding:
 
     walk: Walked
     staging: Staging
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CopyPiece, ...]
     candidates: dict[Key, list[int]] = field(init=False)
     devices: frozenset[torch.device] = field(init=False)
     last: Outcome[None] | None = None
@@ -139,7 +139,7 @@ class Binding:
                 named = self.walk.layout.entries[entry]
                 self.candidates[named.name, named.owner, box, live.data_ptr()] = pieces
 
-    def plan(self, trust: Trust, copier: Copier) -> CopyPlan:
+    def plan(self, trust: DeferredTrust, copier: Copier) -> CopyPlan:
         """Any thread; it may take a while where trust has changed. Whoever gets it may use its buffers at once, on any
         stream: what was to be written there is."""
         with self._planning:
@@ -149,7 +149,7 @@ class Binding:
                 self._plan = made
             return self._plan
 
-    def _make(self, trust: Trust, copier: Copier) -> CopyPlan:
+    def _make(self, trust: DeferredTrust, copier: Copier) -> CopyPlan:
         version = trust.version
         watched = {key: pieces for key, pieces in self.candidates.items() if trust.is_candidate(key)}
         late_keys = {key for key in watched if trust.is_proven(key)}
@@ -165,7 +165,7 @@ class Binding:
             unproven_pieces=[self.pieces[n] for n in unproven],
             unproven_keys=set(watched) - late_keys,
             key_of={(p[0].entry, p[0].box): key for key, p in zip(watched, parts, strict=True)},
-            watch=Watch(list(watched), live, parts) if watched else None,
+            watch=TensorWatch(list(watched), live, parts) if watched else None,
             spot=Spot([self.pieces[n] for n in sorted(late)]) if late else None,
             storages=storages(live),
             devices=self.devices,
@@ -177,13 +177,13 @@ class CopyPlan:
     """How a binding is copied while trust is what it was at `version`."""
 
     version: int
-    eager: Job
-    late: Job
+    eager: CopyJob
+    late: CopyJob
     late_keys: set[Key]
-    unproven_pieces: list[Piece]
+    unproven_pieces: list[CopyPiece]
     unproven_keys: set[Key]
     key_of: dict[tuple[int, int], Key]
-    watch: Watch | None  # None: nothing may be late, now or later
+    watch: TensorWatch | None  # None: nothing may be late, now or later
     spot: Spot | None
     storages: frozenset[int]
     devices: frozenset[torch.device]

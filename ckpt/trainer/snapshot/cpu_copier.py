@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.threads import Outcome, Tasks
-from ckpt.trainer.state.pieces import Piece, flat_bytes, split
+from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, split
 
 Unit = Callable[[], None]
 
@@ -62,7 +62,7 @@ class Ticket(Protocol):
         ...
 
 
-class Job(Protocol):
+class CopyJob(Protocol):
     """Pieces made ready to be copied, as often as wanted, one copy at a time."""
 
     def eager(self) -> Ticket: ...
@@ -81,9 +81,9 @@ class Copier(Protocol):
 
     def unpin(self, data: memoryview) -> None: ...
 
-    def prepare(self, pieces: Sequence[Piece]) -> Job: ...
+    def prepare(self, pieces: Sequence[CopyPiece]) -> CopyJob: ...
 
-    def same(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
+    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         """Compares the sources, as they are when this returns, with their targets, to which they were copied before.
         The function that it returns waits for the outcome: the indices of the pieces that differ. Any thread."""
         ...
@@ -124,13 +124,13 @@ class CpuCopier:
     def unpin(self, data: memoryview) -> None:
         pass
 
-    def prepare(self, pieces: Sequence[Piece]) -> CpuJob:
+    def prepare(self, pieces: Sequence[CopyPiece]) -> CpuJob:
         return CpuJob(self, _copy_units(pieces))
 
-    def same(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
+    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         different: set[int] = set()
 
-        def compare(index: int, piece: Piece) -> Unit:
+        def compare(index: int, piece: CopyPiece) -> Unit:
             def unit() -> None:
                 if not is_same(piece.source, piece.target):
                     different.add(index)
@@ -247,14 +247,14 @@ def _be_nicer() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LATE_NICE)
 
 
-def _copy_units(pieces: Sequence[Piece]) -> list[tuple[int, Unit]]:
+def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
     """Groups of small pieces become one unit each, the rest one memmove each; in order of target."""
     units: list[tuple[int, Unit]] = []
     for grouped, run in groupby(pieces, key=_is_grouped):
         if not grouped:
             units += [(p.nbytes, _move(p)) for piece in run for p in split(piece, UNIT_BYTES)]
             continue
-        group: list[Piece] = []
+        group: list[CopyPiece] = []
         group_bytes = 0
         for piece in run:
             group.append(piece)
@@ -267,25 +267,25 @@ def _copy_units(pieces: Sequence[Piece]) -> list[tuple[int, Unit]]:
     return units
 
 
-def _is_flat(piece: Piece) -> bool:
+def _is_flat(piece: CopyPiece) -> bool:
     """Whether it is plain bytes in host memory."""
     return piece.is_flat and piece.source.is_contiguous() and piece.source.device.type == "cpu"
 
 
-def _is_wide(piece: Piece) -> bool:
+def _is_wide(piece: CopyPiece) -> bool:
     """Whether it can be seen as elements of 16 bytes."""
     offsets = int(piece.source.storage_offset()), int(piece.target.storage_offset())
     return _is_flat(piece) and not any(n % WIDE.itemsize for n in (piece.nbytes, *offsets))
 
 
-def _is_grouped(piece: Piece) -> bool:
+def _is_grouped(piece: CopyPiece) -> bool:
     return not _is_flat(piece) or piece.nbytes <= NARROW_BYTES or (piece.nbytes < SMALL_BYTES and _is_wide(piece))
 
 
-def _group(pieces: Sequence[Piece]) -> Unit:
+def _group(pieces: Sequence[CopyPiece]) -> Unit:
     """Small pieces as one unit of work."""
     units: list[Unit] = []
-    others: list[Piece] = []
+    others: list[CopyPiece] = []
     for run in _runs(pieces):
         if len(run) > 1:
             units.append(_concatenate(run))
@@ -301,9 +301,9 @@ def _group(pieces: Sequence[Piece]) -> Unit:
     return unit
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _runs(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
     """Tiny pieces together whose targets lie end to end, RUN_BYTES at most; every other piece alone."""
-    run: list[Piece] = []
+    run: list[CopyPiece] = []
     end = run_bytes = 0
     for piece in pieces:
         is_tiny = piece.nbytes <= TINY_BYTES and _is_flat(piece)
@@ -317,7 +317,7 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield run
 
 
-def _concatenate(run: Sequence[Piece]) -> Unit:
+def _concatenate(run: Sequence[CopyPiece]) -> Unit:
     sources = [piece.source for piece in run]
     first = run[0].target
     target = first.as_strided((sum(piece.nbytes for piece in run),), (1,), first.storage_offset())
@@ -328,7 +328,7 @@ def _concatenate(run: Sequence[Piece]) -> Unit:
     return unit
 
 
-def _foreach(pieces: Sequence[Piece]) -> Unit:
+def _foreach(pieces: Sequence[CopyPiece]) -> Unit:
     wide = [_is_wide(piece) for piece in pieces]
     sources = [p.source.view(WIDE) if w else p.source for p, w in zip(pieces, wide, strict=True)]
     targets = [p.target.view(WIDE) if w else p.target for p, w in zip(pieces, wide, strict=True)]
@@ -342,7 +342,7 @@ def _foreach(pieces: Sequence[Piece]) -> Unit:
     return unit
 
 
-def _move(piece: Piece) -> Unit:
+def _move(piece: CopyPiece) -> Unit:
     source, target, nbytes = piece.source, piece.target, piece.nbytes
 
     def unit() -> None:

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import CkptError
-from ckpt.trainer.snapshot.cpu_copier import Copier, CpuCopier, Job, Ticket
-from ckpt.trainer.state.pieces import Piece, flat_bytes, is_cuda_used, keep, later, split, where
+from ckpt.trainer.snapshot.cpu_copier import Copier, CopyJob, CpuCopier, Ticket
+from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, is_cuda_used, keep, later, split, where
 
 CLONED_BYTES = 1 << 20  # pieces up to this are cloned first,
 CLONE_BYTES_MAX = 64 << 20  # the smallest of them, so many together: a device has no memory to spare
@@ -90,11 +90,11 @@ class CudaCopier:
             finally:
                 self._unlock(parts)
 
-    def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
+    def prepare(self, pieces: Sequence[CopyPiece]) -> CudaJob:
         host, by_device = self._divide(pieces)
         return CudaJob(self, self.host.prepare(host), by_device)
 
-    def same(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
+    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         host, by_device = self._divide(pieces)
         verdicts = [(host, self.host.same(host))]
         for device, group in by_device.items():
@@ -196,9 +196,9 @@ class CudaCopier:
         for status in [self.cuda.cudart().cudaHostUnregister(address) for address in addresses]:
             _check(self.cuda, status)
 
-    def _divide(self, pieces: Sequence[Piece]) -> tuple[list[Piece], dict[torch.device, list[Piece]]]:
-        host: list[Piece] = []
-        by_device: dict[torch.device, list[Piece]] = {}
+    def _divide(self, pieces: Sequence[CopyPiece]) -> tuple[list[CopyPiece], dict[torch.device, list[CopyPiece]]]:
+        host: list[CopyPiece] = []
+        by_device: dict[torch.device, list[CopyPiece]] = {}
         for piece in pieces:
             if piece.source.device.type == self._device_type:
                 by_device.setdefault(piece.source.device, []).append(piece)
@@ -208,7 +208,7 @@ class CudaCopier:
 
 
 class CudaJob:
-    def __init__(self, copier: CudaCopier, host: Job, by_device: dict[torch.device, list[Piece]]) -> None:
+    def __init__(self, copier: CudaCopier, host: CopyJob, by_device: dict[torch.device, list[CopyPiece]]) -> None:
         self._copier = copier
         self._host = host
         self._parts = [_DevicePart(copier, device, pieces) for device, pieces in by_device.items()]
@@ -243,7 +243,7 @@ class _Started:
 class _DevicePart:
     """The pieces of one device: most bytes with views for a direct transfer, and small pieces behind a clone."""
 
-    def __init__(self, copier: CudaCopier, device: torch.device, pieces: Sequence[Piece]) -> None:
+    def __init__(self, copier: CudaCopier, device: torch.device, pieces: Sequence[CopyPiece]) -> None:
         self._copier = copier
         self.device = device
         cloned = _cloned(pieces)
@@ -318,7 +318,7 @@ class CudaTicket:
         return sum(float(before.elapsed_time(after)) for before, after in pairs) / 1e3
 
 
-def _cloned(pieces: Sequence[Piece]) -> set[int]:
+def _cloned(pieces: Sequence[CopyPiece]) -> set[int]:
     """Which go by way of a clone: what is not plain bytes (its pieces are small), and the smallest of what is."""
     plain = [n for n, piece in enumerate(pieces) if piece.is_flat]
     found = set(range(len(pieces))).difference(plain)
@@ -342,7 +342,7 @@ class _Mirror:
     transfers: list[tuple[Tensor, Tensor]]
 
 
-def _mirror(pieces: Sequence[Piece], clone: Tensor) -> _Mirror:
+def _mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
     """Laid out as the targets are: those that adjoin do so in the clone, and go over as one."""
     joined: list[tuple[list[Tensor], Tensor]] = []
     others: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -350,7 +350,7 @@ def _mirror(pieces: Sequence[Piece], clone: Tensor) -> _Mirror:
     at = 0
     for run in _adjoining(pieces):
         at = first = _padded(at)
-        flats: list[Piece] = []
+        flats: list[CopyPiece] = []
         for piece, is_last in zip(run, [False] * (len(run) - 1) + [True], strict=True):
             if piece.is_flat:
                 flats.append(piece)
@@ -368,9 +368,9 @@ def _mirror(pieces: Sequence[Piece], clone: Tensor) -> _Mirror:
     return _Mirror(joined, list(others.values()), transfers)
 
 
-def _adjoining(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _adjoining(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
     """Runs of pieces whose targets follow one another, each where the elements of its dtype may lie in a clone."""
-    run: list[Piece] = []
+    run: list[CopyPiece] = []
     end = nbytes = 0
     for piece in pieces:
         if run and (piece.target.data_ptr() != end or nbytes % piece.target.element_size()):
@@ -406,7 +406,9 @@ def _seams(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         at += length
 
 
-def _differing(group: Sequence[Piece], wholes: Sequence[Piece], flags: Callable[[], Tensor]) -> Callable[[], list[int]]:
+def _differing(
+    group: Sequence[CopyPiece], wholes: Sequence[CopyPiece], flags: Callable[[], Tensor]
+) -> Callable[[], list[int]]:
     index = {id(piece): n for n, piece in enumerate(group)}
     return lambda: sorted({index[id(w)] for w, flag in zip(wholes, flags().tolist(), strict=True) if flag})
 

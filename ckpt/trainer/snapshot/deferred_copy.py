@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.events import Events
 from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, check_storage
-from ckpt.trainer.state.pieces import Piece, is_cuda_used, keep, later, split
+from ckpt.trainer.state.pieces import CopyPiece, is_cuda_used, keep, later, split
 from ckpt.trainer.state.shard import live_parts, storage_of
 from ckpt.types import counted
 
@@ -38,7 +38,7 @@ SPOT_SHARE = 1024  # ... and at most this fraction of what is late, so that it s
 Key = tuple[str, str, int, int]
 
 
-class Trust:
+class DeferredTrust:
     """Which tensors may be copied late. Thread-safe. `version` changes with every answer that may have changed.
 
     Proofs belong to a tensor at its address; distrust belongs to its name and stays for the run."""
@@ -106,14 +106,14 @@ class Trust:
         return [*off, *(f"{name} is copied at the boundary: it changed" for name, _ in sorted(self._distrusted))]
 
 
-class Watch:
+class TensorWatch:
     """Remembers tensors at the boundary and says later which have changed: by version counter, address, and a few
     bytes of each at three places of every UNIT_BYTES (canaries), which is what a copy reads in one go; on a device, of
     every DEVICE_UNIT_BYTES. All on the current streams; the views are made once.
 
     `live[i]` is the tensor whose staged `pieces[i]` are; both belong to `keys[i]`."""
 
-    def __init__(self, keys: Sequence[Key], live: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, keys: Sequence[Key], live: Sequence[Tensor], pieces: Sequence[Sequence[CopyPiece]]) -> None:
         self._keys = keys
         self._live = live
         self._seen: list[tuple[int, int]] = []
@@ -218,7 +218,7 @@ def _words(row: Tensor) -> Tensor:
     return row.view(torch.int64)
 
 
-def _samples(of: int, pieces: Sequence[Piece]) -> Iterator[_Sample]:
+def _samples(of: int, pieces: Sequence[CopyPiece]) -> Iterator[_Sample]:
     """Up to CANARY_BYTES each from the start, the middle and the end of every unit of what is staged of a tensor."""
     for unit in _units(pieces):
         for piece, part in ((unit[0], 0.0), (unit[len(unit) // 2], 0.5), (unit[-1], 1.0)):
@@ -233,9 +233,9 @@ def _samples(of: int, pieces: Sequence[Piece]) -> Iterator[_Sample]:
             yield _Sample(of, live[at : at + count], staged[at : at + count])
 
 
-def _units(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _units(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
     """The pieces of one tensor as a copy reads them: large ones in parts, small ones together."""
-    unit: list[Piece] = []
+    unit: list[CopyPiece] = []
     unit_bytes = 0
     unit_max = UNIT_BYTES if pieces[0].source.device.type == "cpu" else DEVICE_UNIT_BYTES
     for part in (part for piece in pieces for part in split(piece, unit_max)):
@@ -251,13 +251,13 @@ def _units(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 class Spot:
     """In turns one part of one late tensor, kept in full at the boundary to be compared in full later."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[CopyPiece]) -> None:
         self._pieces = pieces
         share = sum(piece.nbytes for piece in pieces) // SPOT_SHARE
         self._bytes_max = min(SPOT_BYTES_MAX, max(LATE_BYTES_MIN, share))
         self._buffers: dict[torch.device, Tensor] = {}  # kept: fresh pages cost ten times warm ones
 
-    def remember(self, turn: int) -> tuple[Piece, Piece]:
+    def remember(self, turn: int) -> tuple[CopyPiece, CopyPiece]:
         """Keeps what `turn` picks, good until the next call: the live tensor with the kept copy for its target, and the
         kept copy with the arena for its. Neither pair may differ once all has been copied."""
         piece = self._pieces[turn % len(self._pieces)]
@@ -272,11 +272,11 @@ class Spot:
             buffer = torch.empty(max(self._bytes_max, source.nbytes), dtype=torch.uint8, device=source.device)
             self._buffers[source.device] = buffer
         kept = buffer[: source.nbytes].view(source.dtype).view(source.shape)
-        live = Piece(piece.entry, piece.box, source, kept)
+        live = CopyPiece(piece.entry, piece.box, source, kept)
         check_storage(source)
         keep(kept)
         kept.copy_(source)
-        return live, Piece(piece.entry, piece.box, kept, staged)
+        return live, CopyPiece(piece.entry, piece.box, kept, staged)
 
 
 class StepHook:

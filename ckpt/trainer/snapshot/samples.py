@@ -37,7 +37,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenSamples:
     """The bytes, as they were at the boundary, and which boxes they are of: to be hashed on another thread. `part`: of
     one box: its tensor's name, its offset and shape, and the bytes."""
 
@@ -98,7 +98,7 @@ class Samples:
         with torch.inference_mode(False), torch.no_grad():
             self._turns = [self._make(turn, turns) for turn in range(turns)]
 
-    def take(self, turn: int) -> Taken | None:
+    def take(self, turn: int) -> TakenSamples | None:
         """`turn`: the same on all ranks, another one at each snapshot. None where others can hold nothing of it. Waits
         for the device that it is on."""
         if not self._boxes:
@@ -106,7 +106,7 @@ class Samples:
         with torch.inference_mode(False), torch.no_grad():
             made = self._turns[turn % len(self._turns)]
             data = [_bytes(torch.cat([read() for read in reads])) for reads in made.reads]
-            return Taken(made.rows, made.ends, tuple(data), self._part(turn))
+            return TakenSamples(made.rows, made.ends, tuple(data), self._part(turn))
 
     def _part(self, turn: int) -> tuple[str, list[int], bytes]:
         chosen = self._boxes[turn % len(self._boxes)]

@@ -33,9 +33,9 @@ from ckpt.events import Events
 from ckpt.threads import Outcome, Tasks
 from ckpt.trainer.snapshot.bindings import Binding, Bindings, CopyPlan, plain
 from ckpt.trainer.snapshot.cpu_copier import Copier, Ticket
-from ckpt.trainer.snapshot.deferred_copy import Key, StepHook, Trust, owns_any
+from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, StepHook, owns_any
 from ckpt.trainer.state.names import some
-from ckpt.trainer.state.pieces import Piece
+from ckpt.trainer.state.pieces import CopyPiece
 
 LOOK_S, LOOK_S_MAX = 0.001, 0.05  # between looks whether the training thread has gone on
 
@@ -80,10 +80,10 @@ class Snapshotter:
     def __init__(self, copier: Copier, lazy: bool, events: Events) -> None:
         self._copier = copier
         self._events = events
-        self._trust = Trust(events, lazy)
+        self._trust = DeferredTrust(events, lazy)
         self.bindings = Bindings(copier, self._trust, events)
         self._pending: _Pending | None = None
-        self._reading: _Reading | None = None  # was looked at, and a device may still read
+        self._reading: _PendingRead | None = None  # was looked at, and a device may still read
         self._taken = 0
         self._trainer: int | None = None  # the thread that takes
         self._settling = threading.RLock()  # the hook may run on a thread of autograd
@@ -259,7 +259,7 @@ class Snapshotter:
             try:
                 judged = self._look(pending, cause)
                 if judged is not None:
-                    self._reading = _Reading(self._copier.barrier(), judged, pending.plan.storages)
+                    self._reading = _PendingRead(self._copier.barrier(), judged, pending.plan.storages)
             except BaseException as exc:  # as in `take`
                 if is_from_outside(exc):
                     self._interrupt(pending.snapshot, pending)
@@ -424,13 +424,13 @@ class _Pending:
     plan: CopyPlan
     eager: Ticket
     late: Ticket | None
-    spot: tuple[Piece, Piece] | None
+    spot: tuple[CopyPiece, CopyPiece] | None
     looker: int | None = None  # the thread that looks at it
     torn: set[Key] | None = None  # see `Snapshotter._torn`, once that was looked at
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _PendingRead:
     """What is left of a look until it is judged. It holds no view of the arena. `barrier`: see Copier."""
 
     barrier: Callable[[], None]
@@ -438,5 +438,5 @@ class _Reading:
     storages: frozenset[int]
 
 
-def _keys(plan: CopyPlan, pieces: list[Piece], differing: Callable[[], list[int]]) -> Callable[[], set[Key]]:
+def _keys(plan: CopyPlan, pieces: list[CopyPiece], differing: Callable[[], list[int]]) -> Callable[[], set[Key]]:
     return lambda: {plan.key_of[pieces[n].entry, pieces[n].box] for n in differing()}

@@ -26,7 +26,7 @@ from ckpt.trainer.state.saved_values import Own
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class RandomStream:
     """One generator: how its state is read, written, and made from a seed (64 bits). A stored state consists of
     plain values; what a torch generator was seeded with is stored beside it."""
 
@@ -35,7 +35,7 @@ class Stream:
     reseed: Callable[[int], object]
 
 
-def streams(objects: Mapping[str, Any]) -> dict[str, Stream]:
+def streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
     """The process's own generators (Python, NumPy, torch, every CUDA device) and those registered in the state, by
     path. Reading them waits for no device."""
     found = dict(_PROCESS)
@@ -44,7 +44,7 @@ def streams(objects: Mapping[str, Any]) -> dict[str, Stream]:
     return found | registered(objects)
 
 
-def registered(objects: Mapping[str, Any]) -> dict[str, Stream]:
+def registered(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
     return {f"state:{path}": of(value) for path, value in objects.items()}
 
 
@@ -52,7 +52,7 @@ def is_generator(value: object) -> bool:
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
-def of(value: Any) -> Stream:
+def of(value: Any) -> RandomStream:
     if isinstance(value, torch.Generator):
         return _torch(value)
     if isinstance(value, np.random.Generator):
@@ -62,7 +62,7 @@ def of(value: Any) -> Stream:
     return _python(value)
 
 
-def _torch(generator: torch.Generator) -> Stream:
+def _torch(generator: torch.Generator) -> RandomStream:
     def write(state: bytes) -> None:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
@@ -70,10 +70,10 @@ def _torch(generator: torch.Generator) -> Stream:
         state = generator.get_state()  # in host memory, of a device's generator too
         return {"state": ctypes.string_at(state.data_ptr(), state.nbytes), "seed": generator.initial_seed()}
 
-    return Stream(read, write, generator.manual_seed)
+    return RandomStream(read, write, generator.manual_seed)
 
 
-def _python(source: Any) -> Stream:
+def _python(source: Any) -> RandomStream:
     """Its words as an array: at each snapshot training stands still while they are encoded, which one by one takes a
     quarter of a millisecond. NumPy takes them from an array.array three times as fast as from a list."""
 
@@ -86,33 +86,35 @@ def _python(source: Any) -> Stream:
         source.setstate((version, tuple(map(int, words)), *rest))
 
     if source is random or type(source).getstate is random.Random.getstate:
-        return Stream(read, write, source.seed)
-    return Stream(lambda: {"state": source.getstate()}, source.setstate, source.seed)  # a subclass has one of its own
+        return RandomStream(read, write, source.seed)
+    return RandomStream(
+        lambda: {"state": source.getstate()}, source.setstate, source.seed
+    )  # a subclass has one of its own
 
 
-def _numpy_legacy(source: Any) -> Stream:
-    return Stream(
+def _numpy_legacy(source: Any) -> RandomStream:
+    return RandomStream(
         lambda: {"state": source.get_state(legacy=False)},
         source.set_state,
         lambda seed: source.seed([seed & 0xFFFFFFFF, seed >> 32]),
     )
 
 
-def _numpy(bits: Any) -> Stream:
+def _numpy(bits: Any) -> RandomStream:
     def write(state: Any) -> None:
         bits.state = state
 
-    return Stream(lambda: {"state": bits.state}, write, lambda seed: write(type(bits)(seed).state))
+    return RandomStream(lambda: {"state": bits.state}, write, lambda seed: write(type(bits)(seed).state))
 
 
 _PROCESS = {"python": _python(random), "numpy": _numpy_legacy(np.random), "torch": _torch(torch.default_generator)}
 
 
-def read(found: Mapping[str, Stream]) -> dict[str, dict[str, Any]]:
+def read(found: Mapping[str, RandomStream]) -> dict[str, dict[str, Any]]:
     return {name: stream.read() for name, stream in found.items()}
 
 
-def is_like(stream: Stream, state: Any) -> bool:
+def is_like(stream: RandomStream, state: Any) -> bool:
     """Whether a stored state is of the kind that this generator has."""
     return bool(_form(stream.read()["state"]) == _form(state))
 
@@ -124,7 +126,9 @@ def _form(state: Any) -> Any:
     return type(state), len(state) if isinstance(state, (bytes, tuple)) else 0
 
 
-def restore(found: Mapping[str, Stream], own: Own | None, others: Sequence[Own], here: Coordinate, step: int) -> None:
+def restore(
+    found: Mapping[str, RandomStream], own: Own | None, others: Sequence[Own], here: Coordinate, step: int
+) -> None:
     """Writes every generator of which something was saved.
 
     `own`: what this coordinate saved on the same mesh; None on another one. `others`: what all ranks saved, needed on

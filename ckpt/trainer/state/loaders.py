@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ckpt.events import Events
-from ckpt.trainer.state.state_nodes import LoaderNode, Node, held_loader
+from ckpt.trainer.state.state_nodes import LoaderNode, StateNode, held_loader
 
 WAY = (
     "give it sampler=RandomSampler(data) of torchdata.stateful_dataloader.sampler and generator=torch.Generator() "
@@ -29,7 +29,7 @@ STATELESS = (
 _STATELESS = tuple(kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
 
 
-def advise(found: Sequence[Node], events: Events) -> None:
+def advise(found: Sequence[StateNode], events: Events) -> None:
     """One loud event for each loader among the nodes of a state that would not go on bit for bit after a restart."""
     for node in found:
         if isinstance(node, LoaderNode) and (why := shortcoming(node.value)):
@@ -102,7 +102,7 @@ def _not_yielded(part: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LoaderPosition:
     """Where a loader of torchdata's stands: how many batches it has handed out of `one`, a pass over its data (None:
     not iterated over yet), and whether that pass has ended."""
 
@@ -111,20 +111,20 @@ class Place:
     at_end: bool = False
 
 
-def place(loader: Any) -> Place | None:
+def place(loader: Any) -> LoaderPosition | None:
     """None for a loader of another make. Asks nothing of workers, and begins no epoch."""
     inner = _torchdata(loader)
     if inner is None:
         return None
     if (given := inner.next_iter_state) is not None:
-        return Place(None, 0 if given["_iterator_finished"] else _batches(given))
+        return LoaderPosition(None, 0 if given["_iterator_finished"] else _batches(given))
     iterator = begun(inner)
     if iterator is None:
-        return Place(None, 0)
+        return LoaderPosition(None, 0)
     if inner is loader:
-        return Place(iterator._sampler_iter, iterator._num_yielded, iterator._finished)
+        return LoaderPosition(iterator._sampler_iter, iterator._num_yielded, iterator._finished)
     state = loader.state_dict()  # Accelerate's: the one within is a batch ahead
-    return Place(iterator._sampler_iter, _batches(state), state["_iterator_finished"])
+    return LoaderPosition(iterator._sampler_iter, _batches(state), state["_iterator_finished"])
 
 
 def begun(loader: Any) -> Any:

@@ -23,7 +23,7 @@ from ckpt.errors import UsageError
 from ckpt.trainer.state import names, value_trees
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.shard import Shard, is_dtensor
-from ckpt.trainer.state.state_nodes import Named, read_tree
+from ckpt.trainer.state.state_nodes import NamedTensor, read_tree
 from ckpt.trainer.state.value_trees import Path, Tensor
 
 _CUSTOM = ("state_dict", "load_state_dict")
@@ -54,7 +54,7 @@ class Owners:
     of: dict[int, tuple[str, str]] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
 
-    def add_module(self, path: str, root: nn.Module, found: Sequence[Named]) -> None:
+    def add_module(self, path: str, root: nn.Module, found: Sequence[NamedTensor]) -> None:
         """`found`: what is saved of it, whose names are the first choice. Modules come before tensors."""
         self.modules.append(path)
         for named in found:
@@ -62,7 +62,7 @@ class Owners:
         for site in names.sites(root):
             self.of.setdefault(id(site.tensor), (path, site.name))
 
-    def add_tensors(self, found: Sequence[Named]) -> None:
+    def add_tensors(self, found: Sequence[NamedTensor]) -> None:
         for named in found:
             tensor = named.tensor
             if isinstance(tensor, Shard):
@@ -84,7 +84,7 @@ class OptimizerView:
     optimizer: torch.optim.Optimizer
     params: list[list[Param]]
     param_names: list[tuple[str, ...]]
-    tensors: list[Named] = field(default_factory=list)
+    tensors: list[NamedTensor] = field(default_factory=list)
     skeletons: list[dict[str, Any]] = field(default_factory=list)
     state: list[int] = field(default_factory=list)
     plain: list[dict[Any, Any]] = field(default_factory=list)
@@ -216,7 +216,7 @@ def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]])
     for index, group in enumerate(optimizer.param_groups):
         tensors = value_trees.split(hyper(group), path)[1]
         found.tensors += [
-            Named(name, tensor) for _, name, tensor in value_trees.named(group_path(path, index), tensors)
+            NamedTensor(name, tensor) for _, name, tensor in value_trees.named(group_path(path, index), tensors)
         ]
     if is_custom(optimizer):
         found.mixed = True
@@ -282,7 +282,7 @@ def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], number
         bare, tensors = value_trees.split(held, prefix)
         same = prefix
     for path, tensor in tensors:
-        found.tensors.append(Named(join(prefix, *path), param.like(tensor), trained))
+        found.tensors.append(NamedTensor(join(prefix, *path), param.like(tensor), trained))
     if same not in numbers:
         numbers[same] = len(found.skeletons)
         found.skeletons.append({"value": bare, "tensors": [path for path, _ in tensors]})

@@ -35,7 +35,7 @@ class Walked(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class CopyPiece:
     """`source` and `target` have one dtype and one shape; the target is contiguous. A contiguous source is given as
     flat bytes (uint8), any other in its own dtype, in parts of at most SERIAL_ELEMENTS elements.
     `entry`, `box`: whose part it is, as indices into the walk."""
@@ -55,12 +55,12 @@ class Piece:
         return self.source.dtype is torch.uint8 and self.source.dim() == 1
 
 
-def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[Piece, ...]:
+def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[CopyPiece, ...]:
     """The pieces that fill `data` (a writable data region) as `staging` says, in order of target.
 
     Errors: CkptError when the staging does not fit the walk or the region, or cuts an element in two."""
     arena = _as_tensor(data)
-    pieces: list[Piece] = []
+    pieces: list[CopyPiece] = []
     for entry, box, start, length, offset in _runs(staging):
         name = walk.layout.entries[entry].name
         live = walk.tensors[entry][box].detach()
@@ -72,7 +72,7 @@ def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[Piece, ...]:
         target = arena[offset : offset + length]
         if live.is_contiguous() and not _is_lazy_view(live):
             flat = dense_bytes(live)
-            pieces.append(Piece(entry, box, flat[start : start + length], target))
+            pieces.append(CopyPiece(entry, box, flat[start : start + length], target))
             continue
         if start % live.element_size() or length % live.element_size() or offset % live.element_size():
             raise CkptError(f"the staging cuts an element of {name} in two, or places it at an odd offset")
@@ -103,14 +103,14 @@ def _runs(staging: Staging) -> Iterator[tuple[int, int, int, int, int]]:
             yield run
 
 
-def _strided(entry: int, box: int, live: Tensor, start: int, target: Tensor) -> Iterator[Piece]:
+def _strided(entry: int, box: int, live: Tensor, start: int, target: Tensor) -> Iterator[CopyPiece]:
     """Any flat range of a row-major tensor is a few rectangular blocks: each a view, so nothing is gathered first."""
     size = live.element_size()
     at = 0
     for index, count in blocks(tuple(live.shape), start, start + target.nbytes // size, SERIAL_ELEMENTS):
         source = live[index]
         flat = target[at : at + count * size].view(live.dtype)
-        yield Piece(entry, box, source, flat.view(source.shape))
+        yield CopyPiece(entry, box, source, flat.view(source.shape))
         at += count * size
 
 
@@ -132,13 +132,13 @@ def blocks(shape: tuple[int, ...], start: int, stop: int, count_max: int) -> Ite
         at += rows * inner[d]
 
 
-def split(piece: Piece, nbytes_max: int) -> Iterator[Piece]:
+def split(piece: CopyPiece, nbytes_max: int) -> Iterator[CopyPiece]:
     """The same bytes in pieces of at most `nbytes_max`; pieces that are not flat bytes are small already."""
     if piece.nbytes <= nbytes_max or not piece.is_flat:
         yield piece
         return
     for at in range(0, piece.nbytes, nbytes_max):
-        yield Piece(piece.entry, piece.box, piece.source[at : at + nbytes_max], piece.target[at : at + nbytes_max])
+        yield CopyPiece(piece.entry, piece.box, piece.source[at : at + nbytes_max], piece.target[at : at + nbytes_max])
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SavedParamGroup:
     """`number`: its place among its optimizer's groups. Joined ones of several ranks may have one number."""
 
     params: tuple[str, ...]
@@ -47,7 +47,7 @@ class OptimizerTree:
     """By parameter name: `state`, what its state is made of, None where it had none; `home`, the index of its group.
     `rest`: what its own load_state_dict() gets beside state and groups, by key."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[SavedParamGroup, ...]
     state: Mapping[str, Skeleton | None]
     home: Mapping[str, int]
     rest: Tree
@@ -251,7 +251,7 @@ def _optimizer(body: Any) -> OptimizerTree:
         places = tuple(_path(path, value) for path in _get(item, "tensors", (list, tuple)))
         skeletons.append(Skeleton(value, places))
     groups = tuple(
-        Group(tuple(_get(item, "params", (list, tuple))), _tree(item), _number(item, index))
+        SavedParamGroup(tuple(_get(item, "params", (list, tuple))), _tree(item), _number(item, index))
         for index, item in enumerate(_get(body, "groups", (list, tuple)))
     )
     if not all(isinstance(group.hyper.value, dict) and _are_texts(group.params) for group in groups):

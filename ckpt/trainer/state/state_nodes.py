@@ -26,7 +26,7 @@ from ckpt.trainer.state.value_trees import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedTensor:
     """A tensor under its canonical name. `trained`: a parameter that a registered optimizer changes, or its state."""
 
     name: str
@@ -35,7 +35,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class StateNode:
     """`value` is `container[key]`; `path` is its canonical name."""
 
     path: str
@@ -50,20 +50,20 @@ class Node:
         self.container[self.key] = value
 
 
-class DataNode(Node):
+class DataNode(StateNode):
     """Plain values and tensors, nested in any way."""
 
-    def read(self) -> tuple[list[Named], dict[str, Any]]:
+    def read(self) -> tuple[list[NamedTensor], dict[str, Any]]:
         return read_tree("data", self.value, self.path)
 
     def payload(self) -> dict[str, Any]:
         return self.read()[1]
 
 
-class ObjectNode(Node):
+class ObjectNode(StateNode):
     """An object with state_dict() and load_state_dict(): a scheduler, a scaler, the user's own."""
 
-    def read(self) -> tuple[list[Named], dict[str, Any]]:
+    def read(self) -> tuple[list[NamedTensor], dict[str, Any]]:
         found, payload = read_tree("object", self.value.state_dict(), self.path)
         return found, {**payload, "class": type(self.value).__name__}
 
@@ -71,26 +71,26 @@ class ObjectNode(Node):
         return self.read()[1]
 
 
-class LoaderNode(Node):
+class LoaderNode(StateNode):
     """An object with state that is iterated over: its position belongs to the rank."""
 
 
-class GeneratorNode(Node):
+class GeneratorNode(StateNode):
     """A random number generator: it belongs to the rank."""
 
 
-class ModuleNode(Node):
+class ModuleNode(StateNode):
     """Parameters, persistent buffers, extra state; of a module that says itself how it is saved: what it says."""
 
-    def read(self) -> tuple[list[Named], dict[str, Any]]:
+    def read(self) -> tuple[list[NamedTensor], dict[str, Any]]:
         root: nn.Module = self.value
         if not names.is_custom(root):
-            found = [Named(join(self.path, site.name), site.tensor) for site in names.sites(root)]
+            found = [NamedTensor(join(self.path, site.name), site.tensor) for site in names.sites(root)]
             tensors, payload = self.read_extra(names.extras(root))
             return found + tensors, payload
         said = names.Said.of(root)
         items = [(name, value) for name, _, value in said.items]
-        found = [Named(join(self.path, name), value) for name, value in items if isinstance(value, torch.Tensor)]
+        found = [NamedTensor(join(self.path, name), value) for name, value in items if isinstance(value, torch.Tensor)]
         tensors, payload = self._extra([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
         return found + tensors, {**payload, "versions": said.versions}
 
@@ -99,7 +99,7 @@ class ModuleNode(Node):
             return self.read()[1]
         return self.read_extra(names.extras(self.value))[1]
 
-    def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[Named], dict[str, Any]]:
+    def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[NamedTensor], dict[str, Any]]:
         """The extra state only, of those modules: what `names.extras` found."""
         return self._extra([(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules])
 
@@ -118,8 +118,8 @@ class ModuleNode(Node):
                 "(register_load_state_dict_pre_hook can rename keys)"
             )
 
-    def _extra(self, items: Sequence[tuple[str, Any]]) -> tuple[list[Named], dict[str, Any]]:
-        found: list[Named] = []
+    def _extra(self, items: Sequence[tuple[str, Any]]) -> tuple[list[NamedTensor], dict[str, Any]]:
+        found: list[NamedTensor] = []
         extra: dict[str, Any] = {}
         for name, value in items:
             tensors, extra[name] = read_tree("extra", value, join(self.path, name))
@@ -127,7 +127,7 @@ class ModuleNode(Node):
         return found, {"kind": "module", "extra": extra}
 
 
-class OptimizerNode(Node):
+class OptimizerNode(StateNode):
     """A torch.optim.Optimizer; read as an OptimizerView, once the names of its parameters are known."""
 
 
@@ -136,14 +136,14 @@ def _bytes(value: Any) -> bytes:
     return values.encode(value_trees.embed(getattr(value, "_local_tensor", value), ""))
 
 
-def read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, Any]]:
+def read_tree(kind: str, tree: Any, path: str) -> tuple[list[NamedTensor], dict[str, Any]]:
     """The tensors of a tree of values, and the payload for the rest of it."""
     bare, found = value_trees.split(tree, path)
     if kind == "data":
         value_trees.check_containers(tree, found, path)
     tensors = value_trees.named(path, found)
     payload = {"kind": kind, "value": bare, "tensors": [(p, name) for p, name, _ in tensors]}
-    return [Named(name, tensor) for _, name, tensor in tensors], payload
+    return [NamedTensor(name, tensor) for _, name, tensor in tensors], payload
 
 
 def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
@@ -174,11 +174,11 @@ def _trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[
 # ---------------------------------------------------------------------------------------------------- finding nodes
 
 
-def find(state: Mapping[str, Any]) -> list[Node]:
+def find(state: Mapping[str, Any]) -> list[StateNode]:
     """The nodes of a state, in its order. Errors: UsageError names what cannot be saved, and what can instead."""
     if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
         raise UsageError('state is a dict whose keys are names: state={"model": model, "optim": optim}')
-    found: list[Node] = []
+    found: list[StateNode] = []
     refused: list[str] = []
     for key in state:
         try:
@@ -195,7 +195,7 @@ def find(state: Mapping[str, Any]) -> list[Node]:
     return found
 
 
-def _find(container: Any, key: Any, path: str, found: list[Node], depth: int) -> None:
+def _find(container: Any, key: Any, path: str, found: list[StateNode], depth: int) -> None:
     value = container[key]
     kind = _kind(value, path)
     if kind is not None:
@@ -217,7 +217,7 @@ def _find(container: Any, key: Any, path: str, found: list[Node], depth: int) ->
                 )
 
 
-def _kind(value: Any, path: str) -> type[Node] | None:
+def _kind(value: Any, path: str) -> type[StateNode] | None:
     """The kind of object; None for plain data. Errors: UsageError."""
     if type(value) in value_trees.PLAIN or isinstance(value, (torch.Tensor, Shard, type)):
         return None

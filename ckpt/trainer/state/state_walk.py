@@ -38,10 +38,10 @@ from ckpt.trainer.state.state_nodes import (
     GeneratorNode,
     LoaderNode,
     ModuleNode,
-    Named,
-    Node,
+    NamedTensor,
     ObjectNode,
     OptimizerNode,
+    StateNode,
 )
 from ckpt.types import SMALL_BYTES
 
@@ -92,18 +92,18 @@ class Scan:
     could change. `extras`: by module node, its modules with extra state. `volatile`: nodes that say only
     when asked what tensors they hold, and what they said. `constants`: of the values, what stays as it is."""
 
-    nodes: list[Node]
-    found: dict[str, list[Named]]
+    nodes: list[StateNode]
+    found: dict[str, list[NamedTensor]]
     views: dict[str, OptimizerView]
     fixed: dict[str, dict[str, Any]]
     extras: dict[str, list[tuple[str, nn.Module]]]
-    volatile: list[tuple[Node, _Answer]]
-    tensors: dict[str, tuple[Named, Pieces]]
+    volatile: list[tuple[StateNode, _Answer]]
+    tensors: dict[str, tuple[NamedTensor, Pieces]]
     aliases: dict[str, str]
     orders: dict[str, list[int]]
     constants: values.Constants
 
-    def ask(self, node: Node) -> _Answer:
+    def ask(self, node: StateNode) -> _Answer:
         """What a volatile node says now."""
         if isinstance(node, ModuleNode):
             modules = self.extras.get(node.path)
@@ -127,7 +127,7 @@ class Scan:
             held |= {named.name for named in found if not isinstance(named.tensor, nn.Parameter)}
         return held & self.tensors.keys()
 
-    def payload(self, node: Node) -> dict[str, Any] | None:
+    def payload(self, node: StateNode) -> dict[str, Any] | None:
         """The values of a node as they are now; None for one that belongs to the rank."""
         if node.path in self.fixed:
             return self.fixed[node.path]
@@ -142,7 +142,7 @@ class Scan:
 class _Answer:
     """`tensors`: those that nothing else watches. `values`: what a module gives beside tensors, by name."""
 
-    tensors: list[Named]
+    tensors: list[NamedTensor]
     values: tuple[str, ...] = ()
 
 
@@ -238,7 +238,7 @@ class StateWalker:
                 referred += (name for tree in trees_of for _, name in tree["tensors"])
         return sorted(name for name in referred if name not in scan.tensors and name not in scan.aliases)
 
-    def streams(self, found: Sequence[Node]) -> dict[str, generators.Stream]:
+    def streams(self, found: Sequence[StateNode]) -> dict[str, generators.RandomStream]:
         """The generators that belong to the state."""
         objects = {node.path: node.value for node in found if isinstance(node, GeneratorNode)}
         return generators.streams(objects) if self.generators else generators.registered(objects)
@@ -247,11 +247,11 @@ class StateWalker:
         """The structure as it is now."""
         all_nodes = state_nodes.find(self.state)
         owners = Owners()
-        found: dict[str, list[Named]] = {}
+        found: dict[str, list[NamedTensor]] = {}
         views: dict[str, OptimizerView] = {}
         fixed: dict[str, dict[str, Any]] = {}
         extras: dict[str, list[tuple[str, nn.Module]]] = {}
-        volatile: list[tuple[Node, _Answer]] = []
+        volatile: list[tuple[StateNode, _Answer]] = []
         for node in all_nodes:
             if isinstance(node, ModuleNode):
                 for module in names.resharding([m for _, m in names.modules(node.value)]):
@@ -288,20 +288,20 @@ class StateWalker:
         return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants)
 
 
-def _answer(read: tuple[list[Named], dict[str, Any]]) -> _Answer:
+def _answer(read: tuple[list[NamedTensor], dict[str, Any]]) -> _Answer:
     return _Answer(read[0], tuple(read[1].get("extra", ())))
 
 
 def _unique(
-    all_nodes: Sequence[Node],
-    found: dict[str, list[Named]],
+    all_nodes: Sequence[StateNode],
+    found: dict[str, list[NamedTensor]],
     owners: Owners,
     views: dict[str, OptimizerView],
     cutter: Cutter,
-) -> tuple[dict[str, tuple[Named, Pieces]], dict[str, str]]:
+) -> tuple[dict[str, tuple[NamedTensor, Pieces]], dict[str, str]]:
     """Each tensor once, under the first of its names, with its boxes; and the other names."""
     trained = {id(p.tensor) for view in views.values() for line in view.params for p in line if p.tensor.requires_grad}
-    tensors: dict[str, tuple[Named, Pieces]] = {}
+    tensors: dict[str, tuple[NamedTensor, Pieces]] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
     refused = values.Refused()
@@ -321,19 +321,19 @@ def _unique(
         except UsageError as exc:
             refused.add(functools.partial(str, name), str(exc).removeprefix(f"{name}: "))
             continue
-        tensors[name] = (Named(name, shard, named.trained or id(bare) in trained), pieces)
+        tensors[name] = (NamedTensor(name, shard, named.trained or id(bare) in trained), pieces)
     refused.check()
     return tensors, aliases
 
 
-def _orders(tensors: Mapping[str, tuple[Named, Pieces]]) -> dict[str, list[int]]:
+def _orders(tensors: Mapping[str, tuple[NamedTensor, Pieces]]) -> dict[str, list[int]]:
     with torch._C.DisableTorchFunctionSubclass():
         found = ((name, order_of(pieces.live[0])) for name, (_, pieces) in tensors.items() if pieces.live)
         return {name: list(order) for name, order in found if order is not None}
 
 
 def _check_kept(
-    all_nodes: Sequence[Node], found: Mapping[str, list[Named]], views: Mapping[str, OptimizerView]
+    all_nodes: Sequence[StateNode], found: Mapping[str, list[NamedTensor]], views: Mapping[str, OptimizerView]
 ) -> None:
     """Errors: UsageError for a trained parameter that the state_dict() of its module leaves out. Not where that gives
     tensors in memory of their own: these may be copies of it, which nobody can tell."""
@@ -351,7 +351,7 @@ def _check_kept(
                     )
 
 
-def _alike(all_nodes: Sequence[Node], name: str) -> str:
+def _alike(all_nodes: Sequence[StateNode], name: str) -> str:
     """That two tensors of one tree have that name since it has a number and a text as keys, in words, if so."""
     for node in all_nodes:
         if isinstance(node, (ObjectNode, DataNode)):
@@ -363,11 +363,11 @@ def _alike(all_nodes: Sequence[Node], name: str) -> str:
     return ""
 
 
-def _is_late(named: Named, pieces: Pieces) -> bool:
+def _is_late(named: NamedTensor, pieces: Pieces) -> bool:
     return named.trained and bool(pieces.shape) and sum(t.nbytes for t in pieces.locals) >= SMALL_BYTES
 
 
-def _signature(node: Node) -> tuple[Any, ...]:
+def _signature(node: StateNode) -> tuple[Any, ...]:
     """Plain data may be replaced as it likes; what it holds is compared as it is read."""
     return (type(node), node.path, None if isinstance(node, DataNode) else node.value)
 

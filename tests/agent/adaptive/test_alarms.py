@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.adaptive import alarms
-from ckpt.agent.adaptive.alarms import Foreseeing
-from ckpt.agent.adaptive.signal_reader import Reading
+from ckpt.agent.adaptive.alarms import Alarms
+from ckpt.agent.adaptive.signal_reader import SignalReader
 from ckpt.agent.state.cost_model import ABOUT
 from ckpt.format import record
 from ckpt.ipc import client
@@ -259,7 +259,7 @@ def test_the_signals_are_recorded_as_lines_that_training_reads(
 
 
 def test_a_reading_that_the_end_of_the_job_overtakes_is_not_recorded(foreseen: None, tmp_path: Path) -> None:
-    made = Reading(read(), "memory://", lambda _: None, lambda *_: None, cast(Any, None))
+    made = SignalReader(read(), "memory://", lambda _: None, lambda *_: None, cast(Any, None))
 
     def ends_meanwhile(*given: object) -> dict[str, float]:
         made.follow(False)
@@ -287,7 +287,7 @@ def test_a_predictor_that_cannot_be_read_is_told_of_and_done_without(
 def test_a_mistake_in_foreseeing_is_told_and_stops_nothing_else(tmp_path: Path) -> None:
     told: list[str] = []
     events = SimpleNamespace(emit=lambda name, text, loud: told.append(f"{name}: {text}"))
-    made = Foreseeing(read(), "memory://", cast(Any, SimpleNamespace(post=None)), cast(Any, events))
+    made = Alarms(read(), "memory://", cast(Any, SimpleNamespace(post=None)), cast(Any, events))
 
     def mistaken(*given: object) -> None:
         raise ZeroDivisionError("here")
@@ -309,7 +309,7 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(
     clock = SimpleNamespace(now_s=1000.0)
     monkeypatch.setattr(alarms, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     events: Any = SimpleNamespace(emit=lambda name, text, loud: pytest.fail(text))
-    made = Foreseeing(replace(read(), signals="off"), "memory://", cast(Any, SimpleNamespace(post=None)), events)
+    made = Alarms(replace(read(), signals="off"), "memory://", cast(Any, SimpleNamespace(post=None)), events)
     foreseen: list[dict[str, float]] = []
     group = SimpleNamespace(
         all_gone=False, superseded_by="", members=[], safe_since_s=0.0, wants_extra=True, is_kept_whole=True

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.adaptive.history import Relearning
-from ckpt.agent.preemption.preemption import Standing
-from ckpt.agent.state.cost_model import Learning
+from ckpt.agent.adaptive.history import LearntHistory
+from ckpt.agent.preemption.preemption import StandingNotice
+from ckpt.agent.state.cost_model import CostModel
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.failures import Failure
 from ckpt.types import Epoch
@@ -25,14 +25,14 @@ def test_a_node_that_is_lost_was_preempted_where_a_notice_was_about_to_come_true
 ) -> None:
     group, now_s = Warned().group, time.monotonic()
     if lead_s is not None:
-        group.warn(Standing("slurm", "7", now_s + lead_s, now_s))
-    learnt = Learning(Adaptive(), nodes=2)
+        group.warn(StandingNotice("slurm", "7", now_s + lead_s, now_s))
+    learnt = CostModel(Adaptive(), nodes=2)
     learnt.peers = True
     nodes = [SimpleNamespace(name=name) for name in ("a", "b")]
     epoch = Epoch.new(1)
     former = SimpleNamespace(epoch=epoch, learning=learnt, gone_s=now_s, ended_in_order=False, nodes=nodes, group=group)
-    relearning = Relearning(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
-    learning = Learning(Adaptive(), nodes=1)
+    relearning = LearntHistory(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
+    learning = CostModel(Adaptive(), nodes=1)
     relearning.newest = cast(Any, former)
     relearning.goes_on(learning, epoch, None, None, cast(Any, nodes[:1]))
     seen = {kind for kind in Failure if learning.known.rate_of(kind).seen}

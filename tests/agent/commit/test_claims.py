@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from ckpt.agent.commit.store_client import Options
+from ckpt.agent.commit.store_client import JobOptions
 from ckpt.errors import Superseded
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.store.lineage import Claim
@@ -61,7 +61,7 @@ class Start:
 
     def save(self, step: int) -> None:
         def commit() -> None:
-            self.side.commit(self.claim, complete(self.claim.epoch, step), Options(codec="raw"), {})
+            self.side.commit(self.claim, complete(self.claim.epoch, step), JobOptions(codec="raw"), {})
             assert not self.refused, "whoever was refused commits nothing more"
             self.saved.append(step)
 
@@ -88,7 +88,7 @@ def before() -> Watched:
     store = Watched()
     side = Side(store.client())
     first = Claim(PARENT.epoch, None, launch="first")
-    side.commit(first, complete(PARENT.epoch, 20), Options(codec="raw"), {})
+    side.commit(first, complete(PARENT.epoch, 20), JobOptions(codec="raw"), {})
     side.end(PARENT.epoch, "it came to its end")
     return store
 

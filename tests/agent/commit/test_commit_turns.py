@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from ckpt.agent.commit.commit_turns import AFTER_S, TURNS, Turns
+from ckpt.agent.commit.commit_turns import AFTER_S, TURNS, CommitTurns
 
 
 def test_each_node_has_a_turn_while_the_memory_is_kept() -> None:
     for linger_s in (1.0, 300.0, 1e6):
-        dues = [Turns(linger_s).due_s(turn, 100.0) for turn in range(10)]
+        dues = [CommitTurns(linger_s).due_s(turn, 100.0) for turn in range(10)]
         turns = [due for due in dues if due is not None]
         assert turns == sorted(dues, key=lambda due: due or 0.0)
         assert len(set(turns)) == TURNS
@@ -21,12 +21,12 @@ def test_each_node_has_a_turn_while_the_memory_is_kept() -> None:
 
 
 def test_where_no_memory_is_kept_nothing_is_begun() -> None:
-    assert Turns(0.0).due_s(0, 100.0) is None
+    assert CommitTurns(0.0).due_s(0, 100.0) is None
 
 
 @pytest.mark.parametrize("takes_s", [0.1, 5.0, 120.0, 1e4])
 def test_an_attempt_that_always_fails_is_made_again_ever_later_and_not_once_the_memory_goes(takes_s: float) -> None:
-    turns, now_s, begun = Turns(300.0), 100.0, list[float]()
+    turns, now_s, begun = CommitTurns(300.0), 100.0, list[float]()
     while (due_s := turns.due_s(0, now_s)) is not None:
         begun.append(due_s)
         now_s = due_s + takes_s
@@ -42,7 +42,7 @@ def test_an_attempt_that_always_fails_is_made_again_ever_later_and_not_once_the_
 def test_two_that_never_succeed_do_not_keep_each_other(seed: int) -> None:
     """Each waits for the other's outcome, and its memory stays meanwhile."""
     chance = random.Random(seed)
-    both, now_s = [Turns(300.0), Turns(300.0)], 0.0
+    both, now_s = [CommitTurns(300.0), CommitTurns(300.0)], 0.0
     while due := [(at, turn) for turn, each in enumerate(both) if (at := each.due_s(turn, now_s)) is not None]:
         at_s, turn = min(due)
         now_s = max(now_s, at_s) + chance.uniform(0.0, 200.0)
@@ -51,7 +51,7 @@ def test_two_that_never_succeed_do_not_keep_each_other(seed: int) -> None:
 
 
 def test_what_is_settled_is_left_alone_until_somebody_was_there_again() -> None:
-    turns = Turns(300.0)
+    turns = CommitTurns(300.0)
     assert turns.due_s(0, 0.0) == AFTER_S
     turns.settled = True
     assert turns.due_s(0, AFTER_S) is None
@@ -60,7 +60,7 @@ def test_what_is_settled_is_left_alone_until_somebody_was_there_again() -> None:
 
 
 def test_what_nobody_came_for_counts_from_when_the_last_one_went() -> None:
-    turns = Turns(300.0)
+    turns = CommitTurns(300.0)
     assert turns.due_s(1, 0.0) == 2 * AFTER_S
     turns.ended(200.0)
     turns.busy()

@@ -12,10 +12,10 @@ from typing import cast
 
 import pytest
 
-from ckpt.agent.commit.commit_terms import Terms
-from ckpt.agent.commit.orphan_commit import Verdict, commit_whole, judge
-from ckpt.agent.commit.store_client import StoreSide
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_whole, judge
+from ckpt.agent.commit.store_client import StoreClient
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.errors import Superseded
 from ckpt.store.lineage import Ancestor, Claim, CommitRef
 from ckpt.store.run import RunView
@@ -44,33 +44,33 @@ def later(parent: Identity | None, number: int = 6, nonce: str = "b", ancestors:
 
 
 CASES = {
-    "its epoch is the newest": (view((CLAIM,)), Verdict.COMMIT),
-    "the store knows nothing": (view(), Verdict.CLAIM),
-    "the store knows an older epoch, of which it knows nothing": (view((later(None, 4),)), Verdict.OVER),
-    "it is committed": (view((CLAIM,), (at(A, 20),)), Verdict.DONE),
-    "a newer one is": (view((CLAIM,), (at(A, 30),)), Verdict.DONE),
-    "an older one is": (view((CLAIM,), (at(A, 10),)), Verdict.COMMIT),
-    "it was retired": (view((CLAIM,), (), (at(A, 20),)), Verdict.OVER),
-    "a start went on from it": (view((CLAIM, later(at(A, 20)))), Verdict.COMMIT),
+    "its epoch is the newest": (view((CLAIM,)), OrphanVerdict.COMMIT),
+    "the store knows nothing": (view(), OrphanVerdict.CLAIM),
+    "the store knows an older epoch, of which it knows nothing": (view((later(None, 4),)), OrphanVerdict.OVER),
+    "it is committed": (view((CLAIM,), (at(A, 20),)), OrphanVerdict.DONE),
+    "a newer one is": (view((CLAIM,), (at(A, 30),)), OrphanVerdict.DONE),
+    "an older one is": (view((CLAIM,), (at(A, 10),)), OrphanVerdict.COMMIT),
+    "it was retired": (view((CLAIM,), (), (at(A, 20),)), OrphanVerdict.OVER),
+    "a start went on from it": (view((CLAIM, later(at(A, 20)))), OrphanVerdict.COMMIT),
     "a start went on from it, and has committed": (
         view((CLAIM, later(at(A, 20))), (at(Epoch(6, "b" * 16), 25),)),
-        Verdict.DONE,
+        OrphanVerdict.DONE,
     ),
-    "a start went on from a later one": (view((CLAIM, later(at(A, 30)))), Verdict.COMMIT),
-    "a start went on from an older one": (view((CLAIM, later(at(A, 10)))), Verdict.OVER),
-    "a start began from nothing": (view((CLAIM, later(None))), Verdict.OVER),
+    "a start went on from a later one": (view((CLAIM, later(at(A, 30)))), OrphanVerdict.COMMIT),
+    "a start went on from an older one": (view((CLAIM, later(at(A, 10)))), OrphanVerdict.OVER),
+    "a start began from nothing": (view((CLAIM, later(None))), OrphanVerdict.OVER),
     "its epoch is not claimed, and a start that knew it went on from it": (
         view((later(at(A, 20), ancestors=(Ancestor(A, None),)),)),
-        Verdict.COMMIT,
+        OrphanVerdict.COMMIT,
     ),
-    "its epoch is not claimed, and a start that did not know it began": (view((later(None),)), Verdict.OVER),
+    "its epoch is not claimed, and a start that did not know it began": (view((later(None),)), OrphanVerdict.OVER),
     "its epoch is not claimed, and one of the same number, a smaller nonce, is": (
         view((later(None, 5, "0"),)),
-        Verdict.OVER,
+        OrphanVerdict.OVER,
     ),
     "its epoch is not claimed, and one of the same number, a larger nonce, is": (
         view((later(None, 5, "f"),)),
-        Verdict.OVER,
+        OrphanVerdict.OVER,
     ),
 }
 
@@ -84,8 +84,8 @@ def test_it_is_committed_where_it_is_on_the_line_and_not_otherwise(case: str) ->
 def test_an_epoch_is_claimed_late_where_the_store_ends_with_one_that_it_went_on_from() -> None:
     """And not where a start that knew neither it nor the one before has taken a smaller number than its own."""
     first, second = Claim(Epoch(4, "e" * 16), None), Claim(A, at(Epoch(4, "e" * 16), 15))
-    assert judge(view((first,)), second, at(A, 20)) is Verdict.CLAIM
-    assert judge(view((first, later(None, 4, "f"))), second, at(A, 20)) is Verdict.OVER
+    assert judge(view((first,)), second, at(A, 20)) is OrphanVerdict.CLAIM
+    assert judge(view((first, later(None, 4, "f"))), second, at(A, 20)) is OrphanVerdict.OVER
 
 
 def stories(rng: random.Random) -> Iterator[tuple[RunView, Claim, Identity]]:
@@ -120,20 +120,20 @@ def test_no_commit_takes_anything_from_the_line_or_the_run_from_a_start_that_the
         verdict = judge(found, claim, identity)
         seen.add(verdict)
         before = [ref.identity for ref in found.line]
-        claims = (*found.claims, claim) if verdict is Verdict.CLAIM else found.claims
+        claims = (*found.claims, claim) if verdict is OrphanVerdict.CLAIM else found.claims
         epochs = found.epochs | {identity.epoch} | {each.epoch for each in claims}
         refs = (*found.commits, CommitRef(identity, "z", 1))
         after = replace(found, claims=claims, epochs=epochs, commits=refs)
-        if verdict is Verdict.CLAIM:
+        if verdict is OrphanVerdict.CLAIM:
             chain = [each for each, _ in after.lineage.chain(claim.epoch)]
             assert found.newest_epoch is None or found.newest_epoch in chain
-        if verdict is Verdict.COMMIT:
+        if verdict is OrphanVerdict.COMMIT:
             assert after.newest_epoch == found.newest_epoch
-        if verdict in (Verdict.COMMIT, Verdict.CLAIM):
+        if verdict in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
             assert after.line[-1].identity == identity
-        if verdict is Verdict.COMMIT:
+        if verdict is OrphanVerdict.COMMIT:
             assert [ref.identity for ref in after.line] == [*before, identity]
-    assert seen == set(Verdict)
+    assert seen == set(OrphanVerdict)
 
 
 @pytest.mark.parametrize("then", [later(at(A, 10)), later(at(A, 20))])
@@ -145,7 +145,13 @@ def test_whether_it_is_still_due_is_looked_at_again_just_before_the_record(then:
         commit_for_another=lambda made, codec, bandwidth, about, check, *more: check(),
     )
     made = SimpleNamespace(identity=at(A, 20), manifest=SimpleNamespace(coordinates=()), disagreed=())
-    given = cast(StoreSide, store), cast(Checkpoint, made), Terms(CLAIM, "raw", None), "a test", threading.Event()
+    given = (
+        cast(StoreClient, store),
+        cast(MemoryCheckpoint, made),
+        CommitTerms(CLAIM, "raw", None),
+        "a test",
+        threading.Event(),
+    )
     if then.parent == made.identity:
         commit_whole(*given)
     else:

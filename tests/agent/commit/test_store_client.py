@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.store_client import Options, Pass, StoreSide
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
+from ckpt.agent.commit.store_client import JobOptions, PrunePass, StoreClient
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.clock import Clock
 from ckpt.errors import RunInUse, SaveFailed, Superseded, TransientError
 from ckpt.events import Event, Events
@@ -40,7 +40,7 @@ class Store(Sim):
         return super().get(key, size_max)
 
 
-class Side(StoreSide):
+class Side(StoreClient):
     """That of an agent whose store the test has made."""
 
     def __init__(self, store: Sim, clock: Clock | None = None) -> None:
@@ -63,12 +63,12 @@ class Memory:
         return memoryview(self.snap.memory)[at[0] : at[0] + at[1]]
 
 
-def complete(of: Epoch, step: int) -> Checkpoint:
+def complete(of: Epoch, step: int) -> MemoryCheckpoint:
     snap = snapshot({"w": floats(32, 16, seed=step), "frozen": FROZEN})
     at = np.array(snap.at, np.int64)
     arenas: Any = {0: Memory(snap)}
     ranks = np.zeros(len(at), np.int64)
-    return Checkpoint(Identity(of, Tick(step)), snap.manifest, arenas, ranks, at[:, 0], at[:, 1], {}, ())
+    return MemoryCheckpoint(Identity(of, Tick(step)), snap.manifest, arenas, ranks, at[:, 0], at[:, 1], {}, ())
 
 
 def steps(store: Sim) -> list[int]:
@@ -81,7 +81,7 @@ class Saver:
 
     def save(self, step: int) -> int:
         """How many bytes it did not have to write."""
-        done = self.side.commit(self.claim, complete(self.claim.epoch, step), Options(codec="raw"), {})
+        done = self.side.commit(self.claim, complete(self.claim.epoch, step), JobOptions(codec="raw"), {})
         return done.referred_bytes
 
 
@@ -244,10 +244,10 @@ def test_an_agent_without_a_job_lets_nothing_of_a_living_job_elsewhere_go() -> N
     theirs = Saver(late.store, Side(late.store.client()), Claim(B, None, launch="B"))
     for step in (10, 20):
         theirs.save(step)
-    assert late.side.prune(None, Keep(last=1), what=Pass.LOOK)["retire"]
+    assert late.side.prune(None, Keep(last=1), what=PrunePass.LOOK)["retire"]
     assert late.clock.slept_s == 0.0, "only looking disturbs nobody"
     with pytest.raises(RunInUse, match="'B'"):
-        late.side.prune(None, Keep(last=1), what=Pass.ALL)
+        late.side.prune(None, Keep(last=1), what=PrunePass.ALL)
     assert steps(late.store) == [10, 20]
 
 
@@ -259,7 +259,7 @@ def test_an_agent_without_a_job_prunes_a_run_that_nobody_is_at_work_on(whose: st
         theirs.save(step)
     if whose == "begun here":
         late.side.claims.begun.add(B)
-    late.side.prune(None, Keep(last=1), what=Pass.ALL)
+    late.side.prune(None, Keep(last=1), what=PrunePass.ALL)
     assert late.clock.slept_s == (20.0 if whose == "another's that is silent" else 0.0)
     assert steps(late.store) == [20]
 
@@ -274,6 +274,6 @@ def test_by_itself_a_local_folder_gets_frames_as_they_are(
     bits = np.zeros((64, 64), np.float32)
     snap = snapshot({"w": Tensor("float32", bits)}, frame_bytes=16384)
     for url, codec in ((str(tmp_path), folder), ("memory://by-itself", memory)):
-        side = StoreSide(url, read(), Events(), "node")
+        side = StoreClient(url, read(), Events(), "node")
         done = side.write(Identity(epoch(1), Tick(1)), snap.manifest.frames, snap.frame, asked, None)
         assert set(done.places["codec"].tolist()) == {codec}

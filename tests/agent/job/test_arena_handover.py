@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckpt.agent.job.arena_handover import Recovery
+from ckpt.agent.job.arena_handover import ArenaHandover
 from ckpt.ipc.arena import Arena
 
 
 def test_a_slot_of_which_only_ranks_elsewhere_have_arenas_is_lost_too() -> None:
     """It was closed here and not there yet, or granted there and not here: whoever waits for it would wait for ever."""
-    recovery = Recovery(2, 5)
+    recovery = ArenaHandover(2, 5)
     fds = [Arena.create(4096).fd for _ in range(2)]
     recovery.take(0, [0, 1], fds)
     recovery.take_elsewhere(1, [1, 2])

@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.commit.commit_terms import Terms
-from ckpt.agent.job.memory_node_client import CALL_S, PATIENCE_S, Lenders
+from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.job.memory_node_client import CALL_S, PATIENCE_S, MemoryNodeClients
 from ckpt.ipc.addresses import Address
 
 
 def test_nobody_waits_for_one_that_is_not_called_any_more() -> None:
     """It has not answered by then: what is safe is found out without it."""
     network = SimpleNamespace(find=lambda address, then: None)
-    lenders = Lenders("url", lambda: cast(Any, network), lambda *_: None, lambda _: None, lambda: None)
-    terms = cast(Terms, SimpleNamespace(encode=lambda: b""))
+    lenders = MemoryNodeClients("url", lambda: cast(Any, network), lambda *_: None, lambda _: None, lambda: None)
+    terms = cast(CommitTerms, SimpleNamespace(encode=lambda: b""))
     lenders.led(terms, [Address.parse("127.0.0.1:9")])
     assert lenders.awaited
     lenders.end()
@@ -36,8 +36,8 @@ def test_one_whose_connection_has_ended_may_be_there_still_until_it_was_called_a
         ask=lambda name, fields, blobs, then: then(answers.pop(), "") if answers else None,
         channel=lambda name: None,
     )
-    lenders = Lenders("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
-    lenders.led(cast(Terms, SimpleNamespace(encode=lambda: b"")), [address])
+    lenders = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    lenders.led(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
     assert [each.name for each in lenders.nodes()] == ["lender"]
     assert not lenders.awaited
     assert lenders.closed("lender")
@@ -67,8 +67,8 @@ def test_one_whose_connection_ends_while_it_is_asked_is_missed_all_the_same() ->
         ask=lambda name, fields, blobs, then: asked.append(then),
         channel=connected.get,
     )
-    lenders = Lenders("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
-    lenders.led(cast(Terms, SimpleNamespace(encode=lambda: b"")), [address])
+    lenders = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    lenders.led(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
     asked.pop()(SimpleNamespace(fields=loan), "")
     later[CALL_S]()
     connected.clear()  # in the order of Network.closed
@@ -87,8 +87,8 @@ def test_one_whose_connection_ends_while_it_is_called_first_may_be_there_still_u
         ask=lambda name, fields, blobs, then: then(None, "the connection to agent lender has ended"),
         channel=lambda name: None,
     )
-    lenders = Lenders("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
-    lenders.led(cast(Terms, SimpleNamespace(encode=lambda: b"")), [address])
+    lenders = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    lenders.led(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
     assert lenders.awaited
     gone = later.pop(PATIENCE_S)
     later[CALL_S]()

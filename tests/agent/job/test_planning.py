@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.job import job_executor
-from ckpt.agent.job.job_executor import AGAIN_S, FULL_S, SHORT_S, Carrier
-from ckpt.agent.job.scheduler import Group
+from ckpt.agent.job.job_executor import AGAIN_S, FULL_S, SHORT_S, JobExecutor
+from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.state.memory_pressure import PERIOD_S
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
@@ -31,7 +31,7 @@ class Planned:
         self.free = free
         self.measured = self.placed = 0
         self.said: list[tuple[str, bool]] = []
-        self.group = Group(1, Every(seconds=60))
+        self.group = Scheduler(1, Every(seconds=60))
         self.group.layout(0)
         self.carrier = SimpleNamespace(
             group=self.group,
@@ -51,9 +51,9 @@ class Planned:
             nodes=("",) * nodes,
             _least_slots=9,
         )
-        self.carrier._parts_free = lambda plan: Carrier._parts_free(self.me, plan)
+        self.carrier._parts_free = lambda plan: JobExecutor._parts_free(self.me, plan)
         self.carrier.plan = self.plan()
-        self.carrier._planned_parts = Carrier._parts_free(self.me, self.carrier.plan)
+        self.carrier._planned_parts = JobExecutor._parts_free(self.me, self.carrier.plan)
         self.group.planned(self.group.layouts_version, "d", (MIB,), self.carrier.plan.slots)
 
     @property
@@ -72,8 +72,8 @@ class Planned:
         return SLOTS_MIN if gives_way else slots
 
     def look(self) -> int:
-        if Carrier.is_cramped.fget(self.me):  # type: ignore[attr-defined]
-            Carrier.plan_again(self.me)
+        if JobExecutor.is_cramped.fget(self.me):  # type: ignore[attr-defined]
+            JobExecutor.plan_again(self.me)
         return self.group.slots_in_use
 
 
@@ -112,7 +112,7 @@ def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once
     for slot in range(2):
         job.group.made(slot, (MIB,))
     for tries in range(1, 4):
-        Carrier._fewer(job.me, 2, "it is full")
+        JobExecutor._fewer(job.me, 2, "it is full")
         assert job.look() == 2
         now[0] += FULL_S
         assert (job.look(), job.measured) == (3, tries)
@@ -142,7 +142,7 @@ def test_as_long_as_there_is_no_more_memory_other_nodes_are_asked_less_and_less_
     assert job.look() == 3
     job.group.fewer_slots(2, "others took it")
     job.free = 2.5
-    Carrier.plan_soon(job.me)
+    JobExecutor.plan_soon(job.me)
     assert asked(4) == [0, 1, 3], "there is news"
 
 
@@ -152,7 +152,7 @@ def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_ther
     assert job.look() == 2
     job.free = 2.5
     job.look()
-    Carrier.place_again(job.me)
+    JobExecutor.place_again(job.me)
     placed = job.placed
     job.free = 4.5
     job.look()
@@ -228,7 +228,7 @@ def test_what_others_have_just_ceased_to_keep_counts_as_short_from_then_on_whate
         protection.kept = tuple(Kept(node, int(node in keep)) for node in ("", "b", "c"))
         return SLOTS_MIN if gives_way else used
 
-    class Two(Nodes):
+    class Two(AllShares):
         def __init__(self) -> None: ...
 
         def by_name(self, sizes: Any) -> dict[str, int]:
@@ -242,13 +242,13 @@ def test_what_others_have_just_ceased_to_keep_counts_as_short_from_then_on_whate
     protection.place = place
     job.carrier.ranks, job.carrier.protection = Two(), protection
     job.carrier.learning, job.carrier._told_placed = None, True
-    job.carrier._place = lambda *given: Carrier._place(job.me, *given)
+    job.carrier._place = lambda *given: JobExecutor._place(job.me, *given)
 
     def look(after_s: float, *kept: str) -> int:
         now[0] += after_s
         keep.clear()
         keep.update(kept)
-        Carrier.place_again(job.me)
+        JobExecutor.place_again(job.me)
         return job.look()
 
     job.group.slots_in_use = 2
@@ -270,7 +270,7 @@ def test_where_a_slot_gave_way_and_another_one_is_lost_that_comes_again_at_once(
     assert job.look() == 2
     job.carrier._short_since_s = math.inf
     job.group.made(0, (MIB,))
-    Carrier._fewer(job.me, 1, "it is full")
+    JobExecutor._fewer(job.me, 1, "it is full")
     assert job.group.slots_in_use == 1
     now[0] += FULL_S
     assert job.look() == 2
@@ -284,11 +284,11 @@ def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_
     job = Planned(free=9.0)
     failed: list[Callable[..., None]] = []
     job.carrier.ranks.make = lambda slot, sizes, then: failed.append(then)
-    job.carrier._fewer = lambda slot, why: Carrier._fewer(job.me, slot, why)
+    job.carrier._fewer = lambda slot, why: JobExecutor._fewer(job.me, slot, why)
     for slot in range(2):
         job.group.made(slot, (MIB,))
     job.group.slots[2].making = True
-    Carrier._make_arenas(job.me, 2, (MIB,))
+    JobExecutor._make_arenas(job.me, 2, (MIB,))
     if meanwhile == "it is not in use any more":
         job.group.use_slots(2)
     elif meanwhile == "the state has grown":

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Group
+from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import Course, When
-from ckpt.agent.preemption.preemption import NEAR_S, Standing
+from ckpt.agent.preemption.preemption import NEAR_S, StandingNotice
 from ckpt.agent.runtime.memory_plan import SLOTS_CLOSE
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import LOST_S, REJOIN_S, State, Store, Why
 from ckpt.agent.state.replica_state import FOUND_LESS, LOST, OUTDONE, UNKEPT
-from ckpt.ipc.control_page import WAITING, Kind, Word
+from ckpt.ipc.control_page import WAITING, ControlWord, WordKind
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Tick
@@ -25,13 +25,13 @@ GO_ON = {"leave": False, "by_s": None}
 
 
 def found_safe(
-    group: Group, tick: Tick | None, whole: bool = True, nodes: Iterable[str] = ("",), left: Any = ()
+    group: Scheduler, tick: Tick | None, whole: bool = True, nodes: Iterable[str] = ("",), left: Any = ()
 ) -> bool:
     """The others have said what is safe. Of the nodes `left` they keep the part, if they do not of all."""
     return group.found_safe(tick, [Kept(node, int(whole or node in left)) for node in nodes], whole)
 
 
-class RoundSteps(Group):
+class RoundSteps(Scheduler):
     """A group that has a snapshot due as soon as there is a slot, and appoints it for a multiple of `every` steps: a
     test can say beforehand which that is. Once it follows another policy it is a group like others."""
 
@@ -68,7 +68,7 @@ class Driver:
         start_step: int | None = 0,
         every: int = 10,
     ) -> None:
-        self.group = RoundSteps(world, every) if policy is None else Group(world, policy)
+        self.group = RoundSteps(world, every) if policy is None else Scheduler(world, policy)
         self.world = world
         self.now_s = 0.0
         self.steps = [0] * world
@@ -97,7 +97,7 @@ class Driver:
 
     def make_ready(self) -> None:
         """Arenas are made, and every rank is warm for what is offered."""
-        while found := [a for a in self.decide() if isinstance(a, do.MakeArenas | do.Offer)]:
+        while found := [a for a in self.decide() if isinstance(a, do.MakeArenas | do.OfferSlot)]:
             for action in found:
                 if isinstance(action, do.MakeArenas):
                     self.group.made(action.slot, action.bytes)
@@ -110,8 +110,8 @@ class Driver:
         words = self.words()
         return words[-1] if words else None
 
-    def words(self) -> list[Word]:
-        stand: dict[int, Word] = {}
+    def words(self) -> list[ControlWord]:
+        stand: dict[int, ControlWord] = {}
         for action in self.said:
             if isinstance(action, do.SetWord):
                 stand.pop(action.slot, None)
@@ -150,7 +150,7 @@ class Driver:
     def answers(self, what: str) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for action in self.said:
-            if isinstance(action, do.Answer) and action.request[0] == what:
+            if isinstance(action, do.AnswerRequest) and action.request[0] == what:
                 found[action.request[1]] = action.body
             elif isinstance(action, do.Refuse) and action.request[0] == what:
                 found[action.request[1]] = action.kind
@@ -223,7 +223,7 @@ def test_no_due_save_waits_for_a_store_that_fails_nor_after_a_notice(what: str) 
     if what == "store":
         driver.commit("the store is away")
     else:
-        driver.group.warn(Standing("cloud", "1", 30.0, 0.0))
+        driver.group.warn(StandingNotice("cloud", "1", 30.0, 0.0))
         driver.decide()
     assert driver.answers("save")[0]["saved"] is False
 
@@ -234,7 +234,7 @@ def test_no_due_save_waits_for_a_rank_that_is_away_for_long() -> None:
     driver.group.save(0, Tick(1), Why.DUE, {}, ("save", 0))
     driver.group.lost(1, driver.now_s)
     driver.decide()
-    told = [action for action in driver.said if isinstance(action, do.Moving)]
+    told = [action for action in driver.said if isinstance(action, do.ReportProgress)]
     assert [action.request for action in told] == [("save", 0)], "it may be back in a moment"
     driver.now_s += LOST_S
     driver.decide()
@@ -260,7 +260,7 @@ def test_a_due_save_hears_each_second_that_it_waits() -> None:
     for _ in range(10):
         driver.now_s += 0.5
         driver.decide()
-    heard = [action for action in driver.said if isinstance(action, do.Moving)]
+    heard = [action for action in driver.said if isinstance(action, do.ReportProgress)]
     assert len(heard) == 5 * driver.world
 
 
@@ -320,7 +320,7 @@ def test_the_exit_takes_a_new_one_where_one_rank_has_changed(other: Tick | None)
 
 
 def test_the_first_one_is_due_at_once_where_the_policy_finds_its_interval() -> None:
-    group = Group(1, Every(seconds=60))
+    group = Scheduler(1, Every(seconds=60))
     group.paced(60.0, 600.0, 0.0)
     group.started(0, 0.0)
     assert group._due_s == 0.0
@@ -394,7 +394,7 @@ def test_seconds_are_appointed_when_due_beyond_the_fastest_rank() -> None:
     driver.now_s, driver.steps = 60.0, [600, 603]
     driver.decide()
     assert driver.word().step >= 605
-    assert driver.word().kind is Kind.TAKE
+    assert driver.word().kind is WordKind.TAKE
 
 
 def test_an_interval_whose_tick_was_missed_is_tried_again_soon_and_then_less_often() -> None:
@@ -734,7 +734,7 @@ def test_ranks_that_come_to_their_end_at_different_ticks_of_a_step_agree_on_the_
     (refusal,) = [each for each in driver.decide() if isinstance(each, do.Refuse)]
     assert (refusal.request, refusal.kind) == (("exit", 0), "not-staged")
     driver.group.save(0, Tick(7, 1), Why.EXIT, {}, ("exit", 0))
-    granted = [each for each in driver.decide() if isinstance(each, do.Answer)]
+    granted = [each for each in driver.decide() if isinstance(each, do.AnswerRequest)]
     assert [each.body["saved"] for each in granted] == [False, False]
 
 
@@ -750,7 +750,7 @@ def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_the
     driver.group.replicated(slot, "", driver.now_s)
     driver.commit()
     assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [first, second]
-    assert not [each for each in driver.said if isinstance(each, do.Unprotect)]
+    assert not [each for each in driver.said if isinstance(each, do.ReplicaDegraded)]
     held = driver.group.safe
     assert held is not None
     assert held.round is not None
@@ -778,7 +778,7 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     driver.decide()
     held = [slot.round.tick for slot in driver.group.slots if slot.round is not None]
     assert sorted(held) == [first, second]
-    lost = lambda: [each.tick for each in driver.said if isinstance(each, do.Unprotect)]  # noqa: E731
+    lost = lambda: [each.tick for each in driver.said if isinstance(each, do.ReplicaDegraded)]  # noqa: E731
     assert lost() == []
     driver.commit()
     assert driver.group.safe is None
@@ -806,7 +806,7 @@ def test_what_is_safe_gives_way_to_copies_that_fail_again_and_again_only_once_it
         driver.now_s += 100.0
         driver.decide()
     assert needed == [kept, kept, () if stored else kept]
-    lost = [each.tick for each in driver.said if isinstance(each, do.Unprotect)]
+    lost = [each.tick for each in driver.said if isinstance(each, do.ReplicaDegraded)]
     assert set(lost) == ({first} if stored else set())
     driver.copy()
     assert driver.group.safe_needed == kept, "of what is safe now"
@@ -1694,9 +1694,9 @@ def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_o
 
 
 def hold(driver: Driver) -> Any:
-    driver.group.warn(Standing("test", "1", driver.now_s + 30, driver.now_s, when=When.AT_ONCE))
+    driver.group.warn(StandingNotice("test", "1", driver.now_s + 30, driver.now_s, when=When.AT_ONCE))
     driver.decide()
-    assert driver.word().kind is Kind.HOLD
+    assert driver.word().kind is WordKind.HOLD
     return driver.word()
 
 
@@ -1912,7 +1912,7 @@ def test_a_rank_that_comes_back_is_offered_every_slot_again(rank: int) -> None:
     assert driver.word() is None, "nothing is appointed while it is away"
     driver.decide()
     assert driver.group.planned(3, "d", (100, 100), 3)
-    offered = [action.slot for action in driver.decide() if isinstance(action, do.Offer)]
+    offered = [action.slot for action in driver.decide() if isinstance(action, do.OfferSlot)]
     assert offered == [0, 1, 2]
 
 
@@ -2037,7 +2037,7 @@ def test_where_a_commit_failed_what_was_complete_meanwhile_is_committed_soon() -
 
 def test_a_notice_whose_time_is_far_away_changes_no_interval() -> None:
     driver = paced()
-    driver.group.warn(Standing("slurm", "7", 2 * 86400.0, 0.0))
+    driver.group.warn(StandingNotice("slurm", "7", 2 * 86400.0, 0.0))
     assert rounds(driver, 7) == [True, False, False, True, False, False, True]
 
 
@@ -2045,7 +2045,7 @@ def test_one_that_is_uncertain_costs_one_commit_more_and_no_other_is_out_of_turn
     driver = paced()
     assert rounds(driver, 2) == [True, False]
     driver.steps = [step + 1 for step in driver.steps]  # under way
-    driver.group.warn(Standing("x", "y", 1000.0, driver.now_s, certain=False))
+    driver.group.warn(StandingNotice("x", "y", 1000.0, driver.now_s, certain=False))
     assert rounds(driver, 7) == [True, False, False, True, False, False, True]
 
 
@@ -2053,7 +2053,7 @@ def test_one_that_is_taken_back_before_it_cost_anything_costs_nothing() -> None:
     driver = paced()
     assert rounds(driver, 1) == [True]
     driver.steps = [step + 1 for step in driver.steps]
-    driver.group.warn(Standing("x", "y", 1000.0, driver.now_s, certain=False))
+    driver.group.warn(StandingNotice("x", "y", 1000.0, driver.now_s, certain=False))
     driver.decide()
     driver.group.withdrawn("x", "y")
     assert rounds(driver, 2) == [False, False]
@@ -2062,7 +2062,7 @@ def test_one_that_is_taken_back_before_it_cost_anything_costs_nothing() -> None:
 def near(driver: Driver, more_s: float = -5.0) -> None:
     """A notice that counts already, though it is not time to leave by it; or will after so long."""
     lead_s = driver.group.need_s + NEAR_S + more_s
-    driver.group.warn(Standing("x", "y", driver.now_s + lead_s, driver.now_s))
+    driver.group.warn(StandingNotice("x", "y", driver.now_s + lead_s, driver.now_s))
 
 
 def test_one_that_is_put_off_far_counts_again_when_it_is_near() -> None:
@@ -2309,7 +2309,7 @@ def test_what_is_older_than_what_is_safe_is_not_copied_again_and_again_since_oth
 
 def test_what_is_found_to_be_safe_is_asked_for_once_it_is_known_who_is_to_keep_how_much() -> None:
     """How many nodes are to be lost without harm follows from that."""
-    group = Group(1, Every(seconds=600))
+    group = Scheduler(1, Every(seconds=600))
     group.resumed(0.0)
     group.joined(0)
     group.layout(0)
@@ -2522,7 +2522,7 @@ def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_mak
     assert not group.outlives_a_node
 
 
-def asked_while_a_newer_one_waits() -> tuple[Driver, Group, Tick]:
+def asked_while_a_newer_one_waits() -> tuple[Driver, Scheduler, Tick]:
     """It is asked what is safe: the tick lies in a slot, and a newer one is on its way."""
     driver = Driver()
     group = driver.group

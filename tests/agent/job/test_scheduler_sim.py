@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Group
+from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.preemption import Standing
+from ckpt.agent.preemption.preemption import StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import State, Store, Why
 from ckpt.errors import SaveFailed
-from ckpt.ipc.control_page import AMID, Kind, Place, Word
+from ckpt.ipc.control_page import AMID, ControlWord, RankPlace, WordKind
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.trainer.link.levels import Levels
@@ -72,7 +72,7 @@ class Sim:
         self.policy = (
             Every(steps=rng.choice((1, 2, 5))) if rng.random() < 0.6 else Every(seconds=rng.choice((1.0, 4.0)))
         )
-        self.group = Group(self.world, self.policy, first_round=rng.choice((1, (1 << 20) - 3)))
+        self.group = Scheduler(self.world, self.policy, first_round=rng.choice((1, (1 << 20) - 3)))
         if self.policy.seconds is not None and rng.random() < 0.5:
             self.group.paced(self.policy.seconds, rng.choice((1, 3, 20)) * self.policy.seconds, 0.0)
         self.ranks = [Rank(n) for n in range(self.world)]
@@ -93,19 +93,19 @@ class Sim:
         self.readers: dict[int, list[tuple[Content, ...]]] = {}
         self.group.replicates = self.slots > 1 and rng.random() < 0.6
         self.group.kept = Kept("", 1), Kept("b", 1)
-        self.safe: tuple[Group, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
+        self.safe: tuple[Scheduler, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
         self.safe_whole = False  # whether they keep each node's part of it
         self.told_unsafe: Tick | None = None
         self.levels = Levels()  # as who waits for one knows them
         self.copied = self.unkept = self.shrunk = 0
-        self.copying: Group | None = None  # the agent that has copies under way
-        self.words: list[dict[int, Word]] = [{}, {}]  # by slot: on the page here, and on another node's
+        self.copying: Scheduler | None = None  # the agent that has copies under way
+        self.words: list[dict[int, ControlWord]] = [{}, {}]  # by slot: on the page here, and on another node's
         self.told_s = 0.0  # when the last one came there
         self.completed: list[Tick] = []
         self.commits = 0
         self.commit_s: float | None = None  # what each takes, about; None: that differs
         self.committing = 0  # which of all; what ends an earlier one is late
-        self.gave_way: dict[Tick, Group] = {}  # whose commit was given up, and by whom
+        self.gave_way: dict[Tick, Scheduler] = {}  # whose commit was given up, and by whom
         self.tried_again: set[Tick] = set()  # of these, once what they gave way to had failed
         self.unanswered: dict[Any, str] = {}
         self.answered: dict[Any, Any] = {}
@@ -218,7 +218,7 @@ class Sim:
         self.in_agent(self.told_s - self.now_s, self.set_word, 1, action)
         if action.word:
             self.granted(action.word.slot, action.word.round, Tick(action.word.step, action.word.sub))
-            assert Word.unpack(action.word.pack()) is not None
+            assert ControlWord.unpack(action.word.pack()) is not None
             self.polled += action.word.sub > 0
 
     def set_word(self, page: int, action: do.SetWord) -> None:
@@ -264,7 +264,7 @@ class Sim:
         self.group.made(slot, arena_bytes)
         self.decide()
 
-    def do_Offer(self, action: do.Offer) -> None:
+    def do_Offer(self, action: do.OfferSlot) -> None:
         assert action.slot not in self.readers
         assert self.group.slots[action.slot].state is State.FREE, "offered although it holds something"
         for rank in self.ranks:
@@ -418,10 +418,10 @@ class Sim:
             self.safe = None
         self.unkept += 1
 
-    def do_Unprotect(self, action: do.Unprotect) -> None:
+    def do_Unprotect(self, action: do.ReplicaDegraded) -> None:
         self.told_unsafe = action.tick
 
-    def do_Answer(self, action: do.Answer) -> None:
+    def do_Answer(self, action: do.AnswerRequest) -> None:
         self.answered[action.request] = action.body
         self.unanswered.pop(action.request, None)
         what, rank, number = action.request[:3]
@@ -435,7 +435,7 @@ class Sim:
         rank = action.request[1]
         self.after(self.way_s(rank, 0.0), self.answer, action.request, self.ranks[rank], None)
 
-    def do_Moving(self, action: do.Moving) -> None:
+    def do_Moving(self, action: do.ReportProgress) -> None:
         pass  # who waits for a slot here waits as long as it takes
 
     def do_Tell(self, action: do.Tell) -> None:
@@ -458,7 +458,7 @@ class Sim:
         assert self.verdict == 0, "two verdicts"
         self.verdict = action.round
 
-    def do_Outcome(self, action: do.Outcome) -> None:
+    def do_Outcome(self, action: do.WriteOutcome) -> None:
         self.outcomes.append(action.body)
 
     def do_LeftBy(self, action: do.LeftBy) -> None:
@@ -503,7 +503,7 @@ class Sim:
     def preempt(self) -> None:
         self.preempted = True
         deadline_s = self.now_s + self.random.choice((0.5, 20.0))
-        self.group.warn(Standing("operator", "1", deadline_s, self.now_s, when=When.AT_ONCE))
+        self.group.warn(StandingNotice("operator", "1", deadline_s, self.now_s, when=When.AT_ONCE))
         self.decide()
 
     def told_to_end(self, rank: Rank, connection: int, body: dict[str, Any]) -> None:
@@ -512,9 +512,9 @@ class Sim:
             self.die(rank)
 
     def awaited(self, rank: Rank, connection: int, packed: int) -> None:
-        word = Word.unpack(packed)
+        word = ControlWord.unpack(packed)
         assert word is not None
-        past = word.place(rank.ended, rank.sub) is not Place.EARLY
+        past = word.place(rank.ended, rank.sub) is not RankPlace.EARLY
         if connection == rank.connection and rank.alive and past and word.round not in rank.seen:
             self.send(rank, self.group.missed, rank.number, word.round, "late")
 
@@ -598,13 +598,13 @@ class Sim:
         held = [self.keep(rank, ended, word) for word in list(self.words[rank.number % 2].values())]
         return any(held)
 
-    def keep(self, rank: Rank, ended: int, told: Word) -> bool:
-        word = Word.unpack(told.pack())
+    def keep(self, rank: Rank, ended: int, told: ControlWord) -> bool:
+        word = ControlWord.unpack(told.pack())
         assert word is not None
-        if word.round in rank.seen or word.place(ended, rank.sub) is Place.EARLY:
+        if word.round in rank.seen or word.place(ended, rank.sub) is RankPlace.EARLY:
             return False
         rank.seen.add(word.round)
-        if word.place(ended, rank.sub) is Place.LATE:
+        if word.place(ended, rank.sub) is RankPlace.LATE:
             self.send(rank, self.group.missed, rank.number, word.round, "late")
         elif rank.sub and ended in self.amid:
             self.send(rank, self.group.missed, rank.number, word.round, AMID)
@@ -612,7 +612,7 @@ class Sim:
             self.send(rank, self.group.missed, rank.number, word.round, "layout")
         else:
             self.fill(rank, word.round, word.slot, Tick(ended, rank.sub), rank.division)
-            if word.kind is Kind.HOLD:
+            if word.kind is WordKind.HOLD:
                 self.ask(rank, "held", word.round)
                 return True
         return False

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.dialer import Listener, dial
+from ckpt.agent.net.dialer import PeerListener, dial
 from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.clock import Clock, SystemClock
@@ -116,7 +116,7 @@ class Node:
         self.channels: list[Channel] = []
         self.failures: list[AgentError] = []
         self.transport = transport(lambda about, peer: Dialler(secret, RUN, Role.DATA, name, about, peer))
-        self.listener = Listener(loop, Address(host, 0), self.answerer, self._greeted, loop.clock)
+        self.listener = PeerListener(loop, Address(host, 0), self.answerer, self._greeted, loop.clock)
         self.address = self.listener.address
 
     def answerer(self) -> Answerer:

@@ -13,11 +13,11 @@ import pytest
 
 from ckpt.agent.net import channel, dialer, framing, handshake
 from ckpt.agent.net.channel import BEAT_S, OUTBOX_BYTES_MAX, Channel
-from ckpt.agent.net.dialer import CONNECT_S, HALF_OPEN_MAX, HANDSHAKE_S, Listener, dial
+from ckpt.agent.net.dialer import CONNECT_S, HALF_OPEN_MAX, HANDSHAKE_S, PeerListener, dial
 from ckpt.agent.net.handshake import Dialler, Role, Sealer
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, UsageError
-from ckpt.ipc.addresses import SILENT_S, Address, Place, resolve
+from ckpt.ipc.addresses import SILENT_S, Address, SocketAddress, resolve
 from ckpt.ipc.messages import Message
 from tests.agent.net.loop import RUN, SECRET, Node, TurnedLoop
 
@@ -351,7 +351,7 @@ def test_an_address_where_nobody_answers_fails_in_time(node: Made, loop: MovedLo
     assert "in time" in str(one.failures[1])
     exchange = Dialler(SECRET, RUN, Role.CONTROL, "a")
     with pytest.raises(AgentError, match="cannot be connected to"):
-        dial(loop, Place(socket.AF_INET, ("255.255.255.255", 9)), exchange, one._greeted, one.failures.append)
+        dial(loop, SocketAddress(socket.AF_INET, ("255.255.255.255", 9)), exchange, one._greeted, one.failures.append)
 
 
 def test_dialling_that_is_called_off_is_told_to_nobody(node: Made, loop: MovedLoop) -> None:
@@ -390,7 +390,7 @@ def test_a_place_that_is_taken_or_not_ours_is_an_error(node: Made, loop: MovedLo
     one = node("a")
     for address in (one.address, Address("192.0.2.1", 0), Address("nowhere.invalid", 0)):
         with pytest.raises(AgentError, match=r"cannot listen on .*CKPT_LISTEN"):
-            Listener(loop, address, one.answerer, one._greeted)
+            PeerListener(loop, address, one.answerer, one._greeted)
 
 
 def test_addresses_are_read_and_written() -> None:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.peer_network import Network, link_bytes_s
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.net.peer_network import PeerNetwork, link_bytes_s
+from ckpt.agent.runtime.workers import Workers
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
@@ -34,8 +34,8 @@ class Answering:
 class Agent:
     def __init__(self, loop: TurnedLoop, name: str) -> None:
         self.receiver = Answering()
-        self.bulk = Bulk(loop.post)
-        self.network = Network(loop, self.bulk, name, self.receiver)
+        self.bulk = Workers(loop.post)
+        self.network = PeerNetwork(loop, self.bulk, name, self.receiver)
         self.port = self.network.listen(SECRET, "0.0.0.0:0")[0].port
 
     def at(self, hosts: int) -> NodeAt:

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.net.progress import ANSWER_S, LOOK_S, SAY_S, Moving, Progress
-from ckpt.agent.node.peer_handlers import Others
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.net.progress import ANSWER_S, LOOK_S, SAY_S, Progress, ProgressReport
+from ckpt.agent.node.peer_handlers import PeerHandlers
 from ckpt.agent.replication.replica_store import encode_described
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.runtime.workers import Workers
 from ckpt.clock import ManualClock
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
@@ -27,15 +27,15 @@ class Working:
 
     def __init__(self, loop: TurnedLoop, name: str, clock: ManualClock) -> None:
         self.progress = Progress()
-        self.asked: dict[int, tuple[Channel, Moving]] = {}
+        self.asked: dict[int, tuple[Channel, ProgressReport]] = {}
         self._loop = loop
-        self.bulk = Bulk(loop.post)
-        self.network = Network(loop, self.bulk, name, self, clock)
+        self.bulk = Workers(loop.post)
+        self.network = PeerNetwork(loop, self.bulk, name, self, clock)
         self.at = NodeAt(name, (Address("127.0.0.1", self.network.listen(SECRET, "127.0.0.1:0")[0].port),), ())
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         number = int(message.fields["id"])
-        self.asked[number] = channel, Moving(channel, number, self.progress, self._loop.later)
+        self.asked[number] = channel, ProgressReport(channel, number, self.progress, self._loop.later)
 
     def peer_closed(self, channel: Channel) -> None: ...
 
@@ -158,9 +158,9 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
     )
     about = {"identity": "00000001-0000000000000000-000000000005.0000", "source": "s", "addresses": [], "again": True}
     kept = Message({"t": "keep", "id": 7, **about}, [], [encode_described([])])
-    Others._keep(cast(Others, others), cast(Channel, channel), kept)
+    PeerHandlers._keep(cast(PeerHandlers, others), cast(Channel, channel), kept)
     striped = Message({"t": "stripe", "id": 8, **about}, [], [])
-    Others._asked_of_parity(cast(Others, others), cast(Channel, channel), striped)
+    PeerHandlers._asked_of_parity(cast(PeerHandlers, others), cast(Channel, channel), striped)
 
     def look() -> list[Any]:
         due, found = list(timers), len(said)

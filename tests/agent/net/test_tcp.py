@@ -20,7 +20,7 @@ from ckpt.agent.net.handshake import Dialler, Role, Session
 from ckpt.agent.net.tcp_receiver import NUMBER, WANT
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import WRONG_MAX, Fetch, Frames
-from ckpt.agent.replication.replica_store import Copies, transfer_of
+from ckpt.agent.replication.replica_store import ReplicaStore, transfer_of
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
@@ -555,7 +555,7 @@ def test_what_others_read_already_is_given_to_a_start_outside_the_limit_and_to_t
     """Of one snapshot there is one offer, whoever reads it."""
     sender, name = node("a", bytes_per_s=1000.0), transfer_of(STEP, 0)
     source, frames = content()
-    copies = Copies(cast(Any, None), lambda what: what())
+    copies = ReplicaStore(cast(Any, None), lambda what: what())
     offer = partial(copies.offer, sender.transport, name, memoryview(source), frames)
     offer("training")
     targets, landed = [bytearray(ROOM) for _ in range(2)], list[int]()

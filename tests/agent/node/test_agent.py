@@ -22,7 +22,7 @@ import xxhash
 from ckpt.errors import AgentError, CkptError, NewerFormat, NoCheckpoint, SaveFailed, Superseded, UsageError
 from ckpt.format.columns import HASH_BYTES
 from ckpt.ipc import client, messages
-from ckpt.ipc.control_page import Kind
+from ckpt.ipc.control_page import WordKind
 from ckpt.settings import read
 from ckpt.storage import canonical
 from ckpt.storage import open as open_store
@@ -460,7 +460,7 @@ def test_a_notice_makes_all_ranks_hold_and_leave_at_one_step(url: str, ranks: Ca
         tool.request("preempt", {"deadline_s": 60.0, "source": "test"})
         left: list[bool] = []
         while not any(left):
-            step = job[0].await_word(Kind.HOLD)
+            step = job[0].await_word(WordKind.HOLD)
             train(job, step - 1)
             left = together(job, one_step)
             assert len(set(left)) == 1, "some leave and some go on"

@@ -8,17 +8,17 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.net.permissions import Who, epoch_of, who_says
-from ckpt.agent.node.cluster_startup import Leading
-from ckpt.agent.node.inventory_lease import BOUND_S, Fence, Frozen
+from ckpt.agent.node.cluster_startup import ClusterStartup
+from ckpt.agent.node.inventory_lease import BOUND_S, Frozen, InventoryLease
 from ckpt.errors import AgentError
 from ckpt.types import HERE, Epoch
 
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
 
 
-def asked() -> Fence:
+def asked() -> InventoryLease:
     """By "y", where "x" coordinates epoch 1."""
-    made = Fence()
+    made = InventoryLease()
     made.asked("y", ONE)
     return made
 
@@ -114,7 +114,7 @@ def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
 
 
 def test_who_asks_for_what_a_job_has_left_holds_it_too_and_others_may_ask_beside() -> None:
-    fence = Fence()
+    fence = InventoryLease()
     for by in ("x", "y"):
         fence.asked(by, ONE, left=True)
     fence.over("x")
@@ -134,7 +134,7 @@ def test_where_a_start_has_asked_nobody_else_does_for_what_a_job_has_left() -> N
 
 def test_a_start_waits_for_no_outcome_of_what_was_to_be_done_with_what_is_left() -> None:
     """It may have asked before, and the outcome may be lost."""
-    fence = Fence()
+    fence = InventoryLease()
     fence.asked("x", ONE, left=True)
     fence.asked("y", ONE)
     assert not fence.has_asked("x")
@@ -164,11 +164,11 @@ class Node:
         return [self.current]
 
     def _tell_if_frozen(self, now_s: float) -> float | None:
-        return Leading._tell_if_frozen(cast(Leading, self), now_s)
+        return ClusterStartup._tell_if_frozen(cast(ClusterStartup, self), now_s)
 
     def tend(self, now_s: float) -> tuple[float | None, bool, int]:
         """When it looks again, whether its job is frozen, and how often it was told so."""
-        again_s = Leading._tend_fence(cast(Leading, self), now_s)
+        again_s = ClusterStartup._tend_fence(cast(ClusterStartup, self), now_s)
         return again_s, self.current.group.frozen, len(self.told)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.runtime.event_loop import Peer, Server
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.ipc import messages
 from tests.agent.node.test_mistakes import server
 
@@ -58,7 +58,7 @@ class Answering:
 
 @pytest.mark.parametrize("closes_first", [True, False])
 def test_a_rank_that_leaves_and_closes_at_once_is_heard_to_leave(
-    closes_first: bool, server: Server, tmp_path: Path
+    closes_first: bool, server: EventLoop, tmp_path: Path
 ) -> None:
     """It is told something after it has closed, or has not read what it was told before."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trainer:

@@ -11,16 +11,16 @@ from typing import Any, cast
 import msgpack
 import pytest
 
-from ckpt.agent.commit.commit_terms import Terms
+from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.job.follower_job import _givers
 from ckpt.agent.net.framing import payloads
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.node.cluster_startup import Leading
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.node.cluster_startup import ClusterStartup
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.snapshots.all_shares import Nodes
-from ckpt.agent.snapshots.local_share import Ranks
-from ckpt.agent.snapshots.remote_share import RemoteRanks
+from ckpt.agent.snapshots.all_shares import AllShares
+from ckpt.agent.snapshots.local_share import LocalShare
+from ckpt.agent.snapshots.remote_share import RemoteShare
 from ckpt.errors import AgentError, UsageError
 from ckpt.ipc import messages
 from ckpt.ipc.addresses import Address
@@ -130,18 +130,18 @@ def test_what_a_lender_is_told_of_the_longest_claim_fits_into_a_message() -> Non
     names = [f"{at:0{AGENT_TEXT_MAX}}" for at in range(AGENTS_MAX)]
     agents = tuple((name, (name,) * AGENT_ADDRESSES_MAX) for name in names)
     line = tuple(Ancestor(Epoch(at + 1, "f" * 16), None) for at in range(ANCESTORS_MAX))
-    terms = Terms(
+    terms = CommitTerms(
         Claim(EPOCH, Identity(Epoch(6, "f" * 16), Tick(5)), line, "l" * 200, "h" * 200, 1.5, "run", agents), "raw", 1e9
     )
     payloads({"t": "borrow", "id": 1}, [terms.encode()])
-    assert Terms.decode(terms.encode()) == terms
+    assert CommitTerms.decode(terms.encode()) == terms
 
 
 def test_where_a_thousand_nodes_of_earlier_starts_are_that_hold_a_candidate_fits_into_a_message() -> None:
     nodes = [NodeAt(f"{at:016x}", (Address("10.11.12.13", at), Address("10.11.12.14", at)), ()) for at in range(COUNT)]
     places = SimpleNamespace(holders={at: [node.name] for at, node in enumerate(nodes)})
     leading = SimpleNamespace(_others_that_hold=lambda start: nodes)
-    blob = Leading._givers_told(cast(Leading, leading), cast(Start, None), cast(Any, places))
+    blob = ClusterStartup._givers_told(cast(ClusterStartup, leading), cast(Start, None), cast(Any, places))
     payloads({"t": "reply", "id": 1, "records": []}, [blob])
     assert _givers(blob) == nodes
 
@@ -175,8 +175,8 @@ class Share:
 def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_node() -> None:
     shares = [Share(rank) for rank in range(1, COUNT)]
     own = Share(0)
-    nodes = Nodes(
-        cast(Ranks, SimpleNamespace(world=COUNT, measure=own.measure, make=own.make)), cast(Any, shares), "n0"
+    nodes = AllShares(
+        cast(LocalShare, SimpleNamespace(world=COUNT, measure=own.measure, make=own.make)), cast(Any, shares), "n0"
     )
 
     sizes = Counted({rank: 100 + rank for rank in range(COUNT)})
@@ -192,7 +192,7 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
 def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_not_answer() -> None:
     """Copies may be placed anew at that time: a failure is predicted, or more memory is lent."""
     own, other = Share(0), Share(1)
-    nodes = Nodes(cast(Ranks, SimpleNamespace(world=2, measure=own.measure)), cast(Any, [other]), "n0")
+    nodes = AllShares(cast(LocalShare, SimpleNamespace(world=2, measure=own.measure)), cast(Any, [other]), "n0")
     heard: list[Any] = []
     nodes.measure({0: 1, 1: 1}, 3, None, lambda *found: heard.append(found))
     before = nodes.plans_by_name()
@@ -208,9 +208,9 @@ def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_r
     world = COUNT
     page = ControlPage.create(world)
     try:
-        others = [RemoteRanks(cast(Network, None), f"n{rank}", EPOCH, world, [rank]) for rank in range(2, world)]
+        others = [RemoteShare(cast(PeerNetwork, None), f"n{rank}", EPOCH, world, [rank]) for rank in range(2, world)]
         own = SimpleNamespace(world=world, page=page)
-        nodes = Nodes(cast(Ranks, own), others, "n0")
+        nodes = AllShares(cast(LocalShare, own), others, "n0")
         assert nodes.steps() == nodes.polls() == [0] * world
         for rank in (0, 1):
             page.enter(rank, 5 + rank)

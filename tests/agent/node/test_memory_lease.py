@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt.agent.commit.commit_terms import Terms
-from ckpt.agent.node.memory_lease import RETRY_S, RETRY_S_MAX, Loan
+from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.node.memory_lease import RETRY_S, RETRY_S_MAX, MemoryLease
 from ckpt.agent.state.retention_rule import Begun
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.store.lineage import Ancestor, Claim
@@ -21,13 +21,13 @@ def at(epoch: Epoch, step: int) -> Identity:
     return Identity(epoch, Tick(step))
 
 
-def terms(epoch: Epoch, parent: Identity | None = None, launch: str = "a") -> Terms:
-    return Terms(Claim(epoch, parent, (), launch, "host", 1.5), "raw", 100.0)
+def terms(epoch: Epoch, parent: Identity | None = None, launch: str = "a") -> CommitTerms:
+    return CommitTerms(Claim(epoch, parent, (), launch, "host", 1.5), "raw", 100.0)
 
 
-def lent(commit_after_s: float = 10.0) -> Loan:
+def lent(commit_after_s: float = 10.0) -> MemoryLease:
     """To an agent "x", which coordinates epoch 1 of launch "a"."""
-    made = Loan(commit_after_s, 0.0)
+    made = MemoryLease(commit_after_s, 0.0)
     assert made.start("x", "a", take_over=False) == ""
     assert made.borrow("x", terms(ONE)) == ""
     return made
@@ -140,14 +140,14 @@ def test_terms_are_kept_as_long_as_something_of_their_epoch_is() -> None:
 def test_the_claim_arrives_as_it_is_so_that_whoever_puts_it_puts_the_same_bytes() -> None:
     claim = Claim(THREE, at(TWO, 7), (Ancestor(TWO, at(ONE, 5)), Ancestor(ONE, None)), "launch", "host", 1.25)
     claim = replace(claim, run="r", agents=(("a", ("10.0.0.1:7",)),))
-    sent = Terms(claim, "planes", None)
-    assert Terms.parse(sent.fields()) == sent
+    sent = CommitTerms(claim, "planes", None)
+    assert CommitTerms.parse(sent.fields()) == sent
 
 
 def test_terms_that_are_none_are_an_error_and_nothing_else() -> None:
-    right = Terms(Claim(TWO, at(ONE, 5), (Ancestor(ONE, None),), "launch", "host", 1.25), "raw", 5.0).fields()
+    right = CommitTerms(Claim(TWO, at(ONE, 5), (Ancestor(ONE, None),), "launch", "host", 1.25), "raw", 5.0).fields()
     for wrong in spoiled(right):
         try:
-            Terms.parse(wrong)
+            CommitTerms.parse(wrong)
         except (CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
             continue

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from ckpt.agent.job.job import Job
-from ckpt.agent.job.job_context import Member, Services
-from ckpt.agent.restore.restore_session import Restore
-from ckpt.agent.runtime.event_loop import Peer, Server
-from ckpt.agent.runtime.memory_plan import Taken
+from ckpt.agent.job.job_context import RankConnection, Services
+from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
+from ckpt.agent.runtime.memory_plan import MemoryUse
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import UsageError
 from ckpt.format.manifest import FRAME, Manifest
@@ -62,17 +62,17 @@ class Idle:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[EventLoop]:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
-    made = Server(tmp_path / "s")
+    made = EventLoop(tmp_path / "s")
     yield made
     made.close()
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
 
 
-def test_a_callback_that_raises_does_not_end_the_loop(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_does_not_end_the_loop(server: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
     handler, ran = Idle(), []
 
     def fail() -> None:
@@ -92,7 +92,7 @@ def test_a_callback_that_raises_does_not_end_the_loop(server: Server, caplog: py
     assert len([record for record in caplog.records if record.exc_info]) == 3
 
 
-def test_a_timer_that_sets_itself_anew_at_once_leaves_the_others_their_turn(server: Server) -> None:
+def test_a_timer_that_sets_itself_anew_at_once_leaves_the_others_their_turn(server: EventLoop) -> None:
     handler, turns = Idle(), [0]
 
     def again() -> None:
@@ -110,7 +110,7 @@ def test_a_timer_that_sets_itself_anew_at_once_leaves_the_others_their_turn(serv
 
 
 def test_what_the_loop_was_at_work_for_is_not_taken_for_standing_still(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Giving back 64 GiB takes longer than any other round: nobody has stopped the agent, nor was the machine busy."""
     told: list[float] = []
@@ -139,7 +139,7 @@ def test_what_the_loop_was_at_work_for_is_not_taken_for_standing_still(
     assert told == [39.0]
 
 
-def test_a_wait_longer_than_the_kernel_counts_is_none_for_the_loop(server: Server) -> None:
+def test_a_wait_longer_than_the_kernel_counts_is_none_for_the_loop(server: EventLoop) -> None:
     """What a linger time of months comes to: the loop waits, and wakes when something happens."""
     handler = Idle()
 
@@ -153,7 +153,7 @@ def test_a_wait_longer_than_the_kernel_counts_is_none_for_the_loop(server: Serve
 
 
 def test_connections_that_cannot_be_accepted_wait_and_keep_nobody_busy(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: EventLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
     handler, limits = Idle(), resource.getrlimit(resource.RLIMIT_NOFILE)
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -215,9 +215,9 @@ class Listener:
 @pytest.fixture
 def job() -> Iterator[tuple[Job, Lanes, Listener]]:
     lanes, listener = Lanes(), Listener()
-    services = Services(cast(Any, lanes), cast(Any, lanes), cast(Any, None), 0.01, lambda epoch: Taken())
+    services = Services(cast(Any, lanes), cast(Any, lanes), cast(Any, None), 0.01, lambda epoch: MemoryUse())
     made = Job(services, EPOCH, 1, "x", cast(Any, listener))
-    made._members[0] = Member(cast(Any, listener), 0, cast(Any, None))
+    made._members[0] = RankConnection(cast(Any, listener), 0, cast(Any, None))
     yield made, lanes, listener
     made.ranks.drop()
 
@@ -320,7 +320,7 @@ def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them
     manifest = Manifest((), (), frames, np.zeros(0, FRAME), ("rank=0",))
     arena = Arena.create(4096)
     memory = SimpleNamespace(ranks=[0], offsets=[0], arenas={0: arena})
-    restore = Restore(
+    restore = RestoreSession(
         Identity(EPOCH, Tick(5)), manifest, 2, cast(Any, memory), None, cast(Any, lanes), lanes.later, lambda what: None
     )
     try:

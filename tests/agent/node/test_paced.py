@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.cost_model import Learning
+from ckpt.agent.state.cost_model import CostModel
 from ckpt.agent.state.job_facts import State
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.interval_solver import START_S
@@ -25,7 +25,7 @@ class Job:
 
     def __init__(self, limits: Adaptive, step_s: float, commit_s: float, slots: int = 3) -> None:
         self.driver = Driver(1, Every(seconds=START_S), slots)
-        self.learning = Learning(limits)
+        self.learning = CostModel(limits)
         self.learning.slots = slots
         self.learning.started(0.0, 0)
         self.step_s, self.commit_s = step_s, commit_s
@@ -80,7 +80,7 @@ class Job:
             elif isinstance(action, do.Commit):
                 self.learning.commit_began(self._entered_s, self.step)
                 self._commits = self.driver.now_s + self.commit_s, action
-            elif isinstance(action, do.Offer):
+            elif isinstance(action, do.OfferSlot):
                 self.driver.group.warm(0, action.slot, self.driver.group.division)
         self._heard = len(self.driver.said)
 

@@ -16,12 +16,12 @@ import msgpack
 import pytest
 
 from ckpt.agent.net.progress import Progress
-from ckpt.agent.node.startup import Starts
+from ckpt.agent.node.startup import Startup
 from ckpt.agent.node.startup_state import Start
 from ckpt.errors import AgentError, NoCheckpoint
 from ckpt.ipc import client, messages
 from ckpt.threads import Tasks
-from ckpt.trainer.loop.entry import Decision, _ask
+from ckpt.trainer.loop.entry import StartDecision, _ask
 from ckpt.trainer.loop.saver import Saver
 
 BOUND_S = 60.0
@@ -165,7 +165,7 @@ def test_all_ranks_wait_as_long_as_the_start_moves_and_end_alike(ends_well: bool
     said, barrier = [b"", b""], Barrier(2)
     groups = [Together(rank, said, barrier) for rank in range(2)]
 
-    def enter(rank: int) -> Decision | AgentError:
+    def enter(rank: int) -> StartDecision | AgentError:
         try:
             return _ask(groups[rank], cast(Saver, savers[rank]), "begin", {})
         except AgentError as exc:
@@ -175,7 +175,7 @@ def test_all_ranks_wait_as_long_as_the_start_moves_and_end_alike(ends_well: bool
         found = list(ranks.map(enter, range(2)))
     for each in found:
         if ends_well:
-            assert isinstance(each, Decision)
+            assert isinstance(each, StartDecision)
             assert (each.epoch, each.manifest) == ("e", b"manifest")
         else:
             assert "stands still" in str(each)
@@ -199,8 +199,8 @@ class Starting:
             network=self.network,
             _server=SimpleNamespace(later=lambda delay_s, what: self._timers.append(what)),
         )
-        self.agent._moves_of = lambda start: Starts._moves_of(cast(Starts, self.agent), start)
-        tell = lambda start, before: Starts._tell_of_moves(cast(Starts, self.agent), start, before)  # noqa: E731
+        self.agent._moves_of = lambda start: Startup._moves_of(cast(Startup, self.agent), start)
+        tell = lambda start, before: Startup._tell_of_moves(cast(Startup, self.agent), start, before)  # noqa: E731
         self.agent._tell_of_moves = tell
         tell(self.start, self.agent._moves_of(self.start))
 
@@ -240,5 +240,5 @@ def test_nothing_is_said_where_nobody_waits_nor_after_the_start() -> None:
 
 
 def test_a_decision_is_never_taken_for_a_word_that_it_goes_on() -> None:
-    assert Decision.of(messages.Message({}, [], [])) != b""
-    assert msgpack.unpackb(Decision.of(messages.Message({}, [], []))) == [{}, b""]
+    assert StartDecision.of(messages.Message({}, [], [])) != b""
+    assert msgpack.unpackb(StartDecision.of(messages.Message({}, [], []))) == [{}, b""]

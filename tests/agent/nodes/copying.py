@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.agent.state.job_facts import Round, Why
-from ckpt.agent.state.replica_state import Elsewhere
+from ckpt.agent.state.replica_state import ReplicaState
 from ckpt.policy.save_options import Every
 from ckpt.types import Identity
 
@@ -12,7 +12,7 @@ class Copying:
     """One checkpoint after the other. Its word is that of `elsewhere.Elsewhere`: whatever ends well there is safe."""
 
     def __init__(self) -> None:
-        self._facts = Elsewhere(1, Every(seconds=1.0))
+        self._facts = ReplicaState(1, Every(seconds=1.0))
 
     def begin(self, identity: Identity) -> None:
         slot = self._facts.slots[0]

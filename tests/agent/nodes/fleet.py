@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import WRONG_MAX, Frames
-from ckpt.agent.replication.encode_parity import Striping
-from ckpt.agent.replication.parity_service import Parities
-from ckpt.agent.replication.rebuild import Rebuilding
-from ckpt.agent.replication.replica_store import Copies
-from ckpt.agent.replication.replication_manager import Protection
-from ckpt.agent.replication.survey import Keeps, Safe, find_safe
+from ckpt.agent.replication.encode_parity import ParityEncoding
+from ckpt.agent.replication.parity_service import ParityService
+from ckpt.agent.replication.rebuild import Rebuild
+from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.replication.replication_manager import ReplicationManager
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe
 from ckpt.agent.snapshots.manifest_gather import encoded_parts
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
@@ -22,7 +22,7 @@ from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Placement, place
 from ckpt.types import Epoch, Identity
 from tests.agent.nodes.copying import Copying
@@ -157,13 +157,13 @@ class Fleet:
         self.midst: list[Callable[[], None]] = []
         self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
         self.links = {name: Link(self, name) for name in ranks}
-        self.copies = {name: Copies(self.turned.bulk, self.turned.post) for name in ranks}
+        self.copies = {name: ReplicaStore(self.turned.bulk, self.turned.post) for name in ranks}
         self.parities = {name: self._parities(name) for name in ranks}
 
-    def _parities(self, name: str) -> Parities:
-        network, held = cast(Network, self.links[name]), lambda identity: self.held(name, identity)
+    def _parities(self, name: str) -> ParityService:
+        network, held = cast(PeerNetwork, self.links[name]), lambda identity: self.held(name, identity)
         services = self.turned.bulk, self.turned.post, self.copies[name], held, lambda: network
-        return Parities(*services, lambda: self.free_bytes(name))
+        return ParityService(*services, lambda: self.free_bytes(name))
 
     def held(self, name: str, identity: Identity) -> dict[int, Arena]:
         """What that node has of it, by rank."""
@@ -197,43 +197,47 @@ class Fleet:
             heard.append(self.copying.ended(error))
             return not heard[0]
 
-        services = cast(Network, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
-        Striping(*services, groups, identity, safe, own, then, needed).begin()
+        services = cast(PeerNetwork, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
+        ParityEncoding(*services, groups, identity, safe, own, then, needed).begin()
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return heard[0]
 
     def placed(self, identity: Identity) -> Placement:
         sizes = {name: sum(self.arenas[identity][rank].bytes for rank in held) for name, held in self.ranks.items()}
-        return place([Node(name, size, 1 << 40) for name, size in sizes.items()], self.option)
+        return place([PlacementNode(name, size, 1 << 40) for name, size in sizes.items()], self.option)
 
     def restart(self, name: str) -> None:
         """Its agent died, and is there again: it has what its ranks staged, and nothing of what it kept for others."""
         self.copies[name].close()
         self.links[name] = Link(self, name)
-        self.copies[name] = Copies(self.turned.bulk, self.turned.post)
+        self.copies[name] = ReplicaStore(self.turned.bulk, self.turned.post)
         self.parities[name] = self._parities(name)
 
-    def keeps(self, name: str, epoch: Epoch) -> Keeps:
+    def keeps(self, name: str, epoch: Epoch) -> KeptReplica:
         held = self.copies[name].inventory()
         held.add_chunks(self.copies[name].chunks.kept.values())
         for arenas in self.arenas.values():
             held.add_arenas(arenas[rank] for rank in self.ranks[name])
-        return Keeps.of(held, self.copies[name].told_safe, epoch)
+        return KeptReplica.of(held, self.copies[name].told_safe, epoch)
 
-    def find(self, identity: Identity) -> Safe | None:
+    def find(self, identity: Identity) -> SafeCheckpoint | None:
         """What the coordinator finds out of what is safe, if it would place now as it did for that one."""
         losses = {rank: kept.losses for kept in self.placed(identity).kept for rank in self.ranks[kept.node]}
-        needs, heard = [losses[rank] for rank in range(self.world)], list[Safe | None]()
+        needs, heard = [losses[rank] for rank in range(self.world)], list[SafeCheckpoint | None]()
         own = self.keeps(self.me, identity.epoch)
-        find_safe(cast(Network, self.links[self.me]), self.ranks, own, identity.epoch, needs, heard.append)
+        find_safe(cast(PeerNetwork, self.links[self.me]), self.ranks, own, identity.epoch, needs, heard.append)
         self.turned.until(lambda: heard)
         return heard[0]
 
-    def protection(self, identity: Identity) -> Protection:
+    def protection(self, identity: Identity) -> ReplicationManager:
         """The coordinator's, which has had it protected."""
-        made = Protection(
-            cast(Network, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes, self.option
+        made = ReplicationManager(
+            cast(PeerNetwork, self.links[self.me]),
+            self.copies[self.me],
+            self.parities[self.me],
+            self.nodes,
+            self.option,
         )
         made._used[identity] = self.placed(identity)
         return made
@@ -255,13 +259,13 @@ class Fleet:
         missing: Sequence[int] | None,
         then: Callable[[dict[int, str], str], None],
         urgent: bool = False,
-    ) -> Rebuilding:
+    ) -> Rebuild:
         """The same, until `then` hears it."""
         left = [node for node in self.nodes if node.name not in self.gone]
         held = {rank: [node.name] for node in left for rank in node.ranks if rank not in (missing or ())}
         lost = sorted(set(range(self.world)) - held.keys()) if missing is None else missing
         at = {rank: [node.name for node in left if rank not in node.ranks] for rank in lost}
-        made = Rebuilding(self.parities[self.me], left, identity, held, at, then, urgent=urgent)
+        made = Rebuild(self.parities[self.me], left, identity, held, at, then, urgent=urgent)
         made.begin()
         return made
 

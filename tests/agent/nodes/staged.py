@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.agent.runtime.workers import Bulk
-from ckpt.agent.snapshots.memory_checkpoint import Reader
+from ckpt.agent.runtime.workers import Workers
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader
 from ckpt.format import values
 from ckpt.format.declaration import encode
 from ckpt.ipc.addresses import Address
@@ -51,7 +51,7 @@ def staged(which: Identity, world: int, hashed: bool = True) -> dict[int, Arena]
         shared, own = values.encode({"step": which.tick.step}), values.encode({"rank": rank})
         arena.seal(which, rank, world, staging.data_bytes, at, shared, own, about)
     if hashed:
-        Reader().read(which, world, made)
+        StagedReader().read(which, world, made)
     return made
 
 
@@ -101,7 +101,7 @@ class Turned:
 
     def __init__(self) -> None:
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.bulk = Bulk(self.post)
+        self.bulk = Workers(self.post)
 
     def post(self, what: Callable[[], None]) -> None:
         self._posted.put(what)

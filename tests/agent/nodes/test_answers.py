@@ -10,16 +10,16 @@ import msgpack
 import numpy as np
 import pytest
 
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.restore.peer_source import PeerFrames
+from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.window import Window
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.workers import Bulk
-from ckpt.agent.snapshots.manifest_gather import Gathered, Gathering, Places
-from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
-from ckpt.agent.snapshots.remote_share import RemoteRanks, Wanted, encode_parts
+from ckpt.agent.runtime.workers import Workers
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, ManifestGather
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
+from ckpt.agent.snapshots.remote_share import RemoteShare, WantedPart, encode_parts
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME, PLACE
 from ckpt.ipc.arena import Arena
@@ -47,13 +47,13 @@ def arenas() -> Iterator[dict[int, Arena]]:
         arena.close()
 
 
-def share() -> tuple[RemoteRanks, Net]:
+def share() -> tuple[RemoteShare, Net]:
     net = Net()
-    return RemoteRanks(cast(Network, net), "b", EPOCH, 2, [1]), net
+    return RemoteShare(cast(PeerNetwork, net), "b", EPOCH, 2, [1]), net
 
 
 def parts_of(arenas: dict[int, Arena], *ranks: int) -> bytes:
-    reader = Reader()
+    reader = StagedReader()
     found = reader.read(STEP, 2, {rank: arenas[rank] for rank in ranks}, keep_hashes=False)
     return encode_parts(found, {}, reader.declared())
 
@@ -137,10 +137,10 @@ def test_what_a_node_says_of_its_ranks_is_taken_whole_or_refused(arenas: dict[in
     assert heard_of(iter([0]), ask, lambda asked, _: asked.answer({})) == 0
 
 
-def wanted() -> Wanted:
+def wanted() -> WantedPart:
     frames = np.zeros(2, FRAME)
     frames["length"] = 1000
-    return Wanted(STEP, frames, np.array([1, 1]), np.array([4096, 8192]), "raw", None)
+    return WantedPart(STEP, frames, np.array([1, 1]), np.array([4096, 8192]), "raw", None)
 
 
 def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_written_them() -> None:
@@ -187,17 +187,17 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
     own = {0: arenas[0]}
     right = [parts_of(arenas, 1), [[1, arenas[1].bytes]]]
 
-    def gather(answer: Callable[[Any], None]) -> tuple[Gathered | None, str]:
-        net, heard = Net(), list[tuple[Gathered | None, str]]()
+    def gather(answer: Callable[[Any], None]) -> tuple[GatheredManifest | None, str]:
+        net, heard = Net(), list[tuple[GatheredManifest | None, str]]()
         holders = {0: ["", "b"], 1: ["b"]}
         then = lambda found, error: heard.append((found, error))  # noqa: E731
-        Gathering(cast(Network, net), turned.bulk, STEP, holders, own, then).begin()
+        ManifestGather(cast(PeerNetwork, net), turned.bulk, STEP, holders, own, then).begin()
         answer(net.asked[-1])
         turned.until(lambda: heard)
         assert len(heard) == 1
         return heard[0]
 
-    def say(rows: Any, sizes: Any) -> tuple[Gathered | None, str]:
+    def say(rows: Any, sizes: Any) -> tuple[GatheredManifest | None, str]:
         return gather(lambda asked: asked.answer({"sizes": sizes}, [msgpack.packb(rows)]))
 
     rows = unpacked(right[0])
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
     assert "gone" in gather(lambda asked: asked.refuse("gone"))[1]
 
 
-def places_serve(found: Gathered) -> None:
+def places_serve(found: GatheredManifest) -> None:
     """Its frames can be told of: they lie within the arenas, and apart."""
     for rank in found.places.sizes:
         found.places.frames(rank, found.checkpoint.manifest)
@@ -224,10 +224,10 @@ def places_serve(found: Gathered) -> None:
 
 def replicate(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> list[str]:
     net, heard = Net(transport=Offers()), list[str]()
-    copies = Copies(cast(Bulk, turned.bulk), turned.post)
+    copies = ReplicaStore(cast(Workers, turned.bulk), turned.post)
     try:
         wanted = {"a": ((0,), ("b",)), "b": ((1,), ("a",))}
-        Replication(cast(Network, net), copies, NODES, wanted, STEP, None, {0: own[0]}, heard.append).begin()
+        Replication(cast(PeerNetwork, net), copies, NODES, wanted, STEP, None, {0: own[0]}, heard.append).begin()
         turned.until(lambda: len(net.asked) == 2)
         answer(net)
         turned.until(lambda: heard)
@@ -300,12 +300,12 @@ def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
     holders: list[str], arenas: dict[int, Arena]
 ) -> None:
     """Where nobody else has it, it is waited for: the link may have been cut, and come back."""
-    made = put_together(STEP, Reader().read(STEP, 2, arenas, keep_hashes=False), arenas)
+    made = put_together(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
     sizes = {rank: arena.bytes for rank, arena in arenas.items()}
-    places = Places(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
+    places = FramePlaces(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
     net, lacking = Net(transport=Slow()), []
     nodes = [NodeAt(name, (), ()) for name in ("b", "c")]
-    frames = PeerFrames(places, made.manifest, cast(Network, net), nodes, lambda what: what())
+    frames = PeerSource(places, made.manifest, cast(PeerNetwork, net), nodes, lambda what: what())
     window = Window(int(made.manifest.frames["length"].max()))
     frames.window = lambda: window
     frames.lacking = lambda which, why: lacking.extend(which)

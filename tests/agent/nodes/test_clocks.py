@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.commit.store_client import StoreSide
-from ckpt.agent.job.follower_job import Following
+from ckpt.agent.commit.store_client import StoreClient
+from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.runtime.event_loop import Peer, Server
-from ckpt.agent.runtime.memory_plan import Taken
-from ckpt.agent.runtime.node_names import Called
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
+from ckpt.agent.runtime.memory_plan import MemoryUse
+from ckpt.agent.runtime.node_names import NodeNames
+from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.remote_share import RemotePeer
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
@@ -61,12 +61,12 @@ def rank() -> Rank:
 
 
 @pytest.fixture
-def there(rank: Rank) -> Iterator[Following]:
+def there(rank: Rank) -> Iterator[FollowerJob]:
     """The second node's part of the job."""
-    net, server, nothing = cast(Network, Led("b")), cast(Server, Quiet()), cast(Any, None)
-    made = Following(
-        *(EPOCH, 2, NODES, net, server, cast(Bulk, nothing), cast(StoreSide, nothing)),
-        *(lambda epoch: Taken(), lambda identity: {}),
+    net, server, nothing = cast(PeerNetwork, Led("b")), cast(EventLoop, Quiet()), cast(Any, None)
+    made = FollowerJob(
+        *(EPOCH, 2, NODES, net, server, cast(Workers, nothing), cast(StoreClient, nothing)),
+        *(lambda epoch: MemoryUse(), lambda identity: {}),
     )
     said = {"t": "join", "rank": 1, "resume": False, "arenas": [], "options": OPTIONS, "id": 1}
     made.join(cast(Peer, rank), Message(said, [], []))
@@ -83,11 +83,11 @@ def there(rank: Rank) -> Iterator[Following]:
     ],
 )
 def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
-    body: dict[str, Any], there: Following, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    body: dict[str, Any], there: FollowerJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net()
     monkeypatch.setattr(time, "monotonic", lambda: HERE_S)
-    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1, Called()).send(body)
+    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1, NodeNames()).send(body)
     ((name, told),) = net.told
     assert name == "b"
     monkeypatch.setattr(time, "monotonic", lambda: THERE_S)
@@ -95,8 +95,8 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
     assert rank.heard == [{**body, "by_s": THERE_S + 30.0}]
 
 
-def test_a_rank_that_is_to_go_on_is_told_no_time(there: Following, rank: Rank) -> None:
+def test_a_rank_that_is_to_go_on_is_told_no_time(there: FollowerJob, rank: Rank) -> None:
     net = Net()
-    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1, Called()).reply(7, {"leave": False, "by_s": None})
+    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1, NodeNames()).reply(7, {"leave": False, "by_s": None})
     there.led(cast(Channel, None), Message(net.told[0][1], [], []))
     assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "by_s": None}]

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore import collect
-from ckpt.agent.restore.collect import LOOK_S, Collecting
+from ckpt.agent.restore.collect import LOOK_S, CheckpointCollector
 from ckpt.agent.restore.partial_match import PATIENCE_S
-from ckpt.agent.snapshots.manifest_gather import Places
-from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
 from ckpt.placement.placement import Parity
 from tests.agent.nodes.fleet import Fleet
 from tests.agent.nodes.staged import identity
@@ -42,16 +42,16 @@ class Part:
         self.moved = 0
         self.leave: dict[str, int] = {}
         self.timers: list[tuple[float, Callable[[], None]]] = []
-        self.heard: list[tuple[Places | None, str]] = []
+        self.heard: list[tuple[FramePlaces | None, str]] = []
 
     def begin(self, urgent: bool = False) -> None:
         fleet, me = self.fleet, self.fleet.me
         left = [node for node in fleet.nodes if node.name not in fleet.gone]
         arenas = fleet.arenas[STEP]
-        manifest = put_together(STEP, Reader().sealed(STEP, fleet.world, arenas), arenas).manifest
-        services = cast(Network, fleet.links[me]), fleet.turned.bulk, fleet.parities[me]
+        manifest = put_together(STEP, StagedReader().sealed(STEP, fleet.world, arenas), arenas).manifest
+        services = cast(PeerNetwork, fleet.links[me]), fleet.turned.bulk, fleet.parities[me]
         held = lambda which: fleet.held(me, which)  # noqa: E731
-        made = Collecting(*services, held, self.inventory, left, (), lambda what: what(), urgent)
+        made = CheckpointCollector(*services, held, self.inventory, left, (), lambda what: what(), urgent)
         moves, then = lambda: self.moved, lambda *found: self.heard.append(found)
         later: Callable[..., Any] = lambda delay_s, what: self.timers.append((delay_s, what))  # noqa: E731
         made.part(STEP, manifest, self.leave, later, moves, then)

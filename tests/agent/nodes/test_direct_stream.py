@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.net.transport import STREAM_FRAMES
-from ckpt.agent.restore.direct_stream import RANK_STREAMS, SHARE_MIN, STREAMS, Straight
+from ckpt.agent.restore.direct_stream import RANK_STREAMS, SHARE_MIN, STREAMS, DirectStreams
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.messages import Message
@@ -260,7 +260,7 @@ class Opened:
 
 
 def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() -> None:
-    straight, each = Straight(lambda what: what()), Opened()
+    straight, each = DirectStreams(lambda what: what()), Opened()
     count = STREAMS * STREAM_FRAMES * 2 + 1
     straight.add(each, "b", list(range(count)), each.open, each.left.extend)
     straight.pump()
@@ -274,7 +274,7 @@ def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() 
 
 
 def test_who_asks_for_other_streams_when_one_is_given_back_changes_nothing_of_the_rest() -> None:
-    straight, each, other = Straight(lambda what: what()), Opened(), Opened()
+    straight, each, other = DirectStreams(lambda what: what()), Opened(), Opened()
     count = STREAMS * STREAM_FRAMES * 2
 
     def left(frames: list[int]) -> None:
@@ -291,7 +291,7 @@ def test_who_asks_for_other_streams_when_one_is_given_back_changes_nothing_of_th
 
 
 def test_ranks_take_turns_and_none_gets_more_streams_than_it_can_read() -> None:
-    straight, ranks = Straight(lambda what: what()), [Opened() for _ in range(3)]
+    straight, ranks = DirectStreams(lambda what: what()), [Opened() for _ in range(3)]
     count = STREAM_FRAMES * 4
     for rank in ranks:
         straight.add(rank, "b", list(range(count)), rank.open, rank.left.extend)
@@ -306,14 +306,14 @@ def test_ranks_take_turns_and_none_gets_more_streams_than_it_can_read() -> None:
 
 
 def test_few_frames_are_not_divided_among_connections() -> None:
-    straight, each = Straight(lambda what: what()), Opened()
+    straight, each = DirectStreams(lambda what: what()), Opened()
     straight.add(each, "b", list(range(SHARE_MIN)), each.open, each.left.extend)
     straight.pump()
     assert [frames for frames, _ in each.futures] == [list(range(SHARE_MIN))]
 
 
 def test_a_stream_that_comes_after_nobody_waits_is_closed() -> None:
-    straight, each = Straight(lambda what: what()), Opened()
+    straight, each = DirectStreams(lambda what: what()), Opened()
     straight.add(each, "b", [0, 1], each.open, each.left.extend)
     straight.pump()
     straight.drop(each)
@@ -327,7 +327,7 @@ def test_a_stream_that_comes_after_nobody_waits_is_closed() -> None:
 
 
 def test_a_transport_that_raises_gives_no_streams() -> None:
-    straight, each = Straight(lambda what: what()), Opened()
+    straight, each = DirectStreams(lambda what: what()), Opened()
 
     def refuses(frames: list[int]) -> Future[socket.socket]:
         raise CkptError("closed")

@@ -17,12 +17,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.distributed_write import Parts, Then, _by_node
-from ckpt.agent.commit.store_client import Options
+from ckpt.agent.commit.distributed_write import DistributedWrite, Then, _by_node
+from ckpt.agent.commit.store_client import JobOptions
 from ckpt.agent.commit.write_timeout import SLOWER, overdue_s
 from ckpt.agent.net.channel import BEAT_S
-from ckpt.agent.snapshots.memory_checkpoint import Checkpoint
-from ckpt.agent.snapshots.remote_share import Wanted
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
+from ckpt.agent.snapshots.remote_share import WantedPart
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME
@@ -85,9 +85,9 @@ class Writers:
             ranks=np.arange(world),
             offsets=np.zeros(world, np.int64),
         )
-        self.parts = Parts(
-            cast(Checkpoint, made),
-            Options(),
+        self.parts = DistributedWrite(
+            cast(MemoryCheckpoint, made),
+            JobOptions(),
             {node(rank): frozenset([rank]) for rank in range(world)},
             self.others,
             self.ask,
@@ -104,7 +104,7 @@ class Writers:
             return [each for each in self.every if each != name] if slow or name in self.gone else []
         return [f"{keeper}{name.lstrip('n') or 0}" for keeper in "kl"][: self.copies]
 
-    def ask(self, name: str, wanted: Wanted, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
+    def ask(self, name: str, wanted: WantedPart, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
         self.asked.append((name, then))
         self.unwanted.append(slow)
         (rank,) = wanted.ranks.tolist()

@@ -15,7 +15,7 @@ import msgpack
 import pytest
 
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.ipc import secret
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
@@ -123,7 +123,7 @@ class Liar:
         self.loop = TurnedLoop()
         self._tasks = Tasks("liar", pool_size=1)
         self.heard: list[Message] = []
-        self.network = Network(self.loop, self, name, self)
+        self.network = PeerNetwork(self.loop, self, name, self)
         (self.address,) = self.network.listen(known, "127.0.0.1:0")
 
     def run(self, lane: Any, work: Callable[[], Any], then: Callable[[Any], None]) -> None:

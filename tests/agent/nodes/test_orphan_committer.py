@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.node.orphan_committer import Inheriting, shares
+from ckpt.agent.node.orphan_committer import OrphanCommitter, shares
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc.node_list import NodeAt
 from tests.agent.node.test_agent import wait_for
@@ -194,7 +194,7 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
     )
     server = SimpleNamespace(later=lambda seconds, what: None)
     node = SimpleNamespace(_attempt=attempt, _server=server, _inventory=lambda whole: Inventory())
-    Inheriting._look_around(cast(Any, node), cast(Any, attempt))
+    OrphanCommitter._look_around(cast(Any, node), cast(Any, attempt))
     assert attempt.silent == {"c", "d"}  # not the coordinator, which is lost
     connected[0]("")
     node._attempt = None

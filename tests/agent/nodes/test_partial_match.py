@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore.partial_match import PATIENCE_S, AskingForPart, matched, places_of
-from ckpt.agent.snapshots.manifest_gather import Places, encoded_parts
-from ckpt.agent.snapshots.memory_checkpoint import Part, Reader, put_together
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, encoded_parts
+from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader, put_together
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import Arena
@@ -58,10 +58,10 @@ def arenas() -> Iterator[dict[int, Arena]]:
 
 @pytest.fixture
 def manifest(arenas: dict[int, Arena]) -> Manifest:
-    return put_together(STEP, Reader().sealed(STEP, WORLD, arenas), arenas).manifest
+    return put_together(STEP, StagedReader().sealed(STEP, WORLD, arenas), arenas).manifest
 
 
-def found_of(arenas: dict[int, Arena], manifest: Manifest, parts: list[Part]) -> Places:
+def found_of(arenas: dict[int, Arena], manifest: Manifest, parts: list[StagedPart]) -> FramePlaces:
     sizes = {rank: arena.bytes for rank, arena in arenas.items()}
     return places_of(STEP, manifest, parts, sizes, {rank: ["b"] for rank in arenas})
 
@@ -70,8 +70,8 @@ def found_of(arenas: dict[int, Arena], manifest: Manifest, parts: list[Part]) ->
 def test_what_is_said_to_lie_somewhere_lies_there_and_what_nobody_holds_is_said_to_lack(
     held: tuple[int, ...], arenas: dict[int, Arena], manifest: Manifest
 ) -> None:
-    whole = put_together(STEP, Reader().sealed(STEP, WORLD, arenas), arenas)
-    places = found_of(arenas, manifest, Reader().sealed(STEP, WORLD, {rank: arenas[rank] for rank in held}))
+    whole = put_together(STEP, StagedReader().sealed(STEP, WORLD, arenas), arenas)
+    places = found_of(arenas, manifest, StagedReader().sealed(STEP, WORLD, {rank: arenas[rank] for rank in held}))
     lacking = set() if places.lacking is None else set(places.lacking.tolist())
     for frame, length in enumerate(manifest.frames["length"].tolist()):
         if frame in lacking:
@@ -80,7 +80,7 @@ def test_what_is_said_to_lie_somewhere_lies_there_and_what_nobody_holds_is_said_
         there = arenas[int(places.ranks[frame])].part((int(places.offsets[frame]), length))
         assert bytes(there) == bytes(whole.frame(frame))
     assert set(places.holders) == set(places.sizes) == set(held)
-    told = Places.parse(STEP, places.blobs(), manifest)
+    told = FramePlaces.parse(STEP, places.blobs(), manifest)
     assert np.array_equal(told.ranks, places.ranks)
     assert told.holders == places.holders
 
@@ -88,7 +88,7 @@ def test_what_is_said_to_lie_somewhere_lies_there_and_what_nobody_holds_is_said_
 def test_what_contradicts_the_record_or_has_nothing_of_it_is_no_part(
     arenas: dict[int, Arena], manifest: Manifest
 ) -> None:
-    parts = Reader().sealed(STEP, WORLD, arenas)
+    parts = StagedReader().sealed(STEP, WORLD, arenas)
     with pytest.raises(AgentError, match="is not what"):
         found_of(arenas, replace(manifest, coordinates=("x", *manifest.coordinates[1:])), parts)
     with pytest.raises(AgentError, match="is not what"):
@@ -103,7 +103,7 @@ def test_an_arena_without_hashes_says_nothing_of_itself() -> None:
     made = staged(STEP, 2, hashed=False)
     try:
         with pytest.raises(DamagedData):
-            Reader().sealed(STEP, 2, made)
+            StagedReader().sealed(STEP, 2, made)
     finally:
         for arena in made.values():
             arena.close()
@@ -114,10 +114,10 @@ class Start:
 
     def __init__(self, turned: Turned, manifest: Manifest, arenas: dict[int, Arena]) -> None:
         self.turned, self.arenas, self.net = turned, arenas, Net()
-        self.heard: list[tuple[Places | None, str]] = []
+        self.heard: list[tuple[FramePlaces | None, str]] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.asking = AskingForPart(
-            cast(Network, self.net),
+            cast(PeerNetwork, self.net),
             turned.bulk,
             STEP,
             manifest,

@@ -16,24 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.agent.job.job_executor import Carrier
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.job.job_executor import JobExecutor
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_service import Parities
+from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.parity_worker import WORK_BYTES
 from ckpt.agent.replication.rebuild import UNWANTED
-from ckpt.agent.replication.replica_store import Copies, encode_described
-from ckpt.agent.replication.replication_manager import SLOTS_MIN, Lent, Protection
-from ckpt.agent.replication.survey import Keeps
+from ckpt.agent.replication.replica_store import ReplicaStore, encode_described
+from ckpt.agent.replication.replication_manager import SLOTS_MIN, LentMemory, ReplicationManager
+from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.all_shares import _Answers
 from ckpt.agent.snapshots.candidates import candidates
-from ckpt.agent.snapshots.described import Described
+from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.agent.snapshots.inventory import Inventory, sealed, spread
-from ckpt.agent.snapshots.manifest_gather import Places
-from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
-from ckpt.agent.snapshots.remote_share import Wanted, decode_parts, digest_of, encode_parts
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
+from ckpt.agent.snapshots.remote_share import WantedPart, decode_parts, digest_of, encode_parts
 from ckpt.agent.state.retention_rule import outlived
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import FRAME
@@ -152,7 +152,7 @@ def test_no_inventory_that_is_malformed_is_taken_for_something_else_than_an_erro
 def test_parts_come_out_of_a_message_as_they_went_in_and_a_known_declaration_is_not_sent_again() -> None:
     arenas = staged(identity(5), 2)
     try:
-        reader = Reader()
+        reader = StagedReader()
         parts = reader.read(identity(5), 2, arenas)
         declared: dict[int, Any] = {}
         first = encode_parts(parts, {}, reader.declared())
@@ -173,13 +173,13 @@ def test_parts_come_out_of_a_message_as_they_went_in_and_a_known_declaration_is_
             arena.close()
 
 
-def places_of(world: int) -> tuple[Places, Any]:
+def places_of(world: int) -> tuple[FramePlaces, Any]:
     arenas = staged(identity(5), world)
     try:
-        made = put_together(identity(5), Reader().read(identity(5), world, arenas), arenas)
+        made = put_together(identity(5), StagedReader().read(identity(5), world, arenas), arenas)
         sizes = {rank: arena.bytes for rank, arena in arenas.items()}
         holders = {rank: ["", "b"] if rank % 2 else ["b", "c"] for rank in range(world)}
-        return Places(identity(5), made.ranks, made.offsets, sizes, holders), made.manifest
+        return FramePlaces(identity(5), made.ranks, made.offsets, sizes, holders), made.manifest
     finally:
         for arena in arenas.values():
             arena.close()
@@ -187,7 +187,7 @@ def places_of(world: int) -> tuple[Places, Any]:
 
 def test_places_come_out_of_a_message_as_they_went_in_seen_by_another_node() -> None:
     places, manifest = places_of(4)
-    again = Places.parse(identity(5), places.blobs(), manifest)
+    again = FramePlaces.parse(identity(5), places.blobs(), manifest)
     many = replace(
         places, sizes=dict.fromkeys(range(4096), 1 << 40), holders=dict.fromkeys(range(4096), ["f" * 16] * 4)
     )
@@ -217,7 +217,7 @@ def test_places_beyond_an_arena_or_of_other_frames_are_refused() -> None:
     ranks, offsets, about = places.blobs()
     for blobs in ([ranks[4:], offsets], [ranks, offsets[8:]], [ranks, b""], [b"\x07" + ranks[1:], offsets]):
         with pytest.raises(AgentError, match="told wrong"):
-            Places.parse(identity(5), [*blobs, about], manifest)
+            FramePlaces.parse(identity(5), [*blobs, about], manifest)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 40), st.integers(1, 1 << 30)), max_size=20))
@@ -225,14 +225,14 @@ def test_what_is_to_be_written_comes_out_of_a_message_as_it_went_in(rows: list[t
     frames = np.zeros(len(rows), FRAME)
     frames["length"] = [length for _, _, length in rows]
     ranks, offsets = (np.array([row[at] for row in rows], np.int64) for at in (0, 1))
-    wanted = Wanted(identity(5), frames, ranks, offsets, "zstd", 5.0)
+    wanted = WantedPart(identity(5), frames, ranks, offsets, "zstd", 5.0)
     blob = wanted.encode()
-    again = Wanted.decode(identity(5), blob, "zstd", 5.0)
+    again = WantedPart.decode(identity(5), blob, "zstd", 5.0)
     assert np.array_equal(again.frames, frames)
     assert np.array_equal(again.ranks, ranks)
     assert np.array_equal(again.offsets, offsets)
     with pytest.raises(AgentError):
-        Wanted.decode(identity(5), blob + b"\0", "zstd", 5.0)
+        WantedPart.decode(identity(5), blob + b"\0", "zstd", 5.0)
 
 
 # --- answers of several nodes ----------------------------------------------------------------------------------------
@@ -257,11 +257,13 @@ def protection(
     count: int,
     copies: int | None = 1,
     option: Parity | None = None,
-    lenders: Callable[[], Sequence[Lent]] = tuple,
-) -> Protection:
+    lenders: Callable[[], Sequence[LentMemory]] = tuple,
+) -> ReplicationManager:
     nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
     asked = option if option is not None else Replicas(copies) if copies is not None else None
-    return Protection(cast(Network, None), cast(Copies, None), cast(Parities, None), nodes, asked, lenders)
+    return ReplicationManager(
+        cast(PeerNetwork, None), cast(ReplicaStore, None), cast(ParityService, None), nodes, asked, lenders
+    )
 
 
 def plans(count: int, slot_mib: int, allowed_mib: int) -> dict[str, MemoryPlan]:
@@ -316,7 +318,7 @@ def test_a_slot_in_use_gives_way_only_where_others_keep_more_for_it_and_never_th
         assert (slots < used) == (plans_left(told, SLOTS_MIN) > plans_left(told, used)), allowed
 
 
-def kept_by_others(made: Protection) -> frozenset[str]:
+def kept_by_others(made: ReplicationManager) -> frozenset[str]:
     """Whose parts are."""
     return outlived(made.placement.kept) if made.placement is not None else frozenset()
 
@@ -402,7 +404,9 @@ def test_parity_and_what_making_it_takes_fit_beside_the_slots_and_a_third_slot_g
 def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity | Replicas, allowed: int) -> None:
     count = 200
     nodes = [NodeAt(f"{at:016x}", (), (at,)) for at in range(count)]
-    made = Protection(cast(Network, SimpleNamespace(me="")), cast(Copies, None), cast(Parities, None), nodes, option)
+    made = ReplicationManager(
+        cast(PeerNetwork, SimpleNamespace(me="")), cast(ReplicaStore, None), cast(ParityService, None), nodes, option
+    )
     plan = memory_plan.MemoryPlan(3, MIB, 0, 0, allowed * MIB, "")
     made.place({node.name: 40 * MIB for node in nodes}, {node.name: plan for node in nodes}, 2)
     shown = made.shown()
@@ -414,8 +418,14 @@ def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity
 def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: str, said: bool) -> None:
     count = len(hosts)
     nodes = [NodeAt(f"n{at}", (), (at,), (HOST + host,)) for at, host in enumerate(hosts)]
-    given = cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, Replicas(1)
-    made = Protection(*given)
+    given = (
+        cast(PeerNetwork, SimpleNamespace(me="n0")),
+        cast(ReplicaStore, None),
+        cast(ParityService, None),
+        nodes,
+        Replicas(1),
+    )
+    made = ReplicationManager(*given)
     made.place(sizes(count, 100), plans(count, 100, 5000))
     assert made.protects
     assert bool(made.with_hosts) == ("on one machine" in made.describe()) == said
@@ -433,7 +443,9 @@ def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: 
 )
 def test_what_fewer_nodes_than_were_asked_for_bear_is_said(option: Replicas | Parity, count: int, said: str) -> None:
     nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
-    made = Protection(cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, option)
+    made = ReplicationManager(
+        cast(PeerNetwork, SimpleNamespace(me="n0")), cast(ReplicaStore, None), cast(ParityService, None), nodes, option
+    )
     made.place(sizes(count, 100), plans(count, 100, 5000))
     assert said in made.describe()
     assert made.warnings == []
@@ -457,8 +469,14 @@ def test_domains_that_are_named_on_some_nodes_only_or_take_state_with_them_are_t
 ) -> None:
     domains = [((zone,) if zone != "_" else ()) + (f"{HOST}{at}",) for at, zone in enumerate(zones)]
     nodes = [NodeAt(f"n{at}", (), (at,), each) for at, each in enumerate(domains)]
-    given = cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, Replicas(1)
-    made = Protection(*given)
+    given = (
+        cast(PeerNetwork, SimpleNamespace(me="n0")),
+        cast(ReplicaStore, None),
+        cast(ParityService, None),
+        nodes,
+        Replicas(1),
+    )
+    made = ReplicationManager(*given)
     made.place(sizes(4, 100), plans(4, 100, 600))  # for one copy at each node
     assert made.warnings == said
     assert all(each in made.describe() and each in made.table()["notes"] for each in said)
@@ -469,9 +487,15 @@ def test_a_memory_only_node_keeps_all_unless_it_lies_in_the_domain_of_a_node_tha
     zone: str, keeps_all: bool
 ) -> None:
     nodes = [NodeAt(f"n{at}", (), (at,), (f"zone-{name}",)) for at, name in enumerate("ab")]
-    lent = Lent(NodeAt("stable", (), (), (zone,)), 5000 * MIB)
-    given = cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, Replicas(1)
-    made = Protection(*given, lambda: [lent])
+    lent = LentMemory(NodeAt("stable", (), (), (zone,)), 5000 * MIB)
+    given = (
+        cast(PeerNetwork, SimpleNamespace(me="n0")),
+        cast(ReplicaStore, None),
+        cast(ParityService, None),
+        nodes,
+        Replicas(1),
+    )
+    made = ReplicationManager(*given, lambda: [lent])
     made.place(sizes(2, 100), plans(2, 100, 5000))
     holders = {kept.node: kept.holders for kept in made.kept}
     assert (set(holders.values()) == {("stable",)}) is keeps_all
@@ -597,12 +621,12 @@ def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_a
     """Else nobody who has what a lost node staged would be asked to write it, where that fails."""
     made, asked, heard = protection(4), list[tuple[str, Any]](), list[str]()
     frames = Frames.placed(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
-    of = lambda name: [Described(int(name[1:]), PAGE, bytes(PAGE), frames)]  # noqa: E731
+    of = lambda name: [DescribedSnapshot(int(name[1:]), PAGE, bytes(PAGE), frames)]  # noqa: E731
     ask, quiet = lambda name, fields, blobs, then: asked.append((name, then)), lambda *given: None
     network = SimpleNamespace(me="n1", transport=None, ask=ask, tell=quiet, addresses=lambda node: [])
     copies = SimpleNamespace(withdraw=quiet, check=quiet, before=quiet, make_room=quiet)
     copies.publish, copies.keep = lambda *given: given[-1](of("n1"), ""), lambda *given: given[-1]("")
-    made._network, made._copies = cast(Network, network), cast(Copies, copies)
+    made._network, made._copies = cast(PeerNetwork, network), cast(ReplicaStore, copies)
     made.place(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
     made._used[identity(5)] = made.placement  # as `replicate` does
@@ -621,10 +645,10 @@ def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_a
 @pytest.mark.parametrize("found", [False, True])
 def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again_elsewhere(found: bool) -> None:
     """`found`: it was found to be safe, and the memory-only node may have part in it or not."""
-    lenders = [Lent(NodeAt("lender", (), ()), 1 << 40)]
+    lenders = [LentMemory(NodeAt("lender", (), ()), 1 << 40)]
     made = protection(2, lenders=lambda: lenders)
-    made._network = cast(Network, SimpleNamespace(me="n0", transport=None, ask=lambda *given: None))
-    made._copies = cast(Copies, SimpleNamespace(publish=lambda *given: None))
+    made._network = cast(PeerNetwork, SimpleNamespace(me="n0", transport=None, ask=lambda *given: None))
+    made._copies = cast(ReplicaStore, SimpleNamespace(publish=lambda *given: None))
     if not found:
         made.place(sizes(2, 100), plans(2, 100, 400))
         made.replicate(identity(5), None, {}, lambda error: None)
@@ -643,13 +667,13 @@ def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(
     """`found`: it was found to be safe, and who keeps what of it is not known (see Elsewhere.safe_needed)."""
     made, heard = protection(2), list[Any]()
     frames = Frames.placed(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
-    told = Message({}, [], [encode_described([Described(1, PAGE, bytes(PAGE), frames)])])
+    told = Message({}, [], [encode_described([DescribedSnapshot(1, PAGE, bytes(PAGE), frames)])])
     ask = lambda name, fields, blobs, then: then(told, "")  # noqa: E731
-    made._network = cast(Network, SimpleNamespace(me="n0", transport=None, ask=ask, addresses=lambda node: []))
+    made._network = cast(PeerNetwork, SimpleNamespace(me="n0", transport=None, ask=ask, addresses=lambda node: []))
     copies = SimpleNamespace(
         publish=lambda *given: None, keep=lambda *given: None, make_room=lambda *given: heard.append(given)
     )
-    made._copies = cast(Copies, copies)
+    made._copies = cast(ReplicaStore, copies)
     made.place(sizes(2, 100), plans(2, 100, 5000))
     kept = Kept("", 1, ("n1",)), Kept("n1", 1, ("",))
     made.replicate(identity(6), identity(5), {}, lambda error: None, None if found else kept)
@@ -658,12 +682,14 @@ def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(
 
 def test_who_keeps_what_was_found_is_not_known_though_some_have_a_part_in_it_by_an_attempt() -> None:
     held = holding((5, 0), (5, 1))
-    keeps = Keeps(None, held)
+    keeps = KeptReplica(None, held)
     answer = Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs())
     made = protection(2)
-    made._network = cast(Network, SimpleNamespace(me="n0", transport=None, ask=lambda *given: given[-1](answer, "")))
+    made._network = cast(
+        PeerNetwork, SimpleNamespace(me="n0", transport=None, ask=lambda *given: given[-1](answer, ""))
+    )
     made._copies = cast(
-        Copies,
+        ReplicaStore,
         SimpleNamespace(
             publish=lambda *given: None,
             inventory=Inventory,
@@ -724,8 +750,8 @@ def test_ranks_that_the_same_nodes_hold_are_asked_of_different_ones() -> None:
 # --- who writes what a lost node was to write ------------------------------------------------------------------------
 
 
-def wanted_of(rank: int) -> Wanted:
-    return Wanted(identity(5), np.zeros(1, FRAME), np.array([rank]), np.zeros(1, np.int64), "raw", None)
+def wanted_of(rank: int) -> WantedPart:
+    return WantedPart(identity(5), np.zeros(1, FRAME), np.array([rank]), np.zeros(1, np.int64), "raw", None)
 
 
 @pytest.mark.parametrize(("slow", "writes"), [("", ["n1"]), ("n1", []), ("n2", [])])
@@ -738,8 +764,10 @@ def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it
     made._used[identity(5)] = made.placement
     asked: list[str] = []
     parities = SimpleNamespace(have=lambda name, *_: asked.append(name))
-    made._parities = cast(Parities, parities)
-    made._network = cast(Network, SimpleNamespace(me="n0", channel=lambda name: object() if name in there else None))
+    made._parities = cast(ParityService, parities)
+    made._network = cast(
+        PeerNetwork, SimpleNamespace(me="n0", channel=lambda name: object() if name in there else None)
+    )
     written: list[str] = []
     made._is_remaking = True  # another one: what is to be made waits for it
     carrier = SimpleNamespace(
@@ -751,7 +779,9 @@ def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it
     cancel = threading.Event()
     errors: list[str] = []
     then = lambda result, error: errors.append(error)  # noqa: E731
-    Carrier._have_written(cast(Carrier, carrier), {}, "n2", wanted_of(1), frozenset({slow} - {""}), cancel, then)
+    JobExecutor._have_written(
+        cast(JobExecutor, carrier), {}, "n2", wanted_of(1), frozenset({slow} - {""}), cancel, then
+    )
     assert not written
     there.add("n1")
     made._is_remaking = False
@@ -772,7 +802,7 @@ def test_what_is_made_again_once_nobody_waits_for_it_any_more_is_not_written() -
     errors: list[str] = []
     then = lambda result, error: errors.append(error)  # noqa: E731
     for _ in range(2):
-        Carrier._have_written(cast(Carrier, carrier), {}, "n2", wanted_of(1), frozenset({"n1"}), cancel, then)
+        JobExecutor._have_written(cast(JobExecutor, carrier), {}, "n2", wanted_of(1), frozenset({"n1"}), cancel, then)
         (*_, over, told) = made[-1]
         assert over() is cancel.is_set()
         told("n2", "")

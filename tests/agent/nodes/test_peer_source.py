@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.restore.peer_source import IN_FLIGHT, PeerFrames
-from ckpt.agent.restore.restore_session import Restore
-from ckpt.agent.snapshots.manifest_gather import Places
-from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.restore.peer_source import IN_FLIGHT, PeerSource
+from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
 from ckpt.errors import AgentError, DamagedData, NotFound
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.node_list import NodeAt
@@ -40,7 +40,7 @@ class Coming:
 class Carrier:
     """Between this node and others, which have every rank's arena."""
 
-    def __init__(self, arenas: dict[int, Arena], places: Places, manifest: Any) -> None:
+    def __init__(self, arenas: dict[int, Arena], places: FramePlaces, manifest: Any) -> None:
         self.arenas = arenas
         self.offers = {rank: places.frames(rank, manifest).places() for rank in arenas}
         self.coming: list[tuple[str, int, Coming]] = []
@@ -98,17 +98,19 @@ class Start:
     ) -> None:
         self.turned, world = turned, len(holders)
         self.given = staged(STEP, world)
-        made = put_together(STEP, Reader().read(STEP, world, self.given, keep_hashes=False), self.given)
+        made = put_together(STEP, StagedReader().read(STEP, world, self.given, keep_hashes=False), self.given)
         sizes = {rank: arena.bytes for rank, arena in self.given.items()}
-        places = Places(STEP, made.ranks, made.offsets, sizes, {rank: list(each) for rank, each in enumerate(holders)})
+        places = FramePlaces(
+            STEP, made.ranks, made.offsets, sizes, {rank: list(each) for rank, each in enumerate(holders)}
+        )
         self.carrier = Carrier(self.given, places, made.manifest)
-        network = cast(Network, Net(transport=self.carrier))
+        network = cast(PeerNetwork, Net(transport=self.carrier))
         nodes = [NodeAt(name, (), ()) for name in {name for each in holders for name in each}]
-        self.peers = PeerFrames(places, made.manifest, network, nodes, turned.post)
+        self.peers = PeerSource(places, made.manifest, network, nodes, turned.post)
         self.timers: list[Callable[[], None]] = []
         later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
         services = turned.bulk, later, turned.post, cells * int(made.manifest.frames["length"].max())
-        self.restore = Restore(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
+        self.restore = RestoreSession(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
         self.total = int(made.manifest.frames["length"].sum())
         self.ranks = [Rank(turned.post, self) for _ in range(count)]

@@ -19,7 +19,7 @@ from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
 from ckpt.agent.replication.rebuild import UNWANTED
 from ckpt.agent.replication.replica_store import decode_described
 from ckpt.agent.runtime.workers import NICE
-from ckpt.agent.snapshots.described import Chunk, ChunkName, chunk_frames
+from ckpt.agent.snapshots.described import ParityChunk, ParityChunkName, chunk_frames
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
 from ckpt.format.parity import Row
@@ -250,9 +250,9 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     assert fleet.protect(STEP) == ""
     copies = max(fleet.copies.values(), key=lambda each: len(each.chunks.kept))
     assert len(copies.chunks.kept) > 1
-    begin, used_bytes, got = copies.begin_chunk, copies.chunks.used_bytes, list[ChunkName]()
+    begin, used_bytes, got = copies.begin_chunk, copies.chunks.used_bytes, list[ParityChunkName]()
 
-    def full(name: ChunkName) -> Arena:
+    def full(name: ParityChunkName) -> Arena:
         if got:
             raise OSError(errno.ENOMEM, "no more")
         got.append(name)
@@ -326,7 +326,7 @@ def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_
     fleet.check(STEP, made)
 
 
-def chunk_of(fleet: Fleet, row: Row) -> tuple[str, Chunk]:
+def chunk_of(fleet: Fleet, row: Row) -> tuple[str, ParityChunk]:
     """The largest such, and who keeps it."""
     kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.chunks.kept.values()]
     return max((each for each in kept if each[1].name.row is row), key=lambda each: len(each[1].data))

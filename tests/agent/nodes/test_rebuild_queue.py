@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
-from ckpt.agent.replication.rebuild_queue import Making, Work
-from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.replication.rebuild_queue import RebuildQueue, RebuildWork
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime.workers import Lane
 from ckpt.placement.placement import Parity
 from tests.agent.nodes.fleet import Fleet
@@ -89,7 +89,7 @@ def test_where_there_is_memory_nobody_waits(fleet: Fleet) -> None:
 def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: Fleet) -> None:
     fleet.gone, size, filled = set(), 1 << 20, 1 << 10
     for each in fleet.parities.values():
-        each._making.want(Work(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
+        each._making.want(RebuildWork(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
     parity = max(sum(name.striped.length for name in copies.chunks.kept) for copies in fleet.copies.values())
     room = parity + size - filled + SCRATCH_BYTES
     fleet.free_bytes = lambda name: room - 1
@@ -117,10 +117,10 @@ class Maker:
         self.room, self.kept = room, 0
         self.under_way: dict[int, int] = {}  # by number: bytes that are filled
         self.ended: dict[int, str] = {}
-        self.works: dict[int, Work] = {}
-        copies = Copies(cast(Any, None), lambda what: what())
+        self.works: dict[int, RebuildWork] = {}
+        copies = ReplicaStore(cast(Any, None), lambda what: what())
         copies.bound(lambda: self.room - self.kept)
-        self.making = Making(copies, self.free)
+        self.making = RebuildQueue(copies, self.free)
 
     @property
     def filled(self) -> int:
@@ -141,7 +141,7 @@ class Maker:
             self.ended[number] = why
 
         filled = lambda: self.under_way[number]  # noqa: E731
-        self.works[number] = Work(size, leave, urgent, str(number % 3), filled, begin, refuse)
+        self.works[number] = RebuildWork(size, leave, urgent, str(number % 3), filled, begin, refuse)
         self.making.want(self.works[number])
 
     def end(self, number: int, succeeds: bool) -> None:

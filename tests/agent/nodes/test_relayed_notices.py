@@ -15,7 +15,7 @@ import pytest
 from ckpt.agent.runtime.workers import NICE
 from ckpt.errors import AgentError
 from ckpt.ipc import client
-from ckpt.ipc.control_page import Kind
+from ckpt.ipc.control_page import WordKind
 from ckpt.ipc.notice_sources import Sources
 from ckpt.threads import Tasks
 from ckpt.types import Tick
@@ -70,9 +70,9 @@ def one_step(rank: FakeRank) -> bool:
 def leave(cluster: Cluster) -> None:
     left: list[bool] = []
     while not any(left):
-        step = cluster.job[0].await_word(Kind.HOLD)
+        step = cluster.job[0].await_word(WordKind.HOLD)
         train(cluster.job, step - 1)
-        together(cluster.job, lambda rank: rank.await_word(Kind.HOLD))
+        together(cluster.job, lambda rank: rank.await_word(WordKind.HOLD))
         left = together(cluster.job, one_step)
         assert len(set(left)) == 1, "some leave and some go on"
 
@@ -140,7 +140,7 @@ def test_a_launcher_that_starts_it_again_there_does_not_have_it_leave_again(job:
 
 def test_when_it_is_taken_back_there_all_ranks_go_on(job: Cluster, gce: Gce) -> None:
     gce.preempted = True
-    step = job.job[0].await_word(Kind.HOLD)
+    step = job.job[0].await_word(WordKind.HOLD)
     gce.preempted = False
     await_standing(job, [])
     train(job.job, step + 3)
@@ -155,7 +155,7 @@ def test_what_an_operator_asked_for_on_one_node_may_be_taken_back_on_any(
     cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
     cluster.start(0, 1)
     preempt(cluster, asked)
-    step = cluster.job[0].await_word(Kind.HOLD)
+    step = cluster.job[0].await_word(WordKind.HOLD)
     preempt(cluster, cancelled, cancel=True)
     await_standing(cluster, [])
     train(cluster.job, step + 3)
@@ -332,7 +332,7 @@ def test_agents_give_way_to_training_but_for_what_is_to_be_saved_before_a_deadli
     until(lambda: give_way(cluster) == [True, True])
     preempt(cluster, asked)
     until(lambda: give_way(cluster) == [False, False])
-    step = cluster.job[0].await_word(Kind.HOLD)
+    step = cluster.job[0].await_word(WordKind.HOLD)
     preempt(cluster, asked, cancel=True)
     await_standing(cluster, [])
     train(cluster.job, step + 3)

@@ -14,24 +14,24 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.job.job_executor import Carrier
+from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.net.transport import Frames, Transport
-from ckpt.agent.node.node_memory import Keeper
-from ckpt.agent.node.peer_handlers import Others
-from ckpt.agent.replication.parity_store import Chunks
-from ckpt.agent.replication.replica_store import COPIES_MAX, Copies, decode_described, encode_described
-from ckpt.agent.runtime.memory_plan import Taken
-from ckpt.agent.runtime.workers import Bulk
-from ckpt.agent.snapshots.described import Chunk, ChunkName, Described, described
+from ckpt.agent.node.node_memory import NodeMemory
+from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.replication.parity_store import ParityStore
+from ckpt.agent.replication.replica_store import COPIES_MAX, ReplicaStore, decode_described, encode_described
+from ckpt.agent.runtime.memory_plan import MemoryUse
+from ckpt.agent.runtime.workers import Workers
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, described
 from ckpt.agent.snapshots.inventory import sealed
-from ckpt.agent.snapshots.remote_share import Wanted
+from ckpt.agent.snapshots.remote_share import WantedPart
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import FRAME
 from ckpt.format.parity import Row
 from ckpt.ipc.arena import DATA_AT, PAGE, Arena
 from ckpt.ipc.messages import Message
-from ckpt.placement.rebuild import Run, Striped
+from ckpt.placement.rebuild import StagedRun, Striped
 from ckpt.store.packs import Written
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.nodes.cluster import HASHES_AT
@@ -89,14 +89,14 @@ class Held:
     def __init__(self, turned: Turned) -> None:
         self.turned = turned
         self.transport = Carried()
-        self.giver, self.keeper = Copies(turned.bulk, turned.post), Copies(turned.bulk, turned.post)
+        self.giver, self.keeper = ReplicaStore(turned.bulk, turned.post), ReplicaStore(turned.bulk, turned.post)
         self.originals: dict[Identity, dict[int, Arena]] = {}
 
     def copy(self, which: Identity, broken: Sequence[int] = (), safe: Identity | None = None) -> str:
         """What is heard of it."""
         arenas = self.originals.setdefault(which, {}) or staged(which, 2)
         self.originals[which] = arenas
-        told: list[tuple[list[Described], str]] = []
+        told: list[tuple[list[DescribedSnapshot], str]] = []
         link = cast(Transport, self.transport)
         self.giver.publish(link, which, arenas, lambda found, error: told.append((found, error)))
         self.turned.until(lambda: told)
@@ -234,8 +234,8 @@ def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed
 def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread() -> None:
     """The main thread would be silent meanwhile, half a second for each GiB, and other nodes would take it for gone."""
     turned, size = Turned(), 64 << 20
-    name = ChunkName(identity(5), Row.P, Striped(size, ((Run(0, 0, size),),)))
-    copies = Copies(turned.bulk, turned.post)
+    name = ParityChunkName(identity(5), Row.P, Striped(size, ((StagedRun(0, 0, size),),)))
+    copies = ReplicaStore(turned.bulk, turned.post)
     try:
         copies.begin_chunk(name)
         assert (copies.bytes, copies.taken_bytes) == (size, 0)
@@ -248,13 +248,13 @@ def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread(
 
 
 def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_asked_for_it_hears_that() -> None:
-    bulk = cast(Bulk, SimpleNamespace(close_arenas=close_arenas))
-    chunks, (old, new) = Chunks(bulk), (identity(5), identity(6))
+    bulk = cast(Workers, SimpleNamespace(close_arenas=close_arenas))
+    chunks, (old, new) = ParityStore(bulk), (identity(5), identity(6))
     made = []
     for which in (old, new):
-        name = ChunkName(which, Row.P, Striped(8, ((Run(0, 0, 8),),)))
+        name = ParityChunkName(which, Row.P, Striped(8, ((StagedRun(0, 0, 8),),)))
         made.append(
-            Chunk(name, 1, chunks.begin(name), Frames.placed(np.zeros(1), np.full(1, 8), np.zeros((1, 2)), 8), {})
+            ParityChunk(name, 1, chunks.begin(name), Frames.placed(np.zeros(1), np.full(1, 8), np.zeros((1, 2)), 8), {})
         )
     chunks.forget(lambda each: each <= old)
     assert "nobody goes on from" in chunks.end([made[0].name], made[:1])
@@ -359,8 +359,8 @@ def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: He
     held.keeper.keep(cast(Transport, held.transport), identity(10), "a", [], wanted, heard.append)
     assert held.keeper.taken_bytes < held.keeper.bytes == 2 * one
     keeper = SimpleNamespace(copies=held.keeper, _jobs=tuple, followings=())
-    taken = Keeper._taken(cast(Keeper, keeper), identity(10).epoch)
-    assert taken == Taken(0, held.keeper.taken_bytes), "who places copies counts it once: it is in what is free"
+    taken = NodeMemory._taken(cast(NodeMemory, keeper), identity(10).epoch)
+    assert taken == MemoryUse(0, held.keeper.taken_bytes), "who places copies counts it once: it is in what is free"
     assert "are not left" in held.copy(identity(15), safe=identity(5))
     held.keeper.source_gone("a")
     held.turned.until(lambda: heard)
@@ -396,7 +396,7 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     assert held.copy(which) == ""
     frame = np.zeros(1, FRAME)
     frame["length"] = held.originals[which][0].header().data_bytes
-    wanted = Wanted(which, frame, np.zeros(1, np.int64), np.full(1, DATA_AT, np.int64), "raw", None)
+    wanted = WantedPart(which, frame, np.zeros(1, np.int64), np.full(1, DATA_AT, np.int64), "raw", None)
     seen: list[bytes] = []
 
     def write(identity: Identity, frames: object, frame: Callable[[int], memoryview], *rest: object) -> Written:
@@ -410,9 +410,9 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     if coordinates:
         run = lambda lane, work, then: held.turned.bulk.run(lane, work, then)  # noqa: E731
         carrier = SimpleNamespace(ranks=None, _services=services, _run=run)
-        carrier._write = functools.partial(Carrier._write, cast(Any, carrier))
+        carrier._write = functools.partial(JobExecutor._write, cast(Any, carrier))
         cancel, then = threading.Event(), lambda *found: heard.append(found)
-        Carrier._have_copies_written(cast(Any, carrier), "", wanted, cancel, then)
+        JobExecutor._have_copies_written(cast(Any, carrier), "", wanted, cancel, then)
     else:
         arenas = lambda identity, ranks: {rank: held.keeper.of(identity)[rank] for rank in ranks}  # noqa: E731
         writes = Progress()
@@ -424,7 +424,7 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
         say = lambda *told: heard.append(told)  # noqa: E731
         channel = SimpleNamespace(peer="c", refuse=say, reply=say)
         fields = {"t": "write", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
-        Others._write(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
+        PeerHandlers._write(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
     for step in (10, 15, 20):
         assert held.copy(identity(step)) == ""
         held.keeper.before(identity(step))

@@ -23,21 +23,21 @@ import msgpack
 import numpy as np
 import pytest
 
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.node.inventory_lease import Fence
-from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
+from ckpt.agent.node.inventory_lease import InventoryLease
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
 from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.replication.survey import Keeps, Safe, find_safe
-from ckpt.agent.runtime.workers import Bulk, Lane
-from ckpt.agent.snapshots.described import Described
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe
+from ckpt.agent.runtime.workers import Lane, Workers
+from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.agent.snapshots.inventory import Inventory, Key
 from ckpt.errors import AgentError, DamagedData
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import PAGE, Arena
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Placement, Replicas, place
 from ckpt.types import HERE, Epoch, Identity, Tick
 from tests.agent.nodes.copying import Copying
@@ -91,12 +91,12 @@ def sealed(cell: Cell) -> tuple[Key, int] | None:
     return (Identity.parse(text), rank), world
 
 
-def described(identity: Identity, cells: Mapping[int, Cell]) -> list[Described]:
+def described(identity: Identity, cells: Mapping[int, Cell]) -> list[DescribedSnapshot]:
     for rank, cell in cells.items():
         found = sealed(cell)
         if found is None or found[0] != (identity, rank):
             raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
-    return [Described(rank, cell.bytes, cell.page(), FRAMES) for rank, cell in sorted(cells.items())]
+    return [DescribedSnapshot(rank, cell.bytes, cell.page(), FRAMES) for rank, cell in sorted(cells.items())]
 
 
 @pytest.fixture(autouse=True)
@@ -147,8 +147,8 @@ class Holder:
         self.alive = True
         self.own: dict[Key, Cell] = {}
         self.offers: dict[str, memoryview] = {}
-        self.copies = Copies(cast(Bulk, Late(sim, self)), lambda what: sim.later(self, what))
-        self.fence = Fence()
+        self.copies = ReplicaStore(cast(Workers, Late(sim, self)), lambda what: sim.later(self, what))
+        self.fence = InventoryLease()
         self.copies.check = lambda epoch: self.fence.check(HERE, epoch, sim.now_s)
 
     @property
@@ -268,8 +268,8 @@ class Holder:
         self.copies.epochs_before(before)
         self.own = {key: cell for key, cell in self.own.items() if key[0].epoch >= before}
 
-    def keeps(self, epoch: Epoch) -> Keeps:
-        return Keeps.of(self.inventory(), self.copies.told_safe, epoch)
+    def keeps(self, epoch: Epoch) -> KeptReplica:
+        return KeptReplica.of(self.inventory(), self.copies.told_safe, epoch)
 
     def inventory(self) -> Inventory:
         found = Inventory()
@@ -298,7 +298,8 @@ class Job:
         rng = self.sim.random
         lends = [rng.choice((1 << 30, 1 << 30, 0)) if self.sim.tight else 1 << 30 for _ in self.names]
         nodes = [
-            Node(name, len(self.ranks[name]) * (PAGE + 16), lend) for name, lend in zip(self.names, lends, strict=True)
+            PlacementNode(name, len(self.ranks[name]) * (PAGE + 16), lend)
+            for name, lend in zip(self.names, lends, strict=True)
         ]
         return place(nodes, Replicas(self.sim.copies), before)
 
@@ -365,14 +366,14 @@ class Job:
                 self.placement = self.placed(placement)
             return True
 
-        network, arenas = cast(Network, lead), cast(Mapping[int, Arena], own)
+        network, arenas = cast(PeerNetwork, lead), cast(Mapping[int, Arena], own)
         forgot = self.sim.random.random() < self.sim.forgets  # as a coordinator that was started again
 
         def begin(known: Identity | None) -> None:
             self.safe = max(filter(None, (known, self.safe)), default=None)
             Replication(network, lead.copies, self.at, wanted, identity, known, arenas, then).begin()
 
-        def found(safe: Safe | None) -> None:
+        def found(safe: SafeCheckpoint | None) -> None:
             if safe is None:
                 then("it is not known what is safe")
                 return

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.replication import rereplicate
-from ckpt.agent.replication.replica_store import Copies, encode_described
-from ckpt.agent.replication.rereplicate import Reprotecting, again_after_s
+from ckpt.agent.replication.replica_store import ReplicaStore, encode_described
+from ckpt.agent.replication.rereplicate import Rereplication, again_after_s
 from ckpt.agent.snapshots.described import described
 from ckpt.ipc.node_list import NodeAt
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
@@ -32,9 +32,9 @@ class Made:
         self.said: list[bool] = []  # whether it is safe
         self.arenas = staged(WHICH, 1)
         self.sent = encode_described(described(WHICH, self.arenas))
-        self.reprotecting = Reprotecting(
-            cast(Network, self.net),
-            cast(Copies, SimpleNamespace(withdraw=lambda *given: None)),
+        self.reprotecting = Rereplication(
+            cast(PeerNetwork, self.net),
+            cast(ReplicaStore, SimpleNamespace(withdraw=lambda *given: None)),
             [NodeAt(name, (), (number,)) for number, name in enumerate("abcd")],
             WHICH,
             {0: holders},

@@ -8,23 +8,23 @@ from typing import cast
 import pytest
 
 from ckpt.agent.replication import rereplicate
-from ckpt.agent.replication.restart_survey import Next, Refinding, next_of, together
-from ckpt.agent.replication.survey import Keeps
+from ckpt.agent.replication.restart_survey import Next, RestartSurvey, next_of, together
+from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.manifest_gather import Places
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.types import Epoch, Identity, Tick
 
 WHICH = Identity(Epoch(2, "0" * 16), Tick(5))
-PLACES = cast(Places, object())
+PLACES = cast(FramePlaces, object())
 
 
-def keeps(*ranks: int) -> Keeps:
+def keeps(*ranks: int) -> KeptReplica:
     held = Inventory()
     held.hold(WHICH, 3, ranks)
-    return Keeps(None, held)
+    return KeptReplica(None, held)
 
 
-def every(**nodes: Keeps) -> Inventory:
+def every(**nodes: KeptReplica) -> Inventory:
     return together(nodes, "me")
 
 
@@ -40,7 +40,7 @@ def every(**nodes: Keeps) -> Inventory:
     ],
 )
 def test_it_is_put_together_where_all_of_it_is_there_and_who_has_not_answered_is_waited_for_only_where_not(
-    nodes: dict[str, Keeps], whole: bool, all_said: bool
+    nodes: dict[str, KeptReplica], whole: bool, all_said: bool
 ) -> None:
     expected = Next.COLLECT if whole else Next.OVER if all_said else Next.AGAIN
     assert next_of(together(nodes, "me"), WHICH, all_said) is expected
@@ -55,10 +55,10 @@ class Asking:
 
     def __init__(self) -> None:
         self.asked: list[Callable[[Inventory, bool], None]] = []
-        self.collecting: list[Callable[[Places | None, str], None]] = []
+        self.collecting: list[Callable[[FramePlaces | None, str], None]] = []
         self.found: list[Inventory] = []
         self.waits: list[float] = []
-        self.refinding = Refinding(
+        self.refinding = RestartSurvey(
             WHICH,
             self.asked.append,
             lambda inventory, then: self.collecting.append(then),
@@ -71,11 +71,11 @@ class Asking:
         if self.refinding.is_due:
             self.refinding.tend()
 
-    def say(self, all_said: bool, **nodes: Keeps) -> None:
+    def say(self, all_said: bool, **nodes: KeptReplica) -> None:
         self.asked.pop()(every(**nodes), all_said)
         self.tend()
 
-    def collect(self, places: Places | None) -> None:
+    def collect(self, places: FramePlaces | None) -> None:
         self.collecting.pop()(places, "" if places is not None else "it is damaged there")
         self.tend()
 

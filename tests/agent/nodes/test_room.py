@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.job.follower_job import Following
-from ckpt.agent.job.job_commit import Committing
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.node.node_memory import Keeper
-from ckpt.agent.node.peer_handlers import Others
-from ckpt.agent.runtime.event_loop import Server
+from ckpt.agent.job.follower_job import FollowerJob
+from ckpt.agent.job.job_commit import JobCommits
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.node.node_memory import NodeMemory
+from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.runtime.memory_plan import plan
-from ckpt.agent.snapshots.all_shares import Nodes
-from ckpt.agent.snapshots.remote_share import RemoteRanks
+from ckpt.agent.snapshots.all_shares import AllShares
+from ckpt.agent.snapshots.remote_share import RemoteShare
 from ckpt.agent.state.retention_rule import Begun
 from ckpt.ipc.messages import Message
 from ckpt.types import Epoch
@@ -97,10 +97,10 @@ def test_nodes_that_are_started_again_keep_each_others_copies_again_once_what_wa
         cluster.checkpoint("peer")
 
 
-class Node(Others):
+class Node(PeerHandlers):
     """Which follows a job of an earlier start, and one that has begun after it."""
 
-    def __init__(self, former: Following) -> None:
+    def __init__(self, former: FollowerJob) -> None:
         newer = Epoch(EPOCH.number + 1, "0" * 16)
         cramped = SimpleNamespace(epoch=newer, ranks=SimpleNamespace(is_cramped=True), commits=None)
         self.former = []
@@ -116,16 +116,16 @@ class Node(Others):
 
 def test_a_node_keeps_its_part_of_what_its_coordinator_commits_though_that_has_not_asked_for_it_yet() -> None:
     """The store answers slowly, and a start has gone on from something newer meanwhile."""
-    net, server, nothing = cast(Network, Net("b")), cast(Server, Quiet()), cast(Any, None)
+    net, server, nothing = cast(PeerNetwork, Net("b")), cast(EventLoop, Quiet()), cast(Any, None)
     bulk = cast(Any, SimpleNamespace(close_arenas=close_arenas))
-    former = Following(EPOCH, 2, NODES, net, server, bulk, nothing, nothing, lambda which: {})
+    former = FollowerJob(EPOCH, 2, NODES, net, server, bulk, nothing, nothing, lambda which: {})
     node = Node(former)
-    nodes = Nodes(cast(Any, SimpleNamespace(world=2)), [RemoteRanks(net, "b", EPOCH, 2, (1,))], "a")
+    nodes = AllShares(cast(Any, SimpleNamespace(world=2)), [RemoteShare(net, "b", EPOCH, 2, (1,))], "a")
     leading = cast(Any, SimpleNamespace(ranks=nodes))
     for now_s, committed, left in ((100.0, identity(5), 1), (200.0, identity(4), 0)):
         former.ranks.close_arenas(0)
         former.ranks.arenas = {0: staged(identity(5), 1)}
-        Committing._tell_commits(leading, committed)
+        JobCommits._tell_commits(leading, committed)
         former.led(nothing, Message(cast(Net, net).told[-1][1], [], []))
         assert not former.is_idle
         node._tend_room(now_s)
@@ -140,11 +140,11 @@ def test_copies_leave_a_users_limit_to_a_slot_that_is_not_in_use_any_more_until_
     slot, job = 100 << 20, SimpleNamespace(epoch=EPOCH, own=SimpleNamespace(limited=None, arenas={0: {}, 1: {}}))
     copies = SimpleNamespace(taken_bytes=0, bytes=0, bytes_of=lambda epoch: 0)
     bulk = SimpleNamespace(free_bytes=lambda: 1 << 50)
-    keeper = cast(Keeper, SimpleNamespace(copies=copies, _jobs=lambda: [job], followings=[], _bulk=bulk))
+    keeper = cast(NodeMemory, SimpleNamespace(copies=copies, _jobs=lambda: [job], followings=[], _bulk=bulk))
     job.own.limited = plan(slot, 0, 0, 6 * slot, 1 << 50, 2)
     beside_two = job.own.limited.left_bytes(2)
-    assert Keeper._room(keeper) == beside_two
+    assert NodeMemory._room(keeper) == beside_two
     job.own.arenas[2] = {}
-    assert Keeper._room(keeper) == beside_two - slot
+    assert NodeMemory._room(keeper) == beside_two - slot
     del job.own.arenas[2], job.own.arenas[1]
-    assert Keeper._room(keeper) == beside_two, "it comes, or comes again"
+    assert NodeMemory._room(keeper) == beside_two, "it comes, or comes again"

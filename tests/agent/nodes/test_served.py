@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.job.follower_job import Following
+from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.net.handshake import Dialler, Role
 from ckpt.agent.net.peer_network import run_of
 from ckpt.agent.net.tcp_sender import TcpTransport
-from ckpt.agent.node.cluster_startup import Leading
-from ckpt.agent.node.inventory_lease import BOUND_S, Fence
+from ckpt.agent.node.cluster_startup import ClusterStartup
+from ckpt.agent.node.inventory_lease import BOUND_S, InventoryLease
 from ckpt.agent.replication.replica_store import decode_described
 from ckpt.agent.restore.peer_source import name_of
 from ckpt.errors import AgentError
@@ -34,7 +34,7 @@ class Node:
     """What is served at a node, and by whose word; and its parts in jobs that others coordinate."""
 
     def __init__(self) -> None:
-        self.fence = Fence()
+        self.fence = InventoryLease()
         self._offered = {name_of(OLDER, 0): {"x"}, name_of(NEWER, 0): {"x", "y"}, name_of(NEWER, 1): {HERE}}
         self.network = SimpleNamespace(transport=SimpleNamespace(withdraw=lambda name: None))
         self.ended: list[str] = []
@@ -47,12 +47,12 @@ class Node:
         return SimpleNamespace(leader=SimpleNamespace(name=leader), end_reading_unled=end)
 
     def _withdraw_served(self, by: str, identity: Identity | None = None) -> None:
-        Leading._withdraw_served(cast(Leading, self), by, identity)
+        ClusterStartup._withdraw_served(cast(ClusterStartup, self), by, identity)
 
     def tend(self, now_s: float) -> tuple[list[str], list[str]]:
         """What is served from then on, and by whose coordinator's end something that was read went."""
         self.ended.clear()
-        Leading._end_what_starts_left(cast(Leading, self), now_s)
+        ClusterStartup._end_what_starts_left(cast(ClusterStartup, self), now_s)
         return sorted(self._offered), self.ended
 
 
@@ -89,8 +89,8 @@ def test_what_a_start_has_served_ends_with_its_outcome_though_nobody_says_so(beg
 def test_what_was_read_for_a_start_goes_unless_its_coordinator_is_connected() -> None:
     for led in (True, False):
         closed: list[str] = []
-        following = cast(Following, SimpleNamespace(_is_led=led, _end_restore=lambda: closed.append("closed")))  # noqa: B023
-        Following.end_reading_unled(following)
+        following = cast(FollowerJob, SimpleNamespace(_is_led=led, _end_restore=lambda: closed.append("closed")))  # noqa: B023
+        FollowerJob.end_reading_unled(following)
         assert closed == ([] if led else ["closed"])
 
 

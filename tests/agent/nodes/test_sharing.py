@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import MakeTransport
 from ckpt.agent.restore import shared_read
-from ckpt.agent.restore.restore_session import Restore
-from ckpt.agent.restore.shared_read import FanOut
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.restore.shared_read import SharedRead
+from ckpt.agent.runtime.workers import Workers
 from ckpt.errors import AgentError, StorageError
 from ckpt.events import Event
 from ckpt.ipc import secret
@@ -72,14 +72,14 @@ class Agent:
         self.loop, self.number = loop, number
         self.room = 1 << 30  # what it may take for all
         self.events: list[Event] = []
-        self.bulk = Bulk(loop.post)
+        self.bulk = Workers(loop.post)
         name = f"agent-{number}"
-        self.network = Network(loop, self.bulk, name, self, transport=transport(name))
+        self.network = PeerNetwork(loop, self.bulk, name, self, transport=transport(name))
         (self.address,) = self.network.listen(SECRET, "127.0.0.1:0")
         self.ranks: list[Rank] = []
         self.heard: list[str] = []
         self.mute = self.away = False
-        self.restore: Restore
+        self.restore: RestoreSession
 
     def has_room(self) -> int:
         return self.room
@@ -123,9 +123,9 @@ class Job:
             self.store.reads.append(Counter())
             read = lambda number=each.number: self.store.reader(number)  # noqa: E731
             services = each.network, each.bulk, self.loop.later, self.loop.post, read
-            each.restore = Restore(
+            each.restore = RestoreSession(
                 *(IDENTITY, manifest(FRAMES), 1, None, read, each.bulk, self.loop.later, self.loop.post, window_bytes),
-                fan=FanOut(IDENTITY, EPOCH, manifest(FRAMES), nodes, *services, each.has_room, each.events.append),
+                fan=SharedRead(IDENTITY, EPOCH, manifest(FRAMES), nodes, *services, each.has_room, each.events.append),
             )
 
     def restore(self, *numbers: int, frames: Any = range(FRAMES)) -> list[Rank]:
@@ -187,7 +187,7 @@ def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_t
         fan, connect, fetch = each.restore.fan, each.network.connect, each.network.transport.fetch
         assert fan is not None
 
-        def look(fan: FanOut = fan) -> None:
+        def look(fan: SharedRead = fan) -> None:
             seen.append((fan._dialling, sum(map(len, fan._fetches.values()))))
 
         def connected(*given: Any, look: Any = look, connect: Any = connect) -> None:

@@ -9,18 +9,18 @@ from typing import Any, cast
 import msgpack
 import pytest
 
-from ckpt.agent.commit.store_client import Options
+from ckpt.agent.commit.store_client import JobOptions
 from ckpt.agent.job.job import Job
-from ckpt.agent.job.job_executor import Carrier
+from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.replication.replication_manager import Protection
-from ckpt.agent.replication.survey import Keeps, Safe, find_safe, newest_safe
-from ckpt.agent.runtime.node_names import Called
-from ckpt.agent.snapshots.all_shares import Nodes
+from ckpt.agent.replication.replication_manager import ReplicationManager
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe, newest_safe
+from ckpt.agent.runtime.node_names import NodeNames
+from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteRanks
-from ckpt.agent.state.accounting import Account
-from ckpt.agent.state.replica_state import OUTDONE, UNKEPT, Elsewhere
+from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteShare
+from ckpt.agent.state.accounting import Accounting
+from ckpt.agent.state.replica_state import OUTDONE, UNKEPT, ReplicaState
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.arena import PAGE
 from ckpt.ipc.messages import Message
@@ -39,11 +39,11 @@ def at(step: int) -> Identity:
     return Identity(EPOCH, Tick(step))
 
 
-def keeps(safe: int | None, **ranks: list[int]) -> Keeps:
+def keeps(safe: int | None, **ranks: list[int]) -> KeptReplica:
     held = Inventory()
     for step, theirs in ranks.items():
         held.hold(at(int(step[1:])), 3, theirs)
-    return Keeps(at(safe) if safe is not None else None, held)
+    return KeptReplica(at(safe) if safe is not None else None, held)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def keeps(safe: int | None, **ranks: list[int]) -> Keeps:
     ],
 )
 def test_safe_is_what_anybody_was_told_of_or_what_lies_on_as_many_nodes_as_it_should(
-    nodes: list[Keeps], newest: int | None, whole: int | None
+    nodes: list[KeptReplica], newest: int | None, whole: int | None
 ) -> None:
     named = {f"n{number}": each for number, each in enumerate(nodes)}
-    expected = Safe(at(newest) if newest is not None else None, at(whole) if whole is not None else None)
+    expected = SafeCheckpoint(at(newest) if newest is not None else None, at(whole) if whole is not None else None)
     assert newest_safe(named, (1, 1, 1)) == expected
     assert newest_safe(named, (1, 1, 1, 1)).whole is None, "of another job than this one"
 
@@ -101,17 +101,17 @@ def test_each_rank_is_to_outlive_as_many_losses_as_its_node_was_placed_for() -> 
 
 def test_what_a_node_says_that_cannot_be_is_an_error_and_nothing_else() -> None:
     right = keeps(3, _3=[1, 2])
-    again = Keeps.parse(EPOCH, right.fields(), right.blobs())
+    again = KeptReplica.parse(EPOCH, right.fields(), right.blobs())
     assert (again.safe, again.held.holders) == (right.safe, right.held.holders)
     with pytest.raises(AgentError, match="another epoch"):
-        Keeps.parse(BEFORE, right.fields(), right.blobs())
+        KeptReplica.parse(BEFORE, right.fields(), right.blobs())
     expected = (CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
     told = [(wrong, right.blobs()) for wrong in spoiled(right.fields())]
     told += [(right.fields(), [msgpack.packb(wrong)]) for wrong in spoiled(right.held.fields()) if is_sent(wrong)]
     told += [(right.fields(), wrong) for wrong in ([], [b""], [right.blobs()[0][:-1]])]
     for fields, blobs in told:
         try:
-            found = Keeps.parse(EPOCH, fields, blobs)
+            found = KeptReplica.parse(EPOCH, fields, blobs)
         except expected:
             continue
         assert all(0 <= rank < found.held.worlds[identity] for identity, rank in found.held.holders)
@@ -157,8 +157,8 @@ class Pair:
         """What is told to it is lost."""
         holder.told = lambda by, fields: None  # type: ignore[method-assign]
 
-    def find(self) -> Safe | None:
-        said: list[Safe | None] = []
+    def find(self) -> SafeCheckpoint | None:
+        said: list[SafeCheckpoint | None] = []
         names = [node.name for node in self.nodes]
         find_safe(cast(Any, self.lead), names, self.lead.keeps(EPOCH), EPOCH, (1,), said.append)
         while not said:
@@ -176,7 +176,7 @@ def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_tha
     assert pair.copy(2, at(1)) == ""
     assert set(pair.lender.copies.identities) == {at(1), at(2)}
     assert "not left" in pair.copy(3, None), "what is safe is not known, and nothing goes"
-    assert pair.find() == Safe(at(2), at(2))
+    assert pair.find() == SafeCheckpoint(at(2), at(2))
     assert pair.copy(3, at(2)) == ""
     assert set(pair.lender.copies.identities) == {at(2), at(3)}
 
@@ -211,7 +211,7 @@ def test_while_a_node_does_not_answer_nothing_is_known() -> None:
 
 
 def test_an_answer_that_cannot_be_read_is_none() -> None:
-    said: list[Safe | None] = []
+    said: list[SafeCheckpoint | None] = []
 
     class Net:
         me = "a"
@@ -232,8 +232,8 @@ class Carried:
         self.heard: list[str] = []
         self.judge: Callable[[str], str] = lambda error: error
         self.later: list[Callable[[], None]] = []
-        self.finding: list[Callable[[Safe | None], None]] = []
-        self.account = Account()
+        self.finding: list[Callable[[SafeCheckpoint | None], None]] = []
+        self.account = Accounting()
         self.account.follow(EPOCH)
         self.is_so = True
         self.group = SimpleNamespace(
@@ -247,8 +247,8 @@ class Carried:
             safe_needed=(),
             found_safe=self.found_safe,
             replicated=self.replicated,
-            why_not_copied=lambda tick: Elsewhere.why_not_copied(cast(Elsewhere, self.group), tick),
-            lets_older_go=lambda why_not: Elsewhere.lets_older_go(cast(Elsewhere, self.group), why_not),
+            why_not_copied=lambda tick: ReplicaState.why_not_copied(cast(ReplicaState, self.group), tick),
+            lets_older_go=lambda why_not: ReplicaState.lets_older_go(cast(ReplicaState, self.group), why_not),
         )
         protection = SimpleNamespace(
             find_safe=self.find_safe,
@@ -288,11 +288,15 @@ class Carried:
         return self.judge(error)
 
     def replicate(self, slot: int = 0, which: Identity | None = None) -> None:
-        Carrier._replicate(cast(Carrier, self.carrier), slot, which or at(7))
+        JobExecutor._replicate(cast(JobExecutor, self.carrier), slot, which or at(7))
 
 
 def test_what_is_found_to_be_safe_is_what_others_keep_and_is_shown_if_it_is_whole() -> None:
-    for safe, shown in ((Safe(at(5), at(3)), 3), (Safe(at(5), None), None), (Safe(None, None), None)):
+    for safe, shown in (
+        (SafeCheckpoint(at(5), at(3)), 3),
+        (SafeCheckpoint(at(5), None), None),
+        (SafeCheckpoint(None, None), None),
+    ):
         carried = Carried()
         carried.replicate()
         assert carried.heard == []
@@ -309,7 +313,7 @@ def test_what_an_agent_has_said_that_was_lost_meanwhile_is_not_shown_to_be_safe(
     carried = Carried()
     carried.replicate()
     carried.is_so = False
-    carried.finding.pop()(Safe(at(3), at(3)))
+    carried.finding.pop()(SafeCheckpoint(at(3), at(3)))
     assert "peer" not in carried.account.facts(0.0)["safe"]
 
 
@@ -319,7 +323,7 @@ def test_what_is_safe_is_asked_again_where_that_could_not_be_found_out() -> None
     carried.finding.pop()(None)
     assert "has not said" in carried.heard.pop()
     carried.replicate()
-    carried.finding.pop()(Safe(at(5), None))
+    carried.finding.pop()(SafeCheckpoint(at(5), None))
     assert carried.heard == [f"{at(7)}, safe: {at(5)}"]
 
 
@@ -329,7 +333,7 @@ def test_memory_only_nodes_that_may_still_come_are_waited_for_before_it_is_asked
     assert not carried.finding
     carried.awaits = False
     carried.later.pop()()
-    carried.finding.pop()(Safe(None, None))
+    carried.finding.pop()(SafeCheckpoint(None, None))
     assert len(carried.heard) == 1
 
 
@@ -343,7 +347,7 @@ def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
     carried = Carried()
     carried.group.outdoes_former = outdone
     carried.replicate()
-    carried.finding.pop()(Safe(None, None))
+    carried.finding.pop()(SafeCheckpoint(None, None))
     carried.judge = lambda error: why_not
     assert carried.ended("") is goes
 
@@ -352,7 +356,7 @@ def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_n
     carried = Carried()
     carried.replicate()
     carried.group.undoes_safe = True
-    carried.finding.pop()(Safe(at(5), at(5)))
+    carried.finding.pop()(SafeCheckpoint(at(5), at(5)))
     assert carried.heard == [UNKEPT]
 
 
@@ -360,7 +364,7 @@ def test_what_is_not_copied_since_a_newer_one_is_found_to_be_safe_is_not_said_to
     carried = Carried()
     carried.replicate()
     carried.group.undoes_safe = True
-    carried.finding.pop()(Safe(at(9), at(9)))
+    carried.finding.pop()(SafeCheckpoint(at(9), at(9)))
     assert carried.heard == [OUTDONE]
 
 
@@ -383,17 +387,19 @@ def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_
     assert carried.known == at(3)
     copies = SimpleNamespace(inventory=Inventory, chunks=SimpleNamespace(kept={}), told_safe=Identity(BEFORE, Tick(9)))
     node = NodeAt("a", (ADDRESS,), (0, 1, 2))
-    protection = Protection(cast(Any, SimpleNamespace(me="a")), cast(Any, copies), cast(Any, None), (node,), None)
-    said: list[Safe | None] = []
+    protection = ReplicationManager(
+        cast(Any, SimpleNamespace(me="a")), cast(Any, copies), cast(Any, None), (node,), None
+    )
+    said: list[SafeCheckpoint | None] = []
     protection.find_safe(EPOCH, carried.known, [at(3)], 3, said.append)
-    assert said == [Safe(at(3), None)]
+    assert said == [SafeCheckpoint(at(3), None)]
 
 
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
     carried = Carried()
     carried.replicate()
     carried.group.replicates = False
-    carried.finding.pop()(Safe(at(5), None))
+    carried.finding.pop()(SafeCheckpoint(at(5), None))
     assert "no other node has room" in carried.heard.pop()
 
 
@@ -401,23 +407,23 @@ def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_
     carried, said = Carried(), list[tuple[str, str]]()
     carried.group.unsure, carried.carrier._unkept = False, False
     net = SimpleNamespace(tell=lambda name, fields, blobs=(): said.append((name, fields["t"])), limit=lambda rate: None)
-    others = [RemoteRanks(cast(Any, net), name, EPOCH, 3, (rank,)) for rank, name in enumerate("bc", 1)]
-    carried.carrier.ranks = Nodes(cast(Any, SimpleNamespace(world=3)), others, "a")
+    others = [RemoteShare(cast(Any, net), name, EPOCH, 3, (rank,)) for rank, name in enumerate("bc", 1)]
+    carried.carrier.ranks = AllShares(cast(Any, SimpleNamespace(world=3)), others, "a")
     carried.carrier.nodes = tuple(NodeAt(name, (ADDRESS,), (rank,)) for rank, name in enumerate("abc"))
-    carried.carrier.options = Options()
+    carried.carrier.options = JobOptions()
     services, gone = carried.carrier._services, list[Epoch]()
     services.network, services.lenders = lambda: net, tuple
     services.copies = SimpleNamespace(unkeep=gone.append)
 
     def comes_back(rank: int) -> list[str]:
-        carried.carrier.ranks.welcome(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1, Called()))
+        carried.carrier.ranks.welcome(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1, NodeNames()))
         said.clear()
         Job._limit_copies(cast(Job, carried.carrier), rank)
         assert {name for name, _ in said} == {"bc"[rank - 1]}
         return [kind for _, kind in said]
 
     assert comes_back(1) == ["limit"]
-    Carrier._unkeep(cast(Carrier, carried.carrier))
+    JobExecutor._unkeep(cast(JobExecutor, carried.carrier))
     assert (gone, said[1:]) == ([EPOCH], [("b", "unkeep"), ("c", "unkeep")])
     assert comes_back(2) == ["limit", "unkeep"]
     carried.replicate()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from ckpt.agent.replication.survey import Safe
+from ckpt.agent.replication.survey import SafeCheckpoint
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.placement.placement import Parity
 from ckpt.types import Identity
@@ -52,7 +52,7 @@ def test_what_is_found_is_what_outlives_the_losses_asked_for_or_as_many_as_what_
     losses = min(kept.losses for kept in fleet.placed(SECOND).kept)
     whole = max((each for each in (FIRST, SECOND) if outlives(fleet, each, losses)), default=None)
     assert whole == (None if again and kept_some else SECOND)
-    assert fleet.find(SECOND) == Safe(SECOND, whole)
+    assert fleet.find(SECOND) == SafeCheckpoint(SECOND, whole)
 
 
 def test_a_node_that_lends_twice_the_parity_takes_the_next_of_a_coordinator_that_was_started_again(make: Make) -> None:
@@ -65,7 +65,7 @@ def test_a_node_that_lends_twice_the_parity_takes_the_next_of_a_coordinator_that
     fleet.restart("a")
     assert fleet.kept("m") == {5, 10}
     assert "no room" in fleet.protect(THIRD), "what is safe is not known, and nothing goes"
-    assert fleet.find(SECOND) == Safe(SECOND, SECOND)
+    assert fleet.find(SECOND) == SafeCheckpoint(SECOND, SECOND)
     assert fleet.protect(THIRD, safe=SECOND) == ""
     assert fleet.kept("m") == {10, 15}
 

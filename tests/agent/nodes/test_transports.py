@@ -12,13 +12,13 @@ import pytest
 
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import Frames, Transport
-from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
-from ckpt.agent.restore.peer_source import PeerFrames, name_of
-from ckpt.agent.restore.restore_session import Restore
-from ckpt.agent.snapshots.described import Described
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
+from ckpt.agent.restore.peer_source import PeerSource, name_of
+from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.agent.snapshots.inventory import sealed
-from ckpt.agent.snapshots.manifest_gather import Places
-from ckpt.agent.snapshots.memory_checkpoint import Reader, put_together
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.arena import Arena
@@ -122,9 +122,9 @@ def test_an_agent_that_is_not_there_gives_nothing_and_what_is_called_off_ends(be
 
 def test_copies_go_by_it(job: Job) -> None:
     giver, keeper = job.agents[:2]
-    arenas, copies = staged(STEP, 2), [Copies(each.bulk, job.loop.post) for each in (giver, keeper)]
+    arenas, copies = staged(STEP, 2), [ReplicaStore(each.bulk, job.loop.post) for each in (giver, keeper)]
     try:
-        told: list[list[Described]] = []
+        told: list[list[DescribedSnapshot]] = []
         heard: list[str] = []
         copies[0].publish(giver.network.transport, STEP, arenas, lambda found, error: told.append(found))
         job.loop.until(lambda: told)
@@ -146,15 +146,15 @@ def test_copies_go_by_it(job: Job) -> None:
 def test_a_start_goes_on_from_other_nodes_memory_by_it(job: Job) -> None:
     giver, getter = job.agents[:2]
     arenas = staged(STEP, 2)
-    made = put_together(STEP, Reader().read(STEP, 2, arenas, keep_hashes=False), arenas)
+    made = put_together(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
     sizes = {rank: arena.bytes for rank, arena in arenas.items()}
-    places = Places(STEP, made.ranks, made.offsets, sizes, {rank: ["agent-0"] for rank in arenas})
+    places = FramePlaces(STEP, made.ranks, made.offsets, sizes, {rank: ["agent-0"] for rank in arenas})
     for rank, arena in arenas.items():
         giver.network.transport.offer(name_of(STEP, rank), arena.view, places.frames(rank, made.manifest), urgent=True)
     node = NodeAt("agent-0", (giver.address,), ())
-    peers = PeerFrames(places, made.manifest, getter.network, [node], job.loop.post)
+    peers = PeerSource(places, made.manifest, getter.network, [node], job.loop.post)
     services = getter.bulk, job.loop.later, job.loop.post
-    restore = Restore(STEP, made.manifest, 1, None, None, *services, peers=peers)
+    restore = RestoreSession(STEP, made.manifest, 1, None, None, *services, peers=peers)
     rank = Rank(job.loop.post, cast(Any, type("Owner", (), {"restore": restore})))
     try:
         restore.request(rank, range(len(made.manifest.frames)))

@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.store_client import StoreSide
-from ckpt.agent.job.follower_job import Following
-from ckpt.agent.net.peer_network import Network
-from ckpt.agent.runtime.event_loop import Server
+from ckpt.agent.commit.store_client import StoreClient
+from ckpt.agent.job.follower_job import FollowerJob
+from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.ipc.messages import Message
 from tests.agent.nodes.staged import EPOCH, Net, Turned, identity
 from tests.agent.nodes.test_clocks import NODES, Quiet, Rank
@@ -26,8 +26,8 @@ class Asking(Rank):
 )
 def test_only_what_was_seen_to_be_damaged_is_called_so(answer: list[bytes] | None, kind: str, turned: Turned) -> None:
     net, rank = Net("b"), Asking()
-    services = cast(Network, net), cast(Server, Quiet()), turned.bulk, cast(StoreSide, None)
-    following = Following(EPOCH, 2, NODES, *services, cast(Any, None), lambda each: {})
+    services = cast(PeerNetwork, net), cast(EventLoop, Quiet()), turned.bulk, cast(StoreClient, None)
+    following = FollowerJob(EPOCH, 2, NODES, *services, cast(Any, None), lambda each: {})
     words = {"t": "fetch", "id": 1, "identity": str(identity(5))}
     following._fetch(cast(Any, rank), Message(words, [], [np.array([0], "<u4").tobytes()]))
     if answer is None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from ckpt.agent.observability import metrics_http, prometheus
-from ckpt.agent.observability.metrics_http import CONNECTIONS_MAX, REQUEST_MAX, Scrape
-from ckpt.agent.runtime.event_loop import Server
-from ckpt.agent.state.accounting import Account, Phase
+from ckpt.agent.observability.metrics_http import CONNECTIONS_MAX, REQUEST_MAX, MetricsHttp
+from ckpt.agent.runtime.event_loop import EventLoop
+from ckpt.agent.state.accounting import Accounting, Phase
 from ckpt.threads import Tasks
 from ckpt.types import Epoch, Tick
 
@@ -58,7 +58,7 @@ def parse(text: str) -> Samples:
 
 
 def a_status(**job: Any) -> dict[str, Any]:
-    account = Account()
+    account = Accounting()
     account.look(0.0, Phase.STARTING)
     account.started(2.0, Epoch(1, "0" * 16), Tick(5), "store", {"store": 100}, 30.0, 0)
     account.staged(10.0, Tick(9), 0.25)
@@ -122,7 +122,7 @@ def test_an_agent_without_a_job_has_a_page_too() -> None:
     assert "ckpt_ranks" not in found
     assert found["process_resident_memory_bytes"] == {(): 50 << 20}
     assert found["process_start_time_seconds"] == {(): 988.5}
-    nothing = {**a_status(), "account": Account().facts(0.0)}
+    nothing = {**a_status(), "account": Accounting().facts(0.0)}
     assert "ckpt_goodput_ratio" not in parse(prometheus.page(nothing, 1000.0).decode())
 
 
@@ -157,10 +157,10 @@ class Handler:
 class Served:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str = "127.0.0.1") -> None:
         monkeypatch.setattr("signal.signal", lambda *_: None)  # the loop runs beside the main thread here
-        self.server = Server(tmp_path / "socket")
+        self.server = EventLoop(tmp_path / "socket")
         self.pages = 0
         self.body = b"ckpt_x 1\n"
-        self.scrape = Scrape(self.server, host, 0, self.page)
+        self.scrape = MetricsHttp(self.server, host, 0, self.page)
         host, port = self.scrape.address.rsplit(":", 1)
         self.at = (host.strip("[]"), int(port))
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.preemption.deadline_strategy import Course, Measured, choose, outlasts
-from ckpt.agent.preemption.preemption import Standing
+from ckpt.agent.preemption.deadline_strategy import Course, SaveTiming, choose, outlasts
+from ckpt.agent.preemption.preemption import StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import Store
-from ckpt.ipc.control_page import Kind
+from ckpt.ipc.control_page import WordKind
 from ckpt.placement.placement import Kept
 from ckpt.types import Tick
 from tests.agent.preemption.test_preemption import Warned
@@ -55,13 +55,13 @@ def test_copies_outlast_the_nodes_that_go_where_somebody_who_stays_has_each() ->
 
 
 def test_what_was_measured_is_scaled_up_only_and_a_slow_one_is_remembered() -> None:
-    first = Measured.learnt(10.0, 100, None)
+    first = SaveTiming.learnt(10.0, 100, None)
     assert first.seconds_of(300) == 30.0
     assert first.seconds_of(50) == 10.0
-    assert Measured.learnt(2.0, 100, first).seconds == 6.0
-    assert Measured.learnt(2.0, 300, first).seconds == 16.0
-    assert Measured.learnt(20.0, 100, first).seconds == 20.0
-    assert Measured(3.0, 0).seconds_of(1 << 40) == 3.0, "of how much it was is not known"
+    assert SaveTiming.learnt(2.0, 100, first).seconds == 6.0
+    assert SaveTiming.learnt(2.0, 300, first).seconds == 16.0
+    assert SaveTiming.learnt(20.0, 100, first).seconds == 20.0
+    assert SaveTiming(3.0, 0).seconds_of(1 << 40) == 3.0, "of how much it was is not known"
 
 
 class Linked(Warned):
@@ -107,7 +107,7 @@ class Linked(Warned):
                 if word is not None and step > word.step and word.round not in self.staged:
                     self.staged.add(word.round)
                     self.stage(word.round, Tick(word.step), word.slot)
-                    if word.kind is Kind.HOLD:
+                    if word.kind is WordKind.HOLD:
                         self.hold(word)
             self.decide()
 
@@ -177,9 +177,9 @@ def test_from_two_minutes_to_two_seconds_what_is_chosen_fits_and_is_reported(
     driver.measured()
     for source, key, node in FAR[far]:
         end_s = driver.now_s + 2 * 86400.0
-        driver.group.warn(Standing(source, key, end_s, driver.now_s, nodes=frozenset({node})))
+        driver.group.warn(StandingNotice(source, key, end_s, driver.now_s, nodes=frozenset({node})))
     deadline_s = driver.now_s + lead_s
-    driver.group.warn(Standing("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.warn(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
     driver.decide()
     driver.run(lambda: driver.group.course is not Course.STAY)
     assert driver.group.course is course
@@ -196,7 +196,7 @@ def test_from_two_minutes_to_two_seconds_what_is_chosen_fits_and_is_reported(
 def test_copies_come_before_the_commit_and_are_made_though_all_ranks_are_gone() -> None:
     driver = Linked(20e6, 200e6)
     driver.measured()
-    driver.group.warn(Standing("cloud", "1 on node b", driver.now_s + 30.0, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.warn(StandingNotice("cloud", "1 on node b", driver.now_s + 30.0, driver.now_s, nodes=frozenset({"b"})))
     driver.run(driver.held)
     for rank in range(driver.world):
         driver.group.leave(rank, ("leave", rank))
@@ -216,7 +216,7 @@ def test_where_the_copies_fail_or_take_too_long_it_is_committed_all_the_same(err
     driver = Linked(20e6, 200e6)
     driver.measured()
     deadline_s = driver.now_s + 30.0
-    driver.group.warn(Standing("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.warn(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
     driver.copy_s = 1000.0
     driver.run(lambda: driver.held() and driver.group.replicating is not None)
     assert driver.group.committing is None
@@ -236,7 +236,7 @@ def test_where_every_node_goes_nobody_is_left_to_copy_to() -> None:
     driver = Linked(100e6, 1000e6)
     driver.measured()
     nodes = frozenset({"", "b"})
-    driver.group.warn(Standing("cloud", "1", driver.now_s + 10.0, driver.now_s, nodes=nodes))
+    driver.group.warn(StandingNotice("cloud", "1", driver.now_s + 10.0, driver.now_s, nodes=nodes))
     driver.decide()
     assert driver.group.course is Course.PUSH
     driver.run(driver.outcomes)
@@ -247,7 +247,7 @@ def test_a_node_that_goes_soon_after_is_no_survivor() -> None:
     driver = Linked(100e6, 1000e6)
     driver.measured()
     for node, lead_s in (("b", 10.0), ("", 15.0)):
-        driver.group.warn(Standing("cloud", node, driver.now_s + lead_s, driver.now_s, nodes=frozenset({node})))
+        driver.group.warn(StandingNotice("cloud", node, driver.now_s + lead_s, driver.now_s, nodes=frozenset({node})))
     driver.decide()
     assert driver.group.doomed == {"", "b"}
     assert driver.group.course is Course.PUSH
@@ -258,7 +258,7 @@ def test_what_is_complete_is_pushed_to_where_it_can_still_go() -> None:
     driver.measured()
     driver.group.paced(8.0, 8.0, driver.now_s)
     driver.run(lambda: driver.group.replicating is not None and driver.group.committing is not None)
-    driver.group.warn(Standing("cloud", "1 on node b", driver.now_s + 7.0, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.warn(StandingNotice("cloud", "1 on node b", driver.now_s + 7.0, driver.now_s, nodes=frozenset({"b"})))
     driver.decide()
     assert driver.group.course is Course.PUSH, "another copy would have to wait for this one"
     newest = driver.group.newest
@@ -276,7 +276,7 @@ def test_where_the_newest_gets_nowhere_it_is_said_which_one_stays_in_other_nodes
     driver.group.paced(8.0, 8.0, driver.now_s)
     driver.run(lambda: driver.group.replicating is not None)
     safe = driver.group.safe_tick
-    driver.group.warn(Standing("cloud", "1 on node b", driver.now_s + 3.0, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.warn(StandingNotice("cloud", "1 on node b", driver.now_s + 3.0, driver.now_s, nodes=frozenset({"b"})))
     driver.run(driver.outcomes)
     (told,) = driver.outcomes()
     assert safe is not None

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.agent.preemption.event_ack import Planned, next_of
-from ckpt.agent.preemption.preemption import Standing
+from ckpt.agent.preemption.event_ack import PlannedEvent, next_of
+from ckpt.agent.preemption.preemption import StandingNotice
 from ckpt.agent.state import actions as do
 from tests.agent.preemption.test_preemption import Warned
 
 
 def stands(
     key: str = "E1", node: str = "", source: str = "azure", lead_s: float = 60.0, certain: bool = True
-) -> Standing:
+) -> StandingNotice:
     named = f"{key} on node {node}" if node else key
-    return Standing(source, named, lead_s, 0.0, certain, nodes=frozenset({node}))
+    return StandingNotice(source, named, lead_s, 0.0, certain, nodes=frozenset({node}))
 
 
 def test_of_the_nodes_that_an_event_names_the_coordinator_does_it_else_the_first_by_name() -> None:
     both = [stands(node="b"), stands(node="a")]
-    assert next_of(both, (), 0.0) == (Planned("azure", "E1"), "a")
-    assert next_of([*both, stands()], (), 0.0) == (Planned("azure", "E1"), "")
-    assert next_of(both, {Planned("azure", "E1")}, 0.0) is None
+    assert next_of(both, (), 0.0) == (PlannedEvent("azure", "E1"), "a")
+    assert next_of([*both, stands()], (), 0.0) == (PlannedEvent("azure", "E1"), "")
+    assert next_of(both, {PlannedEvent("azure", "E1")}, 0.0) is None
 
 
 def test_each_event_once_whatever_else_stands() -> None:
     told = [stands("E2", "b"), stands("E1", "b"), stands("E2", "a")]
     first = next_of(told, (), 0.0)
-    assert first == (Planned("azure", "E1"), "b")
-    assert next_of(told, {first[0]}, 0.0) == (Planned("azure", "E2"), "a")
+    assert first == (PlannedEvent("azure", "E1"), "b")
+    assert next_of(told, {first[0]}, 0.0) == (PlannedEvent("azure", "E2"), "a")
 
 
 @pytest.mark.parametrize("told", [stands(source="gcp-preempted"), stands(certain=False), stands(lead_s=0.0)])
-def test_not_what_has_begun_may_not_come_or_knows_no_such_word(told: Standing) -> None:
+def test_not_what_has_begun_may_not_come_or_knows_no_such_word(told: StandingNotice) -> None:
     assert next_of([told], (), 0.0) is None
 
 
@@ -68,7 +68,9 @@ def test_it_is_the_last_of_all_after_the_commit_and_the_answers_to_the_ranks() -
     assert driver.group.heeds_notices, "until it is said"
     driver.decide()
     assert driver.acknowledged() == [do.Acknowledge("azure", "E1", "")]
-    answered = [at for at, each in enumerate(driver.said) if isinstance(each, do.Answer) and each.request[0] == "leave"]
+    answered = [
+        at for at, each in enumerate(driver.said) if isinstance(each, do.AnswerRequest) and each.request[0] == "leave"
+    ]
     assert len(answered) == driver.world
     assert max(answered) < driver.said.index(driver.acknowledged()[0])
     assert driver.group.heeds_notices

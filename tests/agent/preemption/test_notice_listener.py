@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, When
-from ckpt.agent.preemption.notice_listener import Listening
+from ckpt.agent.preemption.notice_listener import NoticeListeners
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
 from ckpt.ipc.notice_sources import Sources
@@ -70,7 +70,7 @@ class Loop:
         self.whens: list[When] = []
         self.events: list[Event] = []
         self._came = threading.Condition()
-        self.listening = Listening(self.post, self.tell, Events(self.post_event))
+        self.listening = NoticeListeners(self.post, self.tell, Events(self.post_event))
 
     def post(self, what: Any) -> None:
         with self._came:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent.preemption import notice_relay
 from ckpt.agent.preemption.deadline_strategy import PAST_S, When
-from ckpt.agent.preemption.notice_relay import NOTICES_MAX, Standing, given_back, words
+from ckpt.agent.preemption.notice_relay import NOTICES_MAX, RelayedNotice, given_back, words
 from ckpt.errors import CkptError
 from ckpt.preemption import notice
 from ckpt.preemption.notice import Notice, Withdrawn
@@ -44,7 +44,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 def test_what_stands_there_is_told_once_and_again_only_when_its_time_has_moved(clocks: Clocks) -> None:
-    there = Standing()
+    there = RelayedNotice()
     there.hear(SPOT, When.AT_ONCE)
     ((first, when),) = words("b", there.told(), {}, 5000.0)
     assert isinstance(first, Notice)
@@ -58,7 +58,7 @@ def test_what_stands_there_is_told_once_and_again_only_when_its_time_has_moved(c
 
 @pytest.mark.parametrize("by_s", [60.0, -3600.0])
 def test_a_clock_that_is_set_after_a_notice_was_heard_does_not_move_its_deadline(clocks: Clocks, by_s: float) -> None:
-    there = Standing()
+    there = RelayedNotice()
     there.hear(SPOT)
     clocks.goes_on(10.0)
     clocks.unix_s += by_s
@@ -70,7 +70,7 @@ def test_a_clock_that_is_set_after_a_notice_was_heard_does_not_move_its_deadline
 
 def test_what_is_past_is_told_once_and_again_when_its_time_is_ahead_after_all(clocks: Clocks) -> None:
     """Once told it is taken to be a little ahead; then it passes."""
-    there = Standing()
+    there = RelayedNotice()
     there.hear(Notice(950.0, "azure", True, "E1", "reboot"))
     ((first, _),) = words("b", there.told(), {}, 5000.0)
     assert isinstance(first, Notice)
@@ -86,7 +86,7 @@ def test_what_is_past_is_told_once_and_again_when_its_time_is_ahead_after_all(cl
 
 
 def test_what_has_passed_there_is_no_news_to_another_agent(clocks: Clocks) -> None:
-    there = Standing()
+    there = RelayedNotice()
     there.hear(SPOT, When.AT_ONCE)
     for later_s, known in ((29.0, When.AT_ONCE), (2.0, When.NOT_AGAIN)):
         clocks.goes_on(later_s)
@@ -98,7 +98,7 @@ def test_what_has_passed_there_is_no_news_to_another_agent(clocks: Clocks) -> No
 
 @pytest.mark.parametrize("far_s", [0.0, 253_402_300_799.0, 1e300, math.inf])
 def test_one_whose_time_is_far_away_hides_no_other(far_s: float) -> None:
-    there = Standing()
+    there = RelayedNotice()
     there.hear(Notice(far_s, "file", True, "/word", "it has appeared"))
     there.hear(SPOT)
     for told in (words("b", there.told(), {}, 5000.0), given_back(there.told(), 5000.0)):
@@ -110,7 +110,7 @@ def test_one_whose_time_is_far_away_hides_no_other(far_s: float) -> None:
 
 
 def test_what_does_not_stand_there_any_more_is_withdrawn_and_what_other_nodes_say_is_not() -> None:
-    there = Standing()
+    there = RelayedNotice()
     there.hear(SPOT)
     ((first, _),) = words("b", there.told(), {}, 5000.0)
     assert isinstance(first, Notice)
@@ -121,7 +121,7 @@ def test_what_does_not_stand_there_any_more_is_withdrawn_and_what_other_nodes_sa
 
 
 def test_what_is_no_word_is_an_error_and_nothing_else() -> None:
-    there = Standing()
+    there = RelayedNotice()
     there.hear(SPOT)
     right = there.told()
     for wrong in [*spoiled(right), [{**right[0], "left_s": math.nan}], right * (NOTICES_MAX + 1)]:

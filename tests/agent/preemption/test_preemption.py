@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Group
+from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, SLACK, Course, When
 from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S
-from ckpt.agent.preemption.preemption import END_S, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, Standing
+from ckpt.agent.preemption.preemption import END_S, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import REJOIN_S, Store, Why
-from ckpt.ipc.control_page import AMID, SUB_MAX, WAITING, ControlPage, Kind, Place, Word
+from ckpt.ipc.control_page import AMID, SUB_MAX, WAITING, ControlPage, ControlWord, RankPlace, WordKind
 from ckpt.ipc.notice_sources import FORMER, SIGNAL
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
@@ -36,7 +36,7 @@ class Warned(Driver):
 
     def warn(self, lead_s: float, key: str = "1", **more: Any) -> None:
         source = more.pop("source", "cloud")
-        self.group.warn(Standing(source, key, self.now_s + lead_s, self.now_s, **more))
+        self.group.warn(StandingNotice(source, key, self.now_s + lead_s, self.now_s, **more))
         self.decide()
 
     def save_once(self) -> None:
@@ -62,14 +62,14 @@ class Warned(Driver):
         return {rank: body["leave"] for rank, body in self.answers("held").items()}
 
     def outcomes(self) -> list[dict[str, Any]]:
-        return [action.body for action in self.said if isinstance(action, do.Outcome)]
+        return [action.body for action in self.said if isinstance(action, do.WriteOutcome)]
 
     def ends(self) -> list[dict[str, Any]]:
         return [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "end"]
 
     def is_hold(self) -> bool:
         word = self.word()
-        return word is not None and word.kind is Kind.HOLD
+        return word is not None and word.kind is WordKind.HOLD
 
 
 def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() -> None:
@@ -101,8 +101,12 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
     driver.stage(word.round, Tick(word.step), word.slot, range(1))
     assert driver.hold(word, range(1)) == {}
 
-    def asked() -> list[Word | None]:
-        return [Word.unpack(a.body["word"]) for a in driver.said if isinstance(a, do.Tell) and a.body["t"] == "awaited"]
+    def asked() -> list[ControlWord | None]:
+        return [
+            ControlWord.unpack(a.body["word"])
+            for a in driver.said
+            if isinstance(a, do.Tell) and a.body["t"] == "awaited"
+        ]
 
     assert not asked(), "it may be on its way"
     wake_s = driver.group.next_wake_s(driver.now_s)
@@ -150,7 +154,7 @@ def test_an_evaluation_without_polls_makes_nobody_leave_that_has_time_once_it_is
     while driver.now_s < began_s + ends_s:
         driver.evaluate(5.0, polls=0)
     word = driver.word()
-    assert word.kind is Kind.HOLD
+    assert word.kind is WordKind.HOLD
     driver.train(0.1)
     has_time = driver.now_s + 2 * driver.group.need_s < began_s + 3600.0
     assert driver.hold(driver.take()) == dict.fromkeys(range(2), not has_time)
@@ -173,7 +177,7 @@ def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier(
 def leaves_at(driver: Warned, in_step_s: float | None) -> int:
     """How many steps beyond the present one, which the ranks of this node entered so long ago."""
     since_s = None if in_step_s is None else driver.now_s - in_step_s
-    driver.group.warn(Standing("cloud", "1", driver.now_s + 60.0, driver.now_s, when=When.AT_ONCE))
+    driver.group.warn(StandingNotice("cloud", "1", driver.now_s + 60.0, driver.now_s, when=When.AT_ONCE))
     driver.said += driver.group.decide(driver.now_s, driver.steps, (), [since_s, None])
     assert driver.is_hold()
     return int(driver.word().step - driver.steps[0])
@@ -217,7 +221,7 @@ def test_a_slow_commit_makes_the_job_leave_earlier() -> None:
         driver.save_once()
         driver.train(1.0)
         driver.save(Tick(driver.steps[0] - 1, 1))
-        answer = [a.body for a in driver.said if isinstance(a, do.Answer)][-1]
+        answer = [a.body for a in driver.said if isinstance(a, do.AnswerRequest)][-1]
         driver.stage(answer["round"], Tick(driver.steps[0] - 1, 1), answer["slot"])
         driver.group.assembled(answer["slot"], answer["round"], "")
         driver.decide()
@@ -249,7 +253,7 @@ def test_one_that_is_uncertain_costs_one_checkpoint_and_nobody_leaves() -> None:
     driver.save_once()
     driver.warn(60.0, certain=False)
     word = driver.word()
-    assert (word.kind, word.step <= driver.steps[0] + 2) == (Kind.TAKE, True)
+    assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
     driver.complete()
     driver.commit()
     assert driver.word().step == 1000, "and then as before"
@@ -296,7 +300,7 @@ def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_
     assert wake_s <= due_s - driver.group.need_s
     driver.train(2.0)
     word = driver.word()
-    assert (word.kind, word.step <= driver.steps[0] + 2) == (Kind.TAKE, True)
+    assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
     assert driver.group.doomed == {""}
     driver.complete()
     driver.commit()
@@ -439,7 +443,7 @@ def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn(
     driver.group.ask_extra()
     driver.decide()
     word = driver.word()
-    assert (word.kind, word.step <= driver.steps[0] + 2) == (Kind.TAKE, True)
+    assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
     driver.complete()
     driver.commit()
     assert driver.group.committed_tick == Tick(word.step) > before
@@ -539,7 +543,7 @@ def test_one_that_moves_away_again_is_left_by_later() -> None:
 def successor(world: int = 3) -> Warned:
     """The agent after one that has died, in a job of several nodes; no rank has come back."""
     driver = Warned(world)
-    driver.group = Group(world, driver.group.policy, 500)
+    driver.group = Scheduler(world, driver.group.policy, 500)
     driver.group.one_page = False
     driver.group.resumed(driver.now_s)
     return driver
@@ -597,7 +601,7 @@ def test_the_verdict_is_written_before_anybody_is_told() -> None:
     word = driver.take()
     driver.hold(word)
     verdicts = [i for i, a in enumerate(driver.said) if isinstance(a, do.SetVerdict)]
-    told = [i for i, a in enumerate(driver.said) if isinstance(a, do.Answer) and a.request[0] == "held"]
+    told = [i for i, a in enumerate(driver.said) if isinstance(a, do.AnswerRequest) and a.request[0] == "held"]
     assert len(verdicts) == 1
     assert verdicts[0] < min(told)
 
@@ -817,7 +821,7 @@ def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training
     driver.now_s += 60.0
     driver.decide()
     assert len(driver.outcomes()) == 1
-    assert driver.word().kind is Kind.TAKE
+    assert driver.word().kind is WordKind.TAKE
 
 
 def test_a_deadline_that_has_passed_when_it_is_told_may_come_at_any_moment() -> None:
@@ -1124,7 +1128,7 @@ def test_a_save_that_all_ranks_wait_in_does_not_wait_for_a_later_hold() -> None:
 def test_so_many_notices_are_remembered_and_no_more() -> None:
     driver = Warned()
     for number in range(2 * NOTICES_MAX):
-        driver.group.warn(Standing("cloud", str(number), DAY_S + number, 0.0))
+        driver.group.warn(StandingNotice("cloud", str(number), DAY_S + number, 0.0))
     assert len(driver.group.notices) == NOTICES_MAX
     assert ("cloud", "0") in driver.group.notices
 
@@ -1152,12 +1156,12 @@ def test_what_all_of_many_nodes_hear_counts_for_all_of_them() -> None:
 
 def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -> None:
     page = ControlPage.create(2)
-    page.announce(1, Word(9, 1, Kind.HOLD, 40))
+    page.announce(1, ControlWord(9, 1, WordKind.HOLD, 40))
     page.enter(0, 41)
     page.enter(1, 40, 3)
     page.leave(9)
     assert page.leaves() == 9
-    assert page.appointed() == [Word(9, 1, Kind.HOLD, 40)]
+    assert page.appointed() == [ControlWord(9, 1, WordKind.HOLD, 40)]
     assert [(page.entered(rank), page.polled(rank)) for rank in range(2)] == [(41, 0), (40, 3)]
     page.close()
 
@@ -1280,7 +1284,7 @@ def test_what_is_hashed_already_takes_no_time_of_that(left_s: float, gives_way: 
     """Hashing takes 4 s, and then a commit 14 s, of which the older one has had 4 s when the last one is complete."""
     driver = Warned(every=10)
 
-    def hashed(word: Word) -> None:
+    def hashed(word: ControlWord) -> None:
         driver.decide()
         driver.now_s += 4.0
         driver.group.assembled(word.slot, word.round, "")
@@ -1517,7 +1521,7 @@ def about_to_hold() -> Polling:
 def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long() -> None:
     driver = about_to_hold()
     word = driver.word()
-    assert (word.kind, word.sub, word.step >= driver.steps[0]) == (Kind.HOLD, 0, True)
+    assert (word.kind, word.sub, word.step >= driver.steps[0]) == (WordKind.HOLD, 0, True)
     driver.evaluate(0.1)
     assert driver.word() == word, "it may be a step like others"
     wake_s = driver.group.next_wake_s(driver.now_s)
@@ -1525,7 +1529,7 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     assert wake_s <= driver.now_s + 1.0
     driver.evaluate(4 * driver.group.pace.step_s)
     moved = driver.word()
-    assert (moved.kind, moved.step) == (Kind.HOLD, driver.steps[0] - 1)
+    assert (moved.kind, moved.step) == (WordKind.HOLD, driver.steps[0] - 1)
     assert driver.group.last_error == "", "nothing is lost"
     assert not [action for action in driver.said if isinstance(action, do.Emit)]
     assert driver.polls < moved.sub <= driver.polls + 4
@@ -1552,7 +1556,7 @@ def test_polls_that_come_by_the_hundred_thousand_lead_to_none_that_cannot_be_tol
     driver.group.one_page = False
     driver.evaluate(1.0, polls=SUB_MAX // 2 - 1)
     word = driver.word()
-    assert Word.unpack(word.pack()).sub == word.sub > driver.polls
+    assert ControlWord.unpack(word.pack()).sub == word.sub > driver.polls
 
 
 def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
@@ -1597,7 +1601,7 @@ def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one()
     driver.stage(driver.answers("save")[0]["round"], tick, driver.answers("save")[0]["slot"])
     driver.warn(60.0, when=When.AT_ONCE)
     word = driver.word()
-    assert (word.kind, word.sub) == (Kind.HOLD, 0)
+    assert (word.kind, word.sub) == (WordKind.HOLD, 0)
     driver.evaluate(4 * driver.group.pace.step_s, polls=0)
     assert driver.word() == word
     driver.evaluate(0.5)
@@ -1618,7 +1622,7 @@ def taking() -> Polling:
     """By the clock; one is appointed at the end of a step, which a long evaluation precedes."""
     driver = by_the_clock()
     driver.train(58.0)
-    assert (driver.word().kind, driver.word().sub) == (Kind.TAKE, 0)
+    assert (driver.word().kind, driver.word().sub) == (WordKind.TAKE, 0)
     assert driver.word().step <= driver.steps[0] + 2
     return driver
 
@@ -1634,7 +1638,7 @@ def test_what_is_to_be_taken_by_the_clock_comes_at_a_poll_once_a_step_takes_long
     assert wake_s <= driver.now_s + 1.0
     driver.evaluate(1.0)
     driver.evaluate(1.0)
-    assert (driver.word().kind, driver.word().step) == (Kind.TAKE, driver.steps[0] - 1)
+    assert (driver.word().kind, driver.word().step) == (WordKind.TAKE, driver.steps[0] - 1)
     assert driver.polls < driver.word().sub + 2
 
 
@@ -1780,18 +1784,18 @@ class InTurns(Polling):
     def keep(self) -> None:
         here = self.steps[0] - 1, self.polls
         for word in self.words():
-            read = Word.unpack(word.pack())
+            read = ControlWord.unpack(word.pack())
             assert read is not None
             place = read.place(*here)
-            if place is Place.EARLY or word.round in self.seen:
+            if place is RankPlace.EARLY or word.round in self.seen:
                 continue
             self.seen.add(word.round)
             for rank in range(self.world):
-                if place is Place.LATE or (self.polls and self.amid):
-                    self.group.missed(rank, word.round, "late" if place is Place.LATE else AMID)
+                if place is RankPlace.LATE or (self.polls and self.amid):
+                    self.group.missed(rank, word.round, "late" if place is RankPlace.LATE else AMID)
                 else:
                     self.group.staged(rank, word.round, Tick(*here), word.slot, "d", 0.0)
-            if place is Place.DUE and not (self.polls and self.amid):
+            if place is RankPlace.DUE and not (self.polls and self.amid):
                 self.taken.append(Tick(*here))
                 self.decide()
                 self.group.assembled(word.slot, word.round, "")

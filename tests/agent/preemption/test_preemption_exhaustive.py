@@ -28,12 +28,12 @@ from typing import Any
 import pytest
 import xxhash
 
-from ckpt.agent.job.scheduler import Group
+from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.preemption import END_S, Standing
+from ckpt.agent.preemption.preemption import END_S, StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.rank_presence import Presence
-from ckpt.ipc.control_page import Kind, Place, Word
+from ckpt.ipc.control_page import ControlWord, RankPlace, WordKind
 from ckpt.ipc.notice_sources import SIGNAL
 from ckpt.policy.save_options import Every
 from ckpt.types import Tick
@@ -71,13 +71,13 @@ class Rank:
 class World:
     """`pages`: the verdict on each agent's control page. `verdicts`: what ranks acted upon, by round."""
 
-    group: Group
+    group: Scheduler
     ranks: list[Rank]
     source: str
     faults: int
     waits: int  # how often time may pass
     now_s: float = 0.0
-    words: dict[int, Word] = field(default_factory=dict)  # by slot
+    words: dict[int, ControlWord] = field(default_factory=dict)  # by slot
     pages: list[int] = field(default_factory=lambda: [0])
     hashing: tuple[int, int] | None = None
     stands: bool = True
@@ -115,8 +115,8 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
     return made
 
 
-def _agent(world: int, first_round: int, nodes: bool) -> Group:
-    made = Group(world, Every(steps=1000), first_round=first_round)
+def _agent(world: int, first_round: int, nodes: bool) -> Scheduler:
+    made = Scheduler(world, Every(steps=1000), first_round=first_round)
     made.one_page = not nodes
     return made
 
@@ -189,17 +189,17 @@ def _step(w: World, number: int) -> None:
     ended = rank.step
     rank.step, rank.shows = ended + 1, rank.connected
     for word in list(w.words.values()) if rank.connected else ():
-        if word.round != rank.seen and word.place(ended, 0) is not Place.EARLY:
+        if word.round != rank.seen and word.place(ended, 0) is not RankPlace.EARLY:
             _keep(w, number, ended, word)
 
 
-def _keep(w: World, number: int, ended: int, word: Word) -> None:
+def _keep(w: World, number: int, ended: int, word: ControlWord) -> None:
     rank = w.ranks[number]
     rank.seen = word.round
-    if word.place(ended, 0) is Place.LATE:
+    if word.place(ended, 0) is RankPlace.LATE:
         rank.to_agent.append(("missed", word.round))
         return
-    assert word.kind is Kind.HOLD
+    assert word.kind is WordKind.HOLD
     rank.phase, rank.round, rank.tick = "holds", word.round, Tick(ended)
     w.content[word.slot, number] = word.round
     rank.to_agent += [("staged", word.round, word.slot), ("held", word.round, rank.connection)]
@@ -238,7 +238,7 @@ def _hear(w: World, number: int) -> None:
         case ("end",):
             _die(w, number)
         case ("awaited", word):
-            past = word.place(rank.step - 1, 0) is not Place.EARLY
+            past = word.place(rank.step - 1, 0) is not RankPlace.EARLY
             if rank.phase == "trains" and rank.seen != word.round and past:
                 rank.to_agent.append(("missed", word.round))
 
@@ -363,7 +363,7 @@ def _hashed(w: World) -> None:
 
 def _tell(w: World) -> None:
     w.told = True
-    w.group.warn(Standing(w.source, KEY, LEAD_S, w.now_s, when=When.AT_ONCE))
+    w.group.warn(StandingNotice(w.source, KEY, LEAD_S, w.now_s, when=When.AT_ONCE))
     decide(w)
 
 
@@ -402,7 +402,7 @@ def _carry_out(w: World, action: do.Action) -> None:
             group.planned(version, "d", (1,) * len(ranks), 2)
         case do.MakeArenas(slot, sizes):
             group.made(slot, sizes)
-        case do.Offer(slot):
+        case do.OfferSlot(slot):
             for number in range(len(ranks)):
                 group.warm(number, slot, group.division)
         case do.Assemble(slot, number):
@@ -410,7 +410,7 @@ def _carry_out(w: World, action: do.Action) -> None:
             w.hashing = slot, number
         case do.Commit(slot):
             group.committed(slot, "", w.now_s)  # when it ends makes no difference to the verdict
-        case do.Answer(("held", number, round_, connection), body):
+        case do.AnswerRequest(("held", number, round_, connection), body):
             if w.nodes and number:
                 w.to_node[number].append(("verdict", connection, round_, body["leave"]))
             else:
@@ -425,8 +425,8 @@ def _carry_out(w: World, action: do.Action) -> None:
         case do.Tell({"t": "awaited", "word": packed}):
             for rank in ranks:
                 if rank.connected and rank.phase in ("trains", "holds"):
-                    rank.to_rank.append(("awaited", Word.unpack(packed)))
-        case do.Outcome(body):
+                    rank.to_rank.append(("awaited", ControlWord.unpack(packed)))
+        case do.WriteOutcome(body):
             w.outcomes.append(body["how"])
         case do.Close():
             group.closed()

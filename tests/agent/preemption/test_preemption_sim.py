@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Group
+from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.preemption import Standing
+from ckpt.agent.preemption.preemption import StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import Store
 from ckpt.ipc.notice_sources import SIGNAL
@@ -42,7 +42,7 @@ class Noticed(Sim):
             self.group.kept = RING  # else who keeps what is not known, as with parity
         self.commit_s = self.random.choice((None, None, None, 0.5, 2.0, 6.0))
         self.copied_first = False
-        self.standing: dict[tuple[str, str], Standing] = {}  # what the machine's owner says
+        self.standing: dict[tuple[str, str], StandingNotice] = {}  # what the machine's owner says
         self.signals: dict[int, tuple[float, float]] = {}  # rank -> (when, deadline)
         self.restarts = 0
         self.sizes: dict[int, tuple[int, ...]] = {}
@@ -75,14 +75,14 @@ class Noticed(Sim):
         lead_s = rng.choice((-5.0, 0.3, 2.0, 10.0, 40.0, 2 * DAY_S))
         node = frozenset({rng.choice(("", "b"))})
         certain, when = rng.random() < 0.7, rng.choice((When.AT_ONCE, When.IN_TIME, When.IN_TIME, When.NOT_AGAIN))
-        self.say(Standing("cloud", key, self.now_s + lead_s, self.now_s, certain, when, node))
+        self.say(StandingNotice("cloud", key, self.now_s + lead_s, self.now_s, certain, when, node))
         what = rng.random()
         if what < 0.25:
             self.after(rng.uniform(0, 5), self.move, key)
         elif what < 0.6 or lead_s > DAY_S:
             self.after(rng.uniform(0, 12), self.take_back, key)
 
-    def say(self, told: Standing) -> None:
+    def say(self, told: StandingNotice) -> None:
         if self.gone():
             return
         self.standing[told.source, told.key] = told
@@ -93,19 +93,19 @@ class Noticed(Sim):
         """While the ranks leave."""
         rng = self.random
         lead_s, when = rng.choice((0.3, 2.0, 6.0)), rng.choice((When.AT_ONCE, When.IN_TIME))
-        self.say(Standing("cloud", "nearer", self.now_s + lead_s, self.now_s, when=when))
+        self.say(StandingNotice("cloud", "nearer", self.now_s + lead_s, self.now_s, when=when))
 
     def notice_beside_a_commit(self, takes_s: float) -> None:
         """One or two more may fit, or none."""
         lead_s = takes_s * self.random.uniform(0.8, 2.5)
         if self.faults and not self.verdict:
-            self.say(Standing("cloud", "beside", self.now_s + lead_s, self.now_s, when=When.AT_ONCE))
+            self.say(StandingNotice("cloud", "beside", self.now_s + lead_s, self.now_s, when=When.AT_ONCE))
 
     def move(self, key: str) -> None:
         told = self.standing.get(("cloud", key))
         if told is not None:
             deadline_s = self.now_s + self.random.choice((-1.0, 1.0, 15.0))
-            self.say(Standing("cloud", key, deadline_s, self.now_s, self.random.random() < 0.8, told.when))
+            self.say(StandingNotice("cloud", key, deadline_s, self.now_s, self.random.random() < 0.8, told.when))
 
     def take_back(self, key: str) -> None:
         if self.standing.pop(("cloud", key), None) is not None:
@@ -133,7 +133,7 @@ class Noticed(Sim):
 
     def hear_signal(self, rank: Rank, connection: int, deadline_s: float) -> None:
         if connection == rank.connection and rank.alive:
-            self.group.warn(Standing(SIGNAL, "SIGTERM", deadline_s, self.now_s, when=When.AT_ONCE))
+            self.group.warn(StandingNotice(SIGNAL, "SIGTERM", deadline_s, self.now_s, when=When.AT_ONCE))
             self.decide()
 
     def at_deadline(self, rank: Rank) -> None:
@@ -172,7 +172,7 @@ class Noticed(Sim):
         self.completed, self.readers, self.commits, self.words = [], {}, 0, [{}, {}]
         self.sizes = {slot.number: slot.bytes for slot in self.group.slots if slot.bytes}
         verdict, self.verdict = self.verdict, 0
-        self.group = Group(self.world, self.policy, first_round=self.random.randrange(1, 1 << 20))
+        self.group = Scheduler(self.world, self.policy, first_round=self.random.randrange(1, 1 << 20))
         self.group.resumed(self.now_s)
         for number in self.sizes:
             self.group.slots[number].making = True
@@ -257,12 +257,12 @@ class Noticed(Sim):
             self.told_store.add(Tick.parse(action.body["tick"]))
         super().do_Tell(action)
 
-    def do_Answer(self, action: do.Answer) -> None:
+    def do_Answer(self, action: do.AnswerRequest) -> None:
         super().do_Answer(action)
         if action.request[0] == "held" and action.body["leave"] and action.body["by_s"] is not None:
             self.told_by_s = action.body["by_s"]
 
-    def do_Outcome(self, action: do.Outcome) -> None:
+    def do_Outcome(self, action: do.WriteOutcome) -> None:
         super().do_Outcome(action)
         if self.verdict and not (self.restarts or self.broken):
             assert self.now_s <= self.by_s, "what was saved is said when the earliest deadline has passed"

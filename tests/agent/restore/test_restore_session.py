@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.agent.restore.restore_session import Restore
+from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.restore.window import Window
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.workers import Bulk
+from ckpt.agent.runtime.workers import Workers
 from ckpt.errors import AgentError, DamagedData, NotFound, StorageError, TransientError
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import FRAME, PLACE, Manifest
@@ -90,8 +90,8 @@ class Loop:
     def __init__(self) -> None:
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.timers: list[Callable[[], None]] = []
-        self.bulk = Bulk(self.post)
-        self.restore: Restore
+        self.bulk = Workers(self.post)
+        self.restore: RestoreSession
         self.ranks: list[Rank] = []
 
     def post(self, what: Callable[[], None]) -> None:
@@ -107,8 +107,8 @@ class Loop:
 
     def begin(
         self, count: int, reader: Reader | Failing | None, world: int = 1, window_bytes: int = 1 << 20
-    ) -> Restore:
-        self.restore = Restore(
+    ) -> RestoreSession:
+        self.restore = RestoreSession(
             *(IDENTITY, manifest(count), world, None, (lambda: reader) if reader else None),
             *(self.bulk, lambda delay_s, what: self.timers.append(what), self.post, window_bytes),
         )
@@ -309,8 +309,8 @@ class Reading(Rank):
             self._post(lambda: self.owner.restore.got(self, [f for f in frames if f not in bad], bad))
 
 
-def of_folder(loop: Loop, reader: Any, world: int = 1) -> Restore:
-    loop.restore = Restore(
+def of_folder(loop: Loop, reader: Any, world: int = 1) -> RestoreSession:
+    loop.restore = RestoreSession(
         *(IDENTITY, manifest(10), world, None, lambda: reader, loop.bulk),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/store",
@@ -372,7 +372,7 @@ def test_a_folder_whose_record_cannot_be_opened_ends_the_fetch_as_any_store(
         raise error
 
     of_folder(loop, None).close()
-    loop.restore = Restore(
+    loop.restore = RestoreSession(
         *(IDENTITY, manifest(10), 1, None, fail, loop.bulk),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/store",

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from ckpt.agent.restore.shared_read_state import ALIVE_S, Asked, Given
+from ckpt.agent.restore.shared_read_state import ALIVE_S, Given, HomeRequest
 from ckpt.types import HERE
 
 NODES, FRAMES = 4, 30
@@ -62,7 +62,7 @@ def test_who_is_gone_is_told_nothing_until_it_asks_again() -> None:
 
 
 def test_what_a_home_says_that_it_was_not_asked_or_has_said_before_changes_nothing() -> None:
-    asked = Asked(0.0)
+    asked = HomeRequest(0.0)
     assert asked.want([1, 2], 0.0) == [1, 2]
     assert asked.told([1, 9], [8], 0.0) == []
     assert asked.told([1], [1], 0.0) == []
@@ -75,7 +75,7 @@ def test_what_a_home_says_that_it_was_not_asked_or_has_said_before_changes_nothi
 
 
 def test_a_home_is_silent_only_while_it_has_something_to_say() -> None:
-    asked = Asked(0.0)
+    asked = HomeRequest(0.0)
     assert asked.silent_s(100.0) == 0.0
     asked.want([1], 100.0)
     assert asked.silent_s(110.0) == 10.0
@@ -86,7 +86,7 @@ def test_a_home_is_silent_only_while_it_has_something_to_say() -> None:
 
 
 def test_a_home_that_is_given_up_hands_back_all_that_is_not_here_once() -> None:
-    asked = Asked(0.0)
+    asked = HomeRequest(0.0)
     asked.want([1, 2, 3, 4], 0.0)
     asked.told([1, 2], [], 0.0)
     for frame in (1, 2):
@@ -106,7 +106,7 @@ class Nodes:
     def __init__(self, seed: int, faulty: bool) -> None:
         self.random, self.faulty = random.Random(seed), faulty
         self.given = [Given() for _ in range(NODES)]
-        self.asked = {(a, b): Asked(0.0) for a in range(NODES) for b in range(NODES) if a != b}
+        self.asked = {(a, b): HomeRequest(0.0) for a in range(NODES) for b in range(NODES) if a != b}
         self.wires: dict[tuple[int, int], list[tuple[str, list[int], list[int]]]] = {pair: [] for pair in self.asked}
         self.has: list[Counter[int]] = [Counter() for _ in range(NODES)]
         self.reads: Counter[int] = Counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.restore.window_cells import Cells, From
+from ckpt.agent.restore.window_cells import From, WindowCells
 
 FRAME_BYTES = 4096
 COUNT = 4
@@ -25,7 +25,7 @@ class Filled:
     freed: list[None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cells = Cells(FRAME_BYTES, COUNT * FRAME_BYTES, lambda: self.freed.append(None))
+        self.cells = WindowCells(FRAME_BYTES, COUNT * FRAME_BYTES, lambda: self.freed.append(None))
 
     def put(self, frames: list[int], source: From = From.STORE) -> int:
         offset = self.cells.window().free_cell()

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.state import memory_pressure
-from ckpt.cgroups import Group, groups
+from ckpt.cgroups import ControlGroup, groups
 from ckpt.ipc.arena import Arena
 
 GIB = 1 << 30
@@ -187,7 +187,7 @@ def test_a_memfd_is_on_no_list_of_file_pages() -> None:
     assert not told or any(grows(told[0]) > 32 << 20 for _ in range(5))
 
 
-def grows(group: Group) -> int:
+def grows(group: ControlGroup) -> int:
     """By how much with an arena of 64 MiB."""
     before = group.used_bytes()
     with contextlib.closing(Arena.create(64 << 20)) as arena:

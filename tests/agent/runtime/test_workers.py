@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.memory_plan import MemoryPlan, Taken
+from ckpt.agent.runtime.memory_plan import MemoryPlan, MemoryUse
 from ckpt.agent.snapshots import local_share as ranks_module
-from ckpt.agent.snapshots.local_share import Ranks
+from ckpt.agent.snapshots.local_share import LocalShare
 from ckpt.ipc.arena import Arena
 from tests.agent.nodes.staged import Turned
 
@@ -66,7 +66,7 @@ def test_what_is_being_closed_counts_as_memory_that_a_job_may_have_and_who_takes
     held, free, plans = Slow(8 * GIB), [GIB], list[MemoryPlan | None]()
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
     monkeypatch.setattr(ranks_module, "LET_GO_S", 0.1)
-    ranks = Ranks(1, turned.bulk, Taken)
+    ranks = LocalShare(1, turned.bulk, MemoryUse)
     heard: list[str] = []
     try:
         turned.bulk.close_arenas([cast(Arena, held)])
@@ -90,7 +90,7 @@ def test_what_the_kernel_has_given_back_of_an_arena_is_not_counted_as_what_it_wi
     """It does so bit by bit: a copy would be taken into memory that is not there."""
     held, next_, free, plans = Slow(8 * GIB), Slow(2 * GIB), [GIB], list[MemoryPlan | None]()
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
-    ranks = Ranks(1, turned.bulk, Taken)
+    ranks = LocalShare(1, turned.bulk, MemoryUse)
 
     def allowed() -> int:
         ranks.measure({0: GIB}, 3, None, lambda plan, _: plans.append(plan))

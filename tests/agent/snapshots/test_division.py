@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckpt.agent.snapshots.division import Division, Held, layout_from, make_division
+from ckpt.agent.snapshots.division import Division, RankContents, layout_from, make_division
 from ckpt.format.declaration import decode_layout, decode_share, encode_layout
 from ckpt.layout.layout import Entry, Layout
 from ckpt.types import Box
@@ -12,10 +12,10 @@ from ckpt.types import Box
 BOX = Box.whole((300, 1000))
 
 
-def held(rank: int, tick: str, value: int, *, holds: bool = True) -> Held:
+def held(rank: int, tick: str, value: int, *, holds: bool = True) -> RankContents:
     entries = (Entry("model.w", "float32", (300, 1000), (BOX,) if holds else ()),)
     hashes = np.full((1 if holds else 0, 2), value, dtype=np.uint64)
-    return Held(f"rank={rank}", Layout(entries), hashes, tick, 100)
+    return RankContents(f"rank={rank}", Layout(entries), hashes, tick, 100)
 
 
 def staged_bytes(division: Division) -> list[int]:
@@ -48,7 +48,7 @@ def test_equal_layouts_are_one_object_and_what_each_rank_is_told_is_its_own() ->
     one, again = layout_from(blob), layout_from(memoryview(bytes(bytearray(blob))))
     assert one is again
     assert one == decode_layout(blob)
-    ranks = [Held(f"rank={rank}", one, np.full((1, 2), 7, np.uint64), "1", 100) for rank in range(3)]
+    ranks = [RankContents(f"rank={rank}", one, np.full((1, 2), 7, np.uint64), "1", 100) for rank in range(3)]
     made = make_division(ranks, None)
     assert made == make_division([held(rank, "1", 7) for rank in range(3)], None)
     told = [(decode_layout(layout), decode_share(share)) for layout, share in made.plans]

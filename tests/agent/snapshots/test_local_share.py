@@ -11,9 +11,9 @@ import pytest
 
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import Peer
-from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, Taken, slots_for
+from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, MemoryUse, slots_for
 from ckpt.agent.snapshots import local_share as ranks_module
-from ckpt.agent.snapshots.local_share import GIVE_WAY_S, Ranks
+from ckpt.agent.snapshots.local_share import GIVE_WAY_S, LocalShare
 from ckpt.errors import AgentError
 from ckpt.ipc.arena import WARM_BYTES
 from ckpt.policy.save_options import Every
@@ -23,7 +23,7 @@ from tests.agent.nodes.staged import Turned, identity, staged
 def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() -> None:
     """Else who has asked for them would give up what takes long (agent.moving)."""
     turned = Turned()
-    ranks = Ranks(2, turned.bulk, Taken)
+    ranks = LocalShare(2, turned.bulk, MemoryUse)
     heard: list[object] = []
     try:
         ranks.make(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
@@ -44,7 +44,7 @@ def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() ->
 def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
     """And not never: a rank that was killed in a copy does not take its word back."""
     turned = Turned()
-    ranks = Ranks(2, turned.bulk, Taken)
+    ranks = LocalShare(2, turned.bulk, MemoryUse)
     heard: list[object] = []
     try:
         ranks.page.copy(1, True)
@@ -63,7 +63,7 @@ def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
 def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that the slot had before, and that of a slot that is not in use any more: they are told just then."""
     turned, told, free = Turned(), list[dict[str, object]](), [0, 0, 1 << 30]
-    ranks = Ranks(1, turned.bulk, Taken)
+    ranks = LocalShare(1, turned.bulk, MemoryUse)
     heard: list[str] = []
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free.pop(0) if len(free) > 1 else free[0])
     try:
@@ -90,7 +90,7 @@ def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pyte
 def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_goes(again: bool) -> None:
     """As by a coordinator that was cut off, and does not know what has come of what it had asked for."""
     turned = Turned()
-    ranks = Ranks(1, turned.bulk, Taken)
+    ranks = LocalShare(1, turned.bulk, MemoryUse)
     heard: list[str] = []
 
     def opened() -> int:
@@ -115,7 +115,7 @@ def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_
 def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_that_is_an_answer() -> None:
     """Not a mistake of who asks: its word was on its way, or waited, while the agent before this one died."""
     turned = Turned()
-    ranks = Ranks(2, turned.bulk, Taken)
+    ranks = LocalShare(2, turned.bulk, MemoryUse)
     try:
         with pytest.raises(AgentError, match="slot 1"):
             ranks.read(1, identity(5), lambda parts, error: None)
@@ -130,7 +130,7 @@ def test_what_a_start_takes_for_a_while_leaves_the_slots_that_are_to_be_their_ro
 ) -> None:
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 64 << 30)
     turned, slots, plans = Turned(), slots_for(Every(steps=steps)), list[memory_plan.MemoryPlan | None]()
-    ranks = Ranks(2, turned.bulk, Taken)
+    ranks = LocalShare(2, turned.bulk, MemoryUse)
     try:
         ranks.measure({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
         (plan,) = plans

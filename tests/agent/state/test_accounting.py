@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agent.state import accounting as account_module
-from ckpt.agent.state.accounting import PARTS, Account, Phase
+from ckpt.agent.state.accounting import PARTS, Accounting, Phase
 from ckpt.types import Epoch, Tick
 
 FIRST, SECOND = Epoch(1, "0" * 16), Epoch(2, "1" * 16)
@@ -17,7 +17,7 @@ class Run:
     """Drives an account by a clock: a step takes a second."""
 
     def __init__(self) -> None:
-        self.account = Account()
+        self.account = Accounting()
         self.now_s = 100.0
         self.step = 0
         self.epoch = FIRST
@@ -282,7 +282,7 @@ def test_a_commit_of_the_start_before_counts_where_this_one_goes_on_from_it() ->
 
 
 def test_the_age_of_a_checkpoint_from_the_store_is_what_its_record_says() -> None:
-    account = Account()
+    account = Accounting()
     account.look(0.0, Phase.STARTING)
     account.started(1.0, FIRST, Tick(7), "store", {}, 60.0, 0)
     assert account.facts(11.0)["safe"] == {"store": {"step": 7, "tick": str(Tick(7)), "age_s": 70.0}}

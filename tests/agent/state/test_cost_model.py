@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt.agent.state.cost_model import Learning, class_of
+from ckpt.agent.state.cost_model import CostModel, class_of
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.failures import Failure
 from ckpt.policy.history import recall
@@ -24,7 +24,7 @@ from tests.agent.observability.test_status import status_of
 url, ranks = test_agent.url, test_agent.ranks  # the fixtures
 
 
-def trained(learning: Learning, commits: int, step_s: float = 0.1, beside_s: float = 0.2) -> float:
+def trained(learning: CostModel, commits: int, step_s: float = 0.1, beside_s: float = 0.2) -> float:
     """Some commits of 2 s, 10 s apart; when the last one ended."""
     now_s, step = 100.0, 0
     learning.started(now_s, step)
@@ -38,7 +38,7 @@ def trained(learning: Learning, commits: int, step_s: float = 0.1, beside_s: flo
 
 
 def test_costs_are_read_off_snapshots_commits_and_the_steps_between_them() -> None:
-    learning = Learning(Adaptive())
+    learning = CostModel(Adaptive())
     trained(learning, 8)
     known = learning.known
     assert known.stall.mean == pytest.approx(0.5)
@@ -50,7 +50,7 @@ def test_costs_are_read_off_snapshots_commits_and_the_steps_between_them() -> No
 @pytest.mark.parametrize("commit_s", [10.0, 50.0, 90.0])
 def test_what_commits_slow_training_by_does_not_come_from_where_in_a_step_they_end(commit_s: float) -> None:
     """They begin after one, and steps take 20 s, always, beside what each snapshot stalls."""
-    learning, now_s, step = Learning(Adaptive()), 0.0, 1
+    learning, now_s, step = CostModel(Adaptive()), 0.0, 1
     learning.started(now_s, step)
     for _ in range(16):
         now_s, step = now_s + 200.0, step + 10
@@ -65,7 +65,7 @@ def test_what_commits_slow_training_by_does_not_come_from_where_in_a_step_they_e
 
 
 def test_a_commit_that_failed_says_nothing_of_what_commits_take() -> None:
-    learning = Learning(Adaptive())
+    learning = CostModel(Adaptive())
     learning.started(0.0, 0)
     learning.commit_began(10.0, 100)
     learning.commit_ended(70.0, 400, None)
@@ -74,7 +74,7 @@ def test_a_commit_that_failed_says_nothing_of_what_commits_take() -> None:
 
 
 def test_few_steps_and_short_times_are_no_pace() -> None:
-    learning = Learning(Adaptive())
+    learning = CostModel(Adaptive())
     learning.started(0.0, 5)
     learning.commit_began(60.0, 6)  # one long step
     learning.commit_ended(60.01, 9, (0.01, 1))
@@ -83,7 +83,7 @@ def test_few_steps_and_short_times_are_no_pace() -> None:
 
 
 def test_the_intervals_follow_what_is_learnt_and_stay_where_nothing_new_is() -> None:
-    learning = Learning(Adaptive())
+    learning = CostModel(Adaptive())
     first = learning.decision
     assert first.local_by == "start"
     now_s = trained(learning, 8)
@@ -94,7 +94,7 @@ def test_the_intervals_follow_what_is_learnt_and_stay_where_nothing_new_is() -> 
 
 
 def test_nodes_fail_each_by_itself_and_their_loss_needs_the_store_only_where_no_other_keeps_copies() -> None:
-    learning = Learning(Adaptive(), nodes=4)
+    learning = CostModel(Adaptive(), nodes=4)
     now_s = trained(learning, 8)
     learning.failed(Failure.NODE)
     alone = learning.decide(now_s)
@@ -125,7 +125,7 @@ def test_a_failure_is_of_the_class_of_what_was_lost(lost_nodes, peers, from_stor
 
 
 def test_a_commit_that_ended_after_its_ranks_takes_no_run_time_back() -> None:
-    learning = Learning(Adaptive())
+    learning = CostModel(Adaptive())
     learning.started(0.0, 0)
     learning.decide(100.0)
     learning.decide(99.5)  # when the ranks were seen gone
@@ -135,7 +135,7 @@ def test_a_commit_that_ended_after_its_ranks_takes_no_run_time_back() -> None:
 
 
 def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> None:
-    learning = Learning(Adaptive())
+    learning = CostModel(Adaptive())
     now_s = trained(learning, 8)
     before = learning.decide(now_s)
     for _ in range(5):
@@ -143,7 +143,7 @@ def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> 
         learning.decide(now_s)
         learning.failed(Failure.PROCESS)
     assert learning.decide(now_s).local_s < before.local_s
-    heir = Learning(Adaptive())
+    heir = CostModel(Adaptive())
     recalled = recall(learning.about())
     assert not recalled.refused
     heir.inherit(recalled.known)

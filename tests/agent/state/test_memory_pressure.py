@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.job.job import Job
-from ckpt.agent.job.scheduler import Group
-from ckpt.agent.node.inventory_lease import Fence
-from ckpt.agent.node.node_memory import Keeper
-from ckpt.agent.replication.replica_store import Copies
+from ckpt.agent.job.scheduler import Scheduler
+from ckpt.agent.node.inventory_lease import InventoryLease
+from ckpt.agent.node.node_memory import NodeMemory
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.state.memory_pressure import PERIOD_S, Held, missing_bytes, which_go
+from ckpt.agent.state.memory_pressure import PERIOD_S, StartMemory, missing_bytes, which_go
 from ckpt.agent.state.retention_rule import Begun
 from ckpt.events import Event
 from ckpt.ipc.arena import Arena
@@ -42,13 +42,13 @@ def test_nothing_is_missing_while_a_fiftieth_is_left() -> None:
     ("missing", "gone"), [(0, []), (1, [ONE]), (GIB, [ONE]), (GIB + 1, [ONE, TWO]), (9 * GIB, [ONE, TWO])]
 )
 def test_the_oldest_go_and_no_more_than_is_missing(missing: int, gone: list[Epoch]) -> None:
-    held = [Held(epoch, GIB, True, True) for epoch in (ONE, TWO, THREE)]
+    held = [StartMemory(epoch, GIB, True, True) for epoch in (ONE, TWO, THREE)]
     assert which_go(held, missing) == gone
 
 
 def test_whatever_is_held_what_goes_is_idle_and_leaves_something_newer_that_is_complete() -> None:
     for flags in itertools.product([False, True], repeat=6):
-        held = [Held(epoch, 1, flags[at], flags[3 + at]) for at, epoch in enumerate((ONE, TWO, THREE))]
+        held = [StartMemory(epoch, 1, flags[at], flags[3 + at]) for at, epoch in enumerate((ONE, TWO, THREE))]
         gone = which_go(held, 99)
         left = [each for each in held if each.epoch not in gone]
         for each in held:
@@ -59,7 +59,7 @@ def test_whatever_is_held_what_goes_is_idle_and_leaves_something_newer_that_is_c
 
 def test_what_a_start_went_on_from_stays_and_what_it_did_not_goes_though_nothing_newer_is_complete() -> None:
     """Two was whole on its nodes, and never safe: one of them was lost, and three went on from one."""
-    held = [Held(ONE, GIB, True, True), Held(TWO, GIB, False, True)]
+    held = [StartMemory(ONE, GIB, True, True), StartMemory(TWO, GIB, False, True)]
     assert which_go(held, 9 * GIB) == [], "nobody has gone on yet"
     assert which_go(held, 9 * GIB, Begun(THREE, Identity(ONE, Tick(5)))) == [TWO]
     assert which_go(held, 9 * GIB, Begun(THREE, Identity(TWO, Tick(5)))) == [ONE]
@@ -103,8 +103,8 @@ class Agent:
         self.former = former
         self.followings: list[Any] = []
         self._bulk = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory_plan.free_bytes())
-        self.copies = Copies(cast(Any, self._bulk), lambda what: what())
-        self.fence = Fence()
+        self.copies = ReplicaStore(cast(Any, self._bulk), lambda what: what())
+        self.fence = InventoryLease()
         self.begun = begun
         self.told: list[Event] = []
         self.current = None
@@ -120,19 +120,19 @@ class Agent:
         return self.copies.inventory()
 
     def _give_back_copies(self, missing: int) -> tuple[int, int]:
-        return Keeper._give_back_copies(cast(Any, self), missing)
+        return NodeMemory._give_back_copies(cast(Any, self), missing)
 
     def _give_back_starts(self, missing: int) -> tuple[int, int]:
-        return Keeper._give_back_starts(cast(Any, self), missing)
+        return NodeMemory._give_back_starts(cast(Any, self), missing)
 
     def _event(self, event: Event) -> None:
         self.told.append(event)
 
     def _is_read(self, identity: Identity) -> bool:
-        return Keeper._is_read(cast(Any, self), identity)
+        return NodeMemory._is_read(cast(Any, self), identity)
 
     def look(self, now_s: float) -> float | None:
-        return Keeper._tend_memory(cast(Any, self), now_s)
+        return NodeMemory._tend_memory(cast(Any, self), now_s)
 
 
 def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and_says_so(
@@ -203,7 +203,7 @@ def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store() -> None:
-    group = Group(2, Every(steps=1))
+    group = Scheduler(2, Every(steps=1))
     group.replicates = True
     job = SimpleNamespace(group=group, checkpoints={0: object()}, nodes=("a", "b"))
     complete = lambda: cast(Any, Job.has_complete).fget(job)  # noqa: E731
@@ -230,7 +230,7 @@ def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_t
 
     before = SimpleNamespace(epoch=TWO, has_ranks=False, ranks=SimpleNamespace(give_back=give_back))
     agent.followings = [before, SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
-    Keeper._tend_room(cast(Any, agent), 100.0)
+    NodeMemory._tend_room(cast(Any, agent), 100.0)
     assert left == [safe, parent]
 
 
@@ -243,8 +243,8 @@ def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_
     parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
     agent = Agent([])
     agent.copies.told_safe = safe
-    agent.begun = Keeper._begun_with(cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))])
-    assert [Keeper._may_go(cast(Any, agent))(each) for each in (older, safe, parent)] == [True, False, False]
+    agent.begun = NodeMemory._begun_with(cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))])
+    assert [NodeMemory._may_go(cast(Any, agent))(each) for each in (older, safe, parent)] == [True, False, False]
     for identity in (older, safe):
         agent.copies.add((identity, 0), Arena.create(1 << 20))
     before = SimpleNamespace(epoch=TWO, ranks=SimpleNamespace(arena_bytes=GIB), is_idle=True, over=False)
@@ -265,5 +265,5 @@ def test_a_job_that_a_newer_start_took_the_place_of_gives_its_memory_back_as_one
     agent.former = cast(Any, jobs)
     agent.followings = [SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
     agent.current = None
-    Keeper._tend_room(cast(Any, agent), 100.0)
+    NodeMemory._tend_room(cast(Any, agent), 100.0)
     assert given == [ONE, TWO]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from ckpt.agent.state.rank_presence import Member, Members, Presence
+from ckpt.agent.state.rank_presence import Presence, RankState, RankStates
 from tests.agent.job.test_scheduler import Driver
 
 
-def check(members: Members) -> None:
+def check(members: RankStates) -> None:
     seen, each = members.seen, list(members)
     away = [m for m in each if m.presence is not Presence.HERE]
     assert list(seen.lost) == [m for m in each if m.lost_s is not None]
@@ -21,7 +21,7 @@ def check(members: Members) -> None:
     assert seen.all_gone == (bool(away) and all(m in away for m in each if m.joined))
 
 
-def change(member: Member, rng: random.Random) -> None:
+def change(member: RankState, rng: random.Random) -> None:
     match rng.randrange(5):
         case 0:
             member.joined = True
@@ -38,7 +38,7 @@ def change(member: Member, rng: random.Random) -> None:
 def test_what_is_seen_of_all_is_what_each_is_after_any_change(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(50):
-        members = Members(rng.randrange(1, 6))
+        members = RankStates(rng.randrange(1, 6))
         check(members)
         for _ in range(20):
             change(members[rng.randrange(len(members))], rng)

@@ -32,15 +32,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.job.memory_node_client import Lenders
-from ckpt.agent.job.scheduler import Group
-from ckpt.agent.net.peer_network import Network
+from ckpt.agent.job.memory_node_client import MemoryNodeClients
+from ckpt.agent.job.scheduler import Scheduler
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_service import Parities
-from ckpt.agent.replication.replica_store import Copies, decode_described, encode_described
-from ckpt.agent.replication.replication_manager import Protection
-from ckpt.agent.replication.survey import Keeps, Safe
-from ckpt.agent.snapshots.described import Chunk, ChunkName, Described
+from ckpt.agent.replication.parity_service import ParityService
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
+from ckpt.agent.replication.replication_manager import ReplicationManager
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName
 from ckpt.agent.snapshots.inventory import Inventory, Key
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import State
@@ -51,7 +51,7 @@ from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import PAGE, created_bytes
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
-from ckpt.placement.groups import Node
+from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Kept, Parity, Placement, Replicas, place
 from ckpt.placement.rebuild import Striped, rebuildable
 from ckpt.types import Epoch, Identity, Tick
@@ -78,7 +78,7 @@ OPTIONS = Replicas(1), Replicas(1), Replicas(2), Parity(2, 1), Parity(1, 1), Par
 
 @functools.cache
 def description(rank: int) -> bytes:
-    return encode_described([Described(rank, BYTES, bytes(PAGE), FRAMES)])
+    return encode_described([DescribedSnapshot(rank, BYTES, bytes(PAGE), FRAMES)])
 
 
 def identity(tick: Tick) -> Identity:
@@ -109,7 +109,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.agent.replication.parity_store.Arena", Cell)
 
 
-class Memory(Copies):
+class Memory(ReplicaStore):
     """What one node's agent keeps for others. What goes for what its own code decides; how it comes the schedule."""
 
     def __init__(self, sim: Sim, name: str) -> None:
@@ -124,7 +124,7 @@ class Memory(Copies):
         pass
 
     def keep(
-        self, transport: Any, which: Identity, source: str, _: Any, wanted: Sequence[Described], then: Any
+        self, transport: Any, which: Identity, source: str, _: Any, wanted: Sequence[DescribedSnapshot], then: Any
     ) -> None:
         (each,) = wanted  # each node has one rank
         key = which, each.rank
@@ -154,13 +154,13 @@ class Memory(Copies):
         return found
 
 
-class Parts(Parities):
+class Parts(ParityService):
     """What one node's agent does of parity. Nothing is computed, and when it is made the schedule says."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory, sim = memory, memory.sim
         lanes = cast(Any, SimpleNamespace(run=self.run))
-        network = lambda: cast(Network, sim.wires)  # noqa: E731
+        network = lambda: cast(PeerNetwork, sim.wires)  # noqa: E731
         super().__init__(lanes, lambda what: what(), memory, lambda which: {}, network, lambda: 1 << 40)
 
     def run(self, lane: Any, make: Callable[[], Any], made: Callable[[Future[Any]], None]) -> None:
@@ -176,7 +176,7 @@ class Parts(Parities):
 
     def _folding(self, urgent: bool = False) -> Any:
         return SimpleNamespace(
-            make=lambda name, world, origins, snapshots, arena: Chunk(name, world, arena, FRAMES, snapshots)
+            make=lambda name, world, origins, snapshots, arena: ParityChunk(name, world, arena, FRAMES, snapshots)
         )
 
 
@@ -257,14 +257,14 @@ class Sim:
         self.roomy = False  # everywhere
         self.outlive: dict[str, Tick] = {}  # by node: the newest that is to be had without it
         self.spare: set[tuple[str, Key]] = set()  # copies that may go, as others are that make a checkpoint as safe
-        self.spare_parity: set[tuple[str, ChunkName]] = set()  # the same
+        self.spare_parity: set[tuple[str, ParityChunkName]] = set()  # the same
         self.totals: Counter[str] = Counter()
         self.begin_agent()
         self.place()
         self.act()
 
     @property
-    def group(self) -> Group:
+    def group(self) -> Scheduler:
         return self.driver.group
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
@@ -343,10 +343,10 @@ class Sim:
         group = self.group
         group.wants_copies = True
         self.wires = Wires(self)
-        network = cast(Network, self.wires)
-        self.lenders = Lenders("url", lambda: network, self.later, lambda event: None, self.place)
+        network = cast(PeerNetwork, self.wires)
+        self.lenders = MemoryNodeClients("url", lambda: network, self.later, lambda event: None, self.place)
         own = self.memory[TRAIN[0]]
-        self.protection = Protection(network, own, own.parities, AT, self.option, self.lenders.there)
+        self.protection = ReplicationManager(network, own, own.parities, AT, self.option, self.lenders.there)
         self.lenders.led(cast(Any, SimpleNamespace(encode=lambda: b"")), tuple(LEND.values()))
 
     def place(self) -> None:
@@ -365,7 +365,7 @@ class Sim:
             some = (0, 4 * PAGE, STAGED, enough, 2 * enough)
             self.lends = {name: enough if self.roomy else rng.choice(some) for name in NODES}
         nodes = [
-            Node(name, bytes=STAGED * (name in TRAIN), lend_bytes=self.lends[name], trains=name in TRAIN)
+            PlacementNode(name, bytes=STAGED * (name in TRAIN), lend_bytes=self.lends[name], trains=name in TRAIN)
             for name in can
         ]
         before = self.protection.placement if rng.random() < 0.7 else None
@@ -409,7 +409,7 @@ class Sim:
                 self.group.planned(version, "d", (BYTES,) * len(TRAIN), self.group.slots_in_use)
             case do.MakeArenas(slot, sizes):
                 self.group.made(slot, sizes)
-            case do.Offer(slot):
+            case do.OfferSlot(slot):
                 for rank in range(len(TRAIN)):
                     self.group.warm(rank, slot, self.group.division)
             case do.Recycle(slot):
@@ -448,7 +448,7 @@ class Sim:
                 self.rely_on_parity(which, True)
             return older_go
 
-        def found_safe(found: Safe | None) -> None:
+        def found_safe(found: SafeCheckpoint | None) -> None:
             if found is None:
                 ended("a node that may keep what is safe has not said what it has")
                 return
@@ -488,7 +488,7 @@ class Sim:
                 found = memory.inventory()
                 for tick in self.slots.values() if name in TRAIN else ():
                     found.hold(identity(tick), len(TRAIN), [TRAIN.index(name)])
-                keeps = Keeps.of(found, memory.told_safe, EPOCH)
+                keeps = KeptReplica.of(found, memory.told_safe, EPOCH)
                 reply(keeps.blobs(), "", keeps.fields())
             case "publish":
                 assert Identity.parse(fields["identity"]).tick in self.slots.values()
@@ -626,7 +626,7 @@ class Sim:
         for name in self.wires.waiting:
             self.wires.end(name)
         self.lenders.end()
-        group = self.driver.group = Group(len(TRAIN), before.policy, first_round=self.random.randint(1000, 9000))
+        group = self.driver.group = Scheduler(len(TRAIN), before.policy, first_round=self.random.randint(1000, 9000))
         self.driver.said, self.said = [], 0
         self.empty(TRAIN[0])
         self.begin_agent()

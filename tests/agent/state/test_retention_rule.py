@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.node.inventory_lease import Fence
-from ckpt.agent.node.memory_node import LendingNode
-from ckpt.agent.node.node_memory import Keeper
+from ckpt.agent.node.inventory_lease import InventoryLease
+from ckpt.agent.node.memory_node import MemoryNode
+from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.retention_rule import Begun, left_of, outlived
 from ckpt.placement.placement import Kept
@@ -70,9 +70,9 @@ def begun_at(
     for identity, ranks in held.items():
         inventory.hold(identity, 2, ranks)
     has_part = SimpleNamespace(claim=SimpleNamespace(epoch=epoch, parent=parent))
-    node = SimpleNamespace(_loan=has_part, current=has_part, followings=[], fence=Fence())
+    node = SimpleNamespace(_loan=has_part, current=has_part, followings=[], fence=InventoryLease())
     node.copies, node._inventory = SimpleNamespace(told_safe=told_safe), lambda whole: inventory
-    node._begun_with = lambda claims: Keeper._begun_with(cast(Any, node), claims)
-    begun = (LendingNode if lends else Keeper)._begun(cast(Any, node))
+    node._begun_with = lambda claims: NodeMemory._begun_with(cast(Any, node), claims)
+    begun = (MemoryNode if lends else NodeMemory)._begun(cast(Any, node))
     assert begun is not None
     return begun

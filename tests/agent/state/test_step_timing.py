@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.agent.state.step_timing import DOUBTS_MAX, LONG, STEP_S, Pace
+from ckpt.agent.state.step_timing import DOUBTS_MAX, LONG, STEP_S, StepTiming
 from ckpt.ipc.control_page import SUB_MAX
 from ckpt.types import Tick
 
 
-def trained(step_s: float, steps: int = 10) -> tuple[Pace, float]:
+def trained(step_s: float, steps: int = 10) -> tuple[StepTiming, float]:
     """Two ranks, of which the first shows when it enters a step; and when they enter the last one."""
-    pace, now_s = Pace(), 100.0
+    pace, now_s = StepTiming(), 100.0
     for step in range(1, steps + 1):
         now_s += step_s
         pace.see(now_s + 0.3 * step_s, [step, step], [0, 0], [now_s, None], None)
@@ -19,7 +19,7 @@ def trained(step_s: float, steps: int = 10) -> tuple[Pace, float]:
 
 
 def test_before_a_step_was_seen_it_takes_a_second() -> None:
-    pace = Pace()
+    pace = StepTiming()
     pace.see(5.0, [0, 0], (), (), None)
     assert (pace.step_s, pace.measured_s, pace.is_long, pace.all_poll) == (STEP_S, None, False, False)
 

@@ -17,7 +17,7 @@ from ckpt.ipc.failure_domains import domains_here
 from ckpt.settings import Settings, read
 from ckpt.threads import Tasks
 from ckpt.trainer.link import link
-from ckpt.trainer.link.link import Link, Terms
+from ckpt.trainer.link.link import JoinTerms, Link
 from ckpt.types import Tick
 
 
@@ -98,7 +98,7 @@ def test_a_connection_that_is_lost_now_and_then_comes_back_however_rarely_anythi
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing, nothing)
-        made.says, made.told, made.terms = [], [], cast(Terms, SimpleNamespace(epoch="1-a", is_led=False))
+        made.says, made.told, made.terms = [], [], cast(JoinTerms, SimpleNamespace(epoch="1-a", is_led=False))
         for _ in range(4):
             now.s += apart_s
             made._on_lost("a link was cut")
@@ -137,7 +137,7 @@ def test_of_an_agent_that_was_only_cut_off_from_rank_0s_it_is_not_said_that_it_d
         made._connection, made._listening = cast(Connection, made.it()), {"at": "10.0.0.7:7777"}
         nodes = [{"ranks": [0]}, {"ranks": [1]}]
         made.says, made.told = [NotLed("not now")], []
-        made.terms = Terms("1-a", rank, 2, f"rank={rank}", {}, "launch", None, [], nodes, [])
+        made.terms = JoinTerms("1-a", rank, 2, f"rank={rank}", {}, "launch", None, [], nodes, [])
         made.incarnation, made.flaps = after, flaps
         made._on_lost("it closed the connection")
         while not made.is_back:

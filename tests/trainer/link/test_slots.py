@@ -16,21 +16,21 @@ from ckpt.ipc.arena import Arena, arena_bytes
 from ckpt.ipc.messages import Message
 from ckpt.layout.division import undivided
 from ckpt.threads import Tasks
-from ckpt.trainer.link.slots import Offer, Plan, Slot, Slots
+from ckpt.trainer.link.slots import Plan, RankSlot, Slots, StateOffer
 from ckpt.types import Epoch, Identity, Tick
 from tests.trainer.snapshots import FRAME_BYTES, walk_of
 
 HERE = (0, 1, "rank=0")
 
 
-def offer_of(named: Mapping[str, torch.Tensor]) -> Offer:
-    return Offer(walk_of(named).layout, b"", Tick(1), 100)
+def offer_of(named: Mapping[str, torch.Tensor]) -> StateOffer:
+    return StateOffer(walk_of(named).layout, b"", Tick(1), 100)
 
 
 ONE, TWO = offer_of({"w": torch.zeros(300)}), offer_of({"w": torch.zeros(300), "more": torch.zeros(3)})
 
 
-def planned(offer: Offer, division: str) -> Message:
+def planned(offer: StateOffer, division: str) -> Message:
     """The agent's word."""
     fields = {"t": "plan", "division": division, "frame_bytes": FRAME_BYTES}
     return Message(fields, [], [encode_layout(offer.layout), encode_share(undivided(offer.layout))])
@@ -175,7 +175,7 @@ def test_an_arena_that_cannot_be_made_ready_is_said_and_held_by_nobody(made: Mad
     assert made.slots.by_number[0].hold(made)
 
 
-def ready(made: Made) -> Slot:
+def ready(made: Made) -> RankSlot:
     """Slot 0, which is warm."""
     made.slots.offer(ONE)
     made.slots.on_plan(planned(ONE, "a"), *HERE)

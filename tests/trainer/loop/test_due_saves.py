@@ -11,7 +11,7 @@ import pytest
 from ckpt.errors import AgentError, SaveFailed
 from ckpt.ipc import messages
 from ckpt.ipc.client import Connection, Pending
-from ckpt.trainer.loop.due_saves import Patience
+from ckpt.trainer.loop.due_saves import SavePatience
 
 LONG_S = 60.0
 
@@ -36,7 +36,7 @@ def until_s() -> float:
 
 
 def test_training_waits_once_for_an_agent_that_is_silent_and_again_once_it_has_answered() -> None:
-    agent, patience = Silent(), Patience(0.01)
+    agent, patience = Silent(), SavePatience(0.01)
     with pytest.raises(AgentError, match="nothing of it moved"):
         patience.ask(agent.ask, until_s())
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_training_waits_once_for_an_agent_that_is_silent_and_again_once_it_has_a
 
 
 def test_training_waits_as_long_as_the_agent_says_that_the_save_waits() -> None:
-    agent, patience, signs = Silent(), Patience(0.01), 5
+    agent, patience, signs = Silent(), SavePatience(0.01), 5
 
     class Moves(Pending):
         def wait_while_moving(self, timeout_s: float) -> messages.Message | None:
@@ -82,4 +82,4 @@ def test_what_the_agent_refuses_is_what_the_save_raises() -> None:
         return asked
 
     with pytest.raises(SaveFailed, match="no memory"):
-        Patience().ask(ask, until_s())
+        SavePatience().ask(ask, until_s())

@@ -17,7 +17,7 @@ from ckpt.preemption.notice import Notice
 from ckpt.settings import read
 from ckpt.threads import Tasks
 from ckpt.trainer.link.link import End, Link
-from ckpt.trainer.loop.shutdown import LEAST_S, NOTICE_CODE, RESERVE_S, Parting
+from ckpt.trainer.loop.shutdown import LEAST_S, NOTICE_CODE, RESERVE_S, Shutdown
 
 SAID = Message({"t": "reply", "id": 1, "committed": None, "error": None}, [], [])
 
@@ -46,7 +46,7 @@ def test_a_rank_asks_to_leave_once_though_it_is_told_to_end_while_it_leaves(monk
     link = Waits()
     monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, len(link.asked))))
     with Tasks("rank", pool_size=2) as tasks:
-        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
         end = End("no boundary came in time", True, time.monotonic() + 20.0)
         first = tasks.submit(parting._end_here, end)
         assert link.is_asked.wait(30)
@@ -61,7 +61,7 @@ def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest
     monkeypatch.setattr(os, "_exit", ended.append)
     link = Waits()
     with Tasks("rank", pool_size=2) as tasks:
-        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
         parting._told_to_leave = True
         first: Any = tasks.submit(parting.finish_early, 20.0)
         assert link.is_asked.wait(30)
@@ -89,7 +89,7 @@ def test_the_answer_to_a_leave_is_waited_for_until_the_exit_is_over_or_for_a_sec
 ) -> None:
     link = Silent()
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
         assert parting.leave("normal", parting.exits(exit_s)) is None
     (wait_s,) = link.waits
     assert least_s <= wait_s <= max(exit_s, LEAST_S)
@@ -115,7 +115,7 @@ class Gone:
 def test_a_held_rank_that_no_agent_answers_any_more_does_not_go_on_alone(nodes: int, leaves: bool) -> None:
     """Those on other nodes may have left. On one node there is nobody who was told something else."""
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Parting(cast(Link, Gone(nodes)), tasks, Events(), read({}))
+        parting = Shutdown(cast(Link, Gone(nodes)), tasks, Events(), read({}))
         assert parting.held(1) is leaves
 
 
@@ -138,7 +138,7 @@ class Hears:
 def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_have_another_clock() -> None:
     link = Hears()
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
         parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
         assert link.told.wait(30)
         parting.end_threads()
@@ -154,7 +154,7 @@ def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
     """An agent that is started again is told of it as well, which may be a while later."""
     link = Hears()
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
         parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
         assert link.told.wait(30)
         link.told.clear()
@@ -180,7 +180,7 @@ def test_a_rank_that_leaves_is_gone_by_a_deadline_that_comes_nearer_meanwhile(mo
     with Tasks("rank", pool_size=1) as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         link = Link("url", settings, Events(), tasks, nothing, nothing, nothing)
-        parting = Parting(link, tasks, Events(), settings)
+        parting = Shutdown(link, tasks, Events(), settings)
         parting.begin()
         parting._bring_forward(time.monotonic() + 100.0)
         link._on_message(Message({"t": "leave-by", "by_s": time.monotonic() + RESERVE_S}, [], []))

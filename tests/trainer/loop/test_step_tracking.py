@@ -12,15 +12,15 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from ckpt.events import Events
-from ckpt.trainer.loop.step_tracking import Updates
+from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.state.mesh_coordinate import by_rank
 from ckpt.trainer.state.state_walk import StateWalker
 
 
 @contextlib.contextmanager
-def counted(model: torch.nn.Module, *registered: Optimizer) -> Iterator[Updates]:
+def counted(model: torch.nn.Module, *registered: Optimizer) -> Iterator[StepTracking]:
     walk = StateWalker({"model": model}, by_rank(0, 1)).walk()
-    updates = Updates({"model": model, "optim": list(registered)}, lambda: walk, Events())
+    updates = StepTracking({"model": model, "optim": list(registered)}, lambda: walk, Events())
     updates.begin()
     try:
         yield updates
@@ -64,7 +64,7 @@ def test_what_is_made_anew_in_the_state_counts_before_it_is_walked(assigned: str
     parts: dict[str, object] = {"model": torch.nn.Linear(2, 2), "optim": sgd(torch.nn.Parameter(torch.ones(2)))}
     state = {"parts": parts} if nested else parts
     walk = StateWalker({"model": parts["model"]}, by_rank(0, 1)).walk()
-    updates = Updates(state, lambda: walk, Events())
+    updates = StepTracking(state, lambda: walk, Events())
     updates.begin()
     with contextlib.closing(updates):
         model = torch.nn.Linear(2, 2)

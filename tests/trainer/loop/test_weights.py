@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt.events import Events
-from ckpt.trainer.loop.step_tracking import Updates
+from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.loop.weights import Weights
 from ckpt.trainer.state.mesh_coordinate import by_rank
 from ckpt.trainer.state.state_walk import StateWalker
@@ -55,7 +55,7 @@ def load(model: torch.nn.Module, other: torch.nn.Module) -> None:
     other.load_state_dict(kept)
 
 
-def update(updates: Updates, step: int) -> None:
+def update(updates: StepTracking, step: int) -> None:
     updates.ended = 1
     updates.note(step)
     updates.ended = 0
@@ -80,9 +80,9 @@ def test_weights_that_are_swapped_in_are_seen_until_they_are_swapped_back(swap: 
             assert not updates.weights.are_swapped
 
 
-def begun(state: dict[str, Any]) -> Updates:
+def begun(state: dict[str, Any]) -> StepTracking:
     walk = StateWalker(state, by_rank(0, 1)).walk()
-    updates = Updates(state, lambda: walk, Events())
+    updates = StepTracking(state, lambda: walk, Events())
     updates.weights.begin()
     return updates
 

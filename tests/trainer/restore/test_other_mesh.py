@@ -11,7 +11,7 @@ from torch import nn
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
-from ckpt.trainer.restore.restore_plan import Targets
+from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.state.shard import Shard
 from ckpt.trainer.state.state_walk import StateWalker
 from tests.trainer.restore.test_restore_plan import on, save_on
@@ -19,7 +19,7 @@ from tests.trainer.restore.test_restore_plan import on, save_on
 
 def planned(
     state: dict[str, Any], checkpoint: rt.Checkpoint, mesh: dict[str, int], rank: int = 0, strict: bool = True
-) -> Targets:
+) -> RestorePlan:
     return rt.plan(StateWalker(state, on(mesh, rank), False), checkpoint, strict)
 
 

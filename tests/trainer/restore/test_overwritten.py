@@ -17,7 +17,7 @@ from ckpt.events import Events
 from ckpt.layout.reshard import cuts
 from ckpt.placement.placement import Replicas
 from ckpt.policy.save_options import Every, Keep, Limits
-from ckpt.trainer.link.options import Asked, make_options
+from ckpt.trainer.link.options import UserOptions, make_options
 from ckpt.trainer.restore.restore import Overwritten, check_match
 from ckpt.trainer.state.state_walk import StateWalker
 from ckpt.types import Epoch, Identity, Tick
@@ -55,9 +55,9 @@ def after_failing(live: dict[str, Any], newer: rt.Checkpoint, *frames: int) -> O
     return overwritten
 
 
-def asked(strict: bool) -> Asked:
+def asked(strict: bool) -> UserOptions:
     options = make_options(Every(steps=1), Keep(), Limits(), "auto", Replicas(1))
-    return Asked("/run", {}, options, None, None, None, True, strict, True, False)
+    return UserOptions("/run", {}, options, None, None, None, True, strict, True, False)
 
 
 def frames_of(checkpoint: rt.Checkpoint, name: str) -> list[int]:

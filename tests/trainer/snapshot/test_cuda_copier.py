@@ -17,7 +17,7 @@ from ckpt.trainer.snapshot import cuda_copier
 from ckpt.trainer.snapshot.cpu_copier import CpuCopier, Ticket
 from ckpt.trainer.snapshot.cuda_copier import CudaCopier, CudaJob, make_copier
 from ckpt.trainer.snapshot.deferred_copy import PROOFS
-from ckpt.trainer.state.pieces import Piece
+from ckpt.trainer.state.pieces import CopyPiece
 from tests.trainer.snapshot.test_snapshot import odd_state
 from tests.trainer.snapshots import LARGE, Stamper, raw, rig, walk_of
 
@@ -448,12 +448,12 @@ class Full(CudaCopier):
 
     is_full = False
 
-    def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
+    def prepare(self, pieces: Sequence[CopyPiece]) -> CudaJob:
         if self.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().prepare(pieces)
 
-    def same(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
+    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         if self.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().same(pieces)
@@ -492,7 +492,7 @@ def test_a_comparison_that_fails_costs_no_snapshot_that_is_being_copied() -> Non
 class Mixed(CudaCopier):
     """What lies first lies in host memory."""
 
-    def _divide(self, pieces: Sequence[Piece]) -> tuple[list[Piece], dict[torch.device, list[Piece]]]:
+    def _divide(self, pieces: Sequence[CopyPiece]) -> tuple[list[CopyPiece], dict[torch.device, list[CopyPiece]]]:
         host = [piece for piece in pieces if piece.entry == 0]
         return host, super()._divide([piece for piece in pieces if piece.entry > 0])[1]
 
@@ -511,7 +511,7 @@ def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None
 
 
 class NeverLate(CudaCopier):
-    def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
+    def prepare(self, pieces: Sequence[CopyPiece]) -> CudaJob:
         job = super().prepare(pieces)
 
         def late() -> Ticket:

@@ -18,7 +18,7 @@ from ckpt.events import Event, Events
 from ckpt.layout.division import undivided
 from ckpt.layout.staging import stage
 from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, CpuCopier, is_same
-from ckpt.trainer.snapshot.deferred_copy import LATE_BYTES_MIN, PROOFS, Key, Spot, Trust, Watch, owns_any
+from ckpt.trainer.snapshot.deferred_copy import LATE_BYTES_MIN, PROOFS, DeferredTrust, Key, Spot, TensorWatch, owns_any
 from ckpt.trainer.snapshot.snapshot import Snapshot
 from ckpt.trainer.state.pieces import cut
 from ckpt.trainer.state.shard import storages
@@ -662,9 +662,9 @@ def test_a_late_snapshot_whose_copy_met_an_edit_is_not_done_by_itself(edit: str)
 
 def test_what_is_not_copied_yet_since_the_training_thread_helps_is_not_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, helps, looked = Loop(), threading.Event(), threading.Event()
-    torn = Watch.torn
+    torn = TensorWatch.torn
 
-    def looking(self: Watch) -> set[Key]:
+    def looking(self: TensorWatch) -> set[Key]:
         found = torn(self)
         looked.set()
         return found
@@ -677,7 +677,7 @@ def test_what_is_not_copied_yet_since_the_training_thread_helps_is_not_torn(monk
     with rig(loop.state, copier=loop.copier) as it:
         prove(it, loop)
         loop.copier.on_fence = fence
-        monkeypatch.setattr(Watch, "torn", looking)
+        monkeypatch.setattr(TensorWatch, "torn", looking)
         monkeypatch.setattr(TearingTicket, "wait", lambda _: helps.wait(60))  # the other threads have done their part
         (snapshot,) = loop.run(it)
         assert whole(it, snapshot, loop)
@@ -1039,7 +1039,7 @@ def test_two_snapshotters_do_not_disturb_each_other() -> None:
 
 def test_a_dropped_proof_is_forgotten() -> None:
     events: list[Event] = []
-    trust = Trust(Events(events.append), True)
+    trust = DeferredTrust(Events(events.append), True)
     a, b = ("a", "", 0, 1), ("b", "", 0, 2)
     for _ in range(PROOFS):
         trust.prove({a, b})

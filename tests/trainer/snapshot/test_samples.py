@@ -12,7 +12,7 @@ import torch
 from ckpt.format.declaration import SAMPLE
 from ckpt.layout.division import agree
 from ckpt.layout.layout import Entry, Layout
-from ckpt.trainer.link.slots import Offer, hashes_blob, hashes_but
+from ckpt.trainer.link.slots import StateOffer, hashes_blob, hashes_but
 from ckpt.trainer.snapshot import samples
 from ckpt.trainer.snapshot.samples import BOXES_MAX, LINE, Samples
 from ckpt.trainer.state.shard import DTYPES
@@ -131,7 +131,7 @@ def test_little_is_read_of_a_large_tensor() -> None:
 
 def test_hashes_that_are_told_to_another_agent_say_what_differs_by_now() -> None:
     walk = walk_of({"a": torch.zeros(2), "b": torch.ones(2), "c": torch.ones(3)})
-    offer = Offer(walk.layout, hashes_blob(hash_walk(walk)), Tick(1), 0)
+    offer = StateOffer(walk.layout, hashes_blob(hash_walk(walk)), Tick(1), 0)
     before = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2)
     after = [np.frombuffer(hashes_but(offer, {"b"}, rank), "<u8").reshape(-1, 2) for rank in (0, 1)]
     assert [before[n].tolist() == each[n].tolist() for each in after for n in range(3)] == [True, False, True] * 2

@@ -29,7 +29,7 @@ from ckpt.trainer.snapshot import cpu_copier as copying
 from ckpt.trainer.snapshot.cpu_copier import LATE_NICE, CpuCopier, CpuJob, is_same
 from ckpt.trainer.snapshot.cuda_copier import make_copier
 from ckpt.trainer.snapshot.snapshot import Snapshotter
-from ckpt.trainer.state.pieces import Piece, blocks, cut
+from ckpt.trainer.state.pieces import CopyPiece, blocks, cut
 from ckpt.types import DTYPES
 from tests.threads import interrupted_anywhere
 from tests.trainer.snapshots import FRAME_BYTES, LARGE, raw, rig, walk_of
@@ -188,7 +188,7 @@ def test_binding_prepares_the_copies_so_that_the_first_snapshot_does_not() -> No
     prepared: list[int] = []
 
     class Counting(CpuCopier):
-        def prepare(self, pieces: Sequence[Piece]) -> CpuJob:
+        def prepare(self, pieces: Sequence[CopyPiece]) -> CpuJob:
             prepared.append(len(pieces))
             return super().prepare(pieces)
 
@@ -344,7 +344,7 @@ def test_what_a_signals_handler_raises_while_a_copy_is_planned_is_not_swallowed(
     class Ringing(CpuCopier):
         rings = False
 
-        def prepare(self, pieces: Sequence[Piece]) -> CpuJob:
+        def prepare(self, pieces: Sequence[CopyPiece]) -> CpuJob:
             if self.rings:
                 self.rings = False
                 signal.raise_signal(signal.SIGUSR2)
