@@ -89,7 +89,7 @@ def worker(folder: str, mib: int, steps: int, rounds: int, busy_s: float) -> Non
         return (time.perf_counter() - began) / steps
 
     def hear(event: ckpt.Event) -> None:
-        if event.name == "peers.done":
+        if event.name == "replication.done":
             reached.append(event.data["identity"])
 
     state = {"model": work.model, "optimizer": work.optimizer}

@@ -470,7 +470,7 @@ class Checkpointer:
         if pending:
             text = f"ckpt: {pending} optimizer updates and not one ended step: nothing of them is saved. "
             text += "Loop over ck.steps(...), or call ck.step() after each update"
-            self.events.emit("steps.none", text, loud=True)
+            self.events.emit("step.none", text, loud=True)
         return parting.leave("normal", deadline)
 
     def _save_last(self, deadline: float) -> CkptError | None:

@@ -50,11 +50,11 @@ def test_what_each_snapshot_says_again_is_loud_once_and_counted() -> None:
     for step in range(3, 8):
         told.emit("snapshot.failed", f"ckpt: step {step} was not staged: of no known type", loud=True)
     told.emit("snapshot.failed", "ckpt: step 8 was not staged: of another kind", loud=True)
-    told.emit("restore.struck", "ckpt: step 8", loud=True)
-    told.emit("restore.struck", "ckpt: step 7", loud=True)
+    told.emit("restore.skipped", "ckpt: step 8", loud=True)
+    told.emit("restore.skipped", "ckpt: step 7", loud=True)
     assert [event.loud for event in seen] == [True, False, False, False, False, True, True, True]
     assert receipt.to_dict()["repeated"] == {"snapshot.failed": 4}
-    assert "said once, and came again: snapshot.failed 4 times" in receipt.line()
+    assert "repeated: snapshot.failed 4 times" in receipt.line()
 
 
 def test_a_full_file_is_renamed_and_one_older_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

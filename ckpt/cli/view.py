@@ -278,7 +278,7 @@ def _costs(account: Facts) -> Iterator[Row]:
     snapshots, commits = account["snapshots"], account["commits"]
     text = f"{snapshots['number']} complete"
     if snapshots["number"]:
-        text += f", training stood still {_each(snapshots)}"
+        text += f", training paused {_each(snapshots)}"
     yield "snapshots", text + (f"; {account['given_up']} given up" if account["given_up"] else ""), ""
     text = f"{commits['number']} done"
     if commits["number"]:

@@ -189,7 +189,7 @@ def _has_open(pid: int, path: Path) -> bool:
 def _await_way(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
     """Errors: OtherVersion where it does not end in time."""
     text = f"ckpt: the agent of {shown(url)} (process {agent.pid}) is of another release and makes way, once what it"
-    events.emit("agent.makes_way", f"{text} has is in the store: waiting up to {MAKES_WAY_S:g} s", loud=True)
+    events.emit("agent.replaced", f"{text} has is in the store: waiting up to {MAKES_WAY_S:g} s", loud=True)
     if not agent.is_gone(MAKES_WAY_S):
         raise OtherVersion(f"{why}; it was waited for for {MAKES_WAY_S:g} s, and is still there") from why
 

@@ -32,7 +32,7 @@ def keep_asking(name: str, stop: threading.Event, ask: Callable[[], float], even
         try:
             pause_s = ask()
             if faults >= MUTE_FAULTS:
-                said.emit("notices.heard", f"{name} answers again", source=name)
+                said.emit("notices.answered", f"{name} answers again", source=name)
             faults = 0
         except Fault as exc:
             if stop.is_set():
@@ -40,7 +40,7 @@ def keep_asking(name: str, stop: threading.Event, ask: Callable[[], float], even
             faults += 1
             if faults == MUTE_FAULTS:
                 told = f"{name} does not answer, and its notices would be missed; it is asked again: {exc}"
-                said.emit("notices.mute", told, loud=True, source=name)
+                said.emit("notices.silent", told, loud=True, source=name)
             whole_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(faults - 1, 10))
             pause_s = whole_s * random.uniform(0.5, 1.0)
         stop.wait(pause_s)

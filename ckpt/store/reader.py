@@ -70,7 +70,7 @@ def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record],
             continue
         if wrong:
             run.events.emit(
-                "restore.struck",
+                "restore.skipped",
                 f"{run.backend.url}: a record of {ref.identity} cannot be read and another one is taken: {wrong[0]}",
                 loud=True,
                 identity=str(ref.identity),
@@ -126,7 +126,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
                 newer = left[0].identity, exc
                 continue
             run.events.emit(
-                "restore.struck",
+                "restore.skipped",
                 f"{run.backend.url}: {left[0].identity} cannot be read and is passed over: {exc}",
                 loud=True,
                 identity=str(left[0].identity),

@@ -191,7 +191,7 @@ class Run:
         period_s = max(heartbeat_s, period_s)
         launch, host = (claim.launch, claim.host) if claim is not None else ("unknown", "unknown")
         self.events.emit(
-            "run.watching",
+            "run.watched",
             f"{self.backend.url}: epoch {epoch} (launch {launch!r} on {host!r}) was not closed; watching it for "
             f"{2 * period_s:g} s (take_over=True, or --take-over, does not wait)",
             loud=True,
@@ -259,7 +259,7 @@ class Run:
             else:
                 damaged.append(found)
         for key, what in damaged:
-            self.events.emit("run.damaged-claim", f"{self.backend.url}: {naming(key, what)}", loud=True, key=key)
+            self.events.emit("claim.damaged", f"{self.backend.url}: {naming(key, what)}", loud=True, key=key)
         return tuple(self._claims[each] for each in sorted(set(epochs) & set(self._claims))), tuple(damaged)
 
 

@@ -171,7 +171,7 @@ def report(kills: list[Kill], job: Job, straight: Job) -> None:
         receipt = run.read("receipt", run.starts)
         stalls = f"{receipt.get('stall_ms_median')} ms each, at most {receipt.get('stall_ms_max')} ms"
         taken = counted(receipt["snapshots"], "snapshot")
-        print(f"{run.name}: the last start took {taken}; training stood still {stalls}")
+        print(f"{run.name}: the last start took {taken}; training paused {stalls}")
 
 
 def compare(straight: Job, killed: Job) -> None:

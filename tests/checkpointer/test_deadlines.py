@@ -162,7 +162,7 @@ def test_a_commit_under_way_is_broken_off_where_the_last_one_would_come_too_late
     assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
     assert found["step"] > 40
     assert found["left_s"] > 0
-    (said_so,) = said(script, "commit.given-up")
+    (said_so,) = said(script, "commit.given_up")
     assert "step 40 was not committed" in said_so
     goes(script, agent)
     records = [key for method, key, _ in link.heard if method == "PUT" and "/commits/" in key]

@@ -85,7 +85,7 @@ def test_the_way_out_that_is_named_is_one(grown: Path, monkeypatch: pytest.Monke
     state = filled(a=-1.0, z=0.0)
     step, events = start(grown, state, strict=False)
     assert step == 2
-    assert not any(event.name == "restore.struck" for event in events)
+    assert not any(event.name == "restore.skipped" for event in events)
     assert torch.equal(state["a"], filled(a=-1.0)["a"])
     assert torch.equal(state["z"], torch.arange(ELEMENTS) + 2.0)
 
@@ -94,7 +94,7 @@ def test_a_candidate_that_fills_all_that_the_damaged_one_has_filled_is_restored_
     state = filled(z=0.0)
     step, events = start(grown, state, strict=False)
     assert step == 2
-    assert any(event.name == "restore.struck" for event in events)
+    assert any(event.name == "restore.skipped" for event in events)
     assert torch.equal(state["z"], torch.arange(ELEMENTS) + 2.0)
 
 
@@ -181,4 +181,4 @@ def test_forged_values_are_passed_over_and_no_command_fails_on_them(
     job = make(seed=1)
     with ckpt.Checkpointer(url, job.state, sinks=(events.append,)) as ck:
         assert ck.restored.step == 2
-    assert [event.loud for event in events if event.name == "restore.struck"] == [True]
+    assert [event.loud for event in events if event.name == "restore.skipped"] == [True]

@@ -60,7 +60,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_loudly(tmp_pat
         pack.write_bytes(data[: len(data) // 2] if damage == "truncate" else b"")
     second, ck, events = go_on(url, 8)
     assert ck.restored.step == 3
-    assert any(event.name == "restore.struck" and event.loud for event in events)
+    assert any(event.name == "restore.skipped" and event.loud for event in events)
     assert first[:3] + second == losses(8)
 
 
@@ -137,7 +137,7 @@ def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path, runti
         assert second.process.wait(60) != 0
         text = second.log.read_text()
         assert "RunInUse" in text
-        assert any(line.get("event") == "run.watching" for line in second.lines()), "it waited without a word"
+        assert any(line.get("event") == "run.watched" for line in second.lines()), "it waited without a word"
         assert "take_over" in text
         third = train(tmp_path / "3.log", tmp_path / "run", 100_000, "--take-over", "--every", "20", **env)
         third.wait_for(lambda line: "restored" in line)

@@ -185,7 +185,7 @@ def test_updates_after_a_save_of_no_ended_step_are_not_saved_as_that_step(tmp_pa
     with run.ck as ck:
         ck.save().wait("store", timeout_s=60)
         run.optim.step()
-    assert run.said("steps.none")
+    assert run.said("step.none")
     assert came_back(tmp_path) == (0, (0, 0))
 
 
@@ -274,7 +274,7 @@ def test_an_update_that_was_left_in_the_middle_is_not_saved_and_the_exit_says_so
             except KeyboardInterrupt:
                 break
     assert run.updates == (4, 3)
-    (said,) = run.said("step.torn")
+    (said,) = run.said("optimizer.interrupted")
     assert said.loud
     assert came_back(tmp_path) == (1, (1, 1))
 
@@ -290,7 +290,7 @@ def test_an_exit_in_the_middle_of_an_update_is_in_order_where_the_last_step_was_
                 break
             ck.step()
             ck.save()
-    assert run.said("step.torn")
+    assert run.said("optimizer.interrupted")
     assert came_back(tmp_path) == (3, (3, 3))
 
 
@@ -311,7 +311,7 @@ def test_after_half_an_update_nothing_is_saved_whatever_steps_follow(tmp_path: P
             with pytest.raises(ckpt.SaveFailed, match="has begun and not ended"):
                 handle.wait(timeout_s=60)
             ck.poll()
-    assert len(run.said("step.torn")) == 1
+    assert len(run.said("optimizer.interrupted")) == 1
     assert came_back(tmp_path) == (1, (1, 1))
 
 
@@ -340,7 +340,7 @@ def test_an_error_of_the_users_own_hook_before_an_update_leaves_no_half_of_one(
         finally:
             hook.remove()
     assert refused == 1
-    assert not run.said("step.torn")
+    assert not run.said("optimizer.interrupted")
     assert came_back(tmp_path) == (3, (3, 3))
     run.optim.step()
     assert not run.optim._optimizer_step_pre_hooks, "ours are gone"
@@ -373,7 +373,7 @@ def test_who_asks_ckpt_for_something_while_it_is_at_work_is_refused(tmp_path: Pa
     errors: list[str] = []
 
     def ask(event: ckpt.Event) -> None:
-        if event.name == "step.torn":
+        if event.name == "optimizer.interrupted":
             for each in (run.ck.save, run.ck.step, run.ck.poll, run.ck.wait, run.ck.fence, handles[0].wait):
                 try:
                     each()

@@ -114,7 +114,7 @@ def test_a_step_in_the_others_memory_is_waited_for_and_shown_and_comes_back_on_o
         assert (ck.restored.step, ck.restored.level) == (1, "peer")
         assert torch.equal(table, whole())
         assert {name for name in ck.receipt["bytes"] if name.startswith("restored")} == {"restored from peer"}
-        assert not seen.wait("peers.placed").loud, "nobody could keep anything"
+        assert not seen.wait("replication.placed").loud, "nobody could keep anything"
 
 
 def test_without_a_file_a_job_on_one_of_the_hosts_still_finds_what_lies_on_the_others(

@@ -42,7 +42,7 @@ def test_one_process_waits_until_its_step_is_in_the_memory_of_another_machine(pe
             saved = ck.save()
             ck.wait(level="peer", timeout_s=60)
             assert saved.level in ("peer", "store")
-    assert [event.message for event in told if event.name == "peers.joined"] == [
+    assert [event.message for event in told if event.name == "memory_node.joined"] == [
         f"the memory-only node at {peer} lends 64 MiB"
     ]
 

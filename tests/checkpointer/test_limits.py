@@ -85,7 +85,7 @@ def test_memory_that_is_short_gives_fewer_slots_and_every_save_lands(tmp_path: P
     told = seen.named("memory.plan")[-1]
     assert told.loud == (slots < 3)
     assert "Limits(memory=)" in told.message
-    assert seen.named("commit.failed") == seen.named("round.abandoned") == []
+    assert seen.named("commit.failed") == seen.named("save.abandoned") == []
     assert committed_steps(seen) == {1, 2, 3, 4, 5, 6}
     said = {path: path.read_text() for path in read().runtime_dir.glob("*.log")}
     assert said == {}, "what it had to say was told"

@@ -207,7 +207,7 @@ def test_a_loop_that_trains_another_model_than_the_one_that_is_saved_is_told_so_
                 ck.state.update(other)
             elif trained in ("its own", "another first"):
                 ck.state["optim"].step()
-    assert len(seen.named("step.elsewhere")) == (1 if trained == "another" else 0)
+    assert len(seen.named("optimizer.not_registered")) == (1 if trained == "another" else 0)
 
 
 def test_a_metric_that_is_not_finite_is_left_out_and_training_goes_on(tmp_path: Path) -> None:
@@ -587,7 +587,7 @@ def test_what_another_checkpointer_of_the_process_saves_is_not_named(tmp_path: P
             for each in (one, two, three):
                 each.step()
     assert not seen.named("optimizer.unsaved")
-    assert not seen.named("step.elsewhere")
+    assert not seen.named("optimizer.not_registered")
 
 
 def test_a_first_step_that_a_scaler_skips_is_not_one_of_another_model(tmp_path: Path) -> None:
@@ -601,7 +601,7 @@ def test_a_first_step_that_a_scaler_skips_is_not_one_of_another_model(tmp_path: 
             scaler.scale(torch.ones(()))
             scaler.step(job["optim"])
             scaler.update()
-    assert not seen.named("step.elsewhere")
+    assert not seen.named("optimizer.not_registered")
 
 
 # ------------------------------------------------------------------------------------------------- troubled code
@@ -721,7 +721,7 @@ def test_an_interrupt_between_what_is_asked_of_the_agent_and_the_snapshot_makes_
         ck.step()
         ck.save().wait()
     assert ck.receipt["committed_step"] == 3
-    given_up = [event.message for event in seen.named("round.abandoned")]
+    given_up = [event.message for event in seen.named("save.abandoned")]
     assert all("rank 0 missed it (interrupted)" in message for message in given_up), "the agent was not told"
 
 
@@ -992,7 +992,7 @@ def test_a_loop_that_ends_no_step_is_told_that_nothing_is_saved(tmp_path: Path) 
     with ckpt.Checkpointer(tmp_path / "run", job.state, policy=EVERY, sinks=(told.append,)):
         for step in range(1, 4):
             job.train(step)
-    (said,) = [event for event in told if event.name == "steps.none"]
+    (said,) = [event for event in told if event.name == "step.none"]
     assert said.loud
     assert "3 optimizer updates and not one ended step" in said.message
     wait_agent_gone(tmp_path / "run")

@@ -32,7 +32,7 @@ def fallen(lines: list[Line]) -> list[str]:
     return [f"{line['event']}: {line['message']}" for line in lines if line.get("event") in FALLEN]
 
 
-FALLEN = ("lazy.off", "lazy.changed", "snapshot.abandoned", "snapshot.unpinned", "save.failed")
+FALLEN = ("deferred_copy.off", "deferred_copy.changed", "snapshot.abandoned", "snapshot.unpinned", "save.failed")
 
 
 @pytest.mark.parametrize("level", ["local", "store"])

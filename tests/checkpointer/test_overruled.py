@@ -21,7 +21,7 @@ def run(url: Path, lr: float, parts: int = 1, strict: bool = True) -> tuple[torc
         for _ in ck.steps(ck.restored.step + 1):
             optim.step()
     wait_agent_gone(url)
-    return optim, [event for event in seen if event.name in ("restore.overruled", "restore.mismatch")]
+    return optim, [event for event in seen if event.name in ("restore.overridden", "restore.mismatch")]
 
 
 def test_entry_says_what_holds_and_refuses_groups_that_were_split(tmp_path: Path) -> None:

@@ -42,7 +42,11 @@ def test_at_the_exit_it_says_what_reached_each_level(tmp_path: Path) -> None:
     assert said["steps_lost"] is None
     (line,) = [event.message for event in seen.named("receipt")]
     assert "\n" not in line
-    for part in ("3 snapshots", "stall", "MiB staged", "in 3 commits", "iB stored", "unchanged"):
+    for part in (
+        "started at step 0; ended at step 3; 3 checkpoints, training paused ",
+        "step 3 is committed",
+        "iB stored",
+    ):
         assert part in line
 
 
@@ -57,7 +61,7 @@ def test_a_restore_says_what_it_came_to(tmp_path: Path) -> None:
     assert said["entry_s"] > 0
     assert said["proven"] == ["the hashes of all frames read"]
     assert said["fell_back"] == []
-    for part in ("restored step 3 from the store", "store, entered in", "proven: the hashes"):
+    for part in ("resumed at step 3 from the store", ", in "):
         assert part in event.message
 
 
@@ -72,7 +76,7 @@ def test_a_checkpoint_that_was_passed_over_is_what_fell_back(tmp_path: Path) -> 
     (event,) = again.seen.named("restored")
     assert event.data["steps_lost"] == 1
     assert "the checkpoint of step 2 cannot be restored" in event.data["fell_back"][0]
-    assert "fell back: the checkpoint of step 2" in event.message
+    assert "slow path: the checkpoint of step 2" in event.message
     assert again.ck.receipt["fell_back"] == event.data["fell_back"]
 
 
@@ -99,8 +103,8 @@ def test_each_rank_says_what_it_left_to_others_and_what_differs(tmp_path: Path) 
 def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     receipt = RunReport()
     for number in range(2 * FALLEN_MAX):
-        receipt.hear(Event("restore.struck", f"ckpt: {number}\n{'x' * 2 * WORDS_MAX}", True))
-    receipt.hear(Event("restore.struck", "quiet"))
+        receipt.hear(Event("restore.skipped", f"ckpt: {number}\n{'x' * 2 * WORDS_MAX}", True))
+    receipt.hear(Event("restore.skipped", "quiet"))
     assert len(receipt.fallen) == FALLEN_MAX
     receipt.fell_back = receipt.fallen
     assert "\n" not in receipt.line() + receipt.restored_line()
@@ -110,15 +114,15 @@ def test_what_fell_back_is_bounded_and_in_one_line() -> None:
 def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> None:
     receipt = RunReport(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
     for line in (receipt.restored_line(), receipt.line()):
-        assert "step 2 from the store, 7 steps lost; " in line
+        assert line.startswith("ckpt: resumed at step 2 from the store, 7 steps to redo")
     receipt.steps_lost = receipt.snapshots = receipt.committed.commits = 1
-    assert ", 1 step lost; " in receipt.restored_line()
-    for part in (", 1 step lost; ", "; 1 snapshot, ", " in 1 commit: "):
+    assert ", 1 step to redo" in receipt.restored_line()
+    for part in (", 1 step to redo; ", "; 1 checkpoint; ", ", 0.0 KiB stored"):
         assert part in receipt.line()
 
 
 def test_a_run_that_was_at_its_end_already_says_that_it_made_no_steps() -> None:
     receipt = RunReport(start_step=48, end_step=48, restored_from="step 48 from the store")
-    assert receipt.line().startswith("ckpt: no steps from step 48 from the store;")
+    assert receipt.line().startswith("ckpt: resumed at step 48 from the store; no step was made;")
     receipt.end_step = 50
-    assert receipt.line().startswith("ckpt: steps 49..50 from step 48 from the store;")
+    assert receipt.line().startswith("ckpt: resumed at step 48 from the store; ended at step 50;")

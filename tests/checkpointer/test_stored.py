@@ -162,7 +162,7 @@ def test_what_each_released_version_saved_is_restored(run: Path) -> None:
     np.random.seed(99)
     told: list[str] = []
     # The script gives other hyper-parameters than the ones that were saved, and is told so.
-    sink = lambda event: told.append(event.message) if event.loud and event.name != "restore.overruled" else None  # noqa: E731
+    sink = lambda event: told.append(event.message) if event.loud and event.name != "restore.overridden" else None  # noqa: E731
     with ckpt.Checkpointer(run, job.state, sinks=(sink,)) as ck:
         assert (ck.restored.step, ck.restored.level) == (STEPS, "store")
         found = job.facts(ck.state)

@@ -153,7 +153,7 @@ def damage(job: Job) -> dict[str, Any]:
         except ckpt.CkptError as exc:
             found = [type(exc).__name__, str(exc)]
         job.ended(url)
-        return found, [event.loud for event in seen.named("restore.struck")]
+        return found, [event.loud for event in seen.named("restore.skipped")]
 
     def flip(step: int, rank: int) -> None:
         """A bit in the weights of that rank."""

@@ -191,7 +191,7 @@ def test_one_that_takes_connections_again_and_has_nothing_to_do_then_is_not_ende
     monkeypatch.setattr(agent_process, "_end_deaf", wake_before)
     assert meet().agent_pid != it.pid
     assert it.wait(30) == 0
-    assert [event.name for event in told] == ["agent.makes_way"]
+    assert [event.name for event in told] == ["agent.replaced"]
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
@@ -248,7 +248,7 @@ def test_an_agent_of_another_release_that_makes_way_is_waited_for(
     old = stub("makes-way", "ckpt.agent.node.main")
     assert meet(hello_s=30.0).agent_pid != old.pid
     assert old.wait(30) == 0
-    assert [event.name for event in told] == ["agent.makes_way"]
+    assert [event.name for event in told] == ["agent.replaced"]
 
 
 def hello(url: str, version: int, role: str = "trainer") -> dict[str, Any]:

@@ -146,13 +146,13 @@ class Elastic:
 
     def safe_step(self) -> int:
         """The newest of which a rank was told that it is in other nodes' memory."""
-        done = [line["data"]["identity"] for line in self.lines() if line.get("event") == "peers.done"]
+        done = [line["data"]["identity"] for line in self.lines() if line.get("event") == "replication.done"]
         return max((step_of(identity) for identity in done), default=0)
 
     def safe_after(self, since: float, world: int, timeout_s: float = 150.0) -> int:
         """Waits until a checkpoint of so many ranks, begun after that, is in other nodes' memory; its step."""
         line = self.wait_for(
-            lambda line: line.get("event") == "peers.done" and line["world"] == world, since, timeout_s
+            lambda line: line.get("event") == "replication.done" and line["world"] == world, since, timeout_s
         )
         return step_of(line["data"]["identity"])
 

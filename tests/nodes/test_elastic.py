@@ -26,7 +26,7 @@ def test_from_4_nodes_to_3_to_2_to_4_in_other_meshes_the_state_is_intact_and_com
     job = Elastic(lan, tmp_path, steps, "--every", "10", "--mesh", str(mesh), "--end", str(end))
     first = job.start(4)
     job.safe_after(0.0, world=4)
-    placed = job.wait_for(lambda line: line.get("event") == "peers.placed")["data"]
+    placed = job.wait_for(lambda line: line.get("event") == "replication.placed")["data"]
     for row in placed["nodes"]:  # what a link carries is known of each
         assert row["seconds"] == pytest.approx(max(row["sends_bytes"], row["receives_bytes"]) / VETH_BYTES_S), placed
     for world, victim in ((3, job.node_of(0)), (2, job.node_of(1))):

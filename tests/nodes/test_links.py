@@ -34,7 +34,7 @@ def test_training_goes_on_while_an_agents_link_is_slow_and_while_it_is_cut_in_th
 
     lan.slow(far, mbit=10)
     slowed = time.time()
-    copied = job.wait_for(lambda line: line.get("event") == "peers.done" and line["data"]["seconds"] > 1, slowed)
+    copied = job.wait_for(lambda line: line.get("event") == "replication.done" and line["data"]["seconds"] > 1, slowed)
     assert steps_between(job, slowed, copied["at"]) > 3, "training stood still behind a slow link"
 
     job.wait_for(lambda line: line.get("step", 1) % EVERY == 0, time.time())
@@ -42,7 +42,7 @@ def test_training_goes_on_while_an_agents_link_is_slow_and_while_it_is_cut_in_th
     cut = time.time()
     time.sleep(CUT_S)  # it is the silence that is the matter
     assert steps_between(job, cut, time.time()) > 10, "training stood still behind a cut link"
-    given_up = [line for line in job.lines() if line.get("event") == "peers.failed" and line["at"] > cut]
+    given_up = [line for line in job.lines() if line.get("event") == "replication.failed" and line["at"] > cut]
     assert given_up, "nothing was on its way when the link was cut"
     lan.plug(far, connected=True)
     lan.slow(far, mbit=0)

@@ -150,7 +150,7 @@ def test_a_service_that_is_not_there_is_asked_ever_more_rarely_and_reported_once
     for pause_s, whole_s in zip(stop.pauses, [1, 2, 4, 8, *[PAUSE_MAX_S] * 8], strict=True):
         assert whole_s / 2 <= pause_s <= whole_s
     assert len({round(pause_s, 6) for pause_s in stop.pauses}) == 12, "pauses have no jitter"
-    assert [(event.name, event.loud) for event in said] == [("notices.mute", True)]
+    assert [(event.name, event.loud) for event in said] == [("notices.silent", True)]
     assert said[0].data == {"source": listener.name}
 
 
@@ -233,7 +233,7 @@ def test_an_end_to_the_faults_is_reported_too() -> None:
         return 1.0
 
     keep_asking("x", Turns(clock, *[same] * (MUTE_FAULTS + 2)), ask, Events(said.append))
-    assert [event.name for event in said] == ["notices.mute", "notices.heard"]
+    assert [event.name for event in said] == ["notices.silent", "notices.answered"]
 
 
 def test_pauses_begin_anew_after_an_answer() -> None:

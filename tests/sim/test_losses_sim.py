@@ -141,7 +141,7 @@ class Life:
         self.safe = max(self.safe, self.told(job))
 
     def _is_again(self, job: SimJob) -> bool:
-        return any(each["name"] == "peers.reprotected" for rank in job.ranks for each in rank.events)
+        return any(each["name"] == "replica.restored" for rank in job.ranks for each in rank.events)
 
     def _quiet_s(self) -> float:
         return self.alarms.expovariate(2 / ALARM_S)

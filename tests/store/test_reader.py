@@ -261,7 +261,7 @@ def test_the_newest_that_can_be_read_is_taken_and_the_others_are_told() -> None:
     store.spoil(store.held(f"data/{identity(1, 30)}/")[1], flip(100))
     assert step_of(run) == 20
     told = [(e.name, e.loud, e.data["identity"]) for e in run.told]  # type: ignore[attr-defined]
-    assert told == [("restore.struck", True, str(identity(1, step))) for step in (40, 30)]
+    assert told == [("restore.skipped", True, str(identity(1, step))) for step in (40, 30)]
 
 
 def test_a_second_record_of_a_checkpoint_stands_in_for_a_damaged_one() -> None:

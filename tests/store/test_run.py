@@ -68,7 +68,7 @@ def test_a_damaged_claim_is_told_and_does_not_stop_the_listing() -> None:
     view = Run(store, events=Events(told.append)).view()
     assert view.newest_epoch == epoch(2)
     assert [key for key, _ in view.damaged] == [keys.epoch_key(epoch(2))]
-    assert [(event.name, event.loud) for event in told] == [("run.damaged-claim", True)]
+    assert [(event.name, event.loud) for event in told] == [("claim.damaged", True)]
 
 
 @pytest.mark.parametrize("honest", [True, False])

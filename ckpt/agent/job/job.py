@@ -397,7 +397,7 @@ class Job(AgentRestart):
             facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}
             text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: agent {name} is gone or "
             text += "cut off, and its copies may be gone; they are made again when that can be"
-            self.emit("peers.lost", text, True, facts)
+            self.emit("replica.lost", text, True, facts)
 
     def parent_is_safe(self, is_safe: bool) -> None:
         """Whether what it goes on from is as safe in other nodes' memory as was asked for, is shown."""

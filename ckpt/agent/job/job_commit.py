@@ -199,7 +199,7 @@ class JobCommits(JobContext):
             self.follow_learning()
         round_ = self.group.slots[slot].round
         if error and round_ is not None and round_.gave_way:
-            self.emit("commit.given-up", f"step {identity.tick.step} was not committed: {round_.gave_way}", True)
+            self.emit("commit.given_up", f"step {identity.tick.step} was not committed: {round_.gave_way}", True)
             return
         if error:
             self._services.account.commit_failed()

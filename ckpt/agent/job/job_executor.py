@@ -243,7 +243,7 @@ class JobExecutor(JobCommits):
         if protection.table() != before or (protection.is_wanted and not self._told_placed):
             self._told_placed = True
             loud = bool(protection.warnings) or not (is_whole or protection.is_alone)
-            self.emit("peers.placed", protection.describe(), loud, protection.shown())
+            self.emit("replication.placed", protection.describe(), loud, protection.shown())
         return slots
 
     def place_again(self) -> None:
@@ -295,7 +295,7 @@ class JobExecutor(JobCommits):
             if why_not:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
                 loud = why_not not in (UNKEPT, ROOMLESS, OUTDONE)  # the placement has said that, or nothing is lost
-                self.emit("peers.failed", text, loud, {"identity": str(identity)})
+                self.emit("replication.failed", text, loud, {"identity": str(identity)})
                 return self.group.lets_older_go(why_not)
             if self.learning is not None and not found:
                 self.learning.replicated(seconds)
@@ -304,7 +304,9 @@ class JobExecutor(JobCommits):
             self._services.account.replicated(self.epoch, identity.tick, count)
             facts = {"identity": str(identity), "seconds": seconds}
             self.emit(
-                "peers.done", f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s", data=facts
+                "replication.done",
+                f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s",
+                data=facts,
             )
             return True
 
@@ -346,7 +348,7 @@ class JobExecutor(JobCommits):
             return
         account.unprotected()
         text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: {why}"
-        self.emit("peers.lost", text, True, {"identity": str(identity)})
+        self.emit("replica.lost", text, True, {"identity": str(identity)})
 
     def _unkeep(self) -> None:
         network, copies = self._services.network(), self._services.copies

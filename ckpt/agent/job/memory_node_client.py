@@ -255,7 +255,7 @@ class MemoryNodeClients:
             known = self._why.pop(address, None)
             text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"
             about = {"address": str(address), "lends_bytes": lends}
-            self._tell(Event("peers.joined", text, known is not None, about))
+            self._tell(Event("memory_node.joined", text, known is not None, about))
         if before != lent:
             self._changed()
         return ""
@@ -268,7 +268,7 @@ class MemoryNodeClients:
                 f"called again. There, `ckpt agent {shown(self._url)} --listen {address} --memory SIZE` has to run, "
                 "for this job alone and with the same CKPT_SECRET_FILE, and this node has to reach it"
             )
-            self._tell(Event("peers.unreachable", text, True, {"address": str(address)}))
+            self._tell(Event("memory_node.unreachable", text, True, {"address": str(address)}))
         news = was is not None or address not in self._why
         self._why[address] = why
         if news:

@@ -236,7 +236,7 @@ class NodeMemory:
         if freed:
             what = f", {counted(gone, 'older checkpoint')} among them" if gone else ""
             text = f"memory runs out here, {free_bytes >> 20:,} MiB are left: {freed >> 20:,} MiB are given back{what}"
-            self._event(Event("memory.relief", text, bool(gone), {"free_bytes": free_bytes, "freed_bytes": freed}))
+            self._event(Event("memory.released", text, bool(gone), {"free_bytes": free_bytes, "freed_bytes": freed}))
         return now_s + memory_pressure.PERIOD_S
 
     def _tend_room(self, now_s: float) -> float | None:

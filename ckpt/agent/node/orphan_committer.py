@@ -281,7 +281,7 @@ class OrphanCommitter(PeerHandlers):
             return
         text = f"step {identity.tick.step} is committed by a node that is left of the job that saved it"
         log.warning("%s", text)
-        self._event(Event("commit.inherited", text, True, {"identity": str(identity)}))
+        self._event(Event("commit.orphan", text, True, {"identity": str(identity)}))
         self._end_attempt(identity.epoch)
 
 

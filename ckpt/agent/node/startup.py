@@ -313,7 +313,7 @@ class Startup(NodeMemory):
         self._tell_of_lost_parts(start, chosen)
         for identity, why in damaged.items():
             text = f"step {identity.tick.step} cannot be read and is passed over: {why}"
-            job.emit("restore.struck", text, True, {"identity": str(identity)})
+            job.emit("restore.skipped", text, True, {"identity": str(identity)})
         if chosen is None:
             self._answer(start, body, [])
             return

@@ -163,7 +163,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "ckpt_snapshot_stall_seconds_total",
         "counter",
-        "That training stood still for snapshots, as the slowest rank says.",
+        "Time that training paused for snapshots, as the slowest rank reports.",
         _account("snapshots", "seconds"),
     ),
     Metric("ckpt_commits_total", "counter", "That reached the store.", _account("commits", "number")),

@@ -79,7 +79,7 @@ class Status:
         noise = event.name == "prediction" and not event.loud  # of a source that is not proven: counted, and no news
         if event.name not in _UNSAID and not noise:
             self._recent.append((time.monotonic(), event))
-        if event.name == "round.abandoned":
+        if event.name == "save.abandoned":
             self.account.abandoned()
         if self._lines is not None:
             self._lines(event)

@@ -92,7 +92,9 @@ class Rereplication:
         if plan.short and plan.short != self._short:
             ranks = counted(len(plan.short), "rank")
             text = f"{ranks} of step {self.identity.tick.step} on fewer nodes than was asked for"
-            self._emit("peers.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short[:100])})
+            self._emit(
+                "replication.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short[:100])}
+            )
         self._short = plan.short
         self._safe(not (plan.copies or plan.short))
         if not plan.copies:
@@ -202,10 +204,10 @@ class Rereplication:
             self._again_s = time.monotonic() + again_s
             self._later(again_s, lambda: None)  # the loop comes round, and `tend` is called
             text = f"step {step} has lost copies, and not all are made again: {self._errors[0]}"
-            self._emit("peers.failed", text, True, facts)
+            self._emit("replication.failed", text, True, facts)
             return
         text = f"step {step} had lost copies: {count >> 20:,} MiB are in other nodes' memory again"
-        self._emit("peers.reprotected", f"{text} after {seconds:.2f} s", False, facts)
+        self._emit("replica.restored", f"{text} after {seconds:.2f} s", False, facts)
 
     def _withdraw(self) -> None:
         self._copies.withdraw(self._network.transport, self.identity)

@@ -377,7 +377,7 @@ def _restore(
     for struck in decision.fields.get("struck") or []:
         if group.rank == 0:
             text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `ckpt verify {shown(asked.url)}`"
-            events.emit("restore.struck", text, loud=True, identity=struck)
+            events.emit("restore.skipped", text, loud=True, identity=struck)
     while (candidate := decision.candidate) is not None:
         identity = Identity.parse(candidate["identity"])
         bad, sources = _try(group, asked, tasks, events, saver, identity, decision.manifest, overwritten)
@@ -389,7 +389,7 @@ def _restore(
             return RestoreResult(identity.tick, level, str(identity), source, sources, lost, stored), decision
         failures.append(f"step {identity.tick.step}: {bad}")
         events.emit(
-            "restore.struck",
+            "restore.skipped",
             f"ckpt: the checkpoint of step {identity.tick.step} cannot be restored ({bad}); "
             "falling back to the one before it",
             loud=True,

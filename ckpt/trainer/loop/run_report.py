@@ -21,7 +21,7 @@ FALLEN = frozenset(
         "memory.plan",
         "memory.short",
         "restore.mismatch",
-        "restore.struck",
+        "restore.skipped",
         "snapshot.differs",
         "snapshot.unpinned",
         "store.lost",
@@ -139,54 +139,44 @@ class RunReport:
         return json.dumps(self.to_dict())
 
     def restored_line(self) -> str:
-        """One line at the start of a run that goes on."""
-        lost = self._lost()
-        read = ", ".join(f"{_size(count)} {level}" for level, count in sorted(self.read_bytes.items()))
-        return (
-            f"ckpt: restored {self.restored_from}{lost}; {read or 'no bytes read'}, entered in {self.entry_s:.2f} s"
-            f"{self._trust()}"
-        )
+        """One line at the start of a run that goes on, without a line break."""
+        return self._one_line(f"ckpt: {self._began()}, in {self.entry_s:.2f} s{self._slow_path()}")
 
     def line(self) -> str:
-        """One line, without a line break."""
-        body = self.to_dict()
-        ran = f"steps {self.start_step + 1}..{self.end_step}" if self.end_step > self.start_step else "no steps"
-        lost = self._lost()
-        stall = (
-            ""
-            if body["stall_ms_median"] is None
-            else f", stall {body['stall_ms_median']:.1f} ms (at most {body['stall_ms_max']:.1f})"
+        """One line at the exit, without a line break."""
+        ran = f"ended at step {self.end_step}" if self.end_step > self.start_step else "no step was made"
+        committed = (
+            "nothing is committed" if self.committed_step is None else f"step {self.committed_step} is committed"
         )
-        staged = f"; {_size(self.staged_bytes)} staged" if self.snapshots else ""
-        committed = "nothing committed" if self.committed_step is None else f"step {self.committed_step} committed"
-        return (
-            f"ckpt: {ran} from {self.restored_from}{lost}; "
-            f"{counted(self.snapshots, 'snapshot')}, {self._not_taken()}{stall}{staged}; {committed}{self._stored()}"
-            f"{self._trust()}"
-        )
-
-    def _not_taken(self) -> str:
-        passed = f", {self.passed} passed over" if self.passed else ""
-        waited = f", waited {self.waited_s:.1f} s for slots" if self.waited_s >= WAITED_S else ""
-        return f"{self.missed} missed{passed}{waited}"
-
-    def _lost(self) -> str:
-        return "" if self.steps_lost is None else f", {counted(self.steps_lost, 'step')} lost"
-
-    def _stored(self) -> str:
-        done = self.committed
-        if not done.commits:
-            return ""
-        unchanged = f", {_size(done.referred_bytes)} unchanged" if done.referred_bytes else ""
-        stored = f"{_size(done.stored_bytes)} stored{unchanged}"
-        return f" ({_size(done.raw_bytes)} in {counted(done.commits, 'commit')}: {stored})"
-
-    def _trust(self) -> str:
-        proven = f"; proven: {', '.join(self.proven)}" if self.proven else ""
-        fell = f"; fell back: {'; '.join(self.fell_back)}" if self.fell_back else ""
+        stored = f", {_size(self.committed.stored_bytes)} stored" if self.committed.commits else ""
         again = [f"{name} {counted(count, 'time')}" for name, count in sorted(self.repeated.items())]
-        more = f"; said once, and came again: {', '.join(again)}" if again else ""
-        return " ".join(f"{proven}{fell}{more}".split("\n"))
+        repeated = f"; repeated: {', '.join(again)}" if again else ""
+        return self._one_line(
+            f"ckpt: {self._began()}; {ran}; {self._taken()}; {committed}{stored}{self._slow_path()}{repeated}"
+        )
+
+    def _began(self) -> str:
+        if self.restored_from == "nothing":
+            return f"started at step {self.start_step}"
+        lost = "" if self.steps_lost is None else f", {counted(self.steps_lost, 'step')} to redo"
+        return f"{'resumed at' if self.start_step else 'started from'} {self.restored_from}{lost}"
+
+    def _taken(self) -> str:
+        stalls = [1e3 * stall for stall in self.stalls_s]
+        paused = ""
+        if stalls:
+            paused = f", training paused {statistics.median(stalls):.1f} ms each (at most {max(stalls):.1f} ms)"
+        missed = f", {self.missed} missed" if self.missed else ""
+        passed = f", {self.passed} passed over" if self.passed else ""
+        waited = f", {self.waited_s:.1f} s of waiting for a free slot" if self.waited_s >= WAITED_S else ""
+        return f"{counted(self.snapshots, 'checkpoint')}{paused}{missed}{passed}{waited}"
+
+    def _slow_path(self) -> str:
+        return f"; slow path: {'; '.join(self.fell_back)}" if self.fell_back else ""
+
+    @staticmethod
+    def _one_line(text: str) -> str:
+        return " ".join(text.split("\n"))
 
 
 def _size(count: int) -> str:

@@ -111,7 +111,7 @@ class StepTracking:
         torn = self.torn
         if torn and not self._said_torn:
             self._said_torn = True
-            self._events.emit("step.torn", f"ckpt: {torn}", loud=True)
+            self._events.emit("optimizer.interrupted", f"ckpt: {torn}", loud=True)
         return torn
 
     def note(self, step: int) -> None:
@@ -169,7 +169,7 @@ class StepTracking:
                 "that is not in it and has nothing of it. What that trains is not saved: give the Checkpointer the "
                 "model and optimizer that the loop uses; where they were made anew since, assign them in ck.state"
             )
-            self._events.emit("step.elsewhere", text, loud=True)
+            self._events.emit("optimizer.not_registered", text, loud=True)
 
     def _announce(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The first hook of a step has the last one begin it."""

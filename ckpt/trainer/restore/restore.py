@@ -181,7 +181,7 @@ def tell_overruled(events: Events, lines: list[str]) -> None:
         f"ckpt: restored hyper-parameters hold where the script gives others: {'; '.join(lines[:LINES_MAX])}{more}. To "
         'change one on purpose, set it in the block (docs/start.md, "What holds after a restart")'
     )
-    events.emit("restore.overruled", text, loud=True, lines=lines)
+    events.emit("restore.overridden", text, loud=True, lines=lines)
 
 
 def fill(

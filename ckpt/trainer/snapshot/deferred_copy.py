@@ -82,7 +82,7 @@ class DeferredTrust:
             self.version += 1
         for name, owner in names:
             self._events.emit(
-                "lazy.changed",
+                "deferred_copy.changed",
                 f"{name} changed before the optimizer stepped; it is copied at the boundary from now on",
                 loud=True,
                 tensor=name,
@@ -95,7 +95,7 @@ class DeferredTrust:
             self.version += 1
         if was:
             self._why_off = why
-            self._events.emit("lazy.off", f"late copies are off for this run: {why}", loud=True, reason=why)
+            self._events.emit("deferred_copy.off", f"late copies are off for this run: {why}", loud=True, reason=why)
 
     def proven(self) -> list[str]:
         count = sum(self.is_proven(key) for key in list(self._proofs))

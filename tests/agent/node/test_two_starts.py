@@ -160,7 +160,7 @@ def test_a_start_is_refused_where_another_has_saved_and_ended_while_it(
         go_on(b, decisions[1])
     else:
         go_on(b, decisions[1])
-        wait_for(lambda: any(each["name"] == "run.watching" for each in b.events))
+        wait_for(lambda: any(each["name"] == "run.watched" for each in b.events))
         finish_and_leave(a)
     told = superseded(b)
     assert "'A'" in told

@@ -41,8 +41,8 @@ def begin(cluster: Cluster, peers: dict[str, int]) -> int:
 
 def await_full(cluster: Cluster, safe: int) -> None:
     """Until copies have failed for want of memory. Nothing is safe but what was."""
-    cluster.await_event("peers.failed")
-    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.failed"]
+    cluster.await_event("replication.failed")
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "replication.failed"]
     assert any("memory" in text for text in told), told
     with cluster.job[0].changed:
         levels = dict(cluster.job[0].levels)

@@ -113,9 +113,9 @@ def test_a_job_takes_no_more_than_the_control_group_allows_and_says_what_that_co
     cluster.enter()
     assert cluster.await_event("memory.plan")["slots"] == slots
     is_safe = kept == {0: [1], 1: [0]}
-    placed = cluster.await_event("peers.placed")
+    placed = cluster.await_event("replication.placed")
     assert len([row for row in placed["nodes"] if row["kept_by"]]) == sum(map(bool, kept.values()))
-    loud = [each["loud"] for each in cluster.job[0].events if each["name"] == "peers.placed"]
+    loud = [each["loud"] for each in cluster.job[0].events if each["name"] == "replication.placed"]
     assert loud == [True], "told once, and a warning: they are on one machine, or not as safe as was asked for"
     for _ in range(3):
         cluster.checkpoint(*(["peer"] if is_safe else []), "store")
@@ -161,7 +161,7 @@ def test_a_container_that_another_process_fills_has_back_what_is_only_warm_and_w
     safe = cluster.checkpoint("peer")  # of the one before the copy is only warm by now
     left = reserve_bytes(int((limited.folder / limited.limit).read_text())) // 2
     with filled(limited, left):
-        cluster.await_status(1, lambda status: "memory.relief" in [each["event"] for each in status["events"]])
+        cluster.await_status(1, lambda status: "memory.released" in [each["event"] for each in status["events"]])
         assert limited.ended() == 0
         cluster.kill(0)
         cluster.hang_up()

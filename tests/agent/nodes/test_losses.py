@@ -95,7 +95,7 @@ def test_one_node_after_the_other_may_be_lost_once_what_has_lost_its_copies_has_
     cluster.hang_up()
     decision = cluster.start(second, last)
     assert decision.fields["candidate"]["step"] == step
-    told = cluster.await_event("peers.reprotected")
+    told = cluster.await_event("replica.restored")
     assert told["identity"] == decision.fields["candidate"]["identity"]
     assert told["bytes"] > 0
     assert cluster.job[0].levels == {}
@@ -130,7 +130,7 @@ def test_copies_that_are_made_again_keep_to_the_limit_of_the_network(cluster: Cl
     limits = {"memory": None, "bandwidth": None, "peer_bandwidth": PEER_BANDWIDTH_MIN}
     cluster.options = {**cluster.options, "limits": limits}
     assert cluster.start(0, 1).fields["candidate"]["step"] == step
-    told = cluster.await_event("peers.reprotected")
+    told = cluster.await_event("replica.restored")
     least_bytes = full("sharded", 0).nbytes / 3  # of what one rank has staged
     assert told["seconds"] >= 0.9 * least_bytes / PEER_BANDWIDTH_MIN, told
 
@@ -146,7 +146,7 @@ def test_what_only_a_memory_only_node_has_left_is_copied_from_it_after_a_start(c
     cluster.kill(1)
     cluster.hang_up()
     assert cluster.start(0, 2).fields["candidate"]["step"] == step
-    cluster.await_event("peers.reprotected")
+    cluster.await_event("replica.restored")
     cluster.end_lending(0, signal.SIGKILL)
     cluster.hang_up()
     cluster.peers = []
@@ -162,7 +162,7 @@ def test_what_an_agent_kept_for_others_is_copied_to_it_again_once_it_is_back(clu
     assert rank.lost.wait(60)
     cluster.come_back(1)
     rank.wait_warm()
-    cluster.await_event("peers.done", 2)
+    cluster.await_event("replication.done", 2)
     cluster.kill(0)
     cluster.hang_up()
     decision = cluster.start(1)

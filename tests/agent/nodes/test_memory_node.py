@@ -130,12 +130,12 @@ def test_what_is_shown_as_safe_falls_back_when_the_one_that_keeps_it_is_lost_and
     assert newest_safe(lent) == step
     at = lent.peers[0]
     lent.end_lending(with_=signal.SIGKILL)
-    assert lent.await_event("peers.lost")["identity"].endswith(str(Tick(step)))
-    assert f"the agent of node {at} is gone or cut off" in text_of(lent, "peers.lost")
+    assert lent.await_event("replica.lost")["identity"].endswith(str(Tick(step)))
+    assert f"the agent of node {at} is gone or cut off" in text_of(lent, "replica.lost")
     assert newest_safe(lent) is None
     assert lent.job[0].levels[str(Tick(step)), "peer"], "it was so when it was said"
     lent.lend(at=at)
-    lent.await_event("peers.done", 2)  # the same step, without another snapshot
+    lent.await_event("replication.done", 2)  # the same step, without another snapshot
     assert newest_safe(lent) == step
 
 
@@ -147,7 +147,7 @@ def test_a_rank_of_another_node_reads_where_a_memory_only_node_listens(lent: Clu
     lent.checkpoint("peer")
     first.close()
     lent.end_lending(with_=signal.SIGKILL)
-    assert f"the agent of node {lent.peers[0]} is gone or cut off" in await_text(second, "peers.lost")
+    assert f"the agent of node {lent.peers[0]} is gone or cut off" in await_text(second, "replica.lost")
 
 
 def test_an_agent_that_is_started_again_empty_makes_what_it_kept_unsafe_until_it_has_it_again(cluster: Cluster) -> None:
@@ -155,12 +155,12 @@ def test_an_agent_that_is_started_again_empty_makes_what_it_kept_unsafe_until_it
     cluster.start(0, 1)
     step = cluster.checkpoint("peer")
     cluster.kill_agent(1)
-    cluster.await_event("peers.lost")
-    assert "(rank 1) is gone or cut off" in text_of(cluster, "peers.lost")
+    cluster.await_event("replica.lost")
+    assert "(rank 1) is gone or cut off" in text_of(cluster, "replica.lost")
     assert newest_safe(cluster) is None
     assert cluster.job[1].lost.wait(60)
     cluster.come_back(1)
-    cluster.await_event("peers.done", 2)
+    cluster.await_event("replication.done", 2)
     assert newest_safe(cluster) == step
 
 
@@ -313,7 +313,7 @@ def test_one_that_is_not_there_is_named_and_training_goes_on_and_when_it_comes_i
     assert cluster.end_lending() == 0
     cluster.peers = [at]
     cluster.start(0)
-    told = [event for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    told = [event for event in cluster.job[0].events if event["name"] == "memory_node.unreachable"]
     assert len(told) == 1
     assert f"--listen {at}" in told[0]["message"]
     assert told[0]["loud"]
@@ -329,7 +329,7 @@ def test_one_that_is_not_there_is_named_and_training_goes_on_and_when_it_comes_i
 def test_one_with_another_secret_takes_no_part_and_learns_nothing(cluster: Cluster) -> None:
     cluster.peers = cluster.lend(secret=secret.make())["listen"]
     cluster.start(0)
-    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "memory_node.unreachable"]
     assert "secret" in told[0]
     cluster.checkpoint("local", "store")
     assert cluster.lending_status()["launch"] is None
@@ -360,7 +360,7 @@ def test_a_node_of_the_job_that_is_named_as_a_memory_only_one_is_told_to_be_none
     for rank in cluster.job:
         rank.peers = cluster.job[0].nodes[named]["addresses"][:1]
     cluster.enter()
-    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "memory_node.unreachable"]
     assert why in told[0]
     cluster.checkpoint("peer", "store")
     cluster.finish()
@@ -381,7 +381,7 @@ def test_one_that_was_started_for_another_url_is_named_and_not_used(cluster: Clu
     cluster.peers = cluster.lend()["listen"]
     cluster.url = url
     cluster.start(0)
-    told = [event for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    told = [event for event in cluster.job[0].events if event["name"] == "memory_node.unreachable"]
     assert [event["loud"] for event in told] == [True]
     assert "mistyped" in told[0]["message"]
     cluster.checkpoint("local", "store")
@@ -416,7 +416,7 @@ def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster
     cluster.peers = cluster.lend("1MiB")["listen"]
     cluster.start(0)
     cluster.checkpoint("local", "store")
-    placed = [event for event in cluster.job[0].events if event["name"] == "peers.placed"]
+    placed = [event for event in cluster.job[0].events if event["name"] == "replication.placed"]
     assert "lend more" in placed[-1]["message"]
     assert cluster.lending_status()["keeps"] == []
     cluster.finish()
@@ -437,13 +437,13 @@ def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_ot
     cluster.peers = cluster.lend(str(2 * small + 8192))["listen"]
     cluster.start(2, 2, 2, 3, 3, launch="another")
     cluster.checkpoint("local")
-    told = cluster.await_event("peers.failed")
+    told = cluster.await_event("replication.failed")
     cluster.await_lending(lambda status: status["keeps"] == [told["identity"]])
     rank, tick = cluster.job[0], Tick(cluster.job[0].step)
     assert not rank.wait_level(tick, "peer")
     assert rank.levels[str(tick), "peer"] == (False, UNKEPT)
-    assert "peers.done" not in [event["name"] for event in rank.events]
-    placed = [event for event in rank.events if event["name"] == "peers.placed"]
+    assert "replication.done" not in [event["name"] for event in rank.events]
+    placed = [event for event in rank.events if event["name"] == "replication.placed"]
     assert placed[-1]["loud"]
     (large_node,) = [name for name in cluster.status(2)["nodes"].values() if "(ranks 0-2)" in name]
     assert f"nobody has memory for {large_node}, and no checkpoint" in placed[-1]["message"]

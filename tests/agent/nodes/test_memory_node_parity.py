@@ -33,7 +33,7 @@ def test_one_that_lends_twice_the_parity_of_a_checkpoint_keeps_that_of_each_and_
         for _ in range(4):
             step = cluster.checkpoint("peer")
         assert "any 1 of 2 nodes may be lost" in next(
-            each["message"] for each in cluster.job[0].events if each["name"] == "peers.placed"
+            each["message"] for each in cluster.job[0].events if each["name"] == "replication.placed"
         )
         lends = max(row["keeps_bytes"] for row in cluster.status(0)["job"]["peers"]["nodes"])
         status = cluster.lending_status(len(cluster.lending) - 1)

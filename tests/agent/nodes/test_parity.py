@@ -120,7 +120,7 @@ def test_parity_takes_less_memory_than_copies_and_is_told_before_it_is_taken(clu
     for row in table["nodes"]:
         assert row["keeps_bytes"] < 0.75 * table["generations"] * row["own_bytes"]
         assert len(row["kept_by"]) == 3
-    placed = next(event for event in cluster.job[0].events if event["name"] == "peers.placed")
+    placed = next(event for event in cluster.job[0].events if event["name"] == "replication.placed")
     assert "parity: any 1 of 4 nodes may be lost" in placed["message"]
     assert placed["data"]["parity"] == ONE
     planned = [event["data"] for event in cluster.job[0].events if event["name"] == "memory.plan"][-1]
@@ -159,11 +159,11 @@ def test_a_start_that_has_lost_nothing_copies_nothing_and_one_that_has_does(clus
     cluster.hang_up()
     check_memory(cluster, cluster.start(0, 1, 2, 3), step)
     step = cluster.checkpoint("peer")
-    assert not any(event["name"] in ("peers.reprotected", "peers.short") for event in cluster.job[0].events)
+    assert not any(event["name"] in ("replica.restored", "replication.short") for event in cluster.job[0].events)
     cluster.kill(1)
     cluster.hang_up()
     check_memory(cluster, cluster.start(0, 4, 2, 3), step)
-    cluster.await_event("peers.reprotected")
+    cluster.await_event("replica.restored")
     cluster.kill(2)
     cluster.hang_up()
     check_memory(cluster, cluster.start(0, 4, 3), step)

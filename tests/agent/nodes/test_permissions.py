@@ -163,10 +163,10 @@ def test_a_memory_only_node_hears_nobody_else_until_the_outcome_of_a_start_and_t
     assert ask(starting, node, {"t": "start", "launch": "test", "url": cluster.url, "take_over": False})[1] == ""
     later = cluster.checkpoint("local")
     assert later > step
-    cluster.await_event("peers.failed")
+    cluster.await_event("replication.failed")
     assert [each.split("-")[2] for each in cluster.lending_status()["whole"]] == [f"{step:012d}.0000"]
     starting.say(node, {"t": "outcome", "epoch": None}, [])
     starting.alive(node)
-    cluster.await_event("peers.done", 2)
+    cluster.await_event("replication.done", 2)
     newer = lambda each: each.split("-")[2] > f"{step:012d}.0000"  # noqa: E731
     cluster.await_lending(lambda status: all(map(newer, status["whole"])))  # it hears so a moment later

@@ -109,7 +109,7 @@ def test_what_came_from_the_store_is_not_shown_as_safe_in_other_nodes_memory(clu
     cluster.kill(0, 1)
     candidate = cluster.start(2, 3).fields["candidate"]
     assert (candidate["step"], candidate["level"]) == (step, "store")
-    cluster.await_event("peers.placed")
+    cluster.await_event("replication.placed")
     safe = cluster.await_status(2, lambda status: bool(status["job"]["memory"]))["account"]["safe"]
     assert safe.keys() == {"store"}, "nobody keeps it"
 
@@ -134,7 +134,7 @@ def test_copies_keep_to_their_bandwidth_on_every_node_and_what_a_start_waits_for
     cluster.start(0, 1, 2)
     assert [cluster.status(node)["peer_bandwidth"] for node in range(3)] == [RATE] * 3
     step = cluster.checkpoint("peer")
-    told = cluster.await_event("peers.done")
+    told = cluster.await_event("replication.done")
     assert told["seconds"] >= 0.9 * STATE_BYTES / 3 / RATE, "some node sends a third of the state, or more"
     cluster.kill(1)
     cluster.hang_up()

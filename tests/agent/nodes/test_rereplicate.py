@@ -94,11 +94,11 @@ def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_ge
     if at == "keep":
         job.give()
     job.each(at, Asked.refuse)
-    assert job.names() == ["peers.failed"]
+    assert job.names() == ["replication.failed"]
     assert job.tend(2) == ["b"]
     job.give()
     assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
-    assert job.names()[-1] == "peers.reprotected"
+    assert job.names()[-1] == "replica.restored"
     (again,) = job.tend(2)
     assert again != "a", "what a has is damaged there"
     job.give()
@@ -136,7 +136,7 @@ def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_o
 def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Callable[..., Made]) -> None:
     job = made("a")
     job.reprotecting.tend({}, 1)
-    assert (job.said, job.names()) == ([False], ["peers.short"])
+    assert (job.said, job.names()) == ([False], ["replication.short"])
 
 
 def test_what_fails_is_tried_again_ever_later_and_at_least_once_a_minute() -> None:
@@ -160,7 +160,7 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
     assert job.tend(1) == [holder]
     job.give()
     job.each("keep", lambda asked: asked.answer({}))
-    assert job.names() == ["peers.reprotected"] * 2
+    assert job.names() == ["replica.restored"] * 2
     job.reprotecting.end()
     job.reprotecting.lost(holder)
     assert not job.reprotecting.is_due
@@ -178,7 +178,7 @@ def lose_the_coordinators_agent(cluster: Cluster) -> None:
     """While copies are being made again. All ranks come back."""
     cluster.kill_agent(0)
     assert all(rank.lost.wait(60) for rank in cluster.job)
-    assert not any(event["name"] == "peers.reprotected" for event in cluster.job[0].events)
+    assert not any(event["name"] == "replica.restored" for event in cluster.job[0].events)
     cluster.come_back()
     together(cluster.job, lambda rank: rank.wait_warm())
 
@@ -201,7 +201,7 @@ def test_a_coordinators_agent_that_was_started_again_goes_on_with_what_is_being_
     for left in reversed(range(times)):
         limit(cluster, PEER_BANDWIDTH_MIN if left else None)
         lose_the_coordinators_agent(cluster)
-    told = cluster.await_event("peers.reprotected")
+    told = cluster.await_event("replica.restored")
     assert told["identity"] == decision.fields["candidate"]["identity"]
     assert told["bytes"] > full("sharded", 0).nbytes
     assert cluster.job[0].levels == {}
@@ -230,9 +230,9 @@ def test_what_only_a_memory_only_node_has_is_copied_from_it_though_it_answers_a_
     limit(cluster, None)
     cluster.lending[0].send_signal(signal.SIGSTOP)
     lose_the_coordinators_agent(cluster)
-    cluster.await_event("peers.unreachable")
+    cluster.await_event("memory_node.unreachable")
     cluster.lending[0].send_signal(signal.SIGCONT)
-    told = cluster.await_event("peers.reprotected")
+    told = cluster.await_event("replica.restored")
     assert {source for source, _, _ in told["copies"]} == {cluster.status(0)["lenders"][0]["name"]}
     cluster.end_lending(0, signal.SIGKILL)
     cluster.hang_up()
@@ -250,7 +250,7 @@ def test_what_only_parity_has_after_the_coordinators_agent_died_is_made_again_an
     cluster.hang_up()
     assert cluster.start(0, 1, 2, 3).fields["candidate"]["step"] == step
     lose_the_coordinators_agent(cluster)
-    cluster.await_event("peers.reprotected")
+    cluster.await_event("replica.restored")
     cluster.kill(1, 2)
     cluster.hang_up()
     assert cluster.start(0, 3).fields["candidate"]["step"] == step == cluster.job[0].step

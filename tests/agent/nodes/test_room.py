@@ -74,7 +74,7 @@ def test_where_there_is_no_room_for_copies_what_was_safe_before_stays_until_the_
     limit(cluster, 4.5)
     cluster.hang_up()
     assert cluster.start(0, 1).fields["candidate"]["step"] == step
-    assert not all_kept(cluster.await_event("peers.placed"))
+    assert not all_kept(cluster.await_event("replication.placed"))
     assert cluster.checkpoint("local") > step
     cluster.await_event("commit.failed")
     cluster.kill(1)
@@ -91,7 +91,7 @@ def test_nodes_that_are_started_again_keep_each_others_copies_again_once_what_wa
     for _ in range(2):
         cluster.hang_up()
         cluster.start(0, 1)
-        assert not all_kept(cluster.await_event("peers.placed"))
+        assert not all_kept(cluster.await_event("replication.placed"))
         cluster.checkpoint("local", "store")
         cluster.await_status(0, lambda status: all_kept(status["job"]["peers"]))
         cluster.checkpoint("peer")

@@ -152,7 +152,7 @@ def test_what_parity_can_make_again_of_a_part_is_made_and_only_what_is_lost_leav
     assert fetched["local"] + fetched["peer"] >= whole - lost
     assert cluster.checkpoint("store") > step
     told = {each["name"] for each in cluster.job[0].events}
-    assert told.isdisjoint({"restore.lost", "peers.reprotected"}), "nothing is lost, and copies of a part are of no use"
+    assert told.isdisjoint({"restore.lost", "replica.restored"}), "nothing is lost, and copies of a part are of no use"
     cluster.finish()
 
 

@@ -156,7 +156,7 @@ def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and
     free[0] = 0
     agent.look(130.0)
     assert agent.former == [new], "the only complete one"
-    assert [(event.name, event.loud) for event in agent.told] == [("memory.relief", False), ("memory.relief", True)]
+    assert [(event.name, event.loud) for event in agent.told] == [("memory.released", False), ("memory.released", True)]
     assert agent.told[-1].message.endswith(" are given back, 1 older checkpoint among them")
     agent.former = []
     assert agent.look(140.0) is None

@@ -486,7 +486,7 @@ def test_a_comparison_that_fails_costs_no_snapshot_that_is_being_copied() -> Non
         go.set()
         snapshot.done.result(60)
         assert snapshot.abandoned is None
-        assert it.names() == ["lazy.off"]
+        assert it.names() == ["deferred_copy.off"]
 
 
 class Mixed(CudaCopier):

@@ -189,7 +189,7 @@ def test_state_that_appears_with_the_first_step_is_saved_and_starts_unproven() -
         assert it.stamps(snapshot.slot)["new"] == {float(loop.step)}
         assert it.names() == []
         loop.run(it)
-        assert it.names() == ["lazy.changed"]
+        assert it.names() == ["deferred_copy.changed"]
         assert it.snapshotter.fell_back() == ["new is copied at the boundary: it changed"]
 
 
@@ -298,7 +298,7 @@ def test_an_optimizer_in_backward_without_hooks_turns_late_copies_off() -> None:
         param.sum().backward()
         it.snapshotter.boundary()
         assert "changed" in str(snapshot.abandoned)
-        assert it.names() == ["lazy.off", "snapshot.abandoned"]
+        assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
         expected = raw(param)
         snapshot = it.take()
         assert not snapshot.lazy
@@ -313,7 +313,7 @@ def test_an_optimizer_without_hooks_is_found_before_anything_is_copied_late() ->
         assert not it.take().lazy
         param.data.sub_(0.1)  # a functional optimizer, a graph replay, a compiled step
         it.snapshotter.boundary()
-        assert it.names() == ["lazy.off"]
+        assert it.names() == ["deferred_copy.off"]
         for _ in range(5):
             assert not it.take().lazy
 
@@ -332,7 +332,7 @@ def test_a_compiled_step_does_not_announce_itself_and_turns_late_copies_off() ->
             it.snapshotter.boundary()
             assert it.stamps(snapshot.slot)["w"] == {stamp}
         assert param.detach()[0, 0].item() == 0.0
-        assert it.names() == ["lazy.off"]
+        assert it.names() == ["deferred_copy.off"]
 
 
 def test_one_optimizer_per_parameter_in_backward_waits_at_the_first_of_them() -> None:
@@ -376,7 +376,7 @@ def test_an_edit_before_the_step_is_never_in_a_snapshot_that_counts(edit: str) -
             EDITS[edit](edited)
         loop.run(it)
         assert snapshot.abandoned == "layer0 changed while the copy was under way"
-        assert it.names() == ["lazy.changed", "snapshot.abandoned"]
+        assert it.names() == ["deferred_copy.changed", "snapshot.abandoned"]
         it.walk_again()
         for _ in range(4):
             (snapshot,) = loop.run(it)
@@ -397,7 +397,7 @@ def test_an_edit_during_the_proof_makes_the_tensor_eager_and_costs_no_snapshot(e
         with torch.no_grad():
             EDITS[edit](loop.params["layer0"])
         assert whole(it, snapshot, loop)
-        assert it.names() == ["lazy.changed"]
+        assert it.names() == ["deferred_copy.changed"]
         assert it.events[0].data["tensor"] == "layer0"
         it.walk_again()
         for _ in range(4):
@@ -423,7 +423,7 @@ def test_averages_swapped_in_for_evaluation_abandon_that_snapshot_only() -> None
         assert "layer0, layer1 changed" in str(snapshot.abandoned)
         (snapshot,) = loop.run(it)
         assert whole(it, snapshot, loop)
-        assert it.names() == ["lazy.changed", "lazy.changed", "snapshot.abandoned"]
+        assert it.names() == ["deferred_copy.changed", "deferred_copy.changed", "snapshot.abandoned"]
 
 
 def swapped(loop: Loop, during: Callable[[], object]) -> None:
@@ -447,7 +447,7 @@ def test_weights_swapped_and_back_while_they_are_copied_are_never_in_a_snapshot_
         {"step": loop.update, "poll": it.snapshotter.poll, "boundary": it.snapshotter.boundary}[end]()
         assert it.stamps(snapshot.slot)["layer0"] == {stamp - 0.5}
         assert snapshot.abandoned == "layer0 changed while the copy was under way"
-        assert it.names() == ["lazy.changed", "snapshot.abandoned"]
+        assert it.names() == ["deferred_copy.changed", "snapshot.abandoned"]
         assert it.snapshotter.fell_back() == ["layer0 is copied at the boundary: it changed"]
         for _ in range(3):
             loop.run(it)
@@ -559,7 +559,7 @@ def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_bac
         storage.resize_(nbytes)
         assert snapshot.lazy
         assert str(snapshot.abandoned).startswith("it could not be copied")
-        assert it.names() == ["lazy.off", "snapshot.abandoned"]
+        assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
         loop.run(it)
         it.walk_again()
         snapshot = it.take()
@@ -887,7 +887,7 @@ def test_a_hook_while_capturing_or_compiling_does_nothing(monkeypatch: pytest.Mo
             assert not snapshot.done.done()
         it.snapshotter.boundary()
         assert snapshot.abandoned
-        assert it.names() == ["lazy.off", "snapshot.abandoned"]
+        assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
 
 
 def test_the_hook_is_there_while_it_is_needed_and_gone_after_close_and_in_a_forked_child() -> None:
@@ -1051,5 +1051,5 @@ def test_a_dropped_proof_is_forgotten() -> None:
     assert not trust.is_candidate(("b", "", 0, 99))  # wherever it lies
     trust.turn_off("a reason")
     trust.turn_off("another")
-    assert [event.name for event in events] == ["lazy.changed", "lazy.off"]
+    assert [event.name for event in events] == ["deferred_copy.changed", "deferred_copy.off"]
     assert trust.fell_back() == ["lazy copies off: a reason", "b is copied at the boundary: it changed"]
