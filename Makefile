@@ -5,6 +5,7 @@
 #   make test-all all tests, in an hour
 #   make deep     what of the tests takes hours: 100 kills of real nodes, 100,000 schedules, deeper exhaustive starts
 #   make check    lint, format, types, layers
+#   make docs     the docs site, into site/; a link that leads nowhere fails it
 #   make bench    every benchmark, each against its ceiling in the same run
 #   make emulators   Azurite, which the tests of az:// need and skip without; needs node and npm
 #
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 AZURITE := azurite@3.35.0
 AZURITE_DAY := 2026-01-01
 
-.PHONY: demo test test-all deep check format bench emulators clean
+.PHONY: demo test test-all deep check docs format bench emulators clean
 
 demo: .venv/.ready
 	$(BIN)/python examples/demo/run.py $(if $(STORE),--store "$(STORE)")
@@ -54,6 +55,9 @@ check: .venv/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layers.py
 
+docs: .venv/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: .venv/.ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -68,7 +72,7 @@ bench: .venv/.ready-dev
 emulators: .venv/.ready-azurite
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamps make the second run quick; a changed pyproject.toml or constraints.txt installs again.
 .venv/.ready: pyproject.toml constraints.txt
@@ -81,6 +85,11 @@ clean:
 .venv/.ready-dev: .venv/.ready
 	@echo "installing what the tests need into .venv (once)"
 	@$(PIP) pip "setuptools>=77" --editable ".[test,check]"
+	@touch $@
+
+.venv/.ready-docs: .venv/.ready
+	@echo "installing what the docs need into .venv (once)"
+	@$(PIP) --editable ".[docs]"
 	@touch $@
 
 .venv/.ready-azurite: Makefile | .venv/.ready
