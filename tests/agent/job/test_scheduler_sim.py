@@ -264,7 +264,7 @@ class Sim:
         self.group.made(slot, arena_bytes)
         self.decide()
 
-    def do_Offer(self, action: do.OfferSlot) -> None:
+    def do_OfferSlot(self, action: do.OfferSlot) -> None:
         assert action.slot not in self.readers
         assert self.group.slots[action.slot].state is State.FREE, "offered although it holds something"
         for rank in self.ranks:
@@ -418,10 +418,10 @@ class Sim:
             self.safe = None
         self.unkept += 1
 
-    def do_Unprotect(self, action: do.ReplicaDegraded) -> None:
+    def do_ReplicaDegraded(self, action: do.ReplicaDegraded) -> None:
         self.told_unsafe = action.tick
 
-    def do_Answer(self, action: do.AnswerRequest) -> None:
+    def do_AnswerRequest(self, action: do.AnswerRequest) -> None:
         self.answered[action.request] = action.body
         self.unanswered.pop(action.request, None)
         what, rank, number = action.request[:3]
@@ -435,7 +435,7 @@ class Sim:
         rank = action.request[1]
         self.after(self.way_s(rank, 0.0), self.answer, action.request, self.ranks[rank], None)
 
-    def do_Moving(self, action: do.ReportProgress) -> None:
+    def do_ReportProgress(self, action: do.ReportProgress) -> None:
         pass  # who waits for a slot here waits as long as it takes
 
     def do_Tell(self, action: do.Tell) -> None:
@@ -458,7 +458,7 @@ class Sim:
         assert self.verdict == 0, "two verdicts"
         self.verdict = action.round
 
-    def do_Outcome(self, action: do.WriteOutcome) -> None:
+    def do_WriteOutcome(self, action: do.WriteOutcome) -> None:
         self.outcomes.append(action.body)
 
     def do_LeftBy(self, action: do.LeftBy) -> None:

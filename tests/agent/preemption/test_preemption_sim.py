@@ -257,13 +257,13 @@ class Noticed(Sim):
             self.told_store.add(Tick.parse(action.body["tick"]))
         super().do_Tell(action)
 
-    def do_Answer(self, action: do.AnswerRequest) -> None:
-        super().do_Answer(action)
+    def do_AnswerRequest(self, action: do.AnswerRequest) -> None:
+        super().do_AnswerRequest(action)
         if action.request[0] == "held" and action.body["leave"] and action.body["by_s"] is not None:
             self.told_by_s = action.body["by_s"]
 
-    def do_Outcome(self, action: do.WriteOutcome) -> None:
-        super().do_Outcome(action)
+    def do_WriteOutcome(self, action: do.WriteOutcome) -> None:
+        super().do_WriteOutcome(action)
         if self.verdict and not (self.restarts or self.broken):
             assert self.now_s <= self.by_s, "what was saved is said when the earliest deadline has passed"
 
