@@ -279,9 +279,11 @@ def prefetching_in_a_thread(batches: Any, ck: ckpt.Checkpointer, train: Train, s
 
     with Tasks("prefetch") as tasks:
         tasks.start("fill", fill)
+        filled.get()
         for _ in ck.steps(steps):
-            filled.get()  # so that the test is the same each time
-            train(waiting.get())
+            batch = waiting.get()
+            filled.get()  # the next one is drawn before this step ends, each time
+            train(batch)
         tasks.stopping.set()
         waiting.get()
 
