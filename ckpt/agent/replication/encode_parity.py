@@ -1,7 +1,7 @@
-"""One checkpoint's parity on its way into the memory of other nodes, as its coordinator arranges it.
+"""Replication of one checkpoint as parity: the coordinator has each holder make and keep its parity chunks.
 
-As with copies (see Replication), but for what is kept: each node that has ranks describes what they have staged; once
-all that a holder needs is described it is told which parities to keep, makes them from those nodes' bytes, and says so.
+It works as replication by copies (see Replication), in other steps. Each node with ranks describes its snapshots. Once
+a holder's sources are all described, it is sent its chunks to keep; it makes them from those nodes' bytes, and answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class ParityEncoding(Replication):
-    """`groups`: as placed; what nodes have staged is no more than was planned there. The rest: see Replication."""
+    """The parity form of Replication. `groups`: the parity groups of the placement, planned for at least the bytes that
+    the nodes staged. Other parameters: see Replication."""
 
     what = "parity"
 
@@ -45,7 +46,7 @@ class ParityEncoding(Replication):
     ) -> None:
         ranks = {node.name: node.ranks for node in nodes}
         self._groups = [group for group in groups if group.stripes]
-        # A holder waits for all of its groups: what a stripe is made of follows from what each member has staged.
+        # A holder waits for all members of its groups: their staged bytes determine the sources of each stripe.
         self._waiting: dict[str, set[str]] = {}
         for group in self._groups:
             for holder in _holders(group):
@@ -57,14 +58,14 @@ class ParityEncoding(Replication):
         super().__init__(network, copies, nodes, wanted, identity, safe, own, then, needed)
         self._parities = parities
         self._described: dict[str, list[DescribedSnapshot]] = {}
-        self._failed: dict[str, str] = {}  # holders of which nothing is asked, and why
+        self._failed: dict[str, str] = {}  # holders with a source that could not be described -> why
 
     def _keep(self, source: str, holder: str, blob: bytes) -> None:
         self._described.setdefault(source, decode_described(blob))
         self._heard(source, holder)
 
     def _ended(self, source: str, holder: str, error: str) -> None:
-        """It could not be described."""
+        """The source could not be described: the holder fails."""
         self._failed.setdefault(holder, error)
         self._heard(source, holder)
 
@@ -104,7 +105,7 @@ class ParityEncoding(Replication):
         self._parities.have(holder, fields, [where.encode(), encode_described(described)], ended)
 
     def _chunks(self, group: ParityGroup, holder: str) -> list[ParityChunkName]:
-        """Which that node is to keep of a group's. Errors: UsageError."""
+        """The chunks of a group that `holder` is to keep. Errors: UsageError."""
         sizes = [[(each.rank, each.staged_bytes) for each in self._described.get(name, ())] for name in group.members]
         return [
             ParityChunkName(self._identity, Row(row), striped)

@@ -1,14 +1,13 @@
-"""A node's part in parity: what a coordinator has it keep, lend and make again. Main thread only.
+"""The parity service of one node: carries out a coordinator's four requests about parity. Main thread only.
 
-    stripe    keep parities of what other nodes' ranks staged, whose bytes are had from them
-    publish   let others read what ranks staged here, and say what that is; for copies, too
-    lend      let others read what is kept of a checkpoint, and say what that is
-    rebuild   make what a rank staged again, from parities and what the other ranks staged; it is kept as a copy, where
-              as many bytes as it says are left beside it. The answer names the transfer that it failed by, where some
-              bytes are not what they are said to be
+    stripe    keep parity chunks of what other nodes' ranks staged; their bytes are fetched from those nodes
+    publish   let others read the snapshots that lie here, and describe them; also used for copies
+    lend      let others read the parity kept here of a checkpoint, and describe it
+    rebuild   rebuild a rank's snapshot from parity and the other ranks' snapshots, and keep it as a copy, if `leave`
+              bytes stay free beside it. If source bytes were damaged, the answer names their transfer
 
-The coordinator asks its own node the same, in the same words. What a start waits for is `urgent`, the last three: at
-normal priority, and outside the limit of what copies may take of the network.
+The coordinator's own node gets the same requests. The last three are `urgent` when a start waits for them: they then
+run at normal priority, and outside the network limit of replication.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.arena import Arena
 
-CHUNKS_MAX = 4096  # of one checkpoint at one node
-PARITY = "parity"  # the source of what is made here
+CHUNKS_MAX = 4096  # parity chunks named in one message
+PARITY = "parity"  # the source name, in ReplicaStore.attempted, of chunks made here
 KINDS = ("stripe", "lend", "rebuild")
 
 Then = Callable[[list[bytes], str], None]
@@ -46,8 +45,8 @@ Then = Callable[[list[bytes], str], None]
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Who has what of a checkpoint. `nodes`: the addresses of those named; `ranks`: who has what each rank staged;
-    `chunks`: parities, each with who keeps it, and its bytes as frames: None where it is still to be made."""
+    """Where the parts of a checkpoint lie. `nodes`: addresses of the nodes named in the rest. `ranks`: rank -> a node
+    with its snapshot. `chunks`: (node, parity chunk, its bytes as frames); frames are None before it is made."""
 
     nodes: Mapping[str, tuple[Address, ...]]
     ranks: Mapping[int, str]
@@ -85,7 +84,7 @@ class Where:
             raise AgentError(f"where a checkpoint is to be had was told wrong: {exc}") from exc
 
     def check(self, snapshots: Mapping[int, DescribedSnapshot]) -> None:
-        """Errors: AgentError where a parity is of bytes that no rank staged."""
+        """Errors: AgentError if a parity chunk covers bytes that no rank staged."""
         sizes = {rank: each.staged_bytes for rank, each in snapshots.items()}
         for _, chunk, _ in self.chunks:
             for run in (run for source in chunk.striped.sources for run in source):
@@ -94,7 +93,7 @@ class Where:
 
 
 class ParityService:
-    """`arenas_of`: by rank, the snapshots of a checkpoint that lie here, copies among them. `free_bytes`: what may
+    """`arenas_of`: the snapshots of a checkpoint that lie here, copies included, by rank. `free_bytes`: memory that may
     still be taken on this machine."""
 
     def __init__(
@@ -111,8 +110,8 @@ class ParityService:
         self._making = RebuildQueue(copies, free_bytes)
 
     def have(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """That node does it: `then` hears the blobs of its answer and "", or what went wrong; later than this call.
-        "": this one."""
+        """Sends a request to `node` ("" is this one). `then` hears the blobs of its answer and "", or the error. It is
+        called after this method has returned."""
         network = self._network()
         if not node or (network is not None and node == network.me):
             self._post(lambda: self._here(fields, blobs, then))
@@ -122,7 +121,7 @@ class ParityService:
             network.ask(node, fields, blobs, lambda answer, error: then(answer.blobs if answer else [], error))
 
     def end_reading(self, identity: Identity, nodes: Sequence[str], reader: str) -> None:
-        """Nobody reads what they lent and published of it any more."""
+        """Ends that reader's use of what `nodes` lent and published of the checkpoint."""
         network = self._network()
         if network is None:
             return
@@ -133,7 +132,7 @@ class ParityService:
                 network.tell(node, {"t": "withdraw", "identity": str(identity), "reader": reader})
 
     def withdraw(self, identity: Identity, reader: str) -> None:
-        """That reader has done with what there is of it here, and waits for nothing that would still be made of it."""
+        """Ends that reader's use of the offers of the checkpoint here, and refuses its waiting rebuilds."""
         network = self._network()
         if network is not None:
             self._copies.withdraw(network.transport, identity, reader)
@@ -146,7 +145,7 @@ class ParityService:
             then([], str(exc))
 
     def asked(self, fields: Mapping[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """Errors: AgentError, and whatever a malformed message leads to; then nothing is heard."""
+        """Serves one request. Errors: AgentError, or any error of a malformed message; then `then` is not called."""
         identity = Identity.parse(str(fields["identity"]))
         match fields["t"]:
             case "stripe":
@@ -157,9 +156,10 @@ class ParityService:
                 sizes = [name.striped.length for _, name, _ in where.chunks]
                 self._copies.make_room(identity, safe, sizes, ranks_told(fields.get("needed")))
                 chunks = self._copies.chunks
-                drop = chunks.replace if safe in (None, identity) else chunks.only  # None: it may be the one that is
+                # The present chunks of `identity` may be what replicates it (None: unknown): they stay until then.
+                drop = chunks.replace if safe in (None, identity) else chunks.only
                 drop(identity, [name for _, name, _ in where.chunks])
-                self._copies.attempted(identity, PARITY, False)  # until it has succeeded
+                self._copies.attempted(identity, PARITY, False)  # until it succeeds
                 self._keep(identity, world, where, snapshots, then)
             case "lend":
                 then([*self._lend(identity, str(fields["reader"]), bool(fields.get("urgent")))], "")
@@ -225,7 +225,7 @@ class ParityService:
         return where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])
 
     def _publish(self, identity: Identity, ranks: Sequence[int], fields: Mapping[str, Any], then: Then) -> None:
-        """What this node's ranks staged, and copies: to be read by others."""
+        """Offers snapshots of this node's ranks, and copies, to other nodes."""
         network, arenas = self._network(), self._arenas_of(identity)
         if not set(ranks) <= arenas.keys():
             raise AgentError(f"not all of the ranks {list(ranks)[:8]} of {identity} are held here")
@@ -291,7 +291,7 @@ class ParityService:
     def _origins(
         self, identity: Identity, where: Where, snapshots: Mapping[int, DescribedSnapshot]
     ) -> dict[int, FrameOrigin]:
-        """Of what the ranks staged that are somewhere. Errors: AgentError."""
+        """By rank, where its snapshot can be read, of those ranks that are held. Errors: AgentError."""
         here, found = self._arenas_of(identity), {}
         for rank in where.ranks.keys() & snapshots.keys():
             name, frames = transfer_of(identity, rank), snapshots[rank].frames
@@ -326,7 +326,7 @@ class ParityService:
 
 
 def ranks_told(needed: Any) -> list[int] | None:
-    """What a coordinator says of the ranks that have to stay. Errors: ValueError, TypeError."""
+    """Decodes `needed`: the ranks whose copies have to stay; None: unknown. Errors: ValueError, TypeError."""
     return [int(rank) for rank in needed] if needed is not None else None
 
 

@@ -1,4 +1,4 @@
-"""The parity that a node keeps of others' snapshots. Main thread only."""
+"""The parity store of one node: the parity chunks that it keeps of other nodes' snapshots. Main thread only."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ if TYPE_CHECKING:
 
 
 class ParityStore:
-    """`kept`: what is whole and right. Memory that is being filled counts, too. `goes`: told of each that was kept,
-    before its memory may be used for something else. That is arenas', which take pages as they are filled, and are
-    closed, by threads: the main thread would be silent for half a second for each GiB that is zeroed."""
+    """`kept`: the complete, verified chunks. Chunks that are being filled count in the byte totals. `goes`: called for
+    each kept chunk before its memory is reused. Arenas are filled and closed by worker threads: zeroing 1 GiB would
+    block the main thread for half a second."""
 
     def __init__(self, bulk: Workers, goes: Callable[[ParityChunkName], None] = lambda name: None) -> None:
         self._bulk, self._goes = bulk, goes
         self.kept: dict[ParityChunkName, ParityChunk] = {}
         self._coming: dict[ParityChunkName, Arena] = {}
-        self._unwanted: set[ParityChunkName] = set()  # of these
-        self._spare: list[Arena] = []
-        self._instead: dict[
-            Identity, frozenset[ParityChunkName]
-        ] = {}  # of what is kept of these, once they are safe by it
-        self.since: Epoch | None = None  # of epochs before it nothing is kept any more
+        self._unwanted: set[ParityChunkName] = set()  # those of them that were evicted meanwhile
+        self._spare: list[Arena] = []  # free arenas with warm pages
+        # The only chunks that stay of a checkpoint once they have replicated it.
+        self._instead: dict[Identity, frozenset[ParityChunkName]] = {}
+        self.since: Epoch | None = None  # earlier epochs are not kept any more
 
     @property
     def bytes(self) -> int:
@@ -35,16 +34,16 @@ class ParityStore:
 
     @property
     def used_bytes(self) -> int:
-        """Without what is only warm."""
+        """`bytes` without the spare arenas."""
         return self._kept_bytes + _bytes(self._coming.values())
 
     @property
     def to_take_bytes(self) -> int:
-        """By what is on its way, beside what it has taken."""
+        """Bytes that chunks being filled will still allocate."""
         return sum(arena.to_take_bytes for arena in self._coming.values())
 
     def bytes_of(self, epoch: Epoch) -> int:
-        """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
+        """Bytes kept and being filled of that epoch's checkpoints, with all spare memory."""
         arenas = {name: chunk.arena for name, chunk in self.kept.items()} | self._coming
         return _bytes([*(arena for name, arena in arenas.items() if name.identity.epoch == epoch), *self._spare])
 
@@ -56,7 +55,7 @@ class ParityStore:
         return name in self._coming
 
     def begin(self, name: ParityChunkName) -> Arena:
-        """Memory for it, with anything in it: some whose pages are warm, if there is. Errors: OSError."""
+        """An arena for that chunk, with arbitrary contents; a spare one if possible. Errors: OSError."""
         found = self._warm(name.striped.length)
         if found is not None:
             self._spare.remove(found)
@@ -64,15 +63,15 @@ class ParityStore:
         return self._coming[name]
 
     def is_warm(self, length: int) -> bool:
-        """Whether what is begun with that length takes no further memory."""
+        """Whether a spare arena serves for a chunk of that length."""
         return self._warm(length) is not None
 
     def drop_spare(self) -> bool:
-        """Gives back some of what is only warm; whether there was any."""
+        """Closes a spare arena. Returns whether there was one."""
         return bool(self.cool(1))
 
     def end(self, names: Iterable[ParityChunkName], made: Collection[ParityChunk]) -> str:
-        """Of what was begun under these names this much is whole. Returns why some of that is not kept; "": it is."""
+        """Ends chunks that were begun; `made` are complete. Returns why some of `made` are not kept; "" if all are."""
         unwanted = {c.name for c in made if c.name in self._unwanted or self.is_outdated(c.name.identity)}
         self.kept.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
         for name in names:
@@ -86,22 +85,22 @@ class ParityStore:
         return self.since is not None and identity.epoch < self.since
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
-        """Of these nothing is kept any more, nor what of them is still on its way."""
+        """Evicts these checkpoints' chunks, also those that are still being filled."""
         self._unwanted.update(name for name in self._coming if goes(name.identity))
         self._instead = {identity: names for identity, names in self._instead.items() if not goes(identity)}
         self._forget([name for name in self.kept if goes(name.identity)])
 
     def only(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
-        """Of that checkpoint nothing but these is wanted any more: the rest came of an attempt that failed."""
+        """Evicts all other chunks of that checkpoint: they came of a failed attempt."""
         self._instead.pop(identity, None)
         self._forget([name for name in self.kept if name.identity == identity and name not in names])
 
     def replace(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
-        """The same once these are where they should be: until then it is the rest that makes it safe."""
+        """As `only`, but at `replaced`: until then the other chunks are what replicates the checkpoint."""
         self._instead[identity] = frozenset(names)
 
     def replaced(self, identity: Identity) -> None:
-        """They are."""
+        """The checkpoint is replicated by the chunks named in `replace`: evicts its others."""
         names = self._instead.pop(identity, None)
         if names is not None:
             self.only(identity, names)
@@ -115,7 +114,7 @@ class ParityStore:
         return [chunk for name, chunk in self.kept.items() if name.identity == identity]
 
     def cool(self, missing: int) -> int:
-        """Gives back memory that is only warm, about so many bytes of it; how many it was."""
+        """Closes spare arenas until about `missing` bytes are free. Returns the bytes freed."""
         freed = 0
         while self._spare and freed < missing:
             freed += self._spare[0].bytes
@@ -135,7 +134,7 @@ class ParityStore:
         return next((each for each in self._spare if each.bytes == created_bytes(length)), None)
 
     def _put_back(self, arena: Arena) -> None:
-        """Its pages stay warm for the next generation: as much as one takes, and the newest, since sizes change."""
+        """Keeps the arena as a warm spare. Closes the oldest spares beyond the bytes of the chunks that are kept."""
         self._spare.append(arena)
         while _bytes(self._spare) > self._kept_bytes:
             self.cool(1)

@@ -1,8 +1,8 @@
-"""Making parity of snapshots, and snapshots from parity: the work of one thread, which waits for other nodes' bytes.
+"""The parity worker: encodes parity from snapshots and rebuilds snapshots from parity, on one thread.
 
-What a rank staged is the frames of its description, end to end (plan.rebuild). Frames come whole, each is checked by
-its hash before a byte of it is used, and no more than two batches of them are held at a time. So what is kept or made
-is of exactly the frames that the descriptions name; and a snapshot that was made again is checked by those hashes, too.
+A rank's staged bytes are the frames of its description, end to end (see placement/rebuild.py). The worker waits for
+frames of other nodes. It fetches whole frames and verifies each by its hash before it uses a byte; it holds at most two
+batches at a time. A rebuilt snapshot is verified by the same hashes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from ckpt.ipc.arena import WARM_BYTES, Arena
 from ckpt.placement.rebuild import StagedRun, Striped, StripeWindow, solvable
 from ckpt.types import Identity
 
-BATCH_BYTES = 16 << 20  # of frames that are fetched at once; while one is added the next is on its way
-WINDOW_BYTES = 32 << 20  # of a stripe that is solved at once
-SCRATCH_BYTES = 2 * BATCH_BYTES + 2 * WINDOW_BYTES  # what a thread needs, where no frame is larger than a batch
-WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES  # what all need that work beside training; a start has no slots yet
+BATCH_BYTES = 16 << 20  # of frames fetched at once; the next batch is on its way while one is added
+WINDOW_BYTES = 32 << 20  # of a stripe solved at once
+SCRATCH_BYTES = 2 * BATCH_BYTES + 2 * WINDOW_BYTES  # of one thread, if no frame is larger than a batch
+# Of all threads that run beside training. Rebuilds for a start are not counted: a start has no slots yet.
+WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class FrameOrigin:
-    """Where the frames of one transfer are to be had: of the agent `node`, under `name`; or `here`, where they lie at
+    """Where the frames of one transfer can be read: from agent `node` as the offer `name`, or, if `here` is given, at
     their offsets in this node's memory."""
 
     name: str
@@ -45,14 +46,14 @@ class FrameOrigin:
 
 
 class ParityWorker:
-    """One piece of work on the thread that it runs on. `spoiled`: the name of a transfer whose bytes turned out not to
-    be what they are said to be, if it failed by that. `filled_bytes`: of what is made again, so far; any thread."""
+    """One encoding or rebuild; it runs on the calling thread, and blocks. `spoiled`: the name of the transfer whose
+    bytes failed their hash, "" if none did. `filled_bytes`: bytes rebuilt so far; may be read on any thread."""
 
     def __init__(
         self, transport: Transport | None, moved: Callable[[], None] = lambda: None, urgent: bool = False
     ) -> None:
-        """`transport`: None where everything is here. `moved`: told of each frame that is done with. `urgent`: as of a
-        transport."""
+        """`transport`: None if all origins are on this node. `moved`: called after each frame. `urgent`: as in
+        Transport.fetch."""
         self.spoiled = ""
         self.filled_bytes = 0
         self._moved, self._urgent = moved, urgent
@@ -67,14 +68,14 @@ class ParityWorker:
         snapshots: Mapping[int, DescribedSnapshot],
         arena: Arena,
     ) -> ParityChunk:
-        """The parity of what these ranks staged, in `arena`, which holds anything. `origins`: by rank.
+        """Encodes the parity chunk `name` into `arena`, whose former contents are overwritten. `origins`: by rank.
 
         Errors: AgentError, DamagedData."""
         data = arena.part((0, name.striped.length))
         for at in range(0, len(data), WARM_BYTES):
             np.frombuffer(data[at : at + WARM_BYTES], np.uint8).fill(0)
             self._moved()
-        # In any order, so that not all holders come to the same node at once.
+        # In random order, so that not all holders read from the same node at once.
         for place in random.sample(range(len(name.striped.sources)), len(name.striped.sources)):
             self._add_source({name.row: data}, place, name.striped.sources[place], origins)
         return ParityChunk(name, world, arena, chunk_frames(data, name.striped.length), snapshots)
@@ -88,10 +89,10 @@ class ParityWorker:
         origins: Mapping[int, FrameOrigin],
         order: Sequence[Row] = tuple(Row),
     ) -> Arena:
-        """What `key`, a rank of a checkpoint, staged. `missing`: the ranks that nobody holds. `order`: which parity to
-        use where either does. The caller has made sure that it can be had.
+        """Rebuilds the snapshot of `key` (checkpoint, rank) into a new arena. `missing`: the ranks that no node holds.
+        `order`: the parity rows by preference, where fewer are needed. The caller has checked that it is rebuildable.
 
-        Errors: AgentError, OSError; DamagedData, also where it does not come out right of what seems right."""
+        Errors: AgentError, OSError; DamagedData, also if verified inputs give a wrong result."""
         arena = Arena.create(described.size)
         try:
             for window in solvable(missing, chunks):
@@ -121,7 +122,7 @@ class ParityWorker:
         left = {row: bytearray(length) for row in used}
         for row in used:
             whole = [StagedRun(0, window.start, window.stop)]
-            self._add_source({Row.P: left[row]}, 0, whole, {0: held[row]})  # as it is, whichever parity
+            self._add_source({Row.P: left[row]}, 0, whole, {0: held[row]})  # copied as it is
         for place, run in window.runs.items():
             if place not in window.unknown:
                 self._add_source(left, place, [run], origins)
@@ -150,7 +151,7 @@ class ParityWorker:
             at += run.stop - run.start
 
     def _frames(self, origin: FrameOrigin, numbers: list[int]) -> Generator[tuple[int, memoryview], None, None]:
-        """These frames of it, one after the other; each is right, and good until the next is asked for."""
+        """Yields (number, verified bytes) of these frames. The bytes are valid until the next frame is requested."""
         if origin.here is not None:
             for number, (offset, length) in zip(numbers, _places(origin.frames, numbers), strict=True):
                 data = origin.here[offset : offset + length]
@@ -184,7 +185,7 @@ class ParityWorker:
             for fetch in coming:
                 fetch.cancel()
             for fetch in coming:
-                fetch.done.exception()  # from then on nothing writes to the buffers
+                fetch.done.exception()  # waits: then nothing writes to the buffers
 
     def _fetch(self, origin: FrameOrigin, batch: list[tuple[int, int]], buffer: memoryview) -> Fetch:
         if self._transport is None:
@@ -198,7 +199,7 @@ class ParityWorker:
 
 
 def _check(key: tuple[Identity, int], described: DescribedSnapshot, arena: Arena) -> None:
-    """Seals it, once all of it is as it was described. Errors: DamagedData."""
+    """Verifies every frame, then writes the first page, which seals the arena. Errors: DamagedData."""
     frames = described.frames
     for number, (offset, length) in enumerate(frames.places()):
         with arena.view[offset : offset + length] as data:
@@ -215,7 +216,7 @@ def _places(frames: Frames, numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _batches(frames: Frames, numbers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """(number, length) of what is fetched at once."""
+    """Batches of (frame number, length), each fetched at once; at most BATCH_BYTES, or one frame."""
     batch: list[tuple[int, int]] = []
     room = BATCH_BYTES
     for number, (_, length) in zip(numbers, _places(frames, numbers), strict=True):

@@ -1,9 +1,11 @@
-"""What lost ranks staged, made again from parity by nodes that are left, as the coordinator arranges it. Main thread.
+"""The rebuild of lost ranks' snapshots from parity, as the coordinator runs it. Main thread only.
 
-All nodes are asked what parity they keep of the checkpoint; those that have ranks' snapshots let them be read; then
-each lost rank is given to one node, which makes it and keeps it as a copy; one that cannot be made keeps no other from
-it. What turns out to be damaged where it lies is done without, as if it were lost, too. Where what came out is wrong,
-and nobody knows by whom, another node tries it, with the other parity first.
+1. All nodes are asked which parity they keep of the checkpoint ("lend").
+2. Holders of the other snapshots that are needed let them be read ("publish").
+3. Each lost rank is given to one node, which rebuilds its snapshot and keeps it as a copy ("rebuild").
+
+A rank that cannot be rebuilt does not stop the others. Data that turns out to be damaged is left out as if lost, and
+step 2 is repeated. After any other failure another node tries, with the other parity first.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 UNWANTED = "nobody waits for it any more"
-ATTEMPTS = 3  # at one rank, or as many as there are nodes: some may have no memory for it
+ATTEMPTS = 3  # per rank, or one per node if those are more: some may lack the memory
 
-Made = dict[int, str]  # by rank: the node that made it
+Made = dict[int, str]  # rank -> the node that rebuilt it
 
 
 class Rebuild:
-    """`nodes`: those that are left, this one first; () where this is the only one. `holders`: by rank, who has what it
-    staged. `at`: by rank that is to be made: the nodes that may make it, the best first. `then` hears who made which,
-    and "" or why not all could be; once, later than `begin`. `over`: it has heard."""
+    """Rebuilds the ranks in `at`. `nodes`: those that are left, this one first; () if it is the only one. `holders`:
+    rank -> nodes with its snapshot. `at`: lost rank -> nodes that may rebuild it, the best first. `then` hears which
+    node rebuilt which rank, and "" or why some failed; once, after `begin` has returned. `over`: `then` was called."""
 
     def __init__(
         self,
@@ -52,25 +54,26 @@ class Rebuild:
         unwanted: Callable[[], bool] = lambda: False,
         urgent: bool = False,
     ) -> None:
-        """`me`: the name of this node where it is the only one. `leave`: by node, the bytes that what it makes has to
-        leave to others, or it makes nothing; a node that is not named need leave none. `unwanted`: whether nobody waits
-        for it any more. `urgent`: a start waits for it."""
+        """`me`: the name of this node if it is the only one. `leave`: by node, replica bytes that must stay free beside
+        its rebuilds, else it refuses them; 0 by default. `unwanted`: whether nobody waits for the result any more.
+        `urgent`: a start waits for it."""
         self._parities, self._identity, self._then = parities, identity, then
-        self._reader = secrets.token_hex(8)  # another rebuilding may read the same, and end at another time
+        self._reader = secrets.token_hex(8)  # another rebuild may read the same offers
         self._nodes = {node.name: node.addresses for node in nodes}
         self._names = list(self._nodes) or [me]
         self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
         self._at = {rank: list(names) for rank, names in sorted(at.items())}
         self._leave, self._urgent = leave or {}, urgent
-        self._left: set[str] = set()  # who has not answered yet
+        self._left: set[str] = set()  # nodes, or ranks, whose answer is awaited
         self._chunks: list[tuple[str, ParityChunkName, Frames | None]] = []
         self._described: dict[int, bytes] = {}
         self._snapshots: dict[int, DescribedSnapshot] = {}
         self._tried: Counter[int] = Counter()
-        self._busy = Counter(names[0] for names in self._holders.values() if names)  # who holds little makes more
+        # Nodes that hold little rebuild more.
+        self._busy = Counter(names[0] for names in self._holders.values() if names)
         self._made: Made = {}
-        self._failed: dict[int, str] = {}  # ranks that nobody makes, and why
-        self._damaged: set[str] = set()  # transfers that turned out to be, since it was last seen what there is
+        self._failed: dict[int, str] = {}  # ranks that cannot be rebuilt -> why
+        self._damaged: set[str] = set()  # transfers found damaged since the last `_publish`
         self._unwanted = unwanted
         self.over = False
 
@@ -84,7 +87,7 @@ class Rebuild:
             self._ask(name, {"t": "lend"}, (), lambda blobs, error, name=name: self._lent(name, blobs, error))
 
     def give_up(self, why: str) -> None:
-        """What is not made by now is not waited for any more."""
+        """Fails the ranks that are not rebuilt yet, and ends."""
         for rank in self._todo:
             self._fail(rank, why)
         self._finish()
@@ -102,7 +105,7 @@ class Rebuild:
             where.check({each.rank: each for each in snapshots})
         except CkptError as exc:
             log.warning("agent %s has no parity of %s to give: %s", name or "here", self._identity, exc)
-            if error:  # else it is there, and only what it says of parity is wrong
+            if error:  # A malformed answer excludes only the node's parity.
                 self._without(name)
                 self._at = {rank: [each for each in names if each != name] for rank, names in self._at.items()}
         else:
@@ -112,7 +115,7 @@ class Rebuild:
             self._publish()
 
     def _agrees(self, name: str, snapshots: Sequence[DescribedSnapshot]) -> bool:
-        """Whether it says of the snapshots what others have said: all parities are to be of the same bytes."""
+        """Whether the node describes the snapshots as the others do: all parity must be of the same bytes."""
         for each in snapshots:
             if self._described.setdefault(each.rank, encode_described([each])) != encode_described([each]):
                 log.warning("agent %s describes rank %d of %s unlike others do", name, each.rank, self._identity)
@@ -124,7 +127,7 @@ class Rebuild:
         self._holders = {rank: [each for each in names if each != name] for rank, names in self._holders.items()}
 
     def _publish(self) -> None:
-        """Who holds what is needed of it lets it be read."""
+        """Has the holders of the needed snapshots let them be read."""
         self._damaged.clear()
         todo = set(self._todo)
         stripes = [chunk.striped for _, chunk, _ in self._chunks if not chunk.striped.ranks.isdisjoint(todo)]
@@ -152,7 +155,7 @@ class Rebuild:
             self._share_out()
 
     def _is_late(self, name: str) -> bool:
-        """Whether nobody reads any more what it lets be read only now."""
+        """Whether the rebuild was over before this node's answer. Then its offers are ended, too."""
         if self.over:
             self._parities.end_reading(self._identity, [name], self._reader)
         return self.over
@@ -218,9 +221,9 @@ class Rebuild:
         self._ask(name, fields, [where.encode(), snapshots], made)
 
     def _spoiled(self, rank: int, transfer: str) -> None:
-        """What lies there is damaged: it is done without it, if it can be."""
+        """Excludes a damaged source; fails the rank if that source was not one of ours."""
         if transfer in self._damaged:
-            return  # who made another rank has come upon it, too
+            return  # another rank's rebuild has reported it
         log.warning("%s: what lies there is not what it was; it is done without", transfer[:200])
         before = len(self._chunks), self._holders
         self._chunks = [each for each in self._chunks if each[1].transfer != transfer]
@@ -237,7 +240,7 @@ class Rebuild:
         self._failed[rank] = f"rank {rank} cannot be made again from parity: {why}"
 
     def _go_on(self) -> None:
-        """All have answered. What is left was to be made of something that is damaged."""
+        """All have answered. Ranks that are left had a damaged source, and are tried again without it."""
         if self._todo:
             self._publish()
         else:
@@ -255,7 +258,7 @@ class Rebuild:
 
 
 def _part_of(where: Where, rank: int) -> Where:
-    """What is to be known of it for that rank: of the stripes that it is in, and not of the whole job."""
+    """The part of `where` that concerns the stripes of that rank."""
     chunks = [each for each in where.chunks if rank in each[1].striped.ranks]
     needed = {each for _, chunk, _ in chunks for each in chunk.striped.ranks}
     ranks = {each: name for each, name in where.ranks.items() if each in needed}

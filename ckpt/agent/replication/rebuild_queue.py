@@ -1,9 +1,8 @@
-"""Whose turn it is to be made again at this node, as far as its memory goes. Main thread only.
+"""The queue of rebuilds at one node: starts each when its memory is free. Main thread only.
 
-All ranks of a lost node are asked for at once, before one of them has taken a page: what was begun counts with what it
-has yet to take, or all would be let in by the same free memory. What does not fit beside it waits for its turn: work
-that ends gives its space back, and one that fails all of it. Nothing is waited for but work that is under way, which
-ends; what does not fit alone is refused, so that who wants it takes it from elsewhere.
+All ranks of a lost node are requested at once, before any has allocated a page. So rebuilds under way count with the
+bytes that they will still allocate; otherwise all would be admitted by the same free memory. A rebuild that does not
+fit waits until others end. One that does not fit alone is refused, and its requester takes another source.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from ckpt.agent.replication.replica_store import ReplicaStore
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RebuildWork:
-    """What becomes a copy of `size` bytes. `leave`: bytes that it has to leave; 0: it is needed more than anything.
-    `urgent`: before what is not. `reader`: who wants it. `filled`: how many of its bytes it has written; any thread.
-    Of `begin` and `refuse` one is called, once: it is its turn, until `Making.ended`, or why it never will be."""
+    """One rebuild, of a copy of `size` bytes. `leave`: replica bytes that must stay free beside it; 0: no such limit.
+    `urgent`: it goes before others. `reader`: its requester. `filled`: bytes written so far; any thread. Either `begin`
+    or `refuse` is called, once. After `begin` the rebuild is under way until `RebuildQueue.ended`."""
 
     size: int
     leave: int
@@ -31,7 +30,7 @@ class RebuildWork:
 
 
 class RebuildQueue:
-    """`free_bytes`: what may still be taken on this machine."""
+    """Rebuilds of one node. `free_bytes`: memory that may still be taken on this machine."""
 
     def __init__(self, copies: ReplicaStore, free_bytes: Callable[[], int]) -> None:
         self._copies, self._free_bytes = copies, free_bytes
@@ -40,22 +39,22 @@ class RebuildQueue:
 
     @property
     def to_take_bytes(self) -> int:
-        """What is under way will take so much more than it has; its scratch counts as if none of that were there."""
+        """Bytes that rebuilds under way will still allocate; their scratch memory counts in full."""
         return sum(work.size - work.filled() + SCRATCH_BYTES for work in self._under_way)
 
     def want(self, work: RebuildWork) -> None:
-        """It begins now, or when others have ended; or it is refused."""
+        """Adds a rebuild: it begins now, begins when others have ended, or is refused."""
         self._waiting.append(work)
-        self._waiting.sort(key=lambda each: not each.urgent)  # in the order in which they came, else
+        self._waiting.sort(key=lambda each: not each.urgent)  # stable: else in order of arrival
         self._go_on()
 
     def ended(self, work: RebuildWork) -> None:
-        """It is a copy, or nothing is left of it."""
+        """A rebuild has ended, as a copy or without a result."""
         self._under_way.remove(work)
         self._go_on()
 
     def unwanted(self, reader: str, why: str) -> None:
-        """What waits for that reader is refused."""
+        """Refuses the rebuilds that wait for that reader."""
         gone = [work for work in self._waiting if work.reader == reader]
         self._waiting = [work for work in self._waiting if work.reader != reader]
         for work in gone:

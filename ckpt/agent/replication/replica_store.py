@@ -1,8 +1,8 @@
-"""Copies of snapshots in other nodes' memory: how one is offered by the node that has it, and how another keeps it.
+"""The replica store of one node: keeps copies and parity for peers, evicts them, and offers snapshots to peers.
 
-A copy is an arena with the same bytes as the original, so whoever finds it treats it alike. Every frame is checked by
-its hash where it has arrived; the first page, which says what the arena holds, is written last. Main thread only, but
-for `described`.
+A copy is an arena with the same bytes as the original, and is used like the original. Every frame is verified by its
+hash on arrival. The first page says what the arena holds; it is written last, so a partial copy is never taken for a
+whole one. Main thread only, but for `described`, which runs on a worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ log = logging.getLogger("ckpt")
 COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
 ARENA_BYTES_MAX = 1 << 42
 SHOWN, RANKS_SHOWN = 4, 64
-FAILED_MAX = 2  # generations that are kept though they are not safe, where it is not known which one is
+# Checkpoints kept beside `told_safe` while it is unknown which one is replicated.
+FAILED_MAX = 2
 
 
 def encode_described(found: Sequence[DescribedSnapshot]) -> bytes:
@@ -44,7 +45,7 @@ def encode_described(found: Sequence[DescribedSnapshot]) -> bytes:
 
 
 def decode_described(blob: bytes) -> list[DescribedSnapshot]:
-    """Errors: AgentError."""
+    """The inverse of `encode_described`. Errors: AgentError if malformed."""
     try:
         rows = unpacked(blob, "what a node says of its snapshots")
         if not isinstance(rows, list) or len(rows) > COPIES_MAX:
@@ -64,38 +65,40 @@ def _decoded(rank: int, size: int, page: bytes, frames: bytes) -> DescribedSnaps
 
 
 def transfer_of(identity: Identity, rank: int) -> str:
-    """The name of the transfer of that rank's whole snapshot."""
+    """The name under which that rank's whole snapshot is offered."""
     return f"copy/{identity}/{rank}"
 
 
 def _identity_of(transfer: str) -> Identity:
-    """Of what is offered, a copy or parity."""
+    """The checkpoint that an offer is of, be it a copy or parity."""
     return Identity.parse(transfer.split("/")[1])
 
 
 class ReplicaStore:
-    """What this node keeps for others, and what it offers them. `chunks`: parity, which comes and goes as copies do."""
+    """Replicas that this node keeps for peers, and the transfers it offers them. `kept`: complete, verified copies.
+    `chunks`: the parity, evicted by the same rules."""
 
     def __init__(self, bulk: Workers, post: Callable[[Callable[[], None]], None]) -> None:
         self.kept: dict[Key, Arena] = {}
         self.chunks = ParityStore(bulk, lambda name: self._offer_no_more(name.transfer))
-        self.progress = Progress()  # of what comes, and of parity that is made here
+        self.progress = Progress()  # of copies that arrive, and of parity that is made here
         self._bulk, self._post = bulk, post
-        self._spare: list[Arena] = []
-        self._offered: dict[str, set[str]] = {}  # by name of a transfer: for whom
-        self._urgent: set[str] = set()  # of these
-        self._transport: Transport | None = None  # over which
-        self._coming: dict[Key, tuple[Fetch, Arena]] = {}
-        self._sources: dict[Key, str] = {}  # of these
-        self._unwanted: set[Key] = set()  # and of these
-        self._room: Callable[[], int] | None = None
+        self._spare: list[Arena] = []  # free arenas with warm pages
+        self._offered: dict[str, set[str]] = {}  # name of an offer -> its readers
+        self._urgent: set[str] = set()  # the urgent ones of these offers
+        self._transport: Transport | None = None  # of these offers
+        self._coming: dict[Key, tuple[Fetch, Arena]] = {}  # copies that are being fetched
+        self._sources: dict[Key, str] = {}  # the agent that each of them is fetched from
+        self._unwanted: set[Key] = set()  # those of them that were evicted meanwhile
+        self._room: Callable[[], int] | None = None  # the memory limit in bytes; None: unlimited
         self._leases: Counter[Identity] = Counter()
-        self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
-        self.told_safe: Identity | None = None  # the newest of which that was said
-        self._failed: set[tuple[Identity, str]] = set()  # of which what was to come from there has not all come
-        # For want of room: which nobody goes on from.
+        self._late: dict[Key, Arena] = {}  # evicted, but still leased
+        self.told_safe: Identity | None = None  # the newest checkpoint that a coordinator called replicated
+        self._failed: set[tuple[Identity, str]] = set()  # (checkpoint, source) whose last transfer failed
+        # Returns a predicate: which checkpoints may be evicted when memory is short.
         self.may_go: Callable[[], Callable[[Identity], bool]] = lambda: lambda identity: False
-        self.check: Callable[[Epoch], None] = lambda epoch: None  # whether that epoch may have older ones dropped
+        # Raises AgentError if that epoch may not have older replicas dropped now.
+        self.check: Callable[[Epoch], None] = lambda epoch: None
 
     @property
     def bytes(self) -> int:
@@ -103,12 +106,12 @@ class ReplicaStore:
 
     @property
     def taken_bytes(self) -> int:
-        """Of these, what the machine has given."""
+        """The part of `bytes` whose pages the machine has allocated."""
         return self.bytes - self.to_take_bytes
 
     @property
     def to_take_bytes(self) -> int:
-        """By what is on its way: it takes pages as it comes."""
+        """Bytes that copies and parity on their way will still allocate: pages are taken as the data arrives."""
         return self.chunks.to_take_bytes + sum(arena.to_take_bytes for _, arena in self._coming.values())
 
     @property
@@ -119,24 +122,24 @@ class ReplicaStore:
 
     @property
     def identities(self) -> set[Identity]:
-        """Of which something is kept."""
+        """The checkpoints of which a copy or parity is kept."""
         return {identity for identity, _ in self.kept} | self.chunks.identities
 
     def bound(self, room: Callable[[], int]) -> None:
-        """From here on no copy is taken that does not fit. `room`: the bytes that all of it may come to now."""
+        """From now on a copy that does not fit is refused. `room`: the current limit of `bytes`."""
         self._room = room
 
     def fits(self, sizes: Iterable[int]) -> bool:
-        """Whether arenas of these sizes may come, if those that are spare go."""
+        """Whether arenas of these sizes fit in the limit once the spare ones are closed."""
         return self._room is None or self._used_bytes + sum(sizes) <= self._room()
 
     def make_way(self, sizes: Iterable[int]) -> None:
-        """What nobody goes on from gives way to them, where they do not fit."""
+        """Evicts what `may_go` permits, if arenas of these sizes do not fit."""
         if not self.fits(sizes):
             self.forget(self.may_go())
 
     def bytes_of(self, epoch: Epoch) -> int:
-        """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
+        """Bytes kept and on their way of that epoch's checkpoints, with all spare memory."""
         coming = [arena for (identity, _), (_, arena) in self._coming.items() if identity.epoch == epoch]
         kept = [arena for (identity, _), arena in self.kept.items() if identity.epoch == epoch]
         return self.chunks.bytes_of(epoch) + sum(arena.bytes for arena in [*kept, *coming, *self._spare])
@@ -152,9 +155,9 @@ class ReplicaStore:
         reader: str = "",
         urgent: bool = False,
     ) -> None:
-        """Lets other nodes fetch these ranks' snapshots. Whoever calls this keeps the arenas as they are until
-        `withdraw`. `then` hears what they are to be told. `reader`: for whom, where several may read them. `urgent`: a
-        start waits for them."""
+        """Lets other nodes fetch these ranks' snapshots. The caller leaves the arenas unchanged until `withdraw`.
+        `then` hears the descriptions that the readers need, and "" or the error. `reader`: who will `withdraw`, where
+        there are several readers. `urgent`: a start waits for the snapshots."""
 
         def found(done: Future[list[DescribedSnapshot]]) -> None:
             error = failure(done)
@@ -165,7 +168,7 @@ class ReplicaStore:
                 for each in done.result():
                     name = transfer_of(identity, each.rank)
                     self.offer(transport, name, arenas[each.rank].view, each.frames, reader, urgent)
-            except (CkptError, ValueError) as exc:  # ValueError: the arena was closed meanwhile
+            except (CkptError, ValueError) as exc:  # ValueError: the arena was closed.
                 then([], str(exc))
                 return
             then(done.result(), "")
@@ -175,8 +178,8 @@ class ReplicaStore:
     def offer(
         self, transport: Transport, name: str, source: memoryview, frames: Frames, reader: str, urgent: bool = False
     ) -> None:
-        """Lets other nodes fetch it, until `withdraw`. `urgent`: as of a transport; what others read already becomes
-        it, and they connect anew. Errors: AgentError; ValueError where the memory was closed."""
+        """Lets other nodes fetch `source` under `name`, until `withdraw`. `urgent`: see Transport.offer; an existing
+        offer becomes urgent, and its readers connect anew. Errors: AgentError; ValueError if the memory was closed."""
         if name in self._offered and urgent and name not in self._urgent:
             transport.withdraw(name)
             transport.offer(name, source, frames, urgent)
@@ -191,7 +194,7 @@ class ReplicaStore:
         return any(_identity_of(name) == identity for name in self._offered)
 
     def withdraw(self, transport: Transport, identity: Identity, reader: str = "") -> None:
-        """That reader has done with what there is of it."""
+        """Ends that reader's use of all offers of the checkpoint. An offer without readers ends."""
         offered = f"copy/{identity}/", f"parity/{identity}/"
         for name in [name for name, readers in self._offered.items() if name.startswith(offered) and reader in readers]:
             self._offered[name].discard(reader)
@@ -211,7 +214,7 @@ class ReplicaStore:
         wanted: Sequence[DescribedSnapshot],
         then: Callable[[str], None],
     ) -> None:
-        """Copies these snapshots from the agent `source`; `then` hears "" once all are here and right, or why not."""
+        """Copies these snapshots from agent `source`. `then` hears "" once all are here and right, else the error."""
         left = {each.rank for each in wanted}
         errors: list[str] = []
 
@@ -243,7 +246,7 @@ class ReplicaStore:
             return
         if key in self._coming:
             came = lambda: ended(wanted.rank, "" if key in self.kept else "it was on its way already, and has not come")  # noqa: E731
-            self._coming[key][0].done.add_done_callback(lambda done: self._post(came))  # after `fetched`
+            self._coming[key][0].done.add_done_callback(lambda done: self._post(came))  # runs after `fetched`
             return
         try:
             arena = self._arena(wanted.size)
@@ -276,8 +279,7 @@ class ReplicaStore:
         fetch.done.add_done_callback(lambda done: self._post(lambda: fetched(done)))
 
     def source_gone(self, source: str) -> None:
-        """That agent is not connected any more: what is being copied from it is given up, and not tried for as long as
-        a transfer would."""
+        """Agent `source` has disconnected: cancels the copies from it at once, before their transfers time out."""
         for key in [key for key, name in self._sources.items() if name == source]:
             self._coming[key][0].cancel()
 
@@ -295,7 +297,7 @@ class ReplicaStore:
     # -- letting go
 
     def attempted(self, identity: Identity, source: str, succeeded: bool) -> None:
-        """All of it that was to come from there is here, or not."""
+        """Records whether the last transfer of that checkpoint from `source` brought all of it."""
         (self._failed.discard if succeeded else self._failed.add)((identity, source))
 
     def make_room(
@@ -305,24 +307,26 @@ class ReplicaStore:
         sizes: Collection[int] = (),
         needed: Collection[int] | None = None,
     ) -> None:
-        """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
-        `safe`, came of attempts that failed. `safe`: None where that is not known, or nothing is, and these may be all
-        that outlives a node: then that stays which was said to be when that was known, and the newest of those that did
-        not fail here: fewer where what is to come, of `sizes` bytes, does not fit beside them. Where nothing of `safe`
-        is here, since this node was away, it may be less safe than what was said to be before: that stays as well, if
-        there is room. `needed`: the ranks of `safe` whose copies here make it so, None: that is not known. Others have
-        come when it was copied under an earlier placement, and go where there is no room; so does parity of it where
-        there are none. Errors: AgentError, see `check`."""
+        """Evicts replicas of the epoch that those of `identity`, of `sizes` bytes, supersede.
+
+        - `safe`, the newest replicated checkpoint, stays. Others came of failed attempts, and go.
+        - If none of `safe` is here (this node was away), `told_safe` stays while there is room.
+        - If `safe` is None (unknown, or none): `told_safe` and the newest checkpoint that did not fail here stay, and
+          an older such one, FAILED_MAX in all, while there is room. One of them may be all that survives a node.
+        - `needed`: the ranks of `safe` whose copies here it needs; None: unknown. If room is short, other copies of
+          `safe` go. With no ranks needed, its parity goes, too.
+
+        Errors: AgentError, see `check`."""
         self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
-        stay, may_stay = set[Identity | None](), set[Identity | None]()  # always; if there is room
+        stay, may_stay = set[Identity | None](), set[Identity | None]()  # in any case; while there is room
         if safe is None:
             left = sorted(others - {each for each, _ in self._failed} - {self.told_safe})[-FAILED_MAX:]
             stay, may_stay = {self.told_safe, *left[-1:]}, {*left[:-1]}
         elif safe not in self.identities:
             may_stay = {self.told_safe}
         wanted = {identity, safe} | stay | may_stay
-        self.forget(lambda each: each.epoch == identity.epoch and each not in wanted)  # what is on its way, too
+        self.forget(lambda each: each.epoch == identity.epoch and each not in wanted)  # cancels transfers, too
         if not self.fits(sizes):
             self.forget((others & may_stay).__contains__)
         if needed is not None and safe != identity and not self.fits(sizes):
@@ -331,7 +335,7 @@ class ReplicaStore:
                 self.chunks.forget(lambda each: each == safe)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
-        """Of these identities nothing is kept any more, nor what of them is still on its way."""
+        """Evicts these checkpoints, and cancels what is still on its way of them. Leased copies go at `release`."""
         for key in [key for key in self._coming if goes(key[0])]:
             self._unwanted.add(key)
             self._coming[key][0].cancel()
@@ -352,14 +356,14 @@ class ReplicaStore:
                 self._put_back(arena)
 
     def _offer_no_more(self, name: str) -> None:
-        """Though whoever was to read it has not said that it is done: its memory will hold something else."""
+        """Ends an offer even while it has readers: its memory will be used again."""
         if self._transport is not None and name in self._offered:
             self._transport.withdraw(name)
             del self._offered[name]
             self._urgent.discard(name)
 
     def lease(self, identity: Identity) -> None:
-        """What is kept of that checkpoint stays as it is until `release`."""
+        """Protects the copies of that checkpoint from reuse until `release`. Leases are counted."""
         self._leases[identity] += 1
 
     def release(self, identity: Identity) -> None:
@@ -370,28 +374,28 @@ class ReplicaStore:
                 self._put_back(self._late.pop(key))
 
     def before(self, newer: Identity) -> None:
-        """`newer` is where it should be: older ones of its epoch, and of epochs before, may go. Errors: AgentError, see
-        `check`."""
+        """Evicts all checkpoints older than `newer`, which is replicated, also of earlier epochs. Errors: AgentError,
+        see `check`."""
         self.check(newer.epoch)
         self.chunks.replaced(newer)
         self.told_safe = max(newer, self.told_safe or newer)
         self.forget(lambda identity: identity < newer)
 
     def unkeep(self, epoch: Epoch) -> None:
-        """The job of that epoch wants none of its checkpoints kept any more. Errors: AgentError, see `check`."""
+        """Evicts all checkpoints of that epoch: its job replicates no longer. Errors: AgentError, see `check`."""
         self.check(epoch)
         if self.told_safe is not None and self.told_safe.epoch == epoch:
             self.told_safe = None
         self.forget(lambda identity: identity.epoch == epoch)
 
     def epochs_before(self, epoch: Epoch) -> None:
-        """Nothing of these is kept from here on. Errors: AgentError, see `check`."""
+        """Evicts all epochs before `epoch`, now and in future. Errors: AgentError, see `check`."""
         self.check(epoch)
         self.chunks.since = max(epoch, self.chunks.since or epoch)
         self.forget(self.chunks.is_outdated)
 
     def cool(self, missing: int) -> int:
-        """Gives back memory that is only warm for the next copies, about so many bytes of it; how many it was."""
+        """Closes spare arenas until about `missing` bytes are free. Returns the bytes freed."""
         freed = 0
         while self._spare and freed < missing:
             freed += self._spare[0].bytes
@@ -409,15 +413,15 @@ class ReplicaStore:
         self.chunks.close()
 
     def of(self, identity: Identity) -> dict[int, Arena]:
-        """The copies of that checkpoint, by rank."""
+        """The complete copies of that checkpoint, by rank."""
         return {rank: arena for (each, rank), arena in self.kept.items() if each == identity}
 
     def shown(self) -> dict[str, list[int]]:
-        """By checkpoint, the newest few: of which ranks there are copies."""
+        """For display: of the newest SHOWN checkpoints, the ranks of which copies are kept."""
         return {str(each): sorted(self.of(each))[:RANKS_SHOWN] for each in sorted(self.identities)[-SHOWN:]}
 
     def add(self, key: Key, arena: Arena) -> None:
-        """One that was made here."""
+        """Adds a copy that was rebuilt here; closes it if there is one already."""
         if key in self.kept:
             self._bulk.close_arenas([arena])
         else:
@@ -427,13 +431,13 @@ class ReplicaStore:
         return self.kept.values()
 
     def inventory(self) -> Inventory:
-        """Of what is kept as copies."""
+        """The inventory of the copies, without parity."""
         found = Inventory()
         found.add_arenas(self.kept.values())
         return found
 
     def _arena(self, size: int) -> Arena:
-        """Of exactly that size: one whose pages are warm, if there is one. Errors: AgentError, OSError."""
+        """An arena of exactly that size, a spare one if possible. Errors: AgentError if there is no room, OSError."""
         for arena in self._spare:
             if arena.bytes == size:
                 self._spare.remove(arena)
@@ -449,13 +453,13 @@ class ReplicaStore:
         return Arena.create(size)
 
     def begin_chunk(self, name: ParityChunkName) -> Arena:
-        """Memory for a parity, which `fits`: see Chunks.begin."""
+        """Memory for a parity chunk that `fits`; see ParityStore.begin."""
         if self._room is not None and not self.chunks.is_warm(name.striped.length):
             self._drop_spare(name.striped.length, self._room())
         return self.chunks.begin(name)
 
     def _drop_spare(self, size: int, room: int) -> None:
-        """What is only warm goes, as long as there is no room for so much more."""
+        """Closes spare arenas until `size` more bytes fit in `room`, or none is left."""
         while self.bytes + size > room:
             if self._spare:
                 self._bulk.close_arenas([self._spare.pop(0)])
@@ -463,7 +467,7 @@ class ReplicaStore:
                 return
 
     def _put_back(self, arena: Arena) -> None:
-        """Its pages stay warm for the next generation: as much as one takes, and the newest, since sizes change."""
+        """Keeps the arena as a warm spare. Closes the oldest spares beyond the bytes of the copies that are kept."""
         arena.begin_fill()
         self._spare.append(arena)
         kept_bytes = sum(each.bytes for each in self.kept.values())

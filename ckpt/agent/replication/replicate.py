@@ -1,9 +1,11 @@
-"""One checkpoint on its way into the memory of other nodes, as its coordinator arranges it.
+"""Replication of one checkpoint as copies, run by the coordinator. Main thread only.
 
-Each node that has ranks describes what they have staged; each node that is to keep a copy fetches it from there and
-checks it; and once all of them have said so, whoever asked for it says whether it is safe: one of them may have been
-lost since it had its part. Only then do nodes hear that older ones may go. Where it is not, the whole of it has failed,
-and what did arrive goes when a later one is on its way. Main thread only.
+1. Each node with ranks describes its snapshots and offers them ("publish").
+2. Each holder fetches its copies from there and verifies them ("keep").
+3. When all have answered, the caller says whether the checkpoint counts as replicated: a holder may be lost by now.
+4. If it does, the nodes hear that they may evict older checkpoints ("kept").
+
+If any copy fails, the replication has failed. Copies that did arrive are evicted once the next replication begins.
 """
 
 from __future__ import annotations
@@ -24,11 +26,10 @@ if TYPE_CHECKING:
 
 
 class Replication:
-    """`wanted`: by the name of the node that gives them: snapshots of which ranks, and the nodes that are to keep them.
-    `safe`: the newest checkpoint that is where it should be. `own`: the arenas of what this node gives. The givers keep
-    them as they are until `then` has heard "" or what went wrong. It is called once, and answers whether the checkpoint
-    is safe now: where it does not say so nothing older goes anywhere. `needed`: by the name of a node: the ranks whose
-    copies there make `safe` so; None: that is not known."""
+    """One replication. `wanted`: source node -> (ranks whose snapshots it gives, nodes that are to keep them). `own`:
+    the arenas that this node gives. `safe`: the newest replicated checkpoint. `needed`: node -> ranks of `safe` whose
+    copies there must stay; None: unknown. `then` is called once, with "" or the error; until then the sources leave
+    their snapshots unchanged. It returns whether older checkpoints may be evicted; otherwise none is."""
 
     what = "a copy"
 
@@ -134,7 +135,7 @@ class Replication:
         try:
             if not error:
                 self._copies.check(self._identity.epoch)
-        except AgentError as exc:  # a start asks what lies here: it stays, and this is tried again later
+        except AgentError as exc:  # A start surveys this node: nothing is evicted, and the caller tries again.
             error = str(exc)
         if not self._then(error) or error:
             return

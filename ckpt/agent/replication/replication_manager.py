@@ -1,4 +1,4 @@
-"""Which nodes of a job keep copies, or parity, of whose snapshots, and having them do so: the coordinator's side."""
+"""The coordinator's replication manager: decides which nodes keep whose copies or parity, and starts the work."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ USED_MAX = 8  # more than there are slots
 NODES_SHOWN = 64
 HOLDERS_SHOWN = 8
 NOTES_SHOWN = 16
-SLOTS_MIN = 2  # fewer would have snapshots wait for their copies
+SLOTS_MIN = 2  # with fewer, each snapshot waits for the replication of the one before
 
 
 class ReplicationManager:
-    """Of one job. `nodes`: its nodes, this one first. `lenders`: the memory-only nodes that are there."""
+    """Manages the replicas of one job. `nodes`: its nodes, this one first. `lenders`: connected memory-only nodes."""
 
     def __init__(
         self,
@@ -47,38 +47,38 @@ class ReplicationManager:
     ) -> None:
         self.option = option
         self.placement: Placement | None = None
-        self.with_hosts: dict[str, list[str]] = {}  # whose state goes with one machine, by what that is called
+        self.with_hosts: dict[str, list[str]] = {}  # machine -> nodes whose state is lost with that machine
         self._risks: dict[str, float] = {}
-        self._used: dict[Identity, Placement] = {}  # of the newest checkpoints: where they went, wherever the next goes
-        self._parts: dict[Identity, set[str]] = {}  # the same by any attempt: who has ever had a part in it
-        self._anew = False  # whoever was together need not stay so
+        self._used: dict[Identity, Placement] = {}  # newest checkpoints -> the placement each was replicated under
+        self._parts: dict[Identity, set[str]] = {}  # newest checkpoints -> nodes that took part in any attempt
+        self._anew = False  # whether the next placement may change the groups
         self._lenders = lenders
         self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
         unnamed = [min(node.ranks) for node in self._nodes if not named(node.domains)]
-        self._unnamed = unnamed if len(unnamed) < len(self._nodes) else []  # ranks of nodes that may fail with any
-        self._to_remake: deque[Callable[[], None]] = deque()  # what waits for its turn
+        # One rank of each node without CKPT_DOMAIN, if other nodes have it.
+        self._unnamed = unnamed if len(unnamed) < len(self._nodes) else []
+        self._to_remake: deque[Callable[[], None]] = deque()  # rebuilds that wait for their turn
         self._is_remaking = False
 
     @property
     def protects(self) -> bool:
-        """Whether anything is kept by another node."""
+        """Whether the placement has any node keep a replica of another node."""
         return self.placement is not None and any(kept.losses for kept in self.placement.kept)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody who could keep anything."""
+        """Whether there is no other node that could keep a replica."""
         return len(self._nodes) == 1 and not self._lenders()
 
     @property
     def is_wanted(self) -> bool:
-        """Whether others are to keep something, be there room for it or not."""
+        """Whether the user asked for replicas and there are other nodes, with or without room for them."""
         return self.option is not None and not self.is_alone
 
     def foresees(self, risks: Mapping[str, float]) -> bool:
-        """By node: the probability that it fails soon; {}: nothing is predicted. Whether that is news: then the nodes
-        are put together anew at the next `place`, the riskiest with the safest; and those that are likelier to fail
-        than others keep nothing for them where that leaves no state less safe. It is none as long as the same nodes
-        are likelier to fail than the same others: the numbers themselves change with every reading."""
+        """Takes each node's probability to fail soon ({}: no prediction). Returns whether the nodes' order by risk has
+        changed; the numbers alone change with every reading. After a change the next `place` regroups the nodes,
+        the riskiest with the safest. Riskier nodes then keep no replicas where that makes no state less safe."""
         news = _order(risks) != _order(self._risks)
         if news:
             self._risks = dict(risks)
@@ -87,20 +87,20 @@ class ReplicationManager:
 
     @property
     def _failing(self) -> list[str]:
-        """The nodes that are likelier to fail soon than others, the likeliest first."""
+        """The nodes that are riskier than the safest ones, the riskiest first."""
         usual = min(self._risks.values(), default=0.0)
         return sorted((n for n, risk in self._risks.items() if risk > usual), key=lambda n: (-self._risks[n], n))
 
     @property
     def losses(self) -> int:
-        """How many nodes may be lost, as was asked for."""
+        """How many nodes the user wants each checkpoint to survive the loss of."""
         if self.option is None:
             return 0
         return self.option.parity if isinstance(self.option, Parity) else self.option.n
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Who keeps whose; "" is this node."""
+        """For each node, the nodes that keep its replicas; "" is this node."""
 
         def name(node: str) -> str:
             return "" if node == self._network.me else node
@@ -111,13 +111,11 @@ class ReplicationManager:
     def place(
         self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0, gives_way: bool = False
     ) -> int:
-        """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies; one of
-        those that are `used` already only where it `gives_way`, and others keep more nodes' parts for it. As long as
-        the same nodes have the memory for it they keep the same ones' parts, unless others' can be kept beside these:
-        of what is safe no part may go for another one.
+        """Decides which nodes keep whose replicas. Returns the number of slots that there is room for beside them.
 
-        `sizes`: bytes of one slot's arenas, by node; `plans`: what each node has room for, of which the least slots
-        are used by all."""
+        Replicas take precedence over a third slot, but over one of the `used` slots only if `gives_way` and more nodes
+        get replicas by it. The former placement stays while it fits, if the new one would leave out a node that it
+        covers. `sizes`: bytes of one slot's arenas, by node. `plans`: by node; all use the smallest slot count."""
         slots = max(used, min(plan.slots for plan in plans.values()))
         if self.option is None or slots < SLOTS_MIN:
             self.placement, self.with_hosts = None, {}
@@ -163,19 +161,19 @@ class ReplicationManager:
             chosen, left = found, wanted
             possible = min(self.losses, len(nodes) - 1)
             if all(each.got >= possible for each in found.shortfalls):
-                break  # no more memory would make it any safer
-        assert chosen is not None  # there is one for the most slots
+                break  # More memory would not improve the protection.
+        assert chosen is not None  # The first pass of the loop has set it.
         self.placement, self.with_hosts = chosen, lost_with_hosts(told, chosen)
         return left if self.protects else slots
 
     def involves(self, name: str, identity: Identity) -> bool:
-        """Whether that checkpoint is less safe without that agent's memory, as far as is known."""
+        """Whether that checkpoint is less protected without agent `name`'s memory. True if its holders are unknown."""
         return identity not in self._parts or name in self._parts[identity]
 
     def others(self, identity: Identity, node: str, slow: bool) -> list[str]:
-        """Who else has what that node staged of that checkpoint: those that keep copies of it; with parity, where it is
-        gone, or there and `slow`: who can make it again, nodes with ranks that keep some of it, and this one. "" is
-        this one, which is never gone."""
+        """Returns the other nodes that can provide what `node` staged of that checkpoint; "" is this node. With copies:
+        the holders. With parity, and only if `node` is disconnected or `slow`: the nodes with ranks that can rebuild
+        it, which are the members of its parity group and this node."""
         me, placement = self._network.me, self._used.get(identity)
         owner = node or me
         found = self._kept_by(placement).get(owner, [])
@@ -198,7 +196,7 @@ class ReplicationManager:
         return found
 
     def table(self) -> dict[str, Any]:
-        """What it takes, for people: who keeps whose, bytes in memory and on the network for each checkpoint."""
+        """The placement for display: who keeps whose replicas, bytes in memory and on the network per checkpoint."""
         placement, option = self.placement, self.option
         parity = {"data": option.data, "parity": option.parity} if isinstance(option, Parity) else None
         copies = option.n if isinstance(option, Replicas) else None
@@ -228,14 +226,14 @@ class ReplicationManager:
         }
 
     def shown(self) -> dict[str, Any]:
-        """The same, but of a job of many nodes only as much as fits into an answer; of the rest, how many there are."""
+        """`table`, cut to NODES_SHOWN nodes so that it fits into one message; `nodes_left_out` counts the rest."""
         table = self.table()
         rows = [{**row, "kept_by": row["kept_by"][:HOLDERS_SHOWN]} for row in table["nodes"][:NODES_SHOWN]]
         notes = {name: told[:NOTES_SHOWN] for name, told in table.items() if name in ("shortfalls", "exposed", "notes")}
         return {**table, **notes, "nodes": rows, "nodes_left_out": len(table["nodes"]) - len(rows)}
 
     def describe(self) -> str:
-        """In one line."""
+        """The placement in one line."""
         placement, parity = self.placement, isinstance(self.option, Parity)
         if placement is None or not self.protects:
             short = placement.shortfalls if placement is not None else ()
@@ -256,7 +254,7 @@ class ReplicationManager:
 
     @property
     def warnings(self) -> list[str]:
-        """What fails together, or may, and what is lost with it."""
+        """Which nodes share a machine or failure domain, or may, and which state would be lost with it."""
         if self.placement is None or not self.protects:
             return []
         found = [
@@ -279,14 +277,17 @@ class ReplicationManager:
         then: Callable[[str], bool | None],
         needed: Sequence[Kept] | None = None,
     ) -> None:
-        """`safe`: the newest that is safe until now, and `needed`: by whom what has to stay of it is kept; None: that
-        is not known. `then` hears "" once every copy is where it should be, and right; or what went wrong. It answers
-        whether that makes it safe: see Replication."""
+        """Replicates a checkpoint under the current placement. `own`: the arenas of this node's ranks. `safe`: the
+        newest replicated checkpoint so far. `needed`: who keeps the replicas of `safe` that must stay; None: unknown.
+        `then` is called once, with "" when every replica is in place and verified, else with the error. It returns
+        whether peers may drop older replicas; see Replication."""
         placement = self.placement
         assert placement is not None
-        if identity != safe or identity not in self._used:  # else it is where it went before, until this has ended well
+        # A replicated checkpoint stays under its old placement until this replication succeeds.
+        if identity != safe or identity not in self._used:
             self._used[identity] = placement
-        if identity in self._parts or identity != safe:  # else it was found to be safe: who keeps it is not known
+        # The holders of a checkpoint that a survey found to be replicated are unknown.
+        if identity in self._parts or identity != safe:
             self._parts.setdefault(identity, set()).update(_parts(placement))
         while len(self._used) > USED_MAX:
             oldest = next(iter(self._used))
@@ -320,10 +321,10 @@ class ReplicationManager:
         world: int,
         then: Callable[[SafeCheckpoint | None], None],
     ) -> None:
-        """What is safe of that epoch, where this agent does not know (see agent.finding); None where that cannot be
-        found out now. `safe`: what was, as far as it knows: of what is kept in part the others are not told. `held`:
-        the checkpoints in this node's slots. Where nobody has memory for a node's part any more, or for any, it may
-        have been kept before, and is looked for, too."""
+        """Surveys the nodes for the newest replicated checkpoint of that epoch (see survey.py). `then` hears the
+        result, or None if a node did not answer. `safe`: the newest that this agent knows to be replicated, even if
+        only in part, which peers are not told. `held`: the checkpoints in this node's slots. Each node's part is
+        searched for, also if no node has memory for it now: a replica may have been kept before."""
         own = self._copies.inventory()
         own.add_chunks(self._copies.chunks.kept.values())
         ranks = {node.name: node.ranks for node in self._nodes}
@@ -336,7 +337,8 @@ class ReplicationManager:
 
         def ended(found: SafeCheckpoint | None) -> None:
             if found is not None and found.newest is not None:
-                self._parts.pop(found.newest, None)  # others may keep some, from before this agent was started
+                # Its holders are unknown: a peer may keep a replica from before this agent was started.
+                self._parts.pop(found.newest, None)
             then(found)
 
         find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended)
@@ -350,13 +352,12 @@ class ReplicationManager:
         over: Callable[[], bool],
         then: Callable[[str, str], None],
     ) -> None:
-        """Has the node `at` make what the ranks of the node `lost` staged from parity, and keep it: `then` hears who
-        has it, and "" or why nobody has. At once where there is nothing to be made, as with copies. "" is this node.
+        """Has node `at` rebuild from parity what the ranks of node `lost` staged, and keep it as copies. "" is this
+        node. `then` hears the node that has the data, and "" or the error; at once where the replicas are copies.
 
-        Nothing is wanted for it of the nodes that are `slow`. Where the node itself is one of them nothing is lost, and
-        this is made only where there is room to spare; where it is gone, and there again when it is its turn, it is the
-        one that has it. `over`: whether nobody waits for it any more; what is lost is made all the same, for the next
-        start."""
+        Nodes in `slow` are not read from. If `lost` is slow, nothing is lost: the rebuild runs only with memory to
+        spare, and not once `over()` says that nobody waits. If `lost` is gone, the rebuild runs anyway, for the next
+        start. If `lost` has reconnected by its turn, `then` hears `lost`."""
         me, placement = self._network.me, self._used.get(identity)
         if placement is None or not isinstance(placement.option, Parity):
             then(at, "")
@@ -394,23 +395,23 @@ class ReplicationManager:
 
     @staticmethod
     def _next_bytes(placement: Placement, node: str) -> int:
-        """That the next checkpoint's parity takes there: it is there before anything of this one's goes."""
+        """Bytes at `node` for the next checkpoint's parity, which arrives before the current one is evicted."""
         return SCRATCH_BYTES + next((load.keeps_bytes for load in placement.loads if load.node == node), 0)
 
     def _remake_next(self) -> None:
-        """One after the other: each wants much of the other nodes."""
+        """Starts the next rebuild unless one runs: each loads the other nodes heavily."""
         while self._to_remake and not self._is_remaking:
             self._to_remake.popleft()()
 
 
 def _parts(placement: Placement) -> set[str]:
-    """Who gives something, or keeps it."""
+    """The nodes that give or keep some replica in that placement."""
     kept = {name for each in placement.kept for name in (each.node, *each.holders)}
     return kept | {name for group in placement.groups if group.parity for name in group.members}
 
 
 def _fits(placement: Placement, nodes: Iterable[PlacementNode]) -> bool:
-    """Whether these have memory for it, and as much state as it was made for."""
+    """Whether `nodes` have the memory that the placement needs, and the state sizes that it was made for."""
     found = {node.id: node for node in nodes}
     return all(
         load.node in found
@@ -421,14 +422,14 @@ def _fits(placement: Placement, nodes: Iterable[PlacementNode]) -> bool:
 
 
 def _order(risks: Mapping[str, float]) -> dict[str, int]:
-    """By node: how many kinds of nodes are less likely to fail."""
+    """By node: its position in the order of risk, 0 the safest; equal risks share one."""
     levels = sorted(set(risks.values()))
     return {node: levels.index(risk) for node, risk in risks.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class LentMemory:
-    """A memory-only node that is there. `node`: it has no ranks."""
+    """A memory-only node that is connected. `node` has no ranks."""
 
     node: NodeAt
     lend_bytes: int

@@ -1,11 +1,10 @@
-"""What a job goes on from, made safe again where nodes were lost: its coordinator's side.
+"""Re-replication: the coordinator restores the replication target of the checkpoint that a job was restored from.
 
-A start restores from memory what other nodes hold, and that may be less than was asked for: who kept a copy is gone, or
-who had the original. Until a newer checkpoint is as safe, the next loss would be one too many. So plain copies are made
-of it at once, from whoever has them to who has not (placement/rereplication.py), by the way that copies always take;
-nothing is dropped for it, and nothing waits for it. Who fails to give what he has, since it is damaged there, or gone,
-is asked again only where nobody else has it; and once another has given it he does not count any more. Main thread
-only.
+After nodes were lost, that checkpoint lies on fewer nodes than the user asked for. Until a newer checkpoint is
+replicated, one more loss could destroy it. So its snapshots are copied at once to further nodes, by the plan of
+placement/rereplication.py and the transfers of any copy. Nothing is evicted for it, and nothing waits for it. A source
+that fails is asked again only if no other node has the snapshot. It counts as a holder no more once another source has
+given the snapshot. Main thread only.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 RETRY_S_MAX = 60.0
-COPIES_TOLD = 64  # in an event
+COPIES_TOLD = 64  # copies listed in an event
 
-# (name, message, loud, data): see Basis.emit.
+# (name, message, is_warning, data): see JobContext.emit.
 Emit = Callable[[str, str, bool, dict[str, Any]], None]
 
 
 def again_after_s(failures: int) -> float:
-    """How long it waits after it has failed so often."""
+    """Seconds to wait before the next attempt, after so many failures."""
     return min(2.0 ** min(failures, 16), RETRY_S_MAX)
 
 
 class Rereplication:
-    """Of the checkpoint that a job goes on from. `holders`: by rank, the names of the nodes that have its snapshot, of
-    `sizes` bytes. `nodes`: of the job, and memory-only ones, which give. `own(identity)`: the arenas of it on this
-    node. `later`: a timer. `safe`: told whether it is as safe now as was asked for."""
+    """The re-replication of one checkpoint, `identity`. `nodes`: of the job, and memory-only ones. `holders`: rank ->
+    nodes with its snapshot, of `sizes` bytes. `own(identity)`: its arenas on this node. `later(delay_s, what)`: a
+    timer. `safe(is_safe)`: hears whether the checkpoint meets the replication target now."""
 
     def __init__(
         self,
@@ -67,9 +66,9 @@ class Rereplication:
         self._nodes = {node.name: node for node in nodes}
         self._holders = {rank: set(names) for rank, names in holders.items()}
         self._sizes = dict(sizes)
-        self._left: set[Copy] = set()  # of those under way
-        self._failed: Counter[tuple[int, str]] = Counter()  # how often that node did not give that rank's snapshot
-        self._short: tuple[int, ...] = ()  # ranks of which it was said that there is no memory for them
+        self._left: set[Copy] = set()  # copies under way
+        self._failed: Counter[tuple[int, str]] = Counter()  # (rank, source) -> failed copies
+        self._short: tuple[int, ...] = ()  # ranks reported to lack memory for copies
         self._done: list[Copy] = []
         self._errors: list[str] = []
         self._over = self._ended = False
@@ -78,11 +77,11 @@ class Rereplication:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to begin now, or again after it has failed."""
+        """Whether `tend` is to be called now: at first, or again after a failure."""
         return not self._left and not self._over and time.monotonic() >= self._again_s
 
     def tend(self, lends: Mapping[str, int], copies: int) -> None:
-        """Begins, where it is due. `lends`: by node, bytes. `copies`: how many further ones there are to be."""
+        """Begins an attempt, when it is due. `lends`: node -> bytes lent. `copies`: how many beside the original."""
         nodes = [
             PlacementNode(name, lend_bytes=lends.get(name, 0), domains=at.domains, trains=bool(at.ranks))
             for name, at in self._nodes.items()
@@ -109,14 +108,14 @@ class Rereplication:
             self._publish(source, theirs)
 
     def lost(self, name: str) -> None:
-        """That agent is not connected any more, and what it had may have gone with it."""
+        """An agent has disconnected: its snapshots count as lost, and are copied anew."""
         if not self._ended and any(name in names for names in self._holders.values()):
             for names in self._holders.values():
                 names.discard(name)
             self._over = False
 
     def end(self) -> None:
-        """It is not needed any more."""
+        """Ends the re-replication; later answers are ignored."""
         if not self._ended:
             self._ended = self._over = True
             if self._left:
@@ -202,7 +201,7 @@ class Rereplication:
             self._failures += 1
             again_s = again_after_s(self._failures)
             self._again_s = time.monotonic() + again_s
-            self._later(again_s, lambda: None)  # the loop comes round, and `tend` is called
+            self._later(again_s, lambda: None)  # wakes the event loop, which calls `tend`
             text = f"step {step} has lost copies, and not all are made again: {self._errors[0]}"
             self._emit("replication.failed", text, True, facts)
             return

@@ -1,10 +1,9 @@
-"""Who has what of the checkpoint that a job goes on from, where its coordinator's agent was started again: it has seen
-no start, and what it had itself is gone with the one before it.
+"""The survey of the checkpoint that a job was restored from, after its coordinator's agent was restarted.
 
-Every node of the job and the memory-only ones are asked what they have of it, and it is put together as a start does,
-with what is made again from parity; then what is lost of it is copied again (`reprotecting`). Who does not answer
-counts as having nothing, if the others have all of it; else all are asked again after a while. Nothing goes for it, and
-nothing waits for it. Main thread only, but for `next_of`, which is pure.
+The new agent has not seen the job's start, and holds nothing itself. It asks every node of the job and the memory-only
+nodes which replicas they have. The checkpoint is collected as at a start, with rebuilds from parity; then it is
+re-replicated (rereplicate.py). A node that does not answer counts as empty if the others have everything. Otherwise
+all are asked again later. Nothing is evicted for the survey, and nothing waits for it. Main thread only.
 """
 
 from __future__ import annotations
@@ -28,20 +27,22 @@ log = logging.getLogger("ckpt")
 
 
 class Next(enum.Enum):
-    COLLECT = "collect"  # they have all of it
-    AGAIN = "again"  # who has not answered may have the rest
-    OVER = "over"  # a part of it is on no node that is there, or it was let go for a newer one
+    """What follows on a survey."""
+
+    COLLECT = "collect"  # the nodes have all of it
+    AGAIN = "again"  # a node that has not answered may have the rest
+    OVER = "over"  # a part is lost, or was evicted for a newer checkpoint
 
 
 def next_of(inventory: Inventory, identity: Identity, all_said: bool) -> Next:
-    """`inventory`: what nodes have together. `all_said`: whether there is none that was asked and did not answer."""
+    """Decides by the nodes' common `inventory`. `all_said`: whether every node has answered. Pure."""
     if identity in inventory.complete():
         return Next.COLLECT
     return Next.OVER if all_said else Next.AGAIN
 
 
 def together(kept: Mapping[str, KeptReplica], me: str) -> Inventory:
-    """By name, what they have; "" is this node, `me`."""
+    """One inventory of all answers. In it this node, `me`, is called ""."""
     every = Inventory()
     for name, each in kept.items():
         every.add(each.held, "" if name == me else name)
@@ -53,9 +54,9 @@ Collected = Callable[["FramePlaces | None", str], None]
 
 
 class RestartSurvey:
-    """Of one identity. `ask(then)`: asks all, `then` hears what `next_of` takes. `collect(inventory, then)`: puts it
-    together; `then` hears where it is, or None and why that failed. `found(places, inventory)` is called once.
-    `later`: a timer."""
+    """The survey of one checkpoint. `ask(then)`: asks all nodes; `then` hears the inventory and whether all answered.
+    `collect(inventory, then)`: collects the checkpoint; `then` hears its places, or None and the error. `found(places,
+    inventory)`: called once, at success. `later(delay_s, what)`: a timer."""
 
     def __init__(
         self,
@@ -73,24 +74,24 @@ class RestartSurvey:
 
     @property
     def is_due(self) -> bool:
-        """Whether all are to be asked now."""
+        """Whether `tend` is to be called now."""
         return not self._asking and not self._ended and time.monotonic() >= self._again_s
 
     def tend(self) -> None:
-        """Asks all, where it is due."""
+        """Asks all nodes; call it when `is_due`."""
         self._asking, self._stale, self._news = True, False, False
         self._ask(self._asked)
 
     def lost(self) -> None:
-        """An agent is not connected any more: what it has said may be true no longer, or it may never be back."""
+        """An agent has disconnected: its answer may not hold any more, so a survey under way is repeated."""
         self._stale = self._asking
 
     def came(self) -> None:
-        """A memory-only node may have come, and have what the others have not."""
+        """A memory-only node may have connected, with replicas that the others lack: asks again."""
         self._news, self._again_s = self._asking, -math.inf
 
     def end(self) -> None:
-        """It is not needed any more."""
+        """Ends the survey; later answers are ignored."""
         self._ended = True
 
     # -- inside
@@ -128,4 +129,4 @@ class RestartSurvey:
         if not self._news:
             self._again_s = time.monotonic() + wait_s
         if not self._news and wait_s < math.inf:
-            self._later(wait_s, lambda: None)  # the loop comes round, and `tend` is called
+            self._later(wait_s, lambda: None)  # wakes the event loop, which calls `tend`

@@ -1,11 +1,11 @@
-"""What is safe in other nodes' memory, where its coordinator does not know, since it was started again, or had no
-connection to who keeps it: each node says what it has of the epoch, and what it was told to be safe. Main thread only.
+"""The survey for the newest replicated checkpoint of an epoch, run by a coordinator that does not know it.
 
-Safe is the newest that any of them was told of, if there is anything of it: nothing went for a newer one. Where none
-was told of any there may be one all the same of which others keep a part, the first then that outlives a node. A newer
-one counts as well that lies, in copies, in parity, or both, where as many nodes may be lost of it as is asked for, or
-as of the one before: that word may have reached nobody. All of it was checked where it arrived. If a node does not
-answer nothing is known.
+It runs after the coordinator's agent was restarted, or was cut off from holders. Each node answers with its replicas
+and with the newest checkpoint that it was told is replicated. The result is the newest checkpoint that
+- a node was told is replicated, if any replica of it is left: such are never evicted for an unreplicated one; or
+- survives as many losses as the job asks for: the message that it is replicated may have reached nobody.
+If there is neither, the oldest complete one counts of which some rank survives a loss. Then any newer one takes its
+place that survives at least as many losses. If a node does not answer, nothing is known. Main thread only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class KeptReplica:
-    """What one node has of an epoch; `safe`: the newest that it was told to be."""
+    """One node's answer to the survey. `held`: its replicas of the epoch. `safe`: the newest checkpoint of the epoch
+    that it was told is replicated."""
 
     safe: Identity | None
     held: Inventory
@@ -59,9 +60,9 @@ class KeptReplica:
 
 @dataclass(frozen=True, slots=True)
 class SafeCheckpoint:
-    """`newest`: what is safe, as far as all nodes know; None: nothing is known to be. `whole`: the newest of which as
-    many nodes may be lost as is asked for, by what they have now; None: there is none. `outlives`: how many nodes each
-    rank of the newest may lose, of so many; -1: it is lost."""
+    """The survey's result. `newest`: the newest replicated checkpoint; None: none is known. `whole`: the newest whose
+    replicas survive as many losses as asked for; None: none does. `outlives`: by rank of `newest`, how many losses it
+    survives, counted up to the number asked for; -1: the rank is lost."""
 
     newest: Identity | None
     whole: Identity | None
@@ -69,7 +70,7 @@ class SafeCheckpoint:
 
 
 def newest_safe(kept: Mapping[str, KeptReplica], losses: Sequence[int]) -> SafeCheckpoint:
-    """Of what all nodes say, by their names. `losses`: of each rank of the job, how many nodes it is to outlive."""
+    """The result of all answers, by node name. `losses`: by rank, how many lost nodes it should survive."""
     every = Inventory()
     for name, each in kept.items():
         every.add(each.held, name)
@@ -84,12 +85,12 @@ def newest_safe(kept: Mapping[str, KeptReplica], losses: Sequence[int]) -> SafeC
 
 
 def _outlives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bool:
-    """Whether each rank of it may lose so many nodes."""
+    """Whether each rank of that checkpoint survives its number of losses."""
     return every.worlds[identity] == len(losses) and _outlived(every, identity, losses) == [*losses]
 
 
 def _outlived(every: Inventory, identity: Identity, losses: Sequence[int]) -> list[int]:
-    """How many nodes each rank of it may lose, of so many; -1: it is lost."""
+    """By rank, how many losses it survives, counted up to `losses`; -1: it is lost."""
     by_parity = functools.cache(lambda count: every.protected(identity, count))
     held = [len(every.holders.get((identity, rank), ())) for rank in range(len(losses))]
     return [
@@ -106,7 +107,7 @@ def find_safe(
     losses: Sequence[int],
     then: Callable[[SafeCheckpoint | None], None],
 ) -> None:
-    """`then` hears None where that is not known. The rest: see `ask_keeps` and `newest_safe`."""
+    """Surveys the nodes. `then` hears the result, or None if a node did not answer. See `ask_keeps`, `newest_safe`."""
 
     def asked(found: Mapping[str, KeptReplica], silent: Sequence[str]) -> None:
         then(newest_safe(found, losses) if not silent else None)
@@ -121,8 +122,8 @@ def ask_keeps(
     epoch: Epoch,
     then: Callable[[Mapping[str, KeptReplica], Sequence[str]], None],
 ) -> None:
-    """`nodes`: all that may keep something, by name, of which this one has `own`. `then` hears what each has, and who
-    has not said it; once, later than this call, unless there is no other node."""
+    """Asks `nodes`, all that may keep replicas, by name. `own`: this node's answer. `then` hears the answers by node,
+    and the nodes that did not answer. It is called once: later, or within this call if there is no other node."""
     names: Sequence[str] = sorted({*nodes} - {network.me})
     left, found = set(names), {network.me: own}
 
@@ -136,7 +137,7 @@ def ask_keeps(
             if answer is None:
                 raise AgentError(error)
             found[name] = KeptReplica.parse(epoch, answer.fields, answer.blobs)
-        except Exception as exc:  # whatever another agent may have sent: copies wait for this
+        except Exception as exc:  # Any malformed answer: replication waits for the survey.
             log.warning("what agent %s keeps is not known: %s", name, exc)
         end()
 

@@ -1,0 +1,5 @@
+"""Restore on one node: brings a checkpoint's frames to the local ranks from memory, peers, parity and the store.
+
+It may import the packages below it: agent.replication, agent.snapshots, agent.net, agent.preemption, agent.state,
+agent.runtime, ipc, and lower. Start with restore_session.py, which chooses a source for each frame.
+"""
