@@ -1,5 +1,4 @@
-"""A checkpoint of which it was said who holds what: put together, as a whole or as far as memory has it, with what is
-made again from parity on the way."""
+"""The collector of a checkpoint in memory: finds out where its frames lie, and has lost parts rebuilt from parity."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-LOOK_S = 30.0  # in which what is made of a part has to get further. Nodes say so more often (agent.moving)
-MAKING_BYTES_S = 50 << 20  # that a node has to make: less than this most stores give it
+LOOK_S = 30.0  # within which a partial rebuild has to advance; nodes report progress more often (net/progress.py)
+MAKING_BYTES_S = 50 << 20  # the least rebuild rate of a node; most stores are faster than this
 
 
 class CheckpointCollector:
-    """Of one identity at a time. What comes of it is heard once, or None and why nothing did. Everything runs on the
-    main thread."""
+    """Collects one checkpoint at a time, which somebody holds by `inventory`. Each `then` is called once, with the
+    result, or None and the error. Main thread only."""
 
     def __init__(
         self,
@@ -43,16 +42,16 @@ class CheckpointCollector:
         guard: Callable[[Callable[[], None]], None],
         urgent: bool = False,
     ) -> None:
-        """`inventory`: what all of them hold; it is kept true. `nodes`: which may make something again, this one first;
-        () where it is the only one. `others`: which only hold something. `guard`: runs what follows as long as somebody
-        waits for it. `urgent`: a start does."""
+        """`inventory`: what all nodes hold; rebuilds and damage update it. `nodes`: those that may rebuild, this
+        one first; () if it is the only one. `others`: nodes that only hold replicas. `guard`: runs a continuation while
+        its result is still wanted. `urgent`: a start waits."""
         self._network, self._bulk, self._parities, self._arenas_of = network, bulk, parities, arenas_of
         self._inventory, self._nodes, self._others = inventory, list(nodes), list(others)
         self._guard, self._urgent = guard, urgent
         self._me = network.me if network is not None else ""
 
     def whole(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
-        """All of it. What nobody holds is made again first; so is what turns out to be damaged where it lies."""
+        """Collects the whole checkpoint. Ranks that no node holds, or that turn out damaged, are rebuilt first."""
         missing = self._inventory.missing(identity)
         if not missing:
             self._gather(identity, then)
@@ -75,9 +74,9 @@ class CheckpointCollector:
         moves: Callable[[], object],
         then: Callable[[FramePlaces | None, str], None],
     ) -> None:
-        """What memory has of it, and what can be made of the rest: the store has it all, as the manifest of its record
-        says, and is read for what does not come of this soon enough, or would take memory that the job needs. `leave`:
-        by node, how much that is; see Rebuilding. `moves`: another value whenever something has got further."""
+        """Finds the frames in memory of a checkpoint that the store has, too, by the manifest of its record, and has
+        lost ranks rebuilt. Ranks not rebuilt fast enough, or that do not fit in memory, are read from the store.
+        `leave`: by node, bytes that the job needs, see Rebuild. `moves`: returns a new value after any progress."""
 
         def ask(error: str) -> None:
             if error:
@@ -88,7 +87,7 @@ class CheckpointCollector:
             AskingForPart(*services, identity, manifest, holders, arenas, later, ended).begin()
 
         sizes = self._inventory.makeable(identity)
-        if not sizes or identity in self._inventory.refuted:  # then it was tried already
+        if not sizes or identity in self._inventory.refuted:  # Refuted: rebuilds were tried already.
             ask("")
             return
         rebuilding = self._rebuild(identity, sizes, leave, ask)
@@ -110,8 +109,8 @@ class CheckpointCollector:
     def _rebuild(
         self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int], then: Callable[[str], None]
     ) -> Rebuild:
-        """Has these ranks' snapshots, which nobody holds, made again: `then` hears "" or why not all of them could be,
-        once the inventory says which were."""
+        """Has these ranks' snapshots rebuilt, which no node holds. `then` hears "", or why some failed, after the
+        inventory was updated."""
         inventory, me = self._inventory, self._me
 
         def made(found: Made, error: str) -> None:

@@ -1,9 +1,8 @@
-"""Frames that other nodes hold, straight into the tensors of the one rank here that wants them.
+"""Direct streams: connections on which a peer sends frames to one local rank, past the window.
 
-What lies in a tensor as one run, and is wanted by one rank only, need not pass through the window: that costs a copy
-more of everything. So the connection that gives it is made, and asked, here, and then handed to the rank, which reads
-nothing but bytes from it, in the order that it is told, and checks them. What does not come by it is brought through
-the window like all the rest (`peerframes`), where it is asked for again, or elsewhere. Main thread only.
+A frame that only one rank wants, as one run of a tensor, needs no window, which would cost one more copy. The agent
+connects to the holder, requests the frames, and hands the socket to the rank. The rank reads the bytes in the order it
+was told, and verifies them. Frames that fail come through the window instead (peer_source.py). Main thread only.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ from ckpt.ipc.addresses import cut
 log = logging.getLogger("ckpt")
 
 STREAMS = 2  # at a time from one holder: as many as a transfer has connections
-RANK_STREAMS = 3  # at a time to one rank, which has a thread for each, and one for what comes by the window
-SHARE_MIN = 8  # frames: fewer are not divided among connections
+RANK_STREAMS = 3  # at a time to one rank, which reads each on its own thread
+SHARE_MIN = 8  # frames per connection; fewer are not divided further
 
 
 class StreamPeer(Protocol):
-    """A rank's connection. Sending to one that is gone does nothing."""
+    """A local rank's connection. Sending to a rank that is gone does nothing."""
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = ..., blobs: Sequence[bytes] = ...) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class FrameStream:
-    """`open(numbers)`: begins the connection. `left`: told of the frames that did not come by it."""
+    """One stream. `open(frames)`: begins the connection. `left(frames)`: hears the frames that did not come by it.
+    `coming`: frames that the rank has not acknowledged yet."""
 
     receiver: StreamPeer
     holder: str
@@ -50,14 +50,14 @@ class FrameStream:
 
 
 class DirectStreams:
-    """The streams of one restore. `post`: runs what it is given on the main thread."""
+    """The direct streams of one restore. `post`: runs a function on the main thread."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
         self._waiting: collections.deque[FrameStream] = collections.deque()
-        self._open: dict[int, FrameStream] = {}  # by number, those that are being made among them
+        self._open: dict[int, FrameStream] = {}  # by number, also those that are still connecting
         self._numbers = itertools.count()
-        self._by_frame: dict[tuple[int, int], FrameStream] = {}  # frame, receiver
+        self._by_frame: dict[tuple[int, int], FrameStream] = {}  # (frame, id of the receiver) -> its stream
 
     def add(
         self,
@@ -67,7 +67,7 @@ class DirectStreams:
         open: Callable[[list[int]], Future[socket.socket]],
         left: Callable[[list[int]], None],
     ) -> None:
-        """These frames of one offer of `holder`, ascending. Begin with `pump`."""
+        """Queues streams for these frames of one offer of `holder`, ascending. `pump` begins them."""
         count = max(1, min(STREAMS, len(frames) // SHARE_MIN))
         share = min(STREAM_FRAMES, -(-len(frames) // count))
         for first in range(0, len(frames), share):
@@ -77,7 +77,7 @@ class DirectStreams:
             self._by_frame.update(((frame, id(receiver)), stream) for frame in part)
 
     def pump(self) -> None:
-        """Begins what waits, as far as its holder has not enough to give, and its rank not enough to take."""
+        """Begins waiting streams, within the limits STREAMS per holder and RANK_STREAMS per rank."""
         while (stream := self._next()) is not None:
             self._waiting.remove(stream)
             served = stream.receiver
@@ -85,20 +85,20 @@ class DirectStreams:
             self._begin(stream)
 
     def has_come(self, frame: int, receiver: StreamPeer) -> bool:
-        """That rank has it, and it came by a stream; False where it did not."""
+        """A rank has acknowledged the frame. Returns whether it came by a stream."""
         stream = self._by_frame.pop((frame, id(receiver)), None)
         if stream is not None:
             stream.coming.discard(frame)
         return stream is not None
 
     def ended(self, receiver: StreamPeer, number: int) -> None:
-        """That rank reads no more from that stream."""
+        """A rank has stopped reading from the stream."""
         stream = self._open.get(number)
         if stream is not None and stream.receiver is receiver:
             self._end(number)
 
     def drop(self, receiver: StreamPeer) -> None:
-        """It is gone, or asks anew."""
+        """Ends all streams of a rank that is gone, done, or requests anew."""
         for stream in [each for each in self._waiting if each.receiver is receiver]:
             self._waiting.remove(stream)
             self._forget(stream)
@@ -107,8 +107,8 @@ class DirectStreams:
         self.pump()
 
     def source_gone(self, name: str) -> None:
-        """That agent is not connected any more: what it was to give comes from elsewhere, or by the window once it is
-        back. Ranks find a connection at its end, and say so."""
+        """Agent `name` has disconnected: gives up its waiting streams, and cuts its open ones. A rank that was cut
+        off reports so; `ended` follows. The frames come from other sources, or through the window once it is back."""
         while (stream := next((each for each in self._waiting if each.holder == name), None)) is not None:
             self._waiting.remove(stream)
             self._give_up(stream)
@@ -125,7 +125,7 @@ class DirectStreams:
     # -- inside
 
     def _next(self) -> FrameStream | None:
-        """Of a rank that gets the least now, and got something longest ago: none waits until others have all theirs."""
+        """The next stream to begin: of the rank with the fewest open ones; among equals the one served longest ago."""
         busy = collections.Counter(stream.holder for stream in self._open.values())
         gets = collections.Counter(id(stream.receiver) for stream in self._open.values())
         able = [
@@ -152,7 +152,7 @@ class DirectStreams:
                 self._end(number)
             return
         sock = done.result()
-        if stream is None:  # nobody waits for it any more
+        if stream is None:  # ended while it connected
             sock.close()
             return
         stream.sock = sock
@@ -175,6 +175,6 @@ class DirectStreams:
             del self._by_frame[frame, id(stream.receiver)]
         stream.coming.clear()
         if stream.sock is not None:
-            cut(stream.sock)  # the rank has a descriptor of its own
+            cut(stream.sock)  # ends the rank's duplicate of the descriptor, too
             stream.sock.close()
             stream.sock = None

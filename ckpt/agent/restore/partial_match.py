@@ -1,7 +1,8 @@
-"""A committed checkpoint of which memory holds a part: which of the record's frames need not be read from the store.
+"""The partial match of a committed checkpoint: finds those frames of its record that lie in some node's memory.
 
-A frame is the same where its hash and length are, whoever staged it; whoever gets one checks that again. Nothing waits
-long for what is held: who does not say in time where it lies is done without, as is whatever contradicts the record.
+These frames need not be read from the store. Two frames are the same if hash and length are equal, whatever rank staged
+them; the receiver verifies the hash again. A holder that does not answer within PATIENCE_S, or whose answer contradicts
+the record, is left out.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-PATIENCE_S = 5.0  # for holders to say what they hold: the store is there for all of it
+PATIENCE_S = 5.0  # for holders to answer; the store has all frames anyway
 
 Numbers = npt.NDArray[np.int64]
 
 
 class AskingForPart(ManifestRequest[FramePlaces]):
-    """Finds out where the frames of a record lie in memory, of which somebody holds at least one. `holders`: of the
-    ranks that somebody holds. `then`: see Asking."""
+    """Asks the holders of a record's ranks where its frames lie in memory. `holders`: rank -> its holders, for ranks
+    that have any. `then` hears the places, or None and why no frame matches; once, see ManifestRequest."""
 
-    sealed = True  # they are hashed where they arrive, and the store has what is wrong
+    # The hashes in the arenas are taken as they are: receivers verify each frame, and the store has a good copy.
+    sealed = True
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class AskingForPart(ManifestRequest[FramePlaces]):
             self._make_if_all()
 
     def _make(self) -> FramePlaces:
-        """Errors: AgentError where none of them is of use."""
+        """Errors: AgentError if no frame matches."""
         return places_of(self._identity, self._manifest, self._parts, self._sizes, self._holders)
 
 
@@ -79,9 +81,9 @@ def places_of(
     sizes: Mapping[int, int],
     holders: Mapping[int, Sequence[str]],
 ) -> FramePlaces:
-    """Where the frames of a record lie in these ranks' arenas; -1 for those that lie in none. Of several snapshots that
-    have the same frame the lowest rank's is taken. Errors: AgentError where they have none of them, contradict the
-    record, or cannot lie where they are said to."""
+    """Returns where the frames of a record lie in these ranks' arenas; rank -1: in none. If several snapshots have the
+    same frame, the lowest rank's is taken. Errors: AgentError if no frame matches, a part contradicts the record, or
+    its frames overlap or exceed the arena."""
     for part in parts:
         told = part.declaration
         if told.world != len(manifest.coordinates) or manifest.coordinates[told.rank] != told.coordinate:
@@ -104,19 +106,21 @@ def places_of(
 
 
 def matched(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Numbers:
-    """For each row of `wanted` the number of an equal row of `held`, no row twice: the first for the first. -1 where
-    there is none."""
+    """For each row of `wanted`, the number of an equal row of `held`; -1 if there is none. A row of `held` is used at
+    most once; equal rows are paired in their order."""
     count = len(wanted)
     rows = np.concatenate([wanted, held])
     is_held = np.arange(len(rows)) >= count
-    order = np.lexsort([is_held, *rows.T])  # stable: equal rows together, the wanted ones first, each in their order
+    # A stable sort: equal rows stand together, the wanted before the held, both in their order.
+    order = np.lexsort([is_held, *rows.T])
     ordered, ours = rows[order], ~is_held[order]
     new = np.ones(len(rows), bool)
     new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
     group = np.cumsum(new) - 1
     first, sizes = np.flatnonzero(new), np.bincount(group)
     wanted_in = np.bincount(group, ours, len(first)).astype(np.int64)
-    at = np.flatnonzero(ours)  # of each wanted row in that order: the held one that is as far behind the first of them
+    # The n-th wanted row of a group is paired with the n-th held row of that group.
+    at = np.flatnonzero(ours)
     partner = at + wanted_in[group[at]]
     has_one = partner < first[group[at]] + sizes[group[at]]
     found = np.full(count, -1, np.int64)
@@ -125,7 +129,7 @@ def matched(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Num
 
 
 def _held(parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.uint64], Numbers, Numbers]:
-    """(hash_hi, hash_lo, length) of each frame that they have, the rank, and where it lies in bytes of the memfd."""
+    """For each frame held: (hash_hi, hash_lo, length), the rank, and the byte offset in that rank's memfd."""
     keys, ranks, offsets = [np.zeros((0, 3), np.uint64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for part in parts:
         staged = part.declaration.staging.frames

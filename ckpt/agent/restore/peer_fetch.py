@@ -1,4 +1,4 @@
-"""Frames in other agents' memory, fetched into cells of a start's window. Main thread only."""
+"""The transfer of frames from a peer's memory into cells of a restore's window. Main thread only."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def pull(
     landed: Callable[[int, int], None],
     ended: Callable[[Fetch, list[int], BaseException | None], None],
 ) -> Fetch:
-    """Begins a transfer of frames that `node` offers as `name`. `cells`: by frame, the offset of the cell of `window`
-    that it comes to. `offered`: all frames of the offer, ascending. `landed(frame, cell)`: it is there and right,
-    and the cell is the caller's again. `ended(fetch, frames, error)`: these have not come, and their cells are free.
-
-    Errors: CkptError, OSError; then all cells are free."""
+    """Begins a transfer of frames that `node` offers as `name`. `cells`: frame -> offset of its cell in `window`.
+    `offered`: all frames of the offer, ascending. `landed(frame, cell)`: a verified frame is in its cell, now the
+    caller's. `ended(fetch, frames, error)`: called at the end; `frames` have not come, and their cells are
+    free. Errors: CkptError, OSError; then all cells are free."""
     frames, left = list(cells), dict(cells)
 
     def has_landed(frame: int) -> None:

@@ -1,8 +1,8 @@
-"""Frames of a checkpoint that other nodes hold, on their way through a start's window to its ranks.
+"""The peer source: fetches a checkpoint's frames from other nodes' memory, through the window, for the ranks here.
 
-They pass through the window's cells, whose pages are warm: memory of their own would cost more than all the rest, for
-its fresh pages. What one rank alone wants, and takes as it is, goes past it (`straight`). Frames that one holder does
-not give are asked of the next. Main thread only.
+The window's cells have warm pages; fetching into fresh memory would cost more than the transfer. Frames that only one
+rank wants, as one run, go past the window (direct_stream.py). If a holder does not give frames, the next holder is
+asked. Main thread only.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
 
-FETCHES = 2  # at a time, where one node holds all; else one from each
-FETCH_FRAMES = 16  # in one, at most
-IN_FLIGHT = 2  # the part of the window's cells that is fetched into at a time: one of so many
+FETCHES = 2  # transfers at a time, divided among the holders; at least one from each
+FETCH_FRAMES = 16  # in one transfer, at most
+IN_FLIGHT = 2  # transfers fill at most 1 / IN_FLIGHT of the window's cells at a time
 
-Line = tuple[int, tuple[str, ...]]  # a rank whose arena frames lie in, and who is still to be asked for them, in turn
+# (the rank whose arena the frames lie in, the holders that are still to be asked, in order)
+Line = tuple[int, tuple[str, ...]]
 
 
 class PeerSource:
-    """`landed(frame, cell)`: told of each that is right and lies at that offset of the window; the cell is the
-    listener's. `lacking(frames, why)`: of those that no node gives. `guard`: runs what must not fail unnoticed, since
-    ranks wait for it. The restore sets these and `window`."""
+    """The frames of one checkpoint that peers hold. Its RestoreSession sets `window` and the callbacks.
+    `landed(frame, cell)`: a verified frame lies at that offset of the window; the session owns the cell.
+    `lacking(frames, why)`: no node gives these. `guard(what)`: runs `what` and reports exceptions, since ranks wait."""
 
     def __init__(
         self,
@@ -58,11 +59,11 @@ class PeerSource:
         self._network, self._run_soon = network, post
         self._nodes: Mapping[str, NodeAt] = {node.name: node for node in nodes}
         self._numbers = {rank: places.numbers(rank) for rank in places.holders}
-        self._wanted: set[int] = set()  # fetched, or to be
-        self._waiting: dict[Line, collections.deque[int]] = {}  # of these: to be fetched once there are cells
+        self._wanted: set[int] = set()  # requested, not here yet
+        self._waiting: dict[Line, collections.deque[int]] = {}  # those of them whose fetch has not begun
         self._fetches: dict[Fetch, Line] = {}
-        self.unreached: set[int] = set()  # which a node may have all the same that did not give them
-        self._gone: set[str] = set()  # asked last: they may only have been cut off
+        self.unreached: set[int] = set()  # frames that a holder did not give, though it may have them
+        self._gone: set[str] = set()  # agents that disconnected; asked last, since they may be back
         self._closed = False
         self.straight = DirectStreams(self._post)
 
@@ -71,7 +72,7 @@ class PeerSource:
         return bool(self._holders(int(self._places.ranks[frame])))
 
     def want(self, frames: Iterable[int]) -> None:
-        """Brings those that are not on their way."""
+        """Requests frames; repeated requests are ignored while a frame is on its way."""
         new = sorted(set(frames) - self._wanted)
         self._wanted.update(new)
         for frame in new:
@@ -80,7 +81,7 @@ class PeerSource:
         self.pump()
 
     def stream(self, receiver: StreamPeer, frames: Iterable[int], left: Callable[[list[int]], None]) -> None:
-        """Gives them to that rank past the window. `left`: told of those that do not come so, in parts."""
+        """Sends frames to a rank past the window. `left` hears, in parts, the frames that do not come so."""
         lines: dict[Line, list[int]] = {}
         for frame in sorted(frames):
             rank = int(self._places.ranks[frame])
@@ -90,13 +91,13 @@ class PeerSource:
         self.straight.pump()
 
     def pump(self) -> None:
-        """Fetches what waits, as far as the window has room, from each holder in turn."""
+        """Begins transfers of waiting frames, from each holder in turn, while the window has free cells."""
         while sum(self._begin(line) for line in list(self._waiting)):
             pass
 
     def source_gone(self, name: str) -> None:
-        """That agent is not connected any more: what another holds, too, is not waited for from there for as long as a
-        transfer would. What nobody else holds is: it may only have been cut off."""
+        """Agent `name` has disconnected: frames that another node holds, too, are asked of that node at once. Frames
+        that no other node holds are still awaited, since the agent may come back."""
         self._gone.add(name)
         self.straight.source_gone(name)
         for line in [line for line in self._waiting if line[1][0] == name and len(line[1]) > 1]:
@@ -124,7 +125,7 @@ class PeerSource:
         return tuple(sorted(known, key=self._gone.__contains__))
 
     def _busy(self) -> collections.Counter[str]:
-        """Transfers that are on their way, by holder."""
+        """The number of transfers under way, by holder."""
         return collections.Counter(held[0] for _, held in self._fetches.values())
 
     def _wait(self, line: Line, frames: list[int], why: str) -> None:
@@ -140,7 +141,7 @@ class PeerSource:
         self._wait((line[0], line[1][1:]), frames, told(error))
 
     def _begin(self, line: Line) -> bool:
-        """One more transfer of what waits there; whether there is, or others are asked for it now."""
+        """Begins one transfer of that line's frames. Returns whether anything changed: it began, or failed to begin."""
         if self._closed or line not in self._waiting:
             return False
         (rank, holders), waiting, window = line, self._waiting[line], self.window()
@@ -150,7 +151,7 @@ class PeerSource:
             return False
         most = max(1, min(FETCH_FRAMES, window.count // (IN_FLIGHT * max(FETCHES, sources))))
         if not window.free or (self._fetches and window.free < min(most, len(waiting))):
-            return False  # until there is room for a transfer of some size
+            return False  # waits until a larger transfer fits
         cells: dict[int, int] = {}
         while waiting and len(cells) < most and (cell := window.free_cell()) is not None:
             cells[waiting.popleft()] = cell
@@ -188,5 +189,5 @@ class PeerSource:
 
 
 def name_of(identity: Identity, rank: int) -> str:
-    """Of the transfer of that rank's frames."""
+    """The name of the offer of that rank's frames."""
     return f"{identity}/{rank}"

@@ -1,13 +1,15 @@
-"""Handing a checkpoint's frames to the ranks of a starting job, each from the nearest source that has it.
+"""The restore session of one node: gives a checkpoint's frames to the local ranks, each from the nearest source.
 
-A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has, or the
-store, passes through a window of shared memory, whose cells are given again when every rank that wanted the frame has
-acknowledged it; it is brought once for all ranks. What one rank alone wants of another node goes past the window
-(`straight`). A job of several nodes reads a frame of the store once for all of them (`fanout`). Otherwise the ranks
-read the files of a store that is a local folder by themselves (`files`). The ranks verify what they copied: what they
-find bad comes from the next source, and a fetch whose frame no source has ends with an error.
+The sources, in order:
+1. This node's memory: the rank is told the place of the frame, and maps the arena.
+2. A peer (peer_source.py): the frame passes through a window of shared memory, once for all ranks here. A frame that
+   only one rank wants goes to that rank directly (direct_stream.py).
+3. The store, if the job has several nodes: one node reads each frame for all nodes (shared_read.py).
+4. The store (store_source.py), through the window. The ranks read the files of a local folder themselves.
 
-All of it runs on the agent's main thread but the window's `cell`, in which the reading threads wait.
+A cell of the window is reused after every rank that was given its frame has acknowledged it. The ranks verify each
+frame; one that a rank finds damaged comes from the next source. If no source is left, the rank's fetch ends with an
+error. Main thread only, except for threads that read and wait in `Window.cell`.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-TOGETHER_S = 1.0  # how long the first rank's request waits for the others', so that frames are read once
+TOGETHER_S = 1.0  # the first rank's request waits so long for the others', so that frames are read once
 AT_ONCE = 1024  # frames named in one message
 _WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
-_HOME = 1 << 18  # memory into which this node reads for all nodes
+_HOME = 1 << 18  # the first region number of the memory into which this node reads for all nodes
 
 
 @dataclass(slots=True)
 class RankRequest:
-    """One rank's request under way. `left`: frames it has not acknowledged as good. `whole`: those that it takes as one
-    run. `home`: those that it was given from what this node has read for all. `files`: those that it reads in the
-    store's folder by itself."""
+    """One rank's request. `left`: frames not acknowledged as good. `whole`: frames that go into a tensor as one run.
+    `regions`: numbers of the arenas that the rank was shown. `home`: frames given from this node's shared read.
+    `files`: frames that the rank reads from the store's folder itself. `sources`: bytes received, by level."""
 
     receiver: StreamPeer
     left: set[int]
@@ -66,10 +68,10 @@ class RankRequest:
 
 
 class RestoreSession:
-    """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
-    `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there. `fan`: the
-    nodes share the reading of that. `folder`: where the store is, if it is a local one. `later(delay_s, what)`: a timer
-    of the main thread."""
+    """The restore of one candidate to the `count` ranks of this node. `memory`: its frames in this node's memory, if
+    any. `peers`: its frames in peers' memory. `open_record`: opens its record; None if the store has none.
+    `fan`: the shared read of the job's nodes. `folder`: the path of the store if it is a local folder.
+    `later(delay_s, what)`: a timer of the main thread; `post(what)`: runs on the main thread, from any thread."""
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class RestoreSession:
         self.manifest = manifest
         self.memory = memory
         self._count = count
-        self.record: Record | None = None  # once it was opened
-        self.sources: dict[str, int] = {}  # bytes that the ranks have got, by level
+        self.record: Record | None = None  # set once the store's record is open
+        self.sources: dict[str, int] = {}  # bytes received by all ranks, by level
         self._lengths = manifest.frames["length"].astype(np.int64)
         self._cells = WindowCells(int(self._lengths.max(initial=0)), window_bytes, self._pump)
         self._later = later
@@ -105,11 +107,11 @@ class RestoreSession:
         if fan is not None:
             fan.window, fan.opened, fan.guard = self._cells.window, self._opened, self._guard
             fan.read, fan.landed, fan.lacking = self._home_read, self._fanned, self._no_home
-        self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
-        self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
-        self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
-        self._bad: set[int] = set()  # frames that this node's memory does not have right
-        # And those that are not to be had there.
+        self._coming: dict[int, set[int]] = {}  # frames expected from peers -> receivers
+        self._shared: dict[int, set[int]] = {}  # frames expected from the shared read -> receivers
+        self._wanted: dict[int, set[int]] = {}  # frames expected from the store -> receivers
+        self._bad: set[int] = set()  # frames found damaged in this node's memory
+        # Frames found damaged or missing at these sources.
         self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set(), From.FILE: set()}
         self._store = StoreSource(manifest, open_record, bulk, post, folder) if open_record is not None else None
         if (store := self._store) is not None:
@@ -119,11 +121,11 @@ class RestoreSession:
             store.named, store.misread = self._named, self._bad_from[From.FILE]
         self._closed = False
         self._progress = Progress()
-        self._said: int | None = None  # the progress that the ranks were last told of; None: nobody waits to be told
+        self._said: int | None = None  # progress count at the last look; None: no look is scheduled
 
     def request(self, receiver: StreamPeer, frames: Collection[int], whole: Collection[int] = ()) -> None:
-        """A rank asks for frames (numbers below the manifest's count). `whole`: those of them whose bytes lie with it
-        as one run. Errors: AgentError for others."""
+        """A rank requests frames, by number in the manifest. `whole`: those of them that go into one of its tensors as
+        one run. A new request replaces the rank's former one. Errors: AgentError for a number that does not exist."""
         wanted = set(frames)
         if wanted and not 0 <= min(wanted) <= max(wanted) < len(self._lengths):
             raise AgentError(f"a rank asked for a frame that {self.identity} does not have")
@@ -136,6 +138,7 @@ class RestoreSession:
             self._later(TOGETHER_S, lambda: self._guard(self._begin) if first in self._waiting else None)
 
     def got(self, receiver: StreamPeer, ok: Iterable[int], bad: Iterable[int]) -> None:
+        """A rank acknowledges frames, verified or damaged. Damaged ones come again, from the next source."""
         asked = self._asked.get(id(receiver))
         if asked is None:
             return
@@ -162,12 +165,12 @@ class RestoreSession:
         self._finish(asked)
 
     def streamed(self, receiver: StreamPeer, stream: int) -> None:
-        """A rank reads no more from that stream."""
+        """A rank has stopped reading from that direct stream."""
         if self._peers is not None:
             self._peers.straight.ended(receiver, stream)
 
     def drop(self, receiver: StreamPeer) -> None:
-        """It is gone, or asks anew."""
+        """Ends a rank's request: the rank is gone, done, or requests anew."""
         self._waiting = [asked for asked in self._waiting if asked.receiver is not receiver]
         if self._asked.pop(id(receiver), None) is None:
             return
@@ -180,7 +183,7 @@ class RestoreSession:
             receivers.discard(id(receiver))
 
     def source_gone(self, name: str) -> None:
-        """That agent is not connected any more."""
+        """Agent `name` has disconnected."""
         if self._peers is not None:
             self._peers.source_gone(name)
         if self.fan is not None:
@@ -204,7 +207,7 @@ class RestoreSession:
     # -- inside
 
     def _guard(self, what: Callable[[], None]) -> None:
-        """Where the agent makes a mistake nobody may wait for ever."""
+        """Runs `what`. An unexpected exception fails all requests, so that no rank waits for ever."""
         try:
             what()
         except Exception as exc:
@@ -212,7 +215,7 @@ class RestoreSession:
             for asked in [*self._waiting, *self._asked.values()]:
                 self._asked[id(asked.receiver)] = asked
                 text = f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}"
-                self._fail(asked, text, error=AgentError(text))  # it may be as good as any
+                self._fail(asked, text, error=AgentError(text))  # The checkpoint itself may be good.
 
     def _begin(self) -> None:
         batch, self._waiting = self._waiting, []
@@ -230,7 +233,7 @@ class RestoreSession:
             self._later(SAY_S, self._say_moving)
 
     def _say_moving(self) -> None:
-        """A rank whose turn has not come waits as long as others get what they asked for."""
+        """Tells waiting ranks, every SAY_S, that the restore advances: then a rank does not time out."""
         said, self._said = self._said, None
         if self._closed or not self._asked:
             return
@@ -241,7 +244,7 @@ class RestoreSession:
         self._later(SAY_S, self._say_moving)
 
     def _send(self, asked: RankRequest, frames: set[int]) -> None:
-        """Each from the nearest source that may have it right."""
+        """Requests each frame from the nearest source that is not known to lack it."""
         near = {frame for frame in frames if self._is_near(frame)}
         if near and self.memory is not None:
             self._name_frames(asked, near, self.memory)
@@ -251,7 +254,7 @@ class RestoreSession:
         rest -= far
         shared = self.fan.has_homes(rest - bad[From.HOME]) if self.fan is not None else set()
         straight, asked.whole = far & asked.whole, set()
-        for frame in sorted(ready):  # brought for ranks that asked before
+        for frame in sorted(ready):  # already in the window, for earlier requests
             self._name_cell(asked, frame, ready[frame])
         self._from_store(asked, rest - shared)
         self._straight(asked, straight)
@@ -263,12 +266,12 @@ class RestoreSession:
         return memory is not None and frame not in self._bad and int(memory.ranks[frame]) in memory.arenas
 
     def _ready(self, frame: int) -> int | None:
-        """Where it lies in the window; None where it does not, or somebody has found wrong what came from there."""
+        """The frame's offset in the window; None if it is not there, or was found damaged from that source."""
         found = self._cells.find(frame)
         return found[0] if found is not None and frame not in self._bad_from.get(found[1], ()) else None
 
     def _name_frames(self, asked: RankRequest, frames: Iterable[int], memory: Memory, first_region: int = 0) -> None:
-        """Tells the rank where they lie."""
+        """Tells the rank where these frames lie in arenas."""
         at: list[list[int]] = []
         for frame in sorted(frames):
             rank = int(memory.ranks[frame])
@@ -279,7 +282,7 @@ class RestoreSession:
             asked.receiver.send({"t": "frames", "at": at[first : first + AT_ONCE]})
 
     def _straight(self, asked: RankRequest, frames: set[int]) -> None:
-        """What nobody else here wants goes past the window, the first time."""
+        """Sends frames that only this rank wants as direct streams; what fails comes through the window."""
 
         def left(these: list[int]) -> None:
             if self._asked.get(id(asked.receiver)) is asked:
@@ -297,11 +300,11 @@ class RestoreSession:
         peers.want(frames)
 
     def _came(self, frame: int, offset: int) -> None:
-        """A peer has given it, and it is in the window."""
+        """A frame from a peer is in the window."""
         self._guard(lambda: self._arrived([frame], offset, From.PEER, self._coming))
 
     def _lacks(self, frames: list[int], why: str) -> None:
-        """No peer gives them."""
+        """No peer gives these frames: they come from the store."""
         log.warning("%d frames of %s are not to be had from other nodes: %s", len(frames), self.identity, why)
         self._bad_from[From.PEER].update(frames)
         self._hand_on(frames, self._coming, self._from_store)
@@ -322,17 +325,17 @@ class RestoreSession:
             self._name_frames(asked, frames, fan.memory, _HOME)
 
     def _home_read(self, frames: list[int]) -> None:
-        """This node has read them for all."""
+        """This node has read these frames for all nodes."""
         fan = self.fan
         assert fan is not None
         self._hand_on(frames, self._shared, lambda asked, mine: self._name_home(asked, mine, fan))
 
     def _fanned(self, frames: list[int], offset: int) -> None:
-        """Another node has read these bytes, which all of `frames` have, and they are in the window."""
+        """Bytes that another node has read are in the window. All of `frames` have these bytes."""
         self._guard(lambda: self._arrived(frames, offset, From.HOME, self._shared))
 
     def _no_home(self, frames: list[int], why: str) -> None:
-        """This node reads them itself."""
+        """The shared read does not give these frames: this node reads them itself."""
         log.info("%d frames of %s are read by this node itself: %s", len(frames), self.identity, why)
         self._bad_from[From.HOME].update(frames)
         self._hand_on(frames, self._shared, self._from_store)
@@ -340,7 +343,7 @@ class RestoreSession:
     def _hand_on(
         self, frames: list[int], waiting: dict[int, set[int]], give: Callable[[RankRequest, set[int]], None]
     ) -> None:
-        """Gives them to the ranks that are `waiting` for them, who do so no longer."""
+        """Calls `give` for each rank in `waiting` for some of `frames`, and removes the frames from `waiting`."""
         for who in {who for frame in frames for who in waiting.get(frame, ())}:
             asked = self._asked.get(who)
             if asked is not None:
@@ -353,7 +356,7 @@ class RestoreSession:
         self.record = record
 
     def _pump(self) -> None:
-        """A cell of the window is free."""
+        """A cell of the window became free."""
         if self._peers is not None:
             self._peers.pump()
         if self.fan is not None:
@@ -371,7 +374,7 @@ class RestoreSession:
         self._store.pump()
 
     def _named(self, files: FileList) -> None:
-        """Ranks can read these frames by themselves."""
+        """Has the ranks read these frames from the store's files themselves."""
 
         def give(asked: RankRequest, mine: set[int]) -> None:
             asked.files.update(mine)
@@ -389,7 +392,7 @@ class RestoreSession:
                 self._fail(asked, text, frames, error)
 
     def _arrived(self, frames: list[int], offset: int, source: From, waiting: dict[int, set[int]]) -> None:
-        """All of `frames` have these bytes (they are equal). `waiting`: who waits for what comes from there."""
+        """Bytes from `source`, equal for all `frames`, lie at `offset`. `waiting`: frame -> receivers, there."""
         if self._closed:
             return
         self._progress.moved()
@@ -406,7 +409,7 @@ class RestoreSession:
         asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
     def _release(self, frame: int, asked: RankRequest) -> From | None:
-        """That rank is done with a frame that it was given. Whence that came; None: from this node's memory."""
+        """A rank is done with a frame. Returns the frame's source; None: this node's memory."""
         if self._peers is not None and self._peers.straight.has_come(frame, asked.receiver):
             return From.PEER
         if frame in asked.files:
@@ -428,7 +431,8 @@ class RestoreSession:
         return self._peers.unreached if self._peers is not None else set()
 
     def _fail(self, asked: RankRequest, message: str, frames: Set[int] = frozenset(), error: object = None) -> None:
-        """`frames`: which cannot be had. A node that could not be reached may have them right."""
+        """Ends a rank's request with an error. `frames`: those that no source gives. If unreached nodes may have all of
+        them, the kind is not "damaged": the checkpoint may be good."""
         if self._asked.get(id(asked.receiver)) is asked:
             kind = kind_of(error)
             if kind == DamagedData.kind and frames and frames <= self._unreached:
@@ -450,15 +454,15 @@ class RestoreSession:
 
 
 def _show(asked: RankRequest, region: int, arena: Arena) -> None:
-    """Before anything that lies there is named."""
+    """Sends the rank the arena's descriptor, once, before any frame in it is named."""
     if region not in asked.regions:
         asked.regions.add(region)
         asked.receiver.send({"t": "region", "region": region, "bytes": arena.bytes}, [arena.fd])
 
 
 def kind_of(error: object) -> str:
-    """Of what ended a fetch: only what is "damaged" or "missing" is struck out, and for all that this agent restores
-    later."""
+    """The error kind of a failed fetch. Only "damaged" and "missing" exclude the candidate, for later restores by this
+    agent, too."""
     if isinstance(error, NotFound):
         return MissingData.kind
     if isinstance(error, StorageError):
@@ -469,7 +473,7 @@ def kind_of(error: object) -> str:
 
 
 def frames_asked(message: Message) -> tuple[list[int], list[int]]:
-    """Of a rank's word `fetch`: the frames that it wants, and those that it takes whole. Errors: AgentError."""
+    """Decodes a rank's `fetch` message: the frames it wants, and those it takes as one run. Errors: AgentError."""
     blobs = message.blobs
     if not 1 <= len(blobs) <= 2 or any(len(blob) % 4 or len(blob) > 4 * FRAMES_MAX for blob in blobs):
         raise AgentError("fetch comes with the numbers of frames")

@@ -1,11 +1,9 @@
-"""A checkpoint on its way from the store to a job of several nodes: each frame leaves the store once.
+"""The shared read of a job of several nodes: each frame leaves the store once, and goes to all nodes that want it.
 
-Every frame has one home among the nodes (plan.homes). The home reads it into memory that lasts until the restore is
-over, for its own ranks, which map that memory, and for the other nodes, which are told of it while the reading goes on
-and fetch it into the restore's window. Who waits for a home does so without a thread, and a home waits for nobody: so
-all may ask all. What a home does not give is `lacking`: the restore reads it from the store itself.
-
-Main thread only, but for the reading.
+Every frame has one home among the nodes (layout/read_sharding.py). The home reads it into memory that lasts until the
+restore is over. Its own ranks map that memory. Other nodes are told while the read goes on, and fetch the frame into
+their window. A node waits for a home without a thread, and a home waits for no node, so no deadlock is possible. Frames
+that their home does not give are `lacking`, and the node reads them itself. Main thread only, but for store reads.
 """
 
 from __future__ import annotations
@@ -45,22 +43,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-PATIENCE_S = 20.0  # a home that has said nothing for so long is done without
-LOOK_S = 1.0  # how often that is looked at
-AGAIN_S = 0.2  # until a home that has not come as far as to restore is asked again
-TELL_S = 0.02  # what is read within so long is told of together
-TRIES = 6  # times that a home is asked again after a connection has ended
+PATIENCE_S = 20.0  # a home that was silent for so long is given up
+LOOK_S = 1.0  # between looks for silent homes
+AGAIN_S = 0.2  # until a home that has not begun its restore is asked again
+TELL_S = 0.02  # frames read within so long are announced together
+TRIES = 6  # times that a home is asked again after its connection has ended
 FETCH_FRAMES = 16  # in one transfer
-FETCHES = 4  # at a time in all, where there are fewer homes; else one from each, but
-FETCHES_MAX = 16  # in all
-DIALS_MAX = 32  # connections to homes that are made at a time
+FETCHES = 4  # transfers at a time, divided among the homes; at least one from each
+FETCHES_MAX = 16  # transfers at a time from all homes
+DIALS_MAX = 32  # connections to homes being made at a time
 
 
 class SharedRead:
-    """One node's part in it, made for a `Restore` (`agent.fetch`), which sets `window` and what is told to it. `read`:
-    frames that lie in `memory` now. `landed`: frames whose bytes are in the window's cell at that offset, which is the
-    restore's from then on. `lacking`: frames that have no home any more. `opened`: the record. `guard`: runs what must
-    not fail unnoticed, since ranks wait for it."""
+    """One node's side of the shared read. Its RestoreSession sets `window` and the callbacks:
+
+    `read(frames)`: these frames lie in `memory` now. `landed(frames, offset)`: their bytes are in the window's cell at
+    that offset, which the session then owns. `lacking(frames, why)`: their home does not give them. `opened(record)`:
+    the record was read. `guard(what)`: runs `what`, and reports exceptions, since ranks wait."""
 
     def __init__(
         self,
@@ -77,8 +76,8 @@ class SharedRead:
         tell: Callable[[Event], None],
         only: Numbers | None = None,
     ) -> None:
-        """`nodes`: of the job, this one among them, in the order that all of them know. `room`: bytes that may be taken
-        until all ranks have restored. `only`: the frames that are not in memory; None: any may have to be read."""
+        """`nodes`: all nodes of the job, in the same order on each. `room`: bytes that this node may use for the shared
+        memory until all ranks have restored. `tell`: emits an event. `only`: the frames to share; None: all."""
         self.window: Callable[[], Window]
         self.read: Callable[[list[int]], None] = lambda frames: None
         self.landed: Callable[[list[int], int], None] = lambda frames, offset: None
@@ -95,12 +94,12 @@ class SharedRead:
         self._number = {node.name: number for number, node in enumerate(nodes)}
         self._homes = homes(manifest.frames, len(nodes), only)
         self._lengths = manifest.frames["length"].astype(np.int64)
-        self._wanted: dict[int, set[int]] = {}  # by the frame that stands for them: frames that the restore waits for
+        self._wanted: dict[int, set[int]] = {}  # first frame of equal bytes -> equal frames that are awaited
         self._given = Given()
         self._region: Arena | None = None
         self._reader: FrameReader | None = None
         self._reading = self._unreadable = self._telling = self._closed = self._watching = False
-        self._asked: dict[int, HomeRequest] = {}  # by home
+        self._asked: dict[int, HomeRequest] = {}  # home -> what is requested of it
         self._tries: dict[int, int] = {}
         self._to_reach: collections.deque[tuple[int, list[int]]] = collections.deque()
         self._dialling = 0
@@ -108,21 +107,21 @@ class SharedRead:
 
     @property
     def memory(self) -> Near:
-        """Where the frames lie that are `here`; its only arena is number 0."""
+        """Where the frames that are `here` lie. Its only arena has number 0."""
         assert self._region is not None
         return Near({0: self._region}, np.zeros_like(self._homes.offsets), self._homes.offsets)
 
     def here(self, frames: Collection[int]) -> set[int]:
-        """Those of them that lie in this node's memory already."""
+        """The subset that this node has read already."""
         same = self._homes.same
         return {frame for frame in frames if int(same[frame]) in self._given.here}
 
     def has_homes(self, frames: Collection[int]) -> set[int]:
-        """Those of them that a node reads for all."""
+        """The subset that has a home."""
         return {frame for frame in frames if self._homes.nodes[frame] >= 0}
 
     def want(self, frames: Iterable[int]) -> None:
-        """Brings them; what is on its way already is not asked for again. Tells nothing before it returns."""
+        """Requests frames that have a home. Repeated frames are requested once. No callback runs within this call."""
         by_home: dict[int, set[int]] = {}
         for frame in frames:
             same = int(self._homes.same[frame])
@@ -133,15 +132,15 @@ class SharedRead:
                 self._give(by_home[home], HERE)
             else:
                 self._ask(home, by_home[home])
-        self._read()  # the record, if nothing else: what is saved next may refer to it
+        self._read()  # reads at least the record: the next commit may refer to it
 
     def pump(self) -> None:
-        """Fetches what is ready, as far as the window has room."""
+        """Fetches frames that homes have ready, as far as the window has free cells."""
         for home in self._in_turn(self._asked):
             asked = self._asked[home]
             while not self._closed and asked.ready() is not None and len(self._fetches.get(home, ())) < self._at_once:
                 if sum(map(len, self._fetches.values())) >= FETCHES_MAX:
-                    return  # until one of them has ended
+                    return  # pump() runs again when a transfer ends
                 if not self._fetch(home, asked):
                     break
 
@@ -153,13 +152,13 @@ class SharedRead:
                 fetch.cancel()
         if self._region is not None:
             self._network.transport.withdraw(self._name)
-            self._bulk.close_arenas([self._region])  # what is still read or sent of it stays mapped until that ends
+            self._bulk.close_arenas([self._region])  # stays mapped while it is read or sent
             self._region = None
 
     # -- what other agents say
 
     def bring(self, channel: Channel, message: Message) -> None:
-        """Another node wants frames whose home is here. Errors: AgentError."""
+        """Message "bring": another node requests frames whose home is here. Errors: AgentError."""
         if channel.peer not in self._number:
             raise AgentError(f"agent {channel.peer} has no part in {self._epoch}")
         frames = self._frames_of(message.blobs[0] if message.blobs else b"")
@@ -170,7 +169,7 @@ class SharedRead:
         self._read()
 
     def brought(self, channel: Channel, message: Message) -> None:
-        """A home has read some. Errors: AgentError."""
+        """Message "brought": a home has read frames, or cannot. Errors: AgentError."""
         home = self._number.get(channel.peer)
         asked = self._asked.get(home) if home is not None else None
         if home is None or asked is None or asked.given_up:
@@ -180,7 +179,7 @@ class SharedRead:
         self.pump()
 
     def source_gone(self, name: str) -> None:
-        """The connection to that agent has ended: it is made anew, if there is still something to say."""
+        """Agent `name` has disconnected: connects again if frames are still awaited from it."""
         if self._network.channel(name) is None:
             self._given.gone(name)
         home = self._number.get(name)
@@ -194,7 +193,7 @@ class SharedRead:
         return f"store/{self._epoch}/{self._identity}"
 
     def _give(self, frames: Iterable[int], who: str) -> None:
-        """Errors: AgentError where there is no memory for what is read for other nodes."""
+        """Schedules frames to be read for node `who`. Errors: AgentError if another node asks and memory is short."""
         if self._region is None:
             try:
                 self._make_region()
@@ -209,7 +208,7 @@ class SharedRead:
         self._tell_soon()
 
     def _tell_of_no_room(self, why: str) -> None:
-        """Once, though all nodes ask."""
+        """Emits the event once, however many nodes ask."""
         if not self._told and not self._closed:
             self._told = True
             text = f"step {self._identity.tick.step} is read by each node for itself, as far as this one was to read it"
@@ -231,7 +230,7 @@ class SharedRead:
         self._region = region
 
     def _read(self) -> None:
-        """One pass at a time; what is wanted meanwhile is read by the next."""
+        """Starts a read pass unless one runs. Frames requested meanwhile are read by the next pass."""
         if self._closed or self._reading:
             return
         frames = self._given.take()
@@ -244,7 +243,7 @@ class SharedRead:
         )
 
     def _pass(self, frames: list[int], region: Arena | None) -> None:
-        """On a thread of its own, which starts others."""
+        """Reads frames into `region`. Runs on a worker, which starts further threads."""
         reader = self._reader or self._open_record()
         if self._reader is None:
             self._post(lambda: self._was_opened(reader))
@@ -252,7 +251,7 @@ class SharedRead:
         ours = {their: frame for frame, their in zip(frames, numbers, strict=True) if their is not None}
 
         def out(their: int) -> memoryview:
-            assert region is not None  # what is read has a place
+            assert region is not None  # `_give` has made it
             frame = ours[their]
             return region.part((int(self._homes.offsets[frame]), int(self._lengths[frame])))
 
@@ -281,7 +280,7 @@ class SharedRead:
         if error:
             log.warning("%s cannot be read from the store for all nodes: %s", self._identity, error)
         for frame in frames:
-            self._given.lacks(frame)  # unless it is here
+            self._given.lacks(frame)  # no effect if it was read
         self._tell_soon()
         self._read()
 
@@ -319,11 +318,11 @@ class SharedRead:
             self._later(LOOK_S, self._look)
 
     def _in_turn(self, homes: Iterable[int]) -> list[int]:
-        """Those after this node first, so that not all nodes come to the same one at once."""
+        """The homes in order, starting after this node, so that nodes do not all ask the same one first."""
         return sorted(homes, key=lambda home: (home - self._me) % len(self._nodes))
 
     def _reach(self, home: int, frames: list[int]) -> None:
-        """So many at a time: a home that all others call at once takes them for strangers, and refuses some."""
+        """Queues a request; at most DIALS_MAX connect at a time: a home called by all at once would refuse some."""
         self._to_reach.append((home, frames))
         self._dial()
 
@@ -358,7 +357,7 @@ class SharedRead:
             return
         if answer is None and self._network.channel(self._nodes[home].name) is asked_on:
             self._give_up(home, error)
-        elif answer is None:  # not refused: the connection has ended, as where both have dialled each other at once
+        elif answer is None:  # The connection has ended, for example since both nodes dialled at once.
             self._try_again(home, error)
         elif answer.fields.get("ready") is True:
             asked.heard(time.monotonic())
@@ -377,10 +376,10 @@ class SharedRead:
         if self._tries[home] > TRIES:
             self._give_up(home, why)
         else:
-            self._reach(home, asked.open)  # also for nothing: is it still there?
+            self._reach(home, asked.open)  # Even an empty request shows whether the home is alive.
 
     def _look(self) -> None:
-        """What hangs is done without."""
+        """Gives up homes that hang."""
         if self._closed:
             return
         for home, asked in list(self._asked.items()):
@@ -389,7 +388,7 @@ class SharedRead:
         self._later(LOOK_S, self._look)
 
     def _fetch(self, home: int, asked: HomeRequest) -> bool:
-        """The next of what it has, into the window; whether there was room for any."""
+        """Starts a transfer of the home's next frames into the window. False if no cell was free, or it failed."""
         window, cells = self.window(), dict[int, int]()
         while len(cells) < FETCH_FRAMES and (frame := asked.ready()) is not None:
             cell = window.free_cell()

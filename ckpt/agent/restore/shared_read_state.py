@@ -1,8 +1,8 @@
-"""Who asks whom for what of the store, when a job of several nodes restores from it: pure, without I/O.
+"""The state of a shared read: which node waits for which frame of which home. Pure, without I/O.
 
-A node asks the home of each frame that it wants (plan.homes); the home reads it once, and says to whoever waits that
-it has it, or that it cannot be had. `Given` is the home's side, `Asked` that of a node towards one home. Frames that a
-home does not give, for whatever reason, are handed back once, and read by the node itself.
+A node asks the home of each frame that it wants (layout/read_sharding.py). The home reads the frame once, and tells
+each waiting node that it has the frame, or cannot have it. `Given` is the home's side, `HomeRequest` a node's side
+towards one home. Frames that a home does not give are handed back once; the node then reads them itself.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 from ckpt.types import HERE
 
-ALIVE_S = 1.0  # how often who waits hears that reading goes on, where there is nothing for it
+ALIVE_S = 1.0  # between messages to a waiting node for which nothing was read
 
 
 class Given:
-    """What this node reads for itself and for others. Every frame is taken to be read once at most, and whoever waits
-    for it is told once."""
+    """The home's side: frames that this node reads for all. Each frame is taken for reading at most once, and each
+    waiting node is told of it once. `here`: frames that were read."""
 
     def __init__(self) -> None:
         self.here: set[int] = set()
@@ -34,7 +34,7 @@ class Given:
                 self._waiting.setdefault(frame, set()).add(who)
 
     def take(self) -> list[int]:
-        """What is to be read, and nobody reads yet."""
+        """The requested frames that are not being read yet; they count as being read from now on."""
         taken = sorted(self._waiting.keys() - self._reading)
         self._reading.update(taken)
         return taken
@@ -49,13 +49,14 @@ class Given:
             self._end(frame)
 
     def gone(self, who: str) -> None:
-        """It is not connected any more, and asks again if it comes back."""
+        """Forgets a node that has disconnected; it asks again if it comes back."""
         self._news.pop(who, None)
         for waiting in self._waiting.values():
             waiting.discard(who)
 
     def news(self, now_s: float) -> dict[str, tuple[list[int], list[int]]]:
-        """By who waits: what is here, and what is not to be had. At times neither: then reading goes on."""
+        """By waiting node: (frames read, frames that cannot be had) since the last call. Both are empty if
+        only the sign of life is due, every ALIVE_S."""
         told, self._news = self._news, {}
         for who in {who for waiting in self._waiting.values() for who in waiting} - {HERE}:
             if now_s >= self._told_s.get(who, 0.0) + ALIVE_S:
@@ -74,29 +75,29 @@ class Given:
 
 
 class HomeRequest:
-    """What this node wants of one home. `given_up`: nothing more is."""
+    """A node's side: the frames requested of one home. `given_up`: none is requested any more."""
 
     def __init__(self, now_s: float) -> None:
         self.given_up = False
-        self._left: set[int] = set()  # wanted and not here
-        self._ready: dict[int, None] = {}  # of these: what the home has, in the order in which it said so
-        self._coming: set[int] = set()  # and what is being fetched
+        self._left: set[int] = set()  # requested and not here yet
+        self._ready: dict[int, None] = {}  # those of them that the home has, in the order of its messages
+        self._coming: set[int] = set()  # those that are being fetched
         self._heard_s = now_s
 
     @property
     def waits(self) -> bool:
-        """Whether anything is to come from it."""
+        """Whether any frame is still to come."""
         return bool(self._left)
 
     @property
     def open(self) -> list[int]:
-        """What the home has not said anything about."""
+        """The frames that the home has not answered for."""
         return sorted(self._left - self._ready.keys() - self._coming)
 
     def want(self, frames: Iterable[int], now_s: float) -> list[int]:
-        """Those of them that the home is to be asked for now. Not once it was given up."""
+        """Adds frames. Returns the new ones, which are to be requested now. Not allowed after `give_up`."""
         if not self.open:
-            self._heard_s = now_s  # it has had nothing to say
+            self._heard_s = now_s  # the home owed no answer until now
         new = sorted(set(frames) - self._left)
         self._left.update(new)
         return new
@@ -105,8 +106,8 @@ class HomeRequest:
         self._heard_s = now_s
 
     def told(self, here: Iterable[int], lacking: Iterable[int], now_s: float) -> list[int]:
-        """What the home has, and what it cannot have. Those that are to be had elsewhere. What it was not asked for, or
-        has said before, changes nothing."""
+        """Takes a home's message: frames that it has, and frames that it cannot have. Returns the latter, for this
+        node to read. Frames that were not requested, or were answered for before, are ignored."""
         self._heard_s = now_s
         asked = set(self.open)
         lost = sorted(asked & set(lacking))
@@ -115,23 +116,23 @@ class HomeRequest:
         return lost
 
     def ready(self) -> int | None:
-        """The next that is to be fetched."""
+        """The next frame to fetch; None: none is ready."""
         return next(iter(self._ready), None)
 
     def take(self, frame: int) -> None:
-        """It is being fetched."""
+        """The fetch of a ready frame has begun."""
         del self._ready[frame]
         self._coming.add(frame)
 
     def landed(self, frame: int) -> bool:
-        """Whether it was still wanted."""
+        """A fetched frame has arrived. Returns whether it was still wanted."""
         self._coming.discard(frame)
         wanted = frame in self._left
         self._left.discard(frame)
         return wanted
 
     def give_up(self) -> list[int]:
-        """This home gives nothing any more: what is left, all of it to be had elsewhere."""
+        """Gives the home up. Returns the frames that are left, which this node reads itself."""
         left = sorted(self._left)
         self.given_up = True
         self._left.clear()
@@ -139,5 +140,5 @@ class HomeRequest:
         return left
 
     def silent_s(self, now_s: float) -> float:
-        """For how long it has said nothing, where it has something to say."""
+        """Seconds since the home's last message; 0 while it owes no answer."""
         return now_s - self._heard_s if self.open else 0.0

@@ -1,8 +1,8 @@
-"""Frames of a checkpoint that the store has, on their way through a start's window to the ranks of this node.
+"""The store source: reads a checkpoint's frames from the store, through the window, for the ranks of this node.
 
-Of a local folder the ranks are told the files first (`files`), and what they cannot read there is read here. Frames are
-read in passes: what is wanted while one runs is read by the next. Main thread only, but for the reading, in
-which threads wait for cells of the window.
+If the store is a local folder, the ranks first get a list of the files and read these themselves; only frames that a
+rank could not read are read here. Frames are read in passes: those requested while a pass runs are read by the next.
+Main thread only, except for the reads, whose threads wait for cells of the window.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 class StoreSource:
-    """`wanted()`: frames that ranks wait for. `named(files)`: the ranks can read these by themselves. `misread`: frames
-    that one of them could not. `landed(frames, cell)`: all of `frames` have the bytes that lie at that offset of
-    the window now; the cell is the listener's. `free(cell)`: nothing came into that one. `lacking(frame, error)`: the
-    store does not give it. `unreadable(error)`: nor anything that is wanted. `opened(record)`: a pass is over. `guard`:
-    runs what must not fail unnoticed, since ranks wait for it. The restore sets these and `window`."""
+    """The frames of one record. Its RestoreSession sets `window` and the callbacks. `wanted()`: frames that ranks wait
+    for. `misread`: frames that a rank failed to read from a file. `named(files)`: the ranks can read these files
+    themselves. `landed(frames, cell)`: bytes that all of `frames` have lie at that offset of the window; the session
+    owns the cell. `free(cell)`: a taken cell stayed empty. `lacking(frame, error)`: the store does not give the frame.
+    `unreadable(error)`: the pass failed. `opened(record)`: a pass has ended. `guard(what)`: runs `what`, and reports
+    exceptions, since ranks wait."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class StoreSource:
         self._reading = self._closed = False
 
     def pump(self) -> None:
-        """Begins a pass over what is wanted, unless one runs."""
+        """Begins a pass over the wanted frames, unless one runs."""
         if self._reading or self._closed or not (frames := sorted(self.wanted())):
             return
         self._reading = True
@@ -70,7 +71,7 @@ class StoreSource:
     # -- inside
 
     def _opened(self, frames: list[int]) -> tuple[FrameReader, dict[int, int]]:
-        """And what the numbers of these frames are in its record. On the thread of a pass."""
+        """On a pass's thread: the reader, and the number of each frame in its record. Reports frames it lacks."""
         self._reader = reader = self._reader or self._open_record()
         theirs = dict(zip(frames, same_frames(self._manifest, reader.record.manifest, frames), strict=True))
         lacking = [frame for frame, their in theirs.items() if their is None]
@@ -78,7 +79,7 @@ class StoreSource:
         return reader, {frame: their for frame, their in theirs.items() if their is not None}
 
     def _name(self, frames: list[int]) -> Record:
-        """On a thread of its own."""
+        """On a worker: lists the files of these frames, for the ranks to read."""
         reader, theirs = self._opened(frames)
         assert self._folder is not None
         files = FileList.of_record(self._folder, reader.record, self._manifest, theirs)
@@ -86,7 +87,7 @@ class StoreSource:
         return reader.record
 
     def _pass(self, window: Window, frames: list[int]) -> Record:
-        """On a thread of its own, which starts others."""
+        """On a worker, which starts further threads: reads these frames into cells."""
         reader, theirs = self._opened(frames)
         ours: dict[int, list[int]] = {}
         for frame, their in theirs.items():
@@ -130,7 +131,7 @@ class StoreSource:
 
 
 def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:
-    """The number of each frame in another manifest of the same checkpoint; None where that one does not have it."""
+    """The number of each frame in another manifest of the same checkpoint; None for a frame that it lacks."""
     if len(manifest.frames) == len(other.frames) and np.array_equal(manifest.frames, other.frames):
         return list(frames)
     columns = ["hash_hi", "hash_lo", "length"]

@@ -1,4 +1,4 @@
-"""Shared memory through which frames pass from the store, or from other nodes, to the ranks of a starting job."""
+"""The window of a restore: shared memory through which frames pass from the store or peers to the local ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CELL_ALIGN = 4096  # bytes
 
 
 class Window:
-    """Shared memory of a bounded size, cut into `count` cells of the largest frame's. Thread-safe."""
+    """A shared-memory arena of bounded size, cut into `count` cells of the largest frame's size. Thread-safe."""
 
     def __init__(self, frame_bytes_max: int, window_bytes: int = WINDOW_BYTES) -> None:
         self._cell_bytes = -(-max(1, frame_bytes_max) // CELL_ALIGN) * CELL_ALIGN
@@ -24,7 +24,7 @@ class Window:
         self._closed = False
 
     def cell(self, length: int) -> tuple[int, memoryview]:
-        """A free cell: its offset in the window, and its first `length` bytes. Waits for one.
+        """Waits for a free cell. Returns its offset in the window, and a view of its first `length` bytes.
 
         Errors: AgentError once the window is closed."""
         with self._changed:
@@ -36,12 +36,12 @@ class Window:
 
     @property
     def free(self) -> int:
-        """How many cells are."""
+        """The number of free cells."""
         with self._changed:
             return 0 if self._closed else len(self._free)
 
     def free_cell(self) -> int | None:
-        """The offset of a free cell; None where none is left."""
+        """Takes a free cell without waiting. Returns its offset; None if there is none."""
         with self._changed:
             return self._free.pop() * self._cell_bytes if self._free and not self._closed else None
 
@@ -51,7 +51,7 @@ class Window:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends every wait. The memory goes when the last view of it is dropped."""
+        """Ends every wait with an error. The memory is freed when its last view is dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What lies in the cells of a start's window, whence it came, and who still reads it. Main thread only."""
+"""The cells of a restore's window: the frames in each, their source, and the ranks that read them. Main thread only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ckpt.agent.restore.window import Window
 
 
 class From(enum.Enum):
-    """Whence what a rank was given came, where it was not in this node's memory before."""
+    """The source of a frame that was not in this node's memory."""
 
-    STORE = enum.auto()  # which this node has read for itself
-    FILE = enum.auto()  # which the rank reads by itself, in the store's folder
-    HOME = enum.auto()  # which one of the nodes has read from there for all
+    STORE = enum.auto()  # the store, read by this node for itself
+    FILE = enum.auto()  # the store's folder, read by the rank itself
+    HOME = enum.auto()  # the store, read by one node for all
     PEER = enum.auto()  # another node's memory
 
 
 @dataclass(slots=True)
 class _Cell:
-    """In use: the bytes that all of `frames` have. `readers`: who reads which of them."""
+    """A cell in use. All of `frames` have its bytes. `readers`: (frame, id of the receiver) of each read under way."""
 
     source: From
     frames: list[int]
@@ -29,8 +29,8 @@ class _Cell:
 
 
 class WindowCells:
-    """Of one window, which is made when the first is needed. A cell is free again once nobody reads it, which `freed`
-    is told of."""
+    """The cells of one window, which is created at first use. A cell is freed when no rank reads it any more; then
+    `freed` is called."""
 
     def __init__(self, frame_bytes_max: int, window_bytes: int, freed: Callable[[], None]) -> None:
         self._sizes = frame_bytes_max, window_bytes
@@ -38,7 +38,7 @@ class WindowCells:
         self._window: Window | None = None
         self._cells: dict[int, _Cell] = {}  # by offset
         self._newest: dict[int, int] = {}  # frame -> the offset of the newest cell that has it
-        self._given: dict[tuple[int, int], int] = {}  # frame, receiver -> the offset of the cell that it was given
+        self._given: dict[tuple[int, int], int] = {}  # (frame, id of the receiver) -> offset of the cell it reads
 
     def window(self) -> Window:
         if self._window is None:
@@ -46,23 +46,23 @@ class WindowCells:
         return self._window
 
     def put(self, frames: list[int], offset: int, source: From) -> None:
-        """All of `frames` have the bytes that lie there now. Say `let_go` once all are given to who waits for them."""
+        """A cell was filled with bytes that all of `frames` have. Call `let_go` after giving it to waiting ranks."""
         self._cells[offset] = _Cell(source, frames)
         self._newest.update(dict.fromkeys(frames, offset))
 
     def find(self, frame: int) -> tuple[int, From] | None:
-        """Where it lies, and whence it came."""
+        """The frame's newest offset in the window, and its source; None if it is not there."""
         offset = self._newest.get(frame)
         return None if offset is None else (offset, self._cells[offset].source)
 
     def give(self, frame: int, offset: int, receiver: StreamPeer) -> None:
-        """That rank reads it there from here on."""
+        """A rank begins to read the frame in that cell."""
         key = frame, id(receiver)
         self._given[key] = offset
         self._cells[offset].readers.add(key)
 
     def take_back(self, frame: int, receiver: StreamPeer) -> From | None:
-        """That rank is done with it. Whence it came; None where it was not given from here."""
+        """A rank is done with the frame. Returns the frame's source; None if the rank did not read it in the window."""
         key = frame, id(receiver)
         offset = self._given.pop(key, None)
         if offset is None:
@@ -73,12 +73,12 @@ class WindowCells:
         return cell.source
 
     def drop(self, receiver: StreamPeer) -> None:
-        """It reads nothing any more."""
+        """Ends all reads of a rank."""
         for frame in [frame for frame, who in self._given if who == id(receiver)]:
             self.take_back(frame, receiver)
 
     def let_go(self, offset: int) -> None:
-        """That cell is free, unless somebody reads it."""
+        """Frees a cell unless a rank reads it."""
         cell = self._cells[offset]
         if cell.readers:
             return
@@ -89,7 +89,7 @@ class WindowCells:
         self.free(offset)
 
     def free(self, offset: int) -> None:
-        """Nobody needs that cell, whatever came into it."""
+        """Frees a cell, whatever it holds."""
         if self._window is not None:
             self._window.release(offset)
         self._freed()
