@@ -3,8 +3,8 @@
     stripe    keep parity chunks of what other nodes' ranks staged; their bytes are fetched from those nodes
     publish   let others read the snapshots that lie here, and describe them; also used for copies
     lend      let others read the parity kept here of a checkpoint, and describe it
-    rebuild   rebuild a rank's snapshot from parity and the other ranks' snapshots, and keep it as a copy, if `leave`
-              bytes stay free beside it. If source bytes were damaged, the answer names their transfer
+    rebuild   rebuild a rank's snapshot from parity and other ranks' snapshots, and keep it as a copy. `leave` bytes
+              must stay free beside it. If source bytes were damaged, the answer names their transfer
 
 The coordinator's own node gets the same requests. The last three are `urgent` when a start waits for them: they then
 run at normal priority, and outside the network limit of replication.
@@ -156,7 +156,7 @@ class ParityService:
                 sizes = [name.striped.length for _, name, _ in where.chunks]
                 self._copies.make_room(identity, safe, sizes, ranks_told(fields.get("needed")))
                 chunks = self._copies.chunks
-                # The present chunks of `identity` may be what replicates it (None: unknown): they stay until then.
+                # `identity` may be replicated by its present chunks (`safe` is None: unknown). Then they stay for now.
                 drop = chunks.replace if safe in (None, identity) else chunks.only
                 drop(identity, [name for _, name, _ in where.chunks])
                 self._copies.attempted(identity, PARITY, False)  # until it succeeds

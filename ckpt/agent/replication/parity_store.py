@@ -22,14 +22,15 @@ class ParityStore:
         self._bulk, self._goes = bulk, goes
         self.kept: dict[ParityChunkName, ParityChunk] = {}
         self._coming: dict[ParityChunkName, Arena] = {}
-        self._unwanted: set[ParityChunkName] = set()  # those of them that were evicted meanwhile
+        self._unwanted: set[ParityChunkName] = set()  # chunks in `_coming` that were evicted meanwhile
         self._spare: list[Arena] = []  # free arenas with warm pages
-        # The only chunks that stay of a checkpoint once they have replicated it.
+        # By checkpoint, the chunks that replace its other chunks, at `replaced`.
         self._instead: dict[Identity, frozenset[ParityChunkName]] = {}
         self.since: Epoch | None = None  # earlier epochs are not kept any more
 
     @property
     def bytes(self) -> int:
+        """Bytes of all arenas: kept, being filled, and spare."""
         return self.used_bytes + _bytes(self._spare)
 
     @property

@@ -85,11 +85,11 @@ class ReplicaStore:
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []  # free arenas with warm pages
         self._offered: dict[str, set[str]] = {}  # name of an offer -> its readers
-        self._urgent: set[str] = set()  # the urgent ones of these offers
-        self._transport: Transport | None = None  # of these offers
+        self._urgent: set[str] = set()  # names of the urgent offers
+        self._transport: Transport | None = None  # the transport of the offers
         self._coming: dict[Key, tuple[Fetch, Arena]] = {}  # copies that are being fetched
-        self._sources: dict[Key, str] = {}  # the agent that each of them is fetched from
-        self._unwanted: set[Key] = set()  # those of them that were evicted meanwhile
+        self._sources: dict[Key, str] = {}  # copies in `_coming` -> the agent they come from
+        self._unwanted: set[Key] = set()  # copies in `_coming` that were evicted meanwhile
         self._room: Callable[[], int] | None = None  # the memory limit in bytes; None: unlimited
         self._leases: Counter[Identity] = Counter()
         self._late: dict[Key, Arena] = {}  # evicted, but still leased
@@ -102,6 +102,7 @@ class ReplicaStore:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all arenas and chunks: kept, leased, on their way, and spare."""
         return self._used_bytes + self.chunks.bytes - self.chunks.used_bytes + sum(each.bytes for each in self._spare)
 
     @property
@@ -311,8 +312,8 @@ class ReplicaStore:
 
         - `safe`, the newest replicated checkpoint, stays. Others came of failed attempts, and go.
         - If none of `safe` is here (this node was away), `told_safe` stays while there is room.
-        - If `safe` is None (unknown, or none): `told_safe` and the newest checkpoint that did not fail here stay, and
-          an older such one, FAILED_MAX in all, while there is room. One of them may be all that survives a node.
+        - If `safe` is None (unknown, or none): `told_safe` and the newest checkpoint that did not fail here stay. While
+          there is room, older ones stay, too, up to FAILED_MAX. One of them may be all that survives a loss.
         - `needed`: the ranks of `safe` whose copies here it needs; None: unknown. If room is short, other copies of
           `safe` go. With no ranks needed, its parity goes, too.
 
@@ -367,6 +368,7 @@ class ReplicaStore:
         self._leases[identity] += 1
 
     def release(self, identity: Identity) -> None:
+        """Ends one lease. After the last, the memory of evicted copies is reused."""
         self._leases[identity] -= 1
         if not self._leases[identity]:
             del self._leases[identity]

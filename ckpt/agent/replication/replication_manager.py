@@ -113,9 +113,9 @@ class ReplicationManager:
     ) -> int:
         """Decides which nodes keep whose replicas. Returns the number of slots that there is room for beside them.
 
-        Replicas take precedence over a third slot, but over one of the `used` slots only if `gives_way` and more nodes
-        get replicas by it. The former placement stays while it fits, if the new one would leave out a node that it
-        covers. `sizes`: bytes of one slot's arenas, by node. `plans`: by node; all use the smallest slot count."""
+        Replicas take precedence over a third slot. They take one of the `used` slots only if `gives_way`, and if more
+        nodes get replicas by it. The former placement stays while it fits, if the new one would leave out one of its
+        nodes. `sizes`: bytes of one slot's arenas, by node. `plans`: by node; all use the smallest slot count."""
         slots = max(used, min(plan.slots for plan in plans.values()))
         if self.option is None or slots < SLOTS_MIN:
             self.placement, self.with_hosts = None, {}
@@ -283,7 +283,7 @@ class ReplicationManager:
         whether peers may drop older replicas; see Replication."""
         placement = self.placement
         assert placement is not None
-        # A replicated checkpoint stays under its old placement until this replication succeeds.
+        # A checkpoint that is replicated already keeps its placement until this replication succeeds.
         if identity != safe or identity not in self._used:
             self._used[identity] = placement
         # The holders of a checkpoint that a survey found to be replicated are unknown.

@@ -27,8 +27,8 @@ MAKING_BYTES_S = 50 << 20  # the least rebuild rate of a node; most stores are f
 
 
 class CheckpointCollector:
-    """Collects one checkpoint at a time, which somebody holds by `inventory`. Each `then` is called once, with the
-    result, or None and the error. Main thread only."""
+    """Collects checkpoints that the nodes hold, one at a time. Each `then` is called once, with the result and "", or
+    None and the error. Main thread only."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class CheckpointCollector:
         moves: Callable[[], object],
         then: Callable[[FramePlaces | None, str], None],
     ) -> None:
-        """Finds the frames in memory of a checkpoint that the store has, too, by the manifest of its record, and has
-        lost ranks rebuilt. Ranks not rebuilt fast enough, or that do not fit in memory, are read from the store.
+        """Finds frames in memory of a checkpoint that the store has, too. `manifest`: of its record. Lost ranks are
+        rebuilt, as far as possible. Ranks not rebuilt in time, or that do not fit in memory, are read from the store.
         `leave`: by node, bytes that the job needs, see Rebuild. `moves`: returns a new value after any progress."""
 
         def ask(error: str) -> None:

@@ -60,7 +60,7 @@ class PeerSource:
         self._nodes: Mapping[str, NodeAt] = {node.name: node for node in nodes}
         self._numbers = {rank: places.numbers(rank) for rank in places.holders}
         self._wanted: set[int] = set()  # requested, not here yet
-        self._waiting: dict[Line, collections.deque[int]] = {}  # those of them whose fetch has not begun
+        self._waiting: dict[Line, collections.deque[int]] = {}  # frames in `_wanted` whose fetch has not begun
         self._fetches: dict[Fetch, Line] = {}
         self.unreached: set[int] = set()  # frames that a holder did not give, though it may have them
         self._gone: set[str] = set()  # agents that disconnected; asked last, since they may be back

@@ -1,7 +1,7 @@
 """The restore session of one node: gives a checkpoint's frames to the local ranks, each from the nearest source.
 
 The sources, in order:
-1. This node's memory: the rank is told the place of the frame, and maps the arena.
+1. This node's memory: the rank gets the place of the frame, and maps the arena.
 2. A peer (peer_source.py): the frame passes through a window of shared memory, once for all ranks here. A frame that
    only one rank wants goes to that rank directly (direct_stream.py).
 3. The store, if the job has several nodes: one node reads each frame for all nodes (shared_read.py).
@@ -48,7 +48,7 @@ log = logging.getLogger("ckpt")
 
 TOGETHER_S = 1.0  # the first rank's request waits so long for the others', so that frames are read once
 AT_ONCE = 1024  # frames named in one message
-_WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
+_WINDOW = 1 << 20  # the window's region number; an arena's is its rank
 _HOME = 1 << 18  # the first region number of the memory into which this node reads for all nodes
 
 
@@ -190,6 +190,7 @@ class RestoreSession:
             self.fan.source_gone(name)
 
     def close(self) -> None:
+        """Ends the restore: closes all sources and the window. Ranks hear nothing more."""
         self._closed = True
         self._asked.clear()
         self._waiting.clear()
@@ -392,7 +393,7 @@ class RestoreSession:
                 self._fail(asked, text, frames, error)
 
     def _arrived(self, frames: list[int], offset: int, source: From, waiting: dict[int, set[int]]) -> None:
-        """Bytes from `source`, equal for all `frames`, lie at `offset`. `waiting`: frame -> receivers, there."""
+        """Bytes from `source` lie at `offset`; all of `frames` have them. `waiting`: frame -> waiting receivers."""
         if self._closed:
             return
         self._progress.moved()

@@ -80,8 +80,8 @@ class HomeRequest:
     def __init__(self, now_s: float) -> None:
         self.given_up = False
         self._left: set[int] = set()  # requested and not here yet
-        self._ready: dict[int, None] = {}  # those of them that the home has, in the order of its messages
-        self._coming: set[int] = set()  # those that are being fetched
+        self._ready: dict[int, None] = {}  # frames in `_left` that the home has, in its order
+        self._coming: set[int] = set()  # frames that are being fetched
         self._heard_s = now_s
 
     @property

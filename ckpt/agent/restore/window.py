@@ -46,6 +46,7 @@ class Window:
             return self._free.pop() * self._cell_bytes if self._free and not self._closed else None
 
     def release(self, offset: int) -> None:
+        """Frees the cell at that offset."""
         with self._changed:
             self._free.append(offset // self._cell_bytes)
             self._changed.notify()

@@ -29,8 +29,7 @@ class _Cell:
 
 
 class WindowCells:
-    """The cells of one window, which is created at first use. A cell is freed when no rank reads it any more; then
-    `freed` is called."""
+    """The cells of one window. A cell is freed when no rank reads it any more; then `freed` is called."""
 
     def __init__(self, frame_bytes_max: int, window_bytes: int, freed: Callable[[], None]) -> None:
         self._sizes = frame_bytes_max, window_bytes
@@ -41,6 +40,7 @@ class WindowCells:
         self._given: dict[tuple[int, int], int] = {}  # (frame, id of the receiver) -> offset of the cell it reads
 
     def window(self) -> Window:
+        """The window; creates it at first use."""
         if self._window is None:
             self._window = Window(*self._sizes)
         return self._window
