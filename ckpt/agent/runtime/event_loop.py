@@ -1,8 +1,8 @@
-"""The agent's main thread: one loop over its socket, its peers, their processes' ends, timers and results of threads.
+"""The agent's main thread: one loop over its socket, its peers, process deaths, timers and results of worker threads.
 
-Nothing here waits but the loop itself, and it sleeps until something happens: an idle agent uses no processor time.
-A message that cannot be understood, or whose handling fails, closes the connection that it came on, and nothing else.
-Whatever else fails is logged with its traceback, and the loop goes on: it serves more than one job.
+Only the loop itself blocks. It sleeps until something happens, so an idle agent uses no processor time. If a message is
+malformed or its handler fails unexpectedly, the loop closes that message's connection and no other. Any other failure
+is logged with its traceback, and the loop goes on, since it serves more than one job.
 """
 
 from __future__ import annotations
@@ -30,46 +30,51 @@ from ckpt.settings import WARNINGS
 
 log = logging.getLogger("ckpt")
 
-OUTBOX_MAX = 10_000  # packets for a peer that does not read; then it is let go
-AT_ONCE = 64  # messages of one peer before the others have their turn
-WAIT_S_MAX = 3600.0  # what the kernel is asked to wait at once: it counts in 32 bits of milliseconds
+# Packets that wait for a peer that does not read. Beyond that the peer is disconnected.
+OUTBOX_MAX = 10_000
+AT_ONCE = 64  # messages of one peer before the other peers have their turn
+# The longest wait in one call of the kernel, which counts milliseconds in 32 bits.
+WAIT_S_MAX = 3600.0
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-STOOD_STILL_S = 10.0  # that the loop comes round later than it was to, and was at no work
-AGAIN_S = 1.0  # until what failed, settling or accepting, is tried again
+# A wait that ends this much too late means that the process was stopped, provided the thread was not at work.
+STOOD_STILL_S = 10.0
+AGAIN_S = 1.0  # until a failed settle or accept is tried again
 _UCRED = struct.Struct("3i")
 
 
 class Handler(Protocol):
-    """What the messages mean. All of it runs on the main thread."""
+    """Gives messages and peer events their meaning. All methods run on the main thread."""
 
     def message(self, peer: Peer, message: messages.Message) -> None:
-        """Errors: CkptError is answered where the message has an id; any other closes the connection."""
+        """Handles one message of `peer`. Errors: a CkptError is sent as the reply if the message has an id, else
+        logged; any other exception closes the connection."""
         ...
 
     def ended(self, peer: Peer) -> None:
-        """Its connection is gone; its process may live."""
+        """The peer's connection is gone. Its process may still live."""
         ...
 
     def died(self, peer: Peer) -> None:
-        """Its process is dead (see `Server.watch_death`). Every message that it sent before has been handled."""
+        """The peer's process is dead (see `EventLoop.watch_death`). Every message that it sent before was handled."""
         ...
 
     def stood_still(self, for_s: float) -> None:
-        """This process did not run for so long."""
+        """This process was stopped for `for_s` seconds, for example by a suspended machine."""
         ...
 
     def settle(self) -> float | None:
-        """Called after anything happened; when to call again at the latest, on the monotonic clock."""
+        """Called after each event. Returns the latest time for the next call, on the monotonic clock; None: no time
+        limit."""
         ...
 
     def finished(self) -> bool:
-        """Whether the agent may end now."""
+        """True if the agent may end now."""
         ...
 
 
 class Peer:
-    """One connection. `pid`: the process at its other end, as the kernel says. `role`: "" until hello. `hung_up`: the
-    other end is closed, and nothing is sent any more; what it said before that is still to be read."""
+    """One connection. `pid`: the process at the other end, as the kernel reports it. `role`: "" until its hello.
+    `hung_up`: the other end is closed. Nothing more is sent then, but its earlier messages are still read."""
 
     def __init__(self, server: EventLoop, sock: socket.socket, pid: int) -> None:
         self.server = server
@@ -82,7 +87,7 @@ class Peer:
         self.outbox: collections.deque[messages.Packet] = collections.deque()
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
-        """Sends now, or when there is room; does nothing once the connection is gone."""
+        """Sends the message now, or as soon as the socket has room. Does nothing if the connection is gone."""
         if not self.open or self.hung_up:
             return
         packet = messages.pack(self.server.called.sent(fields), list(fds), blobs)
@@ -90,7 +95,7 @@ class Peer:
             try:
                 packet.send(self.sock)
             except BlockingIOError:
-                pass  # it has to wait
+                pass  # no room: queued below
             except ConnectionError:
                 packet.close()
                 self._hang_up()
@@ -102,7 +107,8 @@ class Peer:
             else:
                 packet.close()
                 return
-        copies = [os.dup(fd) for fd in packet.fds]  # the owner may close its own before there is room
+        # The caller may close its descriptors before the socket has room.
+        copies = [os.dup(fd) for fd in packet.fds]
         packet.close()
         self.outbox.append(messages.Packet(packet.data, copies, list(copies)))
         if len(self.outbox) > OUTBOX_MAX:
@@ -119,7 +125,7 @@ class Peer:
         self.send(messages.error_fields(request_id, error))
 
     def flush(self) -> None:
-        """Sends what waits, as far as there is room."""
+        """Sends waiting packets as long as the socket has room."""
         try:
             while self.outbox:
                 self.outbox[0].send(self.sock)
@@ -137,15 +143,16 @@ class Peer:
             self.outbox.popleft().close()
 
     def watch_death(self) -> None:
-        """From here on the end of its process is told. A socket's end would not do: forked children hold it."""
+        """Reports the end of the peer's process from now on. The socket's end is no proof, since forked children hold
+        it open."""
         self.server.watch_death(self)
 
     def forget(self) -> None:
-        """Its process' end is of no interest any more."""
+        """Stops watching the peer's process."""
         self.server.forget(self)
 
     def lose(self) -> None:
-        """The connection is of no more use; the handler hears of it at the end of the round."""
+        """Closes the connection. The loop calls the handler's `ended` after the current event."""
         self.server.lose(self)
 
     def close(self) -> None:
@@ -156,16 +163,17 @@ class Peer:
 
 
 class EventLoop:
-    """Owns the listening socket, the peers and the timers. `called`: what nodes are called in what it says to people.
-    `post` may be called from any thread; all else is for the main thread only."""
+    """Owns the listening socket, the peers and the timers. `called`: the names of nodes in messages to people. Any
+    thread may call `post`; everything else is for the main thread only."""
 
     def __init__(self, path: Path) -> None:
-        """Binds the socket; whoever calls this holds the run lock. Errors: OSError."""
+        """Binds the socket. The caller must hold the run lock. Errors: OSError."""
         self.path = path
         self.called = NodeNames()
         self.peers: set[Peer] = set()
-        self.end_asked = False  # by a signal
-        self.warned = ""  # by that signal, and nobody has taken notice yet
+        self.end_asked = False  # set by a signal of ENDS
+        # The name of a warning signal that the handler has not taken yet.
+        self.warned = ""
         self._selector = selectors.DefaultSelector()
         self._lost: list[Peer] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -176,13 +184,16 @@ class EventLoop:
         self._listen()
 
     def run(self, handler: Handler, warnings: Sequence[signal.Signals] = WARNINGS) -> None:
-        """Serves until the handler has finished. `warnings`: the signals that do not end it, and are notices."""
+        """Serves until the handler has finished. `warnings`: signals that count as preemption notices and do not end
+        the agent."""
         self._handler = handler
         for number in ENDS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+            # nohup sets SIGHUP to be ignored; keep that.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         for number in warnings:
-            signal.signal(number, self._on_warning)  # Slurm sends it to every process of a step
+            # Slurm sends the warning to every process of a step.
+            signal.signal(number, self._on_warning)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
         idle_s = _idle_s()
         while True:
@@ -204,22 +215,24 @@ class EventLoop:
                 self._guard(key.data, events)
             while self._posted:
                 self._guard(self._posted.popleft())
-            now_s = time.monotonic()  # read once: a timer that sets itself anew must not keep the loop
+            # The clock is read once, since a timer that sets itself anew must not keep the loop here.
+            now_s = time.monotonic()
             while self._timers and self._timers[0][0] <= now_s:
                 self._guard(heapq.heappop(self._timers)[2])
 
     def post(self, what: Callable[[], None]) -> None:
-        """Runs it on the main thread, soon and in order."""
+        """Queues `what` to run on the main thread, soon and in order. Any thread may call this."""
         self._posted.append(what)
-        with contextlib.suppress(OSError):  # the loop has ended, and with it all that waited for this
+        # The descriptor is closed once the loop has ended; then nothing waits for this call.
+        with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), what))
 
     def watch(self, sock: socket.socket, events: int, what: Callable[[int], None]) -> None:
-        """Calls `what(events)` whenever the socket is ready for some of `events`; a second call for it replaces the
-        first."""
+        """Calls `what(events)` whenever the socket is ready for some of `events`. A second call for a socket replaces
+        the first."""
         try:
             self._selector.modify(sock, events, what)
         except KeyError:
@@ -252,7 +265,7 @@ class EventLoop:
             self._lost.append(peer)
 
     def update(self, peer: Peer) -> None:
-        """Watches for room as long as something waits to be sent."""
+        """Watches the peer's socket for room to send as long as packets wait."""
         if peer.open:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
             self._selector.modify(peer.sock, events, functools.partial(self._on_peer, peer))
@@ -270,7 +283,7 @@ class EventLoop:
     # -- inside
 
     def _guard(self, what: Callable[..., None], *given: object) -> None:
-        """A mistake in one callback is not the end of all jobs."""
+        """Calls `what` and logs its exception: an error in one callback must not end all jobs."""
         try:
             what(*given)
         except Exception:
@@ -286,13 +299,14 @@ class EventLoop:
     def _listen(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # of an agent that was killed: the run lock is ours
+            # A killed agent has left this file. Nobody uses it, since this process holds the run lock.
+            self.path.unlink()
         self._listener.bind(os.fspath(self.path))
         self._listener.listen(256)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
 
     def _rest(self) -> None:
-        """Who waits to be accepted is left alone for a while: it would keep the loop busy, to no end."""
+        """Stops accepting connections for AGAIN_S: a pending connection that fails would keep the loop busy."""
         listener = self._listener
         self._deafen()
 
@@ -303,10 +317,10 @@ class EventLoop:
         self.later(AGAIN_S, again)
 
     def _deafen(self) -> None:
-        self.unwatch(self._listener)  # unless it rests
+        self.unwatch(self._listener)  # does nothing during a rest
 
     def _end(self) -> bool:
-        """Takes the socket away, unless somebody is just connecting or has not got all of its messages."""
+        """Removes the socket and returns True. Returns False while a peer is just connecting or has unsent messages."""
         if any(peer.outbox for peer in self.peers):
             return False
         self.path.unlink(missing_ok=True)
@@ -328,7 +342,7 @@ class EventLoop:
         os.eventfd_write(self._wake, 1)
 
     def _on_wake(self, events: int) -> None:
-        with contextlib.suppress(BlockingIOError):  # another wake-up has taken the count
+        with contextlib.suppress(BlockingIOError):  # an earlier wake-up has taken the count
             os.eventfd_read(self._wake)
 
     def _on_connect(self, events: int) -> None:
@@ -337,7 +351,8 @@ class EventLoop:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as exc:  # no more descriptors, or the caller is gone again
+            # Descriptors may have run out, or the caller may be gone again.
+            except OSError as exc:
                 log.warning("a connection could not be accepted: %s", exc)
                 self._rest()
                 return
@@ -363,14 +378,16 @@ class EventLoop:
                     return
 
     def _receive(self, peer: Peer) -> bool:
-        """Handles one message; False where there is none."""
+        """Handles one message and returns True. Returns False if there is none."""
         if not peer.open:
             return False
         try:
             message = messages.receive(peer.sock)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it closed without reading all of ours; the kernel says so once, and first
+        # The peer closed its end without reading all that was sent. The kernel reports this once, before the peer's
+        # last messages, so reading goes on after the first report.
+        except ConnectionResetError:
             if not peer.was_reset:
                 peer.was_reset = True
                 return True
@@ -408,5 +425,6 @@ class EventLoop:
 
 
 def _idle_s() -> float:
-    """On a clock that stands while this thread is at work, be it the kernel's for it, as where much memory goes."""
+    """Seconds during which this thread did not work. Kernel work for this thread counts as work, such as mapping much
+    memory."""
     return time.monotonic() - time.thread_time()

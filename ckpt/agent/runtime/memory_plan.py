@@ -1,9 +1,12 @@
-"""How much memory the agent will take, computed before the first save, and how many slots that allows.
+"""The memory plan: how much memory the agent will take, and how many slots that allows. Computed before the first save.
 
-There are to be two slots where one takes more than a tenth of the machine's memory, or of what our control group may
-take. Else it degrades in this order: a fourth slot (only where snapshots are to be closer than an appointment is ahead,
-see `slots_for`), a third one (nothing waits), a second one (the next snapshot waits for the upload of the one before
-it), one (each snapshot waits until the one before it is in the store), none: refused.
+A job wants three slots, or four if snapshots come closer together than appointments are announced (see `slots_for`). It
+wants two if one slot takes more than a tenth of the memory of the machine or control group. If memory is short, it gets
+fewer:
+- 3 slots or more: no snapshot waits for an upload.
+- 2 slots: a snapshot may wait for the upload of the previous one.
+- 1 slot: each snapshot waits until the previous one is in the store.
+- 0 slots: saves are refused.
 """
 
 from __future__ import annotations
@@ -21,22 +24,24 @@ from ckpt.policy.save_options import STEPS_APART, Every
 from ckpt.types import counted
 
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
-SLOTS_CLOSE = 4  # and the next one, which is appointed before that which is being filled is complete
-SLOTS_LARGE = 2  # where a slot takes more than one of
-LARGE_PARTS = 10  # so many parts of the memory
-WINDOW_BYTES = 256 << 20  # through which frames of the store reach the trainers
+# One more: a snapshot is appointed while the one before it is still being filled.
+SLOTS_CLOSE = 4
+SLOTS_LARGE = 2  # if a slot takes more than one LARGE_PARTS-th
+LARGE_PARTS = 10  # of the machine's memory
+WINDOW_BYTES = 256 << 20  # buffer for frames on their way from the store to the trainers
 COMMIT_BYTES = 256 << 20  # packs being encoded and put
-SPARE_PARTS = 16  # one part in so many of what the machine has left stays untouched
+SPARE_PARTS = 16  # one part in so many of the machine's free memory stays untouched
 
 _NUMBERS = ("slots", "wanted", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes", "reserve_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`slots` arenas for every rank, of `wanted` that there are to be; `slot_bytes` for all ranks together.
-    `kept_bytes`: checkpoints of earlier starts, until a newer one is complete. `allowed_bytes`: what all of it may come
-    to, and `bound` says by what; copies come to `reserve_bytes` less, which this machine leaves to other processes and
-    slots may take."""
+    """The memory of one node for one job: `slots` arenas for every rank, of `wanted` slots if memory allows.
+
+    `slot_bytes`: of all ranks together. `kept_bytes`: checkpoints of earlier starts, kept until a newer one is
+    complete. `allowed_bytes`: the limit of the total, and `bound` names that limit's source. `reserve_bytes`: the part
+    of the limit that replicas must leave to other processes; slots may use it."""
 
     slots: int
     slot_bytes: int
@@ -52,7 +57,7 @@ class MemoryPlan:
         return self.slots * self.slot_bytes + self.kept_bytes + self.commit_bytes
 
     def left_bytes(self, slots: int) -> int:
-        """What others' snapshots may take beside so many slots."""
+        """Bytes that replicas of other nodes' snapshots may take beside `slots` slots."""
         taken_bytes = slots * self.slot_bytes + self.kept_bytes + self.commit_bytes
         return max(0, self.allowed_bytes - self.reserve_bytes - taken_bytes)
 
@@ -69,15 +74,15 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What arenas take on this machine beside a job's own slots. `kept_bytes`: checkpoints of earlier starts, and
-    copies of such. `lent_bytes`: copies that are kept for other nodes of the job itself: room for such is there."""
+    """Arena bytes on this machine beside a job's own slots. `kept_bytes`: checkpoints of earlier starts, and replicas
+    of such checkpoints. `lent_bytes`: replicas for other nodes of the same job, which the plan has room for."""
 
     kept_bytes: int = 0
     lent_bytes: int = 0
 
 
 def slots_for(policy: Every | Adaptive) -> int:
-    """How many slots there are to be, if memory allows."""
+    """The number of slots that this policy needs if memory allows."""
     steps = policy.steps if isinstance(policy, Every) else None
     return SLOTS_CLOSE if steps is not None and steps < STEPS_APART else SLOTS
 
@@ -92,9 +97,12 @@ def plan(
     reserve_bytes: int = 0,
     total_bytes: int | None = None,
 ) -> MemoryPlan:
-    """`held_bytes`: of arenas that this job has already, copies for its other nodes among them; `limit_bytes`: the
-    user's; `free_bytes`: the machine's; `slots`: at most; `reserve_bytes`: that copies leave of the machine's;
-    `total_bytes`: all that the machine has, beside which the state may be large; None: that does not count."""
+    """The plan for one node. `kept_bytes`: see MemoryPlan.
+
+    `held_bytes`: arenas that the job already has here, including replicas for its other nodes. `limit_bytes`: the
+    user's limit. `free_bytes`: free on the machine. `slots`: the maximum. `reserve_bytes`: what replicas leave of the
+    machine's memory. `total_bytes`: the machine's whole memory, to tell whether one slot is large; None: not
+    considered."""
     if total_bytes is not None and slot_bytes > total_bytes // LARGE_PARTS:
         slots = min(slots, SLOTS_LARGE)
     wanted = slots
@@ -111,7 +119,7 @@ def plan(
 
 
 def needed_bytes(slot_bytes: int, slots: int) -> int:
-    """What a job takes with so many slots, beside what is kept from before."""
+    """Bytes that a job takes with so many slots, without checkpoints kept from before."""
     return slots * slot_bytes + _commit_bytes(slot_bytes)
 
 
@@ -120,9 +128,10 @@ def _commit_bytes(slot_bytes: int) -> int:
 
 
 def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int) -> int:
-    """What a start may take until all ranks have restored, beside what the job itself will: half of what the machine
-    has left, and what a user's limit leaves beside the slots. Nothing is committed in that time. `plan`: of the job, or
-    what it is foreseen to be."""
+    """Extra bytes that a start may take until all ranks have restored, beside the job's own memory.
+
+    It is half of the machine's free memory, and no more than the user's limit leaves beside the slots. Nothing is
+    committed in that time. `plan`: the job's plan, or its estimate."""
     room = free_bytes // 2
     if limit_bytes is not None:
         room = min(room, limit_bytes - plan.slots * plan.slot_bytes - plan.kept_bytes - WINDOW_BYTES)
@@ -130,7 +139,7 @@ def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int
 
 
 def plan_told(told: Any) -> MemoryPlan:
-    """What another node's agent says of itself: its `table`. Errors: AgentError."""
+    """The plan in another agent's message, which is that plan's `table`. Errors: AgentError if it is malformed."""
     numbers: dict[str, Any] = {name: told.get(name) if isinstance(told, dict) else None for name in _NUMBERS}
     if not all(type(number) is int and number >= 0 for number in numbers.values()) or numbers["slots"] > SLOTS_MAX:
         raise AgentError(f"a node says of its memory what cannot be: {told!r:.300}")
@@ -138,9 +147,8 @@ def plan_told(told: Any) -> MemoryPlan:
 
 
 def free_bytes(meminfo: str | None = None, at: Path = CGROUPS, own: str | None = None) -> int:
-    """What may still be taken: what the kernel has available, and what our control group, and those that it is in, have
-    left of their limits. Caches that the kernel takes back at once are not in use, for either. `at`, `own`: see
-    cgroups.groups."""
+    """Bytes that may still be allocated: the least of the kernel's available memory and what each enclosing control
+    group has left. Reclaimable caches count as free in both. `at`, `own`: see cgroups.groups."""
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) << 10
@@ -151,7 +159,7 @@ def free_bytes(meminfo: str | None = None, at: Path = CGROUPS, own: str | None =
 
 
 def total_bytes(meminfo: str | None = None, at: Path = CGROUPS, own: str | None = None) -> int:
-    """What there is at all: of the machine, or within our control groups' limits."""
+    """The machine's memory in bytes, or the lowest limit of the enclosing control groups if that is less."""
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     found = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
     for group in groups(at, own):

@@ -1,9 +1,11 @@
-"""What a job takes of each node's memory, all of it in one table: computed before the first save. Pure.
+"""The memory table of a job: what it takes on each node, in bytes. Pure; computed before the first save.
 
-A row a node, in bytes. `slots`: the ranks' own arenas. `kept`: checkpoints of earlier starts, until a newer one is
-complete. `copies`: what is kept for other nodes, copies or parity, of two generations. `buffers`: packs that are
-encoded and put, or, as long as a start restores, the window through which frames come; and what parity is made in.
-`sends` and `receives`: on the network, for each checkpoint.
+There is one row per node, with these columns:
+- `slots`: the local ranks' own arenas.
+- `kept`: checkpoints of earlier starts, until a newer one is complete.
+- `copies`: replicas or parity kept for other nodes, of two generations.
+- `buffers`: scratch memory for parity, and the larger of the commit buffers and the restore window.
+- `sends`, `receives`: network traffic for each checkpoint.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from typing import Any
 
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, MemoryPlan
 
-NODES_SHOWN = 64  # the fullest; of the rest there is the number
+NODES_SHOWN = 64  # the fullest; the other nodes are only counted
 
 
 def table(plans: Mapping[str, MemoryPlan], slots: int, peers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`plans`: what each node has room for, by its name, the coordinator's first; `slots`: that all of them use;
-    `peers`: as Protection.table has it."""
+    """The table. `plans`: each node's plan by its name, the coordinator's first. `slots`: the number that all nodes
+    use. `peers`: what ReplicationManager.table returns; None: no replication."""
     loads = {row["node"]: row for row in peers["nodes"]} if peers is not None else {}
     scratch_bytes = peers.get("scratch_bytes", 0) if peers is not None else 0
     rows = [_row(name, plan, slots, loads.get(name, {}), scratch_bytes) for name, plan in plans.items()]
-    first = rows[:1]  # of whom the agent is asked
+    first = rows[:1]  # the coordinator
     fullest = sorted(rows[1:], key=lambda row: row["allowed_bytes"] - row["total_bytes"])[: NODES_SHOWN - 1]
     return {"nodes": first + fullest, "nodes_left_out": len(rows) - len(first) - len(fullest)}
 

@@ -1,7 +1,10 @@
-"""What people are told a node is called. Agents call each other by random names, and tell each other what goes wrong
-before a person hears of it. So the names stay in a text until it leaves for people (a trainer, an event, the log,
-`ckpt watch`), and are replaced there, by one form: `node gpu-17 (ranks 4-7)`; a node that has no ranks, as a
-memory-only one, is called by where it listens: `node 10.0.0.9:7700`."""
+"""The names of nodes in texts for people. Agents address each other by random names, also in the errors that they
+exchange.
+
+A text keeps these random names until it leaves for people: a trainer, an event, the log, `ckpt watch`. There each
+becomes `node gpu-17 (ranks 4-7)`. A node without ranks, such as a memory-only node, is named by its address: `node
+10.0.0.9:7700`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from ckpt.ipc.node_list import NODES_MAX
 if TYPE_CHECKING:
     from ckpt.ipc.node_list import NodeAt
 
-RUNS_SHOWN = 4  # of ranks that follow each other
-WORDS = ("message", "error", "why")  # the fields of messages to trainers that are texts
-# Not where it is part of a key or of an identity.
+RUNS_SHOWN = 4  # ranges of consecutive ranks
+# The text fields of messages to trainers.
+WORDS = ("message", "error", "why")
+# An agent's name that stands alone. Names inside a key or an identity do not match.
 _NAME = re.compile(r"(?:\b(agent) |\bnode )?(?<![\w/.-])([0-9a-f]{16})(?![\w/-])")
 
 
 class NodeNames:
-    """`nodes`: by the names of their agents; as this agent knows them, of the newest starts."""
+    """Replaces agents' names in texts. `nodes`: the readable name by agent name, of the nodes in the newest starts."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, str] = {}
@@ -29,7 +33,8 @@ class NodeNames:
     def learn(self, nodes: Iterable[NodeAt]) -> None:
         for node in nodes:
             if node.ranks or node.name not in self.nodes:
-                self.nodes.pop(node.name, None)  # it is the newest now
+                # Removed first, so that the node moves to the end of the dict as the newest.
+                self.nodes.pop(node.name, None)
                 self.nodes[node.name] = _form(node)
         while len(self.nodes) > 2 * NODES_MAX:
             del self.nodes[next(iter(self.nodes))]
@@ -38,13 +43,13 @@ class NodeNames:
         return said(text, self.nodes)
 
     def sent(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """A message to a trainer, with its texts as people read them."""
+        """The message to a trainer, with readable names in its texts."""
         texts = {key: self.said(fields[key]) for key in WORDS if isinstance(fields.get(key), str)}
         return {**fields, **texts} if texts else fields
 
 
 def said(text: str, nodes: Mapping[str, str]) -> str:
-    """The text with what the nodes are called instead of their agents' names. Who is not known keeps that."""
+    """The text with each agent's name replaced by its node's readable name. An unknown agent keeps its name."""
 
     def one(found: re.Match[str]) -> str:
         called = nodes.get(found[2])
@@ -63,7 +68,7 @@ def _form(node: NodeAt) -> str:
 
 
 def _runs(ranks: Sequence[int]) -> str:
-    """`0-3, 8`."""
+    """Ranks as ranges: `0-3, 8`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,6 +1,7 @@
-"""How much the agent's process gives way to training on this machine: as far as it can, but for when a job has to be
-saved before a deadline. Then it takes the share of a processor that any other process has, until that has passed or the
-notice is taken back.
+"""The scheduling priority of the agent's process: as low as possible, so that training on this machine comes first.
+
+While a job must be saved before a deadline, the agent competes like any other process. The low priority returns when
+the deadline has passed or the notice is withdrawn.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ from pathlib import Path
 SESSION_NICE = 10
 LOOK_S = 0.5
 
-_SESSION = Path("/proc/self/autogroup")  # "/autogroup-NUMBER nice N": of the session that this process is in
+# Reads as "/autogroup-NUMBER nice N", for the session of this process.
+_SESSION = Path("/proc/self/autogroup")
 _THREADS = Path("/proc/self/task")
 
 
 class Priority:
-    """For the main thread, which itself is never nicer than it was started.
+    """Sets the niceness of the session and of worker threads. The main thread calls it and keeps its own niceness.
 
-    Where the scheduler shares the processor between sessions, the niceness of threads counts only within ours, so the
-    session is made nicer too; less so, since the thread that appoints is in it. Where it does not, that of the threads
-    counts; they can be made less nice by who has the right to (CAP_SYS_NICE) alone.
-    """
+    If the scheduler groups processes by session (autogroup), thread niceness counts only within this session. So the
+    session gets a niceness too. It is a milder one, since the main thread, which appoints snapshots, is in the session.
+    Without autogroup the threads' niceness counts. Only a process with CAP_SYS_NICE can lower it."""
 
     def __init__(self) -> None:
-        self._raised: dict[int, int] = {}  # threads that a deadline has made less nice, and what they were
-        self._session: int | None = 0  # as it is
+        # The former niceness of threads that a deadline made less nice.
+        self._raised: dict[int, int] = {}
+        self._session: int | None = 0  # as it is now; None: it cannot be set
         self._hurries, self._look_s = False, -math.inf
 
     def tend(self, hurries: bool, now_s: float) -> float | None:
-        """`hurries`: whether there is a deadline to meet. When to look again: threads begin and end meanwhile, and the
-        kernel lets sessions be changed ten times a second at most, all together."""
+        """Applies the priority and returns the time for the next call; None: no call needed. `hurries`: there is a
+        deadline to meet.
+
+        Calls repeat since threads begin and end meanwhile. The kernel accepts at most ten session changes a second in
+        total."""
         wanted = 0 if hurries else SESSION_NICE
         if not hurries and not self._raised and self._session in (None, wanted):
             return None
@@ -48,7 +53,7 @@ class Priority:
         return self._look_s
 
     def _set_session(self, nice: int) -> int | None:
-        """What it is then; None: this kernel does not let it be set."""
+        """The session's niceness after the change; None: this kernel does not let it be set."""
         try:
             _SESSION.write_text(str(nice))
         except BlockingIOError:
@@ -60,7 +65,7 @@ class Priority:
     def _raise_threads(self) -> None:
         own = os.getpriority(os.PRIO_PROCESS, 0)
         for thread in map(int, os.listdir(_THREADS)):
-            with contextlib.suppress(OSError):  # it has ended, or we must not
+            with contextlib.suppress(OSError):  # the thread has ended, or the right is missing
                 nice = os.getpriority(os.PRIO_PROCESS, thread)
                 if nice > own:
                     os.setpriority(os.PRIO_PROCESS, thread, own)

@@ -1,8 +1,8 @@
-"""The agent's threads: what takes long is done here, its outcome comes back to the main thread.
+"""The agent's worker threads, in lanes. Slow work runs here, and its result returns to the main thread.
 
-Lanes are separate so that nothing waits for what it does not depend on: a heartbeat not for a commit, a restore not
-for either. All but what a start waits for, and memory that goes, run at the lowest priority, since the training on this
-machine comes first.
+Each lane has threads of its own, so that work waits only for its own kind. A heartbeat never waits for a commit, and a
+restore waits for neither. Most lanes run at the lowest priority, since training on this machine comes first. The lanes
+that a start waits for, and the one that frees memory, keep normal priority.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ MESSAGE_MAX = 2000
 
 
 class Lane(enum.Enum):
-    FRONT = "front"  # what a starting job waits for: listings, reads
+    FRONT = "front"  # work that a start waits for: listings, reads
     MEMORY = "memory"  # arenas, divisions, hashing
-    CLOSING = "closing"  # arenas that go
+    CLOSING = "closing"  # frees arenas
     COMMIT = "commit"  # one commit after the other
-    PART = "part"  # this node's part of a commit of its own, which waits for it, or for who writes it sooner
+    # This node's part of its own commit. That commit waits for this lane, or for another node that writes the part
+    # sooner.
+    PART = "part"
     STORE = "store"  # small objects: claim, heartbeat, end
     PARITY = "parity"  # waits for other nodes' bytes
-    REBUILD = "rebuild"  # the same, where a start waits for what comes of it
+    REBUILD = "rebuild"  # like PARITY, for a rebuild that a start waits for
 
 
-PARITY_THREADS = 4  # each works in memory of its own
+PARITY_THREADS = 4  # each has scratch memory of its own
 _THREADS = {
     Lane.FRONT: 4,
     Lane.MEMORY: 2,
@@ -53,17 +55,18 @@ _NOT_NICE = (Lane.FRONT, Lane.REBUILD, Lane.CLOSING)
 
 
 class Workers:
-    """Owns the threads. `post`: runs a function on the main thread, soon; may be called from any thread."""
+    """Owns the threads. `post`: runs a function on the main thread, soon; any thread may call it."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
         self._local = threading.local()
         self._lanes = {lane: Tasks(f"agent-{lane.value}", pool_size=threads) for lane, threads in _THREADS.items()}
-        self._closing: dict[Arena, int] = {}  # and what was free before it began to go
+        # The free bytes before each arena began to close.
+        self._closing: dict[Arena, int] = {}
 
     def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        """Runs `work` in that lane, and `then` with its settled future on the main thread, also where there is no
-        thread for it."""
+        """Runs `work` in that lane, then `then` with the settled future on the main thread. If the lane takes no work,
+        the future holds the error."""
         future: Future[T]
         try:
             future = self._lanes[lane].submit(self._nicely, lane, work)
@@ -73,8 +76,10 @@ class Workers:
         future.add_done_callback(lambda done: self._post(lambda: then(done)))
 
     def close_arenas(self, arenas: Iterable[Arena]) -> None:
-        """See Arena.close. The kernel needs 0.2 s for each GiB, and a main thread that is silent for as long as a
-        hundred of them need is taken for gone by other nodes. Main thread only."""
+        """Closes the arenas on a worker thread (see Arena.close). Main thread only.
+
+        The kernel needs 0.2 s for each GiB. Other nodes would take the main thread for dead if it freed hundreds of GiB
+        itself."""
         for arena in arenas:
             self._closing[arena] = _NOT_BEGUN
             close = functools.partial(self._close, arena)
@@ -82,13 +87,16 @@ class Workers:
 
     @property
     def closing_bytes(self) -> int:
-        """Of arenas that are being closed. Any thread."""
+        """Bytes of the arenas that are being closed. Any thread."""
         return sum(arena.bytes for arena in list(self._closing))
 
     def free_bytes(self) -> int:
-        """What may still be taken on this machine: what is being closed, too, of which the kernel gives back a bit at
-        a time. (What others take meanwhile counts as if it were there, up to what was given back.)"""
-        closing = self._closing.copy()  # before what is free is read: what has gone in between is in both
+        """Bytes that may still be allocated on this machine, counting arenas that are being closed.
+
+        The kernel frees a closing arena gradually. Memory that other processes take meanwhile hides as much of what was
+        freed, so the result may be too large by up to that amount."""
+        # Copied before the free memory is read. An arena that closes in between counts in both, for its part.
+        closing = self._closing.copy()
         free = memory_plan.free_bytes()
         return free + sum(max(0, arena.bytes - max(0, free - before)) for arena, before in closing.items())
 
@@ -102,23 +110,25 @@ class Workers:
     def close(self) -> None:
         for tasks in self._lanes.values():
             tasks.close()
-        for arena in self._closing:  # whose turn has not come
+        # These arenas still wait in the CLOSING lane.
+        for arena in self._closing:
             arena.close()
 
     def _nicely(self, lane: Lane, work: Callable[[], T]) -> T:
         if lane not in _NOT_NICE and not getattr(self._local, "nice", False):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # threads that it starts inherit it
+            # Threads that this thread starts inherit its niceness.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             self._local.nice = True
         return work()
 
 
 def failure(done: Future[T]) -> str:
-    """What went wrong, in words fit for a message; "" when nothing did."""
+    """The error text of a settled future, fit for a message; "" if it succeeded."""
     return told(done.exception())
 
 
 def told(error: BaseException | None) -> str:
-    """As `failure`, of what came of it."""
+    """The text of an exception, fit for a message; "" for None."""
     if error is None:
         return ""
     text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
