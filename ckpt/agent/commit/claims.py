@@ -1,17 +1,16 @@
-"""The claims of this agent's starts: when one takes the run, and when it is refused.
+"""The claims of this agent's starts: when a start takes the run, and when it is refused. Thread-safe.
 
-A start may restore for minutes, and another one may claim the run meanwhile. So a start compares what it has listed
-with what the store holds later:
+A start may restore for minutes, and another start may claim the run meanwhile. So each start compares its first listing
+of the store with later listings:
+1. The start lists the store, chooses its checkpoint, and records what it saw (`began`).
+2. Once it has restored, `claim` lists again. The start is refused if another start has committed since, or is alive.
+3. The claim is put, and the store is listed again. Of two starts that claim at once, at least one sees the other. If
+   another start has committed, this claim is retracted, and this start is refused.
+4. The same check runs once more before the start's first record. From then on only a newer claim ends the start.
 
-1. A start lists the store, chooses its checkpoint, and remembers what it has seen (`began`).
-2. Once it has restored, `claim` lists again. The start is refused where another one has committed since, or lives.
-3. The claim is put, and the store is listed again: of two that claim at one moment at least one sees the other.
-   Where another start has committed, the claim is taken back, and this start is refused.
-4. Before its first record the same is looked at once more. From then on a newer claim ends it, and nothing else.
-
-A refusal is for good. A start of the same launch is a restart, and take_over=True says which one goes on: these two are
-not refused. What they have passed over is told with the command that goes back to it, and so are checkpoints of the
-parent's epoch that a store has listed late. Thread-safe.
+A refusal is final. Two kinds of start are not refused: a restart, which has the same launch, and a start with
+take_over=True. If such a start passes over checkpoints, an event names the command that goes back to them. The same
+event reports checkpoints of the parent's epoch that the store listed late.
 """
 
 from __future__ import annotations
@@ -32,26 +31,29 @@ if TYPE_CHECKING:
 
 
 class Claims:
-    """`run`: opens the run, see StoreSide.run. All of them are epochs of this agent's jobs but for `passed`."""
+    """The claims of one agent. `run`: opens the run, see StoreClient.run. All epochs here belong to this agent's jobs,
+    except those in `passed`."""
 
     def __init__(self, url: str, run: Callable[[], Run], heartbeat_s: float, events: Events) -> None:
-        self.begun: set[Epoch] = set()  # none of them is another's
-        self.insisting: set[Epoch] = set()  # of those, the ones that were begun with take_over
-        self.passed: set[Epoch] = set()  # of others, that a start has found to be over, or was to take over
+        self.begun: set[Epoch] = set()  # epochs begun by this agent
+        self.insisting: set[Epoch] = set()  # the ones of `begun` that have take_over
+        # Epochs of other agents that a start here found to be over, or was told to take over.
+        self.passed: set[Epoch] = set()
         self._url = url
         self._run = run
         self._heartbeat_s = heartbeat_s
         self._events = events
         self._claiming, self._telling = threading.Lock(), threading.Lock()
         self._claimed: dict[Epoch, Claim] = {}
-        self._seen: dict[Epoch, frozenset[Identity]] = {}  # what the newest start has listed
-        self._unsettled: set[Epoch] = set()  # those without a commit
-        self.refused: dict[Epoch, str] = {}  # and why
+        self._seen: dict[Epoch, frozenset[Identity]] = {}  # the listing of the newest start
+        self._unsettled: set[Epoch] = set()  # epochs without a commit
+        self.refused: dict[Epoch, str] = {}  # with the reason
         self._told: set[Identity] = set()
         self._has_told_late = False
 
     def began(self, epoch: Epoch, view: RunView | None, insists: bool) -> None:
-        """A start of this agent. `view`: what it chose from; None: the store did not answer."""
+        """Records a start of this agent. `view`: what the start chose from; None: the store did not answer. `insists`:
+        take_over."""
         self.begun.add(epoch)
         self._unsettled.add(epoch)
         self._seen = {epoch: frozenset(ref.identity for ref in view.commits) if view is not None else frozenset()}
@@ -62,25 +64,25 @@ class Claims:
         return epoch in self._claimed
 
     def lost(self, epoch: Epoch) -> None:
-        """The store has no claim of it any more: it is put again."""
+        """The store has lost the claim of this epoch; the next `claim` puts it again."""
         self._claimed.pop(epoch, None)
 
     def settled(self, epoch: Epoch) -> None:
-        """It has committed."""
+        """The epoch has committed."""
         self._unsettled.discard(epoch)
 
     def refuse(self, epoch: Epoch, why: str) -> None:
-        """That epoch is told the same from now on. `why`: of the first time."""
+        """Refuses this epoch for good. A later call does not change the first reason."""
         self.refused.setdefault(epoch, why)
 
     def check_refused(self, epoch: Epoch) -> None:
-        """Errors: Superseded."""
+        """Errors: Superseded if the epoch was refused."""
         if epoch in self.refused:
             raise Superseded(self.refused[epoch])
 
     def claim(self, claim: Claim) -> None:
-        """Puts the claim, unless it is there. One claim after the other: the one at entry and the one before the first
-        commit wait once.
+        """Puts the claim, unless it is in the store already. Calls run one at a time, so that the call at entry and the
+        one before the first commit watch another start only once.
 
         Errors: Superseded; StorageError; UsageError."""
         epoch = claim.epoch
@@ -98,8 +100,8 @@ class Claims:
             self._claimed[epoch] = claim
 
     def check_newer(self, run: Run, epoch: Epoch, epochs: Collection[Epoch]) -> None:
-        """`epochs`: all that are claimed now. Errors: Superseded by a newer one that was not begun here; those that
-        were, went on from this one."""
+        """Checks for a newer claim. `epochs`: all epochs that are claimed now. Errors: Superseded by a newer epoch of
+        another agent. Newer epochs of this agent continue this one, and are no error."""
         if any(each > epoch and each not in self.begun for each in epochs):
             try:
                 run.check(epoch)
@@ -108,22 +110,24 @@ class Claims:
                 raise
 
     def check_first(self, epoch: Epoch) -> None:
-        """Right before the first record: whether another start has committed. Errors: Superseded; StorageError."""
+        """Checks right before the first record whether another start has committed. Errors: Superseded;
+        StorageError."""
         if epoch in self._unsettled:
             self.look(self._run(), epoch)
 
     def look(self, run: Run, epoch: Epoch) -> None:
-        """Lists the store and tells what was passed over. Errors: Superseded; StorageError."""
+        """Lists the store and reports checkpoints that this start passed over. Errors: Superseded; StorageError."""
         claim = self._claimed.get(epoch)
         if claim is not None:
             self._look(run, claim)
 
     def _check_others(self, run: Run, claim: Claim) -> None:
-        """Before the claim. Errors: Superseded by one that has committed, or lives."""
+        """Checks the other starts before the claim. Errors: Superseded by a start that has committed or is alive."""
         view = self._look(run, claim)
         newest = view.newest_epoch
         if newest is None or newest >= claim.epoch or claim.epoch in self.insisting:
-            return  # under a newer one it is on no line: see StoreSide.check
+            # A claim below a newer one is in no branch history: see StoreClient.check.
+            return
         if newest in self.begun or newest in self.passed or newest in _chain(view, claim):
             return
         try:
@@ -136,12 +140,12 @@ class Claims:
         self._look(run, claim)
 
     def _look(self, run: Run, claim: Claim) -> RunView:
-        """What is there now. Errors: Superseded by a newer start, or where another start has committed that this one
-        knew nothing of: then the claim is taken back, under which the next start would pass over what that one has
-        saved."""
+        """The present view of the store. Errors: Superseded by a newer start, or if another start, unknown to this one,
+        has committed. In the second case the claim is retracted, since the next start would otherwise pass over those
+        commits."""
         view = run.view()
         if claim.epoch not in self._seen:
-            return view  # its start was another agent's, which has claimed it
+            return view  # the start ran in another agent, which has claimed it
         self.check_newer(run, claim.epoch, view.epochs)
         passed = view.overlooked(claim, self._seen[claim.epoch])
         others = [ref for ref in passed if self._is_others(view, claim, ref.identity.epoch)]
@@ -160,13 +164,13 @@ class Claims:
         return view
 
     def _is_others(self, view: RunView, claim: Claim, epoch: Epoch) -> bool:
-        """Whether an epoch is of another job, and not one that this job went on from."""
+        """True if the epoch belongs to another job that this job did not continue."""
         known = view.lineage.claims.get(epoch)
         is_restart = known is not None and known.launch == claim.launch
         return not (is_restart or epoch in self.begun or epoch in _chain(view, claim))
 
     def _tell_late(self) -> None:
-        """Once: a listing of this store may lack what another machine has put."""
+        """Warns once if a listing of this store may lack what another machine has put."""
         late = why_late(self._url)
         if late is None or self._has_told_late:
             return

@@ -1,5 +1,6 @@
-"""What the nodes of a job, and those that lend it memory, are told of its epoch: enough to commit what is saved in it
-where its coordinator is lost."""
+"""The commit terms of an epoch: what the coordinator tells other nodes, so that they can commit its checkpoints if it
+is lost. The job's nodes and its memory-only nodes receive them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommitTerms:
-    """What a coordinator says of its epoch: its claim, as it is or will be in the store, and how it commits."""
+    """The claim of an epoch, as it is or will be in the store, and how its checkpoints are committed."""
 
     claim: Claim
     codec: CodecOption = "auto"
@@ -44,13 +45,13 @@ class CommitTerms:
         }
 
     def encode(self) -> bytes:
-        """As a blob: a claim names many agents and ancestors."""
+        """The terms as a blob: a claim names too many agents and ancestors for a message's fields."""
         packed: bytes = msgpack.packb(self.fields())
         return packed
 
     @staticmethod
     def decode(blob: bytes) -> CommitTerms:
-        """Errors: as `parse`; AgentError."""
+        """The terms in a blob. Errors: as `parse`; AgentError if the blob is malformed."""
         fields = unpacked(blob, "the terms of a loan")
         if not isinstance(fields, dict):
             raise TypeError("the terms of a loan are no map")
@@ -58,7 +59,7 @@ class CommitTerms:
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> CommitTerms:
-        """Errors: UsageError, ValueError, TypeError, LookupError."""
+        """The terms in a message's fields. Errors: UsageError, ValueError, TypeError, LookupError."""
         from ckpt.agent.snapshots.inventory import claim_told
         from ckpt.store.lineage import Claim
 

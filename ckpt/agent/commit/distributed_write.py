@@ -1,9 +1,9 @@
-"""The parts of a commit of several nodes: each writes the frames that it holds, or who has copies of them does, or who
-makes them again from parity. That of the node that commits is one of them: where its own way to the store is the slow
-one, another writes that part too.
+"""The distributed write of one commit: each node writes the frames that it holds. If a node fails or is slow, a holder
+of its replica writes that part, or a node that rebuilds the part from parity. This applies to the committing node's own
+part too.
 
-Every try at a part has keys of its own (StoreSide.write), so that two may be under way at once. Which of them counts is
-decided on the main thread; nothing refers to what the other has put, and prune deletes it.
+Each attempt at a part has keys of its own (StoreClient.write), so two attempts may run at once. The main thread decides
+which attempt counts. Nothing refers to the packs of the other attempt, and prune deletes them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-# Who has copies of what that node staged, or can make them now, best first: (its name; whether also while it is there,
-# but is slow, or its store refuses it).
+# Returns the nodes that have a replica of a node's part, or can rebuild it now, best first. Arguments: the node's name;
+# True to include rebuilds while that node is reachable but slow or failing.
 Others = Callable[[str, bool], Sequence[str]]
-# What hears what was written, or why nothing was.
+# Called with what was written, or with None and the reason.
 Then = Callable[["Written | None", str], None]
-# Has a node write these frames: (its name, "" for this one; what; slow; cancel; then). `slow`: nodes that have enough
-# to do, and of which nothing is wanted for it. `cancel` is set once nobody waits for it any more. This node heeds it:
-# what is being put is broken off, and nothing more is; other nodes are told of a whole commit only (see give_up).
+# Has a node write frames. Arguments: its name ("" for this node), the frames, `slow`, `cancel`, the callback. `slow`:
+# busy nodes that a rebuild should not use. `cancel`: set once nobody waits for the result. This node then stops its
+# puts at once. Other nodes are told only if the whole commit is given up (see give_up).
 Ask = Callable[[str, WantedPart, frozenset[str], threading.Event, Then], None]
 
 
@@ -52,9 +52,10 @@ def write_part(
     moved: Callable[[], None] = lambda: None,
     cancel: threading.Event | None = None,
 ) -> Written:
-    """On a thread: puts these frames into packs of this node's. `moved`: told of each frame as its turn comes.
-    `cancel`: set it to give up; the arenas may be filled anew then, since nobody refers to what is put still.
-    Errors: AgentError where a frame lies outside its arena; SaveFailed; StorageError."""
+    """Puts these frames into packs of this node. Runs on a worker thread. `moved`: called as each frame's turn comes.
+    `cancel`: set it to give up; the arenas may then be refilled at once, since nothing refers to packs still under way.
+
+    Errors: AgentError if a frame lies outside its arena; SaveFailed; StorageError."""
     lengths = wanted.frames["length"].astype(np.int64)
     for rank, arena in arenas.items():
         ours = wanted.ranks == rank
@@ -71,26 +72,27 @@ def write_part(
 
 @dataclass(slots=True)
 class _Part:
-    """What one node was asked to write. `names`: who else may be asked, best first."""
+    """The part that one node was asked to write. `names`: other nodes to ask, best first."""
 
     name: str
     wanted: WantedPart
     nbytes: int
     future: Future[Written]
     names: list[str] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)  # who has not answered
+    asked: set[str] = field(default_factory=set)  # nodes that have not answered
     failed: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
-    is_timed: bool = False  # it will be looked at
-    is_refused: bool = False  # by a node that is there
+    is_timed: bool = False  # a check of it is scheduled
+    is_refused: bool = False  # by a reachable node
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
 class DistributedWrite:
-    """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each node, by its name, "" for this one.
-    `others`: see Others: they write a node's part if that one cannot, or has taken too long by `overdue_s`, with this
-    margin; who is first counts. Once a node has failed, those are asked anew that could not while it was only slow.
-    `ask`: see Ask. Both run on the main thread, as `post` makes it; so does what `later` is given."""
+    """The parts of one commit: an OtherWriters of store.commit. The first node that has written a part counts.
+
+    `ranks`: by node name, "" for this node. `others`: see Others. These nodes write a part if its own node fails, or is
+    overdue by `overdue_s` with `margin_s`. Once that node fails, nodes that refused while it was only slow are asked
+    again. `ask`: see Ask. `others`, `ask` and the callbacks of `later` run on the main thread, reached by `post`."""
 
     def __init__(
         self,
@@ -106,10 +108,12 @@ class DistributedWrite:
         spared: frozenset[str] = frozenset(),
         safe: Callable[[], bool | None] = lambda: True,
     ) -> None:
-        """`spared`: nodes that may be gone before they have written anything: who has copies is asked first. `safe`:
-        whether all copies, or parity, are where they should be; None: they are on their way. Before that nobody else
-        is asked while a node has not failed, since he may have none yet; and while they are on their way those that
-        have failed are asked once more when they are there."""
+        """`spared`: nodes that may be gone before they have written anything; holders of their replicas are asked
+        first.
+
+        `safe`: True if all replicas or parity are in place; None: they are on their way. Until it is True, no slow
+        node's part goes to another node, since that one may have no replica yet. While it is None, nodes that failed
+        are asked once more."""
         self._spared, self._safe = spared, safe
         self._checkpoint, self._options = checkpoint, options
         self._ranks, self._others, self._ask, self._post = ranks, others, ask, post
@@ -117,10 +121,10 @@ class DistributedWrite:
         self._began_s = 0.0
         self._parts: list[_Part] = []
         self._over = False
-        self._written: list[tuple[float, int]] = []  # of the parts that are, those by which others are late
+        self._written: list[tuple[float, int]] = []  # of written parts: the two that decide when others are overdue
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
-        """On the thread that commits."""
+        """The futures of all parts that cover `todo`. Called on the committing thread."""
         made = self._checkpoint
         found: list[tuple[Indices, Future[Written]]] = []
         self._began_s = self._clock.now_s()
@@ -139,17 +143,20 @@ class DistributedWrite:
         return found
 
     def ended(self) -> None:
+        """The commit is over; all attempts are cancelled. Called on the committing thread."""
         for part in self._parts:
-            part.cancel.set()  # at once: at the agent's end nobody posts any more, and the threads are waited for
+            # Set here, since nothing is posted any more when the agent ends, and the worker threads are joined.
+            part.cancel.set()
         self._post(self._end)
 
     def abandon(self, why: str) -> None:
-        """On the main thread: whatever is not written yet is not waited for."""
+        """Fails each part that is not written yet, with `why`. Main thread."""
         self._over = True
         self._fail(why)
 
     def give_up(self) -> set[str]:
-        """The same, for another commit: who still writes some of it is to be told, by name."""
+        """Abandons this commit for another one. Returns the names of other nodes that still write, to be told to
+        stop."""
         self.abandon("it was given up")
         return {name for part in self._parts for name in part.asked} - {""}
 
@@ -179,7 +186,7 @@ class DistributedWrite:
         def answered(result: Written | None, error: str) -> None:
             part.asked.discard(name)
             if part.future.done() or self._over:
-                return  # another one was first, or nobody waits any more
+                return  # another node was first, or nobody waits any more
             if result is not None:
                 part.cancel.set()
                 part.future.set_result(result)
@@ -188,14 +195,14 @@ class DistributedWrite:
             part.failed.add(name)
             why = f"{_node(name)} has not written {'its' if name == part.name else 'that'} part: {error}"
             if name == part.name:
-                part.errors.insert(0, why)  # it says more than why nobody else could
+                part.errors.insert(0, why)  # the owner's own error says most
                 part.names = self._left(part, slow=False)
             else:
                 part.errors.append(why)
             if not self._have_another_write(part, why):
                 self._give_up_or_wait()
 
-        # Once the node itself has failed no other is left out: the part may need all that there is.
+        # If the node itself has failed, no other node is left out: a rebuild may need all of them.
         slow = frozenset({part.name}) if part.is_refused or part.name in part.asked else frozenset[str]()
         if part.name in part.asked:
             slow |= self._slow()
@@ -203,7 +210,7 @@ class DistributedWrite:
         self._ask(name, part.wanted, slow, part.cancel, answered)
 
     def _have_another_write(self, part: _Part, why: str) -> bool:
-        """The next who has a copy, or can make one; False where there is none."""
+        """Asks the next node in `part.names`; returns False if there is none."""
         if not part.names:
             return False
         log.warning("%s; another one that has a copy, or makes one, does", why)
@@ -211,17 +218,18 @@ class DistributedWrite:
         return True
 
     def _give_up_or_wait(self) -> None:
-        """Of the parts that nobody writes any more. What a node that is there cannot write, and of which nobody has
-        copies, is made in its place only once the store has taken any part: else it may well be the store that refuses
-        all, and each node's would be made for nothing. The node that commits has the record to put as well: where the
-        store takes nothing of it that is not waited for."""
+        """Handles parts that no node writes any more: asks other nodes, waits, or fails the part.
+
+        A part of a reachable node without replicas is rebuilt only after the store has taken another part. Otherwise
+        the store itself is probably failing, and each rebuild would be wasted. The committing node's own part does not
+        even wait for other parts, since that node must also put the record."""
         for part in self._parts:
             if part.future.done() or part.asked or not part.errors:
                 continue
             is_open = part.name != "" and any(self._is_under_way(each) for each in self._parts)
             may_take = bool(self._written) or is_open
             if may_take and self._safe() is None and self._left(part, slow=True):
-                part.failed.clear()  # who had no copy may have one then
+                part.failed.clear()  # nodes without a replica may have one by then
                 self._look_again(part, self._margin_s)
                 continue
             part.names = self._untried(part, slow=False)
@@ -241,12 +249,12 @@ class DistributedWrite:
         return not part.future.done() and bool(part.asked or not part.errors)
 
     def _left(self, part: _Part, slow: bool) -> list[str]:
-        """Who else may be asked for it now, best first: those that are slow themselves last."""
+        """Other nodes to ask for this part now, best first; with `slow`, nodes that are slow themselves come last."""
         names = [name for name in self._others(part.name, slow) if name not in part.asked]
         return sorted(names, key=self._slow().__contains__) if slow else names
 
     def _slow(self) -> frozenset[str]:
-        """The nodes that should have answered by now and have not, be it that another one was first."""
+        """Nodes that should have written their own part by now and have not, even if another node has written it."""
         return frozenset(
             part.name
             for part in self._parts
@@ -254,7 +262,8 @@ class DistributedWrite:
         )
 
     def _is_written(self, nbytes: int) -> None:
-        """So much is, and by that others may be late: by the slowest, or by the slowest for its bytes (overdue_s)."""
+        """Records a written part of `nbytes`. Only two written parts matter to `overdue_s`: the slowest, and the
+        slowest per byte."""
         if nbytes:
             written = [*self._written, (self._since_s, nbytes)]
             self._written = [max(written), max(written, key=lambda each: each[0] / each[1])]
@@ -265,7 +274,8 @@ class DistributedWrite:
     def _look(self, part: _Part) -> None:
         due_s = self._due_s(part)
         if self._over or part.future.done() or due_s is None or part.errors or len(part.asked) > 1:
-            return  # whoever failed has been followed by another; and of those that are slow one is enough
+            # A failed node was already followed by another, and a slow one needs only one other.
+            return
         left_s = max(due_s - self._since_s, 0.0 if self._safe() else self._margin_s)
         if left_s > 0:
             self._look_again(part, left_s)
@@ -281,7 +291,7 @@ class DistributedWrite:
             if not self._over:
                 self._give_up_or_wait()
 
-        if not part.is_timed:  # it is due no earlier by what is written meanwhile
+        if not part.is_timed:  # parts written meanwhile make it due no earlier
             part.is_timed = True
             self._later(after_s, look)
 
@@ -304,8 +314,8 @@ def _node(name: str) -> str:
 def _by_node(
     ranks: Mapping[str, frozenset[int]], of_frames: npt.NDArray[np.int64], todo: Indices
 ) -> dict[str, Indices]:
-    """Which of the frames `todo` lie on each of these nodes, in that order; without those on which none do. `ranks`: of
-    each node. In one pass over the frames, however many nodes there are."""
+    """Which of the frames `todo` lie on each node, in the order of `ranks`. Nodes without frames are left out. `ranks`:
+    by node. It makes one pass over the frames, however many nodes there are."""
     names, world = list(ranks), 1 + max(int(of_frames.max(initial=0)), *map(max, ranks.values()), 0)
     node_of = np.full(world, len(names))
     for number, name in enumerate(names):

@@ -1,13 +1,13 @@
-"""Committing a checkpoint whose coordinator is lost, by a node that keeps it, or some of it.
+"""The orphan commit: a node commits a checkpoint whose coordinator is lost and that this node keeps, wholly or in part.
 
-Whatever begins meanwhile, the two do not come into each other's way:
-- Every key has the name of its own writer in it, and the record refers to no other checkpoint's packs; a second record
-  of one checkpoint is harmless.
-- It is committed only where it is on the run's line: of the newest epoch that the store knows, or on what that one
-  went on from, up to the fork. That is looked at again just before the record; one that lands later all the same is on
-  no line.
-- An epoch that the store does not know is claimed only where the newest that it knows is one that it went on from: a
-  claim made late never takes the run from a start that knew nothing of that epoch.
+An orphan commit and any start or commit at the same time are safe side by side:
+- Every key contains its writer's name, and the record refers to no other checkpoint's packs. A second record of one
+  checkpoint is harmless.
+- A checkpoint is committed only if it is in the run's branch history: in the newest epoch in the store, or in an
+  ancestor of that epoch before the fork. This is checked again just before the record is put. A record that still lands
+  too late is in no branch history.
+- An epoch that the store does not know is claimed only if the store's newest epoch is its ancestor. So a late claim
+  never takes the run from a start that knew nothing of that epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OrphanCheckpoint:
-    """A checkpoint of which every rank's snapshot is kept here. `arenas`: by rank."""
+    """A checkpoint of which this node keeps every rank's snapshot. `arenas`: by rank."""
 
     identity: Identity
     arenas: Mapping[int, Arena]
@@ -51,7 +51,7 @@ class OrphanVerdict(enum.Enum):
 
 
 def judge(view: RunView, claim: Claim, identity: Identity) -> OrphanVerdict:
-    """Whether that checkpoint, of an epoch with that claim, is still to be committed to what the store holds."""
+    """Whether a checkpoint, of an epoch with that claim, is still to be committed to the store that `view` shows."""
     from ckpt.store.lineage import CommitRef, Lineage
 
     if identity in view.retired:
@@ -73,16 +73,17 @@ def judge(view: RunView, claim: Claim, identity: Identity) -> OrphanVerdict:
 
 
 def check_due(store: StoreClient, claim: Claim, identity: Identity) -> None:
-    """On a thread. Errors: Superseded where that checkpoint need not be committed any more; StorageError."""
+    """Checks that the checkpoint still needs a commit. Runs on a worker thread. Errors: Superseded if it needs none;
+    StorageError."""
     if (now := judge(store.run().view(), claim, identity)) not in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
         raise Superseded(f"{identity} is {now.value}")
 
 
 def commit_newest(store: StoreClient, found: Sequence[OrphanCheckpoint], cancel: threading.Event) -> Identity | None:
-    """On a thread: commits the newest of these that is still to be, and returns it; None where nothing is to be done.
-    One that is damaged, or on no line, is passed over.
+    """Commits the newest of these checkpoints that needs it and returns its identity; None: no commit is needed. Runs
+    on a worker thread. Damaged checkpoints, and those outside the branch history, are skipped.
 
-    Errors: SaveFailed; Superseded; StorageError; DamagedData where all that could be committed are damaged."""
+    Errors: SaveFailed; Superseded; StorageError; DamagedData if all checkpoints that need a commit are damaged."""
     damaged: DamagedData | None = None
     for each in sorted(found, key=lambda each: each.identity, reverse=True):
         verdict = judge(store.run().view(), each.terms.claim, each.identity)
@@ -111,10 +112,10 @@ def commit_whole(
     cancel: threading.Event,
     elsewhere: OtherWriters | None = None,
 ) -> Committed:
-    """On a thread: commits a checkpoint that `judge` has found to be due, and claims its epoch first where that is due.
-    `by`: who does it, for the record. `elsewhere`: see store.commit.Committer.commit.
+    """Commits a checkpoint that `judge` found due, and claims its epoch first if needed. Runs on a worker thread. `by`:
+    the committing party, for the record. `elsewhere`: see store.commit.Committer.commit.
 
-    Errors: SaveFailed; Superseded where it is not due any more; StorageError."""
+    Errors: SaveFailed; Superseded if the checkpoint is no longer due; StorageError."""
     claim, identity = terms.claim, made.identity
 
     def look() -> OrphanVerdict:

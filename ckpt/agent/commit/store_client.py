@@ -1,7 +1,7 @@
-"""The agent's dealings with the store: claims, commits, retention, the end of an epoch. Runs on the agent's threads.
+"""The agent's store client: claims, commits, retention and the end of an epoch. It runs on worker threads.
 
-The store is opened at the first use, not at the start: its libraries cost memory and time that a job without a store
-operation yet should not pay.
+The store is opened at its first use. Its libraries cost memory and time that a job should not pay before it needs the
+store.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ if TYPE_CHECKING:
     from ckpt.store.run import Run
 
 CODECS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
-IMPATIENT_S = 5.0  # how long a store that fails is asked again where this node's memory could do without it
+# How long a failing store is retried when this node's memory could serve instead.
+IMPATIENT_S = 5.0
 
 
 class PrunePass(Enum):
-    """What a prune is to do. `LOOK`: say what it would. `DUE`: that, if there is anything; after each commit, so it
-    asks the store for no more than it must. `ALL`: also end uploads that nobody will, which no plan can name."""
+    """What a prune does.
+
+    - `LOOK`: report only.
+    - `DUE`: delete what is due, with as few requests as possible; runs after each commit.
+    - `ALL`: also abort unfinished uploads that nobody continues, which no plan can name."""
 
     LOOK = auto()
     DUE = auto()
@@ -50,15 +54,15 @@ class PrunePass(Enum):
 
 
 class LostStore(StorageError):
-    """What was in the store is gone."""
+    """The store has lost its contents."""
 
     kind = "lost-store"
 
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What the user asked for, as far as the agent acts on it. `peers`: the copies or the parity that other nodes keep,
-    if there are several."""
+    """The user's options, as far as the agent needs them. `peers`: replicas or parity on other nodes, if there are
+    several nodes; None: neither."""
 
     keep: Keep = field(default_factory=Keep)
     limits: Limits = field(default_factory=Limits)
@@ -67,7 +71,7 @@ class JobOptions:
 
 
 def options_from(given: Any) -> JobOptions:
-    """What a join says. Errors: UsageError names the field."""
+    """The options in a join message. Errors: UsageError names the field."""
     keep = keep_from(fields_of(given, "options").get("keep"), "options.keep")
     limits = fields_of(given.get("limits"), "options.limits")
     codec = given.get("codec")
@@ -87,7 +91,7 @@ def options_from(given: Any) -> JobOptions:
 
 
 def policy_from(options: Any) -> Every | Adaptive:
-    """When to save, as a join says. Errors: UsageError names the field."""
+    """The save policy in a join message. Errors: UsageError names the field."""
     policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
     if policy.get("kind") == "adaptive":
         given = [policy.get(name) for name in ("overhead", "store_mb_s", "at_risk_s")]
@@ -115,17 +119,17 @@ def keep_from(given: Any, name: str) -> Keep:
 
 
 def fields_of(given: Any, name: str) -> dict[str, Any]:
-    """Errors: UsageError where that part of a message is no map."""
+    """The map at this place of a message. Errors: UsageError if it is no map."""
     if not isinstance(given, dict):
         raise UsageError(f"{name} is {given!r:.80}, not a map")
     return given
 
 
 class StoreClient:
-    """One per agent. Thread-safe, but for `commit`, which one lane runs one after the other."""
+    """The store, as one agent uses it. Thread-safe except for `commit`, which one lane runs one call at a time."""
 
     def __init__(self, url: str, settings: Settings, events: Events, owner: str) -> None:
-        """`owner`: the name of this node in the keys of its packs."""
+        """`owner`: this node's name in the keys of its packs."""
         self.url = url
         self.events = events
         self.claims = Claims(url, self.run, settings.heartbeat_s, events)
@@ -136,11 +140,13 @@ class StoreClient:
         self._old: list[Run] = []
         self._committers: dict[tuple[str, float | None], Committer] = {}
         self._base: Record | None = None
-        self._unsure: Identity | None = None  # the newest whose commit has failed since: its record may be there
-        self._pruners: dict[Epoch | None, Pruner] = {}  # each remembers the records that it has read
+        # The newest checkpoint whose commit failed since. Its record may be in the store.
+        self._unsure: Identity | None = None
+        self._pruners: dict[Epoch | None, Pruner] = {}  # each caches the records that it has read
 
     def run(self, impatient: bool = False) -> Run:
-        """Errors: UsageError, StorageError."""
+        """The opened run. `impatient`: failed requests are retried for IMPATIENT_S at most. Errors: UsageError,
+        StorageError."""
         from ckpt.storage import open as open_store
         from ckpt.store.run import Run
 
@@ -153,7 +159,7 @@ class StoreClient:
 
     @property
     def folder(self) -> str | None:
-        """Where the store is, if it is a local folder."""
+        """The URL of the store if it is a local folder, else None."""
         from ckpt.storage.url import scheme_of
 
         return self.url if scheme_of(self.url) == "file" else None
@@ -163,14 +169,15 @@ class StoreClient:
         return self.run().backend
 
     def claim(self, claim: Claim) -> None:
-        """Once; where it is there already, nothing happens. Errors: as Claims.claim."""
+        """Puts the claim once; a second call does nothing. Errors: as Claims.claim."""
         self.claims.claim(claim)
 
     def is_claimed(self, epoch: Epoch) -> bool:
         return self.claims.is_claimed(epoch)
 
     def heartbeat(self, epoch: Epoch, count: int) -> None:
-        """Looks now and then, ever less often, at whether the store has shown something late.
+        """Puts the heartbeat numbered `count`. At the 1st, 2nd, 4th, 8th ... it also looks for checkpoints that the
+        store listed late.
 
         Errors: StorageError; Superseded, see Claims."""
         if self.is_claimed(epoch):
@@ -180,12 +187,13 @@ class StoreClient:
                 self.claims.look(run, epoch)
 
     def end(self, epoch: Epoch, reason: str) -> None:
-        """Errors: StorageError."""
+        """Closes the epoch in the store. Errors: StorageError."""
         if self.is_claimed(epoch):
             self.run(impatient=True).close(epoch, reason)
 
     def reader(self, refs: Collection[CommitRef]) -> FrameReader:
-        """Of the first record that can be read. Errors: that of the last one; NewerFormat where one needs that."""
+        """A reader of the first record that can be read. Errors: the last record's error; NewerFormat if any record
+        needs a newer format."""
         from ckpt.store.reader import FrameReader, open_record
 
         run = self.run()
@@ -198,8 +206,9 @@ class StoreClient:
         raise failed or StorageError("no record of it is in the store")
 
     def restored(self, parent: Identity | None, record: Record | None) -> None:
-        """Training goes on from `parent`. `record`: its record, where its frames have just been read from there and
-        were right: unchanged frames may be referred to. So they may in what this agent has committed itself."""
+        """Training goes on from `parent`. `record`: its record, if its frames were just read from the store and
+        verified. Then the next commit may refer to its unchanged frames. It may also refer to what this agent has
+        committed itself."""
         if record is not None or self._base is None or self._base.identity != parent:
             self._base, self._unsure = record, None
 
@@ -212,8 +221,9 @@ class StoreClient:
         elsewhere: OtherWriters | None = None,
         cancel: threading.Event | None = None,
     ) -> Committed:
-        """`elsewhere`, `cancel`: see Committer.commit.
-        Errors: SaveFailed; Superseded when another agent's newer epoch owns the run, or as `claim`; StorageError."""
+        """Commits one checkpoint. `elsewhere`, `cancel`: see Committer.commit.
+
+        Errors: SaveFailed; Superseded if another agent's newer epoch owns the run, or as `claim`; StorageError."""
         epoch = claim.epoch
 
         def check() -> None:
@@ -244,8 +254,8 @@ class StoreClient:
         return done
 
     def _settle_base(self, failed: Identity) -> None:
-        """The record of a commit that failed may have landed all the same: then it is the newest, and what it refers to
-        may be retired. Errors: StorageError."""
+        """Settles which record the next commit may refer to. The record of a failed commit may have landed and is then
+        the newest. An older record may be retired. Errors: StorageError."""
         from ckpt.store import keys
         from ckpt.store.lineage import CommitRef
         from ckpt.store.reader import open_record
@@ -276,8 +286,8 @@ class StoreClient:
         cancel: threading.Event,
         elsewhere: OtherWriters | None = None,
     ) -> Committed:
-        """Commits what another agent coordinated and cannot commit any more: nothing but packs made for it is referred
-        to. `check`, `cancel`, `elsewhere` and errors: see store.commit.Committer.commit."""
+        """Commits a checkpoint whose coordinator cannot commit it any more. The record refers only to packs made for
+        this checkpoint. `check`, `cancel`, `elsewhere` and errors: see store.commit.Committer.commit."""
         committer = self._committer(codec, bandwidth)
         metrics, manifest = checkpoint.metrics, checkpoint.manifest
         return committer.commit(
@@ -301,8 +311,8 @@ class StoreClient:
         bandwidth: float | None,
         cancel: threading.Event | None = None,
     ) -> Written:
-        """This node's part of a commit that another agent makes: the packs without the record. Each call is a writing
-        incarnation of its own. `cancel`: set it to give up. Errors: SaveFailed; StorageError."""
+        """Writes this node's part of another agent's commit: the packs without the record. Each call has a writer name
+        of its own. `cancel`: set it to give up. Errors: SaveFailed; StorageError."""
         from ckpt.store.keys import new_writer
 
         committer = self._committer(codec, bandwidth)
@@ -310,7 +320,8 @@ class StoreClient:
         return committer.write(identity, frames, numbers, frame, self._owner, new_writer(), cancel)
 
     def _committer(self, codec: CodecOption, bandwidth: float | None) -> Committer:
-        """Of "auto" in a local folder: raw, since decoding takes longer than the disk for what coding saves."""
+        """The committer of a codec and bandwidth. In a local folder "auto" means raw: decoding takes longer than the
+        disk time that compression saves."""
         from ckpt.store.commit import Committer
         from ckpt.store.keys import new_writer
 
@@ -322,10 +333,13 @@ class StoreClient:
         return self._committers[codec, bandwidth]
 
     def check(self, epoch: Epoch) -> None:
-        """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one. LostStore
-        where our claim is gone, and so probably all that was there: nothing may be referred to."""
+        """Checks that the epoch still owns the run.
+
+        Errors: Superseded by a newer epoch of another agent; this agent's newer epochs continue this one. LostStore if
+        this epoch's claim is gone: probably all else is too, so commits must not refer to earlier packs."""
         run = self.run()
-        claimed = self.is_claimed(epoch)  # before it is listed: the claim may land meanwhile
+        # Read before the listing, since the claim may land meanwhile.
+        claimed = self.is_claimed(epoch)
         epochs = run.epochs()
         if claimed and epoch not in epochs:
             self.claims.lost(epoch)
@@ -338,10 +352,10 @@ class StoreClient:
     def prune(
         self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: PrunePass = PrunePass.DUE
     ) -> dict[str, Any]:
-        """One pass; what it did, or would do. `epoch`: of the job here that decides for the run; None: there is none,
-        so another's epoch that was not closed is watched first.
+        """Runs one prune pass and returns what it did or would do. `epoch`: of the job here that decides for the run.
+        None: no job here decides, so another agent's open epoch is first watched for signs of life.
 
-        Errors: RunInUse by one that lives; Superseded; StorageError; UsageError."""
+        Errors: RunInUse if that epoch is alive; Superseded; StorageError; UsageError."""
         from ckpt.store.branch import LAUNCH
         from ckpt.store.prune import Pruner
 
@@ -362,7 +376,8 @@ class StoreClient:
         return facts
 
     def reopen(self) -> None:
-        """The next use opens the store anew: what leads to it has changed. What is under way ends as it began."""
+        """Has the next use open the store anew, for example with new credentials. Operations under way end as they
+        began."""
         with self._lock:
             self._old += self._runs.values()
             self._runs.clear()
