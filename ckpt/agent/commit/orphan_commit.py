@@ -81,9 +81,8 @@ def check_due(store: StoreClient, claim: Claim, identity: Identity) -> None:
 
 def commit_newest(store: StoreClient, found: Sequence[OrphanCheckpoint], cancel: threading.Event) -> Identity | None:
     """Commits the newest of these checkpoints that needs it and returns its identity; None: no commit is needed. Runs
-    on a worker thread. Damaged checkpoints, and those outside the branch history, are skipped.
-
-    Errors: SaveFailed; Superseded; StorageError; DamagedData if all checkpoints that need a commit are damaged."""
+    on a worker thread. Damaged checkpoints, and those outside the branch history, are skipped. Errors: SaveFailed;
+    Superseded; StorageError; DamagedData if all checkpoints that need a commit are damaged."""
     damaged: DamagedData | None = None
     for each in sorted(found, key=lambda each: each.identity, reverse=True):
         verdict = judge(store.run().view(), each.terms.claim, each.identity)
@@ -113,9 +112,8 @@ def commit_whole(
     elsewhere: OtherWriters | None = None,
 ) -> Committed:
     """Commits a checkpoint that `judge` found due, and claims its epoch first if needed. Runs on a worker thread. `by`:
-    the committing party, for the record. `elsewhere`: see store.commit.Committer.commit.
-
-    Errors: SaveFailed; Superseded if the checkpoint is no longer due; StorageError."""
+    the committing party, for the record. `elsewhere`: see store.commit.Committer.commit. Errors: SaveFailed; Superseded
+    if the checkpoint is no longer due; StorageError."""
     claim, identity = terms.claim, made.identity
 
     def look() -> OrphanVerdict:

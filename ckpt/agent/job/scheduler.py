@@ -1,20 +1,21 @@
-"""What one job on this node is doing, decided by one pure state machine: no I/O, no threads, no clock of its own.
+"""The scheduler of one job: decides which version to snapshot and into which slot, and what to replicate and commit.
 
-Facts come in as method calls and only record; `decide(now_s, steps)` looks at all of them and says what to do, as a
-list of actions. The agent carries the actions out and feeds their outcomes back as facts. What holds at every moment:
-
-- A slot holds one round, a round one tick. A slot is given to a new round only when it is free: never while its
-  round is open, nor while anybody holds a lease on it.
-- A round is complete only when every rank staged it for the same tick, slot and division, and it assembled.
-- A tick that one rank missed, or can no longer stage, is abandoned for all at once. Whoever asks later is told so.
-- The newest complete round stays until a newer one is complete (with one slot: until it is committed); so does the
-  newest one of which other nodes keep copies (where nobody keeps any more, or no other slot is to be had since copies
-  of a newer one have failed: until a newer one is committed).
-- At most one commit runs. Explicit saves, holds and the newest one wait their turn; an appointed one that a newer one
-  overtakes meanwhile skips the level. One under way is given up only for the last snapshot before a deadline, which
-  would not be in the store by then else; what it holds stays until a newer one is in the store, and is tried once more
-  where that one fails.
-- Nothing is decided by a time-out alone: where time counts, it counts together with something that was seen.
+It is a pure state machine without I/O, threads or a clock. Facts come in as method calls that only record.
+`decide(now_s, steps)` looks at all facts and returns a list of actions. The agent carries them out and reports their
+outcomes as facts. Invariants:
+- A slot holds one save attempt, and an attempt one version. A new attempt gets only a free slot. A slot is not free
+  while its attempt is open or a lease on it is held.
+- An attempt is complete only when every rank staged it for the same version, slot and division, and it was assembled.
+- A version that one rank missed, or can no longer stage, is abandoned for all ranks at once. A rank that asks later is
+  told so.
+- The newest complete attempt stays until a newer one is complete; with one slot, until it is committed itself.
+- The newest replicated attempt stays until a newer one is replicated. If replication is off, or slots run out after it
+  failed, it stays until a newer one is committed.
+- At most one commit runs. Explicit saves, holds and the newest attempt wait their turn. An appointed attempt that a
+  newer one overtakes skips the store.
+- A running commit is given up only if the last snapshot before a deadline would otherwise be stored too late. Its
+  checkpoint stays until a newer one is stored, and its commit is tried once more if the newer one fails.
+- No decision rests on a time-out alone; an observed fact is always part of it.
 """
 
 from __future__ import annotations
@@ -53,15 +54,19 @@ from ckpt.ipc.control_page import ROUND_MAX, SUB_MAX, ControlWord, WordKind
 from ckpt.policy.save_options import STEPS_APART
 from ckpt.types import Tick, counted
 
-LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
-NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
-MOVING_S = 1.0  # between two signs of life to ranks that wait for a slot
-AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
-LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
+# In steps or polls: two announcements may be late before a rank misses one.
+LEAD_MIN = STEPS_APART - 1
+NEAR_MARGIN = 0.1  # of a step: steps vary in time
+MOVING_S = 1.0  # between two progress reports to ranks that wait for a slot
+# Ranks wait this long in a save for others before the others are named.
+AWAITED_S = 10.0
+# A silent rank this many steps past a version has staged it or never will.
+LOST_STEPS = 3
 
 
 class Scheduler(ExitVote):
-    """One job: the facts, and what follows from them. Not thread-safe: it lives on the agent's main thread."""
+    """The scheduler of one job: its facts, and the decisions that follow. Not thread-safe; for the agent's main
+    thread."""
 
     def decide(
         self,
@@ -70,9 +75,9 @@ class Scheduler(ExitVote):
         polls: Sequence[int] = (),
         since_s: Sequence[float | None] = (),
     ) -> list[Action]:
-        """All that follows from what is known. `steps`: the step each rank published as entered, 0: none yet. `polls`:
-        how often it polled or saved since the last ended one; empty: never. `since_s`: when it entered that step;
-        None, or empty: that is not known."""
+        """All actions that follow from the known facts. `steps`: the step that each rank has published as entered; 0:
+        none yet. `polls`: each rank's polls and saves since its last ended step; empty: none. `since_s`: when each rank
+        entered its step; None or empty: unknown."""
         saved = self._settled.tick if self._settled is not None else None
         self.pace.see(now_s, steps, polls, since_s, saved)
         self._tend_notices(now_s, steps)
@@ -121,9 +126,13 @@ class Scheduler(ExitVote):
                     self._abandon(slot, round_, f"rank {silent[0]} is past it and has said nothing", now_s)
 
     def _judge_holds(self, now_s: float) -> None:
-        """Held by all and staged by all: leave. A rank is dead, the ranks were told to end, or the run is another's:
-        leave too, the job is broken. The notice was taken back: go on, with what is being staged. The deadline passed,
-        or all hold and not all staged, so that nobody is left who could: go on, for ever."""
+        """Decides for each open hold whether the ranks leave or go on. In this order:
+
+        - A rank is dead, the ranks were told to end, or another start owns the run: leave, since the job cannot go on.
+        - The notice was withdrawn: go on; the staging continues.
+        - All ranks held and staged it: leave.
+        - The deadline passed, or all held but not all staged: go on, and abandon it. No rank could leave by it any
+          more."""
         for slot in self.slots:
             round_ = slot.round
             if round_ is None or not round_.unjudged:
@@ -150,7 +159,8 @@ class Scheduler(ExitVote):
 
     def _free_older(self) -> None:
         newest, safe = self.newest, self.safe
-        waits = self.replicates and not self._is_stuck  # for a newer one that other nodes keep, too
+        # The replicated attempt then stays until a newer one is replicated.
+        waits = self.replicates and not self._is_stuck
         if not waits and self._safe_is_outdone:
             safe = None
         for slot in self.slots:
@@ -168,9 +178,9 @@ class Scheduler(ExitVote):
                 self._free(slot)
 
     def _give_up_copies(self) -> None:
-        """Where nobody has room for them any more none comes that takes the place of those that are there: they go
-        once the store has something newer than what is safe, whose slot is gone, and what attempts that failed have
-        left, which may be all that outlives this node."""
+        """Lets peers drop their replicas if no node has room for new ones. They go once the store has a checkpoint at
+        least as new as any replica, and the replicated slot is free. Until then they stay, including those of failed
+        attempts: they may be all that survives this node."""
         copied, stored = self._copied_tick, self.committed_tick
         if self.replicates or self.replicating is not None or self.superseded_by or copied is None:
             return
@@ -180,14 +190,15 @@ class Scheduler(ExitVote):
             self._out.append(Unkeep())
 
     def _replicate_newest(self, now_s: float) -> None:
-        """One at a time, and again after it failed, or a node that may have lost its copies is back, or one that has
-        memory for more of them; what is overtaken meanwhile skips the level. What is safe is found out with the first,
-        also where nobody keeps any more."""
+        """Begins to replicate the newest attempt, one at a time; an attempt that is overtaken meanwhile is not
+        replicated. It is repeated after a failure, and when a node returns that may have lost its replicas or has
+        memory for more. The first call has peers surveyed for what is replicated, even if none of them keeps replicas
+        now."""
         newest = self.newest
         if not (self.replicates or self.unsure) or self.replicating is not None or self.superseded_by:
             return
         if self.unsure and not self.division:
-            return  # how safe it is to be is not known before it is known who keeps what
+            return  # the placement is not known before the first division
         if self.all_gone and not self._copies_first(now_s):
             return
         if newest is None or newest.round is None:
@@ -199,7 +210,9 @@ class Scheduler(ExitVote):
         again = peer is Store.FAILED or (peer is Store.DONE and short)
         if peer is not Store.NEW and (not again or waits or self._broken()):
             return
-        if self.undoes_safe and not self.unsure:  # else less may be left of what is safe than is known
+        # A replication now would reduce the protection of the replicated version. If a survey is still due, more may be
+        # lost of that version than is known, and replication goes on.
+        if self.undoes_safe and not self.unsure:
             if peer is Store.NEW:
                 newest.round.peer = Store.FAILED
                 self._tell_level(newest.round.tick, "peer", False, UNKEPT)
@@ -211,7 +224,7 @@ class Scheduler(ExitVote):
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 
     def _make_way(self, now_s: float) -> None:
-        """The commit under way is given up where it keeps the last snapshot from being saved in time."""
+        """Gives up the running commit if it keeps the last snapshot from being stored in time."""
         newest, slot = self.newest, self.slots[self.committing] if self.committing is not None else None
         if slot is None or slot.round is None or slot.round.gave_way or newest is None or newest.round is None:
             return
@@ -238,7 +251,7 @@ class Scheduler(ExitVote):
             no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
             last = no_more and not round_.last_try and not self._given_up and not self._waits_for_agent(now_s)
             soon = self._is_stuck or not (self._broken() or self._would_delay_the_last(now_s))
-            due = now_s >= self._retry_commit_s or not self.store_fails  # an older one may be in the store since
+            due = now_s >= self._retry_commit_s or not self.store_fails  # an older one may have been stored since
             again = round_.store is Store.FAILED and (last or (soon and due))
             if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
                 chosen = newest
@@ -260,8 +273,8 @@ class Scheduler(ExitVote):
         self._out.append(Commit(slot.number, round_.number, round_.tick, round_.metrics))
 
     def _is_its_turn(self, round_: Round, now_s: float) -> bool:
-        """Whether an appointed round is one of those that the policy has committed. Where no slot is to be had
-        otherwise, or once it is time to leave because a machine goes away, each is."""
+        """True if the policy wants this appointed attempt committed. Each attempt is, if slots are stuck or it is time
+        to leave."""
         if self._is_stuck or self._insists(round_):
             return True
         if self._would_delay_the_last(now_s):
@@ -270,7 +283,7 @@ class Scheduler(ExitVote):
             return True
         if any(tick is not None and round_.tick >= tick for tick in (self._away, self._early)):
             return True
-        late = now_s >= min(self._late_commit_s(), self._retry_commit_s)  # nothing came of the one whose turn it was
+        late = now_s >= min(self._late_commit_s(), self._retry_commit_s)  # the commit whose turn it was has failed
         return late or round_.opened_s >= self._commit_due_s()
 
     def _divide_and_make(self, now_s: float) -> None:
@@ -281,10 +294,10 @@ class Scheduler(ExitVote):
                 self._dividing = True
                 self._out.append(Divide(self._layouts_version))
             return
-        # What is appointed is appointed again, under that one.
+        # Appointments of another division are withdrawn and made anew under this one.
         self._withdraw(now_s, lambda r: r.division != self.division)
         self._close_unused()
-        making = any(slot.making for slot in self.slots)  # one after the other, so that the first can be used soon
+        making = any(slot.making for slot in self.slots)  # one slot at a time, so that the first can be used soon
         if self.division:
             for slot in self._in_use:
                 if slot.leases or slot.making:
@@ -303,7 +316,7 @@ class Scheduler(ExitVote):
                     self._out.append(OfferSlot(slot.number))
 
     def _close_unused(self) -> None:
-        """Memory of slots that are not in use any more would count as free for ever."""
+        """Closes the arenas of slots that are no longer in use; their memory would count as free for ever."""
         for slot in self._by_use[self.slots_in_use :] if self.division else ():
             if slot.handed and slot.state is State.FREE and not slot.leases and not slot.making:
                 slot.handed, slot.bytes = False, ()
@@ -352,28 +365,30 @@ class Scheduler(ExitVote):
         self._say_that_dues_wait(now_s)
 
     def _say_that_dues_wait(self, now_s: float) -> None:
-        """Each second: without that word training goes on."""
+        """Once a second tells ranks in a policy-due save that it is still under way. Without that message they train
+        on."""
         if now_s >= self._said_s + MOVING_S:
             self._said_s = now_s
             self._out += [ReportProgress(save.request) for save in self._saves.values() if save.why is Why.DUE]
 
     def _away_for_dues(self, now_s: float) -> int | None:
-        """A rank that cannot be heard, and for which no save waits that the policy names."""
+        """A rank that has been unreachable for LOST_S while policy-due saves wait; else None."""
         if not any(save.why is Why.DUE for save in self._saves.values()):
             return None
         lost = ((m.rank, m.lost_s) for m in self.members.seen.lost)
         return next((rank for rank, lost_s in lost if lost_s is not None and now_s >= lost_s + LOST_S), None)
 
     def _gone_on_from(self, tick: Tick) -> int | None:
-        """A rank that has seen another save of that step fail and gone on, as it seems: those that wait may keep it in
-        the next step, where it never gets past them. At the end all ask again, however long that takes."""
+        """A rank that saw another save of this step fail and apparently went on; else None. The ranks that wait may
+        keep that rank inside the next step for ever. Saves at the end of the block are excluded: all ranks ask for them
+        again, however long it takes."""
         told = self._awaited_s == math.inf and not self._all_exit()
         gave_up = ((rank, at) for rank, (at, _) in self._unsavable.items() if told and rank not in self._saves)
         return next((rank for rank, at in gave_up if at.step == tick.step and at < tick), None)
 
     def _is_exit_behind(self) -> bool:
-        """Whether ranks that come to their end ask for different ticks of one step: some have seen an attempt fail that
-        others have not, as where one node's agent was started again."""
+        """True if ranks at the end of their blocks ask for different versions of one step. Some then saw an attempt
+        fail that others did not, for example since one node's agent restarted."""
         ticks = {save.tick for save in self._saves.values()}
         return len(ticks) > 1 and self._all_exit() and len({tick.step for tick in ticks}) == 1
 
@@ -381,13 +396,13 @@ class Scheduler(ExitVote):
         return all(save.why is Why.EXIT for save in self._saves.values())
 
     def _settle_unsavable(self) -> None:
-        """A rank that cannot save does not come: nobody waits for it, now or later."""
+        """Settles the version that a rank cannot save: no rank waits for it, now or later."""
         for rank, (tick, why) in self._unsavable.items():
             if self._settled is None or tick > self._settled.tick:
                 self._settled = Settled(tick, "save-failed", f"rank {rank} cannot save {tick}: {why}")
 
     def _name_awaited(self, now_s: float) -> None:
-        """Ranks wait in a save for others, which may never come to one: these are named, once."""
+        """Reports once which ranks have not come to a save that others wait in. They may never come."""
         absent = [rank for rank in range(self.world) if rank not in self._saves]
         if not self._saves or not absent:
             self._awaited_s = None
@@ -402,7 +417,7 @@ class Scheduler(ExitVote):
             self._out.append(Emit("save.awaited", text, True, {"tick": str(tick), "ranks": absent[:100]}))
 
     def _refuse_behind(self) -> None:
-        """They ask for the next tick then."""
+        """Refuses the saves of older versions; those ranks then ask for the next version."""
         newest = max(save.tick for save in self._saves.values())
         for rank in [rank for rank, save in self._saves.items() if save.tick < newest]:
             save = self._saves.pop(rank)
@@ -410,7 +425,8 @@ class Scheduler(ExitVote):
             self._out.append(Refuse(save.request, "not-staged", message))
 
     def _repeat_saves(self) -> None:
-        """Who asks again, since the first answer was lost, or comes after it was refused, gets the same outcome."""
+        """Answers a rank that asks again with the same outcome: its first answer was lost, or it comes after a
+        refusal."""
         for rank, save in list(self._saves.items()):
             if self._settled is None or save.tick > self._settled.tick:
                 continue
@@ -427,25 +443,28 @@ class Scheduler(ExitVote):
 
     def _grant(self, now_s: float) -> None:
         tick, same = self._saves[0].tick, {save.same for save in self._saves.values()}
-        holding = {tick, *same} if len(same) == 1 else {tick}  # what is staged for one of these is the present state
+        holding = {tick, *same} if len(same) == 1 else {tick}  # snapshots of these versions equal the present state
         for slot in self.slots:
             if slot.round and slot.round.tick in holding and slot.state in (State.STAGED, State.COMPLETE):
                 self._adopt(slot.round)
                 return
         waited = self._asked_s is not None and now_s - self._asked_s >= LOST_S
-        for _, earlier in self._open():  # all ranks wait here: what they have not said of an earlier tick was lost
+        # All ranks wait in this save, so answers about earlier versions that are still missing were lost.
+        for _, earlier in self._open():
             if waited and earlier.tick <= tick:
                 earlier.missed = "all ranks are past it"
         appointed = next((round_ for _, round_ in self._open() if round_.tick == tick), None)
         if appointed is not None and appointed.staged:
-            return  # this very tick is being staged: it need not be taken twice
+            return  # this version is being staged: it need not be taken twice
         waiting = [s.round for s in self.slots if s.round and self._insists(s.round) and s.round.store is Store.NEW]
-        queued = [round_ for round_ in waiting if round_.tick <= tick or round_.staged]  # else they wait for the ranks
+        # Later attempts that no rank has staged do not count: they wait for the ranks, which wait here.
+        queued = [round_ for round_ in waiting if round_.tick <= tick or round_.staged]
         if queued or not self.is_planned:
             return
         free = self._grantable()
         if (free is None or appointed is not None) and self._withdraw(now_s, lambda _: True):
-            free = self._grantable()  # all ranks wait here: none has acted on that appointment, or will
+            # All ranks wait in this save, so none has acted on that appointment, or will.
+            free = self._grantable()
         if free is None:
             return
         round_ = self._open_round(free, self._saves[0].why, tick, now_s)
@@ -453,14 +472,16 @@ class Scheduler(ExitVote):
         self._answer_saves(self._stage_now(free, round_))
 
     def _adopt(self, round_: Round) -> None:
-        """All ranks ask for what is staged already: it only has to reach the store like any explicit one."""
+        """Uses a snapshot that is staged already for the save that all ranks ask for. It must now reach the store like
+        any explicit save."""
         if round_.why is not Why.HOLD:
             round_.why = self._saves[0].why
         if round_.store is Store.FAILED:
             round_.store = Store.NEW
         if round_.peer is Store.FAILED:
             round_.peer = Store.NEW
-        for level, state in (("store", round_.store), ("peer", round_.peer)):  # who saves it forgets what failed before
+        # The saving rank forgets earlier failures, so an earlier success is reported again.
+        for level, state in (("store", round_.store), ("peer", round_.peer)):
             told = self._told.pop((round_.tick, level), None)
             if told is not None and state is Store.DONE:
                 self._tell_level(round_.tick, level, told["ok"], told["message"])
@@ -473,13 +494,14 @@ class Scheduler(ExitVote):
         if self._at_end:
             self._withdraw(now_s, lambda _: True)
         if hold or self.course is Course.PUSH:
-            self._withdraw(now_s, lambda r: not r.unjudged)  # all else makes way for the last one
+            self._withdraw(now_s, lambda r: not r.unjudged)  # all other appointments give way to the last one
         elif extra:
             far = max(steps, default=0) + LEAD_MIN
             self._withdraw(now_s, lambda r: r.tick.step > far)
         at_polls = self.pace.all_poll and self.pace.is_long
         if at_polls and self._withdraw(now_s, lambda r: not r.tick.sub):
-            self._extra_tries += self._extra is not None  # nobody knows when this step ends, and none was missed
+            # This step's end is unknown, and no appointment was missed.
+            self._extra_tries += self._extra is not None
         if self.course is Course.PUSH or not self._may_appoint() or self._saves or self._open():
             return
         by_clock = now_s >= self._due_s
@@ -503,20 +525,20 @@ class Scheduler(ExitVote):
         self._due_s = now_s + self._interval_s
 
     def _pass_over(self, now_s: float) -> None:
-        """What is due by the clock finds no slot. It is passed over where the next one is due before there is one."""
+        """Skips due snapshots for which no slot is free, once the next one is due too."""
         if now_s >= self._due_s + self._interval_s:
             count = int((now_s - self._due_s) / self._interval_s)
             self._due_s += count * self._interval_s
             self._tell_passed(count, "no slot was free when a snapshot was due")
 
     def _tell_passed(self, count: int, why: str) -> None:
-        """Checkpoints that were due, and are not there."""
+        """Reports checkpoints that were due and were not taken or not committed."""
         text = f"{counted(count, 'checkpoint')} passed over: {why}"
         self._out.append(Emit("snapshot.passed", text, False, {"count": count}))
 
     def _next_step(self, now_s: float, at: int) -> Tick:
-        """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be
-        late, at the pace seen since the last one."""
+        """The end of a step far enough ahead of `at`, the foremost rank's step, that two announcements may be late. It
+        uses the pace seen since the last call."""
         since_s, since = self._steps_from
         if now_s - since_s >= LATENCY_S:
             self._steps_per_s = (at - since) / (now_s - since_s)
@@ -524,22 +546,22 @@ class Scheduler(ExitVote):
         return Tick(at + self._lead(self._steps_per_s))
 
     def _near_step(self, now_s: float) -> Tick | None:
-        """Sooner than that: the end of the step that the foremost rank is in, or of the next one, if that is as far
-        away as an announcement needs; by when it entered that step, and the pace. A step may take a minute, and so may
-        what is left before a deadline. None where that is not known, or announcements were late of late."""
+        """An earlier version than `_next_step`: the end of the foremost rank's step, or of the next one; else None. A
+        step may take a minute, and a deadline may be as close. It is None if the pace is unknown, this step takes
+        unusually long, or announcements were late recently."""
         at, step_s = self.pace.step, self.pace.measured_s
         if not at or not self.pace.is_shown or step_s is None or self._latency_s > LATENCY_S:
             return None
         left_s = self.pace.entered_s + step_s - now_s
         margin_s = max(LATENCY_S, NEAR_MARGIN * step_s)
-        if not margin_s - step_s <= left_s <= step_s + margin_s:  # this step is another than they usually are
+        if not margin_s - step_s <= left_s <= step_s + margin_s:  # this step is unlike the usual ones
             return None
         return Tick(at if left_s >= margin_s else at + 1)
 
     def _next_poll(self) -> Tick:
-        """The same where all ranks poll within one step: an evaluation may take longer than waiting for its end is
-        good for. If it ends sooner the ranks say that they are late. Between two steps they need not keep step: those
-        of other nodes may be as far ahead of where they were seen as they come while nobody tells."""
+        """The next poll that an announcement can reach, for ranks that all poll within one step, as in a long
+        evaluation. If the step ends sooner, the ranks answer "late". Polls of different ranks need not keep pace. So
+        the lead includes the polls that ranks of other nodes may have made since their last report."""
         pace = self.pace
         unseen = 0 if self.one_page else math.ceil(TOLD_S * pace.polls_per_s)
         return Tick(pace.step - 1, min(SUB_MAX, pace.poll + unseen + self._lead(pace.polls_per_s)))
@@ -554,7 +576,7 @@ class Scheduler(ExitVote):
             return
         unsaved = newest is not None and newest.store is not Store.DONE and not (self.superseded_by or self._given_up)
         if unsaved and self._waits_for_agent(now_s):
-            return  # it is tried again
+            return  # the commit is tried again
         if self.all_gone and not self._closing and not unsaved:
             self._closing = True
             dead = [m.rank for m in self.members if m.presence is Presence.DEAD]
@@ -562,9 +584,9 @@ class Scheduler(ExitVote):
         for member in self.members.seen.leaving:
             returns = member.insists and now_s < self._returns_by_s(member)
             if returns or (member.lost_s is None and member.leave is AGAIN):
-                continue  # it hears it on its next connection
+                continue  # the rank gets its answer on its next connection
             if member.lost_s is not None:
-                member.leave = None  # nobody waits for that any more
+                member.leave = None  # no rank waits for this answer any more
             elif self.closed_in_store or unsaved or not self.all_gone:
                 error = self.last_error or (f"superseded by {self.superseded_by}" if self.superseded_by else "")
                 committed = str(self.committed_tick) if self.committed_tick else None
@@ -574,7 +596,8 @@ class Scheduler(ExitVote):
     # -- small steps
 
     def _is_all_stored(self, newest: Round | None) -> bool:
-        """Whether all have left, by no notice, none died, and the store has the last step: nobody needs copies."""
+        """True if all ranks left without a notice, none died, and the last step is stored: replicas are not needed any
+        more."""
         have_left = self.all_gone and not self.members.seen.any_dead and self._report is None
         return have_left and newest is not None and newest.store is Store.DONE
 
@@ -583,31 +606,32 @@ class Scheduler(ExitVote):
         return "died" if member.presence is Presence.DEAD else "is away" if member.away else "left"
 
     def _waits(self, slot: Slot) -> bool:
-        """Whether its round waits for its turn to be committed, and may not be skipped."""
+        """True if the slot's attempt waits to be committed and must not be skipped."""
         round_ = slot.round
         is_new = slot.state is State.COMPLETE and round_ is not None and round_.store is Store.NEW
         return is_new and round_ is not None and self._insists(round_)
 
     def _insists(self, round_: Round) -> bool:
-        """Whether it is to reach the store even if newer ones are there. What the policy names does not while the store
-        fails, nor once a notice came: training would wait for the slot of each."""
+        """True if the attempt must reach the store even if newer ones exist. A policy-due save need not while the store
+        fails or a notice stands, since training would wait for its slot."""
         is_spared = round_.why is Why.DUE and (self.store_fails or self.course is not Course.STAY)
         return round_.explicit and not is_spared
 
     def _may_be_all(self, round_: Round) -> bool:
-        """Whether its commit was given up for a newer one, of which nobody knows yet that it is in the store."""
+        """True if the attempt's commit was given up for a newer one that is not known to be stored yet."""
         committed = self.committed_tick
         return bool(round_.gave_way) and (committed is None or committed < round_.tick)
 
     def _gave_way_in_vain(self) -> Slot | None:
-        """The one whose commit was given up for a newer one, which has failed and is not tried again now."""
+        """The slot whose commit was given up for a newer one, if that one failed and is not tried again now."""
         newest = self.newest.round if self.newest is not None else None
         if newest is None or newest.store is not Store.FAILED or not newest.last_try:
             return None
         return next((slot for slot in self.slots if slot.round is not None and self._may_be_all(slot.round)), None)
 
     def _grantable(self, slots: Sequence[Slot] | None = None) -> Slot | None:
-        """A slot (of these) that is free and warm on all ranks; with one slot in all, a committed round gives way."""
+        """A slot, of `slots` if given, that is free and warm on all ranks; else None. A job's only slot counts if its
+        attempt is committed; it is then freed."""
         for slot in self._in_use if slots is None else slots:
             if slot.making or slot.leases or not self._fits(slot):
                 continue
@@ -621,18 +645,19 @@ class Scheduler(ExitVote):
         return None
 
     def _can_spare(self, slot: Slot) -> bool:
-        """Whether a snapshot to leave at would find a slot, were this one taken. While others are still being made,
-        which beside training may take as long as a commit, it might have to wait for one that is being committed."""
+        """True if a hold would still find a slot after this one is taken. Other slots may still be in the making, which
+        may take as long as a commit beside training. The hold might then have to wait for a slot that is being
+        committed."""
         others = [each for each in self._in_use if each is not slot]
         if not any(each.state is State.FREE for each in others) or self._grantable(others) is not None:
             return True
         rest = [s.round for s in others if s.state in (State.STAGED, State.COMPLETE) and not s.leases and s.round]
         next_one = self.committing is None and any(round_.store is Store.NEW for round_ in rest)
-        return len(rest) > next_one  # a newer one frees them
+        return len(rest) > next_one  # a newer complete attempt frees the others
 
     def _gives_way(self, slot: Slot) -> bool:
-        """Whether it is the only one, and what it holds is in the store. While another holds something still that is
-        not so: what is older there would be the newest again."""
+        """True if this is the only slot in use and its attempt is in the store. It is False while a retired slot still
+        holds an older attempt, which would become the newest again."""
         done = slot.round is not None and slot.round.store is Store.DONE and not slot.round.unjudged
         alone = self.slots_in_use == 1 and all(each.state is State.FREE for each in self.slots if each is not slot)
         return alone and slot.state is State.COMPLETE and done
@@ -640,13 +665,15 @@ class Scheduler(ExitVote):
     def _open_round(self, slot: Slot, why: Why, tick: Tick, now_s: float) -> Round:
         number = self._next_round
         self._next_round = number % ROUND_MAX + 1
-        self._told = {key: body for key, body in self._told.items() if key[0] != tick}  # of an attempt that has failed
+        # Forget what was reported of a failed attempt at this version.
+        self._told = {key: body for key, body in self._told.items() if key[0] != tick}
         slot.state = State.GRANTED
         slot.round = Round(number, slot.number, why, tick, self.division, now_s, sum(self._need))
         return slot.round
 
     def _withdraw(self, now_s: float, which: Callable[[Round], bool]) -> bool:
-        """Takes those appointments back that no rank has acted on: nothing is lost by it. False where there is none."""
+        """Withdraws announced appointments that no rank has staged, so nothing is lost. Returns False if there are
+        none."""
         found = [(slot, r) for slot, r in self._open() if r.announced and not r.staged and which(r)]
         for slot, round_ in found:
             self._drop(slot, round_, now_s)
@@ -654,9 +681,9 @@ class Scheduler(ExitVote):
 
     def _abandon(self, slot: Slot, round_: Round, why: str, now_s: float) -> None:
         message = f"the snapshot at {round_.tick} was given up: {why}"
-        if round_.staged or round_.missed or round_.explicit:  # else nobody had come so far: nothing is lost
-            self._out.append(Emit("save.abandoned", message, round_.explicit))
-        if round_.staged or round_.explicit:  # else nobody waits for it, unless he is just staging it
+        if round_.staged or round_.missed or round_.explicit:  # else no rank had reached it: nothing is lost
+            self._out.append(Emit("round.abandoned", message, round_.explicit))
+        if round_.staged or round_.explicit:  # else no rank waits for it, except one that is just staging it
             self._tell_level(round_.tick, "local", False, why)
         if round_.explicit:
             self.last_error = message
@@ -685,7 +712,7 @@ class Scheduler(ExitVote):
             self._out.append(SetWord(round_.slot, None))
 
     def _metrics(self) -> dict[str, float]:
-        """Of all ranks' requests; where they differ, the lowest rank's."""
+        """The metrics of all ranks' requests; if ranks differ, the lowest rank's value counts."""
         merged: dict[str, float] = {}
         for rank in sorted(self._saves, reverse=True):
             merged.update(self._saves[rank].metrics)
