@@ -1,5 +1,7 @@
-"""A running job's agent has died, and another takes the job over: the trainers bring the arenas, and what is whole in
-them is complete again, on this node and on the others. What can be said of them is in `recovery`."""
+"""Agent restart: a new agent takes over a running job whose agent died. The trainers bring their arenas, and whole
+checkpoints in them are complete again, on this node and on others. The parts
+that need no job are in arena_handover.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-AGAIN_S = 1.0  # until a node that was away is asked again what it has
+AGAIN_S = 1.0  # until a disconnected node is asked again
 
 
 class AgentRestart(JobExecutor):
-    """What a job does until all of its ranks have come to this agent, if it is not the first. Main thread."""
+    """A job's behaviour until all ranks have joined an agent that took it over. Main thread only."""
 
     _recovery: ArenaHandover | None = None
-    holds_unread = False  # a rank was lost before all had come: what the others had is kept, here and on other nodes
+    # A rank was lost before all had joined: the other ranks' arenas are kept unread, here and on other nodes.
+    holds_unread = False
 
     def recover_from_trainers(self) -> None:
-        """This agent takes over a running job: the trainers bring the arenas."""
+        """Begins the takeover of a running job: the trainers bring their arenas within RECOVERY_S."""
         self.taken_over = self.group.recovering = True
         self._recovery = ArenaHandover(self.world, len(self.group.slots))
         for slot in self.group.slots:
@@ -50,7 +53,8 @@ class AgentRestart(JobExecutor):
         self._later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
 
     def _take_arenas(self, rank: int, slots: list[int], message: Message) -> None:
-        if self._recovery is None:  # the connection broke, not the agent: what was on its way then is sent again
+        # Only the connection broke. Messages that were lost with it are sent again.
+        if self._recovery is None:
             self.ranks.has(rank, slots, message.fds)
             return
         if self.ranks.node_of(rank):
@@ -61,7 +65,7 @@ class AgentRestart(JobExecutor):
             self.group.slots[slot].making = True
 
     def _recover(self, recovery: ArenaHandover) -> None:
-        """All ranks are here: what is whole in their arenas is looked for."""
+        """All ranks have joined: looks for whole checkpoints in their arenas."""
         self._recovery = None
         whole, lost = recovery.end(keep=True)
         for slot in lost:
@@ -77,12 +81,12 @@ class AgentRestart(JobExecutor):
         )
 
     def _recover_nodes(self, whole: dict[int, dict[int, Arena]], nodes: AllShares) -> None:
-        """The same where other nodes have their part of it. One that is away just then is waited for: what it has may
-        be whole. If one is away for good, what lies here stays as it is."""
+        """Like `_recover`, for a job on several nodes. A disconnected node is waited for, since a checkpoint may be
+        whole with its part. If a node is gone for good, the arenas here stay as they are."""
         found: dict[int, MemoryCheckpoint] = {}
         network, bulk = self._services.network(), self._services.bulk
-        assert network is not None  # it has several nodes
-        for slot, by_rank in whole.items():  # a start may ask what lies here meanwhile
+        assert network is not None  # a job on several nodes has a network
+        for slot, by_rank in whole.items():  # a start may survey this node meanwhile
             self.own.adopt(slot, by_rank)
 
         def connections() -> list[Channel | None]:
@@ -134,7 +138,7 @@ class AgentRestart(JobExecutor):
         staged: dict[int, Identity] = {}
         for slot, by_rank in whole.items():
             held = {whose(arena) for arena in by_rank.values()}
-            keys = {each[0][0] for each in held if each is not None}  # hashes that are missing are made anew
+            keys = {each[0][0] for each in held if each is not None}  # missing hashes are computed anew
             if None in held or len(keys) != 1 or next(iter(keys)).epoch != self.epoch:
                 log.info("slot %d holds no whole snapshot: not every rank has staged the same there", slot)
             else:
@@ -171,7 +175,7 @@ class AgentRestart(JobExecutor):
         self._show_stored()
 
     def _show_stored(self) -> None:
-        """What the store has may lie in no arena any more."""
+        """Shows the newest checkpoint in the store, which may be in no arena any more."""
         claim, store, account = self.claim, self._services.store, self._services.account
 
         def looked(done: Future[Identity | None]) -> None:

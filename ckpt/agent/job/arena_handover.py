@@ -1,4 +1,6 @@
-"""After a restart of the agent: its trainers bring their arenas, and what is whole in them is complete again."""
+"""The arena handover after an agent restart: trainers bring their arenas, and whole checkpoints in them are found
+again.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-RECOVERY_S = 120.0  # how long a restarted agent waits for the last rank to come with its arenas
+RECOVERY_S = 120.0  # how long a restarted agent waits for the last rank to bring its arenas
 
 
 class ArenaHandover:
-    """The arenas handed over so far, by slot and rank. `slots_max`: slots are numbered below it."""
+    """The arenas handed over so far, by slot and rank. Slots are numbered below `slots_max`."""
 
     def __init__(self, world: int, slots_max: int) -> None:
         self.world = world
@@ -32,8 +34,8 @@ class ArenaHandover:
         self._elsewhere: dict[int, set[int]] = {}
 
     def take(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
-        """Takes over the descriptors, one for each slot. Errors: AgentError; what was taken until then is kept, and
-        replaced when the rank comes again."""
+        """Takes over the descriptors, one for each slot. Errors: AgentError; arenas taken before the error are kept,
+        and replaced if the rank comes again."""
         if len(slots) != len(fds) or not set(slots) <= set(range(self.slots_max)):
             raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(fds)}")
         for slot in slots:
@@ -44,18 +46,19 @@ class ArenaHandover:
             self._arenas[slot][rank] = arena
 
     def take_elsewhere(self, rank: int, slots: Sequence[int]) -> None:
-        """The rank's arenas are on another node, whose agent has them."""
+        """Records that the agent of another node holds the rank's arenas of these slots."""
         for slot in set(slots) & set(range(self.slots_max)):
             self._elsewhere.setdefault(slot, set()).add(rank)
 
     def hand_over(self) -> dict[int, dict[int, Arena]]:
-        """All that ranks have handed over until now, by slot and rank."""
+        """All arenas handed over so far, by slot and rank. They are removed from here."""
         taken, self._arenas = self._arenas, {}
         return taken
 
     def end(self, keep: bool) -> tuple[dict[int, dict[int, Arena]], list[int]]:
-        """The arenas of the slots that every rank has handed over, or has elsewhere, by rank; and the other slots that
-        some have, whose arenas here are closed. keep=False: all are."""
+        """Ends the handover. Returns this node's arenas of each slot that every rank handed over or has on another
+        node, by rank, and the numbers of the other slots. The arenas of those are closed here. keep=False: all slots
+        count as such."""
         whole: dict[int, dict[int, Arena]] = {}
         lost: list[int] = []
         for slot in sorted({*self._arenas, *self._elsewhere}):
@@ -72,7 +75,7 @@ class ArenaHandover:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredCheckpoints:
-    """What a restarted agent finds: complete checkpoints by slot, and which identities are committed already."""
+    """The complete checkpoints found after a restart, by slot, and which identities are committed already."""
 
     checkpoints: dict[int, MemoryCheckpoint]
     committed: frozenset[Identity]
@@ -81,7 +84,8 @@ class RecoveredCheckpoints:
 def look_for(
     epoch: Epoch, arenas: dict[int, dict[int, Arena]], reader: StagedReader, store: StoreClient
 ) -> RecoveredCheckpoints:
-    """On a thread. Hashes everything again: what the arenas say of themselves is not taken on trust."""
+    """Finds the complete checkpoints in the arenas. Runs on a worker thread. All bytes are hashed again; the arenas'
+    own hashes are not trusted."""
     found: dict[int, MemoryCheckpoint] = {}
     for slot, by_rank in arenas.items():
         try:
@@ -89,13 +93,15 @@ def look_for(
             if identity.epoch == epoch:
                 parts = reader.read(identity, len(by_rank), by_rank, keep_hashes=False)
                 found[slot] = put_together(identity, parts, by_rank)
-        except CkptError as exc:  # nothing sealed, or not by all: the round is lost, as it is for the ranks
+        # No rank, or not every rank, sealed a snapshot: the attempt is lost, for the ranks too.
+        except CkptError as exc:
             log.info("slot %d holds no whole snapshot: %s", slot, exc)
     return RecoveredCheckpoints(found, which_committed([checkpoint.identity for checkpoint in found.values()], store))
 
 
 def which_committed(wanted: Collection[Identity], store: StoreClient) -> frozenset[Identity]:
-    """On a thread: those of them that are in the store, as far as it says."""
+    """Those of the wanted checkpoints that the store has; none if the store does not answer. Runs on a worker
+    thread."""
     if not wanted:
         return frozenset()
     try:
@@ -107,8 +113,8 @@ def which_committed(wanted: Collection[Identity], store: StoreClient) -> frozens
 
 
 def newest_stored(claim: Claim, store: StoreClient) -> Identity | None:
-    """On a thread: the newest that the store has of that epoch and what it went on from; None: there is none, or it
-    does not say."""
+    """The newest checkpoint in the store of that epoch or its ancestors; None: there is none, or the store does not
+    answer. Runs on a worker thread."""
     try:
         line = candidates(store.run(impatient=True).view(), [Remembered(claim, ())])
     except CkptError as exc:

@@ -1,11 +1,10 @@
-"""A job that another node's agent coordinates, as this node has it: its ranks here, their memory, and the way between
-them and the coordinator.
+"""A follower job: a job that another node's agent coordinates, as this node has it. It has the ranks here and their
+memory.
 
-What the ranks say goes on to the coordinator as it is, and what it answers comes back, but for what cannot leave this
-host: descriptors, arenas, the control page, the death of a process. Where the connection breaks, the ranks' connections
-are closed too: they come back and join again, as they do when an agent has died, so there is one way to recover.
-
-Everything runs on the agent's main thread.
+It forwards the ranks' messages to the coordinator, and the coordinator's answers to the ranks. It handles here what
+cannot leave this host: descriptors, arenas, the control page, and the death of a process. If the connection to the
+coordinator breaks, the ranks' connections are closed too. The ranks then join again, as after an agent's death, so
+there is one way to recover. Everything runs on the agent's main thread.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ log = logging.getLogger("ckpt")
 @dataclass(slots=True)
 class FollowerNode:
     """A rank on this node. `number`: of its connection. `joining`, `leaving`: the ids of its requests to join and to
-    leave, until they are answered. `left`: it was told that it may leave, or its process is dead."""
+    leave, until they are answered. `left`: the rank was told that it may leave, or its process is dead."""
 
     peer: Peer
     number: int
@@ -67,8 +66,8 @@ class FollowerNode:
 
 
 class FollowerJob:
-    """One epoch. `nodes`: of the job; `leader`: the one that coordinates it. `ranks`: those here. `over`: it may be
-    let go of."""
+    """One epoch. `nodes`: the job's nodes. `leader`: the coordinator's node. `ranks`: the local ranks' memory. `over`:
+    this object may be dropped."""
 
     def __init__(
         self,
@@ -83,13 +82,13 @@ class FollowerJob:
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
         standing: Iterable[tuple[Notice, When]] = (),
     ) -> None:
-        """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank. `standing`: notices that
-        were heard here before."""
+        """`arenas_of`: this node's arenas with snapshots of a checkpoint, by rank. `standing`: notices heard here
+        before."""
         self.epoch, self.world = epoch, world
         self.leader = nodes[0]
         self.over = False
-        self.terms: CommitTerms | None = None  # how its coordinator commits, and its claim, once it has begun
-        self.commits: Identity | None = None  # what its coordinator commits now, and may soon want our part of
+        self.terms: CommitTerms | None = None  # the coordinator's claim and options, once it has begun
+        self.commits: Identity | None = None  # the commit under way, which may need this node's part
         self.ranks = LocalShare(world, bulk, lambda: taken(epoch))
         self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
         self._network, self._server, self._bulk, self._store = network, server, bulk, store
@@ -101,18 +100,18 @@ class FollowerJob:
         for notice, when in standing:
             self._standing.hear(notice, when)
         self._restore: RestoreSession | None = None
-        # Until the coordinator has said where frames are; see frames_asked.
+        # Fetches that wait for the coordinator to say where the frames are; see frames_asked.
         self._fetching: list[tuple[Peer, Identity, tuple[list[int], list[int]]]] = []
-        self._asking = False  # that
-        self._limit_bytes: int | None = None  # of memory, the user's
-        self._slots = SLOTS  # that are to be, if memory allows
+        self._asking = False  # the coordinator was asked
+        self._limit_bytes: int | None = None  # the user's memory limit
+        self._slots = SLOTS  # wanted, if memory allows
         self._tell_steps()
 
     # -- what the node asks
 
     @property
     def needed(self) -> bool:
-        """Whether somebody here or the coordinator has to do with it."""
+        """True if a rank here is connected, or the coordinator is."""
         return not self.over and (self._is_led or self.has_ranks)
 
     @property
@@ -121,28 +120,28 @@ class FollowerJob:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether some rank of it is there."""
+        """True if some rank of the job is connected here."""
         return any(each.peer.open and not each.left for each in self._here.values())
 
     @property
     def is_idle(self) -> bool:
-        """Nobody is there, nor at work on what they left."""
+        """True if no rank is here and the coordinator commits nothing."""
         return not self.has_ranks and self.commits is None
 
     @property
     def leaves(self) -> bool:
-        """Whether its ranks are to leave at a step that is appointed, or were told to."""
+        """True if the ranks were told to leave, or a hold is appointed."""
         page = self.ranks.page
         return bool(page.leaves()) or any(word.kind is WordKind.HOLD for word in page.appointed())
 
     @property
     def lowest(self) -> int:
-        """Of this node's ranks: its environment says to what is listened here."""
+        """The lowest of this node's ranks. Its environment sets the sources of notices here."""
         return min(self._mine)
 
     @property
     def is_training(self) -> bool:
-        """Whether a rank here has entered a step."""
+        """True if a rank here has entered a step."""
         return any(self.ranks.steps())
 
     def rank_of(self, peer: AnyPeer) -> int | None:
@@ -160,19 +159,19 @@ class FollowerJob:
         }
 
     def hear(self, word: Notice | Withdrawn, when: When = When.IN_TIME) -> None:
-        """This node goes away, or does not any more: the coordinator decides what follows."""
+        """Passes a notice for this node, or its withdrawal, to the coordinator, which decides what follows."""
         self._standing.hear(word, when)
         self._tell_notices()
 
     def take_back(self, source: str) -> None:
-        """What an operator asked for, on whichever node: the coordinator passes that on."""
+        """Withdraws what an operator asked for on any node; the coordinator passes this on."""
         self.tell({"t": "take-back", "source": source})
 
     def _tell_notices(self) -> None:
         self.tell({"t": "notices", "standing": self._standing.told()})
 
     def drop(self) -> None:
-        """Lets go of the memory, and of the ranks' processes."""
+        """Frees the memory, and stops watching the ranks' processes."""
         self.over = True
         self._end_restore()
         self.ranks.drop()
@@ -182,7 +181,7 @@ class FollowerJob:
     # -- what the ranks say
 
     def join(self, peer: Peer, message: Message) -> None:
-        """Errors: AgentError where the coordinator cannot be told."""
+        """A rank joins, or joins again. Errors: AgentError; NotLed if the coordinator is not connected; UsageError."""
         fields = message.fields
         rank, resume = int(fields["rank"]), bool(fields["resume"])
         if rank not in self._mine:
@@ -205,11 +204,12 @@ class FollowerJob:
             self.ranks.bring(rank, slots, message.fds)
         else:
             self.ranks.has(rank, slots, message.fds)
-        if resume and self.terms is None:  # it was told to a former agent
+        if resume and self.terms is None:  # a former agent received the terms
             options = options_from(fields["options"])
             self.terms = CommitTerms(claim_told(self.epoch, fields), options.codec, options.limits.bandwidth)
         here = self._here[rank] = FollowerNode(peer, next(self._numbers), int(fields["id"]))
-        message.blobs = message.blobs[:2]  # what the nodes are the coordinator knows: not once for each rank of all
+        # The coordinator knows the nodes, so the list is not sent again for each rank.
+        message.blobs = message.blobs[:2]
         self._forward(rank, here, message)
 
     def message(self, rank: int, peer: Peer, message: Message) -> None:
@@ -249,21 +249,22 @@ class FollowerJob:
         self.tell({**head, "m": message.fields}, message.blobs)
 
     def end_reading_unled(self) -> None:
-        """Nobody goes on with the start under way, unless its coordinator is connected: then that says what follows.
-        What was read for it, here and for other nodes, goes."""
+        """Ends the restore under way, unless the coordinator is connected and decides what follows. Frames that were
+        read for it, here and for other nodes, are dropped."""
         if not self._is_led:
             self._end_restore()
 
     # -- what the coordinator says
 
     def closed(self) -> None:
-        """Its connection is gone: nothing is appointed, and what is under way is missed."""
+        """The coordinator's connection is gone: withdraws all appointments, so that open save attempts are missed."""
         self.commits = None
         self.ranks.appoint_nothing()
         self._lose_ranks()
 
     def led(self, channel: Channel, message: Message) -> None:
-        """Errors: AgentError, and whatever a malformed message leads to; both are told to the coordinator."""
+        """Handles a message of the coordinator. Errors: AgentError, or any exception that a malformed message causes;
+        the caller reports both to the coordinator."""
         fields = message.fields
         match message.kind:
             case "to":
@@ -280,7 +281,7 @@ class FollowerJob:
                 self.commits = Identity.parse(str(told)) if told is not None else None
             case "offer":
                 slot = int(fields["slot"])
-                if self.ranks.lacks(slot):  # it went with a former agent
+                if self.ranks.lacks(slot):  # it was lost with a former agent
                     self.tell({"t": "lacks", "slot": slot})
                 else:
                     self.ranks.offer(slot, str(fields["division"]))
@@ -291,10 +292,10 @@ class FollowerJob:
                 self._network.limit(float(told) if told is not None else None)
             case "claimed":
                 self._told(CommitTerms.decode(message.blobs[0]))
-                self._end_restore()  # all ranks have what they wanted
+                self._end_restore()  # all ranks have restored
             case "drop":
                 self.over = True
-                self._lose_ranks()  # nobody answers what they may have asked
+                self._lose_ranks()  # no agent will answer their requests
             case "measure":
                 self._measure(channel, fields)
             case "make":
@@ -310,8 +311,8 @@ class FollowerJob:
         self.terms = terms
 
     def declines(self, fields: dict[str, Any], why: str) -> bool:
-        """Whether that would have a rank stage now. Then it is told that it cannot, and the coordinator hears of a
-        miss, as of any other."""
+        """If the coordinator's message would have a rank stage now, tells the rank that it cannot and the coordinator
+        that the rank missed. Returns whether that was so."""
         here, rank, body = self._meant(fields), int(fields["rank"]), dict(fields["m"])
         if here is None or body.get("saved") is not False:
             return False
@@ -331,12 +332,13 @@ class FollowerJob:
                 self._tell_notices()
         elif body.get("t") == "reply" and body.get("id") == here.leaving:
             here.left = True
-        if body.get("by_s") is not None:  # as it travels: so long from now
+        # The deadline travels as seconds from now.
+        if body.get("by_s") is not None:
             body["by_s"] = float(body["by_s"]) + time.monotonic()
         here.peer.send(body, fds, blobs)
 
     def _meant(self, fields: dict[str, Any]) -> FollowerNode | None:
-        """The rank whose connection the coordinator speaks of; None where that is gone."""
+        """The rank whose connection the message names; None if that connection is gone."""
         here = self._here.get(int(fields["rank"]))
         return here if here is not None and here.number == fields["number"] else None
 
@@ -370,7 +372,8 @@ class FollowerJob:
             answer(channel, request_id, {}, error, blobs)
 
         self.ranks.read(slot, identity, read)
-        moving = ProgressReport(channel, request_id, self.ranks.progress, self._server.later)  # unless it is refused
+        # Made after `ranks.read`, which may refuse by raising.
+        moving = ProgressReport(channel, request_id, self.ranks.progress, self._server.later)
 
     def _sizes(self, fields: dict[str, Any]) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in fields["sizes"]}
@@ -402,11 +405,11 @@ class FollowerJob:
             return
         waiting, self._fetching = self._fetching, []
         self._end_restore()
-        kind = AgentError.kind  # what nobody could look at may be as good as any
+        kind = AgentError.kind  # an unreadable candidate may be as good as any
         if answer is not None:
             try:
                 self._restore = self._restore_from(identity, answer)
-            except Exception as exc:  # whatever it may have sent: ranks wait for this
+            except Exception as exc:  # the coordinator may send anything, and ranks wait for this
                 kind = kind_of(exc) if isinstance(exc, CkptError) else kind
                 error = f"the coordinator's word on {identity} cannot be read: {exc!r:.500}"
         for peer, wanted, asked in waiting:
@@ -428,7 +431,7 @@ class FollowerJob:
         slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
         room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._slots, self._limit_bytes)  # noqa: E731
         places: FramePlaces | None = None
-        if "holders" in answer.fields:  # it is in memory, here or on other nodes, or a part of it is
+        if "holders" in answer.fields:  # it is in memory, wholly or in part, here or on other nodes
             places = FramePlaces.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         fan: SharedRead | None = None
@@ -458,13 +461,13 @@ class FollowerJob:
         )
 
     def source_gone(self, name: str) -> None:
-        """That agent is not connected any more."""
+        """The agent of that name is disconnected."""
         if self._restore is not None:
             self._restore.source_gone(name)
 
     def shared(self, identity: Identity, asked_by: str) -> SharedRead | None:
-        """This node's part in the reading of that checkpoint; None where it does not restore it yet: then it finds out
-        what there is to read. Errors: AgentError for an agent that has no part in it."""
+        """This node's part in the shared read of a checkpoint; None: it does not restore that checkpoint yet, and asks
+        the coordinator about it. Errors: AgentError if `asked_by` is no node of the job."""
         if all(node.name != asked_by for node in self.nodes):
             raise AgentError(f"agent {asked_by} has no part in {self.epoch}")
         if self._restore is not None and self._restore.identity == identity:
@@ -474,14 +477,14 @@ class FollowerJob:
         return None
 
     def _tell_event(self, event: Event) -> None:
-        """To one rank here that is there: one is enough."""
+        """Sends the event to one connected rank here: one rank is enough."""
         log.log(logging.WARNING if event.loud else logging.INFO, "%s", event.message)
         peer = next((here.peer for _, here in sorted(self._here.items()) if here.peer.open), None)
         if peer is not None:
             tell(peer, event)
 
     def _lose_ranks(self) -> None:
-        """Those that have not been told that they may leave: they come back and hear what there is now."""
+        """Disconnects the ranks that were not told that they may leave. They join again and hear the present state."""
         for here in self._here.values():
             if not here.left:
                 here.peer.lose()
@@ -498,7 +501,7 @@ class FollowerJob:
         return self._network.channel(self.leader.name) is not None
 
     def tell(self, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """The coordinator; lost where it is not connected."""
+        """Sends a message to the coordinator; it is lost if the coordinator is not connected."""
         self._network.tell(self.leader.name, {**fields, "epoch": str(self.epoch)}, blobs)
 
     def _tell_steps(self) -> None:
@@ -513,7 +516,7 @@ class FollowerJob:
 
 
 def _givers(blob: bytes) -> list[NodeAt]:
-    """Nodes without ranks here that hold some of a candidate, as the coordinator names them. Errors: AgentError,
+    """Nodes without ranks that hold part of a candidate, from the coordinator's message. Errors: AgentError,
     UsageError, TypeError, ValueError."""
     return [
         NodeAt(str(name), tuple(Address.parse(str(each)) for each in addresses), ())
@@ -522,7 +525,7 @@ def _givers(blob: bytes) -> list[NodeAt]:
 
 
 def answer(channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()) -> None:
-    """What another agent has asked, or `error`: why it is refused."""
+    """Answers another agent's request with `body`, or refuses it if `error` is not ""."""
     if error:
         channel.refuse(request_id, AgentError(error))
     else:

@@ -1,4 +1,4 @@
-"""One job on this node as its trainers see it: who is in it, what they say, when it is over."""
+"""One job on the coordinator's node, as its trainers see it: its ranks, their messages, and the end of the job."""
 
 from __future__ import annotations
 
@@ -46,16 +46,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: what is larger is a mistake, not a size
-SOON_S = 3600.0  # a notice of what is further away disturbs nobody
+VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: a larger size is a mistake
+SOON_S = 3600.0  # a notice with more time left is not reported as a warning
 Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and shape of a box of it
 NAMES_MAX = 100  # in one event
 CUT_OFF_SHOWN = 8  # nodes
 
 
 class Job(AgentRestart):
-    """`first`: the connection that began it, rank 0's. `nodes`: where its ranks are, if on several. `restore`: the
-    candidate that the ranks are fetching. `gone_s`: since when all trainers are gone."""
+    """One job that this agent coordinates. `first`: the connection of rank 0 that began it. `nodes`: the nodes of its
+    ranks, if there are several. `restore`: the candidate that the ranks are fetching. `gone_s`: when the last trainer
+    was gone; None: one is here."""
 
     def __init__(
         self,
@@ -68,20 +69,21 @@ class Job(AgentRestart):
         others: Sequence[RemoteShare] = (),
     ) -> None:
         super().__init__(services, epoch, world, launch, nodes, others)
-        self.told_newer = False  # whether the other nodes know that a checkpoint of it is complete
+        self.told_newer = False  # whether other nodes know that this job has a complete checkpoint
         self.first = first
         self.restore: RestoreSession | None = None
-        self.reprotecting: Rereplication | None = None  # of what it goes on from, until it has something as safe
-        self.refinding: RestartSurvey | None = None  # what a new agent needs to know for that
+        # Re-replication of the parent checkpoint, until this job has one that is replicated as well.
+        self.reprotecting: Rereplication | None = None
+        self.refinding: RestartSurvey | None = None  # the survey for it after an agent restart
         self.gone_s: float | None = None
         self._sent_away = False  # a rank left because of a notice: a start may follow
-        self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the round that was reported last
+        self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the save attempt that was reported last
 
     # -- what the node asks
 
     @property
     def needed(self) -> bool:
-        """Whether it has something to do, or somebody to do it for."""
+        """True if the job still has work to do, or a process that needs it."""
         if self.failed:
             return False
         group = self.group
@@ -91,7 +93,7 @@ class Job(AgentRestart):
 
     @property
     def is_orphan(self) -> bool:
-        """Whether nobody is left to tell that its newest checkpoint is not committed."""
+        """True if the newest checkpoint failed to commit and no trainer is left to hear it."""
         newest, group = self.group.newest, self.group
         if newest is None or newest.round is None or not group.all_gone or group.superseded_by or group.at_work:
             return False
@@ -99,28 +101,30 @@ class Job(AgentRestart):
 
     @property
     def is_left_over(self) -> bool:
-        """Whether a newer start took its place, and it has what may have to be committed if that comes to nothing."""
+        """True if a newer start superseded this job, and its checkpoints may have to be committed if that start
+        fails."""
         return bool(self.checkpoints) and not self.failed and self.group.leaves_uncommitted
 
     @property
     def came_to_nothing(self) -> bool:
-        """Whether nobody is left of it, and it has made nothing complete, nor will."""
+        """True if all ranks are gone, and the job has no complete checkpoint and will make none."""
         return self.group.all_gone and not (self.group.at_work or self.checkpoints or self.holds_unread)
 
     @property
     def ended_in_order(self) -> bool:
-        """Whether no work was lost with it: each rank came to its end, or left when it was told to."""
+        """True if no work was lost: each rank came to its end, or left when told to."""
         group = self.group
         return not group.superseded_by and all(m.presence is Presence.LEFT and not m.broke for m in group.members)
 
     @property
     def came_to_its_end(self) -> bool:
-        """Whether nobody goes on with it: each rank had done what it was to do."""
+        """True if the job is done and needs no restart: each rank came to its end, and none left because of a
+        notice."""
         return self.ended_in_order and not self._sent_away
 
     @property
     def is_idle(self) -> bool:
-        """Nobody is there, nor at work on what it left, nor waits for an answer."""
+        """True if no rank is here, no work on the job's memory is under way, and no rank waits for an answer."""
         group = self.group
         at_work = group.at_work or self._is_awaited
         return group.all_gone and not at_work and not any(slot.leases for slot in group.slots)
@@ -131,39 +135,39 @@ class Job(AgentRestart):
 
     @property
     def has_complete(self) -> bool:
-        """Whether there is a whole checkpoint of it that, on several nodes, is not gone with one of them."""
+        """True if a complete checkpoint exists that, with several nodes, survives the loss of one node."""
         return self.group.outlives_a_node or bool(self.checkpoints and not self.nodes)
 
     @property
     def terms(self) -> CommitTerms | None:
-        """By which others commit what is saved in it; None: it has not begun."""
+        """The terms by which other nodes commit the job's checkpoints; None: the job has not begun to train."""
         options = self.options
         return CommitTerms(self.claim, options.codec, options.limits.bandwidth) if self.claim is not None else None
 
     def held(self) -> tuple[Identity, ...]:
-        """Complete checkpoints in memory."""
+        """The complete checkpoints in memory."""
         return tuple(checkpoint.identity for checkpoint in self.checkpoints.values())
 
     def checkpoint(self, identity: Identity) -> tuple[int, MemoryCheckpoint] | None:
-        """The slot and the checkpoint; whoever uses it takes a lease on the slot."""
+        """The slot and the checkpoint; None: not in memory. The caller must take a lease on the slot to use it."""
         return next(((slot, c) for slot, c in self.checkpoints.items() if c.identity == identity), None)
 
     def rank_of(self, peer: AnyPeer) -> int | None:
         return next((rank for rank, member in self._members.items() if member.peer is peer), None)
 
     def find_share(self, node: str) -> RemoteShare | None:
-        """What another node has of it."""
+        """Another node's share of the job; None: that node has none."""
         return self.ranks.others.get(node) if isinstance(self.ranks, AllShares) else None
 
     def share_of(self, node: str) -> RemoteShare:
-        """Errors: AgentError where that node has no rank of it."""
+        """Another node's share of the job. Errors: AgentError if that node has no rank of the job."""
         found = self.find_share(node)
         if found is None:
             raise AgentError(f"agent {node} has no rank of {self.epoch}")
         return found
 
     def lends(self) -> dict[str, int]:
-        """Bytes that each node has left beside its slots and a generation of what it keeps for others."""
+        """By node: the bytes left beside its slots and one generation of replicas."""
         nodes, placement = self.ranks, self.protection.placement if self.protection is not None else None
         if self.plan is None or not isinstance(nodes, AllShares):
             return {}
@@ -208,7 +212,7 @@ class Job(AgentRestart):
         }
 
     def cut_off(self) -> list[dict[str, Any]]:
-        """By node, None for this one: the ranks that are not connected, and that are not known to be gone."""
+        """By node (None for this one): the ranks that are not connected, though not known to be gone."""
         now_s = time.monotonic()
         found: dict[str, dict[str, Any]] = {}
         for member in self.group.members.seen.lost:
@@ -222,7 +226,8 @@ class Job(AgentRestart):
     # -- messages
 
     def join(self, peer: AnyPeer, message: Message) -> None:
-        """A rank enters, or comes back: to this agent after its connection broke, or with its arenas to a new one."""
+        """A rank joins, or joins again: after its connection broke, or with its arenas after an agent restart. Errors:
+        AgentError, UsageError, Superseded."""
         fields = message.fields
         rank, resume = int(fields["rank"]), bool(fields["resume"])
         if not 0 <= rank < self.world or int(fields["world"]) != self.world:
@@ -232,7 +237,8 @@ class Job(AgentRestart):
             raise AgentError(f"rank {rank} of {self.epoch} is not where it joins from")
         if self.group.superseded_by:
             raise Superseded(f"{self.epoch} was superseded by {self.group.superseded_by}")
-        if self.failed:  # not one connection stays: the agent ends where it has no other job, and another takes over
+        # Every connection is closed, so that this agent ends if it has no other job, and another one takes over.
+        if self.failed:
             peer.refuse(int(fields["id"]), AgentError(f"the agent cannot go on with {self.epoch}: {self.failed}"))
             peer.lose()
             return
@@ -266,7 +272,8 @@ class Job(AgentRestart):
         self.group.told_before(int(fields.get("verdict") or 0))
         self.group.joined(rank)
         self.group.layout(rank)
-        for body in self.group.again() if resume else ():  # before it can ask for the same ticks anew
+        # Sent before the rank can ask for the same versions again.
+        for body in self.group.again() if resume else ():
             peer.send(body)
         peer.reply(request_id, {}, fds)
         if self._recovery is not None and len(self._members) == self.world:
@@ -316,7 +323,8 @@ class Job(AgentRestart):
                     came = [str(each)[:200] for each in list(fields.get("notices") or ())[:NOTICES_MAX]]
                     group.sent_away(why, by_s, Tick.parse(str(committed)) if committed else None, came)
                 group.leave(rank, (peer, int(fields["id"])), in_order, insists=sent_away)
-                if in_order and not sent_away and group.all_gone:  # it has what it came for without the others
+                # This rank is done without the others.
+                if in_order and not sent_away and group.all_gone:
                     self._give_up_recovery(f"rank {rank} has come to its end, and no other has come")
             case "notice":
                 name, left_s = str(fields["key"])[:50], finite(fields["left_s"], "notice: left_s")
@@ -333,8 +341,8 @@ class Job(AgentRestart):
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")
 
     def _compare(self, rank: int, fields: dict[str, Any]) -> None:
-        """Samples of what this rank should hold as whoever else declares it. Where one differs the round is given up,
-        and from now on every rank saves its own."""
+        """Compares samples of this rank's replicated tensors with other ranks' samples. On a difference the save
+        attempt is abandoned, and from then on every rank saves its own copy."""
         number, division, differing = int(fields["round"]), self._division, set[str]()
         samples, sample = fields.get("samples"), fields.get("sample")
         if division is not None and fields["division"] == division.id and isinstance(samples, bytes):
@@ -367,12 +375,12 @@ class Job(AgentRestart):
         if rank is not None:
             self.group.lost(rank, time.monotonic())
         elif self.first is peer and not self._members:
-            self.group.died(0)  # entering failed there: nobody will ever join this epoch
+            self.group.died(0)  # entering the block failed there: no rank will join this epoch
         if self.restore is not None:
             self.restore.drop(peer)
 
     def died(self, peer: AnyPeer) -> None:
-        """The process of one of its ranks is dead, or that of the one that began it before it joined."""
+        """The process of a rank is dead, or the process that began the job, before it joined."""
         rank = self.rank_of(peer)
         if rank is None:
             rank = 0 if self.first is peer and 0 not in self._members else None
@@ -381,8 +389,8 @@ class Job(AgentRestart):
             self._give_up_recovery(f"rank {rank} died")
 
     def copies_lost(self, name: str) -> None:
-        """The agent of that name is not connected any more: what it kept for this job may be gone with it. It is copied
-        again as soon as that can be, and until then no step is said to be safe by it."""
+        """The agent of that name is disconnected, and its replicas for this job may be lost. They are made anew as soon
+        as possible. Until then, the affected versions do not count as replicated."""
         if self.reprotecting is not None:
             self.reprotecting.lost(name)
         if self.refinding is not None:
@@ -400,7 +408,7 @@ class Job(AgentRestart):
             self.emit("replica.lost", text, True, facts)
 
     def parent_is_safe(self, is_safe: bool) -> None:
-        """Whether what it goes on from is as safe in other nodes' memory as was asked for, is shown."""
+        """Shows whether the parent checkpoint meets the replication target."""
         account, parent = self._services.account, self.claim.parent if self.claim is not None else None
         if parent is not None and is_safe:
             account.found("peer", parent.epoch, parent.tick)
@@ -415,12 +423,12 @@ class Job(AgentRestart):
         self.learning = CostModel(limits, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
         self.learning.peers = self.group.is_kept_whole
         self.group.follow(given, now_s)
-        if self.claim is not None:  # the agent was started again beside a job at work
+        if self.claim is not None:  # this agent took over a running job
             self.learning.started(now_s, self.ranks.hindmost())
         self.follow_learning()
 
     def _protect(self, option: Replicas | Parity | None) -> None:
-        """Other nodes keep copies or parity, where there are any."""
+        """Sets up replicas or parity on other nodes, if there are any."""
         network, copies, parities = self._services.network(), self._services.copies, self._services.parities
         if not self.nodes or network is None or copies is None or parities is None:
             return
@@ -429,8 +437,8 @@ class Job(AgentRestart):
             self.group.unsure = self.taken_over and option is not None
 
     def _limit_copies(self, rank: int) -> None:
-        """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again. So
-        does that none are kept any more, of one that was away when that was said."""
+        """Sends rank 0's bandwidth limit to the other nodes: to all, and to one that joins later or whose agent
+        restarted. A node that was away also hears that replicas are no longer kept."""
         network, nodes = self._services.network(), self.ranks
         if network is None or not isinstance(nodes, AllShares):
             return
@@ -438,13 +446,15 @@ class Job(AgentRestart):
         if rank == 0:
             network.limit(rate)
         for name, share in nodes.others.items():
-            if share.peers and (rank == 0 or nodes.node_of(rank) == name):  # before, it knows nothing of the job
+            # A message before the join would reach a node that does not know the job.
+            if share.peers and (rank == 0 or nodes.node_of(rank) == name):
                 share.limit_copies(rate)
                 if self._unkept:
                     share.tell({"t": "unkeep"})
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
-        """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""
+        """The job's parent is settled: begins to appoint snapshots, and claims the epoch in the store. `resumed`: this
+        agent took over a running job."""
         self.claim = claim
         now_s = time.monotonic()
         if resumed:
@@ -467,8 +477,8 @@ class Job(AgentRestart):
     # -- notices
 
     def hear(self, word: Word, when: When = When.IN_TIME, node: str = "") -> None:
-        """What follows from it is the group's affair; here it is told to people. `node`: whose machine it is about;
-        "" is this one."""
+        """Passes a notice on to the scheduler, which decides what follows, and reports it to people. `node`: the node
+        that it concerns; "" is this one."""
         name, machine = (word.source, word.key), f"node {node}" if node else "this machine"
         known = name in self.group.notices
         if isinstance(word, Withdrawn):
@@ -482,7 +492,7 @@ class Job(AgentRestart):
         told = StandingNotice(*name, now_s + left_s, now_s, word.certain, when, frozenset({node}))
         when = self.group.warn(told).when
         if known and word.source == SIGNAL:
-            return  # another rank got it too
+            return  # another rank got the signal too
         what = f"{machine} goes away" if word.certain else f"{machine} may go away"
         leaves = word.certain and when is not When.NOT_AGAIN
         then = "the job saves and leaves before" if leaves else "one more checkpoint is taken"
@@ -493,7 +503,7 @@ class Job(AgentRestart):
         self.emit("notice", text, left_s < SOON_S, facts)
 
     def notices_left(self) -> dict[tuple[str, str], float]:
-        """By source and key: the seconds that each has left."""
+        """Seconds left for each notice, by source and key."""
         now_s = time.monotonic()
         return {name: each.deadline_s - now_s for name, each in self.group.notices.items()}
 
@@ -515,7 +525,8 @@ class Job(AgentRestart):
         }
 
     def settle(self) -> float | None:
-        """Decides and acts until nothing is left to do now; when to look again, on the monotonic clock."""
+        """Decides and acts until nothing is left to do now. Returns when to look again, on the monotonic clock; None:
+        no time."""
         if self._dropped or self.failed:
             return None
         now_s = time.monotonic()
@@ -533,7 +544,8 @@ class Job(AgentRestart):
             found = bool(actions)
 
     def give_back(self, outdated: Callable[[Identity], bool]) -> None:
-        """Nobody trains in it any more: the memory of its slots on this node that hold nothing of use."""
+        """Frees slots on this node that hold nothing needed, once the job is idle. `outdated`: whether a checkpoint is
+        superseded."""
         used = {slot.round.tick for slot in self.group.slots if slot.state is not State.FREE and slot.round is not None}
         if self.is_idle:
             self.own.give_back(
@@ -541,8 +553,8 @@ class Job(AgentRestart):
             )
 
     def drop(self, leave_others: bool = False) -> None:
-        """Lets go of the memory. The caller has made sure that nothing is at work and nobody holds a lease.
-        `leave_others`: the other nodes keep theirs."""
+        """Frees the job's memory. The caller ensures that no work is under way and no lease is held. `leave_others`:
+        the other nodes keep their memory of the job."""
         self._dropped = True
         self._give_up_recovery("")
         if self.restore is not None:
@@ -573,7 +585,7 @@ def _why(fields: dict[str, Any]) -> Why:
 
 
 def finite(value: Any, name: str) -> float:
-    """Errors: UsageError."""
+    """The value as a finite number of seconds. Errors: UsageError."""
     number = float(value)
     if not math.isfinite(number):
         raise UsageError(f"{name} is {number}, not a number of seconds")

@@ -1,6 +1,7 @@
-"""What a job puts into the store: its claim, its heartbeats, its checkpoints, and the closing of its epoch.
+"""The store side of a job: its claim, its heartbeats, its commits, and the end of its epoch.
 
-Everything runs on the agent's main thread; what takes long goes to a lane of `Bulk` and comes back as a fact.
+Everything runs on the agent's main thread. Slow work goes to a lane of `Workers` and returns as a fact for the
+scheduler.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ log = logging.getLogger("ckpt")
 
 
 class JobCommits(JobContext):
-    """A job's part in the store. Where it has several nodes, each writes what lies there."""
+    """A job's part in the store. With several nodes, each node writes the frames that it holds."""
 
-    _claiming = False  # the claim is on its way to the store
-    _closing = ""  # why the epoch is to be closed as soon as that is settled
-    _parts: DistributedWrite | None = None  # of the newest commit, if of several nodes
+    _claiming = False  # the claim is being put
+    _closing = ""  # the reason to close the epoch once the claim has settled
+    _parts: DistributedWrite | None = None  # of the newest commit, with several nodes
     _cancel: threading.Event | None = None  # of the newest commit
     _beats = 0
     _beating = False
-    _prunes = 0  # under way
+    _prunes = 0  # prunes under way
 
     def _commit(self, slot: int) -> None:
         checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
-        assert claim is not None  # nothing is appointed before it is there
+        assert claim is not None  # nothing is appointed before the claim is known
         options = self.options
         about: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -69,27 +70,27 @@ class JobCommits(JobContext):
         elsewhere: DistributedWrite | None = None
         self._cancel = cancel = threading.Event()
         self._parts = None
-        if isinstance(ranks, AllShares) and (kept or ranks.others):  # else nobody but this node has any of it
+        if isinstance(ranks, AllShares) and (kept or ranks.others):  # else only this node has any of it
             elsewhere = self._elsewhere(slot, checkpoint, ranks)
         self._tell_commits(checkpoint.identity)
 
         def commit() -> Committed:
-            if left_over:  # nor what a newer start has passed over
+            if left_over:  # a newer start may have passed over this checkpoint
                 check_due(store, claim, checkpoint.identity)
             return store.commit(claim, checkpoint, options, about, elsewhere, cancel)
 
         self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
 
     def _tell_commits(self, identity: Identity | None) -> None:
-        """The other nodes keep their parts of it until that is over: it may take long until these are asked for."""
+        """Tells the other nodes to keep their parts of this checkpoint until its commit is over; None: it is over. They
+        may be asked for their parts late."""
         if isinstance(self.ranks, AllShares):
             for share in self.ranks.others.values():
                 share.tell({"t": "commits", "identity": str(identity) if identity is not None else None})
 
     def _elsewhere(self, slot: int, checkpoint: MemoryCheckpoint, nodes: AllShares) -> DistributedWrite:
-        """Each node writes the frames that lie there, this one too, or who keeps copies of them does, or makes them
-        again from parity. Whether another has them yet is its own affair: it refuses what is not there, whole and
-        hashed, and then the next is asked."""
+        """The distributed write of this commit: each node writes its own frames, or a holder of replicas writes or
+        rebuilds them. A node without a verified replica refuses, and the next one is asked."""
         round_ = self.group.slots[slot].round
 
         def safe() -> bool | None:
@@ -101,19 +102,21 @@ class JobCommits(JobContext):
 
         server, margin_s = self._services.server, self._services.heartbeat_s
         ask = functools.partial(self._have_written, checkpoint.arenas)
-        spared = self.group.left_to_others - {""}  # once this one is gone nobody waits for its part, or for any
+        # Without this node: once it is gone, nothing waits for any part.
+        spared = self.group.left_to_others - {""}
         services = ask, server.post, server.later, margin_s
         ranks = nodes.ranks_by_node
         self._parts = DistributedWrite(checkpoint, self.options, ranks, others, *services, spared=spared, safe=safe)
         return self._parts
 
     def abandon_commit(self) -> None:
-        """The agent ends. Nobody hears any more what was written, and the thread that waits for that is waited for."""
+        """Abandons the distributed write, since the agent ends: its results are not handled any more, and the
+        committing thread must not wait for them."""
         if self._parts is not None:
             self._parts.abandon("the agent ends")
 
     def _give_up_commit(self) -> None:
-        """What is on its way to the store is broken off, here and on other nodes."""
+        """Cancels the running commit, here and on other nodes."""
         if self._cancel is not None:
             self._cancel.set()
         network, slot = self._services.network(), self.group.committing
@@ -132,8 +135,8 @@ class JobCommits(JobContext):
         cancel: threading.Event,
         then: Then,
     ) -> None:
-        """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity. `own`:
-        what lies here of this node's ranks. The rest: see writing.Ask."""
+        """Has the part written by its own node, or by another one from a replica or by a rebuild. `own`: the arenas of
+        this node's ranks. Other parameters: see distributed_write.Ask."""
         owners = {self.ranks.node_of(rank) for rank in np.unique(wanted.ranks).tolist()}
         if not name and name in owners:
             self._write(Lane.PART, wanted, own, cancel, then)
@@ -169,13 +172,13 @@ class JobCommits(JobContext):
             copies.release(wanted.identity)
             then(result, error)
 
-        copies.lease(wanted.identity)  # a newer checkpoint may become safe meanwhile
+        copies.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile
         self._write(Lane.MEMORY, wanted, held, cancel, written)
 
     def _write(
         self, lane: Lane, wanted: WantedPart, arenas: Mapping[int, Arena], cancel: threading.Event, then: Then
     ) -> None:
-        """From here. Not in the lane that commits: that one waits for it."""
+        """Writes the part from this node. It must not use the COMMIT lane, which waits for it."""
 
         def written(done: Future[Written]) -> None:
             then(None if failure(done) else done.result(), failure(done))
@@ -189,7 +192,8 @@ class JobCommits(JobContext):
         if isinstance(done.exception(), Superseded):
             self.supersede(error)
             self.group.give_up()
-        if not error:  # told before anybody who waits for it goes on: the receipt counts it
+        # Reported before any waiting rank goes on, since that rank's run report counts it.
+        if not error:
             self._tell_committed(identity, done.result())
         now_s = time.monotonic()
         self.group.committed(slot, error, now_s, passes=_passes(done.exception()))
@@ -208,7 +212,7 @@ class JobCommits(JobContext):
             self._prune()
 
     def _entered_s(self) -> float:
-        """When the hindmost rank entered the step that it is in, as far as that is known."""
+        """When the hindmost rank entered its present step; now, if unknown."""
         since_s = self.ranks.hindmost_since_s()
         return time.monotonic() if since_s is None else since_s
 
@@ -257,10 +261,10 @@ class JobCommits(JobContext):
             self.emit("claim.postponed", message, True)
 
     def _beat(self) -> None:
-        """Shows in the store that the epoch lives, as long as it does."""
+        """Puts heartbeats into the store as long as the epoch is alive."""
         if self._dropped or self.failed or self.group.all_gone or self.group.superseded_by:
             return
-        if not self._beating:  # else the store is slow: the beats behind one another would say no more than one
+        if not self._beating:  # else the store is slow: queued heartbeats would say no more than one
             self._beating = True
             self._beats += 1
             beats, store = self._beats, self._services.store
@@ -277,7 +281,8 @@ class JobCommits(JobContext):
             log.info("no heartbeat: %s", error)
 
     def _close(self, reason: str) -> None:
-        """Not beside the claim: one that lands after it would leave an epoch that nobody closes."""
+        """Closes the epoch, after a claim under way has settled: a claim that lands later would leave an epoch open for
+        ever."""
         if self._claiming:
             self._closing = reason
             return
@@ -291,7 +296,7 @@ class JobCommits(JobContext):
 
 
 def _passes(error: BaseException | None) -> bool:
-    """Whether a commit failed by a store that does not answer just now."""
+    """True if the commit failed because the store does not answer just now."""
     while error is not None:
         if isinstance(error, TransientError | Unsettled):
             return True
@@ -300,6 +305,6 @@ def _passes(error: BaseException | None) -> bool:
 
 
 def _may_be_full(error: BaseException | None) -> bool:
-    """Whether a commit failed otherwise than by a store that does not answer. How one says that it has no more room
-    differs, and what comes from another node is a text only; a prune in vain does no harm."""
+    """True if the commit failed for another reason than a store that does not answer, so the store may be full. Stores
+    report a full disk in different ways, and another node's error is only a text. A needless prune does no harm."""
     return error is not None and not _passes(error) and not isinstance(error, Superseded)

@@ -1,5 +1,6 @@
-"""What every part of a job on this node stands on: who is in it, what it has, its events, and that a mistake made for
-it ends no other job. Everything runs on the agent's main thread."""
+"""The base of a job on this node: its ranks, memory, options and events, and the guard that keeps its errors from other
+jobs. Everything runs on the agent's main thread.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +49,15 @@ log = logging.getLogger("ckpt")
 
 @dataclass(slots=True)
 class Services:
-    """What the agent lends to its jobs. `taken(epoch)`: memory, beside the slots of that epoch's job. `copies`: what it
-    keeps for other nodes; `network`: the way to them, once there is one; `lenders`: the memory-only ones that are
-    there; `awaits_lenders`: whether that is not known of some yet. `listening`: to what the machine's owner says of its
-    end. `outcome`: where it is written what a notice came to, unless a job says another place; None: nowhere.
-    `account`: what all of it costs. `told`: hears each event. `foreseen`: what is known of the sources of predictions,
-    as numbers. `parities`: its part in parity."""
+    """What the agent provides to its jobs.
+
+    - `taken(epoch)`: memory in use beside the slots of that epoch's job.
+    - `copies`: the replicas that this node keeps for others. `parities`: its part in parity.
+    - `network`: the other nodes; None until there is one. `lenders`: the reachable memory-only nodes. `awaits_lenders`:
+      True while the state of some is unknown.
+    - `listening`: the sources of preemption notices. `outcome`: the file for a notice's outcome unless a job names
+      another; None: no file.
+    - `account`: the measured costs. `told`: receives each event. `foreseen`: figures on the sources of predictions."""
 
     server: EventLoop
     bulk: Workers
@@ -87,15 +91,15 @@ def tell(peer: AnyPeer, event: Event) -> None:
     fields = {"t": "event", "name": event.name, "message": text, "loud": event.loud, "data": event.data}
     try:
         peer.send(fields)
-    except (AgentError, ValueError, OverflowError):  # too large for a message, or no text: names may be
+    except (AgentError, ValueError, OverflowError):  # too large for a message, or not encodable
         peer.send({**fields, "data": {}})
 
 
 class JobContext:
-    """One job. `epoch`: of this start. `claim`: what the store is told of it, once it is known what it goes on
-    from. `checkpoints`: by slot, what is complete. `ranks`: all of them; `own`: those of this node. `failed`: what
-    nobody foresaw and went wrong here: nothing more is decided for this job, and its ranks are let go; "" as long as
-    nothing did."""
+    """One job. `epoch`: of this start. `claim`: the claim for the store, once the parent checkpoint is known.
+    `checkpoints`: the complete checkpoints by slot. `ranks`: all ranks; `own`: those of this node. `failed`: an
+    unexpected error in this agent, or "". After it, nothing is decided for the job any more and its ranks are
+    disconnected."""
 
     def __init__(
         self,
@@ -106,8 +110,10 @@ class JobContext:
         nodes: tuple[NodeAt, ...] = (),
         others: Sequence[RemoteShare] = (),
     ) -> None:
-        """`nodes`: where the ranks are, if on several, this one first; `others`: the shares on the others."""
-        self.own = LocalShare(world, services.bulk, lambda: services.taken(epoch))  # first: there may be too many
+        """`nodes`: the nodes of the ranks if there are several, this one first. `others`: the shares of the other
+        nodes."""
+        # Made first, since it fails if there are too many ranks.
+        self.own = LocalShare(world, services.bulk, lambda: services.taken(epoch))
         self.ranks: LocalShare | AllShares = AllShares(self.own, others, nodes[0].name) if nodes else self.own
         self.nodes = nodes
         self.epoch = epoch
@@ -115,14 +121,16 @@ class JobContext:
         self.launch = launch
         self.failed = ""
         self.taken_over = False  # from an agent that has died
-        self.asks_for_former = False  # what other nodes have of the checkpoint that it goes on from only they know
+        # Whether other nodes must be surveyed for the parent checkpoint, which only they know of.
+        self.asks_for_former = False
         self.group = Scheduler(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.group.one_page = len(nodes) <= 1
-        self.protection: ReplicationManager | None = None  # where there are several nodes
+        self.protection: ReplicationManager | None = None  # None for a single node
         self.claim: Claim | None = None
         self.options = JobOptions()
-        self.learning: CostModel | None = None  # once a rank has said what the policy is
-        self.is_adaptive = False  # whether the intervals follow from that; else it is learnt for the starts after this
+        self.learning: CostModel | None = None  # once rank 0 has sent the policy
+        # Whether the cost model sets the intervals. If not, it still learns for later starts.
+        self.is_adaptive = False
         self.outcome_path = services.outcome
         self.checkpoints: dict[int, MemoryCheckpoint] = {}
         self.plan: memory_plan.MemoryPlan | None = None
@@ -134,8 +142,9 @@ class JobContext:
         self.group.supersede(by)
 
     def guard(self, what: Callable[[], T]) -> T | None:
-        """A mistake in what is done for this job ends it in this agent, and no other job. That is told, and its ranks
-        are let go: as after the death of an agent, they bring their arenas to the next one. Returns None then."""
+        """Runs `what` and returns its result. An exception ends this job in this agent, and no other job. The error is
+        reported, the ranks are disconnected, and None is returned. As after an agent's death, the ranks bring their
+        arenas to the next agent."""
         try:
             return what()
         except Exception as exc:
@@ -158,7 +167,7 @@ class JobContext:
         self._services.server.later(delay_s, lambda: self.guard(what))
 
     def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
-        """An event, told to the lowest rank that is there: one is enough."""
+        """Emits an event and sends it to the lowest connected rank: one rank is enough."""
         members = [member for _, member in sorted(self._members.items()) if member.peer.open]
         log.log(logging.WARNING if loud else logging.INFO, "%s", message, extra={"told": bool(members)})
         self._services.told(Event(name, message, loud, {"epoch": str(self.epoch), **(data or {})}))
@@ -166,7 +175,7 @@ class JobContext:
             tell(members[0].peer, Event(name, message, loud, data or {}))
 
     def follow_learning(self) -> None:
-        """Asks how often to save, and does so from now on, unless that is given."""
+        """Has the cost model choose the save intervals, unless the user fixed them, and applies them from now on."""
         assert self.learning is not None
         before, now_s = self.learning.decision, time.monotonic()
         if not self.is_adaptive:

@@ -1,7 +1,7 @@
-"""The carrying out of what one job's state machine decides: rounds and slots are in `group`; the arenas, the control
-page and the checkpoints in memory are seen to here, what concerns the store in `committing`.
+"""The executor of one job: carries out the scheduler's actions on arenas, the control page and checkpoints in memory.
 
-Everything runs on the agent's main thread; what takes long goes to a lane of `Bulk` and comes back as a fact.
+`group` is the job's scheduler. Actions that concern the store are in job_commit. Everything runs on the agent's main
+thread. Slow work goes to a lane of `Workers` and returns as a fact.
 """
 
 from __future__ import annotations
@@ -34,31 +34,35 @@ from ckpt.types import Identity, Tick, counted
 if TYPE_CHECKING:
     from ckpt.agent.replication.survey import SafeCheckpoint
 
-AWAIT_S = 0.2  # until it is looked again whether all memory-only nodes have said that they are there
-FULL_S = 60.0  # from memory that was not to be had until it is looked whether it is now
-SHORT_S = 60.0  # that there is no room for copies before a slot in use gives way to them: it may be there again soon
-AGAIN_S = 600.0  # until a slot that gave way may come again
-PARTS = 8  # of a slot: less is no reason to plan anew
-MIXED_S = 1.0  # ranks change their layouts at the same step, but their words for it arrive one after the other
+AWAIT_S = 0.2  # between checks whether all memory-only nodes have answered
+FULL_S = 60.0  # after an allocation failed, until memory is planned again
+# A slot in use gives way to replicas after this time without room for them: room may come back sooner.
+SHORT_S = 60.0
+AGAIN_S = 600.0  # until a slot that gave way may come back
+PARTS = 8  # a change of free memory below this part of a slot is no reason to plan anew
+# Ranks change their layouts at the same step, but their reports arrive one after the other.
+MIXED_S = 1.0
 
 
 class JobExecutor(JobCommits):
-    """A job's hands."""
+    """Carries out the actions of one job's scheduler."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._division: Division | None = None
-        self._mixed = False  # a division waits for the other ranks' word of the same tick
+        self._mixed = False  # a division waits for other ranks' layouts of the same version
         self._disagreed: set[str] = set()
         self._planned_parts: dict[str, int] = {}  # see `_parts_free`
-        self._not_before_s = -math.inf  # it is planned again
-        self._patience_s = PERIOD_S  # from a look that finds no more to be had until the next one
-        self._short_since_s = math.inf  # others do not keep each node's part, and have kept no more
-        self._fewer_until_s = -math.inf  # a slot gave way to copies
-        self._least_slots = SLOTS_MAX  # that were told to be all that there can be
-        self._told_copies: dict[str, int] = {}  # by node: bytes that are kept for others, as was told
-        self._told_placed = False  # whether it was told at all who keeps what
-        self._unkept = False  # the others were told that nothing of it is kept, and no copies have begun since
+        self._not_before_s = -math.inf  # memory is not planned again before this time
+        self._patience_s = PERIOD_S  # from a plan that finds nothing new until the next one
+        # Since when some node's part has had no replica. It restarts when another part loses its replica.
+        self._short_since_s = math.inf
+        self._fewer_until_s = -math.inf  # until then a slot gives way to replicas
+        self._least_slots = SLOTS_MAX  # the smallest number of slots that was reported as available
+        self._told_copies: dict[str, int] = {}  # by node: bytes of other nodes' replicas, as reported
+        self._told_placed = False  # whether a placement was reported
+        # Other nodes were told that no replicas are kept, and no replication has begun since.
+        self._unkept = False
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
         self._comparing = ReplicaCheck()
 
@@ -111,7 +115,8 @@ class JobExecutor(JobCommits):
                 self._close(reason)
 
     def _divide(self, patient: bool = True) -> None:
-        """Where ranks speak of different ticks, the others' words for the newest are probably on their way."""
+        """Makes a new division. If ranks report layouts of different versions, it waits MIXED_S for the other ranks'
+        reports."""
         self._mixed = patient and self._is_mixed()
         if self._mixed:
             self._later(MIXED_S, lambda: self._divide(False) if self._mixed else None)
@@ -168,24 +173,24 @@ class JobExecutor(JobCommits):
 
     @property
     def is_cramped(self) -> bool:
-        """Whether it has fewer slots, or copies, than it is to have."""
+        """True if the job has fewer slots or replicas than it wants."""
         group, protection = self.group, self.protection
         if self.plan is None or not group.is_planned or group.superseded_by or group.all_gone:
-            return False  # or it is planned anew anyway
+            return False  # in these cases memory is planned anew anyway
         is_kept = group.is_kept_whole and not group.copies_fail
         unkept = protection is not None and protection.is_wanted and not is_kept
         return unkept or group.slots_in_use < self.plan.wanted
 
     def _parts_free(self, plan: memory_plan.MemoryPlan) -> dict[str, int]:
-        """By node: what it has for this job, in parts of a slot, when it was asked last."""
+        """By node: the free memory for this job when it was last measured, in units of a PARTS-th of a slot."""
         plans = self.ranks.plans_by_name() if isinstance(self.ranks, AllShares) else {"": plan}
         return {name: each.left_bytes(0) * PARTS // max(1, each.slot_bytes) for name, each in plans.items()}
 
     def plan_again(self) -> None:
-        """There may be other memory than when it was planned, since earlier starts' checkpoints have gone, or what else
-        was there: the same division may have more of it now. Where copies fail there may be less, and who keeps them is
-        decided anew for that, too; where there has been no room for them for a while a third slot gives way. As long as
-        there is no news, other nodes are asked less and less often."""
+        """Plans the memory of the same division again, since the free memory may have changed. More memory may be free
+        once earlier starts' checkpoints or other processes are gone. Less may be free if replication fails; the
+        placement is then decided anew. If there was no room for replicas for SHORT_S, a third slot gives way. While
+        nothing changes, other nodes are asked less and less often."""
         division, version, now_s = self._division, self.group.layouts_version, time.monotonic()
         if now_s < self._not_before_s:
             return
@@ -198,7 +203,7 @@ class JobExecutor(JobCommits):
             if plan is None or division is None or self._division is not division:
                 return
             if version != self.group.layouts_version:
-                return  # it is planned anew, by that
+                return  # the new layouts are planned anyway
             parts = self._parts_free(plan)
             is_more = any(count > self._planned_parts.get(name, -1) for name, count in parts.items())
             gives_way = now_s >= self._short_since_s + SHORT_S and not self.group.store_fails
@@ -219,12 +224,12 @@ class JobExecutor(JobCommits):
             self.ranks.measure(sizes, most, self.options.limits.memory, self._guarded(measured))
 
     def plan_soon(self) -> None:
-        """There may be more memory than a moment ago."""
+        """Has the memory planned again without delay, since more may be free now."""
         self._not_before_s, self._patience_s = -math.inf, PERIOD_S
 
     def _place(self, division: Division, slots: int, used: int = 0, gives_way: bool = False) -> int:
-        """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `used`: as many
-        are in use already; `gives_way`: whether one of them may go for copies, once it holds nothing that is needed."""
+        """Decides the placement of replicas; returns how many of `slots` remain beside them. `used`: slots already in
+        use. `gives_way`: one of those may go for replicas, once it holds nothing needed."""
         nodes, protection = self.ranks, self.protection
         if protection is None or not isinstance(nodes, AllShares):
             return slots
@@ -235,7 +240,8 @@ class JobExecutor(JobCommits):
         self.group.wants_copies = protection.is_wanted
         is_whole = self.group.is_kept_whole
         is_short = protection.is_wanted and not is_whole
-        since_s = self._short_since_s if kept_before <= outlived(protection.kept) else math.inf  # of others' parts
+        # If a node's part has lost its replica, the shortage is a new one and counts from now.
+        since_s = self._short_since_s if kept_before <= outlived(protection.kept) else math.inf
         self._short_since_s = min(since_s, time.monotonic()) if is_short else math.inf
         if self.learning is not None and self.learning.peers != is_whole:
             self.learning.peers = is_whole
@@ -247,14 +253,15 @@ class JobExecutor(JobCommits):
         return slots
 
     def place_again(self) -> None:
-        """Whom copies may be had at is news: who keeps them is decided anew, for the slots that there are."""
+        """Decides the placement anew for the present slots, since the nodes that can keep replicas have changed."""
         if self._division is not None and self.group.slots_in_use:
-            self._planned_parts = {}  # there may be less just now than was planned with: then it is looked again
+            # Less may be free now than was planned with, so the next `plan_again` must act.
+            self._planned_parts = {}
             self._place(self._division, self.group.slots_in_use, self.group.slots_in_use)
             self._tell_memory(False)
 
     def memory_table(self) -> dict[str, Any] | None:
-        """What it takes on every node; None: that is not known yet."""
+        """The memory table of all nodes; None: not planned yet."""
         plan, nodes = self.plan, self.ranks
         if plan is None:
             return None
@@ -266,7 +273,7 @@ class JobExecutor(JobCommits):
         return {**plan.table(), **memory_report.table(plans, plan.slots, peers)}
 
     def _tell_memory(self, changed: bool) -> None:
-        """`changed`: the slots are others than were told; else it is told where what is kept for others is."""
+        """Reports the memory plan if the slots changed (`changed`), or the memory for other nodes' replicas did."""
         table = self.memory_table()
         if table is None or self.plan is None:
             return
@@ -289,13 +296,14 @@ class JobExecutor(JobCommits):
         began_s = time.monotonic()
 
         def ended(error: str, found: bool = False) -> bool:
-            """Whether older ones may go for it. `found`: nothing was copied for that."""
+            """True if peers may drop older replicas now. `found`: the version was replicated already, and nothing was
+            copied."""
             now_s = time.monotonic()
             why_not, seconds = self.group.replicated(slot, error, now_s), now_s - began_s
             if why_not:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
-                loud = why_not not in (UNKEPT, ROOMLESS, OUTDONE)  # the placement has said that, or nothing is lost
-                self.emit("replication.failed", text, loud, {"identity": str(identity)})
+                loud = why_not not in (UNKEPT, ROOMLESS, OUTDONE)  # the placement reported these, or nothing is lost
+                self.emit("peers.failed", text, loud, {"identity": str(identity)})
                 return self.group.lets_older_go(why_not)
             if self.learning is not None and not found:
                 self.learning.replicated(seconds)
@@ -342,7 +350,7 @@ class JobExecutor(JobCommits):
         protection.replicate(identity, safe, own, self._guarded(ended), self.group.safe_needed)
 
     def _unprotect(self, tick: Tick, why: str) -> None:
-        """What other nodes keep of that tick is not all that made it safe: nobody is told any more that it is."""
+        """Reports that this version no longer meets the replication target, if it was reported as replicated."""
         account, identity = self._services.account, Identity(self.epoch, tick)
         if "peer" not in account.safe or account.safe["peer"][0] != tick:
             return
@@ -352,11 +360,11 @@ class JobExecutor(JobCommits):
 
     def _unkeep(self) -> None:
         network, copies = self._services.network(), self._services.copies
-        assert network is not None  # else nothing was ever kept
+        assert network is not None  # else no replica was ever kept
         assert copies is not None
         try:
             copies.unkeep(self.epoch)
-        except AgentError:  # a start asks what lies here: it stays
+        except AgentError:  # a start surveys this node: its replicas stay
             return
         self._unkept = True
         for node in (*self.nodes[1:], *(each.node for each in self._services.lenders())):
@@ -368,7 +376,7 @@ class JobExecutor(JobCommits):
                 self.group.made(slot, tuple(sizes_made[rank] for rank in range(self.world)))
             elif self.group.needs(slot, sizes):
                 self._fewer(slot, error)
-            else:  # it says nothing of what is needed now
+            else:  # these sizes are no longer needed
                 self.group.made(slot, ())
 
         self.ranks.make(slot, dict(enumerate(sizes)), self._guarded(made))
@@ -378,7 +386,7 @@ class JobExecutor(JobCommits):
         message = f"slot {slot} cannot be had ({why}): in use: {counted(had, 'slot')}"
         self.emit("memory.short", message, had < self._least_slots)
         self._least_slots = min(had, self._least_slots)
-        self._not_before_s, self._planned_parts = time.monotonic() + FULL_S, {}  # it was less than was planned with
+        self._not_before_s, self._planned_parts = time.monotonic() + FULL_S, {}  # less was free than planned
         self.group.fewer_slots(had, f"not one arena fits into memory: {why}; free some, or save less")
         self.group.made(slot, ())
 

@@ -1,7 +1,8 @@
-"""The memory-only nodes that a job names, as its coordinator uses them: who of them is there, and what it lends.
+"""The coordinator's client of the memory-only nodes that a job names: which are reachable, and how much memory each
+lends.
 
-They are known by address only: what they are called is learnt from them. One that is not there delays a start by no
-more than PATIENCE_S and fails no training; it is called again as long as the job runs. Main thread only.
+Nodes are configured by address; their names come with their answers. An unreachable node delays a start by at most
+PATIENCE_S and fails no training. It is called again as long as the job runs. Main thread only.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-PATIENCE_S = 30.0  # how long a start waits for one: as long as it takes one to see that a former coordinator is gone
+# How long a start waits for one node: as long as a node takes to see that its former coordinator is gone.
+PATIENCE_S = 30.0
 CALL_S = 5.0  # between calls while a job runs
-BUSY_S = 1.0  # until one that lends to another job is asked again
+BUSY_S = 1.0  # until a node that lends to another job is asked again
 LENDERS_MAX = 64
 
 Later = Callable[[float, Callable[[], None]], None]
@@ -35,7 +37,7 @@ Answered = Callable[[Message | None, str, bool], None]
 
 
 def addresses_from(given: Any) -> tuple[Address, ...]:
-    """What rank 0 says of them. Errors: UsageError."""
+    """The addresses in rank 0's message. Errors: UsageError."""
     if given is None:
         return ()
     if not isinstance(given, list) or len(given) > LENDERS_MAX:
@@ -44,7 +46,8 @@ def addresses_from(given: Any) -> tuple[Address, ...]:
 
 
 class MemoryNodeClients:
-    """`tell`: hears events. `changed`: called when who is there, or what one lends, is another."""
+    """All memory-only nodes of the newest job. `tell`: receives events. `changed`: called when the set of reachable
+    nodes, or what one lends, has changed."""
 
     def __init__(
         self,
@@ -55,26 +58,27 @@ class MemoryNodeClients:
         changed: Callable[[], None],
     ) -> None:
         self._url, self._network, self._later, self._tell, self._changed = url, network, later, tell, changed
-        self.wanted: tuple[Address, ...] = ()  # by the newest job
+        self.wanted: tuple[Address, ...] = ()  # of the newest job
         self._there: dict[Address, LentMemory] = {}
-        self._why: dict[Address, str] = {}  # of those that are not
-        self._cut: dict[Address, object] = {}  # of these: whose connection has ended just now: they may be there still
+        self._why: dict[Address, str] = {}  # the error of each unreachable node
+        # Those of the unreachable nodes that were cut off just now, and may still be alive.
+        self._cut: dict[Address, object] = {}
         self._terms: CommitTerms | None = None  # of the job under way, once it has begun
-        self._calls = 0  # older rounds of calls end by themselves
+        self._calls = 0  # the number of the newest round of calls; older rounds stop
 
     @property
     def lead(self) -> bool:
-        """Whether a job of this agent borrows from any."""
+        """True if a job of this agent borrows memory from memory-only nodes."""
         return self._terms is not None
 
     @property
     def awaited(self) -> bool:
-        """Whether it is not known yet of some that are called whether they are there, or there again."""
+        """True while it is unknown whether some node is reachable: it has not answered yet, or was cut off just now."""
         known = {*self._there, *self._why} - self._cut.keys()
         return self.lead and any(address not in known for address in self.wanted)
 
     def there(self) -> tuple[LentMemory, ...]:
-        """Those that can be asked, in a fixed order; one that is named by several addresses once."""
+        """The reachable nodes, in a fixed order; a node with several addresses appears once."""
         by_name = {self._there[address].node.name: self._there[address] for address in sorted(self._there)}
         return tuple(by_name.values())
 
@@ -82,7 +86,7 @@ class MemoryNodeClients:
         return [each.node for each in self.there()]
 
     def table(self) -> list[dict[str, Any]]:
-        """For people."""
+        """One row per address, for people."""
         found = []
         for address in self.wanted:
             lent = self._there.get(address)
@@ -93,7 +97,8 @@ class MemoryNodeClients:
         return found
 
     def begin(self, wanted: Sequence[Address], launch: str, take_over: bool, then: Callable[..., None]) -> None:
-        """A start asks each what it holds: `then(address, answer, error)`, once for each, within PATIENCE_S."""
+        """Asks each node, for a start, what it holds. Calls `then(address, answer, error)` once for each address,
+        within PATIENCE_S."""
         self.end()
         self.wanted = tuple(wanted)
         self._there = {each: lent for each, lent in self._there.items() if each in self.wanted}
@@ -101,36 +106,36 @@ class MemoryNodeClients:
             self._ask_start(address, {"t": "start", "launch": launch, "take_over": take_over, "url": self._url}, then)
 
     def led(self, terms: CommitTerms, wanted: Sequence[Address]) -> None:
-        """The job has begun an epoch, or its coordinator is back: from here on they are called until `end`."""
+        """The job has begun an epoch, or its coordinator is back: calls the nodes again and again until `end`."""
         self.wanted = tuple(wanted)
         self._terms = terms
         self._calls += 1
         self._call(self._calls)
 
     def end(self) -> None:
-        """The job is over, or about to be followed by another."""
+        """The job is over, or another one is about to follow: stops the calls."""
         self._terms = None
         self._calls += 1
 
     def say(self, fields: dict[str, Any]) -> None:
-        """To each that is there. A hint."""
+        """Sends a hint to each reachable node; it may be lost."""
         network = self._network()
         for lent in self.there():
             if network is not None:
                 network.tell(lent.node.name, fields)
 
     def closed(self, name: str) -> bool:
-        """The connection to that agent is gone. Whether it was one of them."""
+        """The connection to that agent is gone. Returns True if the agent was one of the memory-only nodes."""
         network = self._network()
         if network is not None and network.channel(name) is not None:
-            return False  # it was made anew
+            return False  # a new connection exists
         found = [address for address, lent in self._there.items() if lent.node.name == name]
         for address in found:
             self._cut_off(address, "the connection has ended")
         return bool(found)
 
     def _cut_off(self, address: Address, why: str) -> None:
-        """It was there until now, and may be there still."""
+        """Marks a node as disconnected; it may still be alive."""
         self._lose(address, why)
         self._cut[address] = token = object()
         self._later(PATIENCE_S, functools.partial(self._gone, address, token))
@@ -142,7 +147,7 @@ class MemoryNodeClients:
     # -- inside
 
     def _ask(self, address: Address, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
-        """`then` hears the answer, or what went wrong, and whether anybody was there at all."""
+        """Asks one node. `then` receives the answer or an error, and True if a connection existed."""
         network = self._network()
         if network is None:
             then(None, "this agent was not told to listen", False)
@@ -197,8 +202,8 @@ class MemoryNodeClients:
         ask()
 
     def _call(self, number: int) -> None:
-        """Asks all for their loan, again and again: one that was away comes back so, and one that was lent to another
-        start meanwhile too."""
+        """Asks all nodes for their memory, every CALL_S. So a node is used again once it is back, or once another start
+        releases it."""
         terms = self._terms
         if terms is None or number != self._calls:
             return
@@ -213,7 +218,8 @@ class MemoryNodeClients:
             if not was_there:
                 self._cut.pop(address, None)
             elif answer is None and self._is_cut_off(address):
-                return  # `closed` is told next, and what it kept is missed then
+                # `closed` is called next, and handles the lost replicas.
+                return
             error = self._busy(answer) or error
             if not error and answer is not None:
                 error = self._take(address, answer)
@@ -233,7 +239,7 @@ class MemoryNodeClients:
         return f"it lends to launch {launch!r:.200}, whose coordinator is connected" if launch else ""
 
     def _take(self, address: Address, answer: Message) -> str:
-        """It lends; or why it does not."""
+        """Records what the node lends; returns the error if it lends nothing, else ""."""
         from ckpt.ipc.node_list import NodeAt, domains_told
 
         try:
