@@ -1,6 +1,6 @@
 """Agent restart: a new agent takes over a running job whose agent died. The trainers bring their arenas, and whole
-checkpoints in them are complete again, on this node and on others. The parts
-that need no job are in arena_handover.
+checkpoints in them are complete again, on this node and on others. The parts that
+need no job are in arena_handover.
 """
 
 from __future__ import annotations

@@ -257,7 +257,8 @@ class FollowerJob:
     # -- what the coordinator says
 
     def closed(self) -> None:
-        """The coordinator's connection is gone: withdraws all appointments, so that open save attempts are missed."""
+        """The coordinator's connection is gone: withdraws all appointments and disconnects the ranks, so open attempts
+        are missed."""
         self.commits = None
         self.ranks.appoint_nothing()
         self._lose_ranks()

@@ -56,7 +56,7 @@ CUT_OFF_SHOWN = 8  # nodes
 class Job(AgentRestart):
     """One job that this agent coordinates. `first`: the connection of rank 0 that began it. `nodes`: the nodes of its
     ranks, if there are several. `restore`: the candidate that the ranks are fetching. `gone_s`: when the last trainer
-    was gone; None: one is here."""
+    was gone; None: not yet."""
 
     def __init__(
         self,
@@ -124,7 +124,8 @@ class Job(AgentRestart):
 
     @property
     def is_idle(self) -> bool:
-        """True if no rank is here, no work on the job's memory is under way, and no rank waits for an answer."""
+        """True if no rank is here or waits for an answer, no work on the job's memory is under way, and no lease is
+        held."""
         group = self.group
         at_work = group.at_work or self._is_awaited
         return group.all_gone and not at_work and not any(slot.leases for slot in group.slots)
@@ -526,7 +527,7 @@ class Job(AgentRestart):
 
     def settle(self) -> float | None:
         """Decides and acts until nothing is left to do now. Returns when to look again, on the monotonic clock; None:
-        no time."""
+        not before something happens."""
         if self._dropped or self.failed:
             return None
         now_s = time.monotonic()

@@ -82,8 +82,8 @@ class JobCommits(JobContext):
         self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
 
     def _tell_commits(self, identity: Identity | None) -> None:
-        """Tells the other nodes to keep their parts of this checkpoint until its commit is over; None: it is over. They
-        may be asked for their parts late."""
+        """Tells the other nodes which commit is under way, so that they keep their parts of it; None: it is over. A
+        long commit may ask for their parts late."""
         if isinstance(self.ranks, AllShares):
             for share in self.ranks.others.values():
                 share.tell({"t": "commits", "identity": str(identity) if identity is not None else None})
