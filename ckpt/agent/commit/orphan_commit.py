@@ -3,9 +3,9 @@
 An orphan commit and any start or commit at the same time are safe side by side:
 - Every key contains its writer's name, and the record refers to no other checkpoint's packs. A second record of one
   checkpoint is harmless.
-- A checkpoint is committed only if it is in the run's branch history: in the newest epoch in the store, or in an
-  ancestor of that epoch before the fork. This is checked again just before the record is put. A record that still lands
-  too late is in no branch history.
+- A checkpoint is committed only if it is in the run's branch history. That is the newest epoch in the store, and its
+  ancestors up to each fork. This is checked again just before the record is put. A record that still lands too late is
+  in no branch history.
 - An epoch that the store does not know is claimed only if the store's newest epoch is its ancestor. So a late claim
   never takes the run from a start that knew nothing of that epoch.
 """

@@ -110,7 +110,7 @@ def _peers_from(given: Any) -> Replicas | Parity | None:
 
 
 def keep_from(given: Any, name: str) -> Keep:
-    """Errors: UsageError names the field."""
+    """The retention options in a message. Errors: UsageError names the field."""
     told = fields_of(given, name)
     best = told.get("best")
     if best is not None and not (isinstance(best, list) and len(best) == 2):

@@ -56,9 +56,9 @@ class ArenaHandover:
         return taken
 
     def end(self, keep: bool) -> tuple[dict[int, dict[int, Arena]], list[int]]:
-        """Ends the handover. Returns this node's arenas of each slot that every rank handed over or has on another
-        node, by rank, and the numbers of the other slots. The arenas of those are closed here. keep=False: all slots
-        count as such."""
+        """Ends the handover. Returns two things: the whole slots, and the numbers of the other slots. A slot is whole
+        if every rank handed it over or has it on another node. Whole slots come with this node's arenas by rank; the
+        arenas of the others are closed here. keep=False: no slot counts as whole."""
         whole: dict[int, dict[int, Arena]] = {}
         lost: list[int] = []
         for slot in sorted({*self._arenas, *self._elsewhere}):
@@ -93,8 +93,8 @@ def look_for(
             if identity.epoch == epoch:
                 parts = reader.read(identity, len(by_rank), by_rank, keep_hashes=False)
                 found[slot] = put_together(identity, parts, by_rank)
-        # No rank, or not every rank, sealed a snapshot: the attempt is lost, for the ranks too.
         except CkptError as exc:
+            # No rank, or not every rank, sealed a snapshot: the attempt is lost, for the ranks too.
             log.info("slot %d holds no whole snapshot: %s", slot, exc)
     return RecoveredCheckpoints(found, which_committed([checkpoint.identity for checkpoint in found.values()], store))
 
