@@ -69,29 +69,50 @@ def names(folder: Path, ck: ckpt.Checkpointer, model: nn.Module, optim: Any, sch
     calls = itertools.count()
     sampler = type("Sampler", (), {"set_epoch": lambda self, epoch: None})()
     return {
-        **{"ckpt": ckpt, "torch": torch, "nn": nn, "itertools": itertools, "logging": logging},
-        **{"StatefulDataLoader": StatefulDataLoader, "RandomSampler": RandomSampler, "endless": endless},
-        **{"model": model, "body": model[0], "optimizer": optim, "optim": optim, "scheduler": sched, "sched": sched},
-        **{"loader": loader, "sampler": sampler, "data": list(range(16)), "batches": endless(loader)},
-        **{"url": str(folder / "by-url"), "n": 3, "step": 500, "ck": ck, "group": None, "ema": Averages()},
-        **{"train_one": train_one, "evaluate": evaluate, "done": lambda: next(calls) >= 3, "loss": loss},
-        **{"dead": torch.tensor([0]), "fresh": torch.zeros(1, 4)},
+        "ckpt": ckpt,
+        "torch": torch,
+        "nn": nn,
+        "itertools": itertools,
+        "logging": logging,
+        "StatefulDataLoader": StatefulDataLoader,
+        "RandomSampler": RandomSampler,
+        "endless": endless,
+        "model": model,
+        "body": model[0],
+        "optimizer": optim,
+        "optim": optim,
+        "scheduler": sched,
+        "sched": sched,
+        "loader": loader,
+        "sampler": sampler,
+        "data": list(range(16)),
+        "batches": endless(loader),
+        "url": str(folder / "by-url"),
+        "n": 3,
+        "step": 500,
+        "ck": ck,
+        "group": None,
+        "ema": Averages(),
+        "train_one": train_one,
+        "evaluate": evaluate,
+        "done": lambda: next(calls) >= 3,
+        "loss": loss,
+        "dead": torch.tensor([0]),
+        "fresh": torch.zeros(1, 4),
         "state": {"model": model, "optim": optim, "loader": loader},
     }
 
 
 @pytest.mark.parametrize("text", list(blocks()))
 @pytest.mark.filterwarnings("ignore")
-def test_a_block_of_the_docs_that_says_python_runs(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_of_the_docs_that_says_python_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for line, why in ELSEWHERE.items():
         if line in text:
             compile(text, "block", "exec")
             pytest.skip(f"not in a test: {why}")
     for long, short in SHORTER.items():
         text = text.replace(long, short)
-    text = text.replace('"s3://bucket/run"', '"run"').replace("ck.state[\"best\"], loss)", "ck.state[\"best\"], 1.0)")
+    text = text.replace('"s3://bucket/run"', '"run"').replace('ck.state["best"], loss)', 'ck.state["best"], 1.0)')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CKPT_LINGER_S", "0")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

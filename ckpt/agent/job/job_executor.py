@@ -303,7 +303,7 @@ class JobExecutor(JobCommits):
             if why_not:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
                 loud = why_not not in (UNKEPT, ROOMLESS, OUTDONE)  # the placement reported these, or nothing is lost
-                self.emit("peers.failed", text, loud, {"identity": str(identity)})
+                self.emit("replication.failed", text, loud, {"identity": str(identity)})
                 return self.group.lets_older_go(why_not)
             if self.learning is not None and not found:
                 self.learning.replicated(seconds)

@@ -682,7 +682,7 @@ class Scheduler(ExitVote):
     def _abandon(self, slot: Slot, round_: Round, why: str, now_s: float) -> None:
         message = f"the snapshot at {round_.tick} was given up: {why}"
         if round_.staged or round_.missed or round_.explicit:  # else no rank had reached it: nothing is lost
-            self._out.append(Emit("round.abandoned", message, round_.explicit))
+            self._out.append(Emit("save.abandoned", message, round_.explicit))
         if round_.staged or round_.explicit:  # else no rank waits for it, except one that is just staging it
             self._tell_level(round_.tick, "local", False, why)
         if round_.explicit:
