@@ -160,7 +160,7 @@ def is_agent(process: psutil.Process, runtime: str) -> bool:
 def report(kills: list[Kill], job: Job, straight: Job) -> None:
     print()
     row = "{:<28} {:<13} {:<13} {:<13} {:<8} {}"
-    print(row.format("killed", "while saving", "in the store", "came back at", "from", "steps lost"))
+    print(row.format("killed", "while saving", "in the store", "came back at", "from", "steps to redo"))
     for number, kill in enumerate(kills, 2):
         came = job.read("restored", number)
         level = {"local": "memory", "store": "store", "none": "nothing"}[came["level"]]
@@ -169,9 +169,9 @@ def report(kills: list[Kill], job: Job, straight: Job) -> None:
         print(row.format(kill.what, f"step {kill.saving}", stored, f"step {came['step']}", level, lost))
     for run in (straight, job):
         receipt = run.read("receipt", run.starts)
-        stalls = f"{receipt.get('stall_ms_median')} ms each, at most {receipt.get('stall_ms_max')} ms"
-        taken = counted(receipt["snapshots"], "snapshot")
-        print(f"{run.name}: the last start took {taken}; training paused {stalls}")
+        taken = counted(receipt["snapshots"], "checkpoint")
+        paused = f"{receipt['stall_ms_median']:.1f} ms each, at most {receipt['stall_ms_max']:.1f} ms"
+        print(f"{run.name}: the last start took {taken}; training paused {paused}")
 
 
 def compare(straight: Job, killed: Job) -> None:
