@@ -1,10 +1,12 @@
-"""Random number generators: each rank's own, brought back so that the run goes on as if it had not stopped.
+"""Random number generators: each rank saves its own, and a restart continues their sequences.
 
-On the mesh they were saved on, every generator is restored exactly, by coordinate. On another mesh there is nothing to
-restore exactly; each is then seeded anew from (seed, step, coordinate), where the coordinate leaves out
-- every axis along which the saved generators were equal (tensor-parallel ranks that must draw the same numbers), and
-- every new axis along which ranks work on the same data (coords.SAME_DATA);
-and if they were equal on all ranks, they are equal on all ranks again. The seed is the first rank's.
+On the mesh that saved them, every generator is restored exactly, by coordinate. On another mesh there is no exact
+match. There each generator gets a new seed from (name, seed, step, coordinate), where the seed is the first rank's. The
+coordinate leaves out:
+- every axis along which the saved generators were equal (tensor-parallel ranks must draw the same numbers);
+- every new axis along which ranks work on the same data (mesh_coordinate.SAME_DATA).
+
+If the generators were equal on all ranks, they are equal on all ranks again.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from ckpt.trainer.state.saved_values import Own
 
 @dataclass(frozen=True, slots=True)
 class RandomStream:
-    """One generator: how its state is read, written, and made from a seed (64 bits). A stored state consists of
-    plain values; what a torch generator was seeded with is stored beside it."""
+    """One generator: how its state is read, written, and made from a 64-bit seed. A stored state consists of plain
+    values. The initial seed of a torch generator is stored beside its state."""
 
     read: Callable[[], dict[str, Any]]
     write: Callable[[Any], object]
@@ -36,8 +38,8 @@ class RandomStream:
 
 
 def streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
-    """The process's own generators (Python, NumPy, torch, every CUDA device) and those registered in the state, by
-    path. Reading them waits for no device."""
+    """The process's own generators (Python, NumPy, torch, each CUDA device once CUDA is in use) and the registered
+    ones, by name. `objects`: the registered generators by path. Reading the states waits for no device."""
     found = dict(_PROCESS)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= {f"cuda:{i}": _torch(g) for i, g in enumerate(torch.cuda.default_generators)}
@@ -67,15 +69,17 @@ def _torch(generator: torch.Generator) -> RandomStream:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def read() -> dict[str, Any]:
-        state = generator.get_state()  # in host memory, of a device's generator too
+        # The state is in host memory, also for a device's generator.
+        state = generator.get_state()
         return {"state": ctypes.string_at(state.data_ptr(), state.nbytes), "seed": generator.initial_seed()}
 
     return RandomStream(read, write, generator.manual_seed)
 
 
 def _python(source: Any) -> RandomStream:
-    """Its words as an array: at each snapshot training stands still while they are encoded, which one by one takes a
-    quarter of a millisecond. NumPy takes them from an array.array three times as fast as from a list."""
+    """The stream of a Python generator; the 32-bit words of its state are stored as an array. Training pauses while the
+    words are encoded, which takes 0.25 ms if done one by one. NumPy converts an array.array three times as fast as a
+    list."""
 
     def read() -> dict[str, Any]:
         version, words, *rest = source.getstate()
@@ -87,9 +91,8 @@ def _python(source: Any) -> RandomStream:
 
     if source is random or type(source).getstate is random.Random.getstate:
         return RandomStream(read, write, source.seed)
-    return RandomStream(
-        lambda: {"state": source.getstate()}, source.setstate, source.seed
-    )  # a subclass has one of its own
+    # The state of a subclass may have another form.
+    return RandomStream(lambda: {"state": source.getstate()}, source.setstate, source.seed)
 
 
 def _numpy_legacy(source: Any) -> RandomStream:
@@ -115,7 +118,7 @@ def read(found: Mapping[str, RandomStream]) -> dict[str, dict[str, Any]]:
 
 
 def is_like(stream: RandomStream, state: Any) -> bool:
-    """Whether a stored state is of the kind that this generator has."""
+    """Whether a stored state is of the same kind as the generator's."""
     return bool(_form(stream.read()["state"]) == _form(state))
 
 
@@ -129,11 +132,9 @@ def _form(state: Any) -> Any:
 def restore(
     found: Mapping[str, RandomStream], own: Own | None, others: Sequence[Own], here: Coordinate, step: int
 ) -> None:
-    """Writes every generator of which something was saved.
-
-    `own`: what this coordinate saved on the same mesh; None on another one. `others`: what all ranks saved, needed on
-    another mesh. Errors: DamagedData for a stored state that its generator refuses.
-    """
+    """Restores every generator in `found` that was saved; leaves the others as they are. `own`: what this coordinate
+    saved on the same mesh; None on another mesh. `others`: what all ranks saved, needed on another mesh. Errors:
+    DamagedData if a generator refuses its stored state."""
     for name, stream in found.items():
         if own is not None and name in own.generators:
             try:
@@ -149,7 +150,7 @@ def restore(
 
 
 def derive(name: str, saved: Mapping[tuple[Axis, ...], Mapping[str, Any]], here: Coordinate, step: int) -> int:
-    """The new 64-bit seed of one generator at `here`, from what was saved of it at each place of the old mesh."""
+    """The new 64-bit seed of one generator at `here`. `saved`: its stored states, by coordinate of the old mesh."""
     digests = {axes: _digest(stored["state"]) for axes, stored in saved.items()}
     first = min(saved, key=lambda axes: [axis.index for axis in axes])
     seed = saved[first].get("seed", digests[first])

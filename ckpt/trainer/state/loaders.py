@@ -1,9 +1,9 @@
-"""Loaders that have a state: where they stand, and what to say on entry of those that do not come back as they were.
+"""Data loaders with a state: their positions, and a warning on entry for each loader whose restart is not exact.
 
-All of it is of torchdata's StatefulDataLoader, which takes up a sampler's position by drawing so many indices again
-where the sampler itself has no state, and draws one number (its workers' seed) for every new iterator, so for one more
-iterator after a restart within an epoch. Accelerate's loaders hold one, and give as their state what it said before
-they drew one batch ahead.
+All rules here are about torchdata's StatefulDataLoader. For a sampler without a state, it restores the position by
+drawing as many indices again. It draws one number (its workers' seed) for every new iterator, so a restart within an
+epoch draws one more. Accelerate's loaders wrap such a loader. They draw one batch ahead, and their state is the one
+from before that batch.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _STATELESS = tuple(kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler
 
 
 def advise(found: Sequence[StateNode], events: Events) -> None:
-    """One loud event for each loader among the nodes of a state that would not go on bit for bit after a restart."""
+    """Emits one warning (`loader.inexact`) for each loader in `found` that would not continue bit for bit after a
+    restart."""
     for node in found:
         if isinstance(node, LoaderNode) and (why := shortcoming(node.value)):
             events.emit("loader.inexact", f"ckpt: {node.path}: {why}", loud=True, loader=node.path)
 
 
 def shortcoming(loader: Any) -> str:
-    """What of a StatefulDataLoader a restart within an epoch changes, and the way out; "" where nothing is known, and
-    for others."""
+    """What a restart within an epoch changes for a StatefulDataLoader, and the remedy. "" if nothing is known to
+    change, and for other loaders."""
     inner = _torchdata(loader)
     if inner is None:
         return ""
@@ -69,9 +70,9 @@ def shortcoming(loader: Any) -> str:
 
 
 def position(loader: Any) -> Any:
-    """Its state. The state_dict() of torchdata's would begin the epoch of one that was given a state and not iterated
-    over since: its workers would be sent what its sampler draws now, and not what it draws once the loop has set the
-    epoch. It stands where that state says."""
+    """The state of a loader, to be saved. A torchdata loader that was given a state, and not iterated since, returns
+    that state unchanged. Its state_dict() would begin the epoch: its workers would get what the sampler draws now, not
+    what it draws once the loop has set the epoch."""
     inner = _torchdata(loader)
     if inner is None:
         return loader.state_dict()
@@ -80,22 +81,21 @@ def position(loader: Any) -> Any:
 
 
 def put_back(loader: Any, state: Any) -> None:
-    """Gives a loader the state that `position` gave, or that an older checkpoint has."""
+    """Gives a loader a state from `position`, or from an older checkpoint."""
     loader.load_state_dict(state if _torchdata(loader) is None else _for_a_whole_pass(state))
 
 
 def _for_a_whole_pass(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state of torchdata's. One of a pass that has ended begins the next pass at its first sample.
-
-    A StatefulDistributedSampler skips the samples that its state has yielded, at its next draw. Without workers
-    torchdata draws nothing from it for the pass that has ended, so the whole next pass would be skipped."""
+    """A torchdata state; if its pass has ended, the next pass begins at the first sample. A StatefulDistributedSampler
+    skips at its next draw the samples that its state counts as yielded. Without workers, torchdata draws nothing from
+    the sampler for the ended pass. So the whole next pass would be skipped."""
     if not state.get("_iterator_finished") or "_snapshot" in state:
         return state
     return {**state, **{key: _not_yielded(state[key]) for key in ("_index_sampler_state", "_sampler_iter_state")}}
 
 
 def _not_yielded(part: Any) -> Any:
-    """The state of a StatefulDistributedSampler within this part begins at 0."""
+    """`part`, in which the state of each StatefulDistributedSampler says that nothing was yielded."""
     if not isinstance(part, dict):
         return part
     return {"yielded": 0} if set(part) == {"yielded"} else {key: _not_yielded(each) for key, each in part.items()}
@@ -103,8 +103,8 @@ def _not_yielded(part: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """Where a loader of torchdata's stands: how many batches it has handed out of `one`, a pass over its data (None:
-    not iterated over yet), and whether that pass has ended."""
+    """How far a torchdata loader has read. `one`: the present pass over its data; None before the first iteration.
+    `batches`: how many batches of it were handed out. `at_end`: whether the pass has ended."""
 
     one: object
     batches: int
@@ -112,7 +112,7 @@ class LoaderPosition:
 
 
 def place(loader: Any) -> LoaderPosition | None:
-    """None for a loader of another make. Asks nothing of workers, and begins no epoch."""
+    """The position of a torchdata loader; None for another loader. It asks no worker, and begins no epoch."""
     inner = _torchdata(loader)
     if inner is None:
         return None
@@ -123,26 +123,27 @@ def place(loader: Any) -> LoaderPosition | None:
         return LoaderPosition(None, 0)
     if inner is loader:
         return LoaderPosition(iterator._sampler_iter, iterator._num_yielded, iterator._finished)
-    state = loader.state_dict()  # Accelerate's: the one within is a batch ahead
+    # An Accelerate loader: the loader inside is one batch ahead.
+    state = loader.state_dict()
     return LoaderPosition(iterator._sampler_iter, _batches(state), state["_iterator_finished"])
 
 
 def begun(loader: Any) -> Any:
-    """The newest iterator over a loader of torchdata's that somebody has asked for; None where nobody has, and for
-    other loaders. Where the loader was asked for its state first, that has made one."""
+    """The newest iterator of a torchdata loader that the loop asked for; None if there is none, and for other loaders.
+    An iterator that only state_dict() has made does not count."""
     inner = _torchdata(loader)
     return None if inner is None or inner._initial_iter_for_state_dict else inner._iterator
 
 
 def length(loader: Any) -> int | None:
-    """How many batches a pass has, where a loader of torchdata's knows it."""
+    """The number of batches of one pass of a torchdata loader; None for an iterable dataset."""
     inner = _torchdata(loader)
     return None if isinstance(inner.dataset, IterableDataset) else len(inner)
 
 
 def is_stateless(loader: Any) -> bool:
-    """Whether neither the iterable dataset of a loader of torchdata's, which was iterated over, nor what iterates over
-    it has a state."""
+    """Whether a torchdata loader has an iterable dataset, and neither the dataset nor its iterators have a state. The
+    loader must have been iterated over before."""
     if not isinstance(_torchdata(loader).dataset, IterableDataset):
         return False
     state = loader.state_dict()
@@ -155,14 +156,14 @@ def _iterators(part: Mapping[str, Any]) -> Any:
 
 
 def _batches(state: Mapping[str, Any]) -> int:
-    """Handed out, as a state says it."""
+    """The number of batches handed out, according to a state."""
     if "_snapshot" in state:
         return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"])
     return int(state["_num_yielded"])
 
 
 def _torchdata(loader: Any) -> Any:
-    """The StatefulDataLoader that this is, or holds; else None."""
+    """The StatefulDataLoader that `loader` is or holds; else None."""
     inner = held_loader(loader)
     kinds = type(inner).__mro__
     is_one = any(kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.") for kind in kinds)

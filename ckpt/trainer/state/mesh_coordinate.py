@@ -1,8 +1,8 @@
-"""Where a rank stands in the mesh: the key of what is its own.
+"""The coordinate of a rank in the mesh: the key of the rank's own state.
 
-A coordinate is written as text, "dp=1,tp=0" or "rank=3". Its data-parallel part says which ranks get the same data:
-they share a loader position. Axes of size 1 are left out, and a mesh of one data-parallel axis is written by rank, so
-that the same ranks have the same coordinates under DDP, under FSDP2 and without any mesh.
+It is written as text: "dp=1,tp=0" or "rank=3". Its data-parallel part tells which ranks get the same data, and so share
+a loader position. Axes of size 1 are left out. A mesh of one data-parallel axis is written by rank. So a rank has the
+same coordinate under DDP, under FSDP2 and without a mesh.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from ckpt.errors import UsageError
 from ckpt.trainer.state.names import modules
 from ckpt.trainer.state.shard import Shard, is_dtensor
 
-# Axes along which ranks work on the same data, in lower case. Every other axis counts as data-parallel: taking too many
-# axes for data-parallel keeps more positions than are needed, taking too few would lose some.
+# Axes along which ranks work on the same data, in lower case. Every other axis counts as data-parallel. Too many
+# data-parallel axes keep more loader positions than needed; too few would lose positions.
 _KINDS = "tensor", "pipeline", "context", "sequence", "model"
 SAME_DATA = frozenset({"tp", "pp", "cp", "sp", "mp", "pipe", "ulysses", *_KINDS, *(f"{k}_parallel" for k in _KINDS)})
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
+    """One axis of a mesh, with this rank's index on it."""
+
     name: str
     index: int
     size: int
 
     @property
     def same_data(self) -> bool:
-        """Whether ranks along it work on the same data, by its name."""
+        """Whether ranks along this axis work on the same data, judged by its name."""
         return self.name.lower() in SAME_DATA
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:
-    """`axes`: outermost first; together they tell all ranks apart."""
+    """A rank's place in the mesh. `axes`: from the outermost to the innermost; together they identify the rank."""
 
     axes: tuple[Axis, ...]
 
@@ -52,7 +54,7 @@ class Coordinate:
 
     @property
     def data(self) -> str:
-        """The data-parallel part, "all" where every rank gets the same data."""
+        """The data-parallel part as text; "all" if every rank gets the same data."""
         return _text(self.data_axes) or "all"
 
     @property
@@ -70,13 +72,13 @@ class Coordinate:
         return world
 
     def is_on(self, coordinates: Collection[str]) -> bool:
-        """Whether these, of all ranks, are the coordinates of the same mesh as this one's."""
+        """Whether `coordinates`, those of all ranks, are the coordinates of this coordinate's mesh."""
         every = itertools.product(*([Axis(a.name, i, a.size) for i in range(a.size)] for a in self.axes))
         return set(map(_text, every)) == set(coordinates)
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
-        """The axes and their sizes: the same on all ranks."""
+        """The names and sizes of the axes: the same on all ranks."""
         return tuple((a.name, a.size) for a in self.axes)
 
 
@@ -85,11 +87,9 @@ def _text(axes: tuple[Axis, ...]) -> str:
 
 
 def coordinate(state: dict[str, Any], rank: int, world: int, mesh: Any = None) -> Coordinate:
-    """This rank's coordinate: in `mesh` (a DeviceMesh over all ranks), else in the mesh of the state's DTensors where
-    that one (or the one it is a part of) covers all ranks, else by rank.
-
-    Errors: UsageError where `mesh` is given and is none, or does not cover all ranks.
-    """
+    """This rank's coordinate in `mesh`, a DeviceMesh over all ranks. Without `mesh`, the mesh of the state's DTensors
+    is taken if it, or the mesh it was cut from, covers all ranks. Otherwise the coordinate is the rank. Errors:
+    UsageError if `mesh` is no DeviceMesh, or does not cover all ranks."""
     if mesh is not None:
         if not hasattr(mesh, "get_coordinate"):
             raise UsageError(f"mesh={mesh!r}: give a torch DeviceMesh (init_device_mesh(...)) over all ranks, or none")
@@ -106,7 +106,7 @@ def coordinate(state: dict[str, Any], rank: int, world: int, mesh: Any = None) -
 
 
 def by_rank(rank: int, world: int) -> Coordinate:
-    """Where nothing is known of a mesh."""
+    """The coordinate of a rank if no mesh is known."""
     return Coordinate((Axis("rank", rank, world),))
 
 
@@ -122,7 +122,8 @@ def _in_mesh(mesh: Any, world: int) -> Coordinate | None:
 
 
 def _root(mesh: Any) -> Any:
-    """The mesh that this one was cut from, where torch says it (since 2.7); a hint, never relied on."""
+    """The mesh that `mesh` was cut from, if torch tells it (since 2.7), else None. It is a hint; nothing relies on
+    it."""
     root = getattr(mesh, "_get_root_mesh", None)
     return root() if root is not None else None
 

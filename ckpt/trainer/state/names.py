@@ -1,8 +1,8 @@
-"""Canonical names: what a tensor is called whatever wraps the module that holds it.
+"""Canonical names: the name of a tensor, whatever wraps the module that holds it.
 
 A name is the path through the state, then through the module: `model.layers.0.weight`. Wrappers (DDP, torch.compile,
-activation checkpointing) leave no trace in it, FSDP2 and tensor parallelism change no names, so that a checkpoint of
-one can be restored into another.
+activation checkpointing) leave no trace in the name. FSDP2 and tensor parallelism change no names. So a checkpoint made
+under one of them can be restored under another.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import nn
 from ckpt.errors import UsageError
 
 NAME_BYTES_MAX = 1024
-NAMED_MAX = 5  # of many that a text is about
+NAMED_MAX = 5  # names listed in one message
 
-# The attribute under which a wrapper class, known by its name, holds what it wraps. A class of that name from elsewhere
-# is a module as any other.
+# By class name, the attribute under which a wrapper holds the wrapped module. A class of the same name from any other
+# package than _WRAPPERS_FROM is an ordinary module.
 WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -30,14 +30,14 @@ WRAPPERS = {
     "ActivationWrapper": "_checkpoint_wrapped_module",
 }
 _WRAPPERS_FROM = ("torch.", "apex.")
-_ONLY_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # no user's attribute is called so
-_OWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.")  # they only reshard, as this walk does
+_ONLY_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # no user's attribute has such a name
+_OWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.")  # these only reshard, as the walk does
 _CUSTOM = ("state_dict", "load_state_dict", "_save_to_state_dict")
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a tensor is registered: `container[key]`, under the canonical `name` within its module."""
+    """The place where a tensor is registered: `container[key]`, under the canonical `name` within its module."""
 
     name: str
     container: dict[str, Any]
@@ -50,20 +50,20 @@ def join(*parts: object) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """As a text names them."""
+    """The first NAMED_MAX names and the number of the others, for a message."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return f"{', '.join(names[:NAMED_MAX])}{more}"
 
 
 def check_name(name: str) -> None:
-    """Errors: UsageError for a name that the format cannot hold."""
+    """Raises UsageError for a name that the format cannot hold."""
     if not name.isprintable() or len(name.encode()) > NAME_BYTES_MAX:
         raise UsageError(f"{name[:80]!r} cannot name a tensor: a name is printable and has at most 1024 bytes")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's module under any wrappers. A wrapper that holds something of its own (a class derived from one, with
-    parameters, buffers, modules or extra state) is not looked through. Errors: UsageError for FSDP1."""
+    """The user's module inside any wrappers. A wrapper with content of its own counts as the user's module. Such a
+    wrapper is a derived class with parameters, buffers, modules or extra state. Errors: UsageError for FSDP1."""
     while True:
         if any(c.__name__ == "FullyShardedDataParallel" for c in type(module).__mro__):
             raise UsageError(
@@ -77,7 +77,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _looked_through(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds the module that stands for it; None for what is not looked through."""
+    """The attribute under which a wrapper holds the user's module; None for a module that unwrap() does not look
+    through."""
     attribute = _wraps(module)
     inner = None if attribute is None else module._modules.get(attribute)
     return None if inner is None or _holds_more(module, attribute) else attribute
@@ -96,7 +97,8 @@ def _holds_more(module: nn.Module, attribute: str | None) -> bool:
 
 
 def modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every (canonical path, module) below and with `root`, wrappers left out; a shared one under each of its names."""
+    """Every (canonical path, module) from `root` downwards, without wrappers; a shared module under each of its
+    names."""
     module = unwrap(root)
     yield path, module
     for key, child in module._modules.items():
@@ -105,7 +107,7 @@ def modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def sites(root: nn.Module) -> Iterator[Site]:
-    """Parameters and persistent buffers, under every name they have."""
+    """The parameters and persistent buffers below `root`, under every name they have."""
     for path, module in modules(root):
         for container in (module._parameters, module._buffers):
             for key, tensor in container.items():
@@ -116,13 +118,13 @@ def sites(root: nn.Module) -> Iterator[Site]:
 
 
 def extras(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that have extra state of their own."""
+    """The modules that have extra state of their own, with their paths."""
     return [(p, m) for p, m in modules(root) if type(m).get_extra_state is not nn.Module.get_extra_state]
 
 
 def resharding(found: Iterable[nn.Module]) -> list[Any]:
-    """The FSDP2 modules among these. After evaluation some still hold gathered parameters; `.reshard()` puts them back
-    to their shards, as torch's own state_dict does: between two steps this changes no value."""
+    """The FSDP2 modules in `found`. After evaluation some of them still hold gathered parameters. `.reshard()` brings
+    these back to shards, as torch's own state_dict does. Between two steps this changes no value."""
     return [
         module
         for module in found
@@ -131,8 +133,8 @@ def resharding(found: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_custom(root: nn.Module) -> bool:
-    """Whether the module says itself how it is saved or loaded (hooks, overridden methods, TorchScript): then its
-    state_dict() is what is saved, and load_state_dict() is how it gets it back."""
+    """Whether the module customises how it is saved or loaded (hooks, overridden methods, TorchScript). Such a module
+    is saved by its state_dict() and restored by its load_state_dict()."""
     return any(_is_custom(module) for _, module in modules(root))
 
 
@@ -155,15 +157,16 @@ def _is_custom(module: nn.Module) -> bool:
 
 
 def _hook_module(hook: Any) -> str:
-    inner = getattr(hook, "hook", hook)  # torch wraps some hooks
+    # torch wraps some hooks.
+    inner = getattr(hook, "hook", hook)
     return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a custom module's state_dict() holds. `items`: (canonical name, its own key, value), live tensors included
-    where it takes torch's arguments. `versions`: of its modules' own formats, by canonical names, which
-    load_state_dict() tells them, so that they know old ones from new ones."""
+    """What a custom module's state_dict() gives. `items`: (canonical name, own key, value); the tensors are live ones
+    if state_dict() takes torch's arguments. `versions`: the format versions of its modules, by canonical name.
+    load_state_dict() gets them, so that it can tell old formats from new ones."""
 
     items: list[tuple[str, str, Any]]
     versions: dict[str, int]
@@ -172,7 +175,7 @@ class Said:
     def of(root: nn.Module) -> Said:
         module = unwrap(root)
         state, told = _state_dict(module)
-        # What a wrapper holds comes after the wrapper, under the same name.
+        # A wrapped module has the same name as its wrapper, comes after it, and so takes its place here.
         versions = {
             _canonical(module, key): each["version"]
             for key, each in told.items()
@@ -182,8 +185,8 @@ class Said:
 
 
 def load_state_dict(root: nn.Module, state: Mapping[str, Any], versions: Mapping[str, int]) -> list[str]:
-    """Gives a custom module what Said.of() said, by its own keys; maybe not all of it. The keys for which it says, as
-    torch's own does, that it has no place."""
+    """Gives a custom module what Said.of() returned, by the module's own keys; `state` may lack some of them. Returns
+    the keys that the module reports as unexpected, as torch's own load_state_dict() does."""
     module, given = unwrap(root), OrderedDict(state)
     names = {key: _canonical(module, key) for key in _state_dict(module)[1]}
     told = ((key, {"version": versions[name]}) for key, name in names.items() if name in versions)
@@ -194,20 +197,21 @@ def load_state_dict(root: nn.Module, state: Mapping[str, Any], versions: Mapping
 
 
 def _state_dict(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
-    """What a module gives, and what it tells of its modules, by their own names."""
+    """The module's state_dict(), and the metadata of its modules, by their own names."""
     live: dict[str, Any] = {"keep_vars": True} if _takes(module.state_dict, "keep_vars") else {}
     state = module.state_dict(**live)
     return state, getattr(state, "_metadata", {})
 
 
 def _takes(method: Callable[..., Any], argument: str) -> bool:
-    """An overridden method may take less than torch's own."""
+    """Whether a method takes the argument; an overridden method may take fewer than torch's own."""
     parameters = inspect.signature(method).parameters
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _canonical(root: nn.Module, key: str) -> str:
-    """A key of a state_dict() without the parts that are wrappers', as far as it follows the modules below `root`."""
+    """A key of state_dict() without the parts that are wrappers', as far as the key follows the modules below
+    `root`."""
     kept: list[str] = []
     module: nn.Module | None = root
     for part in key.split("."):

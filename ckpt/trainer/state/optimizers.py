@@ -1,10 +1,11 @@
-"""Optimizers: state under the names of the parameters it belongs to, read without a step.
+"""Optimizers: their state under the names of the parameters that it belongs to, read without a step.
 
-Names: `<path>.state.<parameter>.<what>`, where the parameter's name is the one within its module if the state has one
-module only, else it begins with the module's path: not what an optimizer spans on this rank (one stage) makes names,
-but what the state has on every rank. Hyper-parameters are values; parameters are listed by name, not by number, so that
-another order or another wrapping restores right. What an optimizer's own state_dict() gives beside these two (a counter
-of a subclass) is a tree of its own, `<path>.<key>`.
+- State is named `<path>.state.<parameter>.<what>`. If the state has only one module, the parameter's name is the one
+  within that module; else it begins with the module's path. So the names depend on the state, which every rank has, not
+  on the parameters of this rank's optimizer (one stage).
+- Hyper-parameters are values. Parameters are listed by name, not by number, so that another order or another wrapping
+  restores correctly.
+- Any other entry of an optimizer's state_dict() (a counter of a subclass) is a tree of its own, `<path>.<key>`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _COMMON = ("state", "param_groups")  # what torch's own state_dict() gives
 
 
 class Param(NamedTuple):
-    """`full`: its canonical name in the state. `shard`: as it was declared with ckpt.Shard, if it was."""
+    """A parameter of an optimizer. `name`: its name in the optimizer's state. `full`: its canonical name in the state.
+    `shard`: its declaration by ckpt.Shard, if any."""
 
     name: str
     full: str
@@ -40,7 +42,8 @@ class Param(NamedTuple):
     shard: Shard | None
 
     def like(self, state: Tensor) -> Tensor:
-        """State of the parameter: of its local shape, it is sharded as the parameter is."""
+        """`state` of this parameter, as a Shard like the parameter's if it has the parameter's local shape; else
+        unchanged."""
         if self.shard is None or isinstance(state, Shard) or is_dtensor(state):
             return state
         return self.shard.like(state) if state.ndim and state.shape == self.tensor.shape else state
@@ -48,14 +51,16 @@ class Param(NamedTuple):
 
 @dataclass(slots=True)
 class Owners:
-    """To which registered module (its path, "" for a bare tensor) each parameter belongs, and its name within it."""
+    """For each parameter, by id: the path of the registered module that owns it ("" for a bare tensor), and its name
+    there."""
 
     modules: list[str] = field(default_factory=list)
     of: dict[int, tuple[str, str]] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
 
     def add_module(self, path: str, root: nn.Module, found: Sequence[NamedTensor]) -> None:
-        """`found`: what is saved of it, whose names are the first choice. Modules come before tensors."""
+        """Adds the parameters of a module. `found`: its saved tensors, whose names are preferred. Add modules before
+        tensors."""
         self.modules.append(path)
         for named in found:
             self.of.setdefault(id(named.tensor), (path, named.name[len(path) + 1 :]))
@@ -73,12 +78,11 @@ class Owners:
 
 @dataclass(slots=True)
 class OptimizerView:
-    """An optimizer as it is. `params`: by group; `param_names`: theirs.
-
-    `skeletons`: the distinct shapes of per-parameter state, each {"value": the tree without its tensors, "tensors":
-    their paths}; `state`: by parameter, in order, the number of its skeleton, -1 for none. `plain`: the state dicts
-    that hold tensors only. `rest`: the payload of what its own state_dict() gives beside state and groups. `mixed`:
-    whether there are other state dicts, or it has a state_dict() of its own: these may change at each step."""
+    """An optimizer as it was read. `params`: by group; `param_names`: their names. `skeletons`: the distinct structures
+    of per-parameter state, each {"value": the tree without its tensors, "tensors": their paths}. `state`: for each
+    parameter, in order, the index of its skeleton; -1 for none. `plain`: the state dicts that hold only tensors.
+    `rest`: the payload of the other entries of its state_dict(). `mixed`: whether it has other state dicts, or a
+    state_dict() of its own; both may change at each step."""
 
     path: str
     optimizer: torch.optim.Optimizer
@@ -92,14 +96,15 @@ class OptimizerView:
     mixed: bool = False
 
     def constants(self) -> list[Any]:
-        """Parts of its payload that nobody changes; where it is mixed, others come in their place."""
+        """The parts of the payload that never change. A mixed optimizer's payload has newly read parts instead."""
         return [*self.param_names, self.skeletons, self.state, self.rest]
 
     def again(self) -> OptimizerView:
+        """A new view of the same optimizer, read now."""
         return read(self.path, self.optimizer, self.params)
 
     def payload(self) -> dict[str, Any]:
-        """Hyper-parameters are read afresh; so is what is mixed."""
+        """The values of this optimizer. Hyper-parameters are read anew; so is the rest if the optimizer is mixed."""
         now = self.again() if self.mixed else self
         groups = []
         for index, param_names in enumerate(self.param_names):
@@ -116,7 +121,7 @@ class OptimizerView:
         }
 
     def referred(self, payload: dict[str, Any]) -> Iterator[str]:
-        """The tensors that a payload refers to and that were read anew for it, by name."""
+        """The names of the tensors that `payload` refers to and that were read anew for it."""
         for group in payload["groups"]:
             yield from (name for _, name in group["tensors"])
         yield from (name for _, name in payload["rest"]["tensors"])
@@ -132,7 +137,8 @@ def _paths(skeletons: Sequence[dict[str, Any]]) -> list[list[Path]]:
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its class; of one that wraps another, with the same parameters, that of the innermost."""
+    """The class name of an optimizer; for a wrapper of an optimizer with the same parameters, that of the innermost
+    one."""
     inner, seen = [optimizer], {id(optimizer)}
     for each in inner:
         for held in vars(each).values():
@@ -159,7 +165,9 @@ def group_path(path: str, index: int) -> str:
 
 
 def view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> OptimizerView:
-    """Errors: UsageError names a parameter that belongs to nothing registered, or state of no parameter."""
+    """Reads an optimizer. `owners`: the modules and tensors of the state. Errors: UsageError for a
+    ZeroRedundancyOptimizer, for a parameter that belongs to nothing registered, and for state that belongs to no
+    parameter."""
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
             f"state[{path!r}] is a ZeroRedundancyOptimizer, whose state is spread over ranks by whole parameters; "
@@ -204,14 +212,14 @@ def _named(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[
 
 
 def _described(key: object) -> str:
-    """What has no name, in words."""
+    """A description of an object that has no name."""
     with suppress(RuntimeError):  # some kinds of tensors have no shape
         return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
     return f"a {type(key).__name__}"
 
 
 def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]]) -> OptimizerView:
-    """The optimizer as it is now, of parameters that were named before."""
+    """The view of an optimizer as it is now. `params`: its parameters, as named before."""
     found = OptimizerView(path, optimizer, params, [tuple(p.name for p in line) for line in params])
     for index, group in enumerate(optimizer.param_groups):
         tensors = value_trees.split(hyper(group), path)[1]
@@ -229,13 +237,14 @@ def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]])
             found.state.append(_read_state(found, param, held, numbers))
         else:
             found.state.append(-1)
-            if isinstance(held, dict):  # somebody looked: the first step fills this very one
+            # A lookup in the optimizer's defaultdict has created this dict. The first step will fill it.
+            if isinstance(held, dict):
                 found.plain.append(held)
     return found
 
 
 def is_custom(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer says itself how it is saved or loaded (overridden methods, hooks)."""
+    """Whether the optimizer customises how it is saved or loaded (overridden methods, hooks)."""
     kind = type(optimizer)
     return any(getattr(kind, name) is not getattr(torch.optim.Optimizer, name) for name in _CUSTOM) or any(
         getattr(optimizer, f"_optimizer_{name}_hooks", None) for name in _HOOKS
@@ -243,9 +252,8 @@ def is_custom(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _rest(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the state_dict() of an optimizer gives beside state and groups, which are read where they are.
-
-    Errors: UsageError where it gives such that are not its own (those of an optimizer that it wraps)."""
+    """The entries of an optimizer's state_dict() beside state and groups. State and groups are read directly. Errors:
+    UsageError if state_dict() gives other state or groups than the optimizer's own (those of a wrapped optimizer)."""
     said = optimizer.state_dict()
     state, groups = (said.get(key) for key in _COMMON)
     if (
@@ -263,13 +271,14 @@ def _rest(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _kinds(dicts: Iterable[Any]) -> Counter[tuple[str, Any]]:
-    """What the dicts hold: how often which key, with what type or dtype."""
+    """How often each key occurs in the dicts, with which type or dtype."""
     held = (item for each in dicts if isinstance(each, Mapping) for item in each.items())
     return Counter((str(key), getattr(value, "dtype", type(value))) for key, value in held)
 
 
 def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], numbers: dict[Any, int]) -> int:
-    """Adds one parameter's state; the number of its skeleton."""
+    """Adds one parameter's state to `found`; returns the index of its skeleton. `numbers`: the indices so far, by
+    structure."""
     prefix, trained = state_path(found.path, param.name), param.tensor.requires_grad
     tensors: list[tuple[Path, Tensor]]
     if all(map(isinstance, held.values(), repeat(torch.Tensor))):
