@@ -77,8 +77,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _looked_through(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds the user's module; None for a module that unwrap() does not look
-    through."""
+    """The attribute under which a wrapper holds the user's module; None for a module that is not looked through."""
     attribute = _wraps(module)
     inner = None if attribute is None else module._modules.get(attribute)
     return None if inner is None or _holds_more(module, attribute) else attribute
@@ -97,8 +96,7 @@ def _holds_more(module: nn.Module, attribute: str | None) -> bool:
 
 
 def modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every (canonical path, module) from `root` downwards, without wrappers; a shared module under each of its
-    names."""
+    """Every (canonical path, module) from `root` down, without wrappers; a shared module under each of its names."""
     module = unwrap(root)
     yield path, module
     for key, child in module._modules.items():
@@ -210,8 +208,7 @@ def _takes(method: Callable[..., Any], argument: str) -> bool:
 
 
 def _canonical(root: nn.Module, key: str) -> str:
-    """A key of state_dict() without the parts that are wrappers', as far as the key follows the modules below
-    `root`."""
+    """A key of state_dict() without wrappers' parts, as far as the key follows the modules below `root`."""
     kept: list[str] = []
     module: nn.Module | None = root
     for part in key.split("."):

@@ -42,8 +42,7 @@ class Param(NamedTuple):
     shard: Shard | None
 
     def like(self, state: Tensor) -> Tensor:
-        """`state` of this parameter, as a Shard like the parameter's if it has the parameter's local shape; else
-        unchanged."""
+        """`state`, as a Shard like this parameter's if it has the parameter's local shape; else unchanged."""
         if self.shard is None or isinstance(state, Shard) or is_dtensor(state):
             return state
         return self.shard.like(state) if state.ndim and state.shape == self.tensor.shape else state
@@ -51,8 +50,8 @@ class Param(NamedTuple):
 
 @dataclass(slots=True)
 class Owners:
-    """For each parameter, by id: the path of the registered module that owns it ("" for a bare tensor), and its name
-    there."""
+    """For each parameter, by id: the path of the registered module that owns it ("" for a bare tensor), and its name in
+    it."""
 
     modules: list[str] = field(default_factory=list)
     of: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -137,8 +136,7 @@ def _paths(skeletons: Sequence[dict[str, Any]]) -> list[list[Path]]:
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class name of an optimizer; for a wrapper of an optimizer with the same parameters, that of the innermost
-    one."""
+    """The class name of an optimizer; for a wrapper, that of the innermost optimizer with the same parameters."""
     inner, seen = [optimizer], {id(optimizer)}
     for each in inner:
         for held in vars(each).values():
@@ -166,8 +164,7 @@ def group_path(path: str, index: int) -> str:
 
 def view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> OptimizerView:
     """Reads an optimizer. `owners`: the modules and tensors of the state. Errors: UsageError for a
-    ZeroRedundancyOptimizer, for a parameter that belongs to nothing registered, and for state that belongs to no
-    parameter."""
+    ZeroRedundancyOptimizer, for a parameter that belongs to nothing registered, and for state without a parameter."""
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
             f"state[{path!r}] is a ZeroRedundancyOptimizer, whose state is spread over ranks by whole parameters; "
@@ -277,7 +274,7 @@ def _kinds(dicts: Iterable[Any]) -> Counter[tuple[str, Any]]:
 
 
 def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], numbers: dict[Any, int]) -> int:
-    """Adds one parameter's state to `found`; returns the index of its skeleton. `numbers`: the indices so far, by
+    """Adds one parameter's state to `found`; returns the index of its skeleton. `numbers`: those so far, by
     structure."""
     prefix, trained = state_path(found.path, param.name), param.tensor.requires_grad
     tensors: list[tuple[Path, Tensor]]

@@ -1,7 +1,7 @@
-"""What is copied where: live tensors and a staging become pairs of views.
+"""Copy pieces: the pairs of views that a snapshot copies, from live tensors into an arena.
 
-A `Piece` is a part of one live tensor and the part of an arena that it is copied to. Pieces are views: they are made
-once per (walk, staging, arena) and hold the storage they look at, so that a copy never reads freed memory.
+A `CopyPiece` is a part of one live tensor, and the part of the arena that it is copied to. Pieces are made once per
+(walk, staging, arena). As views they keep their storage alive, so a copy never reads freed memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SERIAL_ELEMENTS = 16384  # torch copies fewer than 32768 elements without its th
 
 
 class Walked(Protocol):
-    """What is needed of a walk of the state: per entry of `layout` its live local tensors, one per box, and whether
-    the tensor belongs to a registered optimizer (a parameter, or its state)."""
+    """The parts of a walk that copying needs. Per entry of `layout`: its live local tensors, one per box; and `late`,
+    whether the tensor may be copied late once that is verified (see state_walk.Walk)."""
 
     @property
     def layout(self) -> Layout: ...
@@ -36,9 +36,9 @@ class Walked(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPiece:
-    """`source` and `target` have one dtype and one shape; the target is contiguous. A contiguous source is given as
-    flat bytes (uint8), any other in its own dtype, in parts of at most SERIAL_ELEMENTS elements.
-    `entry`, `box`: whose part it is, as indices into the walk."""
+    """`source` and `target` have the same dtype and shape; the target is contiguous. A contiguous source is given as
+    flat bytes (uint8). Any other source keeps its dtype, in parts of at most SERIAL_ELEMENTS elements. `entry`, `box`:
+    the indices in the walk of the tensor and of its box."""
 
     entry: int
     box: int
@@ -56,9 +56,8 @@ class CopyPiece:
 
 
 def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[CopyPiece, ...]:
-    """The pieces that fill `data` (a writable data region) as `staging` says, in order of target.
-
-    Errors: CkptError when the staging does not fit the walk or the region, or cuts an element in two."""
+    """The pieces that fill `data` (a writable data region) as `staging` says, in order of target. Errors: CkptError if
+    the staging does not fit the walk or the region, or splits an element, or if `data` is read-only."""
     arena = _as_tensor(data)
     pieces: list[CopyPiece] = []
     for entry, box, start, length, offset in _runs(staging):
@@ -81,7 +80,7 @@ def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[CopyPiece, ..
 
 
 def _runs(staging: Staging) -> Iterator[tuple[int, int, int, int, int]]:
-    """(entry, box, start, length, offset) with the segments joined that continue one another at both ends."""
+    """(entry, box, start, length, offset) of each run: segments that adjoin in both tensor and arena are joined."""
     segments = staging.segments
     if len(segments) == 0:
         return
@@ -104,7 +103,7 @@ def _runs(staging: Staging) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def _strided(entry: int, box: int, live: Tensor, start: int, target: Tensor) -> Iterator[CopyPiece]:
-    """Any flat range of a row-major tensor is a few rectangular blocks: each a view, so nothing is gathered first."""
+    """Pieces for a flat range of a tensor that is not contiguous: rectangular views, so nothing is gathered first."""
     size = live.element_size()
     at = 0
     for index, count in blocks(tuple(live.shape), start, start + target.nbytes // size, SERIAL_ELEMENTS):
@@ -115,8 +114,8 @@ def _strided(entry: int, box: int, live: Tensor, start: int, target: Tensor) -> 
 
 
 def blocks(shape: tuple[int, ...], start: int, stop: int, count_max: int) -> Iterator[tuple[tuple[slice, ...], int]]:
-    """The flat element range [start, stop) of a row-major tensor as (index, count): blocks of at most `count_max`
-    elements, in order, each a contiguous range itself."""
+    """The flat element range [start, stop) of a row-major tensor as (index, count), in order. Each block has at most
+    `count_max` elements, which follow one another."""
     inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     at = start
     while at < stop:
@@ -133,7 +132,8 @@ def blocks(shape: tuple[int, ...], start: int, stop: int, count_max: int) -> Ite
 
 
 def split(piece: CopyPiece, nbytes_max: int) -> Iterator[CopyPiece]:
-    """The same bytes in pieces of at most `nbytes_max`; pieces that are not flat bytes are small already."""
+    """The same bytes in pieces of at most `nbytes_max`. A piece that is not flat bytes is small already: it stays
+    whole."""
     if piece.nbytes <= nbytes_max or not piece.is_flat:
         yield piece
         return
@@ -142,7 +142,7 @@ def split(piece: CopyPiece, nbytes_max: int) -> Iterator[CopyPiece]:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Its bytes, in row-major order, as a flat uint8 tensor: a view where it is contiguous, else a copy."""
+    """The bytes of a tensor in row-major order, as a flat uint8 tensor: a view if it is contiguous, else a copy."""
     plain = tensor.detach()
     if _is_lazy_view(plain):
         plain = plain.resolve_conj().resolve_neg()
@@ -150,12 +150,12 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_cuda_used() -> bool:
-    """Whether this process has begun to use CUDA; asking does not begin it."""
+    """Whether this process has initialised CUDA. The call does not initialise it."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def later(result: Tensor) -> Callable[[], Tensor]:
-    """Gives the tensor once the current stream has computed it, to any thread and whatever its stream."""
+    """A function that waits until the current stream has computed `result`, then returns it. Any thread may call it."""
     if result.device.type != "cuda":
         return lambda: result
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -169,8 +169,8 @@ def later(result: Tensor) -> Callable[[], Tensor]:
 
 
 def keep(tensor: Tensor, stream: Any = None) -> None:
-    """For what is used on another stream than it was made on (default: the current one): whoever drops the tensor, its
-    memory is not given out before that stream has come this far."""
+    """For a tensor that is used on another stream than it was made on. Once it is dropped, its memory is reused only
+    after `stream` (default: the current one) has come this far."""
     if tensor.is_cuda:
         tensor.record_stream(stream or torch.cuda.current_stream(tensor.device))
 

@@ -1,6 +1,6 @@
-"""The value trees of a checkpoint, checked: what a walk's `values()` gave, as it comes back.
+"""The value trees of a checkpoint, checked: what `StateWalker.values()` gave at the save, as read back.
 
-Every access to them goes through here, so that a damaged or hostile tree gives one clear error.
+All access to these trees goes through this module. So a damaged or hostile tree gives one clear error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Values, and the paths in them at which named tensors stood."""
+    """Values, and the (path, name) of each tensor that was in them."""
 
     value: Any
     tensors: tuple[tuple[Path, str], ...]
@@ -29,7 +29,8 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class SavedParamGroup:
-    """`number`: its place among its optimizer's groups. Joined ones of several ranks may have one number."""
+    """A stored parameter group. `number`: its index in its optimizer. Joined groups of several ranks may share a
+    number."""
 
     params: tuple[str, ...]
     hyper: Tree
@@ -38,14 +39,16 @@ class SavedParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
+    """The structure of one parameter's state: a tree without its tensors, and their paths."""
+
     value: Any
     tensors: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """By parameter name: `state`, what its state is made of, None where it had none; `home`, the index of its group.
-    `rest`: what its own load_state_dict() gets beside state and groups, by key."""
+    """A stored optimizer. By parameter name, `state`: the structure of its state, None if it had none; and `home`: the
+    index of its group. `rest`: what its load_state_dict() gets beside state and groups, by key."""
 
     groups: tuple[SavedParamGroup, ...]
     state: Mapping[str, Skeleton | None]
@@ -55,11 +58,11 @@ class OptimizerTree:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """By path: `data`, `objects` (with their own load_state_dict), `optimizers`, and by path and key the `extra`
-    state of `modules`; of those that say themselves how they are loaded, the `versions` of their modules' formats.
-    `classes`: the names of those of optimizers and objects. `aliases`: other names of tensors, and the name that each
-    was saved under. `orders`: of the dimensions in memory, from the outermost, of tensors that were not row-major; None
-    where they were not saved."""
+    """The values that are not one rank's own, each by path. `data`: plain values. `objects`: what their
+    load_state_dict() gets. `optimizers`. `modules`: extra state by key. `versions`: the format versions inside each
+    custom module. `classes`: the class names of optimizers and objects. `aliases`: other names of tensors, with the
+    name that each is saved under. `orders`: of tensors that were not row-major, the dimensions in memory from the
+    outermost; None if none were saved."""
 
     data: Mapping[str, Tree] = field(default_factory=dict)
     objects: Mapping[str, Tree] = field(default_factory=dict)
@@ -105,7 +108,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What one rank saved as its own. `generators`: {"state": .., "seed": ..} by name. `loaders`: embedded trees."""
+    """What one rank saved as its own. `generators`: {"state": .., "seed": ..} by name. `loaders`: embedded trees by
+    path."""
 
     axes: tuple[Axis, ...]
     data: str
@@ -137,11 +141,10 @@ class Own:
 
 
 def merge_shared(trees: Sequence[Any]) -> Any:
-    """One tree of several ranks' shared values that differ (pipeline stages hold different parameters, and so different
-    optimizer state): what the first does not have comes from the next. Groups of an optimizer are joined where their
-    numbers and hyper-parameters are the same; else each stays a group of its own, for the parameters that it had. Where
-    a rank has None for what is an object on another (a scheduler of the last stage), it is the object.
-    Errors: DamagedData."""
+    """One tree made of several ranks' shared values. These differ if the ranks hold different parameters (pipeline
+    stages). For each part, the first tree that has it is taken. Optimizer groups with equal numbers and
+    hyper-parameters are joined; any other stays a group of its own, for its own parameters. An object is taken before
+    None (a scheduler that only the last stage has). Errors: DamagedData."""
     if not trees:
         raise DamagedData("the checkpoint has no values")
     objects: dict[str, Any] = {}
@@ -165,9 +168,9 @@ def merge_shared(trees: Sequence[Any]) -> Any:
 
 
 def differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
-    """Paths at which these trees, of several ranks' shared values, hold different ones: merge_shared takes the first's.
-    Of an optimizer, the groups that have hyper-parameters of one parameter differently. What trees `before` them have
-    is not taken from these. Errors: DamagedData."""
+    """The paths at which several ranks' shared values differ; merge_shared takes the first one. For an optimizer, also
+    its groups that give one parameter different hyper-parameters. Parts that `before` has are left out. Errors:
+    DamagedData."""
     known = {(path, part) for tree in before for path, part, _ in _parts(tree)}
     first: dict[tuple[str, str], bytes] = {}
     found: set[str] = set()
@@ -183,7 +186,7 @@ def differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
 
 
 def _parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
-    """(path, parameter or "", what it is) of what merge_shared takes from one rank as a whole."""
+    """(path, parameter or "", encoded content) of each part that merge_shared takes from one rank as a whole."""
     for path, body in _get(tree, "objects", dict).items():
         kind = _get(body, "kind", str)
         if kind == "module":
@@ -209,12 +212,12 @@ def is_other(one: Any, another: Any) -> bool:
 
 
 def _told(body: Any) -> bytes:
-    """The same for equal values and tensors in the same places."""
+    """The encoded content: the same for equal values with tensors in the same places."""
     return values.encode([_get(body, "value", object), _get(body, "tensors", (list, tuple))])
 
 
 def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
-    """State of a parameter that both list is the first's, where that has some."""
+    """One stored optimizer made of two. For a parameter in both, the first one's state is taken if it has any."""
     held = set(_optimizer(first).state)
     skeletons = [*_get(first, "skeletons", list), *_get(second, "skeletons", list)]
     _optimizer(second)
@@ -227,7 +230,8 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
             key = _number(group, index), _told(group)
             if key not in joined:
                 if not added and any(number == key[0] for number, _ in joined):
-                    continue  # nothing would have these hyper-parameters
+                    # No parameter would have these hyper-parameters.
+                    continue
                 joined[key] = []
                 groups.append({**group, "number": key[0]})
             joined[key] += added
@@ -239,7 +243,7 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
 
 
 def _numbers(body: Any, shift: int) -> dict[str, int]:
-    """By parameter that has state, the number of its skeleton, where `shift` others come before."""
+    """By name of a parameter with state: the index of its skeleton, plus `shift`."""
     names = (name for group in body["groups"] for name in group["params"])
     return {name: number + shift for name, number in zip(names, body["state"], strict=True) if number >= 0}
 
@@ -271,25 +275,25 @@ def _optimizer(body: Any) -> OptimizerTree:
 
 
 def _class(body: Any) -> str:
-    """Of an optimizer or an object; "" where it is not known."""
+    """The class name of an optimizer or object; "" if it is unknown."""
     kind: str = _get(body, "class", str) if "class" in body else ""
     return kind
 
 
 def _rest(body: Any) -> dict[str, Any]:
-    """Of an optimizer; one that has torch's own state_dict() has none."""
+    """The rest of a stored optimizer; empty for one that has torch's own state_dict()."""
     rest: dict[str, Any] = _get(body, "rest", dict) if "rest" in body else {"value": {}, "tensors": ()}
     return rest
 
 
 def _number(group: Any, index: int) -> int:
-    """Of a group; one that was joined says it."""
+    """The number of a stored group: recorded in a joined group, else its index."""
     number: int = _get(group, "number", int) if "number" in group else index
     return number
 
 
 def _versions(body: Any) -> dict[str, int]:
-    """Of a module; one that is restored tensor by tensor says none."""
+    """The format versions of a stored module; empty for one that is restored tensor by tensor."""
     versions: dict[str, int] = _get(body, "versions", dict) if "versions" in body else {}
     if not all(isinstance(name, str) and isinstance(number, int) for name, number in versions.items()):
         raise DamagedData("the stored versions of a module's format are not numbers by name")
@@ -318,17 +322,18 @@ def _tree(body: Any) -> Tree:
 
 
 def _path(path: Any, tree: Any) -> Path:
-    """One that leads to the empty place of a tensor in the tree."""
+    """`path` as a tuple. Errors: DamagedData unless it leads to a tensor's empty place (None) in `tree`."""
     try:
         if isinstance(path, (list, tuple)) and has(tree, tuple(path)) and at(tree, tuple(path)) is None:
             return tuple(path)
-    except TypeError:  # of a list in it, which cannot be a key
+    except TypeError:
+        # The path contains a list, which cannot be a key.
         pass
     raise DamagedData("the stored values name a place of a tensor that is not there, or not empty")
 
 
 def _check_own_bytes(state: Any) -> None:
-    """Of a generator: whoever goes through a range takes memory for more than the bytes that it was stored as."""
+    """Refuses a range in the stored state of a generator: expanding one takes more memory than its stored bytes."""
     if isinstance(state, range):
         raise DamagedData("the stored state of a generator has a range in it")
     if isinstance(state, Mapping):
@@ -343,7 +348,7 @@ def _are_texts(names: Iterable[Any]) -> bool:
 
 
 def _named(tree: Any, key: str) -> dict[str, Any]:
-    """A dict by name."""
+    """The dict under `key`, whose keys must be texts."""
     found: dict[str, Any] = _get(tree, key, dict)
     if not _are_texts(found):
         raise DamagedData(f"the stored values are not those of a state: {key!r} is not by name")
@@ -351,6 +356,7 @@ def _named(tree: Any, key: str) -> dict[str, Any]:
 
 
 def _get(tree: Any, key: str, kind: type[T] | tuple[type[Any], ...]) -> Any:
+    """The value under `key`, which must be of type `kind`. Errors: DamagedData."""
     if not isinstance(tree, dict) or key not in tree or not isinstance(tree[key], kind):
         raise DamagedData(f"the stored values are not those of a state: no proper {key!r} where one is expected")
     return tree[key]

@@ -1,7 +1,7 @@
-"""Which boxes of a tensor this rank holds, and the local tensors that hold them.
+"""Shards: the boxes of a tensor that this rank holds, and the local tensors with their bytes.
 
-Guarantees: a tensor whose boxes are not certain is refused by name; none is guessed. Nothing is copied: the local
-tensors are views of the live memory, and keep it alive.
+A tensor whose boxes are not certain is refused by name; no box is guessed. Nothing is copied: the local tensors are
+views of live memory, and keep it alive.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from ckpt.types import ITEMSIZE, Box
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, n): n for n in ITEMSIZE if hasattr(torch, n)}
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension, in the order in which they lie locally
+Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension, in local order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A hand-made shard: `tensor` holds the box at `offset` of a tensor of `global_shape`, in elements.
-
-    Put one in the state where the tensor would stand. A module's parameter that is declared with a Shard anywhere in
-    the state is saved as that shard, and so is optimizer state of the parameter's local shape. Errors: UsageError.
-    """
+    """A hand-made shard: `tensor` holds the box at `offset` of a tensor of `global_shape`, in elements. Put it into the
+    state in the tensor's place. If a module's parameter is declared with a Shard anywhere in the state, the parameter
+    is saved as that shard. So is optimizer state of the parameter's local shape. Errors: UsageError if `tensor` is not
+    a plain tensor, or the box does not lie inside `global_shape`."""
 
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
@@ -53,15 +52,15 @@ class Shard:
             )
 
     def like(self, tensor: torch.Tensor) -> Shard:
-        """`tensor`, of the same local shape, as the same part of another whole."""
+        """`tensor`, which has the same local shape, as the same part of another whole tensor."""
         return Shard(tensor, self.global_shape, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """One tensor as this rank holds it. `locals[i]` is a view of the live memory of `boxes[i]`, detached, maybe not
-    contiguous. `live`: the tensors whose addresses and strides must stay for the views to be current.
-    `replica`: other ranks may hold the same boxes."""
+    """One tensor as this rank holds it. `locals[i]`: a detached view of the live memory of `boxes[i]`, maybe not
+    contiguous. `live`: the views are current while the addresses and strides of these tensors stay. `replica`: whether
+    other ranks may hold the same boxes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,13 +72,13 @@ class Pieces:
 
 @dataclass(slots=True)
 class Cutter:
-    """Makes Pieces; remembers the boxes of placements seen before. `world`: how many ranks there are."""
+    """Makes Pieces, and caches the boxes of placements. `world`: the number of ranks."""
 
     world: int = 1
     _seen: dict[Any, tuple[tuple[Box, ...], tuple[Runs, ...]]] = field(default_factory=dict)
 
     def pieces(self, tensor: torch.Tensor | Shard, name: str) -> Pieces:
-        """Errors: UsageError: the tensor's name, a colon, what it is, and what to do."""
+        """The Pieces of a tensor. Errors: UsageError, as "<name>: <what the tensor is>; <what to do>"."""
         if isinstance(tensor, Shard):
             box = Box(tensor.offset, tuple(tensor.tensor.shape))
             local = plain(tensor.tensor, name)
@@ -108,7 +107,8 @@ class Cutter:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             return Pieces(dtype, shape, (), (), (local,), replica)
-        if math.prod(shape) == 0:  # no bytes anywhere: every rank declares the whole of it
+        # A tensor without bytes: every rank declares the whole of it.
+        if math.prod(shape) == 0:
             return Pieces(dtype, shape, (Box.whole(shape),), (view.new_empty(shape),), (local,), True)
         key = (shape, mesh, placements)
         if key not in self._seen:
@@ -124,7 +124,8 @@ class Cutter:
         return Pieces(dtype, shape, boxes, views, (local,), replica)
 
     def _listed(self, tensor: Any, local: Any, name: str) -> Pieces:
-        """A local part that lists its own boxes (several shards of one rank), by torch's checkpointing protocol."""
+        """The Pieces of a DTensor whose local part lists its own boxes (several shards), by torch's checkpointing
+        protocol."""
         shape = tuple(tensor.shape)
         shards = [
             (chunk, part) for chunk, part in zip(local.__create_chunk_list__(), local.local_shards(), strict=False)
@@ -138,12 +139,12 @@ class Cutter:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Without importing torch.distributed.tensor where nothing else has."""
+    """Whether the tensor is a DTensor. The test does not import torch.distributed.tensor."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def live_parts(tensor: torch.Tensor | Shard) -> tuple[torch.Tensor, ...]:
-    """The objects that hold the bytes: their addresses say whether a view of them is current."""
+    """The tensors that hold the bytes: a view is current while their addresses stay."""
     if isinstance(tensor, Shard):
         return (tensor.tensor,)
     local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
@@ -151,13 +152,13 @@ def live_parts(tensor: torch.Tensor | Shard) -> tuple[torch.Tensor, ...]:
 
 
 def storages(tensors: Iterable[torch.Tensor | Shard]) -> frozenset[int]:
-    """The addresses of their storages: the same for all views of one."""
+    """The addresses of the tensors' storages. All views of one storage have the same address."""
     return frozenset(storage_of(part) for tensor in tensors for part in live_parts(tensor)) - {0}
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of its storage; 0 where that has no bytes, and for kinds without one (sparse, wrapping others): these
-    are not in a walk."""
+    """The address of a tensor's storage. 0 if it has no bytes, or if this kind of tensor has no storage (sparse,
+    wrapper); no walk has such a kind."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.untyped_storage().data_ptr()
@@ -166,14 +167,14 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a plain tensor as they lie in memory, from the outermost to the innermost. None where that is
-    their own order, and where the elements do not lie densely (expanded, a part of a larger tensor)."""
+    """The dimensions of a plain tensor as they lie in memory, from the outermost to the innermost. None if that is
+    their own order, or if the elements are not dense (expanded, part of a larger tensor)."""
     return _order(tuple(tensor.shape), tensor.stride())
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    # Of two dimensions of one stride, that of one element lies inside: so it gets that stride again.
+    # Of two dimensions with one stride, the one of size 1 counts as the inner one. So it gets that stride again.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
     dense = 1
     for dim in reversed(order):
@@ -184,19 +185,19 @@ def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] 
 
 
 def dense_bytes(dense: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor without gradient, flat: a view. Of a single element torch keeps the stride that
-    it was cut with, and then gives no such view by itself."""
+    """The bytes of a contiguous tensor without gradient, as a flat uint8 view. A tensor of one element keeps the stride
+    that it was cut with. torch then gives no flat view without as_strided()."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def changing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """For a change in place: torch lets what was made under inference_mode() be changed there only."""
+    """A context for changing a tensor in place: torch changes inference tensors only under inference_mode()."""
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A detached view of a tensor whose bytes are all that there is to it. Errors: UsageError for any other kind, which
-    begins with the name and a colon."""
+    """A detached view of a tensor that consists only of its bytes. Errors: UsageError for any other kind of tensor; the
+    message begins with "<name>: "."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         _refuse_subclass(tensor, name)
@@ -209,6 +210,7 @@ def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _trouble(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be stored; None if it can."""
     if tensor.dtype not in DTYPE_NAMES:
         return f"dtype {tensor.dtype} cannot be stored; convert it to one of {', '.join(DTYPES)}"
     if tensor.layout is not torch.strided:
@@ -239,7 +241,7 @@ def _refuse_subclass(tensor: torch.Tensor, name: str) -> None:
 def _boxes(
     shape: tuple[int, ...], sizes: tuple[int, ...], at: tuple[int, ...], placements: Sequence[Any], name: str
 ) -> tuple[tuple[Box, ...], tuple[Runs, ...]]:
-    """The boxes at one mesh coordinate, in the order of the product of the runs of each dimension."""
+    """The boxes at one mesh coordinate, in the order of the runs' product; and the runs of each dimension."""
     runs: list[Runs] = [((0, n),) for n in shape]
     cuts: dict[int, list[tuple[int, int, int]]] = {}  # by dimension: (parts, chunks, index)
     for size, index, placement in zip(sizes, at, placements, strict=True):
@@ -259,8 +261,9 @@ def _boxes(
 
 
 def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """As they were made. fully_shard comes after tensor parallelism: its cut is the first on the mesh, strided in as
-    many parts as the later ones make, and cuts what these leave. The order matters where nothing divides evenly."""
+    """The cuts in the order in which they were made. fully_shard comes after tensor parallelism, yet its cut is first
+    on the mesh: strided, in as many parts as the later cuts make. It cuts what the later ones leave. The order matters
+    if the sizes do not divide evenly."""
     (parts, chunks, index), *later = cuts
     if all(n == 1 for n, *_ in later) and parts == math.prod(size for _, size, _ in later):
         return [*later, (1, chunks, index)]
@@ -268,8 +271,8 @@ def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _cut(runs: Runs, parts: int, chunks: int, index: int) -> Runs:
-    """The index-th of `chunks` (as torch.chunk cuts) of each of `parts` equal parts, one after the other: what a
-    strided shard is; parts = 1 is a plain one."""
+    """The index-th chunk (of `chunks`, cut as by torch.chunk) of each of `parts` equal parts, one after the other. That
+    is a strided shard; with parts = 1 a plain one."""
     total = sum(n for _, n in runs)
     part = -(-total // parts)
     found: list[tuple[int, int]] = []
@@ -281,7 +284,7 @@ def _cut(runs: Runs, parts: int, chunks: int, index: int) -> Runs:
 
 
 def _slice(runs: Runs, low: int, high: int) -> list[tuple[int, int]]:
-    """The runs that positions [low, high) of the concatenated runs are."""
+    """The runs at positions [low, high) of the concatenated runs."""
     found = []
     for start, length in runs:
         a, b = max(low, 0), min(high, length)
@@ -302,7 +305,7 @@ def _joined(runs: list[tuple[int, int]]) -> Runs:
 
 
 def _views(local: torch.Tensor, runs: tuple[Runs, ...]) -> list[torch.Tensor]:
-    """The local tensor's parts, in the order of the boxes."""
+    """The parts of the local tensor, in the order of the boxes."""
     spans = []
     for lengths in ([n for _, n in r] for r in runs):
         ends = list(itertools.accumulate(lengths))

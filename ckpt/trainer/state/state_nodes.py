@@ -1,10 +1,9 @@
-"""The kinds of things that a state consists of, and how each is read.
+"""The nodes of a state: modules, optimizers, objects, loaders, generators and plain data, and how each is read.
 
-A state is a tree of dicts, lists and tuples; a node is what hangs on it: a module, an optimizer, an object with
-state_dict() and load_state_dict(), a loader, a generator, or plain data (values and tensors). Reading a node gives its
-tensors, under canonical names, and a payload of values: what is needed, beside the tensors, to bring it back.
+A state is a tree of dicts, lists and tuples, and its nodes are the leaves. Reading a node gives its tensors, under
+canonical names, and a payload: the values that a restore needs beside the tensors.
 
-Nothing here steps, copies or changes an object. Loaders and generators are read only for a save.
+Reading a node steps, copies and changes no object. Loaders and generators are read only for a save.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from ckpt.trainer.state.value_trees import Tensor
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor under its canonical name. `trained`: a parameter that a registered optimizer changes, or its state."""
+    """A tensor under its canonical name. `trained`: a registered optimizer trains it, or it is state of a trained
+    parameter."""
 
     name: str
     tensor: Tensor
@@ -36,7 +36,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateNode:
-    """`value` is `container[key]`; `path` is its canonical name."""
+    """A node of the state. `value` is `container[key]`; `path` is its canonical name."""
 
     path: str
     container: Any
@@ -72,15 +72,16 @@ class ObjectNode(StateNode):
 
 
 class LoaderNode(StateNode):
-    """An object with state that is iterated over: its position belongs to the rank."""
+    """An iterable object with a state (a data loader). Its position belongs to the rank."""
 
 
 class GeneratorNode(StateNode):
-    """A random number generator: it belongs to the rank."""
+    """A random number generator. It belongs to the rank."""
 
 
 class ModuleNode(StateNode):
-    """Parameters, persistent buffers, extra state; of a module that says itself how it is saved: what it says."""
+    """A module: its parameters, persistent buffers and extra state; for a custom one (names.is_custom), its
+    state_dict()."""
 
     def read(self) -> tuple[list[NamedTensor], dict[str, Any]]:
         root: nn.Module = self.value
@@ -100,14 +101,13 @@ class ModuleNode(StateNode):
         return self.read_extra(names.extras(self.value))[1]
 
     def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[NamedTensor], dict[str, Any]]:
-        """The extra state only, of those modules: what `names.extras` found."""
+        """The extra state of `modules`, a list made by `names.extras`."""
         return self._extra([(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules])
 
     def load(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
-        """Gives a module that says itself how it is loaded its state, by the keys of its state_dict(), maybe not all.
-        `versions`: those that its modules had when they gave it.
-
-        Errors: UsageError names keys that it gives and does not take: what it gives under them is not what it got."""
+        """Gives a custom module its state, by the keys of its state_dict(); `state` may lack some. `versions`: the
+        format versions of its modules at the save. Errors: UsageError names each key that state_dict() gives and
+        load_state_dict() does not accept, unless its value is right."""
         refused = [key for key in names.load_state_dict(self.value, state, versions) if key in state]
         now = {key: value for _, key, value in names.Said.of(self.value).items} if refused else {}
         lost = [key for key in refused if key not in now or _bytes(state[key]) != _bytes(now[key])]
@@ -128,16 +128,16 @@ class ModuleNode(StateNode):
 
 
 class OptimizerNode(StateNode):
-    """A torch.optim.Optimizer; read as an OptimizerView, once the names of its parameters are known."""
+    """A torch.optim.Optimizer. It is read as an OptimizerView, once its parameters have names."""
 
 
 def _bytes(value: Any) -> bytes:
-    """The same for equal values, and for tensors of equal bytes on this rank."""
+    """The encoded value: the same for equal values, and for tensors whose bytes on this rank are equal."""
     return values.encode(value_trees.embed(getattr(value, "_local_tensor", value), ""))
 
 
 def read_tree(kind: str, tree: Any, path: str) -> tuple[list[NamedTensor], dict[str, Any]]:
-    """The tensors of a tree of values, and the payload for the rest of it."""
+    """The tensors of a tree of values, and the payload for its other values."""
     bare, found = value_trees.split(tree, path)
     if kind == "data":
         value_trees.check_containers(tree, found, path)
@@ -147,8 +147,8 @@ def read_tree(kind: str, tree: Any, path: str) -> tuple[list[NamedTensor], dict[
 
 
 def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
-    """The two trees of values of a state (StateWalker.values), as they are kept. `constants`: those of its scan.
-    Errors: UsageError names what cannot be stored by its place in the state, where users have put it."""
+    """The two value trees of a state (StateWalker.values), encoded for storage. `constants`: those of the scan. Errors:
+    UsageError names values that cannot be stored by their place in the state."""
     try:
         return values.encode(shared, constants=constants), values.encode(own)
     except UsageError:
@@ -160,7 +160,7 @@ def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.
 
 
 def _trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What objects gave for themselves, and what users put into the state, by name."""
+    """(path, tree) of the values that users put into the state, and of those that objects gave."""
     for path, payload in shared["objects"].items():
         if "value" in payload:
             yield path, payload["value"]
@@ -175,7 +175,8 @@ def _trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def find(state: Mapping[str, Any]) -> list[StateNode]:
-    """The nodes of a state, in its order. Errors: UsageError names what cannot be saved, and what can instead."""
+    """The nodes of a state, in its order. Errors: UsageError names the parts that cannot be saved, and the
+    alternatives."""
     if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
         raise UsageError('state is a dict whose keys are names: state={"model": model, "optim": optim}')
     found: list[StateNode] = []
@@ -218,7 +219,7 @@ def _find(container: Any, key: Any, path: str, found: list[StateNode], depth: in
 
 
 def _kind(value: Any, path: str) -> type[StateNode] | None:
-    """The kind of object; None for plain data. Errors: UsageError."""
+    """The node class for an object; None for plain data. Errors: UsageError for an object that cannot be saved."""
     if type(value) in value_trees.PLAIN or isinstance(value, (torch.Tensor, Shard, type)):
         return None
     if isinstance(value, nn.Module):
@@ -252,7 +253,7 @@ def _kind(value: Any, path: str) -> type[StateNode] | None:
 
 
 def held_loader(loader: Any) -> Any:
-    """The loader that one of Accelerate's holds, which has the position, or has none; of any other itself."""
+    """The loader that a loader of Accelerate's wraps; any other loader itself."""
     return getattr(loader, "base_dataloader", loader)
 
 

@@ -1,10 +1,10 @@
-"""The walk: a rank's state becomes a layout, the live tensors it describes, and two trees of values.
+"""The walk: turns a rank's state into a layout, the live tensors that it describes, and two trees of values.
 
 Guarantees:
-- Names are canonical (names.py): the same state under FSDP2, DDP or no wrapper has the same names.
-- A tensor that the state holds under several names (tied parameters) is walked once, under the first.
-- The views are of live memory, which they keep alive. `changed()` says when they are no longer what the state holds.
-- Nothing is stepped, copied or moved. FSDP2 modules left gathered (after evaluation) are put back to their shards.
+- Names are canonical (names.py): the same state has the same names under FSDP2, DDP or no wrapper.
+- A tensor that the state holds under several names (tied parameters) is walked once, under the first name.
+- The views are of live memory, and keep it alive. `changed()` tells when the state no longer holds that memory.
+- Nothing is stepped, copied or moved. FSDP2 modules left gathered (after evaluation) are resharded.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ HASH_BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Walk:
-    """Per entry of `layout`: `tensors`, the live local tensor of each box (any device, maybe not contiguous; its bytes
-    read row-major are the box's), `late`, whether it may be copied under the next step once that is proven safe (what
-    a registered optimizer trains, and its state; not small), and `replica`, whether other ranks may hold equal boxes.
-    `scan`: the structure that it is of."""
+    """One walk of the state. `tensors`: per entry of `layout`, the live local tensor of each box, on any device, maybe
+    not contiguous; its row-major bytes are the box's. `late`: per entry, whether it may be copied during the next step
+    once that is verified to be safe. True for parameters that a registered optimizer trains, and their state, unless
+    small. `replica`: per entry, whether other ranks may hold equal boxes. `scan`: the structure that was walked."""
 
     layout: Layout
     tensors: tuple[tuple[torch.Tensor, ...], ...]
@@ -64,19 +64,19 @@ class Walk:
 
     @property
     def has_loaders(self) -> bool:
-        """Whether an object of the state says how far it has read its data."""
+        """Whether the state has a loader with a position."""
         return any(isinstance(node, LoaderNode) for node in self.scan.nodes)
 
     @property
     def storages(self) -> frozenset[int]:
-        """In which the tensors lie, by address."""
+        """The addresses of the storages that the tensors lie in."""
         return storages(tensor for line in self.tensors for tensor in line)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What `changed` compares: the nodes, what plain containers and tensors were, and, in the order of
-    `Scan.volatile`, what each said. `gathering`: modules that may be left gathered."""
+    """What `changed` compares. `nodes`: their signatures. `fingerprint`: of plain containers and tensors. `volatile`:
+    what each node of `Scan.volatile` answered, in that order. `gathering`: FSDP2 modules that may be left gathered."""
 
     nodes: list[tuple[Any, ...]]
     fingerprint: Fingerprint
@@ -86,11 +86,11 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The structure of a state. `found`: by node, its tensors under all their names. `tensors`: by canonical name, each
-    once. `aliases`: the other names of some, and the name that each is saved under. `orders`: of the dimensions in
-    memory, of tensors that are dense and not row-major (shard.order_of). `fixed`: payloads that hold no value that
-    could change. `extras`: by module node, its modules with extra state. `volatile`: nodes that say only
-    when asked what tensors they hold, and what they said. `constants`: of the values, what stays as it is."""
+    """The structure of a state. By node path: `found`, its tensors under all their names; `fixed`, payloads without a
+    value that could change; `extras`, a module's modules with extra state. By tensor name: `tensors`, each tensor once;
+    `aliases`, the other names, each with the name that the tensor is saved under; `orders`, the dimensions in memory
+    (shard.order_of). `volatile`: nodes that must be asked which tensors they hold, each with its answer. `constants`:
+    the parts of the values that never change."""
 
     nodes: list[StateNode]
     found: dict[str, list[NamedTensor]]
@@ -104,7 +104,7 @@ class Scan:
     constants: values.Constants
 
     def ask(self, node: StateNode) -> _Answer:
-        """What a volatile node says now."""
+        """What a volatile node answers now."""
         if isinstance(node, ModuleNode):
             modules = self.extras.get(node.path)
             return _answer(node.read() if modules is None else node.read_extra(modules))
@@ -113,22 +113,24 @@ class Scan:
         return _Answer(self.views[node.path].again().tensors)
 
     def pieces(self, name: str) -> Pieces:
-        """Of a tensor of the state, under any of its names."""
+        """The Pieces of a tensor of the state, under any of its names."""
         return self.tensors[self.aliases.get(name, name)][1]
 
     def buffers(self) -> set[str]:
-        """Of modules: what no optimizer trains. DDP keeps rank 0's where ranks differ (a BatchNorm's statistics)."""
+        """The names of the modules' tensors that are not parameters, and so not trained. Where they differ between
+        ranks (a BatchNorm's statistics), DDP keeps rank 0's."""
         held: set[str] = set()
         for node in (node for node in self.nodes if isinstance(node, ModuleNode)):
             found = self.found[node.path]
-            if names.is_custom(node.value):  # what it gives may be copies, of parameters too
+            # The state_dict() of a custom module may give copies, also of parameters.
+            if names.is_custom(node.value):
                 own = {id(site.tensor) for site in names.sites(node.value)}
                 found = [named for named in found if id(named.tensor) in own]
             held |= {named.name for named in found if not isinstance(named.tensor, nn.Parameter)}
         return held & self.tensors.keys()
 
     def payload(self, node: StateNode) -> dict[str, Any] | None:
-        """The values of a node as they are now; None for one that belongs to the rank."""
+        """The values of a node as they are now; None for a node that belongs to the rank."""
         if node.path in self.fixed:
             return self.fixed[node.path]
         if isinstance(node, OptimizerNode):
@@ -140,18 +142,17 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`tensors`: those that nothing else watches. `values`: what a module gives beside tensors, by name."""
+    """What a volatile node holds. `tensors`: those that the fingerprint does not watch. `values`: names of its other
+    values."""
 
     tensors: list[NamedTensor]
     values: tuple[str, ...] = ()
 
 
 class StateWalker:
-    """Walks `state`, the dict that the user registered, which stays live. For the training thread only.
-
-    `generators`: whether the process's own random number generators belong to the state.
-    Errors: UsageError names what cannot be saved, and what to do.
-    """
+    """Walks `state`, the live dict that the user registered. For the training thread only. `generators`: whether the
+    process's own random number generators belong to the state. Errors: UsageError names what cannot be saved, and a
+    remedy."""
 
     def __init__(self, state: dict[str, Any], coordinate: Coordinate, generators: bool = True) -> None:
         self.state = state
@@ -160,7 +161,7 @@ class StateWalker:
 
     @no_collecting()
     def walk(self) -> Walk:
-        """All of it: once per structure; some 15 us a tensor. Values are not read."""
+        """Walks the whole state, without its values. Once per structure; takes about 15 us a tensor."""
         scan = self.scan()
         modules = [m for node in scan.nodes if isinstance(node, ModuleNode) for _, m in names.modules(node.value)]
         fingerprint = Fingerprint(
@@ -187,9 +188,8 @@ class StateWalker:
         )
 
     def changed(self, walk: Walk) -> bool:
-        """Whether walk() would find other names, dtypes, shapes or boxes now than it did then, or the same in other
-        memory. For 20,000 tensors about 10 ms; objects with a state_dict() of their own, and modules with extra state,
-        are asked for it."""
+        """Whether walk() would now find other names, dtypes, shapes, boxes or memory. Takes about 10 ms for 20,000
+        tensors. It calls state_dict() of objects and custom modules, and get_extra_state() of modules that have it."""
         seen = walk._seen
         for module in seen.gathering:
             module.reshard()
@@ -200,14 +200,14 @@ class StateWalker:
             if seen.fingerprint.stale():
                 return True
             return [_fingerprint(walk.scan.ask(node)) for node, _ in walk.scan.volatile] != seen.volatile
-        except RuntimeError:  # of a tensor that has no storage by now: a walk refuses it by name
+        except RuntimeError:
+            # A tensor has lost its storage. The next walk refuses it by name.
             return True
 
     def values(self, walk: Walk, positions: bool = True) -> tuple[Any, Any]:
-        """(shared, own) as they are now, for the structure of that walk: what is the same on all ranks by nature, and
-        what is the rank's. What they hold may be live: encode them before the next step. `positions`: whether loaders
-        are asked for theirs, which begins an epoch in one that was not iterated over yet: not before what is to be
-        restored was restored."""
+        """(shared, own): the values now, for the structure of `walk`. `shared` is by its nature the same on all ranks;
+        `own` is this rank's. They may hold live objects: encode them before the next step. `positions`: whether loaders
+        are asked for their state. That begins an epoch in a loader not iterated yet, so ask only after the restore."""
         scan = walk.scan
         payloads = ((node.path, scan.payload(node)) for node in scan.nodes)
         objects = {path: payload for path, payload in payloads if payload is not None}
@@ -225,9 +225,9 @@ class StateWalker:
         return {"objects": objects, "aliases": scan.aliases, "orders": scan.orders}, own
 
     def strays(self, walk: Walk, shared: Any) -> list[str]:
-        """The tensors that `shared`, values for the structure of that walk, refers to and the walk does not have: a
-        checkpoint with these values could not be restored. None, unless something of the state said one thing to
-        `changed` and another to `values`. Looks only at what was read anew."""
+        """The tensors that `shared`, values for the structure of `walk`, refers to and the walk lacks. A checkpoint
+        with such values could not be restored. There are some only if an object answered `values` otherwise than
+        `changed`. Checks only values that were read anew."""
         scan = walk.scan
         referred: list[str] = []
         for path, payload in shared["objects"].items():
@@ -244,7 +244,7 @@ class StateWalker:
         return generators.streams(objects) if self.generators else generators.registered(objects)
 
     def scan(self) -> Scan:
-        """The structure as it is now."""
+        """The structure of the state now."""
         all_nodes = state_nodes.find(self.state)
         owners = Owners()
         found: dict[str, list[NamedTensor]] = {}
@@ -299,7 +299,7 @@ def _unique(
     views: dict[str, OptimizerView],
     cutter: Cutter,
 ) -> tuple[dict[str, tuple[NamedTensor, Pieces]], dict[str, str]]:
-    """Each tensor once, under the first of its names, with its boxes; and the other names."""
+    """Each tensor once, under the first of its names, with its Pieces; and the aliases."""
     trained = {id(p.tensor) for view in views.values() for line in view.params for p in line if p.tensor.requires_grad}
     tensors: dict[str, tuple[NamedTensor, Pieces]] = {}
     aliases: dict[str, str] = {}
@@ -335,8 +335,8 @@ def _orders(tensors: Mapping[str, tuple[NamedTensor, Pieces]]) -> dict[str, list
 def _check_kept(
     all_nodes: Sequence[StateNode], found: Mapping[str, list[NamedTensor]], views: Mapping[str, OptimizerView]
 ) -> None:
-    """Errors: UsageError for a trained parameter that the state_dict() of its module leaves out. Not where that gives
-    tensors in memory of their own: these may be copies of it, which nobody can tell."""
+    """Raises UsageError for a trained parameter that the state_dict() of its module leaves out. A module is not checked
+    if its state_dict() gives tensors in other memory: they may be copies of the parameter."""
     for node in (node for node in all_nodes if isinstance(node, ModuleNode) and names.is_custom(node.value)):
         sites = {id(site.tensor): site for site in names.sites(node.value)}
         if storages(named.tensor for named in found[node.path]) - storages(site.tensor for site in sites.values()):
@@ -352,7 +352,8 @@ def _check_kept(
 
 
 def _alike(all_nodes: Sequence[StateNode], name: str) -> str:
-    """That two tensors of one tree have that name since it has a number and a text as keys, in words, if so."""
+    """Why two tensors of one tree have the name `name`: a number and a text as keys are written alike; "" if they are
+    not."""
     for node in all_nodes:
         if isinstance(node, (ObjectNode, DataNode)):
             paths = [path for path, each in node.payload()["tensors"] if each == name]
@@ -368,7 +369,7 @@ def _is_late(named: NamedTensor, pieces: Pieces) -> bool:
 
 
 def _signature(node: StateNode) -> tuple[Any, ...]:
-    """Plain data may be replaced as it likes; what it holds is compared as it is read."""
+    """What identifies a node. Plain data may be replaced freely: its content is compared when it is read."""
     return (type(node), node.path, None if isinstance(node, DataNode) else node.value)
 
 
@@ -377,7 +378,8 @@ def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _fingerprint(said: _Answer) -> Any:
-    """Names, boxes and addresses. What is compared with it later is compared while this one's memory is alive."""
+    """The names, boxes and addresses of an answer. Compare it with another only while this answer's tensors are
+    alive."""
     places: list[tuple[Any, ...]] = []
     for named in said.tensors:
         tensor = named.tensor
@@ -394,8 +396,8 @@ def _fingerprint(said: _Answer) -> Any:
 
 
 def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
-    """xxh3-128 of every box that other ranks may hold too: uint64, shape (boxes, 2), (high, low), in the order of
-    (entry, box). The rows of other boxes are 0. Reads in blocks: no copy of a whole tensor is made."""
+    """The xxh3-128 of every box that other ranks may hold too, in the order of (entry, box): uint64, shape (boxes, 2),
+    as (high, low). The rows of other boxes are 0. Boxes are read in blocks; no whole tensor is copied."""
     jobs = [
         (row, tensor)
         for row, (tensor, replica) in enumerate(

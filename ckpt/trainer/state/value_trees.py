@@ -1,8 +1,8 @@
-"""Trees of values with tensors in them: taking the tensors out, and putting tensors back.
+"""Value trees: how tensors are taken out of a tree of values, and put back.
 
-A tree is what `state_dict()` of an object gives, or what a user puts into the state: dicts, lists, tuples and deques of
-plain values and tensors. A path is the tuple of keys and indices that leads to a tensor; its place in the tree holds
-None.
+A tree is what an object's state_dict() gives, or what a user puts into the state: dicts, lists, tuples and deques of
+plain values and tensors. A path is the tuple of keys and indices that leads to a tensor. The tensor's place in the tree
+holds None.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Path = tuple[Any, ...]
 Tensor = torch.Tensor | Shard
 
 DEPTH_MAX = 100
-CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque)  # what comes back as it was
+CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque)  # types that are restored as they were
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def split(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
-    """(the tree with None in the place of each tensor, the tensors with their paths, in order). Parts without a
-    tensor are not copied. Containers with tensors become plain ones, which is what load_state_dict() is given; see
-    `check_containers`. Errors: UsageError for a tree that contains itself; `what` names it."""
+    """(the tree with None in each tensor's place, [(path, tensor)] in order). Parts without a tensor are not copied.
+    Containers with tensors become plain ones, as load_state_dict() expects; see `check_containers`. Errors: UsageError
+    for a tree that contains itself, or is nested more than DEPTH_MAX deep; `what` names it."""
     found: list[tuple[Path, Tensor]] = []
     return _split(tree, (), found, what), found
 
@@ -63,8 +63,8 @@ def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -
 
 
 def check_containers(tree: Any, found: Iterable[tuple[Path, Tensor]], what: str) -> None:
-    """For what is put back as it is, with nobody's load_state_dict() between. Errors: UsageError for tensors in a
-    container that would come back as another (a named tuple, a class derived from dict)."""
+    """Checks a tree that is put back directly, without load_state_dict(). Errors: UsageError for tensors in a container
+    that would come back as another type (a named tuple, a class derived from dict)."""
     for path, _ in found:
         held = tree
         for depth, key in enumerate(path):
@@ -83,7 +83,7 @@ def _like(tree: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def merge(tree: Any, tensors: Iterable[tuple[Sequence[Any], Any]]) -> Any:
-    """`tree` with what `tensors` gives put in its places: split, backwards. Containers on the way are changed in
+    """`tree` with each value of `tensors` put at its path: the reverse of split. Containers on the way are changed in
     place, except tuples. Errors: DamagedData for a path that leads nowhere."""
     for path, value in tensors:
         tree = _put(tree, tuple(path), value)
@@ -105,7 +105,7 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
 
 
 def plant(tree: Any, path: Path, value: Any) -> None:
-    """Puts it under a new key of a dict that is there; elsewhere nothing is put."""
+    """Puts `value` under a new key of an existing dict. Does nothing if the dict is missing, or the key exists."""
     if path and has(tree, path[:-1]) and not has(tree, path):
         tree = at(tree, path[:-1])
         if isinstance(tree, dict):
@@ -124,15 +124,15 @@ def has(tree: Any, path: Path) -> bool:
 
 
 def at(tree: Any, path: Path) -> Any:
-    """What is in that place, which the tree has."""
+    """The value at a path that the tree has."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def settle(live: Any, new: Any) -> Any:
-    """`new`, in the dicts, lists, sets, deques and arrays that `live` consists of where those can become it, so that
-    whoever holds them sees the new content, and what they change there later is part of the state."""
+    """`new`, written into the live dicts, lists, sets, deques and arrays wherever these can take it. So other holders
+    of a live container see the new content, and what they change later is part of the state."""
     if type(live) is not type(new) or live is new:
         return new
     if isinstance(new, dict):
@@ -172,8 +172,8 @@ def named(prefix: str, found: Sequence[tuple[Path, Tensor]]) -> list[tuple[Path,
 
 
 def embed(tree: Any, what: str) -> dict[str, Any]:
-    """A tree with its tensors as bytes: for what belongs to one rank and is small (a loader's position). Only values
-    that can be stored. Errors: UsageError for tensors that are not plain."""
+    """A tree with its tensors as bytes, for small values of one rank (a loader's position). `what` names the tree.
+    Errors: UsageError for tensors that are not plain."""
     bare, found = split(tree, what)
     packed = []
     for path, tensor in found:
@@ -186,7 +186,7 @@ def embed(tree: Any, what: str) -> dict[str, Any]:
 
 
 def extract(stored: Mapping[str, Any], what: str) -> Any:
-    """The tree that `embed` was given; tensors are new ones on the CPU. Errors: DamagedData."""
+    """The tree that `embed` was given, with new tensors on the CPU. Errors: DamagedData."""
     tensors = []
     for item in stored["tensors"]:
         try:
