@@ -1,8 +1,8 @@
-"""Which walk is bound to which slot's arena, and how a snapshot of it is copied there: planned before it is taken.
+"""Bindings: which walk is bound to which slot's arena, and the plan of each copy, made before the snapshot is taken.
 
 Guarantees:
-- All bindings are of one walk, the newest: others would hold memory that the state has left.
-- A region is pinned while it is bound, or that it cannot be is said.
+- All bindings are of one walk, the newest. Bindings of older walks would hold memory that the state has left.
+- A region is pinned while it is bound. If it cannot be pinned, a warning says so.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ from ckpt.trainer.state.shard import storages
 
 
 class Bindings:
-    """Those of one rank. `trust`: what may be copied late."""
+    """The bindings of one rank, by slot. `trust`: which tensors may be copied late."""
 
     def __init__(self, copier: Copier, trust: DeferredTrust, events: Events) -> None:
         self._copier = copier
         self._trust = trust
         self._events = events
         self._bound: dict[int, Binding] = {}
-        self._newest: Walked | None = None  # of the walks that were to be bound
-        self._regions: dict[int, memoryview] = {}  # what is pinned, by slot
+        self._newest: Walked | None = None  # the newest walk given to bind()
+        self._regions: dict[int, memoryview] = {}  # the pinned regions, by slot
         self._lock = threading.Lock()
 
     def get(self, slot: int) -> Binding | None:
         return self._bound.get(slot)
 
     def bind(self, slot: int, walk: Walked, staging: Staging, data: memoryview) -> None:
-        """Prepares copies of `walk` into `data`, the data region of that slot's arena; on one thread at a time for a
-        slot. Binding the same again costs nothing; bindings of other walks are dropped, since they hold memory that the
-        state has left.
-
-        Errors: CkptError when the staging does not fit."""
+        """Prepares copies of `walk` into `data`, the data region of the slot's arena. Drops bindings of other walks.
+        Binding the same again costs nothing. Call it on one thread at a time for each slot. Errors: CkptError if the
+        staging does not fit."""
         with plain():
             known = self._regions.get(slot)
             moved = known is None or where(known) != where(data)
@@ -52,11 +50,13 @@ class Bindings:
             with self._lock:
                 self._newest = walk
             binding = Binding(walk, staging, cut(walk, staging, data))
-            self._plan(binding)  # now, and not while training stands still for a first snapshot
+            # Plan now, not while training pauses for the first snapshot.
+            self._plan(binding)
             if moved:
                 self._pin(slot, data)
             with self._lock:
-                if self._newest is not walk:  # it took a while, and the state has moved: bound anew before a snapshot
+                # The state has changed meanwhile. Its new walk is bound before the next snapshot.
+                if self._newest is not walk:
                     return
                 self._bound = {n: b for n, b in self._bound.items() if b.walk is walk} | {slot: binding}
                 self._trust.forget_all_but(binding.candidates.keys())
@@ -67,8 +67,8 @@ class Bindings:
         return binding is not None and binding.walk is walk and binding.staging is staging
 
     def unbind(self, slot: int, view: memoryview) -> None:
-        """Drops all views of that slot's arena, which `view` is of, before it is unmapped. Another one that is bound by
-        now stays."""
+        """Drops all views of the slot's arena before it is unmapped. `view`: a view of that arena. If another arena is
+        bound to the slot by now, it stays bound."""
         with self._lock:
             region = self._regions.get(slot)
             if region is None or region.obj is not view.obj:
@@ -78,13 +78,14 @@ class Bindings:
         self._copier.unpin(region)
 
     def plan_anew(self) -> None:
-        """What is copied late has changed: better here than while training stands still for the next snapshot."""
+        """Plans all bindings again after trust has changed. Otherwise the next snapshot would plan while training
+        pauses."""
         for binding in list(self._bound.values()):
             with plain():
                 self._plan(binding)
 
     def _plan(self, binding: Binding) -> None:
-        """Ahead of time. What goes wrong, as where a device has no memory left just now, comes again in `take`."""
+        """Plans ahead of time. An error (a device has no memory left) is ignored: `take` meets it again."""
         try:
             binding.plan(self._trust, self._copier)
         except Exception as exc:
@@ -92,7 +93,7 @@ class Bindings:
                 raise
 
     def close(self) -> None:
-        """Unbinds all."""
+        """Drops all bindings."""
         with self._lock:
             self._bound, self._newest = {}, None
         for slot in list(self._regions):
@@ -114,8 +115,8 @@ class Bindings:
 
 @dataclass(slots=True)
 class Binding:
-    """A walk cut to one arena. `candidates`: what may be copied late once it is proven, with the indices of its
-    pieces. `last`: `done` of the newest snapshot of this binding."""
+    """A walk cut to one arena. `candidates`: the tensors that may be copied late once that is proven safe, with the
+    indices of their pieces. `last`: `done` of the newest snapshot of this binding."""
 
     walk: Walked
     staging: Staging
@@ -140,8 +141,8 @@ class Binding:
                 self.candidates[named.name, named.owner, box, live.data_ptr()] = pieces
 
     def plan(self, trust: DeferredTrust, copier: Copier) -> CopyPlan:
-        """Any thread; it may take a while where trust has changed. Whoever gets it may use its buffers at once, on any
-        stream: what was to be written there is."""
+        """The present copy plan. Any thread; it takes a while if trust has changed. The caller may use the plan's
+        buffers at once, on any stream: their preparation is over."""
         with self._planning:
             if self._plan is None or self._plan.version != trust.version:
                 with copier.aside(self.devices):
@@ -174,7 +175,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """How a binding is copied while trust is what it was at `version`."""
+    """How a binding is copied, as of version `version` of trust."""
 
     version: int
     eager: CopyJob
@@ -183,13 +184,13 @@ class CopyPlan:
     unproven_pieces: list[CopyPiece]
     unproven_keys: set[Key]
     key_of: dict[tuple[int, int], Key]
-    watch: TensorWatch | None  # None: nothing may be late, now or later
+    watch: TensorWatch | None  # None: no tensor may be copied late, now or later
     spot: Spot | None
     storages: frozenset[int]
     devices: frozenset[torch.device]
 
 
 def plain() -> AbstractContextManager[object]:
-    """Whatever mode the user is in: our views and buffers are ordinary tensors. None of them requires a gradient, so
-    that it is no matter whether those are recorded."""
+    """A context in which new views and buffers are ordinary tensors, whatever mode the user is in. None of them
+    requires a gradient, so the gradient mode does not matter."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

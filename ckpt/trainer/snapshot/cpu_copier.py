@@ -1,12 +1,12 @@
-"""Copying pieces, and the copier for tensors in host memory.
+"""The protocol of a copier, and the copier for tensors in host memory.
 
 Guarantees, for every copier:
-- `Job.eager` returns when whatever the caller does next may change the sources: the targets get the old bytes.
-- `Job.late` returns at once; the caller must not change the sources before `Ticket.fence` returned.
-- The bytes are in the targets when `Ticket.wait` returned, not before.
+- `CopyJob.eager` returns when the caller may change the sources. The targets still get the bytes of before.
+- `CopyJob.late` returns at once. The caller must not change the sources before `Ticket.fence` has returned.
+- The bytes are in the targets once `Ticket.wait` has returned, not before.
 
-Bytes are moved outside the GIL: large pieces by memmove (one call a piece, so that the training loop is asked for the
-GIL rarely), small ones in groups by one foreach call, tiny ones by one concatenation of those that follow one another.
+Bytes are copied outside the GIL. A large piece is one memmove, so copying rarely competes for the GIL. Small pieces are
+copied in groups, by one foreach call. Tiny pieces whose targets adjoin are copied by one concatenation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, split
 
 Unit = Callable[[], None]
 
-UNIT_BYTES = 4 << 20  # what one thread does before it looks for more: soon over, also for one that has to give way
-SMALL_BYTES = 512 << 10  # smaller pieces are copied in groups, as elements of 16 bytes where they are aligned
-NARROW_BYTES = 16 << 10  # ... else as single bytes, up to here: torch would use its own threads for many more elements
+# A thread's unit of work. It is over soon, even on a niced thread.
+UNIT_BYTES = 4 << 20
+# Pieces below SMALL_BYTES are copied in groups: as elements of 16 bytes if aligned, else as single bytes up to
+# NARROW_BYTES. For many more elements torch would use its own threads.
+SMALL_BYTES = 512 << 10
+NARROW_BYTES = 16 << 10
 WIDE = torch.complex128
 GROUP_PIECES = 4096
-TINY_BYTES = 4 << 10  # what is smaller still and lies end to end in the target is concatenated into it
-RUN_BYTES = 32 << 10  # ... so much at once: torch concatenates fewer elements in one plain loop, at half the cost
-LATE_NICE = 5  # a third of another's share of a core, so that it is kept from a unit for 10 ms and not for seconds
+# Pieces up to TINY_BYTES whose targets adjoin are concatenated. Below RUN_BYTES torch does that in one plain loop, at
+# half the cost.
+TINY_BYTES = 4 << 10
+RUN_BYTES = 32 << 10
+# A niced thread gets a third of a normal thread's share of a core. So a unit is held up for 10 ms, not for seconds.
+LATE_NICE = 5
 THREADS_MAX = 8  # a few threads fill the memory's bandwidth
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -48,35 +54,37 @@ class Ticket(Protocol):
     """One copy under way."""
 
     def fence(self) -> None:
-        """What the caller does from now on (on the host, and on its current streams) comes after all reads of the
-        sources. Errors: what the copy failed with."""
+        """Returns when all later work of the caller (on the host, and on its current streams) comes after all reads of
+        the sources. Errors: the error of the copy."""
         ...
 
     def wait(self) -> None:
-        """Returns when the bytes are in the targets. Any thread. Errors: what the copy failed with."""
+        """Returns when the bytes are in the targets. Any thread. Errors: the error of the copy."""
         ...
 
     def stall_s(self) -> float:
-        """Seconds that the copy kept a device from later work, the host's time to enqueue it among them; to be called
-        after `wait`."""
+        """Seconds for which the copy kept a device from later work, with the host's time to enqueue it. Call it after
+        `wait`."""
         ...
 
 
 class CopyJob(Protocol):
-    """Pieces made ready to be copied, as often as wanted, one copy at a time."""
+    """Pieces ready to be copied: any number of times, one copy at a time."""
 
     def eager(self) -> Ticket: ...
     def late(self) -> Ticket: ...
 
 
 class Copier(Protocol):
-    """`blocking`: whether `fence` returns only when the bytes are there, so that nobody need `wait` elsewhere."""
+    """Copies pieces into arenas. `blocking`: whether `fence` returns only once the bytes are in the targets, so that no
+    other thread has to call `wait`."""
 
     @property
     def blocking(self) -> bool: ...
 
     def pin(self, data: memoryview) -> None:
-        """Makes a data region fit for being copied into; once per region, before the first job that uses it."""
+        """Prepares a data region as a target of copies. Call it once per region, before the first job that uses the
+        region."""
         ...
 
     def unpin(self, data: memoryview) -> None: ...
@@ -84,32 +92,31 @@ class Copier(Protocol):
     def prepare(self, pieces: Sequence[CopyPiece]) -> CopyJob: ...
 
     def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
-        """Compares the sources, as they are when this returns, with their targets, to which they were copied before.
-        The function that it returns waits for the outcome: the indices of the pieces that differ. Any thread."""
+        """Compares the sources, as of this call, with the targets that they were copied to before. The returned
+        function waits for the outcome: the indices of the pieces that differ. Any thread may call that function."""
         ...
 
     def barrier(self) -> Callable[[], None]:
-        """After `fence` and `same`, for what is done on other streams: the function, which any thread may call, has its
-        current streams wait for all reads that the caller's wait for."""
+        """For work on other streams, after `fence` and `same`. Returns a function for any thread: it makes that
+        thread's current streams wait for the same reads as the current streams of this call's thread."""
         ...
 
     def aside(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
-        """Around what another thread than the training thread does with pieces of these devices, or what is to be used
-        on any stream: it is over at the end."""
+        """A context for work with pieces on these devices, off the training thread or for use on any stream. At the end
+        of the context the work is done."""
         ...
 
     def close(self) -> None: ...
 
 
 class CpuCopier:
-    """For tensors in host memory; those of other devices are copied too, slowly, while the caller waits.
+    """The copier for tensors in host memory. It copies tensors on other devices too, slowly, while the caller waits.
 
-    `threads`: how many copy at once while the caller waits, itself among them (default: as many as torch uses, at
-    most THREADS_MAX). A late copy takes as many, which are a little nicer than training: it and the threads of its
-    collectives, which have to be woken at once, hardly wait for them. Not more than a little: where others keep all
-    cores busy, a thread that is left in the middle of a unit, or holding the GIL, is what training waits for. A fence
-    that comes before the end helps, so that a late copy never makes the caller wait much longer than an eager one.
-    """
+    `threads`: how many threads copy while the caller waits, the caller's included (default: torch's number, at most
+    THREADS_MAX). A late copy uses as many threads, a little niced. So training, and the threads of its collectives,
+    hardly wait for them. More niceness would hurt on busy cores: training would wait for a thread that was preempted
+    within a unit, or while holding the GIL. A fence before the end of a late copy helps to copy. So the caller never
+    waits much longer than for an eager copy."""
 
     blocking = True
 
@@ -148,7 +155,7 @@ class CpuCopier:
         return contextlib.nullcontext()
 
     def submit(self, work: Unit, late: bool = False, into: list[Outcome[None]] | None = None) -> Outcome[None]:
-        """`into`: as `Tasks.submit`."""
+        """Runs a unit on a thread of the pool, a niced one if `late`. `into`: as in `Tasks.submit`."""
         return (self._late_tasks if late else self._tasks).submit(work, into=into)
 
     def close(self) -> None:
@@ -157,8 +164,8 @@ class CpuCopier:
 
 
 class CpuJob:
-    """Units of work in lanes: one contiguous lane per thread, equal by bytes. A thread that is done with its own lane
-    takes from the far ends of the others."""
+    """Units of work in lanes: one contiguous lane per thread, equal in bytes. A thread that has finished its own lane
+    takes units from the far ends of other lanes."""
 
     def __init__(self, copier: CpuCopier, units: Sequence[tuple[int, Unit]]) -> None:
         self._copier = copier
@@ -178,13 +185,16 @@ class CpuJob:
         ticket = CpuTicket(self._copier, self._lanes)
         try:
             ticket.start()
-        except BaseException:  # nobody has the ticket
+        except BaseException:
+            # The caller gets no ticket to wait for.
             ticket.cancel()
             raise
         return ticket
 
 
 class CpuTicket:
+    """One copy under way on the threads of a CpuCopier."""
+
     def __init__(self, copier: CpuCopier, lanes: Sequence[Sequence[Unit]]) -> None:
         self._copier = copier
         self._lanes = [deque(lane) for lane in lanes]
@@ -195,7 +205,7 @@ class CpuTicket:
             self._copier.submit(partial(self._drain, n), late=True, into=self._running)
 
     def fence(self) -> None:
-        """The caller's thread helps with what is left, and others that are no nicer, and it waits for all."""
+        """Returns when all units are done. The caller's thread, and further threads without niceness, take part."""
         busy = self._busy()
         try:
             for n in busy[:-1]:
@@ -204,8 +214,10 @@ class CpuTicket:
                 if busy:
                     self._drain(busy[-1])
             finally:
-                self._let_end()  # also after an error here: nobody may still read the sources
-        except BaseException:  # Ctrl-C, in this wait too
+                # Also after an error: no thread may still read the sources.
+                self._let_end()
+        except BaseException:
+            # Ctrl-C, also during the wait above.
             self.cancel()
             raise
         self.wait()
@@ -215,7 +227,7 @@ class CpuTicket:
             running.settle()
 
     def cancel(self) -> None:
-        """Copies no more than what was begun, and waits for that: a unit for each thread."""
+        """Drops the units that have not begun, and waits for the begun ones: one per thread."""
         for lane in self._lanes:
             lane.clear()
         self._let_end()
@@ -241,14 +253,14 @@ class CpuTicket:
 
 
 def _be_nicer() -> None:
-    """Where that is forbidden this thread runs like any other."""
+    """Nices this thread by LATE_NICE, if that is allowed."""
     with contextlib.suppress(OSError):
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LATE_NICE)
 
 
 def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
-    """Groups of small pieces become one unit each, the rest one memmove each; in order of target."""
+    """(bytes, unit of work) in order of target: groups of small pieces, and single memmoves of larger ones."""
     units: list[tuple[int, Unit]] = []
     for grouped, run in groupby(pieces, key=_is_grouped):
         if not grouped:
@@ -268,12 +280,12 @@ def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
 
 
 def _is_flat(piece: CopyPiece) -> bool:
-    """Whether it is plain bytes in host memory."""
+    """Whether a piece is plain bytes in host memory."""
     return piece.is_flat and piece.source.is_contiguous() and piece.source.device.type == "cpu"
 
 
 def _is_wide(piece: CopyPiece) -> bool:
-    """Whether it can be seen as elements of 16 bytes."""
+    """Whether a piece can be copied as elements of 16 bytes."""
     offsets = int(piece.source.storage_offset()), int(piece.target.storage_offset())
     return _is_flat(piece) and not any(n % WIDE.itemsize for n in (piece.nbytes, *offsets))
 
@@ -283,7 +295,7 @@ def _is_grouped(piece: CopyPiece) -> bool:
 
 
 def _group(pieces: Sequence[CopyPiece]) -> Unit:
-    """Small pieces as one unit of work."""
+    """One unit of work for several small pieces."""
     units: list[Unit] = []
     others: list[CopyPiece] = []
     for run in _runs(pieces):
@@ -302,7 +314,7 @@ def _group(pieces: Sequence[CopyPiece]) -> Unit:
 
 
 def _runs(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
-    """Tiny pieces together whose targets lie end to end, RUN_BYTES at most; every other piece alone."""
+    """Tiny pieces whose targets adjoin, together, below RUN_BYTES; every other piece alone."""
     run: list[CopyPiece] = []
     end = run_bytes = 0
     for piece in pieces:
@@ -346,15 +358,16 @@ def _move(piece: CopyPiece) -> Unit:
     source, target, nbytes = piece.source, piece.target, piece.nbytes
 
     def unit() -> None:
-        check_storage(source)  # addresses are read anew each time: a storage may have been resized
+        # A storage may have been resized, so addresses are read anew for each copy.
+        check_storage(source)
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
     return unit
 
 
 def is_same(source: Tensor, target: Tensor) -> bool:
-    """Whether two host tensors of one dtype and shape hold the same bytes (NaN is equal to itself, -0 is not 0). What
-    lost its storage holds none."""
+    """Whether two host tensors of one dtype and shape hold the same bytes (NaN equals itself, -0 differs from 0). A
+    source that has lost its storage equals nothing."""
     if _has_shrunk(source):
         return False
     one, other = flat_bytes(source.cpu()), flat_bytes(target.cpu())
@@ -362,7 +375,7 @@ def is_same(source: Tensor, target: Tensor) -> bool:
 
 
 def check_storage(source: Tensor) -> None:
-    """Errors: CkptError where a view is of memory that is not there any more, which torch does not look at."""
+    """Raises CkptError if a view's memory was freed or shrank, which torch does not check."""
     if _has_shrunk(source):
         raise CkptError("a tensor's storage was freed or shrank after its views were made")
 

@@ -1,16 +1,18 @@
-"""The copier for tensors on CUDA devices: side streams into arena pages that are locked in place.
+"""The copier for tensors on CUDA devices: side streams copy into arena pages that are locked in place.
 
-- Pages are locked LOCK_BYTES at a time, cut at multiples of that as addresses go, with as long a rest: meanwhile the
-  driver lets nobody launch a kernel (83 ms for 2 GiB in one go on an H200). No transfer may cross such a seam.
-- The side stream of a device starts after what the current stream holds, so it reads the state as of the boundary.
-- Small pieces (buffers that change in forward among them) are cloned on the current stream into one device buffer
-  laid out like the arena, the same for all arenas, which then goes over in a few large transfers: they cost no waiting.
-- Large pieces are read by the side stream. An eager copy makes the current stream wait for that, on the device; a
-  late one leaves the waiting to `fence`.
-- Other threads than the training thread work on streams of their own, and may while a CUDA graph is captured. They
-  are on a device of the state before they ask CUDA anything: a thread begins on device 0, where the first call would
-  start CUDA (half a GB there for each rank of the node).
-- Sources are recorded on the side stream, so that the allocator does not hand out their memory while it is read.
+- Pages are locked in parts of LOCK_BYTES, cut at address multiples of that, with a pause as long as each lock. While
+  pages are locked, the driver lets no thread launch a kernel (83 ms for 2 GiB at once on an H200). No transfer may
+  cross the seam between two parts.
+- A device's side stream starts after the work in the current stream. So it reads the state as of the boundary.
+- Small pieces (also buffers that change in forward) are cloned on the current stream into one device buffer. The buffer
+  is laid out like the arena, and all arenas share it. A few large transfers then copy it to the arena. Training does
+  not wait for them.
+- Large pieces are read by the side stream. For an eager copy the current stream waits for that, on the device. For a
+  late copy `fence` makes it wait.
+- Threads other than the training thread use streams of their own, also while a CUDA graph is captured. They enter a
+  device of the state before their first CUDA call. A thread begins on device 0, and the first call would initialise
+  CUDA there (0.5 GB for each rank of the node).
+- Sources are recorded on the side stream, so the allocator does not reuse their memory while it is read.
 """
 
 from __future__ import annotations
@@ -31,22 +33,22 @@ from ckpt.errors import CkptError
 from ckpt.trainer.snapshot.cpu_copier import Copier, CopyJob, CpuCopier, Ticket
 from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, is_cuda_used, keep, later, split, where
 
-CLONED_BYTES = 1 << 20  # pieces up to this are cloned first,
-CLONE_BYTES_MAX = 64 << 20  # the smallest of them, so many together: a device has no memory to spare
+# Pieces up to CLONED_BYTES are cloned: the smallest ones, at most CLONE_BYTES_MAX together. Device memory is scarce.
+CLONED_BYTES = 1 << 20
+CLONE_BYTES_MAX = 64 << 20
 LOCK_BYTES = 32 << 20
-ASK_S = 0.0005
-SCRATCH_BYTES = 16 << 20  # how much of an arena is brought back to a device at once for a comparison
+ASK_S = 0.0005  # between two queries of an event
+SCRATCH_BYTES = 16 << 20  # arena bytes copied back to a device at once, for a comparison
 
 
 def make_copier() -> Copier:
-    """The copier for this process: with CUDA where CUDA is in use (asking does not start it)."""
+    """The copier for this process: a CudaCopier if CUDA is in use. The call does not initialise CUDA."""
     return CudaCopier(CpuCopier()) if is_cuda_used() else CpuCopier()
 
 
 class CudaCopier:
-    """Takes the pieces of CUDA devices itself and gives those in host memory to `host`, which it then owns.
-
-    `cuda` and `device_type` are torch.cuda and "cuda", except where a test stands in for the device."""
+    """Copies pieces on CUDA devices itself. Gives those in host memory to `host`, and owns it. `cuda` and `device_type`
+    are torch.cuda and "cuda", except in tests with a fake device."""
 
     blocking = False
 
@@ -57,15 +59,16 @@ class CudaCopier:
         self._streams: dict[torch.device, Any] = {}
         self._aside: dict[torch.device, Any] = {}
         self._clones: dict[torch.device, Tensor] = {}
-        self._locked: dict[int, list[int]] = {}  # of a region: where it begins -> where each part does that was locked
+        self._locked: dict[int, list[int]] = {}  # by address of a region: the addresses of its locked parts
         self._lock = threading.Lock()
         self._cloning = threading.Lock()
-        self._locking = threading.Lock()  # takes a while: the training thread has nothing to do with it
+        # Held for long; the training thread never takes it.
+        self._locking = threading.Lock()
         self._is_closed = False
 
     def pin(self, data: memoryview) -> None:
-        """Page-locks the region where it lies. Errors: CkptError with CUDA's own message; copies work all the same,
-        while the host waits. Once it is closed this does nothing: nobody would unlock them."""
+        """Page-locks the region. Errors: CkptError with CUDA's own message; copies still work, but the host waits for
+        them. After close() it does nothing, since nothing would unlock the pages."""
         address, nbytes = where(data)
         with self._locking, self._near(), _beside_captures():
             if self._is_closed:
@@ -86,7 +89,8 @@ class CudaCopier:
         with self._locking, self._near(), _beside_captures():
             parts = self._locked.pop(where(data)[0], [])
             try:
-                self.settle(self._streams)  # a device may still write there, or compare what lies there
+                # A device may still write to the region, or compare its bytes.
+                self.settle(self._streams)
             finally:
                 self._unlock(parts)
 
@@ -101,10 +105,12 @@ class CudaCopier:
             parts = [(whole, part) for whole in group for part in split(whole, SCRATCH_BYTES)]
             flags = torch.zeros(len(parts), dtype=torch.bool, device=device)
             with self.cuda.device(device):
-                self.cuda.current_stream(device).wait_stream(self.stream(device))  # the targets have landed
+                # Wait until the bytes are in the targets.
+                self.cuda.current_stream(device).wait_stream(self.stream(device))
                 for n, (_, part) in enumerate(parts):
                     flags[n] = (flat_bytes(part.source) != _on(device, flat_bytes(part.target))).any()
-                self.stream(device).wait_stream(self.cuda.current_stream(device))  # before others are written there
+                # The next copy into the targets waits for this comparison.
+                self.stream(device).wait_stream(self.cuda.current_stream(device))
                 verdicts.append((group, _differing(group, [whole for whole, _ in parts], later(flags))))
         index = {id(piece): n for n, piece in enumerate(pieces)}
         return lambda: sorted(index[id(group[n])] for group, verdict in verdicts for n in verdict())
@@ -128,7 +134,8 @@ class CudaCopier:
         mine = (device for device in devices if device.type == self._device_type)
         with contextlib.ExitStack() as ends:
             for device in mine:
-                ends.enter_context(self.cuda.device(device))  # and not by the stream, whose end would start device 0
+                # The device is entered first: leaving only the stream's context would initialise CUDA on device 0.
+                ends.enter_context(self.cuda.device(device))
                 ends.enter_context(_beside_captures())
                 stream = self._of(self._aside, device)
                 ends.callback(self._wait_for, stream)
@@ -136,11 +143,12 @@ class CudaCopier:
             yield
 
     def stream(self, device: torch.device) -> Any:
-        """The side stream."""
+        """The side stream of a device."""
         return self._of(self._streams, device)
 
     def clone(self, device: torch.device, nbytes: int) -> Tensor:
-        """Memory of that device for clones, the same for all jobs: each waits until the former's have been read."""
+        """Memory on the device for clones, shared by all jobs. Each job waits until the previous job's clones have been
+        read."""
         with self._cloning:
             known = self._clones.get(device)
             if known is None or known.nbytes < nbytes:
@@ -148,19 +156,20 @@ class CudaCopier:
             return known
 
     def close(self) -> None:
-        with contextlib.ExitStack() as ends:  # each of it, also where the device is lost
+        # Every part is closed, also if the device is lost.
+        with contextlib.ExitStack() as ends:
             ends.callback(self.host.close)
             ends.callback(self._unlock_all)
             self.settle(self._streams)
 
     def settle(self, devices: Collection[torch.device]) -> None:
-        """Returns when the side streams of these have come to their end."""
+        """Returns when the side streams of these devices have finished all that is enqueued now."""
         for device in list(devices):
             self._wait_for(self.stream(device))
 
     def _wait_for(self, stream: Any) -> None:
-        """Returns when it has come to its end. Asks for that again and again: so Ctrl-C is heard where a device hangs,
-        and torch.cuda.set_sync_debug_mode is for the user's own."""
+        """Returns when the stream has finished all that is enqueued now. It polls: so Ctrl-C works if a device hangs,
+        and torch.cuda.set_sync_debug_mode reports only the user's own waits."""
         event = self.cuda.Event()
         event.record(stream)
         while not event.query():
@@ -173,7 +182,7 @@ class CudaCopier:
             self._unlock(parts)
 
     def _near(self) -> contextlib.AbstractContextManager[object]:
-        """For a thread that asks CUDA for what is of no device: on one that the state lies on, if any does."""
+        """A context on a device of the state, if there is one, for CUDA calls that concern no device."""
         near: contextlib.AbstractContextManager[object] = self.cuda.device(next(iter(list(self._aside)), None))
         return near
 
@@ -186,8 +195,7 @@ class CudaCopier:
     def _register(self, address: int, nbytes: int) -> None:
         status = self.cuda.cudart().cudaHostRegister(address, nbytes, 1)  # 1: for all contexts
         if int(status) != 0:
-            # It stays behind as CUDA's last error, which the next kernel of the training would raise: one of ours
-            # takes it.
+            # CUDA keeps its last error, and the next kernel of the training would raise it. A kernel of ours clears it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device_type).add_(1)
         _check(self.cuda, status)
@@ -221,17 +229,19 @@ class CudaJob:
 
     def _start(self, host: Callable[[], Ticket], waits: bool) -> Ticket:
         try:
-            started = [part.start(waits) for part in self._parts]  # the devices work while the host copies
+            # The devices work while the host copies.
+            started = [part.start(waits) for part in self._parts]
             return CudaTicket(self._copier, host(), started)
-        except BaseException:  # nobody has the ticket, to wait for what was begun
+        except BaseException:
+            # The caller gets no ticket to wait for.
             self._copier.settle([part.device for part in self._parts])
             raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """Events of one device: `read` when the sources were read, `landed` when the bytes are in the arena, `before` and
-    `after` around what the current stream had to do and to wait for."""
+    """Events of one device's copy. `read`: the sources were read. `landed`: the bytes are in the arena. `before`,
+    `after`: around the work and the waiting of the current stream."""
 
     device: torch.device
     read: Any
@@ -241,7 +251,7 @@ class _Started:
 
 
 class _DevicePart:
-    """The pieces of one device: most bytes with views for a direct transfer, and small pieces behind a clone."""
+    """The pieces of one device. Large pieces are transferred directly, small ones by way of a clone."""
 
     def __init__(self, copier: CudaCopier, device: torch.device, pieces: Sequence[CopyPiece]) -> None:
         self._copier = copier
@@ -262,7 +272,8 @@ class _DevicePart:
         with cuda.device(self.device):
             current = cuda.current_stream(self.device)
             before, read, landed, after = (cuda.Event(enable_timing=True) for _ in range(4))
-            current.wait_stream(side)  # the clone may still be on its way, of another job
+            # The clone of another job may still be in transfer.
+            current.wait_stream(side)
             before.record(current)
             keep(self._clone, current)
             for sources, clone in self._mirror.joined:
@@ -291,7 +302,7 @@ class CudaTicket:
         self._copier = copier
         self._host = host
         self._started = started
-        self._waits: list[tuple[Any, Any]] = []  # events around the waits of fences
+        self._waits: list[tuple[Any, Any]] = []  # (before, after): events around each fence's wait
 
     def fence(self) -> None:
         cuda = self._copier.cuda
@@ -319,7 +330,8 @@ class CudaTicket:
 
 
 def _cloned(pieces: Sequence[CopyPiece]) -> set[int]:
-    """Which go by way of a clone: what is not plain bytes (its pieces are small), and the smallest of what is."""
+    """The indices of the pieces that are cloned: those that are not plain bytes (these are small), and the smallest
+    others."""
     plain = [n for n, piece in enumerate(pieces) if piece.is_flat]
     found = set(range(len(pieces))).difference(plain)
     total = 0
@@ -333,9 +345,9 @@ def _cloned(pieces: Sequence[CopyPiece]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Mirror:
-    """How small pieces come into a clone, and it into the arena. `joined`: bytes that lie end to end there, gathered at
-    two thirds of what copying each costs. `others`: of one dtype each, without which torch copies them one by one.
-    `transfers`: (part of the clone, target)."""
+    """How small pieces get into a clone, and the clone into the arena. `joined`: plain bytes that adjoin there,
+    concatenated at two thirds of the cost of single copies. `others`: grouped by dtype, else torch would copy them one
+    by one. `transfers`: (part of the clone, target)."""
 
     joined: list[tuple[list[Tensor], Tensor]]
     others: list[tuple[list[Tensor], list[Tensor]]]
@@ -343,7 +355,8 @@ class _Mirror:
 
 
 def _mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
-    """Laid out as the targets are: those that adjoin do so in the clone, and go over as one."""
+    """The mirror of `pieces` in `clone`. Pieces whose targets adjoin also adjoin in the clone, and are transferred as
+    one."""
     joined: list[tuple[list[Tensor], Tensor]] = []
     others: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     transfers: list[tuple[Tensor, Tensor]] = []
@@ -369,7 +382,7 @@ def _mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
 
 
 def _adjoining(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
-    """Runs of pieces whose targets follow one another, each where the elements of its dtype may lie in a clone."""
+    """Runs of pieces whose targets adjoin. In a clone of the run, each piece is aligned to its dtype."""
     run: list[CopyPiece] = []
     end = nbytes = 0
     for piece in pieces:
@@ -384,7 +397,7 @@ def _adjoining(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
 
 
 def _on(device: torch.device, flat: Tensor) -> Tensor:
-    """The bytes of a target on that device."""
+    """The bytes of a target on `device`."""
     if flat.device == device:
         return flat
     back = torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
@@ -419,8 +432,8 @@ def _padded(nbytes: int) -> int:
 
 @contextlib.contextmanager
 def _beside_captures() -> Iterator[None]:
-    """While one thread captures a CUDA graph, CUDA has the others do nothing that could matter to it, and else both
-    fail; unless they say that it does not."""
+    """A context for CUDA calls beside another thread's capture of a CUDA graph. By default, a call that could affect
+    the capture fails, and the capture fails with it. The relaxed mode permits such calls."""
     exchange = _exchange()
     if exchange is None:
         yield
@@ -435,14 +448,14 @@ def _beside_captures() -> Iterator[None]:
 
 @cache
 def _exchange() -> Any:
-    """cudaThreadExchangeStreamCaptureMode of the library that torch has loaded; None where there is none."""
+    """cudaThreadExchangeStreamCaptureMode of the CUDA runtime that torch has loaded; None if there is none."""
     with contextlib.suppress(OSError, AttributeError):
         return ctypes.CDLL(_runtime(torch.version.cuda or "")).cudaThreadExchangeStreamCaptureMode
     return None
 
 
 def _runtime(version: str) -> str:
-    """What the file of that CUDA runtime is called: by its major version, but for the last one that was not."""
+    """The file name of a CUDA runtime: it ends in the major version, but for CUDA 11 in 11.0."""
     major = version.partition(".")[0]
     return f"libcudart.so.{'11.0' if major == '11' else major}"
 

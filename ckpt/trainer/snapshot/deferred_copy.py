@@ -1,10 +1,12 @@
-"""When a late copy can be trusted, and how that is checked while it is relied on.
+"""Late copies: which tensors may be copied late, and the checks that run while late copies are relied on.
 
-A tensor may be copied late (under the next forward and backward pass) only if it does not change between the boundary
-and the next optimizer step. `Trust` holds what was proven of that and what was disproven; `Watch` looks whether the
-tensors of one snapshot changed; `StepHook` is how the optimizer step announces itself. An equal version counter
-proves nothing (fused optimizers and `.data` do not move it), so bytes are looked at too. Nor do equal live bytes prove
-that the copy read them (weights are swapped for an evaluation and back), so bytes are looked at in the arena as well.
+A tensor may be copied late (during the next forward and backward pass) only if it does not change between the boundary
+and the next optimizer step. `DeferredTrust` holds what was proven and disproven of that. `TensorWatch` checks whether
+the tensors of one snapshot changed. `StepHook` is called before an optimizer step.
+
+An equal version counter proves nothing: fused optimizers and `.data` do not move it. So bytes are compared, too. Equal
+live bytes do not prove that the copy read them: weights are swapped for an evaluation and back. So bytes in the arena
+are compared as well.
 """
 
 from __future__ import annotations
@@ -26,22 +28,26 @@ from ckpt.trainer.state.pieces import CopyPiece, is_cuda_used, keep, later, spli
 from ckpt.trainer.state.shard import live_parts, storage_of
 from ckpt.types import counted
 
-PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
-LATE_BYTES_MIN = 64 << 10  # boxes below it are always copied at the boundary, and tensors below SMALL_BYTES (walk.py)
+# Snapshots in which a tensor is copied eagerly and compared, before it may be copied late.
+PROOFS = 2
+# Smaller boxes are always copied at the boundary; so are tensors below SMALL_BYTES (state_walk.py).
+LATE_BYTES_MIN = 64 << 10
 CANARY_BYTES = 64
 WORD_BYTES = 8
-DEVICE_UNIT_BYTES = 32 << 20  # what a device's copy engine reads in the time in which a thread reads UNIT_BYTES
-SPOT_BYTES_MAX = 1 << 20  # how much of one tensor is compared in full at a snapshot, in turns
-SPOT_SHARE = 1024  # ... and at most this fraction of what is late, so that it stays out of sight in the stall
+# A device's copy engine reads this much in the time in which a thread reads UNIT_BYTES.
+DEVICE_UNIT_BYTES = 32 << 20
+# Each snapshot compares a part of one late tensor in full, in turns. The part is 1/SPOT_SHARE of the late bytes, so that
+# the stall hardly grows, within LATE_BYTES_MIN and SPOT_BYTES_MAX.
+SPOT_BYTES_MAX = 1 << 20
+SPOT_SHARE = 1024
 
-# A tensor in its role, as trust knows it: (name, owner, number of the box, address). What moved is new.
+# A tensor as trust knows it: (name, owner, index of the box, address). A tensor that moved is a new one.
 Key = tuple[str, str, int, int]
 
 
 class DeferredTrust:
-    """Which tensors may be copied late. Thread-safe. `version` changes with every answer that may have changed.
-
-    Proofs belong to a tensor at its address; distrust belongs to its name and stays for the run."""
+    """Which tensors may be copied late. Thread-safe. `version` changes with every answer that may have changed. Proofs
+    belong to a tensor at its address. Distrust belongs to its name, and lasts for the run."""
 
     def __init__(self, events: Events, enabled: bool) -> None:
         self.version = 0
@@ -57,25 +63,27 @@ class DeferredTrust:
         return self._enabled
 
     def is_candidate(self, key: Key) -> bool:
-        """Whether it may be copied late, now or once it is proven."""
+        """Whether the tensor may be copied late, now or once that is proven safe."""
         return self._enabled and key[:2] not in self._distrusted
 
     def is_proven(self, key: Key) -> bool:
         return self.is_candidate(key) and self._proofs.get(key, 0) >= PROOFS
 
     def forget_all_but(self, keys: Collection[Key]) -> None:
-        """Drops the proofs of tensors that are gone: what comes back at the same address later is new."""
+        """Drops the proofs of tensors that are gone. A tensor that comes back at the same address later is a new
+        one."""
         with self._lock:
             self._proofs = {key: n for key, n in self._proofs.items() if key in keys}
 
     def prove(self, keys: Collection[Key]) -> None:
+        """Counts one more proof for each tensor."""
         with self._lock:
             for key in keys:
                 self._proofs[key] = self._proofs.get(key, 0) + 1
                 self.version += self._proofs[key] == PROOFS
 
     def distrust(self, keys: Collection[Key]) -> None:
-        """These changed before the optimizer stepped: copied at the boundary from now on."""
+        """These tensors changed before the optimizer stepped. They are copied at the boundary from now on."""
         with self._lock:
             names = sorted({key[:2] for key in keys} - self._distrusted)
             self._distrusted.update(names)
@@ -90,6 +98,7 @@ class DeferredTrust:
             )
 
     def turn_off(self, why: str) -> None:
+        """Everything is copied at the boundary from now on. `why`: for the warning."""
         with self._lock:
             was, self._enabled = self._enabled, False
             self.version += 1
@@ -107,11 +116,10 @@ class DeferredTrust:
 
 
 class TensorWatch:
-    """Remembers tensors at the boundary and says later which have changed: by version counter, address, and a few
-    bytes of each at three places of every UNIT_BYTES (canaries), which is what a copy reads in one go; on a device, of
-    every DEVICE_UNIT_BYTES. All on the current streams; the views are made once.
-
-    `live[i]` is the tensor whose staged `pieces[i]` are; both belong to `keys[i]`."""
+    """Remembers tensors at the boundary, and tells later which have changed. It compares version counters, addresses
+    and canaries. A canary is a few bytes at three places of every UNIT_BYTES (on a device, of every DEVICE_UNIT_BYTES),
+    which a copy reads in one go. It works on the current streams; its views are made once. `live[i]` is the tensor
+    whose staged pieces are `pieces[i]`; both belong to `keys[i]`."""
 
     def __init__(self, keys: Sequence[Key], live: Sequence[Tensor], pieces: Sequence[Sequence[CopyPiece]]) -> None:
         self._keys = keys
@@ -129,19 +137,20 @@ class TensorWatch:
             group.remember()
 
     def look(self) -> Callable[[], set[Key]]:
-        """Compares with what was remembered, as of now. The function that it returns waits for the outcome."""
+        """Compares the tensors as of this call with the remembered ones. The returned function waits for the
+        outcome."""
         moved = {n for n, t in enumerate(self._live) if (t._version, t.data_ptr()) != self._seen[n]}
         verdicts = [group.look(moved) for group in self._groups]
         return lambda: {self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts))}
 
     def torn(self) -> set[Key]:
-        """Which have other bytes in the arena than were remembered: they were others while they were copied, whatever
-        they are now. Any thread, once the copies have landed and the outcome of `look` is there."""
+        """The tensors whose bytes in the arena differ from the remembered ones. They had changed while they were
+        copied, whatever they hold now. Any thread, once the copies have landed and the outcome of `look` is there."""
         return {self._keys[n] for group in self._groups for n in group.torn()}
 
 
 class _Sample(NamedTuple):
-    """The same few elements of the tensor `of`, live and in the arena."""
+    """The same few elements, live and in the arena. `of`: the index of the tensor."""
 
     of: int
     live: Tensor
@@ -149,7 +158,8 @@ class _Sample(NamedTuple):
 
 
 class _Canaries:
-    """Samples on one device, gathered into one buffer at the boundary and into another later, and from the arena."""
+    """The samples on one device. They are gathered into one buffer at the boundary, and later into another, and from
+    the arena."""
 
     def __init__(self, device: torch.device, samples: Sequence[_Sample]) -> None:
         samples = sorted(samples, key=_is_odd)
@@ -164,8 +174,8 @@ class _Canaries:
             for rows in (self._before, self._after)
         )
         arena = torch.empty(0, dtype=torch.uint8, device="cpu").set_(samples[0].staged.untyped_storage())
-        # One arena holds them all: what lies there is one gather of rows that begin anywhere. A part of a sample that
-        # is cut off by the arena's end is not looked at.
+        # One arena holds all staged samples. So one gather reads them, as rows that may begin at any byte. A sample is
+        # not compared if the arena's end would cut off its row.
         self._arena = arena.as_strided((len(arena) - CANARY_BYTES + 1, CANARY_BYTES), (1, 1))
         starts, sizes = (
             torch.tensor(column, device="cpu")
@@ -180,7 +190,7 @@ class _Canaries:
         self._gather(self._first_plain, self._first)
 
     def look(self, moved: set[int]) -> Callable[[], set[int]]:
-        """`moved`: may be freed by now, and is not read."""
+        """`moved`: tensors that may be freed by now; they are not read."""
         if moved.isdisjoint(self._of):
             self._gather(self._second_plain, self._second)
         else:
@@ -198,7 +208,8 @@ class _Canaries:
     def _gather(self, plain: Tensor, rows: list[Tensor]) -> None:
         keep(plain)
         if self._plain:
-            torch.cat(self._plain, out=plain)  # of words: half of what bytes cost, an eighth of copying each
+            # Concatenating words costs half of concatenating bytes, and an eighth of copying each sample.
+            torch.cat(self._plain, out=plain)
         if self._odd:
             torch._foreach_copy_(rows[len(self._plain) :], self._odd)
 
@@ -207,19 +218,19 @@ class _Canaries:
 
 
 def _is_odd(sample: _Sample) -> bool:
-    """Whether it is anything but a whole row of plain bytes that can be seen as words."""
+    """Whether the sample is anything but a whole row of plain bytes, aligned to words."""
     live = sample.live
     is_row = live.dtype is torch.uint8 and live.shape[0] == CANARY_BYTES and live.is_contiguous()
     return not is_row or any(place % WORD_BYTES for place in (int(live.storage_offset()), live.data_ptr()))
 
 
 def _words(row: Tensor) -> Tensor:
-    """Of WORD_BYTES, and so aligned to them."""
+    """A row as words of WORD_BYTES, to which it must be aligned."""
     return row.view(torch.int64)
 
 
 def _samples(of: int, pieces: Sequence[CopyPiece]) -> Iterator[_Sample]:
-    """Up to CANARY_BYTES each from the start, the middle and the end of every unit of what is staged of a tensor."""
+    """Samples of one tensor: up to CANARY_BYTES each from the start, middle and end of every unit that is staged."""
     for unit in _units(pieces):
         for piece, part in ((unit[0], 0.0), (unit[len(unit) // 2], 0.5), (unit[-1], 1.0)):
             live, staged = piece.source, piece.target
@@ -228,7 +239,8 @@ def _samples(of: int, pieces: Sequence[CopyPiece]) -> Iterator[_Sample]:
                 live, staged = live[row], staged[row]
             count = min(CANARY_BYTES // live.element_size(), live.shape[0])
             at = int(part * (live.shape[0] - count))
-            if part < 1.0:  # the end is the end
+            # Aligned to words, except at the end: there the last bytes are read.
+            if part < 1.0:
                 at -= at % WORD_BYTES
             yield _Sample(of, live[at : at + count], staged[at : at + count])
 
@@ -249,17 +261,18 @@ def _units(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
 
 
 class Spot:
-    """In turns one part of one late tensor, kept in full at the boundary to be compared in full later."""
+    """A part of one late tensor, another one each time: kept in full at the boundary, and compared in full later."""
 
     def __init__(self, pieces: Sequence[CopyPiece]) -> None:
         self._pieces = pieces
         share = sum(piece.nbytes for piece in pieces) // SPOT_SHARE
         self._bytes_max = min(SPOT_BYTES_MAX, max(LATE_BYTES_MIN, share))
-        self._buffers: dict[torch.device, Tensor] = {}  # kept: fresh pages cost ten times warm ones
+        # Buffers are reused: fresh pages cost ten times as much as warm ones.
+        self._buffers: dict[torch.device, Tensor] = {}
 
     def remember(self, turn: int) -> tuple[CopyPiece, CopyPiece]:
-        """Keeps what `turn` picks, good until the next call: the live tensor with the kept copy for its target, and the
-        kept copy with the arena for its. Neither pair may differ once all has been copied."""
+        """Keeps a copy of the part that `turn` picks, until the next call. Returns two pairs to compare: (live tensor,
+        kept copy) and (kept copy, arena). Neither pair may differ once all has been copied."""
         piece = self._pieces[turn % len(self._pieces)]
         source, staged = piece.source, piece.target
         count = self._bytes_max // source.element_size()
@@ -280,10 +293,9 @@ class Spot:
 
 
 class StepHook:
-    """One global hook before every optimizer step, while it lives.
-
-    `is_waiting()` says whether anybody waits for a step; only then, and never while a graph is captured or a step is
-    traced by the compiler (neither is a step), `on_step(optimizer)` is called. A forked child loses the hook."""
+    """A global hook before every optimizer step, until remove(). `is_waiting()`: whether any copy waits for a step.
+    Only then `on_step(optimizer)` is called. It is never called while a graph is captured or the compiler traces a
+    step: neither is a real step. A forked child has no hook."""
 
     def __init__(self, is_waiting: Callable[[], bool], on_step: Callable[[Optimizer], None]) -> None:
         self._is_waiting = is_waiting
@@ -317,8 +329,8 @@ def is_capturing() -> bool:
 
 
 def owns_any(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
-    """Whether a parameter or a state tensor of the optimizer (of a DTensor: its local part) lies in one of these
-    storages. Usually the first one does. Any optimizer of the process may be asked about, of any kinds of tensors."""
+    """Whether a parameter or state tensor of the optimizer (the local part of a DTensor) lies in a storage at one of
+    `addresses`. Usually the first one does. Any optimizer of the process may be given, with any kinds of tensors."""
     state = (each for each in state_of(optimizer) if isinstance(each, Tensor))
     found = chain(params_of(optimizer), state)
     return any(storage_of(part) in addresses for tensor in found for part in live_parts(tensor))
@@ -329,5 +341,5 @@ def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def state_of(optimizer: Optimizer) -> Iterator[Any]:
-    """What it keeps of each parameter: tensors and other values."""
+    """What the optimizer keeps for its parameters: tensors and other values."""
     return (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())

@@ -1,5 +1,6 @@
-"""What one rank leaves to others since they hold the same bytes, and what it saves itself since they do not: as its
-divisions say. For the receipt; decides nothing."""
+"""The replica tally of one rank: which tensors other ranks stage for it, as equal replicas, and which tensors it stages
+itself because the replicas differ. It follows the divisions. It serves the run report, and decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ckpt.types import ITEMSIZE, counted
 
 
 class ReplicaTally:
-    """One per rank. Thread-safe."""
+    """The tally. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,8 +24,8 @@ class ReplicaTally:
         self._differing: set[str] = set()
 
     def note(self, declaration: Declaration) -> None:
-        """A snapshot was staged by that division. What differed once is remembered; what is trusted is what the newest
-        one says."""
+        """Notes that a snapshot was staged by this declaration. A tensor that differed once is remembered for the run.
+        The trusted replicas are those of the newest division."""
         if declaration.division == self._known:
             return
         entries, segments = declaration.layout.entries, declaration.staging.segments
@@ -46,6 +47,7 @@ class ReplicaTally:
             return [f"replicas of {tensors} ({staged_mib:.1f} MiB that other ranks stage)"]
 
     def fell_back(self) -> list[str]:
+        """The tensors that are saved per rank because their replicas differ, in words."""
         with self._lock:
             differing = sorted(self._differing)
         if not differing:

@@ -1,12 +1,11 @@
-"""A few bytes of every tensor that other ranks may hold alike, at each snapshot: so that one that ceases to be equal is
-seen in the snapshot in which it does, and not once its turn comes.
+"""Samples: a few bytes of every tensor that other ranks may hold too, at each snapshot. They show that replicas have
+begun to differ in the very snapshot in which they do.
 
-Of one box, in turns, a longer part is read from another place each time: where it begins to differ need not be where
-the others are looked at.
-
-What is read of a box depends on nothing but its name, its shape, its dtype and the tick: all ranks that hold it read
-the same. A box of up to WHOLE_BYTES is read whole, of a larger one a line of elements along its longest dimension.
-Where there are more than BOXES_MAX boxes they take turns, by their names.
+- The bytes read of a box depend only on its name, shape, dtype and version. So all ranks that hold it read the same.
+- A box of up to WHOLE_BYTES is read whole. Of a larger box, a line of elements along its longest dimension is read.
+- If there are more than BOXES_MAX boxes, they take turns, by their names.
+- In addition, a longer part of one box is read at each snapshot, from another place each time. A difference may begin
+  where no line of elements lies.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from ckpt.trainer.state.state_walk import Walk
 from ckpt.types import Box
 
 WHOLE_BYTES = 4 << 10
-LINE = 16  # elements of a larger one
-BOXES_MAX = 1024  # at a snapshot, or not many more: 12 bytes each have to fit into a message
-PART_BYTES = 64 << 10  # of the one
+LINE = 16  # elements read of a larger box
+BOXES_MAX = 1024  # per snapshot, or a few more: 12 bytes for each have to fit into a message
+PART_BYTES = 64 << 10  # read of the one box whose turn it is
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class TakenSamples:
-    """The bytes, as they were at the boundary, and which boxes they are of: to be hashed on another thread. `part`: of
-    one box: its tensor's name, its offset and shape, and the bytes."""
+    """The bytes as of the boundary, to be hashed on another thread, and the boxes that they belong to. `part`: of one
+    box, the name of its tensor, its offset and shape, and the bytes."""
 
     rows: tuple[int, ...]
     ends: tuple[int, ...]  # in bytes, by row
@@ -47,7 +46,7 @@ class TakenSamples:
     part: tuple[str, list[int], bytes]
 
     def fields(self) -> dict[str, Any]:
-        """As the agent is told: `samples`, an array of SAMPLE; `sample`: [name, box, hash]."""
+        """The fields of the message to the agent. `samples`: an array of SAMPLE; `sample`: [name, box, hash]."""
         whole = memoryview(b"".join(self.data))
         found = np.zeros(len(self.rows), SAMPLE)
         found["box"] = self.rows
@@ -59,10 +58,10 @@ class TakenSamples:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """`row`: its place in the order of (entry, box)."""
+    """A box to be sampled. `row`: its place in the order of (entry, box)."""
 
     row: int
-    number: int  # of its tensor's name
+    number: int  # the CRC of its tensor's name
     entry: Entry
     box: Box
     live: torch.Tensor
@@ -70,7 +69,8 @@ class _Box:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """`reads`: by device and size of element, what is read together; the rows in that order."""
+    """The samples of one turn. `reads`: in groups of one device and element size, which are read together; `rows`,
+    `ends`: in the same order."""
 
     reads: tuple[tuple[Callable[[], torch.Tensor], ...], ...]
     rows: tuple[int, ...]
@@ -78,8 +78,8 @@ class _Turn:
 
 
 class Samples:
-    """Of one walk, whose live tensors it reads. `layout`: of its plan: says which tensors are the rank's own. Made on
-    any thread, in some 20 us a tensor; the training thread takes."""
+    """The samples of one walk, read from its live tensors. `layout`: of the walk's plan; it tells which tensors are the
+    rank's own. Any thread may make this object, in about 20 us a tensor. The training thread calls take()."""
 
     def __init__(self, walk: Walk, layout: Layout) -> None:
         self.walk, self.layout = walk, layout
@@ -99,8 +99,8 @@ class Samples:
             self._turns = [self._make(turn, turns) for turn in range(turns)]
 
     def take(self, turn: int) -> TakenSamples | None:
-        """`turn`: the same on all ranks, another one at each snapshot. None where others can hold nothing of it. Waits
-        for the device that it is on."""
+        """Reads the samples; waits for the device. `turn`: the same on all ranks, another one at each snapshot. None if
+        no other rank can hold any of the tensors."""
         if not self._boxes:
             return None
         with torch.inference_mode(False), torch.no_grad():
@@ -111,7 +111,8 @@ class Samples:
     def _part(self, turn: int) -> tuple[str, list[int], bytes]:
         chosen = self._boxes[turn % len(self._boxes)]
         live = chosen.live.detach()
-        if live.ndim > 1 and live.nbytes > PART_BYTES:  # flat, it would be copied as a whole where it is not contiguous
+        # reshape(-1) would copy all of a large tensor that is not contiguous, so one row of it is taken before.
+        if live.ndim > 1 and live.nbytes > PART_BYTES:
             along = max(range(live.ndim), key=lambda d: live.shape[d])
             live = live[tuple(slice(None) if d == along else turn % n for d, n in enumerate(live.shape))]
         flat = live.reshape(-1)
@@ -138,9 +139,10 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """What is read of a box: as it is now, and how to read it again."""
+    """The elements that are read of a box: as they are now, and a function that reads them again."""
     tensor = tensor.detach()
-    if dtype := _INTEGERS.get(tensor.element_size()):  # floats of a few bits cannot be joined everywhere
+    # Floats of a few bits cannot be concatenated on every device.
+    if dtype := _INTEGERS.get(tensor.element_size()):
         tensor = tensor.view(dtype)
     if tensor.nbytes > WHOLE_BYTES:
         along = max(range(tensor.ndim), key=lambda d: tensor.shape[d])
@@ -152,4 +154,5 @@ def line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         return flat, lambda: flat
-    return tensor, lambda: tensor.reshape(-1)  # small, and copied each time; not here, where a graph may be captured
+    # A small tensor, copied at each read. It is not copied here, where a CUDA graph may be captured.
+    return tensor, lambda: tensor.reshape(-1)

@@ -1,18 +1,17 @@
-"""One rank's snapshots: what is copied at the boundary, and what under the next step.
+"""The snapshots of one rank: which tensors are copied at the boundary, and which during the next step.
 
 Guarantees:
-- The bytes of a snapshot that is done and not abandoned are those that the tensors held when `take` was called.
-- A tensor is copied after `take` returned only if that is proven (ckpt/trainer/snapshot/deferred_copy.py), and then the
-  next optimizer step waits for it. Whether it really stayed unchanged is looked at once the copy is over: in the
-  tensors as they are then, and in the arena; on a device, when the wait ends. Only then is such a snapshot done; a
-  change abandons it. What that look can miss is said in docs/guides/loops.md.
-- Failing to copy fails no training: the snapshot is abandoned, with an event.
-- A snapshot is done at last, however the wait for it ends: one that Ctrl-C ends is abandoned, once nothing writes into
-  the arena any more.
+- A snapshot that is done and not abandoned has the bytes that the tensors held when `take` was called.
+- A tensor is copied after `take` has returned only if that is proven safe (deferred_copy.py). The next optimizer step
+  then waits for the copy. When the copy is over (on a device, when that wait ends), the tensors and the arena are
+  checked for changes. Only then is the snapshot done; a change abandons it. docs/guides/loops.md says what this check
+  can miss.
+- A failed copy fails no training: the snapshot is abandoned, with an event.
+- Every snapshot is done at last, however the wait for it ends. One whose wait is ended by Ctrl-C is abandoned, once
+  nothing writes into the arena any more.
 
-The training thread calls `take`, `boundary`, `poll` and `fence`; what it takes was bound before, maybe on another
-thread (ckpt/trainer/snapshot/bindings.py). Whoever waits for a snapshot on the training thread uses `Snapshot.wait`,
-which is a `poll`.
+The training thread calls `take`, `boundary`, `poll` and `fence`. The slot was bound before, maybe on another thread
+(bindings.py). To wait for a snapshot, call `Snapshot.wait`; on the training thread it includes a `poll`.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, StepHook, ow
 from ckpt.trainer.state.names import some
 from ckpt.trainer.state.pieces import CopyPiece
 
-LOOK_S, LOOK_S_MAX = 0.001, 0.05  # between looks whether the training thread has gone on
+LOOK_S, LOOK_S_MAX = 0.001, 0.05  # between two checks whether the training thread has gone on
 
 
 class Snapshot:
-    """One rank's state in one arena, as of one call of `take`.
-
-    `done`: resolved once nothing more will be written and the bytes were checked; never an exception. `abandoned`: why
-    the content must not be used, or None. `stall_s`: how long training stood still for it, complete once done.
-    `lazy`: whether anything was copied after `take`."""
+    """One rank's state in one arena, as of one call of `take`. `done`: resolved once nothing more will be written and
+    the bytes were checked; never with an exception. `abandoned`: why the content must not be used, or None. `stall_s`:
+    how long training paused for the snapshot; complete once done. `lazy`: whether anything was copied after `take`."""
 
     def __init__(self, slot: int, settle: Callable[[Snapshot], None]) -> None:
         self.slot = slot
@@ -56,9 +53,10 @@ class Snapshot:
         self._settle = settle
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns once it is done. On the training thread this ends a copy that still runs; on any other it waits for
-        the copy and sees whether that is whole. On a device, and where it is not, it waits for the training thread to
-        end it, at the latest at the end of the step. Errors: TimeoutError, after timeout_s of that."""
+        """Returns once the snapshot is done. On the training thread it ends a copy that still runs. On any other thread
+        it waits for the copy, and checks it. If the copy is on a device, or the check fails, it waits until the
+        training thread ends the copy: at the end of the step at the latest. Errors: TimeoutError after timeout_s of
+        this last part."""
         self._settle(self)
         self.done.result(timeout_s)
 
@@ -74,8 +72,7 @@ class Cause(Enum):
 
 class Snapshotter:
     """Takes the snapshots of one rank, one at a time. Owns the copier, its own threads, and one optimizer hook.
-
-    `lazy=False`: everything is copied at the boundary. Leaving (`close`) ends what still runs, in order."""
+    `lazy=False`: everything is copied at the boundary. `close` ends what still runs, in order."""
 
     def __init__(self, copier: Copier, lazy: bool, events: Events) -> None:
         self._copier = copier
@@ -83,16 +80,16 @@ class Snapshotter:
         self._trust = DeferredTrust(events, lazy)
         self.bindings = Bindings(copier, self._trust, events)
         self._pending: _Pending | None = None
-        self._reading: _PendingRead | None = None  # was looked at, and a device may still read
+        self._reading: _PendingRead | None = None  # checked, but a device may still read the tensors
         self._taken = 0
-        self._trainer: int | None = None  # the thread that takes
-        self._settling = threading.RLock()  # the hook may run on a thread of autograd
+        self._trainer: int | None = None  # the training thread
+        # The hook may run on a thread of autograd.
+        self._settling = threading.RLock()
         self._tasks = Tasks("snapshot", pool_size=1)
         self._hook = StepHook(self._is_waiting, self._on_step) if lazy else None
 
     def take(self, slot: int) -> Snapshot:
-        """Takes a snapshot of what is bound to `slot`, at a boundary. A former one that still runs is ended first.
-
+        """Takes a snapshot of the walk that is bound to `slot`, at a boundary. A copy that still runs is ended first.
         Errors: UsageError if nothing is bound to the slot."""
         self.boundary()
         started_s = time.perf_counter()
@@ -106,20 +103,22 @@ class Snapshotter:
                 self._copy(binding, snapshot, started_s)
         except BaseException as exc:
             begun, self._pending = self._pending, None
-            if is_from_outside(exc):  # nobody may wait for it, whoever catches this
+            if is_from_outside(exc):
                 self._interrupt(snapshot, begun)
-                snapshot.done.result()  # the caller has no snapshot to ask when the slot may be used again
+                # The caller gets no snapshot, so it could not ask later when the slot may be used again.
+                snapshot.done.result()
                 raise
-            self._give_up(snapshot, begun, exc)  # whatever torch raised: training has not failed, and both are said
+            # Any error of torch. Training has not failed: the snapshot is abandoned, and returned.
+            self._give_up(snapshot, begun, exc)
         return snapshot
 
     def boundary(self) -> None:
-        """A step has ended. Cheap when nothing is pending."""
+        """A step has ended. Cheap if no copy is pending."""
         if self._pending is not None:
             self._settle(Cause.BOUNDARY)
 
     def fence(self) -> None:
-        """Returns when tensors may be changed by hand; counts as the optimizer's own announcement of a step."""
+        """Returns when tensors may be changed by hand. It counts as an optimizer step that announces itself."""
         if self._is_waiting():
             self._settle(Cause.FENCE)
 
@@ -129,29 +128,28 @@ class Snapshotter:
             self._settle(Cause.POLL)
 
     def is_same(self, slot: int) -> bool:
-        """Whether the tensors that are bound to that slot have, byte for byte, what lies in its arena. Any copy has
-        ended."""
+        """Whether the tensors that are bound to that slot have the same bytes as its arena. No copy may be running."""
         binding = self.bindings.get(slot)
         with self._settling, plain():
             return binding is not None and not self._copier.same(binding.pieces)()
 
     @property
     def is_looking(self) -> bool:
-        """Whether this thread is in the middle of ending a copy: then a signal's handler asks, or a sink."""
+        """Whether this thread is in the middle of ending a copy: the caller is a signal handler or an event sink."""
         pending = self._pending
         return pending is not None and pending.looker == threading.get_ident()
 
     def proven(self) -> list[str]:
-        """What was relied on because this run showed it, in words."""
+        """What was relied on because this run verified it, in words."""
         return self._trust.proven()
 
     def fell_back(self) -> list[str]:
-        """What was found not to hold, and so is copied at the boundary, in words."""
+        """What did not hold, so that tensors are copied at the boundary, in words."""
         return self._trust.fell_back()
 
     def close(self) -> None:
-        """Ends what still runs, removes the hook, drops all views; each of it, where Ctrl-C ends a wait. A second call
-        does nothing."""
+        """Ends what still runs, removes the hook, and drops all views. Each part is done, also if Ctrl-C ends a wait in
+        another. A second call does nothing."""
         with ExitStack() as ends:
             ends.callback(self._copier.close)
             ends.callback(self._drop)
@@ -162,9 +160,10 @@ class Snapshotter:
             self.poll()
 
     def _end_tasks(self) -> None:
-        """What they are to abandon is waited for by others."""
+        """Waits for all begun tasks: other threads wait for the snapshots that these abandon."""
         if not self._tasks.stopping.is_set():
-            self._tasks.submit(lambda: None).result()  # after all that a device still works on
+            # The one thread runs this task after all others, which may wait for a device.
+            self._tasks.submit(lambda: None).result()
 
     def _drop(self) -> None:
         self._reading = None
@@ -174,7 +173,8 @@ class Snapshotter:
 
     def _copy(self, binding: Binding, snapshot: Snapshot, started_s: float) -> None:
         if binding.last is not None:
-            binding.last.result()  # its buffers are used again now
+            # The plan's buffers are used again now.
+            binding.last.result()
         binding.last = snapshot.done
         plan = binding.plan(self._trust, self._copier)
         spot = None
@@ -184,7 +184,8 @@ class Snapshotter:
         eager = plan.eager.eager()
         pending = _Pending(snapshot, plan, eager, None, spot)
         if plan.watch is not None:
-            self._pending = pending  # before anything runs by itself, so that Ctrl-C finds what to wait for
+            # Set before a late copy starts, so that Ctrl-C finds the copy to wait for.
+            self._pending = pending
         if plan.late_keys:
             pending.late = plan.late.late()
         self._taken += 1
@@ -196,17 +197,19 @@ class Snapshotter:
     # -- the end of a late copy, and the proof
 
     def _end_aside(self, pending: _Pending) -> None:
-        """On the thread of who waits: the snapshot is done once it is copied, and not when the next optimizer steps:
-        until then other nodes could have it. What is wrong with it is left to the training thread, which sees it when
-        the wait ends; so is what cannot be looked at here, while that thread is in the middle of an operation: it may
-        be one that writes, and neither counts as a write nor has come to a canary before it is over."""
+        """Ends a late copy on the thread of a waiter. So the snapshot is done, and other nodes can have it, once it is
+        copied, not only when the next optimizer steps. A damaged copy is left to the training thread, which sees the
+        damage when its own wait ends. So is a copy throughout which that thread stays in one operation. This operation
+        may be a write that neither moves a version counter, nor reaches a canary, before it is over."""
         assert pending.late is not None
         with suppress(Exception):
             pending.late.wait()
             with plain():
                 torn = self._torn(pending)
-            if pending.looker is None:  # else the training thread helped, and may not have been done
-                pending.torn = torn  # so that it need not look while it stands still
+            # Otherwise the training thread helped to copy, and may not have finished.
+            if pending.looker is None:
+                # So the training thread need not check this while it pauses.
+                pending.torn = torn
             before, delay_s = self._trainer_is_at(), LOOK_S
             while before is not None and self._trainer_is_at() == before:
                 with suppress(TimeoutError):
@@ -217,16 +220,17 @@ class Snapshotter:
                 if before is not None and self._pending is pending and not self._damage(pending, torn):
                     self._finish(pending)
                     if not pending.plan.unproven_pieces:
-                        self._pending = None  # no step has to wait for anything
+                        # No step has to wait for this snapshot.
+                        self._pending = None
 
     def _trainer_is_at(self) -> tuple[int, int] | None:
-        """Which instruction the training thread is in. Where it is in another one than before, all that it was in the
-        middle of then is over. None: it runs no Python."""
+        """The instruction that the training thread is at. Once it is at another one, every operation of before is over.
+        None if it runs no Python."""
         frame = sys._current_frames().get(self._trainer) if self._trainer is not None else None
         return (id(frame), frame.f_lasti) if frame is not None else None
 
     def _damage(self, pending: _Pending, torn: set[Key]) -> set[Key]:
-        """What has changed in the tensors or is torn in the arena, now that all is copied."""
+        """The tensors that have changed, or are torn in the arena, once all is copied."""
         return torn.union(*(answer() for answer in self._ask(pending)))
 
     def _is_waiting(self) -> bool:
@@ -251,10 +255,12 @@ class Snapshotter:
         with self._settling, plain():
             pending = self._pending
             if pending is None:
-                self._hold_back()  # another optimizer was first, maybe on another thread or stream
+                # Another optimizer was first, maybe on another thread or stream.
+                self._hold_back()
                 return
             if pending.looker is not None:
-                return  # a signal's handler, in the middle of the look: which sees what it changes, if it may matter
+                # A signal handler in the middle of the check. The check sees what the handler changes, if that matters.
+                return
             pending.looker = threading.get_ident()
             try:
                 judged = self._look(pending, cause)
@@ -266,25 +272,28 @@ class Snapshotter:
                     raise
                 if pending.late is not None:
                     self._give_up(pending.snapshot, pending, exc)
-                else:  # it ends without us
+                else:
+                    # The eager copy ends by itself; only its comparison has failed.
                     self._trust.turn_off(f"the comparison failed: {exc}")
             finally:
-                if self._pending is pending:  # until here, so that optimizers of other threads wait for this as well
+                # Kept until here, so that optimizers on other threads wait for this copy, too.
+                if self._pending is pending:
                     self._pending = None
 
     def _hold_back(self) -> None:
-        """One stream reads, or waits for what does, and whoever comes now may be on another one."""
+        """Makes the current streams wait for reads that another stream does, or waits for."""
         reading = self._reading
         if reading is None:
             return
-        if reading.judged.done():  # so the reads are over
+        if reading.judged.done():
+            # The reads are over.
             self._reading = None
         else:
             reading.barrier()
 
     def _look(self, pending: _Pending, cause: Cause) -> Future[None] | None:
-        """Asks all questions on the training thread; the answers may come later, where a device works on them. Then it
-        returns what is resolved when they are there."""
+        """Starts all checks, on the training thread. If a device works on them, the outcome comes later. Then this
+        returns a future that is resolved once the outcome was judged; else None."""
         started_s = time.perf_counter()
         plan = pending.plan
         watch = plan.watch
@@ -292,7 +301,8 @@ class Snapshotter:
         if pending.late is not None:
             try:
                 pending.late.fence()
-            except CkptError as exc:  # freed meanwhile; by now it may be back where it was, so that nobody knows what
+            except CkptError as exc:
+                # A storage was freed during the copy. It may be back by now, so the tensor cannot be named.
                 self._trust.turn_off(f"a late copy failed: {exc}. Say ck.fence() before a tensor's storage is freed")
                 raise
         asked = self._ask(pending)
@@ -308,14 +318,15 @@ class Snapshotter:
                 pending.eager.wait()
                 pending.late.wait()
                 torn = self._torn(pending) if pending.torn is None else pending.torn
-            if self._copier.blocking:  # else training does not stand still for this
+            # Training pauses for this only if the copier blocks.
+            if self._copier.blocking:
                 pending.snapshot.stall_s += time.perf_counter() - began_s
             self._judge(pending, cause, changed, torn)
 
         return self._when_there(pending, judge)
 
     def _ask(self, pending: _Pending) -> list[Callable[[], set[Key]]]:
-        """What is other now than it was at the boundary, of all that is watched."""
+        """Starts the comparison of all watched tensors, as they are now, with the boundary."""
         assert pending.plan.watch is not None
         asked = [pending.plan.watch.look()]
         if pending.spot is not None:
@@ -324,7 +335,7 @@ class Snapshotter:
         return asked
 
     def _torn(self, pending: _Pending) -> set[Key]:
-        """What is other in the arena; before anybody else may write there."""
+        """The tensors that are torn in the arena. Call it before anything else may write there."""
         assert pending.plan.watch is not None
         torn = pending.plan.watch.torn()
         if pending.spot is not None:
@@ -333,7 +344,8 @@ class Snapshotter:
         return torn
 
     def _judge(self, pending: _Pending, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
-        """`changed`: now other than at the boundary. `torn`: other in the arena, whatever the tensor holds now."""
+        """Draws the conclusions. `changed`: tensors that differ now from the boundary. `torn`: tensors whose bytes in
+        the arena differ from the boundary, whatever the tensor holds now."""
         plan = pending.plan
         if cause is Cause.BOUNDARY and changed:
             names = ", ".join(sorted({key[0] for key in changed})[:3])
@@ -343,7 +355,7 @@ class Snapshotter:
         if cause in (Cause.HOOK, Cause.FENCE):
             self._trust.prove(plan.unproven_keys - changed)
         if self._trust.version != plan.version:
-            with suppress(CkptError):  # closed
+            with suppress(CkptError):  # already closed
                 self._tasks.submit(self.bindings.plan_anew)
         if pending.late is None or pending.snapshot.done.done():
             return
@@ -353,7 +365,7 @@ class Snapshotter:
             self._finish(pending)
 
     def _when_there(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
-        """Runs it now, or on a thread of ours where the device is still at work."""
+        """Runs `then` now; if a device may still be at work, on a thread of ours, and returns its future."""
 
         def guarded() -> None:
             try:
@@ -376,7 +388,8 @@ class Snapshotter:
             if ticket is not None:
                 ticket.wait()
                 device_s += ticket.stall_s()
-        snapshot.stall_s = max(snapshot.stall_s, device_s)  # a device stands still while the host enqueues, or longer
+        # A device is kept from work while the host enqueues, or longer.
+        snapshot.stall_s = max(snapshot.stall_s, device_s)
         if not snapshot.done.done():
             snapshot.done.set_result(None)
 
@@ -387,14 +400,15 @@ class Snapshotter:
             self._abandon(snapshot, f"it could not be copied: {error}")
 
     def _give_up(self, snapshot: Snapshot, begun: _Pending | None, error: BaseException) -> None:
-        """As `_fail`, where a device may still write what was begun."""
+        """As `_fail`, but if a device may still write, the snapshot is abandoned only after that."""
         if begun is None or self._copier.blocking or snapshot.done.done():
             self._fail(snapshot, error)
         else:
             self._interrupt(snapshot, begun, f"it could not be copied: {error}")
 
     def _interrupt(self, snapshot: Snapshot, begun: _Pending | None, why: str = "interrupted") -> None:
-        """Abandons it once nothing writes any more; a thread of ours waits for that, which nothing interrupts."""
+        """Abandons the snapshot once nothing writes into its arena. A thread of ours waits for that, so no Ctrl-C ends
+        it."""
 
         def end() -> None:
             try:
@@ -418,20 +432,20 @@ class Snapshotter:
 
 @dataclass(slots=True)
 class _Pending:
-    """A snapshot whose late copy runs (`late`), or whose eager copy is kept to be compared (`late` is None)."""
+    """A snapshot whose late copy runs (`late`), or whose eager copy is still to be compared (`late` is None)."""
 
     snapshot: Snapshot
     plan: CopyPlan
     eager: Ticket
     late: Ticket | None
     spot: tuple[CopyPiece, CopyPiece] | None
-    looker: int | None = None  # the thread that looks at it
-    torn: set[Key] | None = None  # see `Snapshotter._torn`, once that was looked at
+    looker: int | None = None  # the thread that checks it
+    torn: set[Key] | None = None  # the outcome of `Snapshotter._torn`, if known
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingRead:
-    """What is left of a look until it is judged. It holds no view of the arena. `barrier`: see Copier."""
+    """What remains of a check until it is judged. It holds no view of the arena. `barrier`: see Copier."""
 
     barrier: Callable[[], None]
     judged: Future[None]
