@@ -1,11 +1,15 @@
-"""Fetching frames of one checkpoint: the agent says where each lies in shared memory, this rank copies and checks it.
+"""The fetch of one checkpoint's frames: the agent says where each lies in shared memory; this rank copies and checks
+it.
 
-A frame counts as fetched only when its hash was right at, or after, the copy; a wrong one is reported and comes again
-from the agent's next source. The agent's windows are reused only after they were acknowledged.
+A frame counts as fetched only if its hash was right at, or after, the copy. A wrong frame is reported, and comes again
+from the agent's next source. The agent reuses its windows only after they were acknowledged.
 
-Of what this rank takes as one run, and no other rank of this node wants, the agent may hand over a connection to the
-node that has it: the bytes are received where they belong. Of what lies in a local folder the agent may name the files,
-which this rank reads by itself (`files`). What does not come, or not right, comes as the rest does.
+Two kinds of frames may bypass the windows:
+- For frames that this rank takes as one run, and no other rank of this node wants, the agent may hand over a connection
+  to the node that has them. The bytes are received where they belong.
+- For frames in a local folder the agent may name the files. This rank reads them itself (file_reads.py).
+
+A frame that does not arrive this way, or arrives damaged, then comes through a window.
 """
 
 from __future__ import annotations
@@ -34,26 +38,27 @@ from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
 
-SILENCE_S = 600.0  # without a frame or a word that others get theirs; the store's operations give up long before
-STALL_S = 30.0  # in which a connection moves something, or is given up
+# The longest time without a frame, or a message that others get theirs. The store's operations give up long before.
+SILENCE_S = 600.0
+STALL_S = 30.0  # a connection that moves no byte for so long is given up
 
 Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
 
 
 class Rooms(Protocol):
-    """Where frames that are taken as one run lie."""
+    """The memory of frames that are taken as one run."""
 
     @property
     def whole(self) -> Collection[int]:
-        """Which these are."""
+        """The numbers of these frames."""
         ...
 
     def room(self, frame: int) -> memoryview:
-        """To be filled with its bytes."""
+        """The memory to be filled with the frame's bytes."""
         ...
 
     def is_right(self, frame: int, value: tuple[int, int]) -> bool:
-        """Whether that is the hash of its bytes."""
+        """Whether `value` is the hash of the frame's bytes."""
         ...
 
 
@@ -65,10 +70,8 @@ def fetch(
     deliver: Deliver,
     rooms: Rooms | None = None,
 ) -> dict[str, int]:
-    """Calls `deliver` for each frame, on several threads at once, or fills its room; bytes by level they came from.
-
-    Errors: DamagedData when a frame cannot be had from any source; AgentError when the agent goes away.
-    """
+    """Fetches `frames`: calls `deliver` for each, on several threads at once, or fills its room. Returns the bytes by
+    level. Errors: DamagedData if no source has a frame; AgentError if the agent goes away."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     link.fetching = inbox
     regions: dict[int, Arena] = {}
@@ -93,7 +96,8 @@ def fetch(
             if message is None:
                 raise AgentError("the agent went away while restoring")
             if isinstance(message, Future):
-                message.result()  # raises: what it was to acknowledge is not waited for
+                # This raises. The job will never acknowledge its frames, so nothing may wait for them.
+                message.result()
             if message.kind == "region":
                 regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
             elif message.kind == "frames":
@@ -116,22 +120,24 @@ def fetch(
     finally:
         link.fetching = None
         ended.set()
-        for sock in streams:  # where all is well they have come to their end
+        # After a success the streams have ended already.
+        for sock in streams:
             cut(sock)
         for job in jobs:
             job.settle()
-        while not inbox.empty():  # nobody else ends what came with it
+        # Close the descriptors of messages that were not handled.
+        while not inbox.empty():
             left = inbox.get()
             if isinstance(left, Message):
                 left.close()
-        # The kernel takes the pages out of our address space one by one: nobody has to wait for that.
+        # The kernel unmaps the pages one by one. A separate thread waits for that.
         tasks.start("unmap", lambda: _close(regions))
 
 
 @dataclass(slots=True)
 class _Received:
-    """What has come by streams, of which the agent says nothing. `bytes`: some of it may not be counted, where two
-    streams count at once."""
+    """What has come by streams, which the agent does not report. `bytes`: a lower bound, as two streams may add at
+    once."""
 
     bytes: int = 0
     seen: int = 0
@@ -144,7 +150,7 @@ class _Received:
 def _receive(
     link: Link, sock: socket.socket, number: int, frames: list[int], rooms: Rooms, received: _Received
 ) -> None:
-    """Frames from a connection that gives nothing else, in that order. One that comes wrong, or not, ends it."""
+    """Receives these frames, in order, from a connection that carries only them. A damaged or missing one ends it."""
     good: list[int] = []
     pending = 0
     with sock:

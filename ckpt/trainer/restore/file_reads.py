@@ -1,8 +1,8 @@
-"""Frames that a rank reads by itself, from the files of a local folder straight into its tensors.
+"""File reads: a rank reads frames by itself, from the files of a local folder straight into its tensors.
 
-The agent says where they lie. A frame that one tensor takes as a run is read, or decoded, where it belongs; any other
-one by way of a small buffer. Each is hashed. What cannot be read, or is wrong, is reported to the agent, which reads it
-itself: so no file and no fault in one ends a restore here.
+The agent says where the frames lie. A frame that one tensor takes as a run is read, or decoded, in place. Any other
+frame goes through a small buffer. Each frame is hashed. A frame that cannot be read, or is wrong, is reported to the
+agent, which then reads it itself. So no damaged file ends a restore here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-BATCH_BYTES = 16 << 20  # per job of a thread: each ends with a message to the agent
-THREADS_MIN = 4  # some wait for the disk while others copy
-THREADS_MAX = 8  # each has buffers of a few frames
+BATCH_BYTES = 16 << 20  # per job; each job ends with a message to the agent
+THREADS_MIN = 4  # some threads wait for the disk while others copy
+THREADS_MAX = 8  # each thread has buffers of a few frames
 
 
 def read(
     files: FileList, deliver: Deliver, rooms: Rooms | None, got: Callable[[list[int], list[int]], None], ended: Flag
 ) -> None:
-    """Reads all of these frames, on several threads: into their rooms, or for `deliver`. `got`: told which were right
-    and which were not, from several threads at once. `ended`: nobody wants more of them. No thread is left when this
-    returns. Errors: those of `got`."""
+    """Reads all these frames on several threads, into their rooms or for `deliver`. `got`: called with the right frames
+    and the wrong ones, on several threads at once. `ended`: set once no frame is wanted any more. No thread is left
+    when this returns. Errors: those of `got`."""
     threads = min(THREADS_MAX, max(THREADS_MIN, len(os.sched_getaffinity(0))))
     with Tasks("files", pool_size=threads) as tasks:
         reading = _FileReads(files, deliver, rooms, ended)
@@ -57,14 +57,14 @@ def _batches(rows: Array) -> Iterator[Array]:
 
 
 class _Buffers(threading.local):
-    """Of one thread."""
+    """The buffers of one thread."""
 
     def __init__(self) -> None:
         self.scratch = codecs.CodecScratch()
 
 
 class _FileReads:
-    """What the threads share."""
+    """The reads of one file list, shared by all threads."""
 
     def __init__(self, files: FileList, deliver: Deliver, rooms: Rooms | None, ended: Flag) -> None:
         self._files, self._deliver, self._rooms, self._ended = files, deliver, rooms, ended
@@ -72,7 +72,7 @@ class _FileReads:
         self._buffers = _Buffers()
 
     def batch(self, rows: Array, got: Callable[[list[int], list[int]], None]) -> None:
-        """Of one file."""
+        """Reads the frames of `rows`, all in one file. From the first wrong one on, all are reported as wrong."""
         path = os.path.join(self._files.folder, self._files.names[int(rows[0]["file"])])
         good: list[int] = []
         try:
@@ -88,7 +88,7 @@ class _FileReads:
         got(good, rows["frame"][len(good) :].tolist())
 
     def _frame(self, fd: int, size: int, path: str, row: np.void) -> bool:
-        """Whether it was right."""
+        """Reads one frame; returns whether it was right."""
         frame, start, stored = int(row["frame"]), int(row["offset"]), int(row["stored"])
         if start + stored > size:
             raise DamagedData(f"{path} ends at byte {size}; frame {frame} ends at byte {start + stored}")

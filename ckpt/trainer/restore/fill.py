@@ -1,4 +1,4 @@
-"""From a frame into tensors: the last copy of a restore, and the check of the bytes."""
+"""The filler: puts frames into tensors, which is the last copy of a restore, and checks their bytes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,20 @@ from ckpt.trainer.state.pieces import flat_bytes
 from ckpt.trainer.state.shard import changing, dense_bytes
 from ckpt.types import ITEMSIZE
 
-# Bytes copied before they are hashed: still in the cache then, and long enough that the C library does not take its
-# path for short copies, which is three times slower from freshly mapped memory.
+# Bytes that are copied, then hashed while they are still in the cache. For fewer bytes the C library may take its path
+# for short copies, which is three times slower from freshly mapped memory.
 BLOCK_BYTES = 2 << 20
-ROOMS_MAX = 16  # frames on their way to devices at once
+ROOMS_MAX = 16  # frames in transfer to devices at once
 
 _Marks = list[tuple[torch.device, torch.cuda.Event]]
-_Room = tuple[torch.Tensor, _Marks]  # and until when it is read
+_Room = tuple[torch.Tensor, _Marks]  # a buffer, and the events after which it may be reused
 
 
 class Filler:
-    """Puts frames into the tensors that want them. `tensors[i]`: the destination of `wants[i]`, on any device and with
-    any strides; gradients do not notice. Frames may be given in any order, by several threads at once, then `check` is
-    due.
-
-    Those of `whole` may be put into their `room` by the caller, who checks their hash; see fetch.Rooms. `written` gets
-    each frame before anything of it is copied.
-
-    Errors: those of `cuts`.
-    """
+    """Puts frames into the tensors that want them. `tensors[i]`: the destination of `wants[i]`, on any device, with any
+    strides; autograd does not notice. Frames may be given in any order, by several threads at once. Call `check` at the
+    end. A frame of `whole` may instead be put into its `room` by the caller, who checks its hash; see fetch.Rooms.
+    `written` gets each frame before any of its bytes is copied. Errors: those of `cuts`."""
 
     def __init__(
         self,
@@ -51,18 +46,19 @@ class Filler:
         self._written = set() if written is None else written
         self._meeting = _meeting(tensors)
         self._lift = Lift({tensor.device for tensor in tensors if tensor.is_cuda})
-        self._landed: list[tuple[int, torch.Tensor, tuple[int, int]]] = []  # of those that meet: want, place, hash
+        # (want, destination, hash of the bytes) for tensors whose memory overlaps that of another.
+        self._landed: list[tuple[int, torch.Tensor, tuple[int, int]]] = []
         self._cuts: dict[int, list[Cut]] = {}
         for cut in cuts(manifest, wants):
             self._cuts.setdefault(cut.frame, []).append(cut)
         self._hi, self._lo = manifest.frames["hash_hi"].tolist(), manifest.frames["hash_lo"].tolist()
         lengths = manifest.frames["length"].tolist()
-        self._runs: dict[int, npt.NDArray[np.uint8]] = {}  # where a frame goes as a whole
+        self._runs: dict[int, npt.NDArray[np.uint8]] = {}  # the memory that a frame fills as a whole
         flats = [None if n in self._meeting else _flat(tensor) for n, tensor in enumerate(tensors)]
         for frame, mine in self._cuts.items():
             want, flat = mine[0].want, flats[mine[0].want]
             itemsize = ITEMSIZE[wants[want].dtype]
-            # A tensor of another itemsize is refused when it is cut; it must not be written as bytes before that.
+            # A tensor of another itemsize is refused when it is cut. It must not be written as bytes before.
             if flat is not None and itemsize == tensors[want].element_size():
                 first = whole_run(mine, itemsize, lengths[frame])
                 if first is not None:
@@ -73,7 +69,7 @@ class Filler:
         return self._cuts.keys()
 
     def __call__(self, frame: int, raw: memoryview) -> bool:
-        """Fills in all that `raw`, the frame's raw bytes, holds; whether its hash is right. Where it is not the
+        """Fills in all that `raw`, the frame's raw bytes, holds. Returns whether its hash is right. If it is not, the
         tensors may hold wrong bytes until the frame comes again."""
         self._written.add(frame)
         expected = (self._hi[frame], self._lo[frame])
@@ -107,9 +103,8 @@ class Filler:
         return value == (self._hi[frame], self._lo[frame])
 
     def check(self) -> None:
-        """Once all is there: whether all tensors still hold what they were filled with.
-
-        Errors: StateMismatch names those that share memory, of which the checkpoint has different values."""
+        """Checks, once all frames are there, that all tensors still hold what they were filled with. Errors:
+        StateMismatch names tensors that share memory, and for which the checkpoint has different values."""
         self._lift.settle()
         names = sorted({self._wants[want].name for want, part, hash in self._landed if _hash(part) != hash})
         if names:
@@ -121,10 +116,9 @@ class Filler:
 
 
 class Lift:
-    """Takes frames to CUDA devices by way of page-locked memory, from where a device reads several times as fast and
-    while the next frames are copied and checked. Of a damaged frame no device gets anything. Thread-safe.
-
-    It starts after all that these devices were told to do before."""
+    """Takes frames to CUDA devices by way of page-locked memory. A device reads that several times as fast, and while
+    the next frames are copied and checked. No byte of a damaged frame reaches a device. Thread-safe. Before it starts,
+    it waits for all that was enqueued on these devices."""
 
     def __init__(self, devices: Collection[torch.device]) -> None:
         self._devices = devices
@@ -134,7 +128,7 @@ class Lift:
         self.settle()
 
     def __call__(self, raw: memoryview, expected: tuple[int, int], fill: Callable[[torch.Tensor], None]) -> bool:
-        """Whether the frame is right; then `fill` was called with it, and enqueued what it does."""
+        """Whether the frame is right. If it is, `fill` was called with its bytes, and has enqueued its copies."""
         room, reads = self._take()
         try:
             self._wait(reads)
@@ -143,18 +137,20 @@ class Lift:
                 room = _locked(len(raw))
             data = room[: len(raw)]
             np.copyto(data.numpy(), np.frombuffer(raw, dtype=np.uint8))
-            if frame_hash(data.numpy().data) != expected:  # in one piece: each more would wait for the GIL once more
+            # Hashed in one piece: each further call would wait for the GIL again.
+            if frame_hash(data.numpy().data) != expected:
                 return False
             try:
                 fill(data)
-            finally:  # also where it got only so far
+            finally:
+                # Also if only some of the copies were enqueued.
                 reads = self._marks()
             return True
         finally:
             self._rooms.put((room, reads))
 
     def settle(self) -> None:
-        """Returns when all that these devices were told to do is done."""
+        """Waits for all that is enqueued on these devices."""
         for device in self._devices:
             torch.cuda.synchronize(device)
 
@@ -165,7 +161,7 @@ class Lift:
         return (torch.empty(0, dtype=torch.uint8, device="cpu"), []) if is_new else self._rooms.get()
 
     def _marks(self) -> _Marks:
-        """Of what this thread has enqueued so far."""
+        """Events after all that this thread has enqueued so far."""
         events: _Marks = [(device, torch.cuda.Event()) for device in self._devices]  # type: ignore[no-untyped-call]
         for device, event in events:
             event.record(torch.cuda.current_stream(device))
@@ -173,19 +169,21 @@ class Lift:
 
     def _wait(self, marks: _Marks) -> None:
         for device, event in marks:
-            with torch.cuda.device(device):  # a thread begins on device 0, and would start CUDA there
+            # A thread begins on device 0, and would initialise CUDA there.
+            with torch.cuda.device(device):
                 event.synchronize()
 
 
 def _locked(nbytes: int) -> torch.Tensor:
     room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    with contextlib.suppress(RuntimeError):  # no more can be locked: it is slower
+    # If no more memory can be locked, copies are slower.
+    with contextlib.suppress(RuntimeError):
         return room.pin_memory()
     return room
 
 
 def _meeting(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Those whose memory, from the first byte to the last, meets that of another."""
+    """The indices of tensors whose memory, from the first byte to the last, overlaps that of another."""
     spans = []
     for n, tensor in enumerate(tensors):
         if tensor.numel():
@@ -193,7 +191,7 @@ def _meeting(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans.append((str(tensor.device), first, first + (last + 1) * tensor.element_size(), n))
     found: set[int] = set()
-    before: tuple[str, int, int, int] | None = None  # of those so far the one that reaches furthest
+    before: tuple[str, int, int, int] | None = None  # the span so far that reaches furthest
     for span in sorted(spans):
         if before is not None and span[0] == before[0] and span[1] < before[2]:
             found |= {span[3], before[3]}
@@ -219,18 +217,16 @@ def copy_run(raw: memoryview, target: npt.NDArray[np.uint8]) -> tuple[int, int]:
 
 
 def copy_cut(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copies what `cut` says of `frame` (uint8, one dimension: its raw bytes) into `tensor`, the destination of the
-    cut's want; on a device, on its current stream, if the frame lies in page-locked memory.
-
-    Errors: DamagedData for a cut that does not lie in the frame or the tensor.
-    """
+    """Copies the part of `frame` (uint8, one dimension: its raw bytes) that `cut` says into `tensor`, the destination
+    of the cut's want. To a device it copies on the current stream, asynchronously if the frame lies in page-locked
+    memory. Errors: DamagedData for a cut that does not lie in the frame or the tensor."""
     for source, part in _pairs(cut, frame, tensor):
         with changing(part):
             part.copy_(source, non_blocking=part.is_cuda)
 
 
 def _pairs(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of one dtype and shape: what of the frame goes where."""
+    """(part of the frame, part of the tensor): views of one dtype and shape."""
     whole = tensor.detach()
     if len(cut.at) == 1 and whole.is_contiguous():
         yield _pair(cut, frame, whole.view(-1))
@@ -240,7 +236,7 @@ def _pairs(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> Iterator[tupl
 
 
 def _pair(cut: Cut, frame: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cut`: with one number for each dimension of `part`."""
+    """One such pair. `cut`: with one number for each dimension of `part`."""
     itemsize = part.element_size()
     span = 1 + sum((n - 1) * s for n, s in zip(cut.shape, cut.strides, strict=True))
     fits = len(cut.shape) == len(cut.at) == part.ndim and all(
@@ -256,7 +252,7 @@ def _pair(cut: Cut, frame: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tens
 
 
 def _flat(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
-    """The tensor's bytes, where they are one run of this host's memory."""
+    """The bytes of a tensor if they are one run of this host's memory; else None."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
     flat: npt.NDArray[np.uint8] = dense_bytes(tensor.detach()).numpy()

@@ -1,6 +1,9 @@
-"""`init=`: weights to begin with, where the run has no checkpoint: a .safetensors file, a folder of them, or the newest
-checkpoint of another ckpt URL. Only modules are filled; names are canonical ("model.0.weight") or the module's own. A
-tied weight is found under any of its names; a module that says itself how it is loaded gets its state that way."""
+"""Initial weights (`init=`): fills the modules if the run has no checkpoint.
+
+The source is a .safetensors file, a folder of them, or the newest checkpoint of another ckpt URL. Only modules are
+filled. Names are canonical ("model.0.weight") or the module's own. A tied weight is found under any of its names. A
+custom module (names.is_custom) gets its state by its own load_state_dict().
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ LINES_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`unfit`: by name, why what is wanted was left as it was; `filled`: whether anything was. `cast`: in words, what
-    was converted to another dtype; "" where nothing was. `firsts`: buffers that differed between the ranks that saved
-    them: the first rank's were taken. `versions`: by module, those of its format that it had when it was saved."""
+    """The outcome of load_weights. `unfit`: by name, why a tensor was left as it was. `filled`: whether any tensor was
+    filled. `cast`: conversions to another dtype, in words, or "". `firsts`: buffers that differed between the ranks
+    that saved them; the first rank's were taken. `versions`: by module, its format versions at the save."""
 
     unfit: Mapping[str, str]
     filled: bool
@@ -46,9 +49,8 @@ class Loaded:
 
 
 def load_weights(where: str, walker: StateWalker, strict: bool) -> Loaded:
-    """Fills every tensor of every module in the state from `where`; where it is not `strict`, those that fit.
-
-    Errors: StateMismatch names what is missing there or has another shape; UsageError, DamagedData, StorageError."""
+    """Fills every tensor of every module in the state from `where`; if not `strict`, those that fit. Errors:
+    StateMismatch names tensors that are missing there or have another shape; UsageError, DamagedData, StorageError."""
     walk = walker.walk()
     modules = [node for node in walk.scan.nodes if isinstance(node, ModuleNode)]
     if not modules:
@@ -68,8 +70,8 @@ def load_weights(where: str, walker: StateWalker, strict: bool) -> Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A tensor of a module, the names that it may have in the source, and the local tensors to be filled. `is_buffer`:
-    any one rank's will do. Of a `module` with its own way of loading: a new `tensor`, for that `key` of its
+    """A tensor of a module, the names that it may have in the source, and the local tensors to fill. `is_buffer`: any
+    one rank's value will do. For a custom module: its path `module`, and a new `tensor` for a `key` of its
     state_dict()."""
 
     entry: Entry
@@ -84,7 +86,7 @@ class _Wanted:
 def _wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
     places = {entry.name: (entry, its) for entry, its in zip(walk.layout.entries, walk.tensors, strict=True)}
     found = [(node.path, named.name) for node in modules for named in walk.scan.found[node.path]]
-    known: dict[str, list[str]] = {}  # by the name that it is saved under
+    known: dict[str, list[str]] = {}  # all names of a tensor, by the name that it is saved under
 
     def home(name: str) -> str:
         return walk.scan.aliases.get(name, name)
@@ -124,8 +126,9 @@ def _files(path: Path) -> list[Path]:
 def _places(
     wanted: list[_Wanted], there: Callable[[_Wanted, str], tuple[int, ...] | None], where: str, strict: bool
 ) -> tuple[list[tuple[_Wanted, str]], dict[str, str]]:
-    """What to fill and from which name; and, where it is not `strict`, why the rest is not. `there`: the shape of what
-    the source has under a name; None where it has none."""
+    """The tensors to fill, each with its name in the source; and why others cannot be filled, by name. `there`: the
+    shape of what the source has under a name; None for nothing. Errors: StateMismatch if `strict` and any cannot be
+    filled."""
     found: list[tuple[_Wanted, str]] = []
     unfit: dict[str, str] = {}
     for each in wanted:

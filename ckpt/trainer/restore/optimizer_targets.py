@@ -1,7 +1,7 @@
-"""The way back of optimizers: what of a checkpoint is for which parameter's state and which group.
+"""Optimizer targets: which values of a checkpoint go to which parameter's state, and to which group.
 
-A parameter's state is found by the parameter's name, whatever its group and its place in that; what a group says, by
-the parameters that it holds.
+The state of a parameter is found by the parameter's name, whatever its group and its place in the group. The
+hyper-parameters of a group are found by the parameters that it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt.trainer.state.state_walk import Scan
 
 # State that torch's optimizers keep on the host, unless they are capturable or fused.
 HOST_STATE = frozenset({"step", "mu_product"})
-# What a group of an optimizer of any class may have.
+# Hyper-parameters that an optimizer of any class may have.
 _OF_ANY = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
 
 _REGROUP = (
@@ -36,14 +36,15 @@ _REGROUP = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTargets:
-    """Of all optimizers of a state. What they want, and what does not fit, goes into `wants`."""
+    """The restore of all optimizers of a state. Their wants, and their differences, are collected in `wants`."""
 
     scan: Scan
     wants: TensorRequests
-    _hypers: dict[int, torch.Tensor] = field(default_factory=dict)  # by id, tensors of groups that have their value
+    # By id: tensors among hyper-parameters that already have their final value.
+    _hypers: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def plan(self, view: OptimizerView) -> None:
-        """All that is wanted for this one, and what is installed then."""
+        """Plans what one optimizer wants, and what is installed afterwards."""
         saved = self.wants.saved.optimizers.get(view.path)
         if saved is None:
             self.wants.other_kind(view.path, "optimizer")
@@ -86,7 +87,8 @@ class OptimizerTargets:
         self._rest(view, saved, self.wants.installs[before:])
 
     def _numbered(self, view: OptimizerView, number: int, saved: SavedParamGroup) -> None:
-        """A scheduler knows groups by their numbers alone: another order gives each the rates of another."""
+        """Notes a difference if a group has another number than in the checkpoint, and the optimizer has a scheduler.
+        Schedulers know groups only by number, so this one would give the group another one's rates."""
         if saved.number != number and (scheduler := next(self._schedulers(view), None)) is not None:
             name = group_path(view.path, number)
             line = (
@@ -95,7 +97,7 @@ class OptimizerTargets:
             self.wants.differ("reshaped", name, line)
 
     def _schedulers(self, view: OptimizerView) -> Iterator[str]:
-        """Those of this optimizer, by their paths."""
+        """The paths of the schedulers of this optimizer."""
         return (
             node.path
             for node in self.scan.nodes
@@ -104,16 +106,17 @@ class OptimizerTargets:
         )
 
     def _stored(self, param: Param, saved: OptimizerTree) -> str | None:
-        """The name that a parameter has in the checkpoint's optimizer, of its own or as one that is tied to it, here or
-        there; None where it has none."""
+        """The name of a parameter in the checkpoint's optimizer: its own, or that of a parameter tied to it, here or in
+        the checkpoint. None if it has none."""
         first = self.scan.aliases.get(param.full, param.full)
         tied, there = (param.full, first, *self.wants.also.get(first, ())), self.wants.saved.aliases
         names_of = [name for full in tied for name in (full, there.get(full)) if isinstance(name, str)]
         return next((name for full in names_of if (name := self._named_there(full)) in saved.home), None)
 
     def _named_there(self, full: str) -> str | None:
-        """What the checkpoint's optimizers call the parameter of that canonical name: where the checkpoint has one
-        module, its name in that. None where another one is called so: one in that module, or one beside it."""
+        """The name that the checkpoint's optimizers give the parameter of that canonical name. If the checkpoint has
+        one module, it is the name within that module. None if another parameter, in the module or beside it, has that
+        name."""
         if len(self.wants.saved.modules) != 1:
             return full
         (module,) = self.wants.saved.modules
@@ -145,9 +148,11 @@ class OptimizerTargets:
             for key, value in restored.items():
                 live = group.get(key)
                 if value is None and isinstance(live, torch.Tensor):
-                    continue  # the checkpoint lacks the tensor, which was said (strict=False)
+                    # The checkpoint lacks the tensor. That was reported (strict=False).
+                    continue
                 if (known := self._hypers.get(id(live))) is not None and not bool((known == value).all()):
-                    live = known.clone()  # another group's, for which the checkpoint has another value
+                    # Another group has the same tensor, and in the checkpoint another value.
+                    live = known.clone()
                 group[key] = now = _as_before(live, value)
                 if isinstance(now, torch.Tensor):
                     self._hypers[id(now)] = now
@@ -155,14 +160,15 @@ class OptimizerTargets:
         self.wants.installs.append(install)
 
     def _parameter(self, view: OptimizerView, param: Param, stored: str | None, saved: OptimizerTree) -> None:
-        """The state of one parameter: tensors of the saved shape and dtype stay the same objects."""
+        """Plans the state of one parameter. Tensors of the saved shape and dtype stay the same objects."""
         if stored is None:
             self.wants.missing(state_path(view.path, param.name))
             return
         prefix, skeleton = state_path(view.path, stored), saved.state[stored]
         found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
         if self._is_misfit(param):
-            self.wants.used.update(found.values())  # the parameter is named; its state does not fit either
+            # The parameter itself is reported. Its state does not fit either.
+            self.wants.used.update(found.values())
             return
         pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
         live = dict(value_trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
@@ -185,7 +191,7 @@ class OptimizerTargets:
         self.wants.installs.append(install)
 
     def _is_misfit(self, param: Param) -> bool:
-        """Whether what is saved of the parameter (by its module, maybe not as it is) cannot be filled."""
+        """Whether the checkpoint's tensor for the parameter does not fit. Its module may save it in another form."""
         if self.scan.aliases.get(param.full, param.full) not in self.scan.tensors:
             return False
         pieces = self.scan.pieces(param.full)
@@ -193,7 +199,7 @@ class OptimizerTargets:
         return found is not None and not found.fits(pieces)
 
     def _rest(self, view: OptimizerView, saved: OptimizerTree, installs: Sequence[Callable[[], None]]) -> None:
-        """What the optimizer's own load_state_dict() gets beside state and groups; `installs` put these there."""
+        """Plans what the optimizer's own load_state_dict() gets beside state and groups, which `installs` install."""
         live, kept = view.rest["value"], saved.rest.value
         for key in live.keys() - kept.keys():
             self.wants.missing(names.join(view.path, key))
@@ -207,13 +213,15 @@ class OptimizerTargets:
         def install() -> None:
             view.optimizer.load_state_dict({**view.optimizer.state_dict(), **load()})
 
-        # It finds its state in place; what it makes of that (torch casts it to the parameter's dtype) is put right.
+        # load_state_dict() finds state and groups installed. It may change them (torch casts state to the parameter's
+        # dtype), so they are installed again after it.
         self.wants.installs += [install, *installs]
 
     def _state_tensor(
         self, name: str, path: value_trees.Path, param: Param, pieces: Pieces, flags: Any, live: Any
     ) -> Any:
-        """`pieces`: those of the parameter. `flags`: the saved hyper-parameters."""
+        """The tensor to be filled with one part of a parameter's state; None if the checkpoint lacks it. `pieces`:
+        those of the parameter. `flags`: the saved hyper-parameters."""
         found = self.wants.find(name, pieces.boxes)
         if found is None:
             self.wants.missing(name)
@@ -228,7 +236,7 @@ class OptimizerTargets:
     def _new_state(
         self, found: SavedTensor, path: value_trees.Path, param: Param, flags: Any, whole: tuple[int, ...]
     ) -> torch.Tensor:
-        """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
+        """State that the fresh optimizer has not made yet, placed as the saved hyper-parameters imply."""
         dtype, shape = dtype_of(found), whole if found.shape is None else found.shape
         order = self.wants.order(found, len(shape))
         on_device = isinstance(flags, dict) and any(flags.get(key) is True for key in ("capturable", "fused"))
@@ -240,14 +248,14 @@ class OptimizerTargets:
 
 
 def _flags(group: Any) -> set[str]:
-    """What hyper-parameters an optimizer has; of those that say yes or no (decoupled_weight_decay) what they say. Not
-    how it computes, nor what a scheduler adds: these are no matter of its class."""
+    """The names of the hyper-parameters, and of boolean ones the values (decoupled_weight_decay). They tell classes
+    apart. Left out: how the optimizer computes, and what a scheduler adds."""
     held = group.items() if isinstance(group, dict) else ()
     return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held if key not in _OF_ANY}
 
 
 def _takes(live: Any, saved: Tree, key: Any) -> bool:
-    """Whether a tensor among the hyper-parameters can become what was saved under its key."""
+    """Whether a tensor among the hyper-parameters can take the value that was saved under its key."""
     if key not in saved.value or any(path == (key,) for path, _ in saved.tensors):
         return True
     try:
@@ -258,8 +266,7 @@ def _takes(live: Any, saved: Tree, key: Any) -> bool:
 
 
 def _as_before(live: Any, value: Any) -> Any:
-    """A hyper-parameter as the live optimizer keeps it: in the same tensor (a compiled step looks there), or as a
-    number."""
+    """A hyper-parameter in the live one's form: in the same tensor (a compiled step reads it there), or as a number."""
     if isinstance(live, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape == live.shape):
         with changing(live):
             if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
-"""What a script gives an optimizer or a scheduler, and a restart overrules by what the checkpoint has. Pure.
+"""Overruled hyper-parameters: values that the script gives an optimizer or a scheduler, and that a restart replaces by
+the checkpoint's. Pure functions.
 
-What changes as the run goes on is no such thing: where a scheduler sets the learning rates, the rates from which it
-goes out are compared; of a scheduler, only what its constructor takes.
+Values that change during a run do not count. If a scheduler sets the learning rates, the initial rates are compared. Of
+a scheduler, only arguments of its constructor are compared.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def of_group(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], is_scheduled: bool) -> Iterator[str]:
-    """Of an optimizer's group, before its hyper-parameters become those that were saved. `is_scheduled`: whether a
-    scheduler of the state sets its rates."""
+    """The differences of an optimizer's group, in words, before it gets the saved hyper-parameters. `is_scheduled`:
+    whether a scheduler in the state sets its rates."""
     moving = {"lr"} if is_scheduled or "initial_lr" in live else set()
     moving |= {"momentum", "betas"} if "max_momentum" in live else set()
     for key in sorted((live.keys() & saved.keys()) - moving):
@@ -27,7 +28,7 @@ def of_group(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], is_sc
 
 
 def of_scheduler(name: str, scheduler: LRScheduler, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Of a scheduler and those within it, before it loads that state."""
+    """The differences of a scheduler and of those within it, in words, before it loads the saved state."""
     live = vars(scheduler)
     given = inspect.signature(type(scheduler).__init__).parameters.keys() - {"last_epoch"}
     for key in sorted(live.keys() & saved.keys()):
@@ -46,7 +47,7 @@ def _compared(name: str, live: Any, saved: Any) -> Iterator[str]:
 
 
 def _value(value: Any) -> Any:
-    """A number for a tensor of one element, a list for a tuple."""
+    """`value` with a number for a tensor of one element, and a list for a tuple."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return list(map(_value, value)) if isinstance(value, (list, tuple)) else value

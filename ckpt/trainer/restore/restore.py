@@ -1,4 +1,5 @@
-"""Getting one candidate back into the live state: values first, since they say what else to expect; then tensors."""
+"""The restore of one candidate into the live state: first its values, which tell what else to expect, then its
+tensors."""
 
 from __future__ import annotations
 
@@ -37,18 +38,17 @@ LINES_MAX = 50  # differences named in one message
 def read_targets(
     link: Link, tasks: Tasks, walker: StateWalker, identity: Identity, manifest: Manifest, strict: bool
 ) -> tuple[RestorePlan, dict[str, int]]:
-    """Fetches the value trees and plans what the state wants of the checkpoint; no tensor is touched. Bytes by level.
-
-    Errors: DamagedData, UsageError, AgentError."""
+    """Fetches the value trees, and plans what the state wants of the checkpoint. Touches no tensor. Returns the plan,
+    and the bytes by level that they came from. Errors: DamagedData, UsageError, AgentError."""
     stored = _FromAgent(link, tasks, identity, manifest)
     return plan(walker, manifest, stored, strict, identity.tick.step), stored.sources
 
 
 class Stored(Protocol):
-    """What is read of a checkpoint before it is known what is wanted."""
+    """Reads a checkpoint before it is known which tensors are wanted."""
 
     def values(self, name: str, owner: str) -> bytes | None:
-        """The blob of that name and owner; None where there is none. Errors: DamagedData."""
+        """The value blob of that name and owner; None if there is none. Errors: DamagedData."""
         ...
 
     def frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
@@ -57,9 +57,12 @@ class Stored(Protocol):
 
 
 def plan(walker: StateWalker, manifest: Manifest, stored: Stored, strict: bool, step: int) -> RestorePlan:
-    """What the state wants of this checkpoint: on the mesh that saved it, of this rank's own values, and where these
-    lack something (stages that were split otherwise), of the other ranks' too; on another mesh, of what all ranks have
-    in common, and of their values joined. Errors: DamagedData, UsageError."""
+    """What the state wants of this checkpoint. Errors: DamagedData, UsageError.
+
+    - On the mesh that saved it: this rank's own values. If they lack something (pipeline stages were split otherwise),
+      the other ranks' values are merged into them.
+    - On another mesh: the values that all ranks have in common, or their values merged.
+    """
     here = walker.coordinate
     if here.is_on(manifest.coordinates):
         trees, own = _shared(stored, [here.text]), _own(stored, here.text)
@@ -77,7 +80,7 @@ def plan(walker: StateWalker, manifest: Manifest, stored: Stored, strict: bool, 
 
 
 def _lacks(saved: Shared, scan: Scan, manifest: Manifest) -> bool:
-    """Whether these values of one rank do not have all that the state is made of."""
+    """Whether these values of one rank lack a part of the state."""
     names = {spec.name for spec in manifest.tensors} | saved.aliases.keys()
     for node in scan.nodes:
         if isinstance(node, ModuleNode):
@@ -98,12 +101,13 @@ def _lacks(saved: Shared, scan: Scan, manifest: Manifest) -> bool:
 
 
 def _shared(stored: Stored, coordinates: Iterable[str]) -> list[Any]:
-    """What all ranks had in common; or, where they differed, what these ranks had, each once."""
+    """The values that all ranks had in common; if they differed, the different ones of these ranks, each once."""
     common = stored.values(VALUES, "")
     found = [common] if common is not None else [_there(stored, VALUES, owner) for owner in coordinates]
     trees = [values.decode(blob) if blob else {} for blob in dict.fromkeys(found)]
+    # Each tree is checked before any are compared and merged.
     for tree in trees:
-        Shared.parse(tree)  # before they are compared and merged
+        Shared.parse(tree)
     return trees
 
 
@@ -127,9 +131,10 @@ def check_match(
     identity: Identity,
     overwritten: Overwritten,
 ) -> None:
-    """What is only in the checkpoint is extra where no rank wants it, and none of those that could have it. Errors:
-    StateMismatch names all differences; or what this candidate would leave as one that failed has left it, be that on
-    one rank only."""
+    """Agrees with all ranks whether the state matches the checkpoint; a collective. A name that only the checkpoint has
+    is extra if no rank wants it. A tensor that only one rank could restore is extra if that rank does not want it.
+    Errors: StateMismatch names all differences. It is also raised if this candidate would leave tensors as a failed one
+    has left them, even on one rank only. Without `strict`, differences are a warning."""
     mine = {
         "extra": list(targets.extra),
         "own": list(targets.own_extra),
@@ -175,7 +180,7 @@ def check_match(
 
 
 def tell_overruled(events: Events, lines: list[str]) -> None:
-    """Once, on entry: the script gave other hyper-parameters than the checkpoint has, which hold."""
+    """Emits one warning, on entry: restored hyper-parameters replace those that the script gives."""
     more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""
     text = (
         f"ckpt: restored hyper-parameters hold where the script gives others: {'; '.join(lines[:LINES_MAX])}{more}. To "
@@ -187,9 +192,9 @@ def tell_overruled(events: Events, lines: list[str]) -> None:
 def fill(
     link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: RestorePlan, written: set[int]
 ) -> dict[str, int]:
-    """Fills the wanted tensors in place; what else the checkpoint holds is applied by `Targets.finish`, after all
-    ranks agreed. Bytes by level. `written` gets each frame before anything of it is copied: where this fails, or
-    another rank does, see Overwritten. Errors: DamagedData, AgentError; StateMismatch of `Filler.check`."""
+    """Fills the wanted tensors in place; returns the bytes by level. `RestorePlan.finish` applies all else, after all
+    ranks agreed. `written` gets each frame before any of its bytes is copied; see Overwritten for when this rank or
+    another fails. Errors: DamagedData, AgentError; StateMismatch of `Filler.check`."""
     filler = Filler(manifest, targets.wants, targets.tensors, written)
     with link.standing_still():
         sources = fetch(link, tasks, identity, filler.frames, filler, filler)
@@ -198,10 +203,9 @@ def fill(
 
 
 class Overwritten:
-    """What candidates that failed have left in the state's own tensors, on this rank. They keep no copy of what was
-    there before: the next candidate fills all of these anew, or the state would be of two steps.
-
-    Tensors that were made for a candidate do not count: they went with it."""
+    """The state's own tensors that failed candidates have overwritten on this rank. Their former content is lost. The
+    next candidate must fill all of them anew, or the state would be a mixture of two steps. Tensors that were made for
+    a candidate do not count: they were dropped with it."""
 
     def __init__(self, walker: StateWalker) -> None:
         self._walker = walker
@@ -212,7 +216,7 @@ class Overwritten:
         return sorted(set(self._names.values()))
 
     def add(self, manifest: Manifest, targets: RestorePlan, written: Collection[int]) -> None:
-        """A candidate failed after `fill` had got these frames, right or wrong."""
+        """Notes what a candidate has overwritten that failed after `fill` got the frames `written`, right or wrong."""
         if not written:
             return
         live = {_memory(local) for _, pieces in self._walker.scan().tensors.values() for local in pieces.locals}
@@ -222,13 +226,13 @@ class Overwritten:
                 self._names.setdefault(_place(tensor), targets.wants[want].name)
 
     def beside(self, targets: RestorePlan) -> list[str]:
-        """Names of those that these targets do not fill."""
+        """The names of overwritten tensors that `targets` do not fill."""
         filled = set(map(_place, targets.tensors))
         return sorted({name for place, name in self._names.items() if place not in filled})
 
 
 class _FromAgent:
-    """By way of the agent. The value blobs, each one frame, are fetched at once."""
+    """A Stored that reads through the agent. It fetches all value blobs, each one frame, at once."""
 
     def __init__(self, link: Link, tasks: Tasks, identity: Identity, manifest: Manifest) -> None:
         self._link, self._tasks, self._identity = link, tasks, identity
@@ -273,10 +277,10 @@ _Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int]:
-    """Where the memory begins that the tensor is a part of. No two that are alive have the same."""
+    """The device and address of a tensor's storage. No two living storages have the same."""
     return str(tensor.device), torch.Tensor.untyped_storage(tensor).data_ptr()
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    """Which elements of memory the tensor is."""
+    """The elements of memory that a tensor covers."""
     return str(tensor.device), torch.Tensor.data_ptr(tensor), tuple(tensor.shape), tensor.stride()

@@ -1,10 +1,10 @@
-"""The way back: what a state wants of a checkpoint, where it goes, and what is applied once all ranks agreed.
+"""The restore plan: what a state wants of a checkpoint, where it goes, and what is applied once all ranks agreed.
 
 Guarantees:
-- Tensors that exist are filled in place, whatever their strides, device or placement. What does not exist yet (the
-  optimizer state of a fresh process) is filled in new tensors, which `finish()` installs.
+- Existing tensors are filled in place, whatever their strides, device or placement. Tensors that do not exist yet (the
+  optimizer state of a fresh process) are made and filled, then installed by `finish()`.
 - Nothing but tensor contents changes before `finish()`. Nothing given to the user aliases a buffer it came from.
-- Every difference between state and checkpoint is in `mismatch`, by name.
+- `mismatch` names every difference between state and checkpoint.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ from ckpt.trainer.state.state_walk import Scan, StateWalker
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`:
-    what does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold
-    another part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out;
-    and `own_extra`, which only this rank could have back. `dropped`: generators of the process that were saved, and
-    that this one has not (CUDA's, before CUDA is used). `firsts`: paths of this state whose values differed between
-    the ranks that saved, where the first rank's are taken. `overruled`: hyper-parameters that the script gave otherwise
-    than they were restored, once `finish` has."""
+    """What one rank restores from a checkpoint.
+
+    - `wants[i]` is a box; `tensors[i]` is the local tensor to fill with it (see Filler).
+    - `mismatch`: the differences between state and checkpoint. With several ranks it leaves `extra` out.
+    - `extra`: names that only the checkpoint has, as this rank sees it. Ranks may hold different parts of the state
+      (pipeline stages), so only names that are extra on all ranks count.
+    - `own_extra`: extra names that only this rank could restore.
+    - `dropped`: saved generators of the process that this process lacks (CUDA's, before CUDA is used).
+    - `firsts`: paths whose values differed between the ranks that saved; the first rank's are taken.
+    - `overruled`: hyper-parameters to which the script gave other values, in words; complete after `finish`.
+    """
 
     wants: list[Want]
     tensors: list[torch.Tensor]
@@ -52,8 +56,8 @@ class RestorePlan:
     _installs: list[Callable[[], None]]
 
     def finish(self) -> None:
-        """Applies everything that is not a tensor's content, in the order of the state, generators last. Call it once,
-        after all wants were filled on all ranks. Errors: those of the user's own load_state_dict."""
+        """Applies all that is not a tensor's content, in the order of the state, generators last. Call it once, after
+        all wants were filled on all ranks. Errors: those of the user's own load_state_dict()."""
         with torch.no_grad():
             for install in self._installs:
                 install()
@@ -70,14 +74,16 @@ def plan_targets(
     alike: Mapping[str, str] | None = None,
     differing: Collection[str] = (),
 ) -> RestorePlan:
-    """What this rank needs of a checkpoint of step `step`.
+    """What this rank wants of a checkpoint of step `step`. Errors: UsageError; DamagedData for trees of no state.
 
-    `shared`: the tree of shared values (saved.merge_shared, where ranks have several). `own`: what this coordinate
-    saved, if the checkpoint is of the same mesh (Coordinate.is_on), else None, and `others`: what every rank saved.
-    `strict` matters here only for a loader that cannot be resharded: UsageError, or its data starts anew, which
-    `mismatch` then says. `alike`: for another mesh, of whom to take tensors that ranks saved as their own and that are
-    the same on all (alike.alike). `differing`: paths of which `shared` has one of several values (saved.differing).
-    Errors: UsageError; DamagedData for trees that are not those of a state.
+    - `shared`: the tree of shared values; if ranks have several, merged by saved_values.merge_shared.
+    - `own`: what this coordinate saved, if the checkpoint is of the same mesh (Coordinate.is_on); else None.
+    - `others`: what every rank saved, if `own` is None.
+    - `strict` matters only for a loader that cannot be resharded. Strict: UsageError. Otherwise its data starts anew,
+      and `mismatch` says so.
+    - `alike`: for another mesh, by name, the owner to take a tensor from that ranks saved as their own. The tensor is
+      the same on all ranks (replica_match.alike), or a buffer.
+    - `differing`: paths for which `shared` has one of several values (saved_values.differing).
     """
     scan, saved = walker.scan(), Shared.parse(shared)
     coordinate = None if own is None else walker.coordinate.text
@@ -118,10 +124,12 @@ def _is_in(path: str, node: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _NodeTargets:
+    """Plans the restore of all nodes but optimizers."""
+
     walker: StateWalker
     scan: Scan
     wants: TensorRequests
-    parted: dict[str, torch.Tensor] = field(default_factory=dict)  # by its name in the checkpoint
+    parted: dict[str, torch.Tensor] = field(default_factory=dict)  # made by `part`, by name in the checkpoint
 
     def module(self, node: ModuleNode) -> None:
         root: torch.nn.Module = node.value
@@ -144,7 +152,7 @@ class _NodeTargets:
             self.wants.installs.append(_call(owners[key].set_extra_state, load))
 
     def custom_module(self, node: ModuleNode, loads: dict[str, Callable[[], Any]]) -> None:
-        """A module with its own way of loading gets all of its state in new tensors, by load_state_dict."""
+        """A custom module gets all of its state in new tensors, by its load_state_dict()."""
         state: dict[str, Callable[[], Any]] = {}
         for name, key, value in names.Said.of(node.value).items:
             full = names.join(node.path, name)
@@ -167,7 +175,7 @@ class _NodeTargets:
         if saved is None:
             self.wants.other_kind(node.path, "object")
             return
-        # What a class of the user's makes of former keys is its own affair; a scheduler takes whatever it is given.
+        # A user's class may know how to load another class's keys. A scheduler takes any keys, so it is checked here.
         if isinstance(node.value, LRScheduler) and self.wants.is_of_another_class(
             node.path, type(node.value).__name__, _keys(node.payload()["value"]), _keys(saved.value)
         ):
@@ -184,8 +192,8 @@ class _NodeTargets:
         self.wants.installs.append(install)
 
     def data(self, node: DataNode, others: Sequence[Own]) -> None:
-        """Values become what was saved; tensors that were there, and still are in the checkpoint, stay the same
-        objects, except where one has two names here and the checkpoint has two tensors."""
+        """Values become the saved ones. Tensors that the checkpoint has, too, stay the same objects. Exception: a
+        tensor that has two names here, and is two tensors in the checkpoint."""
         saved = self.wants.saved.data.get(node.path)
         if saved is None:
             if not self.is_others(node, others):
@@ -209,7 +217,8 @@ class _NodeTargets:
             else:
                 self.wants.fill(name, pieces)
                 made.append((path, tensor))
-        elsewhere = []  # in the tree of another rank: each has other names here
+        # Tensors that the saved tree lacks because it is another rank's: each rank has other names below this path.
+        elsewhere = []
         for name, (path, tensor) in live.items():
             pieces = self.scan.pieces(name)
             if value_trees.has(saved.value, path) and name not in self.wants.names:
@@ -230,8 +239,8 @@ class _NodeTargets:
         self.wants.installs.append(install)
 
     def value_into(self, name: str, pieces: Pieces, saved: Any) -> None:
-        """A tensor in whose place the checkpoint has a value: a number goes into one of no dimensions that can hold it,
-        as where the loop has assigned one to its key; else, or where the tensor has other names, too, that is a
+        """Handles a tensor for which the checkpoint has a value. A number goes into a zero-dimensional tensor that can
+        hold it exactly; the loop may have assigned one to that key. Else, or if the tensor has several names, it is a
         difference."""
         tied = name in self.scan.aliases or name in self.wants.also
         is_number = not (tied or pieces.shape) and isinstance(saved, int | float)
@@ -249,7 +258,7 @@ class _NodeTargets:
         self.wants.differ("retyped", name, line)
 
     def is_others(self, node: DataNode, others: Sequence[Own]) -> bool:
-        """Whether this rank has nothing where others have an object: a scheduler of the last stage, a loader of the
+        """Whether this rank has None where other ranks have an object: a scheduler of the last stage, a loader of the
         first."""
         if node.value is not None:
             return False
@@ -257,8 +266,7 @@ class _NodeTargets:
         return own or self.wants.saved.kind_of(node.path) not in (None, "value")
 
     def part(self, name: str, live: Any) -> torch.Tensor | None:
-        """A tensor of its own instead of the live one, which is another's too. What is tied in the checkpoint stays
-        so."""
+        """A new tensor for a live one that is tied to another here, but not in the checkpoint. Ties there are kept."""
         found = self.wants.find(name)
         if found is not None and found.name in self.parted:
             return self.parted[found.name]
@@ -312,7 +320,8 @@ class _NodeTargets:
             self.wants.missing(node.path, " (the state of a generator)")
 
     def is_like(self, name: str, stream: generators.RandomStream, own: Own | None) -> bool:
-        """Whether a generator can go on with what this rank saved of it, if it did: one of another kind cannot."""
+        """Whether a generator can take the state that this rank saved for it, if any. Another kind is a noted
+        difference."""
         if own is None or name not in own.generators or generators.is_like(stream, own.generators[name]["state"]):
             return True
         path = name.removeprefix("state:")
@@ -320,7 +329,7 @@ class _NodeTargets:
         return False
 
     def extra(self, own: Own | None, others: Sequence[Own]) -> tuple[str, ...]:
-        """What the checkpoint has and this state has no place for."""
+        """The names that the checkpoint has and this state has no place for."""
         saved, paths = self.wants.saved, {node.path for node in self.scan.nodes}
         found = set(self.wants.unused())
         found |= {n.path for n in self.scan.nodes if isinstance(n, DataNode) and self.is_others(n, others)}
@@ -341,11 +350,11 @@ class _NodeTargets:
 
 
 def _equal_to(number: float, dtype: str) -> torch.Tensor | None:
-    """A tensor of that dtype that is equal to the number; None where there is none."""
+    """A tensor of that dtype that equals the number; None if there is none."""
     try:
         made = torch.tensor(number, dtype=DTYPES[dtype], device="cpu")
         now = made.item()
-    except (RuntimeError, ValueError, OverflowError):  # any of these, by dtype and number
+    except (RuntimeError, ValueError, OverflowError):  # which one depends on dtype and number
         return None
     return made if now == number or (now != now and number != number) else None
 

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors go where: one want per box, each with the local tensor that it is filled into."""
+"""Tensor requests: which tensors of a checkpoint are wanted, one want per box, and the local tensor that each fills."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ckpt.trainer.state.saved_values import Shared, Tree
 from ckpt.trainer.state.shard import DTYPES, Cutter, Pieces, Shard, changing, is_dtensor
 from ckpt.types import Box
 
-ONLY = "only in the checkpoint: "  # so begins a line of what nobody here wants
+ONLY = "only in the checkpoint: "  # the prefix of a difference that is an extra name
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of the checkpoint as this rank may have it: all of it, or `parts`, one for each of its boxes.
-    `shape`: the global one; None where it is not recorded (parts). `owner`: whom to ask for."""
+    """A tensor of the checkpoint as this rank may have it: whole, or in `parts`, one for each of its boxes. `shape`:
+    the global shape; None if it is not recorded (parts). `owner`: the rank that saved it as its own; "" for the job's.
+    """
 
     name: str
     owner: str
@@ -33,7 +34,7 @@ class SavedTensor:
     parts: tuple[TensorSpec, ...] = ()
 
     def fits(self, pieces: Pieces) -> bool:
-        """Whether it can be filled into these."""
+        """Whether the tensor can be filled into `pieces`."""
         return self.dtypes == {pieces.dtype} and all(held == saved for held, saved in self.shapes(pieces))
 
     @property
@@ -41,17 +42,17 @@ class SavedTensor:
         return {self.dtype, *(part.dtype for part in self.parts)}
 
     def shapes(self, pieces: Pieces) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shapes that are the same where it fits: those of these pieces, and those in the checkpoint."""
+        """(shape of the pieces, shape in the checkpoint): the two are equal in each pair if the tensor fits."""
         whole = [(pieces.shape, self.shape)] if self.shape is not None else []
         return whole + [(box.shape, part.shape) for box, part in zip(pieces.boxes, self.parts, strict=False)]
 
 
 @dataclass(slots=True)
 class TensorRequests:
-    """Collects wants for the rank at `coordinate`; None where the checkpoint is of another mesh, on which an equal
-    coordinate is another rank's: there `alike` says of whom to take what all have the same. `live_aliases`: other names
-    of the state's tensors (name -> first name), and `also` the same backwards; `saved`: what
-    the checkpoint has beside tensors."""
+    """Collects the wants of one rank, and the differences between state and checkpoint. `coordinate`: this rank's; None
+    for a checkpoint of another mesh, where an equal coordinate is another rank's. Then `alike` says from which owner to
+    take a tensor. `live_aliases`: other names of the state's tensors (name -> first name); `also`: the reverse.
+    `saved`: the values of the checkpoint."""
 
     coordinate: str | None
     alike: Mapping[str, str]
@@ -65,7 +66,7 @@ class TensorRequests:
     installs: list[Callable[[], None]] = field(default_factory=list)
     lines: dict[tuple[str, str], str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    overruled: list[str] = field(default_factory=list)  # what the script gave, and is not what was installed
+    overruled: list[str] = field(default_factory=list)  # hyper-parameters of the script that were replaced, in words
     cutter: Cutter = field(default_factory=Cutter)
 
     @staticmethod
@@ -106,8 +107,8 @@ class TensorRequests:
             self.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
 
     def is_of_another_class(self, path: str, here: str, live: set[str], kept: set[str], more: str = "") -> bool:
-        """Whether the checkpoint has another optimizer or scheduler in this place: of another class than `here` and,
-        unlike one that was only renamed, with other keys (`live` and `kept`). Nothing of it fits then."""
+        """Whether the checkpoint has an optimizer or scheduler of another class than `here` in this place. Then nothing
+        of it fits, which is noted. A renamed class has the same keys (`live` and `kept`), and does not count."""
         there = self.saved.classes[path]
         if there in ("", here) or live == kept:
             return False
@@ -119,14 +120,14 @@ class TensorRequests:
         return True
 
     def unused(self) -> list[str]:
-        """Names that the checkpoint has, for all ranks or for this one, and nothing here wanted. Of another mesh, those
-        of any rank: none of them comes to fetch its own."""
+        """The names that the checkpoint has for all ranks or for this one, and that nothing here wanted. For another
+        mesh, those of all its ranks: none of these ranks will fetch its own."""
         mine = ("", self.coordinate)
         names = {n for n, owner in self.specs if self.coordinate is None or owner.partition("@")[0] in mine}
         return sorted(names - self.used)
 
     def unused_own(self) -> list[str]:
-        """Of `unused`, what only this rank could have back."""
+        """The names in `unused` that only this rank could restore."""
         return [name for name in self.unused() if self.coordinate is not None and (name, "") not in self.specs]
 
     def mismatch(self, extra: Sequence[str]) -> Mismatch:
@@ -142,8 +143,9 @@ class TensorRequests:
     # ------------------------------------------------------------------------------------------------------ tensors
 
     def find(self, name: str, boxes: Sequence[Box] = ()) -> SavedTensor | None:
-        """The checkpoint's tensor for one of the state: under its name, or another name of a tied one; the job's, or
-        this rank's own, whole or in the parts that these boxes are; or what all ranks that saved one have the same."""
+        """The checkpoint's tensor for one of the state; None if there is none. It is looked up under this name and the
+        other names of a tied tensor. It is the job's, or this rank's own: whole, or in parts that are exactly `boxes`.
+        For another mesh, it may be one that all ranks have the same."""
         first = self.live_aliases.get(name, name)
         others = self.also.get(first, ())
         for candidate in (name, self.saved.aliases.get(name), first, self.saved.aliases.get(first), *others):
@@ -163,7 +165,7 @@ class TensorRequests:
         return None
 
     def is_parted(self, name: str, boxes: Sequence[Box] = ()) -> bool:
-        """Whether the state's tensor of this name is tied to another, and the checkpoint has one for each."""
+        """Whether the state's tensor of this name is tied to another, while the checkpoint has a tensor for each."""
         first = self.live_aliases.get(name)
         if first is None:
             return False
@@ -171,7 +173,7 @@ class TensorRequests:
         return own is not None and other is not None and own.name != other.name
 
     def fill(self, name: str, pieces: Pieces) -> bool:
-        """Wants a tensor into these pieces. False where the checkpoint has none that fits, which is noted."""
+        """Requests a tensor for these pieces. False if the checkpoint has none that fits: that is noted."""
         found = self.find(name, pieces.boxes)
         if found is None:
             if pieces.boxes or name not in self.names:
@@ -192,9 +194,9 @@ class TensorRequests:
         return True
 
     def fresh(self, name: str, like: Any = None) -> Any:
-        """A new tensor that will be filled with what the checkpoint has under this name: placed, and a Shard, as `like`
-        is, if that has the same global shape, else whole and on the CPU; with its dimensions in memory as they were.
-        None where the checkpoint has none, which is noted."""
+        """A new tensor, to be filled with the checkpoint's tensor of this name; None if there is none, which is noted.
+        If `like` has the same global shape, the new one is placed like it, as a Shard if `like` is one. Otherwise it is
+        whole, on the CPU. Its dimensions lie in memory as they were saved."""
         found = self.find(name)
         if found is None or found.shape is None:
             self.missing(name)
@@ -210,8 +212,8 @@ class TensorRequests:
         return new
 
     def order(self, found: SavedTensor, dims: int) -> Sequence[int] | None:
-        """Of the dimensions in memory, from the outermost, as they were saved; None where that was not saved.
-        Errors: DamagedData."""
+        """The order of the dimensions in memory at the save, from the outermost; None if it was not saved. Errors:
+        DamagedData."""
         if self.saved.orders is None:
             return None
         order = self.saved.orders.get(found.name, range(dims))
@@ -220,13 +222,13 @@ class TensorRequests:
         return order
 
     def tree(self, saved: Tree, live: Mapping[str, Any]) -> Callable[[], Any]:
-        """What gives, once all is filled, the saved values with new tensors in their places; these are placed as the
-        `live` ones of the same name are."""
+        """A function for after the fill: it returns the saved values with new tensors in their places. Each tensor is
+        placed as the `live` one of the same name."""
         made = [(path, self.fresh(name, live.get(name))) for path, name in saved.tensors]
         return lambda: value_trees.merge(saved.value, [(path, tensor) for path, tensor in made if tensor is not None])
 
     def _destination(self, local: torch.Tensor) -> torch.Tensor:
-        """The local tensor itself; for one whose elements share memory (expanded) a new one, copied back later."""
+        """The local tensor itself. If its elements share memory (expanded): a new tensor, copied back later."""
         if all(stride or size < 2 for stride, size in zip(local.stride(), local.shape, strict=True)):
             return local
         whole = torch.empty(local.shape, dtype=local.dtype, device=local.device)
@@ -241,7 +243,7 @@ class TensorRequests:
 
 
 def dtype_of(found: SavedTensor) -> torch.dtype:
-    """Errors: UsageError for a dtype that this torch does not have."""
+    """The torch dtype of a saved tensor. Errors: UsageError if this torch lacks it."""
     if found.dtype not in DTYPES:
         raise UsageError(f"{found.name} is {found.dtype} in the checkpoint, which torch {torch.__version__} has not")
     return DTYPES[found.dtype]
@@ -250,13 +252,13 @@ def dtype_of(found: SavedTensor) -> torch.dtype:
 def empty(
     shape: Sequence[int], dtype: torch.dtype, order: Sequence[int] | None, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """A new tensor, with its dimensions in memory in that order, from the outermost; None: in their own."""
+    """A new tensor whose dimensions lie in memory in `order`, from the outermost; None: in their own order."""
     return torch.empty_permuted(shape, tuple(order or range(len(shape))), dtype=dtype, device=device)
 
 
 def empty_like(tensor: Any, dtype: torch.dtype | None = None, order: Sequence[int] | None = None) -> torch.Tensor:
-    """A new tensor of the same shape, device and placement, without gradient, with its dimensions in memory in that
-    order; None: in that of `tensor`."""
+    """A new tensor of the same shape, device and placement, without gradient. `order`: of its dimensions in memory,
+    from the outermost; None: as in `tensor`."""
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     if order is None or hasattr(local, "local_shards"):
         new, stride = torch.empty_like(local.detach(), dtype=dtype), tensor.stride()
@@ -271,8 +273,8 @@ def empty_like(tensor: Any, dtype: torch.dtype | None = None, order: Sequence[in
 def replicated_like(
     tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """A new tensor of that shape on the device of `tensor`, with its dimensions in memory in that order; on every rank
-    of its mesh if it is a DTensor."""
+    """A new tensor of that shape on the device of `tensor`; on every rank of its mesh if `tensor` is a DTensor.
+    `order`: of its dimensions in memory."""
     local = empty(shape, dtype, order, tensor.device)
     if not is_dtensor(tensor) or not shape:
         return local

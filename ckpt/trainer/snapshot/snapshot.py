@@ -335,7 +335,7 @@ class Snapshotter:
         return asked
 
     def _torn(self, pending: _Pending) -> set[Key]:
-        """The tensors that are torn in the arena. Call it before anything else may write there."""
+        """The tensors whose staged bytes differ from the boundary. Call it before anything else may write there."""
         assert pending.plan.watch is not None
         torn = pending.plan.watch.torn()
         if pending.spot is not None:
