@@ -213,6 +213,7 @@ class Overwritten:
 
     @property
     def names(self) -> list[str]:
+        """The names of the overwritten tensors."""
         return sorted(set(self._names.values()))
 
     def add(self, manifest: Manifest, targets: RestorePlan, written: Collection[int]) -> None:

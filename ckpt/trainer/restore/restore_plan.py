@@ -281,6 +281,9 @@ class _NodeTargets:
         return new
 
     def loader(self, node: LoaderNode, own: Own | None, others: Sequence[Own], strict: bool) -> None:
+        """Plans the position of a loader. If as many data-parallel ranks saved it as there are now, each takes its own
+        position. Otherwise the loader's reshard() divides the positions. Errors: UsageError if `strict` and it has
+        none."""
         here, loader, path = self.walker.coordinate, node.value, node.path
         saved: dict[int, Own] = {}
         for rank in (*others, *([own] if own else [])):

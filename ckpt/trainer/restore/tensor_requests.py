@@ -86,6 +86,7 @@ class TensorRequests:
     # ------------------------------------------------------------------------------------------------- differences
 
     def differ(self, kind: str, name: str, line: str) -> None:
+        """Notes a difference; only the first one of each kind and name counts. `line`: the difference in words."""
         self.lines.setdefault((kind, name), line)
 
     def missing(self, name: str, why: str = "") -> None:

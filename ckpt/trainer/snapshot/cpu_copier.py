@@ -1,7 +1,7 @@
 """The protocol of a copier, and the copier for tensors in host memory.
 
 Guarantees, for every copier:
-- `CopyJob.eager` returns when the caller may change the sources. The targets still get the bytes of before.
+- `CopyJob.eager` returns when later work of the caller may change the sources. The targets still get the old bytes.
 - `CopyJob.late` returns at once. The caller must not change the sources before `Ticket.fence` has returned.
 - The bytes are in the targets once `Ticket.wait` has returned, not before.
 

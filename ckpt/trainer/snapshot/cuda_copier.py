@@ -1,8 +1,8 @@
 """The copier for tensors on CUDA devices: side streams copy into arena pages that are locked in place.
 
-- Pages are locked in parts of LOCK_BYTES, cut at address multiples of that, with a pause as long as each lock. While
-  pages are locked, the driver lets no thread launch a kernel (83 ms for 2 GiB at once on an H200). No transfer may
-  cross the seam between two parts.
+- Pages are locked in parts of LOCK_BYTES, cut at addresses that are its multiples. After each part the thread pauses
+  for as long. While the driver locks pages, it lets no thread launch a kernel (83 ms for 2 GiB at once on an H200). No
+  transfer may cross the seam between two parts.
 - A device's side stream starts after the work in the current stream. So it reads the state as of the boundary.
 - Small pieces (also buffers that change in forward) are cloned on the current stream into one device buffer. The buffer
   is laid out like the arena, and all arenas share it. A few large transfers then copy it to the arena. Training does
@@ -216,6 +216,8 @@ class CudaCopier:
 
 
 class CudaJob:
+    """Pieces ready to be copied: those on CUDA devices, and those of the host copier's job."""
+
     def __init__(self, copier: CudaCopier, host: CopyJob, by_device: dict[torch.device, list[CopyPiece]]) -> None:
         self._copier = copier
         self._host = host
@@ -298,6 +300,8 @@ class _DevicePart:
 
 
 class CudaTicket:
+    """One copy under way, on the devices and on the host."""
+
     def __init__(self, copier: CudaCopier, host: Ticket, started: Sequence[_Started]) -> None:
         self._copier = copier
         self._host = host

@@ -70,8 +70,7 @@ class DeferredTrust:
         return self.is_candidate(key) and self._proofs.get(key, 0) >= PROOFS
 
     def forget_all_but(self, keys: Collection[Key]) -> None:
-        """Drops the proofs of tensors that are gone. A tensor that comes back at the same address later is a new
-        one."""
+        """Drops the proofs of tensors that are gone. One that comes back at the same address later is a new tensor."""
         with self._lock:
             self._proofs = {key: n for key, n in self._proofs.items() if key in keys}
 
@@ -107,10 +106,12 @@ class DeferredTrust:
             self._events.emit("deferred_copy.off", f"late copies are off for this run: {why}", loud=True, reason=why)
 
     def proven(self) -> list[str]:
+        """How many tensors are proven safe to copy late, in words."""
         count = sum(self.is_proven(key) for key in list(self._proofs))
         return [f"lazy copies of {counted(count, 'tensor')}"] if count else []
 
     def fell_back(self) -> list[str]:
+        """What is copied at the boundary because it was not safe to copy late, in words."""
         off = [f"lazy copies off: {self._why_off}"] if self._why_off else []
         return [*off, *(f"{name} is copied at the boundary: it changed" for name, _ in sorted(self._distrusted))]
 
@@ -137,7 +138,7 @@ class TensorWatch:
             group.remember()
 
     def look(self) -> Callable[[], set[Key]]:
-        """Compares the tensors as of this call with the remembered ones. The returned function waits for the
+        """Compares the tensors as they are now with the remembered ones. The returned function waits for the
         outcome."""
         moved = {n for n, t in enumerate(self._live) if (t._version, t.data_ptr()) != self._seen[n]}
         verdicts = [group.look(moved) for group in self._groups]

@@ -47,6 +47,7 @@ def streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
 
 
 def registered(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
+    """The registered generators by name. `objects`: the generators by path."""
     return {f"state:{path}": of(value) for path, value in objects.items()}
 
 
@@ -55,6 +56,7 @@ def is_generator(value: object) -> bool:
 
 
 def of(value: Any) -> RandomStream:
+    """The stream of a generator object."""
     if isinstance(value, torch.Generator):
         return _torch(value)
     if isinstance(value, np.random.Generator):

@@ -77,11 +77,15 @@ class Owners:
 
 @dataclass(slots=True)
 class OptimizerView:
-    """An optimizer as it was read. `params`: by group; `param_names`: their names. `skeletons`: the distinct structures
-    of per-parameter state, each {"value": the tree without its tensors, "tensors": their paths}. `state`: for each
-    parameter, in order, the index of its skeleton; -1 for none. `plain`: the state dicts that hold only tensors.
-    `rest`: the payload of the other entries of its state_dict(). `mixed`: whether it has other state dicts, or a
-    state_dict() of its own; both may change at each step."""
+    """An optimizer as it was read.
+
+    - `params`: by group; `param_names`: their names.
+    - `skeletons`: the distinct structures of per-parameter state, each {"value": the tree without its tensors,
+      "tensors": their paths}. `state`: for each parameter, in order, the index of its skeleton; -1 for none.
+    - `plain`: the state dicts that hold only tensors.
+    - `rest`: the payload of the other entries of its state_dict().
+    - `mixed`: whether it has other state dicts, or a state_dict() of its own. Both may change at each step.
+    """
 
     path: str
     optimizer: torch.optim.Optimizer

@@ -58,11 +58,16 @@ class OptimizerTree:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The values that are not one rank's own, each by path. `data`: plain values. `objects`: what their
-    load_state_dict() gets. `optimizers`. `modules`: extra state by key. `versions`: the format versions inside each
-    custom module. `classes`: the class names of optimizers and objects. `aliases`: other names of tensors, with the
-    name that each is saved under. `orders`: of tensors that were not row-major, the dimensions in memory from the
-    outermost; None if none were saved."""
+    """The values that belong to no single rank, by path:
+
+    - `data`: plain values.
+    - `objects`: what their load_state_dict() gets.
+    - `optimizers`, and `classes`: the class names of optimizers and objects.
+    - `modules`: extra state, by key; `versions`: the format versions inside each custom module.
+    - `aliases`: other names of tensors, each with the name that the tensor was saved under.
+    - `orders`: by name of a tensor that was not row-major, its dimensions in memory, from the outermost. None if the
+      checkpoint has no orders.
+    """
 
     data: Mapping[str, Tree] = field(default_factory=dict)
     objects: Mapping[str, Tree] = field(default_factory=dict)

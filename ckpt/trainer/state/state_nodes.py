@@ -26,8 +26,8 @@ from ckpt.trainer.state.value_trees import Tensor
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor under its canonical name. `trained`: a registered optimizer trains it, or it is state of a trained
-    parameter."""
+    """A tensor under its canonical name. `trained`: whether a registered optimizer trains it, or keeps it as state of a
+    parameter that it trains."""
 
     name: str
     tensor: Tensor
@@ -148,7 +148,7 @@ def read_tree(kind: str, tree: Any, path: str) -> tuple[list[NamedTensor], dict[
 
 def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
     """The two value trees of a state (StateWalker.values), encoded for storage. `constants`: those of the scan. Errors:
-    UsageError names values that cannot be stored by their place in the state."""
+    UsageError names each value that cannot be stored, by its place in the state."""
     try:
         return values.encode(shared, constants=constants), values.encode(own)
     except UsageError:

@@ -50,10 +50,16 @@ HASH_BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Walk:
-    """One walk of the state. `tensors`: per entry of `layout`, the live local tensor of each box, on any device, maybe
-    not contiguous; its row-major bytes are the box's. `late`: per entry, whether it may be copied during the next step
-    once that is verified to be safe. True for parameters that a registered optimizer trains, and their state, unless
-    small. `replica`: per entry, whether other ranks may hold equal boxes. `scan`: the structure that was walked."""
+    """One walk of a state. Per entry of `layout`:
+
+    - `tensors`: the live local tensor of each box, on any device, maybe not contiguous. Its row-major bytes are the
+      box's.
+    - `late`: whether it may be copied during the next step once that is verified to be safe. True for what a registered
+      optimizer trains, and its state, unless small.
+    - `replica`: whether other ranks may hold equal boxes.
+
+    `scan`: the structure that was walked.
+    """
 
     layout: Layout
     tensors: tuple[tuple[torch.Tensor, ...], ...]
@@ -86,11 +92,15 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The structure of a state. By node path: `found`, its tensors under all their names; `fixed`, payloads without a
-    value that could change; `extras`, a module's modules with extra state. By tensor name: `tensors`, each tensor once;
-    `aliases`, the other names, each with the name that the tensor is saved under; `orders`, the dimensions in memory
-    (shard.order_of). `volatile`: nodes that must be asked which tensors they hold, each with its answer. `constants`:
-    the parts of the values that never change."""
+    """The structure of a state.
+
+    - By path of a node: `found`, its tensors under all their names; `fixed`, a payload without any value that could
+      change; `extras`, a module's modules with extra state.
+    - By name of a tensor: `tensors`, each tensor once; `aliases`, the other names, each with the name that the tensor
+      is saved under; `orders`, the dimensions in memory of a tensor that is not row-major (shard.order_of).
+    - `volatile`: nodes that must be asked which tensors they hold, each with its answer.
+    - `constants`: the parts of the values that never change.
+    """
 
     nodes: list[StateNode]
     found: dict[str, list[NamedTensor]]
@@ -117,8 +127,8 @@ class Scan:
         return self.tensors[self.aliases.get(name, name)][1]
 
     def buffers(self) -> set[str]:
-        """The names of the modules' tensors that are not parameters, and so not trained. Where they differ between
-        ranks (a BatchNorm's statistics), DDP keeps rank 0's."""
+        """The names of the modules' tensors that are not parameters. Where they differ between ranks (a BatchNorm's
+        statistics), DDP keeps rank 0's."""
         held: set[str] = set()
         for node in (node for node in self.nodes if isinstance(node, ModuleNode)):
             found = self.found[node.path]
@@ -189,7 +199,8 @@ class StateWalker:
 
     def changed(self, walk: Walk) -> bool:
         """Whether walk() would now find other names, dtypes, shapes, boxes or memory. Takes about 10 ms for 20,000
-        tensors. It calls state_dict() of objects and custom modules, and get_extra_state() of modules that have it."""
+        tensors. It calls state_dict() of objects and custom modules, and get_extra_state() of modules that have it. It
+        reshards FSDP2 modules that are left gathered."""
         seen = walk._seen
         for module in seen.gathering:
             module.reshard()
@@ -226,7 +237,7 @@ class StateWalker:
 
     def strays(self, walk: Walk, shared: Any) -> list[str]:
         """The tensors that `shared`, values for the structure of `walk`, refers to and the walk lacks. A checkpoint
-        with such values could not be restored. There are some only if an object answered `values` otherwise than
+        with such values could not be restored. There are some only if an object answered `values` differently from
         `changed`. Checks only values that were read anew."""
         scan = walk.scan
         referred: list[str] = []
