@@ -37,9 +37,13 @@ LINES_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The outcome of load_weights. `unfit`: by name, why a tensor was left as it was. `filled`: whether any tensor was
-    filled. `cast`: conversions to another dtype, in words, or "". `firsts`: buffers that differed between the ranks
-    that saved them; the first rank's were taken. `versions`: by module, its format versions at the save."""
+    """The outcome of load_weights.
+
+    - `unfit`: by name, why a tensor was left as it was. `filled`: whether any tensor was filled.
+    - `cast`: conversions to another dtype, in words; "" for none.
+    - `firsts`: buffers that differed between the ranks that saved them. The first rank's were taken.
+    - `versions`: by module, its format versions at the save.
+    """
 
     unfit: Mapping[str, str]
     filled: bool

@@ -1,5 +1,4 @@
-"""The restore of one candidate into the live state: first its values, which tell what else to expect, then its
-tensors."""
+"""The restore of one candidate into the live state: first its values, which tell what else to expect; then tensors."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ ONLY = "only in the checkpoint: "  # the prefix of a difference that is an extra
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
     """A tensor of the checkpoint as this rank may have it: whole, or in `parts`, one for each of its boxes. `shape`:
-    the global shape; None if it is not recorded (parts). `owner`: the rank that saved it as its own; "" for the job's.
-    """
+    the global shape; None if not recorded (parts). `owner`: the rank that saved it as its own; "" for the job's."""
 
     name: str
     owner: str
@@ -49,10 +48,13 @@ class SavedTensor:
 
 @dataclass(slots=True)
 class TensorRequests:
-    """Collects the wants of one rank, and the differences between state and checkpoint. `coordinate`: this rank's; None
-    for a checkpoint of another mesh, where an equal coordinate is another rank's. Then `alike` says from which owner to
-    take a tensor. `live_aliases`: other names of the state's tensors (name -> first name); `also`: the reverse.
-    `saved`: the values of the checkpoint."""
+    """Collects the wants of one rank, and the differences between state and checkpoint.
+
+    - `coordinate`: this rank's; None for a checkpoint of another mesh, where an equal coordinate is another rank's.
+    - `alike`: for another mesh, by name, the owner to take a tensor from.
+    - `live_aliases`: other names of the state's tensors (name -> first name); `also`: the reverse.
+    - `saved`: the values of the checkpoint.
+    """
 
     coordinate: str | None
     alike: Mapping[str, str]

@@ -111,7 +111,7 @@ class Samples:
     def _part(self, turn: int) -> tuple[str, list[int], bytes]:
         chosen = self._boxes[turn % len(self._boxes)]
         live = chosen.live.detach()
-        # reshape(-1) would copy all of a large tensor that is not contiguous, so one row of it is taken before.
+        # reshape(-1) would copy all of a large tensor that is not contiguous. So one line is cut out of it first.
         if live.ndim > 1 and live.nbytes > PART_BYTES:
             along = max(range(live.ndim), key=lambda d: live.shape[d])
             live = live[tuple(slice(None) if d == along else turn % n for d, n in enumerate(live.shape))]
