@@ -103,7 +103,7 @@ def _not_yielded(part: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """How far a torchdata loader has read. `one`: the present pass over its data; None before the first iteration.
+    """How far a torchdata loader has read. `one`: the present pass over its data; None if no iterator of it exists yet.
     `batches`: how many batches of it were handed out. `at_end`: whether the pass has ended."""
 
     one: object
