@@ -156,9 +156,16 @@ def held() -> list[str]:
     return [where for each in Path("/proc/self/fd").iterdir() if "ckpt-" in (where := os.path.realpath(each))]
 
 
-LEAVING = ["end_all", "Checkpointer._forget", "Parting.end_threads", "Updates.close", "StepHook.remove", "Saver.close"]
+LEAVING = [
+    "end_all",
+    "Checkpointer._forget",
+    "Shutdown.end_threads",
+    "StepTracking.close",
+    "StepHook.remove",
+    "Saver.close",
+]
 LEAVING += ["Saver.quiet", "Snapshotter.close", "Link.close", "Link._drop_connection"]
-LEAVING += ["Arena.close", "ControlPage.close", "Tasks.close", "Levels.fail_all", "Parting.close"]
+LEAVING += ["Arena.close", "ControlPage.close", "Tasks.close", "Levels.fail_all", "Shutdown.close"]
 
 
 @pytest.mark.parametrize("name", LEAVING)
@@ -181,7 +188,14 @@ def test_an_interrupt_before_the_first_line_of_what_closes_the_block_leaves_noth
 
 
 ENTERING = ["Snapshotter.__init__", "Saver.__init__", "Saver.begin", "Tasks.start", "Link.connect", "Link.join"]
-ENTERING += ["Updates.begin", "Updates.collect", "Parting.begin", "Signals.__enter__", "is_caught", "Levels.begin"]
+ENTERING += [
+    "StepTracking.begin",
+    "StepTracking.collect",
+    "Shutdown.begin",
+    "Signals.__enter__",
+    "is_caught",
+    "Levels.begin",
+]
 
 
 @pytest.mark.parametrize("name", ENTERING)
