@@ -1,6 +1,8 @@
-"""A job of several nodes, or with memory-only ones, as the agent of rank 0's node leads it: whom it asks what they hold
-before it begins, how what is found there is put together and served, and who hears what of it afterwards. Nothing of it
-happens in a job of one node."""
+"""The coordinator's part in a start of several nodes, or with memory-only ones: the survey, the gathering of candidates,
+the serving of their frames, and what the other nodes are told afterwards.
+
+The coordinator is the agent of rank 0's node. Nothing here happens in a job of one node without memory-only nodes.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +46,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-CALL_AGAIN_S = 1.0  # after a connection to a node of a running job has broken
-CALLS_MAX = 3  # connections on which a node is told of a start
+CALL_AGAIN_S = 1.0  # pause before a broken connection to a node of a running job is dialled again
+CALLS_MAX = 3  # connections tried to tell a node of a start
 
 
 class ClusterStartup(Startup):
-    """See Starts. Everything runs on the agent's main thread."""
+    """The part of the agent that coordinates starts of several nodes (see above). Main thread only. `lenders`: the
+    memory-only nodes of the current job."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
-        self._offered: dict[str, set[str]] = {}  # transfers that others may make from here, by name: on whose word
+        self._offered: dict[str, set[str]] = {}  # by transfer served from here: the agents that asked for the serving
         self._frozen = Frozen()
-        self._asking: Start | None = None  # that has asked nodes what they hold: its outcome is owed to them
+        self._asking: Start | None = None  # the start that surveyed nodes and owes them its outcome
         self.lenders = MemoryNodeClients(url, lambda: self.network, server.later, self._event, self._lenders_changed)
         self._services.lenders = self.lenders.there
         self._services.awaits_lenders = lambda: self.lenders.awaited
@@ -68,13 +71,14 @@ class ClusterStartup(Startup):
         self._call_lenders(start)
 
     def _call_lenders(self, start: Start) -> None:
-        """A start does without the memory-only nodes that are not there."""
+        """Surveys the memory-only nodes. The start does without those that do not answer."""
 
         def answered(address: Address, answer: Message | None, error: str) -> None:
             try:
                 if answer is not None:
                     start.inventory.add(Inventory.unpack(answer.blobs[0]), str(answer.fields["name"]))
-            except Exception as exc:  # whatever it may have sent: a start waits for this
+            # A malformed answer can raise anything, and the start waits for this one.
+            except Exception as exc:
                 log.warning("what the memory-only node at %s says it holds cannot be read: %r", address, exc)
             start.silent.discard(str(address))
 
@@ -83,7 +87,8 @@ class ClusterStartup(Startup):
         self.lenders.begin(start.lenders, start.launch, start.take_over, then)
 
     def _tend_fence(self, now_s: float) -> float | None:
-        """Whom a start has asked what they hold hears what came of it. When to look again."""
+        """Tells surveyed nodes the outcome of a start that ended, and ends what expired leases had served. Returns when
+        to look again."""
         start = self._asking
         if start is not self._start:
             claim = start.job.claim if start is not None and start.job is not None else None
@@ -98,7 +103,7 @@ class ClusterStartup(Startup):
         return min((each for each in times if each is not None), default=None)
 
     def _tell_if_frozen(self, now_s: float) -> float | None:
-        """Who trains and has no snapshot taken hears it. When to look again."""
+        """Emits `job.frozen` if the current job has taken no snapshot for BOUND_S. Returns when to look again."""
         job = self.current
         if job is None or job.group.all_gone or job.group.superseded_by:
             self._frozen.is_late(None, now_s)
@@ -121,16 +126,19 @@ class ClusterStartup(Startup):
         return None
 
     def _tell_outcome(self, start: Start, epoch: Epoch | None) -> None:
+        """Tells the surveyed nodes which epoch the start has begun; None: it came to nothing."""
         if epoch is not None:
             self.fence.begun(HERE, epoch)
         elif self._start is None:
             self.fence.over(HERE)
         fields = {"t": "outcome", "epoch": str(epoch) if epoch is not None else None}
-        again = {node.name for node in self._start.nodes} if self._start is not None else set()  # a newer one has asked
+        # Nodes that a newer start has surveyed again hear only the newer outcome.
+        again = {node.name for node in self._start.nodes} if self._start is not None else set()
         for node in [*start.nodes[1:], *start.former]:
             if self.network is not None and node.name not in again:
                 self.network.tell(node.name, fields)
-        if epoch is None and self._start is None:  # else it is told by what is borrowed for it
+        # Memory-only nodes learn of a begun epoch when it borrows from them.
+        if epoch is None and self._start is None:
             self.lenders.say(fields)
 
     def _ask_former(self, start: Start) -> None:
@@ -139,20 +147,20 @@ class ClusterStartup(Startup):
             ask_former(self.network, start, lambda what: self._guard_start(start, what), self._server.later)
 
     def _tend_lenders(self) -> None:
-        """A job whose ranks are all gone borrows nothing any more: another may."""
+        """Ends the borrowing of a job whose ranks are all gone: the memory-only nodes may lend to another job."""
         if self.lenders.lead and self.current is not None and self.current.group.all_gone:
             self.lenders.say({"t": "idle"})
             self.lenders.end()
 
     def _free_lenders(self) -> None:
-        """Nobody comes back for what is kept of a job that came to its end, once all of it is in the store."""
+        """Has the memory-only nodes drop the replicas of a job that has ended and whose newest checkpoint is stored."""
         job = self.current
         newest = job.group.newest if job is not None and job.came_to_its_end else None
         if job is not None and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
             self.lenders.say({"t": "drop", "epoch": str(job.epoch)})
 
     def _lenders_changed(self) -> None:
-        """Copies may be had elsewhere now."""
+        """The set of memory-only nodes changed: plans the placement of replicas anew."""
         self._server.called.learn(self.lenders.nodes())
         if self.current is not None:
             self.current.place_again()
@@ -164,6 +172,7 @@ class ClusterStartup(Startup):
             self.lenders.led(job.terms, named)
 
     def _call(self, start: Start, node: NodeAt) -> None:
+        """Tells one node of the start and adds its inventory. The start fails if that node does not take part."""
         network = self.network
         assert network is not None
         start.silent.add(node.name)
@@ -183,8 +192,9 @@ class ClusterStartup(Startup):
             network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(asked, *found)))
 
         def answered(asked: Channel | None, answer: Message | None, error: str) -> None:
+            # The connection ended, as when both nodes dial each other at once: the start was not refused.
             if answer is None and network.channel(node.name) is not asked and next(tries) < CALLS_MAX:
-                connect()  # not refused: the connection has ended, as where both have dialled each other at once
+                connect()
                 return
             if answer is None:
                 raise AgentError(f"agent {node.name} does not take part: {error}")
@@ -223,12 +233,13 @@ class ClusterStartup(Startup):
         self._collecting(start).part(identity, manifest, leave, self._server.later, moves, found)
 
     def _collecting(self, start: Start) -> CheckpointCollector:
+        """A collector of checkpoints from the nodes of this start and from the others that hold some."""
         services = self.network, self._bulk, self.parities, self._arenas_of, start.inventory
         guard = lambda what: self._guard_start(start, what)  # noqa: E731
         return CheckpointCollector(*services, start.nodes, self._others_that_hold(start), guard, urgent=True)
 
     def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
-        """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
+        """The holders without ranks of this job: memory-only nodes, and nodes of earlier starts."""
         return [*self.lenders.nodes(), *(start.former if start is not None else ())]
 
     def _serve_others(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
@@ -257,8 +268,8 @@ class ClusterStartup(Startup):
         return SharedRead(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event, only)
 
     def _serve(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
-        """Whoever takes part in the run may fetch these frames from here, until agent `by` says that nobody does any
-        more. Errors: AgentError."""
+        """Serves these frames to every node of the run, until agent `by` withdraws them. Errors: AgentError if this
+        node does not hold that rank's snapshot."""
         arena, name = self._arenas_of(identity).get(rank), name_of(identity, rank)
         if arena is None or self.network is None:
             raise AgentError(f"rank {rank} of {identity} is not held here")
@@ -267,7 +278,7 @@ class ClusterStartup(Startup):
         self._offered.setdefault(name, set()).add(by)
 
     def _withdraw_served(self, by: str, identity: Identity | None = None) -> None:
-        """`identity`: None means all that it has had served."""
+        """Ends the serving of that checkpoint for agent `by`; `identity` None: of all that was served for it."""
         served = f"{identity}/" if identity is not None else ""
         for name in [name for name in self._offered if name.startswith(served)]:
             self._offered[name].discard(by)
@@ -276,8 +287,8 @@ class ClusterStartup(Startup):
                 del self._offered[name]
 
     def _end_what_starts_left(self, now_s: float) -> None:
-        """Of a start whose outcome is known, or whose coordinator is taken for gone (see Fence), nothing is served any
-        more. What such a coordinator had read for it goes, too."""
+        """Ends what is served, and read from the store, for starts whose outcome is known or whose lease has expired
+        (see InventoryLease)."""
         self.fence.stands(now_s)
         served = {by for every in self._offered.values() for by in every if by != HERE}
         for by in [by for by in served if not self.fence.has_asked(by)]:
@@ -298,7 +309,7 @@ class ClusterStartup(Startup):
 
     def _tell_others_of_claim(self, job: Job) -> None:
         terms = job.terms
-        assert terms is not None  # it has begun
+        assert terms is not None  # the job has begun
         fields, blobs = {"t": "claimed", "epoch": str(job.epoch)}, [terms.encode()]
         for node in job.nodes[1:]:
             if self.network is not None:
@@ -310,17 +321,18 @@ class ClusterStartup(Startup):
         for node in job.nodes[1:]:
             if self.network is not None:
                 self.network.tell(node.name, {"t": "forget", "epoch": str(job.epoch)})
-        if job.group.safe is not None or job.group.committed_tick is not None:  # else it may be all that survives us
+        # Else the replicas of former epochs may be all that survives this node.
+        if job.group.safe is not None or job.group.committed_tick is not None:
             self.lenders.say({"t": "forget", "epoch": str(job.epoch)})
 
     def _forget(self, before: Epoch) -> None:
-        """A newer checkpoint is complete than what former epochs left here."""
+        """Drops replicas and followed jobs of epochs before `before`, of which a checkpoint is complete."""
         self.newest_elsewhere = max(self.newest_elsewhere, before)
         self.copies.epochs_before(before)
         for each in self.followings:
             each.over = each.over or each.epoch < before
 
-    # -- what a job goes on from, and has lost copies of
+    # -- re-replication of the restored checkpoint
 
     def _restored(self, peer: Peer, message: Message) -> None:
         start = self._start
@@ -330,7 +342,8 @@ class ClusterStartup(Startup):
         if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
             return
         if identity not in start.gathered and self._in_memory(identity) is None:
-            return  # of what is not whole in memory copies would save nothing but a few reads of the store
+            # The checkpoint is not whole in memory: replicas would save only a few reads of the store.
+            return
         if identity in start.gathered:
             places = start.gathered[identity].places
             self._reprotect(job, network, identity, places.sizes, places.holders, start.inventory)
@@ -347,7 +360,8 @@ class ClusterStartup(Startup):
         holders: Mapping[int, Sequence[str]],
         inventory: Inventory,
     ) -> None:
-        """`sizes`, `holders`: as in Places. `inventory`: what all nodes have."""
+        """Sets up the re-replication of the restored checkpoint, for the ranks that parity does not protect. `sizes`,
+        `holders`: as in FramePlaces. `inventory`: what all nodes hold together."""
         losses = job.protection.losses if job.protection is not None else 0
         intact = inventory.protected(identity, losses)
         named = {rank: [name or network.me for name in names] for rank, names in holders.items() if rank not in intact}
@@ -355,7 +369,8 @@ class ClusterStartup(Startup):
         job.reprotecting = Rereplication(*services, self._arenas_of, self._server.later, job.emit, job.parent_is_safe)
 
     def _tend_protection(self) -> None:
-        """As soon as it is known what memory the job leaves, and until it has a checkpoint of its own that is safe."""
+        """Re-replicates the restored checkpoint once the job's memory plan is known, until the job has a checkpoint of
+        its own that supersedes it."""
         for job in self._jobs():
             self._refind(job)
             group, protection = job.group, job.protection
@@ -371,8 +386,8 @@ class ClusterStartup(Startup):
                 job.reprotecting.tend(job.lends(), losses)
 
     def _refind(self, job: Job) -> None:
-        """Where this agent has taken the job over, and the job has made nothing yet that may be safe: nothing is asked
-        before it is known what of its own is, and which memory-only nodes are there."""
+        """Sets up the survey for replicas of the restored checkpoint, if this agent took the job over from a dead one.
+        Waits until the job's own replicated checkpoints and its memory-only nodes are known."""
         network, identity, group = self.network, job.claim.parent if job.claim is not None else None, job.group
         if not job.asks_for_former or job.plan is None or self.lenders.awaited:
             return
@@ -393,7 +408,8 @@ class ClusterStartup(Startup):
                 self.copies.release(identity)
                 then(found.places if found is not None else None, error)
 
-            self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
+            # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
+            self.copies.lease(identity)
             services = network, self._bulk, self.parities, self._arenas_of, inventory
             CheckpointCollector(*services, job.nodes, self.lenders.nodes(), job.guard).whole(identity, collected)
 
@@ -404,14 +420,14 @@ class ClusterStartup(Startup):
         job.refinding = RestartSurvey(identity, ask, collect, found, self._server.later)
 
     def _givers_told(self, start: Start, places: FramePlaces) -> bytes:
-        """Where those are that hold some of it and have no part in the job: a blob."""
+        """A blob: names and addresses of the holders that have no rank in the job."""
         names = {name for held in places.holders.values() for name in held}
         givers = [node for node in self._others_that_hold(start) if node.name in names]
         told: bytes = msgpack.packb([[node.name, [str(address) for address in node.addresses]] for node in givers])
         return told
 
     def _call_again(self, name: str) -> None:
-        """As long as a job that is coordinated here has ranks there, or is still being saved."""
+        """Reconnects to a node of the current job, if the job still needs the agent."""
         network, job = self.network, self.current
         if network is None or job is None or not job.needed or network.channel(name) is not None:
             return
@@ -422,12 +438,12 @@ class ClusterStartup(Startup):
 
 
 def _room_for(job: Job, manifest: Manifest) -> Callable[[], int]:
-    """Bytes that a start may take on this node until all ranks have restored."""
+    """A function: the bytes that a start may take on this node until all ranks have restored."""
     slot_bytes = _slot_bytes(manifest, job.ranks.count, job.world)
     slots = slots_for(job.group.policy)
     return lambda: job.own.for_a_while_bytes(slot_bytes, slots, job.options.limits.memory)
 
 
 def _slot_bytes(manifest: Manifest, ranks: int, world: int) -> int:
-    """What a snapshot of it takes on a node with so many of the ranks, about."""
+    """About the bytes of one snapshot on a node that has `ranks` of the job's `world` ranks."""
     return int(manifest.frames["length"].sum()) * ranks // world

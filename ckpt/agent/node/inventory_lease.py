@@ -1,14 +1,15 @@
-"""Whose word has something dropped here, while starts ask what lies here and after that. Pure: no clock of its own.
+"""The inventory lease: decides which agent may have something dropped on this node, during surveys and after them.
+Pure: no clock of its own.
 
-- From the answer to a start's question until its outcome nothing of what was listed goes: words of every epoch that
-  was known then are refused, those of this agent's own jobs among them.
-- Once the start has begun its epoch, that one decides, and words of older epochs are refused for good. So are starts
-  that asked before it.
-- A node that commits what a job has left asks as a start does, and begins nothing. It gives way to every start: where
-  one has asked it is refused, and once one does nothing waits for its outcome any more.
-- A start that comes to nothing says so. One whose coordinator has not been connected for BOUND_S is taken for over:
-  then the words of the epochs before it count again. Nothing is freed by that.
-- What has begun, be it nowhere in the store, is an epoch that is known here: the next start takes a larger one.
+- A start that surveys this node holds a lease from the answer until its outcome. Nothing that was listed is dropped:
+  drop requests for every epoch known by then are refused, also those of this agent's own jobs.
+- Once the start has begun its epoch, that epoch decides. Drop requests for older epochs are refused for good, and
+  leases of starts that surveyed before it end.
+- A node that commits orphaned checkpoints surveys as a start does, and begins no epoch. Its lease gives way to every
+  start: it is refused while a start holds a lease, and ends when a start takes one.
+- A start that comes to nothing says so. If its coordinator has not been connected for BOUND_S, the lease ends: then
+  requests for the epochs before it count again. The end of a lease frees nothing by itself.
+- An epoch that has begun is known here, even if it is not in the store: the next start takes a larger one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from dataclasses import dataclass
 from ckpt.errors import AgentError
 from ckpt.types import HERE, Epoch
 
-BOUND_S = 60.0  # its connection is known to be gone up to 25 s late, and from then on it fetches nothing from here
-UNHEARD_MAX = 10_000  # starts of the run, one after the other, that a node may have heard nothing of
+# A lost connection is noticed up to 25 s late; from then on that coordinator fetches nothing from here.
+BOUND_S = 60.0
+UNHEARD_MAX = 10_000  # successive starts of the run that a node may not have heard of
 
 
 @dataclass(slots=True)
 class _Asked:
-    """`newest`: the newest epoch that was known here then. `left`: for what a job has left, and not for a start.
-    `lost_s`: since when who asked is not connected."""
+    """One lease. `newest`: the newest epoch known here at the survey. `left`: held to commit orphaned checkpoints, not
+    by a start. `lost_s`: since when its holder is not connected; None: it is."""
 
     newest: Epoch
     left: bool
@@ -33,15 +35,15 @@ class _Asked:
 
 
 class InventoryLease:
-    """Agents are called by their names, this one HERE."""
+    """The leases on one node's inventory, by the name of the agent that holds each; this agent is HERE."""
 
     def __init__(self) -> None:
-        self.floor = Epoch(0, "0" * 16)  # words of older epochs decide nothing any more
-        self._asked: dict[str, _Asked] = {}  # the one that asked last is last
+        self.floor = Epoch(0, "0" * 16)  # requests for older epochs are refused for good
+        self._asked: dict[str, _Asked] = {}  # oldest first
 
     def asked(self, by: str, newest: Epoch, left: bool = False) -> None:
-        """A start that this agent coordinates is told what lies here; `newest`: of all epochs that are known here.
-        `left`: no start, but what a job has left. Errors: AgentError where that has to give way."""
+        """Agent `by` surveys this node for its start, and takes a lease. `newest`: the newest epoch known here. `left`:
+        the survey is for an orphan commit. Errors: AgentError if an orphan commit has to give way to a start."""
         starts = {name: each for name, each in self._asked.items() if not each.left}
         if left and starts:
             raise AgentError("a start has asked what lies here, and its outcome is not known")
@@ -50,11 +52,12 @@ class InventoryLease:
         self._asked[by] = _Asked(newest, left)
 
     def has_asked(self, by: str) -> bool:
-        """Whether a start of it waits for its outcome."""
+        """Whether that agent holds a lease."""
         return by in self._asked
 
     def begun(self, by: str, epoch: Epoch) -> bool:
-        """Its start has begun that epoch. False where it has not asked: then that says nothing."""
+        """The start of agent `by` has begun `epoch`: ends its lease and all older ones. False, without effect, if the
+        agent holds no lease or the epoch was known at its survey."""
         if by not in self._asked or epoch <= self._asked[by].newest:
             return False
         names = list(self._asked)
@@ -64,59 +67,59 @@ class InventoryLease:
         return True
 
     def over(self, by: str) -> None:
-        """Its start has come to nothing."""
+        """The start of that agent came to nothing: ends its lease."""
         self._asked.pop(by, None)
 
     def lost(self, by: str, now_s: float) -> None:
-        """It is not connected any more."""
+        """That agent is not connected any more."""
         if by in self._asked and self._asked[by].lost_s is None:
             self._asked[by].lost_s = now_s
 
     def heard(self, by: str) -> None:
-        """It is connected."""
+        """That agent is connected."""
         if by in self._asked:
             self._asked[by].lost_s = None
 
     def stands(self, now_s: float) -> bool:
-        """Whether some start waits for its outcome."""
+        """Whether any lease stands. Ends those whose holder has not been connected for BOUND_S."""
         for name, each in list(self._asked.items()):
             if each.lost_s is not None and now_s >= each.lost_s + BOUND_S:
                 del self._asked[name]
         return bool(self._asked)
 
     def until_s(self) -> float | None:
-        """When a start is taken for over next; None: none is, as things are."""
+        """When the next lease expires; None: the holders of all leases are connected."""
         return min((each.lost_s + BOUND_S for each in self._asked.values() if each.lost_s is not None), default=None)
 
     def refusal(self, by: str, epoch: Epoch, now_s: float) -> str:
-        """Why that agent may have nothing dropped or overwritten for that epoch now; "": it may."""
+        """Why agent `by` may not drop or overwrite anything for that epoch now; "" if it may."""
         if epoch < self.floor:
             return f"{epoch} decides nothing any more: {self.floor} has begun"
         if not self.stands(now_s):
             return ""
         last, each = next(reversed(self._asked.items()))
         if by == last and epoch > each.newest:
-            return ""  # what it begins
+            return ""  # the epoch that its start begins
         who = f"of agent {last}" if last != HERE else "on this node"
         what = f"a start {who} has asked what lies here, and its outcome is not known"
         return f"nothing is dropped for {epoch} now: {what}"
 
     def check(self, by: str, epoch: Epoch, now_s: float) -> None:
-        """Errors: AgentError, see `refusal`."""
+        """Errors: AgentError with the text of `refusal`, if there is one."""
         if why := self.refusal(by, epoch, now_s):
             raise AgentError(why)
 
 
 class Frozen:
-    """How long no snapshot could be taken of the job that is under way. `due_s`: when that is to be told; None: not as
-    things are."""
+    """Times the warning that a job has taken no snapshot for BOUND_S. `due_s`: when the warning is due; None: the
+    job is not blocked, or the warning was given."""
 
     def __init__(self) -> None:
         self.due_s: float | None = None
         self._what: tuple[Epoch, str] | None = None
 
     def is_late(self, what: tuple[Epoch, str] | None, now_s: float) -> bool:
-        """Whether it is to be told now: BOUND_S have passed. `what`: of which job, and of what kind; None: of none."""
+        """True once, when the job has been blocked for BOUND_S. `what`: (its epoch, the kind of block), or None."""
         if what != self._what:
             self._what, self.due_s = what, now_s + BOUND_S if what is not None else None
         if self.due_s is None or now_s < self.due_s:

@@ -1,7 +1,7 @@
 """The agent's process: `python -m ckpt.agent.node.main --url URL --socket PATH --lock PATH --log PATH --ready-fd N`.
 
-Started by the first trainer, in a session of its own. Says one line on the ready descriptor: "ok" once it serves,
-"busy" if another agent of this URL still lives, else what went wrong. Leaves nothing behind when it ends.
+The first trainer starts the process, in a session of its own. The process writes one line to the ready descriptor: "ok"
+once it serves, "busy" if another agent of this URL still lives, else what went wrong. It removes its files at its end.
 
 `lend` runs the agent of a memory-only node in the foreground.
 """
@@ -29,12 +29,13 @@ from ckpt.storage.names import shown
 if TYPE_CHECKING:
     from ckpt.agent.node.memory_node import MemoryNodeOptions
 
-LENT_BYTES_MIN = 1 << 20  # each arena has at least that
+LENT_BYTES_MIN = 1 << 20  # the least size of an arena
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # heard once the server runs: so nothing is left
+    # These signals wait until the event loop runs: an earlier end would leave files behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     loud = _Loud()
     logging.getLogger().addHandler(loud)
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _have_room()
         _serve(given)
         if not loud.spoke and read().agent_log is None:
-            given.log.unlink(missing_ok=True)  # while the lock is ours: the next agent writes to the same file
+            # The lock is still held here: the next agent writes to the same file.
+            given.log.unlink(missing_ok=True)
         for path in (given.lock, given.lock.with_suffix(".start")):
             path.unlink(missing_ok=True)
     except OSError as exc:
@@ -63,12 +65,14 @@ def _serve(given: argparse.Namespace) -> None:
 
     settings = read()
     for number in settings.warnings:
-        signal.signal(number, signal.SIG_IGN)  # a notice to every process here; heard once the server runs
+        # A launcher may send this notice to every process of a job: it must not kill the agent before the loop runs.
+        signal.signal(number, signal.SIG_IGN)
     server = EventLoop(given.socket)
     _log_in_words(server)
     node = Agent(given.url, settings, server)
     _say(given.ready_fd, "ok")
-    node.priority = Priority()  # only now: until then the trainers wait for us, and for so long
+    # Lowered only now: until "ok" the trainers wait for this process.
+    node.priority = Priority()
     try:
         server.run(node, settings.warnings)
     finally:
@@ -77,8 +81,9 @@ def _serve(given: argparse.Namespace) -> None:
 
 
 def lend(url: str, settings: Settings, terms: MemoryNodeOptions, listening: Callable[[list[str]], None]) -> None:
-    """Runs the agent of a memory-only node in this process until it is told to end. `listening`: told where it can be
-    reached, once it can be; an OSError of it ends the agent. Errors: AgentError, UsageError, and that OSError."""
+    """Runs the agent of a memory-only node in this process, until a signal asks the agent to end. `listening` is called
+    with the agent's addresses once peers can connect; its OSError ends the agent and is raised. Errors: AgentError,
+    UsageError, OSError."""
     from ckpt.agent.node.memory_node import MemoryNode
     from ckpt.agent.runtime import memory_plan
     from ckpt.ipc.client import places
@@ -115,7 +120,8 @@ def lend(url: str, settings: Settings, terms: MemoryNodeOptions, listening: Call
                     server.end_asked = True
 
             try:
-                server.post(say)  # once it heeds signals
+                # Posted, so that `say` runs only once the loop handles signals.
+                server.post(say)
                 server.run(node)
                 if unsaid:
                     raise unsaid[0]
@@ -140,8 +146,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _lock(path: Path) -> int | None:
-    """The run lock, held until the descriptor is closed; None where another agent holds it. An agent that ends takes
-    its lock file away, so that a file that was locked may be one that has no name any more."""
+    """The descriptor that holds the run lock until it is closed; None if another agent holds the lock. An agent deletes
+    its lock file at its end, so a locked file may have lost its name: then the lock is taken anew."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -156,7 +162,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _say(fd: int, line: str) -> None:
-    """One line, once: whoever started us stops listening after it, or has gone."""
+    """Writes the one line that the starting process waits for. That process may be gone."""
     with contextlib.suppress(OSError):
         os.write(fd, line.encode() + b"\n")
         os.close(fd)
@@ -168,20 +174,21 @@ def _log_in_words(server: EventLoop) -> None:
 
 
 def _use_all_cores() -> None:
-    """A launcher may have bound the trainer, and us with it, to a few cores."""
-    with contextlib.suppress(OSError):  # the container allows less: then that is what we keep
+    """Undoes the binding to a few cores that the agent may inherit from a launcher and its trainer."""
+    # If the container allows fewer cores, the agent keeps the inherited ones.
+    with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def _have_room() -> None:
-    """For a connection to each of many nodes: as many open files as this user may have."""
+    """Raises the limit of open files to the user's hard limit: each other node needs a connection."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _InWords(logging.Formatter):
-    """Nodes are called what people call them."""
+    """A log formatter that writes the names people use for nodes."""
 
     def __init__(self, server: EventLoop) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -192,7 +199,7 @@ class _InWords(logging.Formatter):
 
 
 class _Loud(logging.Handler):
-    """Notes whether anything was worth keeping the log for: what no trainer was told."""
+    """A log handler whose `spoke` is true once a record was logged that no trainer was told: then the log is kept."""
 
     spoke = False
 

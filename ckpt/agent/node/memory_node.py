@@ -1,7 +1,7 @@
-"""The agent of a memory-only node: it trains nothing, keeps copies for the jobs of one run, gives them back, and
-commits what it keeps whole where the job's coordinator is lost. What it decides is in `loan` and `surviving`.
+"""The agent of a memory-only node: it keeps replicas for the jobs of one run, serves them, and commits orphaned ones.
 
-It serves until it is told to end, and has no trainers. Everything runs on the agent's main thread.
+It has no trainers, and serves until a signal asks it to end. If the job's coordinator is lost, it commits the newest
+checkpoint that it keeps whole. The decisions are in memory_lease.py and commit/orphan_commit.py. Main thread only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-# What it does as any other node, once its sender is known to lead the job that is lent to.
+# Messages handled as on any other node; `PeerHandlers._check_sender` checks the sender by `_leads`.
 PASSED_ON = (
     *("parts", "serve", "unserve", "write", "unwrite", "publish", "withdraw", "lend", "unkeep", "forget", "absent"),
     "keeps",
@@ -45,8 +45,9 @@ PASSED_ON = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryNodeOptions:
-    """`listen`: where to be reached. `memory_bytes`: at most so much. `domains`: the failure domains of this node,
-    widest first. `commit_after_s`: how long no coordinator may be there until this node commits."""
+    """What a memory-only node is started with. `listen`: the address to listen on. `memory_bytes`: the most memory that
+    replicas may take. `domains`: the failure domains of this node, widest first. `commit_after_s`: this node commits
+    once no coordinator was connected for so long."""
 
     secret: bytes
     listen: str
@@ -56,17 +57,17 @@ class MemoryNodeOptions:
 
 
 class MemoryNode(Agent):
-    """`addresses`: where it listens."""
+    """The agent of a memory-only node. `addresses`: where it listens."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop, lend: MemoryNodeOptions) -> None:
-        """Errors: AgentError where it cannot listen there; UsageError."""
+        """Errors: AgentError if it cannot listen on that address; UsageError."""
         super().__init__(url, settings, server)
         self._lend = lend
         self._loan = MemoryLease(lend.commit_after_s, time.monotonic())
         self._committing: Identity | None = None
         self._cancel = threading.Event()
         self._last_error = ""
-        self._ending = False  # told to end: one last attempt was begun, or is not needed
+        self._ending = False  # asked to end: one last commit was begun, or is not needed
         self.addresses: list[Address] = self._open_network(self.incarnation).listen(lend.secret, lend.listen)
         self._bulk.run(Lane.FRONT, lambda: self._store.run(impatient=True).view(), self._saw_store)
 
@@ -77,7 +78,7 @@ class MemoryNode(Agent):
     # -- what it lends
 
     def _room(self) -> int:
-        """The bytes that what it keeps may come to now: no more than this machine has, either."""
+        """The bytes that replicas may take now: what was lent, and no more than this machine has free."""
         return min(self._lend.memory_bytes, self.copies.taken_bytes + self._bulk.free_bytes())
 
     def _begun(self) -> Begun | None:
@@ -135,14 +136,14 @@ class MemoryNode(Agent):
                 raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")
 
     def _check_url(self, fields: dict[str, Any]) -> None:
-        """What it keeps is of the run that it was started for: a job of another one would go on from that, have it
-        dropped, and be committed among it. Errors: AgentError."""
+        """Errors: AgentError if the job is of another run than this node serves. Such a job could restore this run's
+        replicas, have them dropped, and be committed into this run."""
         url = str(fields["url"])[:1000]
         if url != self.url[:1000]:
             raise AgentError(f"it was started for {shown(self.url)}, and lends to no job of {shown(url)}")
 
     def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
-        """It has a part in what it lends to."""
+        """Whether agent `name` coordinates the job that is lent to, and in that epoch if one is named."""
         return name == self._loan.leader and epoch in (self._loan.epoch, None)
 
     def _borrow(self, channel: Channel, message: Message) -> None:
@@ -161,11 +162,12 @@ class MemoryNode(Agent):
             and self._committing not in (None, terms.claim.parent)
             and self._committing.epoch < terms.claim.epoch
         ):
-            self._cancel.set()  # the run goes on from another one
+            # The run goes on from another checkpoint than the one being committed here.
+            self._cancel.set()
         self._answer_loan(channel, int(message.fields["id"]), busy, [])
 
     def _drop(self, channel: Channel, epoch: Epoch) -> None:
-        """That job has come to its end, and what it was to save is in the store: nobody comes back for this."""
+        """Forgets the replicas of that epoch and of older ones: the job has ended, and its state is in the store."""
         if channel.peer == self._loan.leader and epoch == self._loan.epoch:
             self.copies.forget(lambda identity: identity.epoch <= epoch)
 
@@ -174,10 +176,10 @@ class MemoryNode(Agent):
             self._loan.gone(channel.peer, time.monotonic())
         super().peer_closed(channel)
 
-    # -- committing what nobody else will
+    # -- orphan commits
 
     def _whole(self) -> list[OrphanCheckpoint]:
-        """Of which it keeps all ranks, and knows the epoch."""
+        """The checkpoints of which this node keeps every rank's snapshot, and knows the epoch's terms."""
         found = []
         for identity in sorted({identity for identity, _ in self.copies.kept}):
             arenas, terms = self.copies.of(identity), self._loan.terms.get(identity.epoch)
@@ -194,6 +196,7 @@ class MemoryNode(Agent):
         return min(times, default=None)
 
     def _tend_commit(self, now_s: float) -> float | None:
+        """Begins an orphan commit when one is due, or once before the agent ends. Returns when to look again."""
         if self._committing is not None:
             return None
         newest = max((identity for identity, _ in self.copies.kept), default=None)
@@ -222,7 +225,7 @@ class MemoryNode(Agent):
         return None
 
     def _saw_store(self, done: Future[RunView]) -> None:
-        """At the start: once all else is lost it would be too late to hear what this machine lacks."""
+        """Warns at the start if the store cannot be read from here: later it would be too late to mend this machine."""
         if error := failure(done):
             text = "the store cannot be read from here now, and what is kept here could not be committed"
             log.warning("%s (see `ckpt doctor %s`): %s", text, shown(self.url), error)
@@ -274,8 +277,8 @@ class MemoryNode(Agent):
         return {**super().status(), "lending": lending}
 
     def _end_s(self, now_s: float) -> float | None:
-        """It ends when it is told to, and not before what it was to commit has been tried once more."""
+        """The end comes when a signal asked for it and the last commit has been tried."""
         return now_s if self._ending and self._committing is None else None
 
     def _call_again(self, name: str) -> None:
-        """Coordinators call, and are not called."""
+        """Nothing: coordinators connect to a memory-only node, never the other way round."""

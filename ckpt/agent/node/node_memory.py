@@ -1,7 +1,7 @@
-"""What this agent has: the jobs, all that lies in this node's memory, and when it goes.
+"""The memory of this node: its jobs, arenas and replicas, and when each is freed.
 
-One job is current; those before it are kept as long as they have something to finish or to hand on. A former job goes
-when a newer checkpoint is complete, or where memory runs out and it is not the only one that is left.
+One job is current. Former jobs are kept while they have something to finish or to hand on. A former job is dropped when
+a newer checkpoint is complete, or when memory runs out and the job does not hold the only checkpoint left.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 
 
 class NodeMemory:
-    """The jobs, copies and parities of one node. Everything runs on the agent's main thread."""
+    """The part of the agent that owns the jobs, replicas and parity of this node. Main thread only. `current`: the job
+    that trains here and is coordinated here; `former`: those before it, oldest first. `followings`: the jobs with ranks
+    here that other nodes coordinate. `fence`: the inventory lease. `newest_elsewhere`: the newest epoch that another
+    node knows to have a complete checkpoint. `network`: None in a job of one node."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         self.url = url
@@ -58,8 +61,8 @@ class NodeMemory:
         self.former: list[Job] = []
         self._relieved_s = self._replanned_s = -math.inf
         self.followings: list[FollowerJob] = []
-        self.network: PeerNetwork | None = None  # in a job of several nodes
-        self.newest_elsewhere = Epoch(0, "0" * 16)  # of which another node knows that a checkpoint of it is complete
+        self.network: PeerNetwork | None = None
+        self.newest_elsewhere = Epoch(0, "0" * 16)
         self._settings = settings
         self._server = server
         self._bulk = Workers(server.post)
@@ -97,21 +100,22 @@ class NodeMemory:
         raise NotImplementedError
 
     def _jobs(self) -> list[Job]:
+        """The jobs coordinated here, oldest first."""
         return [*self.former, *([self.current] if self.current is not None else [])]
 
     def _job_of(self, epoch: Epoch) -> Job | None:
         return next((each for each in self._jobs() if each.epoch == epoch), None)
 
     def _remembered(self, start: Start) -> list[Remembered]:
-        """Epochs that got beyond their start, here or on the nodes that take part in this one. Not those that were
-        refused: another job has the run, and what they held is on no line."""
+        """The epochs that got beyond their start, here or on the surveyed nodes, with their complete checkpoints in
+        memory. Without refused epochs: another job has the run, and their checkpoints are on no branch history."""
         alone = [] if start.nodes else [job for job in self.former if not job.nodes]
         whole = [Remembered(job.claim, job.held()) for job in alone if job.claim is not None]
         refused = self._store.claims.refused
         return [each for each in (*whole, *start.inventory.remembered()) if each.epoch not in refused]
 
     def _inventory(self, whole: bool) -> Inventory:
-        """What this node's memory holds. whole=False: but for the checkpoints that lie here as a whole anyway."""
+        """What this node's memory holds. `whole`: also the jobs of this node alone."""
         found = Inventory()
         for job in self._jobs():
             if whole or job.nodes:
@@ -123,16 +127,17 @@ class NodeMemory:
         found.add_arenas(self.copies.arenas())
         found.add_chunks(self.copies.chunks.kept.values())
         for identity in self.copies.identities:
-            found.add_epoch(None, identity.epoch, 0)  # who keeps a copy has not seen how far that run came
+            # The step 0: a holder of a replica has not seen how far that run came.
+            found.add_epoch(None, identity.epoch, 0)
         elsewhere = (each for each in (self.fence.floor, self.newest_elsewhere) if each.number)
-        # The store may never have heard of these: a start outdoes all.
+        # The store may not know these epochs; the next start's epoch has to exceed them all.
         for epoch in (*self._store.claims.begun, *elsewhere):
             found.add_epoch(None, epoch, 0)
         return found
 
     def _arenas_of(self, identity: Identity, hashed: bool = True) -> dict[int, Arena]:
-        """Those on this node in which a rank's snapshot of it lies, by rank. `hashed`: only where its coordinator was
-        seen to have all of it."""
+        """The arenas on this node that hold a snapshot of that checkpoint, by rank. `hashed`: only hashed ones, which
+        proves that the coordinator saw all ranks stage it."""
         found: dict[int, Arena] = {}
         shares = [*(job.own for job in self._jobs()), *(each.ranks for each in self.followings)]
         arenas = [arena for share in shares for arena in share.all_arenas()]
@@ -143,6 +148,7 @@ class NodeMemory:
         return found
 
     def _slot_of(self, identity: Identity) -> tuple[Job, int, MemoryCheckpoint] | None:
+        """The former job of this node alone that has that checkpoint, with its slot; None: none has."""
         for job in self.former:
             found = job.checkpoint(identity) if not job.nodes else None
             if found is not None:
@@ -154,31 +160,33 @@ class NodeMemory:
         return found[2] if found is not None else None
 
     def _taken(self, epoch: Epoch) -> MemoryUse:
-        """By all that is not in the slots of that epoch's job."""
+        """The memory taken by everything but the slots of that epoch's job."""
         others = [job.ranks.arena_bytes for job in self._jobs() if job.epoch != epoch]
         others += [each.ranks.arena_bytes for each in self.followings if each.epoch != epoch]
         lent_bytes = self.copies.bytes_of(epoch)
         return MemoryUse(sum(others) + self.copies.bytes - lent_bytes, lent_bytes - self.copies.to_take_bytes)
 
     def _freeze(self, by: str, left: bool = False) -> None:
-        """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome. `left` and
-        errors: see Fence.asked."""
+        """Agent `by` surveys this node: nothing listed is dropped until the outcome. `left` and errors: see
+        InventoryLease.asked."""
         self.fence.asked(by, self._newest_epoch(), left)
 
     def _newest_epoch(self) -> Epoch:
-        """Of all that are known here."""
+        """The newest epoch that is known here."""
         known = [*self._inventory(whole=True).steps, *(job.epoch for job in self._jobs())]
         return max(known, default=self.fence.floor)
 
     def _drop_former(self) -> None:
-        """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""
+        """Drops each idle former job that a newer complete checkpoint supersedes, or that has no checkpoint and is
+        closed in the store."""
         if self.fence.stands(time.monotonic()):
             return
         newer = self.current is not None and self.current.group.outdoes_former
         if newer and self.current is not None and not self.current.told_newer:
             self.current.told_newer = True
             self.current.plan_soon()
-            self.current.parent_is_safe(False)  # nobody keeps it for that any more
+            # Peers keep no replicas of the restored checkpoint any more.
+            self.current.parent_is_safe(False)
             self._tell_others_to_forget(self.current)
         for job in list(self.former):
             outdone = newer or job.epoch < self.newest_elsewhere
@@ -188,21 +196,22 @@ class NodeMemory:
                 job.drop()
 
     def _room(self) -> int:
-        """The bytes that what is kept for others may come to now: what the machine has left but for the reserve, and no
-        more than a user's limit leaves beside the slots that a job with copies has at least, and those that are there:
-        one that copies may have the room of goes once it holds nothing that is needed."""
+        """The bytes that replicas may take on this node now: what the machine has free beyond the reserve. A user's
+        memory limit lowers it to what remains beside the newest job's slots: those in use, at least the least count."""
         reserve_bytes = memory_pressure.reserve_bytes(memory_plan.total_bytes())
         rooms = [self.copies.taken_bytes + max(0, self._bulk.free_bytes() - reserve_bytes)]
         shares = [(job.epoch, job.own) for job in self._jobs()] + [(each.epoch, each.ranks) for each in self.followings]
         newest = max(shares, key=lambda each: each[0], default=None)
         if newest is not None and (plan := newest[1].limited) is not None:
-            others_bytes = self.copies.bytes - self.copies.bytes_of(newest[0])  # they are in the plan
+            # The plan counts the replicas of other epochs as taken.
+            others_bytes = self.copies.bytes - self.copies.bytes_of(newest[0])
             slots = max(min(SLOTS_MIN, plan.slots), len(newest[1].arenas))
             rooms.append(others_bytes + plan.left_bytes(slots))
         return min(rooms)
 
     def _begun(self) -> Begun | None:
-        """The start that goes on now, as far as this node has a part in it. None: none, or another one begins."""
+        """The newest start that this node has a part in, and what it restored. None: there is none, or the inventory
+        lease refuses its drops."""
         found = [self.current, *self.followings]
         return self._begun_with([each.claim for each in found if each is not None and each.claim is not None])
 
@@ -215,12 +224,13 @@ class NodeMemory:
         return Begun(claim.epoch, parent, max([*safe, *([told] if told is not None else [])], default=None))
 
     def _may_go(self) -> Callable[[Identity], bool]:
-        """Whose memory may be had for newer ones."""
+        """A predicate: which checkpoints may be evicted to make room for newer ones."""
         begun = self._begun()
         return begun.outdates if begun is not None else lambda identity: False
 
     def _tend_memory(self, now_s: float) -> float | None:
-        """Gives back what can be, where the machine runs out of it. When to look again; None: nothing is held."""
+        """Gives memory back when the machine runs out of it: warm pages, then replicas, then former jobs. Returns when
+        to look again; None: nothing is held."""
         if not self._jobs() and not self.followings and not self.copies.bytes:
             return None
         if now_s < self._relieved_s + memory_pressure.PERIOD_S:
@@ -240,8 +250,8 @@ class NodeMemory:
         return now_s + memory_pressure.PERIOD_S
 
     def _tend_room(self, now_s: float) -> float | None:
-        """What a job is planned around goes as far as nobody goes on from it, and once some of it has, the job is
-        planned anew. When to look again."""
+        """Frees superseded checkpoints of earlier starts that leave a job too little memory, then plans the job's
+        memory anew. Returns when to look again; None: no job lacks memory."""
         job, newest = self.current, max(self.followings, key=lambda each: each.epoch, default=None)
         cramped = (job is not None and job.is_cramped) or (newest is not None and newest.ranks.is_cramped)
         if not cramped:
@@ -263,11 +273,12 @@ class NodeMemory:
         return now_s + memory_pressure.PERIOD_S
 
     def _is_read(self, identity: Identity) -> bool:
-        """Whether somebody reads what lies here of it, or may."""
+        """Whether peers read, or may read, replicas of that checkpoint from here."""
         return self.copies.is_offered(identity)
 
     def _give_back_copies(self, missing: int) -> tuple[int, int]:
-        """Copies and parity that nobody goes on from: how many bytes, and of how many checkpoints."""
+        """Evicts replicas and parity of superseded checkpoints, the oldest first, until `missing` bytes are free.
+        Returns the bytes freed, and of how many checkpoints."""
         begun, freed, gone = self._begun(), 0, 0
         for identity in sorted(self.copies.identities):
             if freed < missing and begun is not None and begun.outdates(identity):
@@ -278,8 +289,8 @@ class NodeMemory:
         return freed, gone
 
     def _give_back_starts(self, missing: int) -> tuple[int, int]:
-        """What earlier starts have left, in the same words."""
-        jobs = {job.epoch: job for job in self.former}  # the current one outdoes them all once it can
+        """Drops what earlier starts left here; parameter and result as `_give_back_copies`."""
+        jobs = {job.epoch: job for job in self.former}
         followings = {each.epoch: each for each in self.followings}
         held = [
             memory_pressure.StartMemory(job.epoch, job.own.arena_bytes, job.has_complete, job.is_idle)
@@ -296,24 +307,26 @@ class NodeMemory:
                 self.former.remove(jobs[epoch])
                 jobs[epoch].drop()
             else:
-                followings[epoch].over = True  # it is dropped with what is kept of it
+                followings[epoch].over = True  # dropped, with its replicas, by `_tend_followings`
         return sum(each.bytes for each in held if each.epoch in epochs), len(epochs)
 
     def _event(self, event: Event) -> None:
+        """Tells an event to the current job, else to the trainer that starts."""
         if self.current is not None:
             self.current.emit(event.name, event.message, event.loud, event.data)
         elif self._start is not None:
             tell(self._start.peer, event)
 
     def _heard(self, word: Word, when: When = When.IN_TIME) -> None:
+        """A notice, or its withdrawal, was heard on this node. `when`: how a job answers a certain one."""
         if self.current is not None:
             self.current.hear(word, when)
 
     def _tell_others_to_forget(self, job: Job) -> None:
-        """A checkpoint of it is complete: they need not keep those of former epochs."""
+        """Tells the other nodes that a checkpoint of `job` is complete: they may drop those of former epochs."""
         raise NotImplementedError
 
 
 def owner_of(host: str) -> str:
-    """The host's name as it may stand in a key (types.PATH_NAME)."""
+    """The host's name in the characters that a key may have (types.PATH_NAME)."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", host)[:40].lstrip(".") or "node"

@@ -1,11 +1,10 @@
-"""Committing what a job of several nodes has saved, by the nodes that are left of it: its coordinator is lost, nobody
-trains on them any more, and no start comes for what lies in their memory. What earlier starts have left counts, too,
-whoever led them.
+"""The orphan committer: commits the newest orphaned checkpoint of a job of several nodes, from the nodes that are left.
 
-The nodes wait for their turns, in the order of the job. Whose turn it is asks the others what they hold, as a start
-does: until it says what came of it nothing of that goes, and nobody else begins. What is lost is made again from
-parity, every node puts its frames, and one record is put where the run's line still wants it (`surviving.judge`). A
-start ends the attempt: it may go on from newer memory, and commits it then.
+A checkpoint is orphaned when its coordinator is lost, no rank trains on these nodes, and no start comes for it.
+Checkpoints of earlier starts count too. The nodes take turns in the job's order (`CommitTurns`). The node whose turn it
+is surveys the others, as a start does: until it tells them the outcome, none of them drops what it listed, and no other
+node begins. Lost snapshots are rebuilt from parity, the holders write their frames, and one record is put if the run's
+branch history still needs it (`orphan_commit.judge`). A start ends the attempt, since it may restore newer memory.
 """
 
 from __future__ import annotations
@@ -48,13 +47,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-LOOK_S = 5.0  # nodes that were lost do not answer
+# How long the survey waits: lost nodes never answer.
+LOOK_S = 5.0
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """`following`: the newest job here. `terms`: by epoch: what is left may be of an earlier one. `there`: the other
-    nodes that have said what they hold."""
+    """One attempt to commit an orphaned checkpoint. `following`: the newest job that this node followed. `terms`: by
+    epoch, since the checkpoint may be of an earlier start. `silent`: the nodes that have not answered the survey;
+    `there`: the other nodes that have."""
 
     following: FollowerJob
     terms: Mapping[Epoch, CommitTerms]
@@ -66,7 +67,7 @@ class _Attempt:
 
 
 class OrphanCommitter(PeerHandlers):
-    """See above. Everything runs on the agent's main thread."""
+    """The part of the agent that commits orphaned checkpoints (see above). Main thread only."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
@@ -78,15 +79,18 @@ class OrphanCommitter(PeerHandlers):
         super()._begin(peer, message)
 
     def _freeze(self, by: str, left: bool = False) -> None:
-        """Errors: AgentError where agent `by` has to give way, or has nothing to do here."""
+        """As `NodeMemory._freeze`. An attempt from here gives way to another agent's survey. Errors: AgentError if
+        agent `by` has to give way itself, or if a job coordinated here still needs this node."""
         other = self.network is None or by != self.network.me
+        # Of two nodes that survey each other, the one with the lower name goes on.
         if left and other and self._attempt is not None and by > self._attempt.network.me:
-            raise AgentError("this node is at it itself")  # of two that ask each other one goes on
+            raise AgentError("this node is at it itself")
+        # Such a job could take no snapshot until the outcome.
         if left and other and any(job.needed for job in self._jobs()):
-            raise AgentError("a job that is coordinated here goes on")  # it would stand still until the outcome
+            raise AgentError("a job that is coordinated here goes on")
         super()._freeze(by, left)
         if other:
-            self._end_attempt()  # it asks what lies here
+            self._end_attempt()
 
     def _outcome(self, name: str, fields: dict[str, Any]) -> None:
         super()._outcome(name, fields)
@@ -95,7 +99,7 @@ class OrphanCommitter(PeerHandlers):
             self._turns.settled = self._turns.settled or all(each.epoch <= settled for each in self.followings)
 
     def _tend_inheritance(self, now_s: float) -> float | None:
-        """When to look again."""
+        """Begins this node's attempt in its turn, and ends it when a job needs the node. Returns when to look again."""
         attempt, network, jobs = self._attempt, self.network, self._jobs()
         newest = max(self.followings, key=lambda each: each.epoch, default=None)
         needed = any(job.needed for job in jobs) or self._is_followed
@@ -107,7 +111,7 @@ class OrphanCommitter(PeerHandlers):
             if attempt.following not in self.followings:
                 self._end_attempt()
             return None
-        # What was led from here counts as well: then it was not the newest.
+        # Jobs coordinated here count too. One newer than `newest` that has a checkpoint rules the attempt out.
         known: list[FollowerJob | Job] = [*self.followings, *jobs]
         terms = {each.epoch: each.terms for each in known if each.terms is not None}
         outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
@@ -123,7 +127,8 @@ class OrphanCommitter(PeerHandlers):
         return None
 
     def _end_attempt(self, settled: Epoch | None = None) -> None:
-        """Whom it has asked hears that nothing came of it, or that up to the epoch `settled` nothing is left to do."""
+        """Ends the attempt and tells its outcome to the surveyed nodes. `settled`: nothing is left to commit up to this
+        epoch; None: the attempt came to nothing."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -136,7 +141,7 @@ class OrphanCommitter(PeerHandlers):
             attempt.network.tell(node.name, {"t": "outcome", "epoch": None, "settled": done})
 
     def _while(self, attempt: _Attempt, what: Callable[[], None]) -> None:
-        """What goes wrong in it ends the attempt, and no other thing."""
+        """Runs `what` if the attempt is still under way. An error in `what` ends the attempt and nothing else."""
         if self._attempt is not attempt:
             return
         try:
@@ -149,7 +154,7 @@ class OrphanCommitter(PeerHandlers):
         log.warning("what %s has left in memory is not committed from here: %s", attempt.following.epoch, why)
         self._end_attempt(settled)
 
-    # -- what there is
+    # -- the survey
 
     def _look_around(self, attempt: _Attempt) -> None:
         network = attempt.network
@@ -162,7 +167,8 @@ class OrphanCommitter(PeerHandlers):
             def connected(error: str) -> None:
                 if error:
                     answered(None, error)
-                elif self._attempt is attempt:  # else nobody would tell it the outcome
+                # A node surveyed after the attempt ended would never hear an outcome.
+                elif self._attempt is attempt:
                     network.ask(node.name, {"t": "look", "left": True}, (), answered)
 
             network.connect(node, connected)
@@ -172,7 +178,8 @@ class OrphanCommitter(PeerHandlers):
                 attempt.silent.clear()
                 self._choose_left(attempt)
 
-        lead, *rest = attempt.following.nodes  # the former is there where it only follows a newer start led from here
+        # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
+        lead, *rest = attempt.following.nodes
         others = [node for node in rest if node.name != network.me]
         others += [lead] if network.channel(lead.name) is not None else []
         attempt.silent.update(node.name for node in others)
@@ -191,14 +198,15 @@ class OrphanCommitter(PeerHandlers):
                 raise AgentError(error)
             attempt.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
             attempt.there.append(node)
-        except Exception as exc:  # whatever it may have sent: it is done without
+        # A malformed answer can raise anything; the attempt does without that node.
+        except Exception as exc:
             log.info("agent %s does not say what it holds: %s", node.name, exc)
         attempt.silent.discard(node.name)
         if not attempt.silent:
             self._choose_left(attempt)
 
     def _choose_left(self, attempt: _Attempt) -> None:
-        """The newest that can be had, if it is still to be committed."""
+        """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
         identity = max((each for each in attempt.inventory.complete() if each.epoch in attempt.terms), default=None)
         if identity is None:
             self._fail(attempt, "no checkpoint is whole on the nodes that answer")
@@ -226,7 +234,7 @@ class OrphanCommitter(PeerHandlers):
                 return
             log.warning("%s cannot be had from memory: %s", identity, error)
             attempt.inventory.refute(identity)
-            self._choose_left(attempt)  # the one before it
+            self._choose_left(attempt)  # the next older one
 
         mine = [node for node in attempt.following.nodes if node.name == attempt.network.me]
         services = attempt.network, self._bulk, self.parities, self._arenas_of, attempt.inventory
@@ -286,8 +294,9 @@ class OrphanCommitter(PeerHandlers):
 
 
 def shares(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:
-    """Who writes which ranks' frames, and who else has all that such a one is to write. `holders`: by rank, who has its
-    snapshot, the first to be asked first; "" is this node, which writes what it has."""
+    """Two maps by node name: the ranks whose frames the node writes, and the other nodes that hold all of these ranks.
+    `holders`: by rank, the nodes that hold its snapshot, preferred first; "" is this node, which writes all it holds.
+    """
     ranks: dict[str, set[int]] = {}
     for rank, names in holders.items():
         ranks.setdefault("" if "" in names else names[0], set()).add(rank)

@@ -1,7 +1,7 @@
-"""Agents of earlier starts that have no part in this one, and may hold what it needs: a start on other machines finds
-them by the claims in the store, which name the agents of their starts, and asks what they hold. Nothing ends there.
+"""The survey of agents of earlier starts that have no rank in this start but may hold the checkpoint that it needs.
 
-They are asked only where the run's secret is the same (see peers.secret): else they would not listen.
+A start on other machines finds these agents in the claims in the store, which name the agents of their starts. The
+survey ends nothing on their nodes. It asks only agents with the same run secret (ipc/secret.py): others would refuse.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-CLAIMS = 3  # the newest that are looked at: an attempt that failed early staged nothing
-PATIENCE_S = 5.0  # nodes that were lost do not answer, and their start waits for them
+# The newest claims that are looked at: more than one, since a start that failed early staged nothing.
+CLAIMS = 3
+# The start waits so long for an answer: lost nodes never give one.
+PATIENCE_S = 5.0
 
 
 def former_nodes(view: RunView, run: str, known: Collection[str]) -> list[NodeAt]:
-    """Those that the newest claims name, of starts with the secret that is called `run`, but for `known` agents."""
+    """The agents that the newest claims name, but for the `known` ones. `run`: the name of the run's secret; claims
+    with another one are skipped."""
     from ckpt.ipc.node_list import NodeAt
 
     found: dict[str, NodeAt] = {}
@@ -50,9 +53,9 @@ def ask_former(
     guard: Callable[[Callable[[], None]], None],
     later: Callable[[float, Callable[[], None]], None],
 ) -> None:
-    """Asks what they hold, unless the newest epoch lies in the memory of those that take part. `start.former`: those
-    that were asked, and so do nothing until they hear the outcome. `guard`: runs what follows while that start is under
-    way."""
+    """Surveys agents of earlier starts, unless the nodes of this start hold a checkpoint of the newest epoch. Adds each
+    agent asked to `start.former`: that agent drops nothing until it hears the outcome. `guard`: runs a function only
+    while the start is under way."""
     view, complete = start.view, start.inventory.complete()
     if view is None or any(identity.epoch == view.newest_epoch for identity in complete):
         return
@@ -80,7 +83,8 @@ def _ask(network: PeerNetwork, start: Start, node: NodeAt, guard: Callable[[Call
                 log.info("agent %s of an earlier start cannot be asked what it holds: %s", node.name, error)
                 return
             start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
-        except Exception as exc:  # whatever it may have sent: a start waits for this
+        # A malformed answer can raise anything, and the start waits for this one.
+        except Exception as exc:
             log.warning("what agent %s of an earlier start says it holds cannot be read: %r", node.name, exc)
 
     network.connect(node, lambda error: guard(lambda: connected(error)))

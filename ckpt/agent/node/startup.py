@@ -1,8 +1,8 @@
-"""Which start owns the run, and what it goes on from.
+"""The start under way on the node of rank 0: decides which start owns the run, and which checkpoint it restores.
 
-A start moves the current job aside: trainers of it that still live are superseded at once, and nothing more is decided
-for them. Then the store is listed, a candidate is chosen from it and from this node's memory, and the ranks fetch it;
-one that fails on any of them is struck out for all, and the next is chosen.
+A start moves the current job aside: that job's live trainers are superseded at once, and nothing more is decided for
+them. Then the store is listed on a thread, a candidate is chosen from the store and from memory, and the ranks fetch
+it. A candidate that fails on any rank is struck out for all ranks, and the next one is chosen.
 """
 
 from __future__ import annotations
@@ -61,23 +61,25 @@ T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
-STAGED_S = 5.0  # how long a start waits for what was staged last to be put together
-LISTED_MAX = 200  # names of one kind in an answer
+STAGED_S = 5.0  # how long a start waits until the last staged snapshot is hashed
+LISTED_MAX = 200  # struck identities in an answer
 
 
 class Startup(NodeMemory):
-    """The start that is under way. Everything runs on the agent's main thread."""
+    """The part of the agent that runs the start under way. Main thread only, but for `_look` and `_resolve`."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
-        self._awaiting: list[Peer] = []  # ranks that have this agent listen, and have joined nothing yet
+        self._awaiting: list[Peer] = []  # ranks that told this agent to listen, and have joined no job yet
+        # Candidates that failed to restore, and why.
         self._struck: dict[Identity, str] = {}
-        self._lease: tuple[Job, int] | None = None  # of the candidate that is being restored from memory
+        self._lease: tuple[Job, int] | None = None  # job and slot of the candidate being restored from memory
         self._refused: dict[str, str] = {}  # launches that were superseded here, and by what
 
     # -- a start
 
     def _begin(self, peer: Peer, message: Message) -> None:
+        """Starts a start, and ends the one under way. Errors: UsageError; AgentError; Superseded."""
         fields = message.fields
         launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
         request_id = int(fields["id"])
@@ -104,18 +106,19 @@ class Startup(NodeMemory):
         self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
 
     def _adopt_environment(self, fields: dict[str, Any]) -> None:
-        """What leads to the store is what the newest start has."""
+        """Reopens the store if the newest start has other store settings in its environment."""
         if "store_env" in fields and adopt_store_environment(dict(fields["store_env"])):
             self._store.reopen()
 
     def _moves_of(self, start: Start) -> tuple[int, ...]:
-        """Another one whenever the start has got further, or something has that it may wait for."""
+        """A value that changes whenever the start, or any work that it may wait for, makes progress."""
         heard = self.network.progress.count if self.network is not None else 0
         known = len(start.silent), len(start.gathered), len(start.failed), len(self._struck)
         return (*known, start.listed, start.asked_former, start.resolving, self.copies.progress.count, heard)
 
     def _tell_of_moves(self, start: Start, before: tuple[int, ...]) -> None:
-        """Who waits for its candidate waits as long as it gets further (see agent.moving)."""
+        """Reports progress every SAY_S to the trainer that waits for a candidate, so that it goes on waiting (see
+        net/progress.py)."""
         if self._start is not start:
             return
         now = self._moves_of(start)
@@ -124,7 +127,7 @@ class Startup(NodeMemory):
         self._server.later(SAY_S, lambda: self._tell_of_moves(start, now))
 
     def _nodes_of(self, message: Message) -> tuple[NodeAt, ...]:
-        """Where the ranks of the job are, if on several nodes. Errors: UsageError."""
+        """The nodes of the job's ranks; () for a job of one node. Errors: UsageError."""
         if not message.fields.get("leader"):
             return ()
         from ckpt.ipc.node_list import nodes_from
@@ -134,7 +137,7 @@ class Startup(NodeMemory):
         return nodes
 
     def _lenders_of(self, message: Message) -> tuple[Address, ...]:
-        """The memory-only nodes that the job names. Errors: UsageError."""
+        """The addresses of the memory-only nodes that the job names. Errors: UsageError."""
         if not message.fields.get("peers"):
             return ()
         from ckpt.agent.job.memory_node_client import addresses_from
@@ -142,6 +145,7 @@ class Startup(NodeMemory):
         return addresses_from(message.fields["peers"])
 
     def _refuse_superseded(self, launch: str, take_over: bool) -> None:
+        """Errors: Superseded if that launch was superseded on this node."""
         if launch in self._refused and not take_over:
             raise Superseded(
                 f"launch {launch!r} was superseded by {self._refused[launch]} on this machine; it begins again only "
@@ -149,11 +153,11 @@ class Startup(NodeMemory):
             )
 
     def _for(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        """Runs `work` on a thread and `then` after it, while that start is still the one under way."""
+        """Runs `work` on a thread, then `then` on the main thread if that start is still under way."""
         self._bulk.run(Lane.FRONT, work, lambda done: self._guard_start(start, lambda: then(done)))
 
     def _guard_start(self, start: Start, what: Callable[[], None]) -> None:
-        """What goes wrong in it is told to whoever waits for it, and ends no other job."""
+        """Runs `what` if that start is still under way. An error in `what` fails the start, and ends no other job."""
         if self._start is not start:
             return
         try:
@@ -162,6 +166,7 @@ class Startup(NodeMemory):
             self._fail_start(start, exc)
 
     def _move_aside(self, job: Job, launch: str) -> None:
+        """Makes the current job a former one; `launch` supersedes its live trainers."""
         if not job.group.all_gone:
             if job.launch != launch:
                 self._refused[job.launch] = f"launch {launch!r}"
@@ -170,11 +175,12 @@ class Startup(NodeMemory):
         self.current = None
 
     def _look(self, start: Start, memory: bool) -> RunView:
-        """On a thread: the store's listing, once nobody else is at work there."""
+        """Lists the store, after it has made sure that no other agent's job uses the run. On a thread. `memory`: a
+        checkpoint may be in memory, so the store is retried only briefly. Errors: RunInUse; StorageError."""
         run = self._store.run(impatient=memory)
         view = run.view()
         if view.newest_epoch in self._store.claims.begun:
-            return view  # ours: we know who is at work in it
+            return view  # this agent began that epoch
         before = (view.newest_epoch, view.closed)
         run.watch_other(view, start.launch, self._settings.heartbeat_s, take_over=start.take_over)
         if view.newest_epoch is not None:
@@ -193,7 +199,7 @@ class Startup(NodeMemory):
         start.listed = True
 
     def _answer_start(self) -> None:
-        """Once the store is listed and what was staged last is put together, the epoch begins."""
+        """Chooses a candidate, once the store is listed, the nodes have answered, and staged snapshots are hashed."""
         start = self._start
         if start is None or not start.listed or start.silent or start.resolving or start.request_id is None:
             return
@@ -207,21 +213,24 @@ class Startup(NodeMemory):
         self._guard_start(start, lambda: self._choose(start))
 
     def _ask_former(self, start: Start) -> None:
-        start.asked_former = True  # there is nobody to be asked where there is no network
+        """Asks agents of earlier starts what they hold. Without a network there are none to ask."""
+        start.asked_former = True
 
     def _choose(self, start: Start) -> None:
-        """The newest that is not struck out. One of which each rank is held by some node is put together first."""
+        """Chooses the newest candidate that is not struck out. One that lies on several nodes is gathered first."""
         found = candidates.candidates(start.view, self._remembered(start))
-        start.has_any = start.has_any or bool(found)  # one that cannot be put together is no candidate any more
+        # Remembered, since a checkpoint that cannot be gathered is no candidate any more.
+        start.has_any = start.has_any or bool(found)
         start.newest_step = found[0].identity.tick.step if found else start.newest_step
         start.stored = tuple(each.identity for each in found if each.records)
         held: list[tuple[Candidate, MemoryCheckpoint | None]] = []
         for each in (each for each in found if each.identity not in self._struck):
-            checkpoint = self._in_memory(each.identity) if not start.nodes else None  # other nodes ask where it lies
+            # A start of several nodes gathers it even from one node: the other nodes ask where its frames are.
+            checkpoint = self._in_memory(each.identity) if not start.nodes else None
             if each.in_memory and checkpoint is None:
                 if each.identity not in start.gathered:
                     if held:
-                        break  # it is its turn when those before it have failed
+                        break  # gathered only once the newer ones have failed
                     start.resolving = True
                     self._gather(start, each.identity)
                     return
@@ -233,9 +242,9 @@ class Startup(NodeMemory):
     def _resolve(
         self, held: list[tuple[Candidate, MemoryCheckpoint | None]]
     ) -> tuple[ResolvedStart | None, dict[Identity, str]]:
-        """On a thread: the first candidate whose manifest can be read, and those before it that cannot.
+        """The first candidate whose manifest can be read, and why each candidate before it cannot. On a thread.
 
-        Errors: NewerFormat: going on from an older one would make a branch of what a newer ckpt has saved."""
+        Errors: NewerFormat if a newer ckpt saved it: restoring an older one would fork the branch history."""
         from ckpt.format.record import encode_manifest
 
         damaged: dict[Identity, str] = {}
@@ -267,8 +276,9 @@ class Startup(NodeMemory):
         chosen, damaged = done.result()
         self._struck.update(damaged)
         if chosen is None and damaged:
-            return  # there may be others; they are looked at next
-        if chosen is None and start.has_any and start.job is None:  # never fresh where there was something
+            return  # older candidates may be left; they are looked at next
+        # A run that had a checkpoint never begins afresh.
+        if chosen is None and start.has_any and start.job is None:
             failed = {**start.failed, **self._struck}
             text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(failed.items())[-3:])
             why = f"no checkpoint of {shown(self.url)} can be restored: {text}. {none_restorable(self.url)}"
@@ -283,7 +293,8 @@ class Startup(NodeMemory):
 
     def _new_job(self, start: Start) -> Job:
         claims = self._store.claims
-        begun = {*claims.begun, *start.inventory.steps, self._newest_epoch()}  # the latter: since it was asked
+        # The inventory may be old by now, hence the newest epoch too.
+        begun = {*claims.begun, *start.inventory.steps, self._newest_epoch()}
         epoch = candidates.begin(start.view, self._remembered(start), begun)
         claims.began(epoch, start.view, start.take_over)
         others = self._remote_ranks(epoch, start.world, start.nodes)
@@ -291,13 +302,14 @@ class Startup(NodeMemory):
         return self.current
 
     def _remote_ranks(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteShare]:
-        """The shares of all nodes but the first, which is this one."""
+        """The local ranks of every node but the first, which is this one."""
         network, called = self.network, self._server.called
         if network is None:
             return []
         return [RemoteShare(network, each.name, epoch, world, each.ranks, called) for each in nodes[1:]]
 
     def _offer_candidate(self, start: Start, chosen: ResolvedStart | None, damaged: dict[Identity, str]) -> None:
+        """Answers the waiting trainer with the chosen candidate, or with none. Begins the epoch at the first answer."""
         assert start.request_id is not None
         job = start.job = start.job or self._new_job(start)
         start.chosen = chosen.candidate if chosen is not None else None
@@ -356,13 +368,15 @@ class Startup(NodeMemory):
         self._answer(start, body, [chosen.encoded])
 
     def _steps_lost(self, start: Start) -> int | None:
-        """How many steps the former run had ended beyond what is gone on from, as far as anybody who is left knows.
-        What the runs before it had ended was lost by its start."""
+        """How many steps the former run had ended beyond the chosen checkpoint; None if no living node knows. Steps
+        that still earlier runs had ended do not count: the former start lost them."""
         ended = dict(start.inventory.steps)
-        account = self.showing.account.ended  # it outlives a job that has left nothing in memory
+        # The account outlives a job that has left nothing in memory.
+        account = self.showing.account.ended
         for epoch, step in [*((job.epoch, job.ranks.ended()) for job in self.former), *([account] if account else [])]:
             ended[epoch] = max(step, ended.get(epoch, 0))
-        held = {identity.epoch: identity.tick.step for identity in sorted(start.inventory.worlds)}  # so far at least
+        # An epoch reached at least the newest step that is held of it.
+        held = {identity.epoch: identity.tick.step for identity in sorted(start.inventory.worlds)}
         chosen = start.chosen.identity if start.chosen is not None else None
         begun = {epoch for steps in (ended, held) for epoch, step in steps.items() if step}
         newest = max((epoch for epoch in begun if chosen is None or epoch >= chosen.epoch), default=None)
@@ -371,17 +385,18 @@ class Startup(NodeMemory):
         return max(0, lost) if known or lost > 0 else None
 
     def _level_of(self, start: Start, identity: Identity) -> str:
-        """Where a candidate is to be had from: in a job of several nodes, from the memory of all of them."""
+        """The level that the candidate is restored from: "local", "peer" or "store"."""
         gathered = start.gathered.get(identity)
         if self._slot_of(identity) is not None or (gathered is not None and gathered.is_here and len(start.nodes) == 1):
             return "local"
         return "peer" if gathered is not None else "store"
 
     def _tell_of_lost_parts(self, start: Start, chosen: ResolvedStart | None) -> None:
-        """A newer checkpoint than the one that is gone on from lay in memory, and a part of it has gone with a node."""
+        """Emits `restore.lost`, once, if a checkpoint newer than the chosen one lost a part together with a node."""
         found = start.inventory.incomplete()
+        # What memory lacks of the chosen checkpoint itself is in the store.
         if not found or start.told_of_loss or (chosen is not None and max(found) <= chosen.candidate.identity):
-            return  # of the chosen one itself the store has what memory lacks
+            return
         start.told_of_loss = True
         identity = max(found)
         ranks = found[identity]
@@ -397,10 +412,11 @@ class Startup(NodeMemory):
     def _answer(self, start: Start, body: dict[str, Any], blobs: list[bytes]) -> None:
         assert start.request_id is not None
         start.peer.reply(start.request_id, body, blobs=blobs)
-        start.request_id = None  # only now: until it is sent, whoever waits can still be told of an error
+        # Cleared only after the reply was sent: until then the waiting trainer can still be told of an error.
+        start.request_id = None
 
     def _next(self, peer: Peer, message: Message) -> None:
-        """The candidate failed on some rank: it is struck out for all, and remembered."""
+        """Strikes out the candidate for all ranks, since it failed on one of them; the next one is chosen then."""
         fields = message.fields
         start = self._started(peer, str(fields["epoch"]))
         identity, request_id = Identity.parse(str(fields["identity"])), int(fields["id"])
@@ -409,6 +425,7 @@ class Startup(NodeMemory):
         start.request_id = request_id
 
     def _restored(self, peer: Peer, message: Message) -> None:
+        """Ends the start: all ranks have restored the candidate, or begin afresh. The job begins to train."""
         fields = message.fields
         start = self._started(peer, str(fields["epoch"]))
         job = start.job
@@ -431,13 +448,14 @@ class Startup(NodeMemory):
         peer.reply(int(fields["id"]), {})
 
     def _started(self, peer: Peer, epoch: str) -> Start:
+        """The start under way, if `peer` began it and it has begun `epoch`. Errors: Superseded."""
         start = self._start
         if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
             raise Superseded(f"the start of {epoch} is not the one under way; a newer one began")
         return start
 
     def _fail_start(self, start: Start, error: BaseException) -> None:
-        """Nothing can be begun, and that is told. An epoch that was begun has no trainers then, and ends."""
+        """Refuses the waiting request with `error`. An epoch that has begun gets no trainers then, and ends."""
         if not isinstance(error, CkptError):
             log.error("a start of launch %r failed in the agent", start.launch, exc_info=error)
         request_id, start.request_id = start.request_id, None
@@ -447,7 +465,7 @@ class Startup(NodeMemory):
             self._start = None
 
     def _end_restore(self) -> None:
-        """What was frozen for a candidate is free again."""
+        """Ends the restore of the candidate: releases its slot, and ends the serving of its frames."""
         if self._lease is not None:
             self._lease[0].group.release(self._lease[1])
             self._lease = None
@@ -458,6 +476,7 @@ class Startup(NodeMemory):
                 job.restore = None
 
     def _claim(self, job: Job, parent: Identity | None, start: Start) -> Claim:
+        """The claim of the job's epoch, which goes on from `parent`, with the ancestors that the store lacks."""
         from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENTS_MAX, ANCESTORS_MAX, Claim
 
         known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None} | start.inventory.claims
@@ -469,7 +488,7 @@ class Startup(NodeMemory):
         return Claim(job.epoch, parent, told, start.launch, host, time.time(), run, agents[:AGENTS_MAX])
 
     def _give_up_start(self, peer: AnyPeer) -> None:
-        """Who began it is gone: entering has failed there, and so for all."""
+        """Gives the start up if `peer` began it: that trainer is gone, so entering has failed for all ranks."""
         if self._start is not None and self._start.peer is peer:
             self._end_restore()
             self._start = None
@@ -477,6 +496,7 @@ class Startup(NodeMemory):
     # -- joining and fetching
 
     def _join(self, peer: AnyPeer, message: Message) -> None:
+        """A rank joins its job. Errors: AgentError if no start of its epoch is under way; Superseded."""
         fields = message.fields
         epoch = Epoch.parse(str(fields["epoch"]))
         job = self._job_of(epoch)
@@ -484,18 +504,20 @@ class Startup(NodeMemory):
             if not fields["resume"]:
                 raise AgentError(f"no start of {epoch} is under way here")
             job = self._resume(peer, epoch, message)
-        del message.blobs[2:]  # where the nodes are
+        del message.blobs[2:]  # the node list
         job.join(peer, message)
         self._awaiting = [each for each in self._awaiting if each is not peer]
-        if int(fields["rank"]) == 0 and job.claim is not None:  # else it is only about to begin
+        # Without a claim the job is only about to begin; `_restored` then leads the memory-only nodes.
+        if int(fields["rank"]) == 0 and job.claim is not None:
             self._lead_lenders(job, self._lenders_of(message))
 
     def _resume(self, peer: AnyPeer, epoch: Epoch, message: Message) -> Job:
-        """A trainer whose agent died brings its arenas."""
+        """Makes the job of a trainer whose agent died; the trainer brings its arenas. Errors: Superseded."""
         if self._start is not None or self.current is not None:
             raise Superseded(f"a newer start owns {shown(self.url)}; {epoch} was superseded")
         claim = claim_told(epoch, message.fields)
-        peer.watch_death()  # if it comes no further than this, the job ends with it
+        # If this trainer dies before it has joined, the job ends with it.
+        peer.watch_death()
         world, nodes = int(message.fields["world"]), self._nodes_of(message)
         others = self._remote_ranks(epoch, world, nodes)
         job = self.current = Job(self._services, epoch, world, claim.launch, peer, nodes, others)
@@ -507,6 +529,7 @@ class Startup(NodeMemory):
         return job
 
     def _fetch(self, peer: Peer, message: Message) -> None:
+        """A rank asks for frames of the candidate. Errors: AgentError if that one is not being restored."""
         job, _ = self._member(peer)
         identity = Identity.parse(str(message.fields["identity"]))
         if job.restore is None or job.restore.identity != identity:
@@ -516,45 +539,49 @@ class Startup(NodeMemory):
         job.restore.request(peer, frames, whole)
 
     def _member(self, peer: AnyPeer) -> tuple[Job, int]:
+        """The job and the rank of that connection. Errors: AgentError."""
         for job in self._jobs():
             rank = job.rank_of(peer)
             if rank is not None:
                 return job, rank
         raise AgentError("this connection has joined no job")
 
-    # -- the other nodes' part: see Others
+    # -- what other nodes do for a start: see ClusterStartup
 
     def _call_others(self, start: Start) -> None:
-        """Tells the other nodes of it; they say what they hold."""
+        """Tells the other nodes of the start, and asks each for its inventory."""
         raise NotImplementedError
 
     def _call_again(self, name: str) -> None:
-        """Connects to a node of the current job, until there is a connection or no need for one."""
+        """Tries to connect to that node of the current job until a connection stands or none is needed."""
         raise NotImplementedError
 
     def _gather(self, start: Start, identity: Identity) -> None:
-        """Puts a checkpoint together that lies on several nodes, and then chooses again."""
+        """Puts together a checkpoint that lies on several nodes; a candidate is chosen again after that."""
         raise NotImplementedError
 
     def _find_part(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:
-        """What memory has of a candidate from the store, or can have of it soon, need not be read from there."""
+        """Finds the frames of a store candidate that memory has, or will have soon; sets `start.part`, then calls
+        `then`. The other frames are read from the store."""
         raise NotImplementedError
 
     def _serve_others(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
-        """The nodes give each other what they hold of it; and what this one gets of it."""
+        """Has the holders serve their frames; returns the source of the frames that this node lacks."""
         raise NotImplementedError
 
     def _fan_out(self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None) -> SharedRead | None:
-        """The nodes share the reading of the store, but for what memory has; what this one has to do with it."""
+        """This node's part in the shared read: the nodes divide the frames that memory lacks, and each reads its part
+        from the store; None for a job of one node."""
         raise NotImplementedError
 
     def _end_serving(self, identity: Identity) -> None:
-        """And do not any more."""
+        """Has the holders end the serving of that checkpoint."""
         raise NotImplementedError
 
     def _tell_others_of_claim(self, job: Job) -> None:
+        """Tells the other nodes of the job its claim."""
         raise NotImplementedError
 
     def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
-        """The memory-only nodes that a job names are its from here on."""
+        """Asks the memory-only nodes that a job names to lend it their memory from now on."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A start of a run, from a trainer's wish to begin until it has restored."""
+"""The state of one start of a run, from rank 0's request to begin until all ranks have restored."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Start:
-    """A start under way, from begin to restored. `request_id`: of who waits for a candidate; None: nobody does now.
-    `nodes`: where the ranks are, if on several, or if memory-only nodes are named: `lenders`, where those
-    listen; `silent`: those that have not said yet what they hold; `inventory`:
-    what they and this node do; `gathered`: what was put together of that; `failed`: what could not be, and why.
-    `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
-    its epoch is begun. `told_of_loss`: of a newer checkpoint than what was chosen.
-    `former`: nodes of earlier starts that have no part in this one and were asked what they hold.
-    `told`: the blobs of the answer to where the candidate's frames are. `part`: where memory has some of a candidate
-    that is read from the store."""
+    """A start under way. `request_id`: the request that waits for a candidate; None: none waits now.
+
+    `nodes`: the nodes of the ranks, if there are several nodes or memory-only nodes are named. `lenders`: the addresses
+    of the memory-only nodes. `silent`: nodes that have not answered the survey. `inventory`: what the nodes and this
+    one hold. `gathered`: checkpoints put together from several nodes; `failed`: those that could not be, and why.
+    `listed`: the listing of the store has ended; `view`: that listing, None if the store did not answer.
+    `job`: set once the epoch has begun. `resolving`: a candidate is being gathered or its manifest read. `has_any`,
+    `newest_step`: of the branch history, struck candidates included. `stored`: what the store has of it, newest first.
+    `steps_lost`: steps to redo after the chosen checkpoint; None: unknown. `told_of_loss`: `restore.lost` was emitted.
+    `former`: nodes of earlier starts that have no rank in this one and were surveyed.
+    `told`: by checkpoint, the blobs that tell nodes where its frames are. `part`: the frames that memory has of a
+    candidate that is read from the store."""
 
     peer: Peer
     request_id: int | None
@@ -49,11 +52,11 @@ class Start:
     view: RunView | None = None
     job: Job | None = None
     resolving: bool = False
-    has_any: bool = False  # whether there is a checkpoint on the line, be it struck out
-    newest_step: int = 0  # of the line, be it struck out
-    steps_lost: int | None = None  # by going on from what was chosen, or from the beginning; None: nobody knows
+    has_any: bool = False
+    newest_step: int = 0
+    steps_lost: int | None = None
     chosen: Candidate | None = None
-    stored: tuple[Identity, ...] = ()  # what the store has of the line, newest first
+    stored: tuple[Identity, ...] = ()
     told_of_loss: bool = False
     asked_former: bool = False
     former: list[NodeAt] = field(default_factory=list)
@@ -61,14 +64,14 @@ class Start:
     part: FramePlaces | None = None
 
     def newest_stored(self, struck: Container[Identity]) -> Identity | None:
-        """What a start would find in the store, which has it at or before what was chosen."""
+        """The newest checkpoint in the store that is not struck and not newer than the chosen one; None: none."""
         if self.chosen is None:
             return None
         newest = self.chosen.identity
         return next((each for each in self.stored if each <= newest and each not in struck), None)
 
     def places(self, identity: Identity) -> FramePlaces | None:
-        """Where memory has it, or a part of it."""
+        """The frames that memory has of that checkpoint, or of a part of it; None: none."""
         if identity in self.gathered:
             return self.gathered[identity].places
         return self.part if self.part is not None and self.part.identity == identity else None
@@ -76,8 +79,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedStart:
-    """A candidate that can be restored, and its manifest. `record`: which the store has of it; None where memory has
-    the candidate."""
+    """A candidate that can be restored, and its manifest. `record`: its record in the store; None if the candidate is
+    in memory."""
 
     candidate: Candidate
     manifest: Manifest
