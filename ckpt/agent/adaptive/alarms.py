@@ -1,13 +1,12 @@
-"""What the agent does with alarms: at a job's coordinator their outcomes are kept, and proven ones are acted on.
+"""The alarms of one agent: a job's coordinator scores them by their outcomes, and acts on those of proven sources.
 
-Acting: while an alarm of a proven source stands, a checkpoint more is appointed and committed whenever as much work is
-not safe elsewhere as is worth it (`policy.with_predictions`); nobody leaves. The node's risk goes into the next
-placement, and the node keeps nothing for others there where that leaves no state less safe; the part of the failures
-that is predicted goes into the intervals. An unproven source changes nothing.
+While an alarm of a proven source stands, an extra checkpoint is appointed and committed whenever enough work is at risk
+to pay for it (`policy.with_predictions`); no rank leaves. The node's risk goes into the next placement: the node keeps
+no replicas for others if that leaves no state less safe. The share of failures that is predicted goes into the save
+intervals. An unproven source changes nothing.
 
-A failure is the first rank of an epoch that dies or raises, while the job was neither at its end nor told to leave: the
-others then fail of it. Where a whole node is cut off it is that node's. They are the failures whose rates are learnt.
-Everything runs on the agent's main thread.
+A failure is the first rank of an epoch that dies or raises before the job's end and without a notice: later deaths are
+its consequences. If a whole node is cut off, the failure is that node's. Main thread only.
 """
 
 from __future__ import annotations
@@ -40,24 +39,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-MISTAKE_S = 600.0
-SETTLE_S = 5.0  # from the first sign of a failure until it is said whose it was
-Raised = Sequence[tuple[str, float | None]]  # sources, and the probabilities that they say
+MISTAKE_S = 600.0  # how long predictions rest after an internal error
+SETTLE_S = 5.0  # from the first sign of a failure until the failed node is decided
+Raised = Sequence[tuple[str, float | None]]  # (source, the probability that it states)
 
 
 class Alarms:
-    """Of one agent, over all its jobs. `outcomes`: of the alarms in jobs that it coordinates."""
+    """The alarms of one agent, over all its jobs. `outcomes`: of the alarms in jobs that it coordinates. `reading`: the
+    reader of this node's signals."""
 
     def __init__(self, settings: Settings, url: str, server: EventLoop, events: Events) -> None:
         self.outcomes = Outcomes()
         self.reading = SignalReader(settings, url, server.post, self._heard, events)
         self._events = events
-        self._failed_s = -math.inf  # when a mistake was made last
-        self._job: Job | None = None  # that trains, and is coordinated here
-        self._following: FollowerJob | None = None  # that trains, and is not
+        self._failed_s = -math.inf  # time of the last internal error
+        self._job: Job | None = None  # the job that trains and is coordinated here
+        self._following: FollowerJob | None = None  # the job that trains and is coordinated elsewhere
         self._began_s = 0.0
-        self._failed: Epoch | None = None  # whose failure was counted
-        self._sighted: tuple[float, str] | None = None  # a failure: when, and of which node as far as that is known
+        self._failed: Epoch | None = None  # the epoch whose failure was counted
+        self._sighted: tuple[float, str] | None = None  # a failure not counted yet: its time, and its likely node
         self._due_s = 0.0
         self._paces = StepRatios()
         self._used: tuple[float, float] = (0.0, 1.0)  # the recall and precision that the intervals were chosen by
@@ -66,11 +66,11 @@ class Alarms:
         self.reading.close()
 
     def numbers(self) -> dict[str, dict[str, float]]:
-        """What is to outlive the job."""
+        """The scores that outlive the job, by source."""
         return self.outcomes.numbers()
 
     def inherit(self, sources: Any) -> None:
-        """What an earlier run handed on, unread."""
+        """Adds the scores of an earlier run, as its record has them; malformed ones are skipped."""
         scores = {str(name): Score.of(numbers) for name, numbers in sources.items()}
         self.outcomes.inherit({name: score for name, score in scores.items() if score is not None})
 
@@ -78,11 +78,11 @@ class Alarms:
         """For `ckpt watch`."""
         return {"reading": self.reading.on, **self.outcomes.table(time.monotonic())}
 
-    # -- what is told
+    # -- what the agent calls
 
     def tend(self, job: Job | None, followings: Sequence[FollowerJob]) -> float | None:
-        """After anything happened. `job`: the current one. When to look again. A mistake is told and ends no job; for a
-        while nothing is foreseen then."""
+        """Does what follows from the newest events. `job`: the current one. Returns when to call again. An internal
+        error is reported, ends no job, and rests predictions for MISTAKE_S."""
         now_s = time.monotonic()
         if now_s < self._failed_s + MISTAKE_S:
             return self._failed_s + MISTAKE_S
@@ -112,13 +112,13 @@ class Alarms:
         return None if self._due_s == math.inf else self._due_s
 
     def said(self, job: Job, node: str, fields: dict[str, Any]) -> None:
-        """By the agent of another node: what watches there, and new alarms. Errors: AgentError."""
+        """The agent of `node` tells which sources watch there, and its new alarms. Errors: AgentError."""
         sources, alarms = _sources(fields.get("sources")), _alarms(fields.get("alarms"))
         if job is self._job:
             self._raise(job, node, sources, alarms)
 
     def told(self, kind: str, fields: dict[str, Any]) -> None:
-        """By the coordinator of a job with ranks here. Errors: AgentError."""
+        """The coordinator of a followed job tells that this node failed, or its step-time ratio. Errors: AgentError."""
         if kind == "failed":
             self.reading.failed(time.monotonic())
             return
@@ -130,7 +130,7 @@ class Alarms:
     # -- small steps
 
     def _heard(self, sources: tuple[str, ...], alarms: Sequence[Alarm]) -> None:
-        """By this node's thread."""
+        """This node's signal reader tells which sources watch, and its new alarms."""
         raised = [(alarm.source, alarm.probability) for alarm in alarms]
         if self._job is not None:
             self._raise(self._job, HERE, sources, raised)
@@ -139,7 +139,7 @@ class Alarms:
             self._following.tell(body)
 
     def _follow(self, job: Job | None, followings: Sequence[FollowerJob], now_s: float) -> None:
-        """What trains here now."""
+        """Notes which job trains here now."""
         if job is not self._job:
             if self._job is not None:
                 self._see_failure(self._job, now_s, over=True)
@@ -179,9 +179,8 @@ class Alarms:
             job.emit("prediction", f"{source}: {where} may fail within 10 minutes{said}: {what}", score.proven, facts)
 
     def _see_failure(self, job: Job, now_s: float, over: bool) -> None:
-        """The first rank that is dead or has raised; or a node that nobody hears of any more. Whose failure that is can
-        be said a little later: ranks also fail of another node's loss, and may say so first. `over`: there is no later.
-        """
+        """Counts the job's first failure, SETTLE_S after its first sign: ranks may fail from the loss of another node
+        and report first. `over`: the job is over, so the failure is counted at once."""
         if self._failed == job.epoch:
             return
         self._sighted = self._sighted or self._sight(job, now_s)
@@ -194,14 +193,14 @@ class Alarms:
             self._count(job, next(iter(_lost(job)), node), at_s)
 
     def _sight(self, job: Job, now_s: float) -> tuple[float, str] | None:
-        """When and where something failed; None: nothing has."""
+        """(time, node) of the first sign of a failure; None: there is none."""
         members = job.group.members
         bad = next((m for m in members if m.broke or m.presence is Presence.DEAD), None)
         if bad is None:
             return next(((since_s, node) for node, since_s in _lost(job).items() if now_s - since_s >= REJOIN_S), None)
         ends = any(m.presence is Presence.LEFT and not m.broke and m.lost_s is None for m in members)
         if ends or job.group.is_warned(now_s):
-            self._failed = job.epoch  # it was leaving, or at its end: that is no failure
+            self._failed = job.epoch  # the job was leaving or at its end: that is no failure
             return None
         return now_s, job.ranks.node_of(bad.rank) if isinstance(job.ranks, AllShares) else HERE
 
@@ -213,13 +212,13 @@ class Alarms:
             job.share_of(node).tell({"t": "failed"})
 
     def _needed_s(self, job: Job) -> float:
-        """From an alarm until the state is safe off this node."""
+        """Seconds from an alarm until the state is replicated or stored."""
         group, known = job.group, job.learning.known if job.learning is not None else NOTHING
         copied_s = known.replication.mean if group.is_kept_whole else None
         return group.safe_within_s(copied_s)
 
     def _tell_paces(self, job: Job, now_s: float) -> None:
-        """Each node's step time over the median of the others'."""
+        """Tells each node the ratio of its step time to the median of the others'."""
         ranks = job.ranks
         if not isinstance(ranks, AllShares):
             return
@@ -250,7 +249,7 @@ class Alarms:
             job.group.ask_extra()
 
     def _choose_intervals(self, job: Job, proven: dict[str, Score]) -> None:
-        """By the one source with which the least is wasted."""
+        """Chooses the save intervals by the one proven source that wastes the least time."""
         learning = job.learning
         if learning is None:
             return
@@ -262,7 +261,7 @@ class Alarms:
             job.follow_learning()
 
     def _worth(self, job: Job, score: Score) -> Predicted:
-        """What acting on it costs and saves, by what was measured."""
+        """The cost and the benefit of acting on alarms with that score, from measured times."""
         known = job.learning.known if job.learning is not None else NOTHING
         replicates = job.group.is_kept_whole
         m = known.measured(max(1, len(job.nodes)), replicates)
@@ -280,7 +279,7 @@ def _others(job: Job) -> list[str]:
 
 
 def _lost(job: Job) -> dict[str, float]:
-    """The other nodes of which no rank is connected any more, though none has left; since when."""
+    """The other nodes without a connected rank though no rank has left: since when, by node."""
     if not isinstance(job.ranks, AllShares):
         return {}
     members, found = job.group.members, dict[str, float]()

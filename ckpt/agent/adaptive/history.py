@@ -1,10 +1,9 @@
-"""What a job has of what was learnt before it, of failures and of predictions.
+"""The learnt history: hands what earlier starts learnt of failures and predictions on to each new start.
 
-A start goes on with what the newest one before it knew, here or in the record that it comes from, and counts that that
-one failed; also where it had saved nothing, and what is gone on from is of an older one. Where the agent that knew is
-gone (one takes over a running job, or coordinates for the first time a job that comes back from the memory of several
-nodes), it is read from the run's records; else it would hand on only what it has seen itself, and the next start would
-know no more.
+A start inherits from the newest start before it: in this agent, or in the record that was restored. It counts that
+start's failure, even if that start saved nothing and an older checkpoint was restored. If the agent that knew is gone,
+the history is read from the run's newest records. That happens when an agent takes over a running job, or coordinates
+for the first time a job restored from the memory of several nodes.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-RECORDS = 3  # the newest may be this agent's own by then; what is the same in two of them counts once
+# Records that are read: the newest may be this agent's own. Facts that stand in several records count once.
+RECORDS = 3
 
 
 class LearntHistory:
-    """Of one agent. On its main thread, but for reading. `newest`: the newest job that trained here."""
+    """The history of one agent. Main thread only, but for reading. `newest`: the newest job that trained here."""
 
     def __init__(self, bulk: Workers, store: StoreClient, foreseeing: Alarms, events: Events) -> None:
         self._bulk = bulk
@@ -53,10 +53,11 @@ class LearntHistory:
         view: RunView | None,
         nodes: Sequence[NodeAt],
     ) -> None:
-        """A start goes on from epoch `parent`. `record`: what was restored, if the store gave it. `view`: of the store,
-        if it answered. `nodes`: of the start."""
+        """A start restored a checkpoint of epoch `parent`: fills its `learning`. `record`: the restored record, if it
+        came from the store. `view`: the store's listing, if it answered. `nodes`: of the start."""
         former = self.newest if self.newest is not None and self.newest.epoch >= parent else None
-        closed = view.closed if view is not None else {parent}  # else nobody is left who could have closed it
+        # Without a listing it is unknown whether the parent was closed in order: then no failure is counted.
+        closed = view.closed if view is not None else {parent}
         if former is not None and former.learning is not None:
             self._from_former(learning, former, former.learning, record is not None, nodes)
         elif former is None and record is not None and ABOUT in record.about:
@@ -66,7 +67,8 @@ class LearntHistory:
                 agents = next((len(each.agents) for each in claims if each.epoch == parent), 0)
                 learning.failed(class_of(max(1, agents), agents > 1, True, False))
         elif former is None and record is None and parent not in closed:
-            learning.owed = class_of(1, True, False, False)  # its coordinator's node: what that had learnt is read next
+            # The coordinator's node failed; what it had learnt is read next, and the failure counted then.
+            learning.owed = class_of(1, True, False, False)
 
     def _from_former(
         self, learning: CostModel, former: Job, learnt: CostModel, from_store: bool, nodes: Sequence[NodeAt]
@@ -83,8 +85,8 @@ class LearntHistory:
         learning.recovered("store" if from_store else near, now_s - gone_s)
 
     def tend(self, job: Job | None) -> None:
-        """After anything happened. `job`: the current one. Once for each that may lack something: what is known already
-        counts once all the same. Where the store does not answer it goes on with what it learns itself."""
+        """Reads the records once for each job that may lack history. `job`: the current one. Facts known already count
+        once all the same. If the store does not answer, the job uses only what it learns itself."""
         if job is not None and job.claim is not None:
             self.newest = job
         if job is None or job.learning is None or job.epoch == self._asked:
@@ -106,7 +108,7 @@ class LearntHistory:
         self._tell(refused)
 
     def _recall(self, learning: CostModel, value: object) -> str:
-        """From a record; why not, "" where all is well."""
+        """Inherits from a record's entry. Returns why a part of it was refused; "": nothing was."""
         recalled = recall(value)
         learning.inherit(recalled.known)
         self._foreseeing.inherit(recalled.sources)
@@ -118,7 +120,8 @@ class LearntHistory:
 
 
 def read_learnt(store: StoreClient) -> list[Any]:
-    """On a thread: what the newest records of the line say, unread. Errors: StorageError; DamagedData."""
+    """The learnt history in the newest records of the branch history, not parsed. On a thread. Errors: StorageError;
+    DamagedData."""
     from ckpt.store.reader import open_record
 
     run = store.run(impatient=True)

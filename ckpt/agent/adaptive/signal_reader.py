@@ -1,7 +1,7 @@
-"""The agent's thread that reads this node's signals, and what it makes of them: alarms, and lines in a file.
+"""The signal reader: a thread that reads this node's health signals, raises alarms, and records the signals in a file.
 
-Reading may take long or hang (a GPU's driver does, where the GPU is broken): so it has a thread of its own, which holds
-nobody up, and without which nothing but predictions is missing. It reads while a job trains here.
+Reading may take long or hang, as the driver of a broken GPU does. Hence it has a thread of its own: if that hangs, only
+predictions are missing. It reads while a job trains here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from ckpt.predict.signals import Sampler
     from ckpt.predict.watching import Alarm, Model, SignalWatch
 
-SAY_EVERY = 12  # readings after which what watches is told again: what was told before may be lost
-CLOSE_S = 5.0  # how long the end waits for a driver that hangs; its thread ends with the process
+# Readings after which the watching sources are reported again: an earlier report may be lost.
+SAY_EVERY = 12
+# How long `close` waits for a driver that hangs; its thread ends with the process.
+CLOSE_S = 5.0
 
 Heard = Callable[[tuple[str, ...], Sequence["Alarm"]], None]
 
 
 class SignalReader:
-    """Owns the thread and the file. `heard` is called on the main thread: the sources that watch, and new alarms.
-    `ratio`: this node's step time over its peers' median, as last told; None: not known."""
+    """Owns the thread and the file. `heard` is called on the main thread with the watching sources and the new alarms.
+    `ratio`: this node's step time over its peers' median, as last told; None: unknown."""
 
     def __init__(
         self, settings: Settings, url: str, post: Callable[[Callable[[], None]], None], heard: Heard, events: Events
@@ -40,7 +42,8 @@ class SignalReader:
         self.ratio: float | None = None
         self._settings, self._post, self._heard, self._events = settings, post, heard, events
         self._on = False
-        self._recording = threading.Lock()  # no reading is recorded before a begin or after an end
+        # Keeps readings between the lines `signals.begin` and `signals.end`.
+        self._recording = threading.Lock()
         self._until_said = 0
         self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._lines: JsonLines | None = None
@@ -52,7 +55,7 @@ class SignalReader:
         return self._on
 
     def follow(self, on: bool) -> None:
-        """Whether a job trains here. The first time that one does the thread begins."""
+        """Switches reading on or off: whether a job trains here. The first `on` starts the thread."""
         if on == self._on or self._settings.signals == "off":
             return
         if self._lines is None and self._settings.signals_log is not None:
@@ -66,11 +69,11 @@ class SignalReader:
             self._tasks.start("read", self._run)
 
     def say(self) -> None:
-        """What watches is told again with the next reading: there is somebody else to hear it."""
+        """Has the next reading report the watching sources again: another job listens now."""
         self._until_said = 0
 
     def failed(self, at_s: float) -> None:
-        """This node failed, at that time on the monotonic clock."""
+        """Records that this node failed at that monotonic time."""
         self._failures.put(at_s)
         if self._lines is not None:
             self._lines(Event("signals.failure", "", time_s=time.time() - (time.monotonic() - at_s)))
@@ -126,7 +129,7 @@ class SignalReader:
             self._post(lambda: self._heard(sources, alarms))
 
     def _model(self) -> Model | None:
-        """The one that CKPT_PREDICTOR names. One that cannot be read is told of, and done without."""
+        """The predictor that CKPT_PREDICTOR names; None without one, or, with a warning, if it cannot be read."""
         path = self._settings.predictor
         if path is None:
             return None

@@ -1,4 +1,7 @@
-"""The agent as a whole: what its messages mean, and when its work is done."""
+"""The agent as a whole: dispatches the trainers' messages, shows its status, and decides when its work is done.
+
+Its layers below, in one class hierarchy: `OrphanCommitter`, `PeerHandlers`, `ClusterStartup`, `Startup`, `NodeMemory`.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,15 @@ from ckpt.types import Identity
 log = logging.getLogger("ckpt")
 
 IDLE_S = 30.0  # how long an agent without a job waits for one
-RETRY_S = 30.0
-NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))  # they are as long as the job is large
-END_RETRY_S = 2.0  # until a last commit that failed is tried again, once that time runs
-END_RESERVE = 1 / 6  # of the time that it has from the signal on, at its end, when it is tried no more
+RETRY_S = 30.0  # pause before an orphan's failed commit is tried again
+# Left out of a former job's status, since they grow with the job.
+NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))
+END_RETRY_S = 2.0  # the same pause once a signal has asked the agent to end
+END_RESERVE = 1 / 6  # the last part of the time from the signal to the kill, in which no commit is tried
 
 
 class Agent(OrphanCommitter):
-    """Handles the messages. Everything runs on the agent's main thread. `priority`: of its process, where that has
-    been given one."""
+    """The agent of one node. Main thread only. `priority`: tends the process's priority; None: it stays as it is."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
@@ -52,11 +55,12 @@ class Agent(OrphanCommitter):
         self._idle_since_s = time.monotonic()
         self._served = False  # whether a trainer ever came
         self._retry_s = 0.0  # when an orphan's commit is tried again
-        self._limit_s = math.inf  # and when that ends
+        self._limit_s = math.inf  # when an orphan's commit is given up
         self._told_of_end = False
         self._makes_way = False
-        self._ends_s = math.inf  # when this process is taken to be killed, on the monotonic clock
-        self._warned_until_s = -math.inf  # the deadline of what a signal told, on that clock
+        # Both on the monotonic clock: when this process is assumed to be killed, and the deadline of a warning signal.
+        self._ends_s = math.inf
+        self._warned_until_s = -math.inf
 
     def close(self) -> None:
         self._end_attempt()
@@ -64,7 +68,8 @@ class Agent(OrphanCommitter):
         self.foreseeing.close()
         self._free_lenders()
         for job in self._jobs():
-            unknown = self._server.end_asked or job.holds_unread  # whether anybody needs what the others have of it
+            # Somebody may still need what other nodes hold of this job.
+            unknown = self._server.end_asked or job.holds_unread
             job.drop(leave_others=unknown and not job.ended_in_order)
             job.abandon_commit()
         for following in self.followings:
@@ -76,9 +81,10 @@ class Agent(OrphanCommitter):
         self._store.close()
         self.showing.close()
 
-    # -- the server's side
+    # -- what the event loop calls
 
     def message(self, peer: AnyPeer, message: Message) -> None:
+        """Handles a message of a trainer or a tool. Errors: CkptError; whatever a malformed message leads to."""
         kind = message.kind
         if kind == "hello":
             self._hello(_local(peer), message)
@@ -135,6 +141,7 @@ class Agent(OrphanCommitter):
             log.warning("%s", text)
 
     def settle(self) -> float | None:
+        """Does what follows from the newest messages and the time. Returns when to call again (monotonic seconds)."""
         now_s = time.monotonic()
         self._tend_notices()
         self._relearning.tend(self.current)
@@ -162,7 +169,7 @@ class Agent(OrphanCommitter):
         waiting = self.network is not None and self.network.waiting
         return end_s is not None and time.monotonic() >= end_s and not waiting
 
-    # -- small messages
+    # -- small messages of trainers and tools
 
     def _hello(self, peer: Peer, message: Message) -> None:
         version = int(message.fields["version"])
@@ -176,9 +183,9 @@ class Agent(OrphanCommitter):
         peer.reply(int(message.fields["id"]), body)
 
     def _refuse_version(self, version: int, role: str) -> None:
-        """Where a trainer is refused for it, and nobody needs this agent, it makes way: what is not in the store yet is
-        committed as it always is, and it does not linger. Errors: AgentError; OtherVersion where it is to be waited
-        for."""
+        """Refuses a process of another ckpt release. If nobody needs this agent, it makes way for a trainer: it commits
+        what is not in the store yet, and ends. Errors: AgentError; OtherVersion if the trainer is to wait for that end.
+        """
         text = (
             f"the agent of {shown(self.url)} speaks version {VERSION} of its messages, this process version {version}: "
         )
@@ -191,7 +198,7 @@ class Agent(OrphanCommitter):
         raise OtherVersion(f"{text}. The agent ends as soon as what it has is in the store")
 
     def _stored(self, peer: Peer, message: Message) -> None:
-        """Whether what a rank has taken is in the store, whoever has put it there. It need not have joined anything."""
+        """Answers whether a checkpoint is in the store, whoever put it there. The rank need not have joined."""
         fields = message.fields
         request_id, wanted = int(fields["id"]), Identity.parse(str(fields["identity"]))
 
@@ -204,7 +211,8 @@ class Agent(OrphanCommitter):
         fields, request_id = message.fields, int(message.fields["id"])
         job = self.current
         if message.kind == "status":
-            peer.reply(request_id, {}, blobs=[msgpack.packb(self.status())])  # it is as long as the job is large
+            # A blob, since the status grows with the job.
+            peer.reply(request_id, {}, blobs=[msgpack.packb(self.status())])
         elif message.kind == "preempt":
             if (job is None or job.group.all_gone) and not any(each.needed for each in self.followings):
                 raise AgentError(f"no job is running on {shown(self.url)}")
@@ -224,13 +232,14 @@ class Agent(OrphanCommitter):
             if what is PrunePass.ALL:
                 self._refuse_led_elsewhere(job)
             self._bulk.run(
-                Lane.FRONT if what is PrunePass.LOOK else Lane.COMMIT,  # who only looks waits for no commit
+                # A prune that only looks does not wait for a commit.
+                Lane.FRONT if what is PrunePass.LOOK else Lane.COMMIT,
                 lambda: self._store.prune(epoch, rule, also, what),
                 lambda done: self._pruned(peer, request_id, done),
             )
 
     def _refuse_led_elsewhere(self, job: Job | None) -> None:
-        """Errors: RunInUse where the newest job here is coordinated by another node, whose agent decides what goes."""
+        """Errors: RunInUse if another node coordinates the newest job here: its agent decides what is deleted."""
         led = max((each for each in self.followings if each.needed), key=lambda each: each.epoch, default=None)
         if led is not None and (job is None or led.epoch > job.epoch):
             raise RunInUse(
@@ -243,18 +252,20 @@ class Agent(OrphanCommitter):
         if error is not None:
             peer.refuse(request_id, error)
             return
-        peer.reply(request_id, {}, blobs=[msgpack.packb(done.result())])  # it is as long as the run is large
+        # A blob, since the result grows with the run.
+        peer.reply(request_id, {}, blobs=[msgpack.packb(done.result())])
 
     # -- what is shown
 
     def status(self) -> dict[str, Any]:
+        """What `ckpt watch` and the metrics page show."""
         self._see()
         job = self.current
         return {
             "url": self.url,
             "pid": os.getpid(),
             "incarnation": self.incarnation,
-            "name": self.network.me if self.network is not None else None,  # among agents
+            "name": self.network.me if self.network is not None else None,  # the agent's name in the network
             "nodes": self._server.called.nodes,
             **self.showing.facts(),
             "predictions": self.foreseeing.table(),
@@ -284,16 +295,17 @@ class Agent(OrphanCommitter):
         self.showing.restored(self.current, level, restore, steps_lost, stored)
 
     def _event(self, event: Event) -> None:
-        if self.current is None:  # else it tells it itself
+        # The current job tells `showing` by itself.
+        if self.current is None:
             self.showing.told(event)
         super()._event(event)
 
     # -- notices
 
     def _tend_notices(self) -> None:
-        """A signal to the agent itself: a container is stopped, or a service. It asks to end, and is a notice too.
-        SIGUSR1 and its like are notices only: who sends one to every process of a job means the machine. To a job that
-        wants no notices none of them is one."""
+        """Turns signals to the agent itself into notices, if the job heeds notices. SIGTERM and its like, which stop a
+        container or service, also ask the agent to end. SIGUSR1 and its like are notices only: a launcher that sends
+        one to every process of a job means the machine."""
         job, now_s = self.current, time.monotonic()
         heeds = self._listening.sources.mode != "off"
         if self._server.end_asked:
@@ -308,10 +320,11 @@ class Agent(OrphanCommitter):
             told = f"the agent was asked to end; {left_s:g} s are taken to be left"
             self._heard(Notice(time.time() + left_s, "agent", True, "signal", told), When.AT_ONCE)
         if not (job is not None and job.group.heeds_notices) and not any(each.needed for each in self.followings):
-            self._listening.stop()  # a job that comes says anew to what
+            self._listening.stop()  # the next job names its sources itself
             self._standing = RelayedNotice()
 
     def _warn(self, signal_name: str, now_s: float) -> None:
+        """Hears a warning signal as a notice; further signals before its deadline are ignored."""
         if now_s >= self._warned_until_s:
             left_s = self._settings.sigusr1_s
             self._warned_until_s = now_s + left_s
@@ -319,15 +332,15 @@ class Agent(OrphanCommitter):
             self._heard(Notice(time.time() + left_s, "agent", True, signal_name, told), When.AT_ONCE)
 
     def _hurries(self, now_s: float) -> bool:
-        """Whether something is to be saved here before a deadline: what training is left then goes for that."""
+        """Whether this node saves something before a deadline: then the agent takes processor time from training."""
         led = any(job.needed and job.group.is_due(now_s) for job in self._jobs())
         return led or any(each.needed and each.leaves for each in self.followings) or self._ends_s < math.inf
 
     # -- the end
 
     def _tend_orphans(self, now_s: float) -> float | None:
-        """Nobody is left, and something is not committed: it is tried again, and at last given up; by an agent that was
-        asked to end, as long as it may be there still."""
+        """Retries the failed commits of jobs without trainers, and gives them up after `orphan_s`, or shortly before
+        this process is assumed to be killed. Returns when to look again."""
         left_over = self._left_over()
         if left_over is not None and left_over.group.newest_store is Store.NEW:
             left_over.group.retry_commit()
@@ -339,7 +352,7 @@ class Agent(OrphanCommitter):
             orphans.append(left_over)
         if not orphans or self._start is not None:
             if self._start is not None or not any(j.group.all_gone and j.group.at_work for j in self._jobs()):
-                self._limit_s = math.inf  # else one of them is being tried just now
+                self._limit_s = math.inf  # no retry is under way
             return None
         again_s = min(RETRY_S, self._settings.linger_s / 4)
         if self._limit_s == math.inf:
@@ -360,8 +373,8 @@ class Agent(OrphanCommitter):
         return min(self._retry_s, self._limit_s)
 
     def _left_over(self) -> Job | None:
-        """A job that was superseded by starts that came to nothing, and whose newest checkpoint is not in the store: it
-        is still the newest of the run."""
+        """The job whose newest checkpoint is not in the store though all newer starts came to nothing: it is still the
+        newest of the run. None: there is none."""
         for job in reversed(self._jobs() if self._start is None else []):
             if job.is_left_over:
                 return job if all(each.epoch < job.epoch for each in self.followings) else None
@@ -370,7 +383,7 @@ class Agent(OrphanCommitter):
         return None
 
     def _end_s(self, now_s: float) -> float | None:
-        """When the agent may end; None: not before something happens."""
+        """When the agent may end (monotonic seconds); None: not before something happens."""
         waiting = any(peer.role != "tool" and not self._involved(peer) for peer in self._server.peers)
         jobs = self._jobs()
         busy = any(job.needed for job in jobs) or self._is_followed
@@ -379,12 +392,14 @@ class Agent(OrphanCommitter):
             return None
         if self._attempt is not None:
             return None
-        ended = bool(jobs) and jobs[-1].came_to_its_end  # then nobody comes back for what is kept of it
+        # After a job's regular end nobody comes back for what is kept of it.
+        ended = bool(jobs) and jobs[-1].came_to_its_end
         ended = ended and not any(each.epoch > jobs[-1].epoch for each in self.followings)
         keeps = bool(self.followings or self.copies.identities) and not ended
-        if keeps and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
+        # The node lost its ranks and its coordinator, but still holds checkpoints that a start may want.
+        if keeps and not self._server.end_asked:
             if self.fence.stands(now_s):
-                return None  # who has asked for it may be at work on it
+                return None  # the holder of the lease may be reading them
             in_store = self._makes_way and self._turns.settled
             return now_s if in_store else self._idle_since_s + self._settings.linger_s
         ahead_s = self._listening.left_ahead_s(time.time())
@@ -393,9 +408,8 @@ class Agent(OrphanCommitter):
         if not jobs:
             wanted = not (self._served or self._server.end_asked or self._makes_way)
             return self._idle_since_s + IDLE_S if wanted else now_s
-        held = any(
-            job.checkpoints or job.holds_unread for job in jobs
-        )  # what came before the newest is superseded by it
+        held = any(job.checkpoints or job.holds_unread for job in jobs)
+        # Only the newest job's end counts: that job supersedes the former ones.
         if jobs[-1].ended_in_order or not held or self._server.end_asked or self._makes_way:
             return now_s
         return self._idle_since_s + self._settings.linger_s
@@ -405,7 +419,7 @@ class Agent(OrphanCommitter):
 
 
 def _local(peer: AnyPeer) -> Peer:
-    """Errors: AgentError for a rank that is not on this node."""
+    """`peer` as a local connection. Errors: AgentError for a rank on another node."""
     if not isinstance(peer, Peer):
         raise AgentError("only a rank of this node can ask for that")
     return peer

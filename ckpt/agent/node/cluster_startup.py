@@ -1,5 +1,5 @@
-"""The coordinator's part in a start of several nodes, or with memory-only ones: the survey, the gathering of candidates,
-the serving of their frames, and what the other nodes are told afterwards.
+"""The coordinator's part in a start of several nodes, or with memory-only ones: the survey of the nodes, the gathering
+of candidates, the serving of their frames, and what the other nodes are told afterwards.
 
 The coordinator is the agent of rank 0's node. Nothing here happens in a job of one node without memory-only nodes.
 """
@@ -233,7 +233,6 @@ class ClusterStartup(Startup):
         self._collecting(start).part(identity, manifest, leave, self._server.later, moves, found)
 
     def _collecting(self, start: Start) -> CheckpointCollector:
-        """A collector of checkpoints from the nodes of this start and from the others that hold some."""
         services = self.network, self._bulk, self.parities, self._arenas_of, start.inventory
         guard = lambda what: self._guard_start(start, what)  # noqa: E731
         return CheckpointCollector(*services, start.nodes, self._others_that_hold(start), guard, urgent=True)
@@ -326,7 +325,7 @@ class ClusterStartup(Startup):
             self.lenders.say({"t": "forget", "epoch": str(job.epoch)})
 
     def _forget(self, before: Epoch) -> None:
-        """Drops replicas and followed jobs of epochs before `before`, of which a checkpoint is complete."""
+        """Epoch `before` has a complete checkpoint: drops the replicas and followed jobs of older epochs."""
         self.newest_elsewhere = max(self.newest_elsewhere, before)
         self.copies.epochs_before(before)
         for each in self.followings:

@@ -311,7 +311,6 @@ class NodeMemory:
         return sum(each.bytes for each in held if each.epoch in epochs), len(epochs)
 
     def _event(self, event: Event) -> None:
-        """Tells an event to the current job, else to the trainer that starts."""
         if self.current is not None:
             self.current.emit(event.name, event.message, event.loud, event.data)
         elif self._start is not None:

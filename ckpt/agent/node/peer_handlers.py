@@ -1,5 +1,7 @@
-"""What the agents of other nodes say: those that coordinate a job with ranks here, and those with ranks of a job that
-is coordinated here. Nothing of it happens in a job of one node."""
+"""The handlers of messages from agents of other nodes, and of the ranks whose job has several nodes.
+
+The senders are coordinators of jobs with ranks here, and nodes with ranks of a job that is coordinated here. Each
+message is checked against net/permissions.py before it is handled. Nothing here happens in a job of one node."""
 
 from __future__ import annotations
 
@@ -48,22 +50,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 
-RANKS_NOTICES_MAX = 16  # told to ranks: they go into one message
+RANKS_NOTICES_MAX = 16  # notices in one message to a rank
 
 
 class PeerHandlers(ClusterStartup):
-    """See Starts. Everything runs on the agent's main thread."""
+    """The part of the agent that handles peers' messages (see above). Main thread only."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
-        self._writes = Progress()  # of parts of others' commits
-        self._writing: list[tuple[str, Identity, threading.Event]] = []  # who has asked for them; to end it
-        self._standing = RelayedNotice()  # on this node
+        self._writes = Progress()  # of the parts that this node writes for commits of other nodes
+        self._writing: list[tuple[str, Identity, threading.Event]] = []  # these: who commits what; set to cancel
+        self._standing = RelayedNotice()  # the notices that stand on this node
 
     # -- what this node's ranks say
 
     def _listen(self, peer: Peer, message: Message) -> None:
-        """The job has several nodes: this agent is to be reached by the others'."""
+        """A rank of a job of several nodes has this agent listen for the other nodes."""
         from ckpt.agent.net.peer_network import link_bytes_s
 
         fields = message.fields
@@ -74,6 +76,7 @@ class PeerHandlers(ClusterStartup):
         peer.reply(int(fields["id"]), {**told, "link_bytes_s": link_bytes_s(addresses[0])})
 
     def _open_network(self, name: str) -> PeerNetwork:
+        """The network of this agent. The first call makes it, and names this agent in it."""
         from ckpt.agent.net.peer_network import PeerNetwork
 
         if self.network is None:
@@ -86,7 +89,7 @@ class PeerHandlers(ClusterStartup):
         return bool(leader) and self.network is not None and leader != self.network.me
 
     def _follow(self, peer: Peer, message: Message) -> None:
-        """A rank joins a job that is coordinated on another node."""
+        """A rank joins a job that is coordinated on another node. Errors: AgentError; Superseded."""
         fields, network = message.fields, self.network
         epoch, world = Epoch.parse(str(fields["epoch"])), int(fields["world"])
         if network is None:
@@ -103,7 +106,8 @@ class PeerHandlers(ClusterStartup):
             standing = self._listening.heard()
             found = FollowerJob(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
-            self._hear_again(handed)  # first: it may be refused, and comes again
+            # Before the join, which may be refused: the rank then comes again without them.
+            self._hear_again(handed)
         found.join(peer, message)
         self._awaiting = [each for each in self._awaiting if each is not peer]
         if int(fields["rank"]) == found.lowest:
@@ -120,7 +124,7 @@ class PeerHandlers(ClusterStartup):
             self._tell_standing(peer)
 
     def _given_back(self, message: Message) -> list[tuple[Notice, When]]:
-        """What the first rank that comes to this agent knows of what stood here when a former one died."""
+        """The notices that stood on this node when its former agent died, as a rank hands them over."""
         handed = given_back(message.fields.get("standing") or []) if message.fields["resume"] else []
         for notice, when in handed:
             self._listening.remember(notice, when)
@@ -131,6 +135,7 @@ class PeerHandlers(ClusterStartup):
             self._heard(notice, when)
 
     def _tell_standing(self, peer: Peer) -> None:
+        """Tells a rank the standing notices, which it hands to the next agent if this one dies."""
         if told := self._standing.told():
             peer.send({"t": "standing", "notices": told[-RANKS_NOTICES_MAX:]})
 
@@ -145,7 +150,7 @@ class PeerHandlers(ClusterStartup):
             each.hear(word, when)
 
     def _take_back(self, source: str) -> None:
-        """What an operator asked for, on whichever node that was and this is."""
+        """Withdraws an operator's notice from `source`, whichever node it came by."""
         self._heard(Withdrawn(source, OPERATOR))
         for each in self.followings:
             each.take_back(source)
@@ -157,6 +162,7 @@ class PeerHandlers(ClusterStartup):
                 job.share_of(node.name).tell({"t": "taken-back", "source": source})
 
     def _following(self, peer: AnyPeer) -> tuple[FollowerJob, int] | None:
+        """The followed job and the rank of that connection; None if it joined none."""
         for each in self.followings:
             rank = each.rank_of(peer)
             if rank is not None:
@@ -168,9 +174,9 @@ class PeerHandlers(ClusterStartup):
 
     @property
     def _is_followed(self) -> bool:
-        """Whether a job that is coordinated elsewhere keeps this agent. By no more than a connection only the newest
-        start does: who leads an older one may be there for a newer one that is led from here, and each for the other's
-        sake for ever."""
+        """Whether a followed job keeps this agent alive. Only the newest epoch does so by its mere connection: the
+        coordinator of an older one may follow a newer job led from here, and the two agents would keep each other
+        alive for ever."""
         epochs = [job.epoch for job in self._jobs()] + [each.epoch for each in self.followings]
         newest = max(epochs, default=None)
         return any(each.needed and (each.epoch == newest or not each.is_idle) for each in self.followings)
@@ -185,6 +191,7 @@ class PeerHandlers(ClusterStartup):
     # -- what other agents say
 
     def peer_message(self, channel: Channel, message: Message) -> None:
+        """Handles a message from another agent. Errors: AgentError; whatever a malformed message leads to."""
         fields = message.fields
         self.fence.heard(channel.peer)
         self._check_sender(channel.peer, fields)
@@ -235,7 +242,7 @@ class PeerHandlers(ClusterStartup):
                 self._of_an_epoch(channel, message)
 
     def _of_an_epoch(self, channel: Channel, message: Message) -> None:
-        """What is of a job with ranks here and there."""
+        """A message about a job with ranks on both nodes: from one of its nodes, or from its coordinator."""
         fields = message.fields
         epoch = Epoch.parse(str(fields["epoch"]))
         if who_says(fields) is Who.MEMBER:
@@ -248,7 +255,7 @@ class PeerHandlers(ClusterStartup):
             self.foreseeing.told(message.kind, fields)
             return
         following = self._following_of(epoch)
-        assert following is not None  # it was looked for before
+        assert following is not None  # `_check_sender` has found it
         why = self.fence.refusal(channel.peer, epoch, time.monotonic())
         if why and message.kind == "to" and following.declines(fields, why):
             return
@@ -263,7 +270,7 @@ class PeerHandlers(ClusterStartup):
                 following.led(channel, message)
 
     def _acknowledge(self, channel: Channel, fields: dict[str, Any], why_not: str) -> None:
-        """The job has left, and is safe: what is planned for this machine may begin."""
+        """Acknowledges a planned event of this machine: the job has left and its checkpoint is stored."""
         request_id = int(fields["id"])
         if why_not:
             raise AgentError(why_not)
@@ -271,10 +278,10 @@ class PeerHandlers(ClusterStartup):
         source, key = str(fields["source"]), str(fields["key"])
         self._listening.acknowledge(source, key, lambda error: answer(channel, request_id, {}, error))
 
-    # -- who says it, and what a start that asks has to be sure of
+    # -- permissions and leases
 
     def _check_sender(self, name: str, fields: dict[str, Any]) -> None:
-        """Errors: AgentError where that agent may not say that; whatever a malformed message leads to."""
+        """Errors: AgentError if agent `name` may not send that message; whatever a malformed message leads to."""
         match who_says(fields):
             case Who.AWAITED if not any(peer.open for peer in self._awaiting):
                 raise AgentError("no rank of this node waits for a start")
@@ -292,11 +299,12 @@ class PeerHandlers(ClusterStartup):
                     self.fence.check(name, epoch, time.monotonic())
 
     def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
-        """Whether that agent coordinates that epoch, or any, of those that this node has a part in."""
+        """Whether agent `name` coordinates `epoch` (None: any epoch) with ranks on this node."""
         return any(each.leader.name == name and epoch in (each.epoch, None) for each in self.followings)
 
     def _tell_inventory(self, channel: Channel, request_id: int, left: bool = False) -> None:
-        """To a start, until whose outcome what is told stays as it is. `left` and errors: see Fence.asked."""
+        """Answers a survey with this node's inventory, which stays as listed until the outcome. `left` and errors: see
+        InventoryLease.asked."""
         self._freeze(channel.peer, left)
         packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
         channel.reply(request_id, {}, [packed])
@@ -307,8 +315,8 @@ class PeerHandlers(ClusterStartup):
             each.ranks.appoint_nothing()
 
     def _outcome(self, name: str, fields: dict[str, Any]) -> None:
-        """Of a start that has asked: the epoch that has begun, or none has. Errors: AgentError for one that no start
-        can have come to: nothing would be left for those after it. Ranks here would know of the epoch by now."""
+        """Ends the lease of agent `name`: its start has begun an epoch, or came to nothing. Errors: AgentError for an
+        epoch number that no start can have reached: it would leave no larger numbers for later starts."""
         if fields["epoch"] is None:
             self.fence.over(name)
             return
@@ -319,6 +327,7 @@ class PeerHandlers(ClusterStartup):
             self.current.supersede(f"{epoch}, begun on other nodes")
 
     def _asked_of_parity(self, channel: Channel, message: Message) -> None:
+        """A peer asks for this node's work on parity: to publish, encode, lend or rebuild."""
         request_id = int(message.fields["id"])
 
         moving = ProgressReport(channel, request_id, self.copies.progress, self._server.later)
@@ -333,11 +342,12 @@ class PeerHandlers(ClusterStartup):
             fields = {**message.fields, "reader": _reader(channel, message.fields)}
             self.parities.asked(fields, message.blobs, done)
         except BaseException:
-            moving.end()  # it is refused
+            moving.end()  # the request is refused
             raise
 
     def _late_refusal(self, name: str, fields: dict[str, Any]) -> str:
-        """What came while a start asked what lies here was not listed: it must not make anything go elsewhere."""
+        """Why a replica that has just arrived does not count; "" if it does. One that arrived during a survey was not
+        listed, so no peer may drop older replicas for it."""
         again = bool(fields.get("again"))
         return "" if again else self.fence.refusal(name, epoch_of(fields), time.monotonic())
 
@@ -346,14 +356,14 @@ class PeerHandlers(ClusterStartup):
         return super()._is_read(identity) or identity in committed
 
     def _held(self, identity: Identity, ranks: Sequence[int], hashed: bool = True) -> dict[int, Arena]:
-        """Errors: AgentError where a snapshot of one of these ranks is not here."""
+        """The arenas of these ranks' snapshots. Errors: AgentError if this node does not hold one of them."""
         found = self._arenas_of(identity, hashed)
         if not set(ranks) <= found.keys():
             raise AgentError(f"not all of the ranks {list(ranks)[:8]} of {identity} are held here")
         return {rank: found[rank] for rank in ranks}
 
     def _write(self, channel: Channel, message: Message) -> None:
-        """Our part of a commit that is made on another node, which has us keep what is to be written."""
+        """Writes this node's part of a commit that another node makes. The snapshots are leased meanwhile."""
         fields = message.fields
         request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
         options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
@@ -373,18 +383,19 @@ class PeerHandlers(ClusterStartup):
                 packs: bytes = msgpack.packb(done.result().packs)
                 channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
 
-        self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
+        # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
+        self.copies.lease(identity)
         self._writing.append(under_way)
         write = functools.partial(write_part, self._store, wanted, arenas, self._writes.moved, under_way[2])
         self._bulk.run(Lane.COMMIT, write, written)
 
     def _keep(self, channel: Channel, message: Message) -> None:
-        """This node keeps copies of another's snapshots."""
+        """Keeps replicas of another node's snapshots. They evict older ones, unless they are a re-replication."""
         from ckpt.ipc.addresses import Address
         from ckpt.ipc.node_list import NodeAt
 
         fields, network = message.fields, self.network
-        assert network is not None  # the message came by it
+        assert network is not None  # the message came through it
         request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
         node = NodeAt(str(fields["source"]), tuple(Address.parse(str(text)) for text in fields["addresses"]), ())
 
@@ -393,7 +404,8 @@ class PeerHandlers(ClusterStartup):
             answer(channel, request_id, {}, error or self._late_refusal(channel.peer, fields))
 
         wanted = decode_described(message.blobs[0])
-        if not fields.get("again"):  # else nothing goes for it: it may be older than what is here
+        # A re-replicated checkpoint evicts nothing: it may be older than what is kept here.
+        if not fields.get("again"):
             safe = fields["safe"]
             sizes = [each.size for each in wanted]
             needed = ranks_told(fields.get("needed"))
@@ -402,6 +414,7 @@ class PeerHandlers(ClusterStartup):
         moving = ProgressReport(channel, request_id, self.copies.progress, self._server.later)
 
     def _from_node(self, job: Job, channel: Channel, message: Message) -> None:
+        """A message from a node with ranks of `job`, which is coordinated here."""
         fields = message.fields
         share = job.share_of(channel.peer)
         if message.kind == "candidate":
@@ -427,7 +440,7 @@ class PeerHandlers(ClusterStartup):
             self._deliver(peer, Message(dict(fields["m"]), [], message.blobs))
 
     def _deliver(self, peer: RemotePeer, message: Message) -> None:
-        """As what a rank here says; what is wrong with it is that rank's affair, not its node's."""
+        """Handles a remote rank's message as a local rank's. An error ends that rank's connection, not its node's."""
         try:
             self.message(peer, message)
         except CkptError as exc:
@@ -442,7 +455,7 @@ class PeerHandlers(ClusterStartup):
             peer.lose()
 
     def _start_elsewhere(self, channel: Channel, fields: dict[str, Any]) -> None:
-        """A start that another node coordinates moves aside what is under way here."""
+        """A start that another node coordinates: ends the start and the job under way here, and answers its survey."""
         launch, take_over, request_id = str(fields["launch"])[:200], bool(fields["take_over"]), int(fields["id"])
         self._refuse_superseded(launch, take_over)
         if self._start is not None:
@@ -456,11 +469,11 @@ class PeerHandlers(ClusterStartup):
         self._tell_inventory(channel, request_id)
 
     def _give_parts(self, channel: Channel, fields: dict[str, Any]) -> None:
-        """What another node needs to know of the snapshots that lie here, but for their bytes."""
+        """Answers with the declarations and hashes of the snapshots that are held here, without their data."""
         request_id, world = int(fields["id"]), int(fields["world"])
         identity, ranks = Identity.parse(str(fields["identity"])), [int(rank) for rank in fields["ranks"]]
         sealed = bool(fields.get("sealed"))
-        # Its coordinator's agent may have died before it asked for hashes; whoever follows it appoints nothing yet.
+        # A dead coordinator may not have asked for hashes yet; its successor appoints nothing meanwhile.
         arenas = self._held(identity, ranks, hashed=not self._leads(channel.peer, identity.epoch))
 
         def read(done: Future[bytes]) -> None:
@@ -473,7 +486,7 @@ class PeerHandlers(ClusterStartup):
         self._bulk.run(Lane.FRONT, lambda: encoded_parts(identity, world, arenas, sealed), read)
 
     def _say_where(self, job: Job, channel: Channel, fields: dict[str, Any]) -> None:
-        """Where the frames of the candidate are that the ranks are to fetch."""
+        """Tells a node the manifest of the candidate, and where its frames are. Errors: AgentError."""
         identity = Identity.parse(str(fields["identity"]))
         start = self._start
         if job.restore is None or job.restore.identity != identity or start is None or start.chosen is None:
@@ -481,7 +494,8 @@ class PeerHandlers(ClusterStartup):
         records = [[ref.writer, ref.size] for ref in start.chosen.records]
         found = start.places(identity)
         where = found.fields() if found is not None else {}
-        if identity not in start.told:  # made once, and not for each node
+        # Encoded once for all nodes.
+        if identity not in start.told:
             from ckpt.format.record import encode_manifest
 
             places = [*found.blobs(), self._givers_told(start, found)] if found is not None else []
@@ -489,7 +503,7 @@ class PeerHandlers(ClusterStartup):
         channel.reply(int(fields["id"]), {"records": records, **where}, start.told[identity])
 
     def _share_reading(self, channel: Channel, message: Message) -> None:
-        """A node wants of us what we read for all, or has read for all what we want."""
+        """A message of the shared read of the store: a node asks for frames read here, or brings frames it read."""
         epoch = Epoch.parse(str(message.fields["epoch"]))
         identity = Identity.parse(str(message.fields["identity"]))
         following, job = self._following_of(epoch), self._job_of(epoch)
@@ -500,12 +514,14 @@ class PeerHandlers(ClusterStartup):
         if message.kind == "brought":
             if fan is not None:
                 fan.brought(channel, message)
-        elif fan is None:  # this node has not come as far: it is asked again
+        # This node has not come so far yet; the other node asks again.
+        elif fan is None:
             channel.reply(int(message.fields["id"]), {"ready": False})
         else:
             fan.bring(channel, message)
 
     def peer_closed(self, channel: Channel) -> None:
+        """A connection to another agent has ended: its ranks are gone, and no frames are awaited from it."""
         if self.lenders.closed(channel.peer) and self.current is not None:
             self.current.copies_lost(channel.peer)
         if self.network is None or self.network.channel(channel.peer) is None:
@@ -525,7 +541,7 @@ class PeerHandlers(ClusterStartup):
         self._server.later(CALL_AGAIN_S, lambda: self._call_again(channel.peer))
 
     def _source_gone(self, name: str) -> None:
-        """Nothing more is waited for from there that can be had elsewhere, or later."""
+        """Ends the wait for frames from that node that are on other nodes, or can be fetched later."""
         self.copies.source_gone(name)
         for job in self._jobs():
             if job.restore is not None:
@@ -534,7 +550,7 @@ class PeerHandlers(ClusterStartup):
             each.source_gone(name)
 
     def _tell_of_absence(self, job: Job, name: str) -> None:
-        """Other nodes have no connection to it that would tell them."""
+        """Tells the other nodes that node `name` is gone: they may have no connection to it that would show this."""
         fields = {"t": "absent", "epoch": str(job.epoch), "name": name}
         for node in job.nodes[1:]:
             share = job.find_share(node.name)
@@ -542,7 +558,7 @@ class PeerHandlers(ClusterStartup):
                 self.network.tell(node.name, fields)
         self.lenders.say(fields)
 
-    # -- what the node does with what the ranks say, here or elsewhere
+    # -- what happens to a rank's connection, here or on another node: see Agent
 
     def message(self, peer: AnyPeer, message: Message) -> None:
         raise NotImplementedError
@@ -555,5 +571,5 @@ class PeerHandlers(ClusterStartup):
 
 
 def _reader(channel: Channel, fields: dict[str, Any]) -> str:
-    """What that agent calls a reader: it ends nobody else's reading."""
+    """The reader's name with its agent's before it, so that an agent ends only its own readings."""
     return f"{channel.peer}/{fields.get('reader', '')}"

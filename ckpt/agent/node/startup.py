@@ -145,7 +145,6 @@ class Startup(NodeMemory):
         return addresses_from(message.fields["peers"])
 
     def _refuse_superseded(self, launch: str, take_over: bool) -> None:
-        """Errors: Superseded if that launch was superseded on this node."""
         if launch in self._refused and not take_over:
             raise Superseded(
                 f"launch {launch!r} was superseded by {self._refused[launch]} on this machine; it begins again only "
@@ -529,7 +528,6 @@ class Startup(NodeMemory):
         return job
 
     def _fetch(self, peer: Peer, message: Message) -> None:
-        """A rank asks for frames of the candidate. Errors: AgentError if that one is not being restored."""
         job, _ = self._member(peer)
         identity = Identity.parse(str(message.fields["identity"]))
         if job.restore is None or job.restore.identity != identity:
@@ -579,7 +577,6 @@ class Startup(NodeMemory):
         raise NotImplementedError
 
     def _tell_others_of_claim(self, job: Job) -> None:
-        """Tells the other nodes of the job its claim."""
         raise NotImplementedError
 
     def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:

@@ -1,8 +1,8 @@
-"""The agent's metrics over HTTP: GET /metrics, and nothing else. Runs on the agent's loop.
+"""The HTTP server of the agent's metrics: it answers GET /metrics and nothing else. Runs on the agent's event loop.
 
-Whoever can connect may ask, and can do no more than read: a request is at most REQUEST_MAX bytes, a connection lives at
-most CONNECTION_S seconds however it is used, at most CONNECTIONS_MAX are open (a further one takes the oldest one's
-place), and the page is made at most once in PAGE_S. Every connection is closed after one answer.
+Every client that can connect may read the page, and can do nothing else. A request has at most REQUEST_MAX bytes. A
+connection lives at most CONNECTION_S, and closes after one answer. At most CONNECTIONS_MAX are open: a further one
+replaces the oldest. The page is made at most once in PAGE_S.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ CONNECTION_S = 5.0
 CONNECTIONS_MAX = 16
 PAGE_S = 0.2
 ACCEPT_AT_ONCE = 8
-REST_S = 1.0  # until accepting is tried again where it failed
+REST_S = 1.0  # pause after a failed accept
 SWEEP_S = 1.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """One connection. `left`: what is still to be sent, None as long as the request is not whole."""
+    """One connection. `until_s`: when it is closed. `left`: the part of the answer still to be sent; None: the request
+    has not ended yet."""
 
     sock: socket.socket
     until_s: float
@@ -43,10 +44,10 @@ class Caller:
 
 
 class MetricsHttp:
-    """Owns the listening socket and the connections. `page` makes the body."""
+    """Owns the listening socket and the connections. `page` makes the body. `address`: HOST:PORT, as bound."""
 
     def __init__(self, server: EventLoop, host: str, port: int, page: Callable[[], bytes]) -> None:
-        """`host`: a literal address; port 0: any that is free. Errors: OSError."""
+        """`host`: a literal address; `port` 0: any free port. Errors: OSError."""
         self._server = server
         self._make_page = page
         self._page: tuple[float, bytes] | None = None
@@ -81,7 +82,8 @@ class MetricsHttp:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as exc:  # no more descriptors, or the caller is gone again
+            # No descriptor is free, or the client is gone again.
+            except OSError as exc:
                 log.info("a connection to the metrics could not be accepted: %s", exc)
                 self._rest()
                 return
@@ -96,7 +98,7 @@ class MetricsHttp:
                 self._server.later(SWEEP_S, self._sweep)
 
     def _rest(self) -> None:
-        """Who waits to be accepted would keep the loop busy."""
+        """Stops accepting for REST_S: a waiting client would keep the loop busy."""
         self._server.unwatch(self._listener)
 
         def again() -> None:
@@ -115,7 +117,7 @@ class MetricsHttp:
 
     def _on_caller(self, caller: Caller, events: int) -> None:
         if caller not in self._callers:
-            return  # it was dropped in this round of the loop
+            return  # dropped in this turn of the loop
         try:
             if caller.left is None:
                 self._receive(caller)

@@ -1,8 +1,8 @@
-"""What the agent shows as a page of metrics, in Prometheus' text exposition format 0.0.4. Pure: from `Node.status()`.
+"""The agent's metrics page, in Prometheus' text exposition format 0.0.4. Pure: made from `Agent.status()`.
 
-By hand, since it is a page of text: the usual client library (prometheus-client 0.26, measured) would cost each agent
-11 MiB and 60 ms to count once more what is counted already. The names are an interface: docs/guides/watching.md lists
-them, and a test holds the two together. A metric of which nothing is known has no sample, rather than a made-up zero.
+It is made by hand, since prometheus-client (0.26, measured) would cost each agent 11 MiB and 60 ms to count again what
+is counted already. The metrics' names are an interface: docs/guides/watching.md lists them, and a test compares the
+two. A metric with an unknown value has no sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`read`: its samples, from the status and the Unix time."""
+    """One metric. `read(status, unix_s)`: its samples, each the labels and a value; None: no sample."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -31,6 +31,7 @@ class Metric:
 
 
 def page(status: Facts, unix_s: float) -> bytes:
+    """The page of that status at that Unix time."""
     lines: list[str] = []
     for metric in METRICS:
         samples = [(labels, value) for labels, value in metric.read(status, unix_s) if value is not None]
@@ -42,7 +43,7 @@ def page(status: Facts, unix_s: float) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-# -- how each is read
+# -- how each metric is read
 
 NONE: Mapping[str, str] = {}
 
@@ -89,7 +90,7 @@ def _safe_at(status: Facts, unix_s: float) -> Iterable[Sample]:
 
 
 def _job(read: Callable[[Facts], Iterable[Sample]]) -> Callable[[Facts, float], Iterable[Sample]]:
-    """Of the current job; nothing where there is none."""
+    """Reads from the current job; no samples without one."""
     return lambda status, unix_s: read(status["job"]) if status.get("job") else []
 
 

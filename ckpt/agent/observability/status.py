@@ -1,7 +1,7 @@
-"""What the agent shows of its jobs, and where: the answer to `ckpt watch`, the metrics page, the file of events.
+"""The agent's status, for `ckpt watch` and the metrics page, and the agent's file of events.
 
-It only looks: nothing is decided by what is here, and a job runs the same without it. Everything runs on the agent's
-main thread; the file has a thread of its own.
+It only observes: no decision depends on it, and a job runs the same without it. Main thread only; the file has a thread
+of its own.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from ckpt.format.manifest import Record
 
 RECENT = 8  # events that are shown
-TEXT_MAX = 300
-_UNSAID = ("commit.done", "snapshot.done", "policy.changed", "job.account")  # shown as figures
+TEXT_MAX = 300  # characters of each event's message
+_UNSAID = ("commit.done", "snapshot.done", "policy.changed", "job.account")  # events that are shown as figures instead
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Status:
-    """Owns the account, the file and the endpoint. `status`: all that is shown. `tell`: what goes wrong here goes
-    there."""
+    """Owns the account of the run's time, the file of events and the HTTP server of the metrics. `status`: returns all
+    that is shown. `tell`: takes the events of errors in here."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Status:
         self._tell = tell
         self._began_s, self._began_at = time.monotonic(), time.time()
         self._recent: collections.deque[tuple[float, Event]] = collections.deque(maxlen=RECENT)
-        self._interrupted: set[str] = set()  # epochs that left by a notice
+        self._interrupted: set[str] = set()  # epochs whose ranks left because of a notice
         self._scrape: MetricsHttp | None = None
         self._opened = False
         self._lines: JsonLines | None = None
@@ -71,12 +71,13 @@ class Status:
         if self._lines is not None:
             self._lines.close()
 
-    # -- what it is told
+    # -- what the agent calls
 
     def told(self, event: Event) -> None:
-        """Something happened."""
+        """An event happened: it is shown, counted, and written to the file."""
         event = replace(event, message=self._server.called.said(event.message))
-        noise = event.name == "prediction" and not event.loud  # of a source that is not proven: counted, and no news
+        # A prediction of an unproven source is counted, and not shown.
+        noise = event.name == "prediction" and not event.loud
         if event.name not in _UNSAID and not noise:
             self._recent.append((time.monotonic(), event))
         if event.name == "save.abandoned":
@@ -87,15 +88,15 @@ class Status:
                 self._tell_account()
 
     def heard(self, job: Job, message: Message) -> None:
-        """A rank says that it leaves: why is not the job's affair, but says whether this is its end."""
+        """A rank sent a message. One that leaves because of a notice shows that the run is interrupted, not ended."""
         if message.kind == "leave" and message.fields.get("outcome") == "notice":
             self._interrupted.add(str(job.epoch))
 
     def restored(
         self, job: Job, level: str, restore: RestoreSession | None, steps_lost: int | None, stored: Identity | None
     ) -> None:
-        """Training begins, after what was restored; `level`: where that was found. `steps_lost`: see `Start`. `stored`:
-        the newest that the store has of what is gone on from, wherever that was found."""
+        """Training begins. `level`: where the restored checkpoint was found. `restore`: its session, None if nothing was
+        restored. `steps_lost`: see `Start`. `stored`: the newest checkpoint of the branch history in the store."""
         self._is_of(job)
         account, now_s = self.account, time.monotonic()
         parent = job.claim.parent if job.claim is not None else None
@@ -125,7 +126,7 @@ class Status:
         self._tell_account()
 
     def look(self, job: Job | None, starting: bool) -> None:
-        """After anything happened. `job`: the current one."""
+        """Called after every change. `job`: the current one. `starting`: whether a start is under way."""
         before = self.account.phase
         self._is_of(job)
         if job is not None:
@@ -139,7 +140,7 @@ class Status:
             self._open(*self._settings.metrics)
 
     def _is_of(self, job: Job | None) -> None:
-        """Which start the lines are of from now on; of none where there is no job."""
+        """Marks the lines of the file with the job's launch from now on; None without a job."""
         launch = job.launch if job is not None else None
         if self._lines is not None and self._lines.about["launch"] != launch:
             self._lines.also(launch=launch)
@@ -164,10 +165,10 @@ class Status:
             now_s = time.monotonic()
             self._lines(Event("job.account", self.account.text(now_s), data=self.account.facts(now_s)))
 
-    # -- what it says
+    # -- what is shown
 
     def facts(self) -> dict[str, Any]:
-        """Of the agent and of all its jobs, beside what `status` has of each."""
+        """The part of the status about the agent and the whole run; `job_facts` has that of each job."""
         import ckpt
 
         now_s = time.monotonic()
@@ -175,7 +176,8 @@ class Status:
             "version": ckpt.__version__,
             "host": socket.gethostname(),
             "up_s": now_s - self._began_s,
-            "began_at": self._began_at,  # Unix time, the same at each look: who sees it change takes it for a restart
+            # Unix time, constant: monitors take a change for a restart.
+            "began_at": self._began_at,
             "resident_bytes": _resident_bytes(),
             "cpu_s": time.process_time(),
             "metrics": self._scrape.address if self._scrape is not None else None,
@@ -202,7 +204,7 @@ class Status:
 
 
 def job_facts(job: Job) -> dict[str, Any]:
-    """Of one job: what is on its way to which level, how often it saves and why."""
+    """The facts of one job: which checkpoints are on their way to which level, how often it saves, and why."""
     now_s, group = time.monotonic(), job.group
     facts: dict[str, Any] = {"step_s": group.pace.step_s, "under_way": [], "rates": {}}
     for slot in group.slots:
@@ -237,7 +239,8 @@ def job_facts(job: Job) -> dict[str, Any]:
         return facts
     decision = learning.decision
     chosen: dict[str, tuple[float, str]] = {}
-    for level in levels:  # copies are made of each snapshot
+    # Every snapshot is replicated, hence one interval for both levels.
+    for level in levels:
         chosen[level] = decision.local_s, decision.local_by
     chosen["store"] = decision.store_s, decision.store_by
     facts["intervals"] = {
@@ -249,7 +252,7 @@ def job_facts(job: Job) -> dict[str, Any]:
 
 
 def _taken_s(record: Record | None) -> float | None:
-    """When what a record holds was taken, about, as it says itself; Unix time."""
+    """About when a record's checkpoint was taken (Unix time), as the record says; None if unknown or in the future."""
     found = record.taken_s if record is not None else None
     return found if found is not None and found <= time.time() else None
 
