@@ -1,6 +1,6 @@
 """The agent as a whole: dispatches the trainers' messages, shows its status, and decides when its work is done.
 
-Its layers below, in one class hierarchy: `OrphanCommitter`, `PeerHandlers`, `ClusterStartup`, `Startup`, `NodeMemory`.
+`Agent` inherits, from top to bottom: `OrphanCommitter`, `PeerHandlers`, `ClusterStartup`, `Startup`, `NodeMemory`.
 """
 
 from __future__ import annotations

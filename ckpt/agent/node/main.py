@@ -1,7 +1,8 @@
 """The agent's process: `python -m ckpt.agent.node.main --url URL --socket PATH --lock PATH --log PATH --ready-fd N`.
 
 The first trainer starts the process, in a session of its own. The process writes one line to the ready descriptor: "ok"
-once it serves, "busy" if another agent of this URL still lives, else what went wrong. It removes its files at its end.
+once it serves, "busy" if another agent of this URL still lives, else what went wrong. At its end it removes its files;
+only a log with messages that no trainer was told stays.
 
 `lend` runs the agent of a memory-only node in the foreground.
 """

@@ -196,8 +196,9 @@ class NodeMemory:
                 job.drop()
 
     def _room(self) -> int:
-        """The bytes that replicas may take on this node now: what the machine has free beyond the reserve. A user's
-        memory limit lowers it to what remains beside the newest job's slots: those in use, at least the least count."""
+        """The bytes that replicas may take on this node now: those they have, and what is free beyond the reserve. A
+        user's memory limit lowers this to what remains beside the newest job's slots. These are at least SLOTS_MIN, if
+        so many are planned, and all that exist: a surplus slot is freed once it holds nothing needed."""
         reserve_bytes = memory_pressure.reserve_bytes(memory_plan.total_bytes())
         rooms = [self.copies.taken_bytes + max(0, self._bulk.free_bytes() - reserve_bytes)]
         shares = [(job.epoch, job.own) for job in self._jobs()] + [(each.epoch, each.ranks) for each in self.followings]

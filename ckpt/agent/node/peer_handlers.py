@@ -106,7 +106,7 @@ class PeerHandlers(ClusterStartup):
             standing = self._listening.heard()
             found = FollowerJob(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
-            # Before the join, which may be refused: the rank then comes again without them.
+            # Before the join: if that is refused, the rank comes again, and hands over nothing then.
             self._hear_again(handed)
         found.join(peer, message)
         self._awaiting = [each for each in self._awaiting if each is not peer]
@@ -440,7 +440,8 @@ class PeerHandlers(ClusterStartup):
             self._deliver(peer, Message(dict(fields["m"]), [], message.blobs))
 
     def _deliver(self, peer: RemotePeer, message: Message) -> None:
-        """Handles a remote rank's message as a local rank's. An error ends that rank's connection, not its node's."""
+        """Handles a remote rank's message as a local rank's. An error is answered to the rank or closes its connection,
+        never the connection to its node."""
         try:
             self.message(peer, message)
         except CkptError as exc:

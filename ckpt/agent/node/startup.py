@@ -79,7 +79,7 @@ class Startup(NodeMemory):
     # -- a start
 
     def _begin(self, peer: Peer, message: Message) -> None:
-        """Starts a start, and ends the one under way. Errors: UsageError; AgentError; Superseded."""
+        """Begins a start; the one under way fails. Errors: UsageError; AgentError; Superseded."""
         fields = message.fields
         launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
         request_id = int(fields["id"])

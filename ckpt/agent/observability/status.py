@@ -88,15 +88,15 @@ class Status:
                 self._tell_account()
 
     def heard(self, job: Job, message: Message) -> None:
-        """A rank sent a message. One that leaves because of a notice shows that the run is interrupted, not ended."""
+        """A rank sent a message. A rank that leaves because of a notice shows an interrupted run, not an ended one."""
         if message.kind == "leave" and message.fields.get("outcome") == "notice":
             self._interrupted.add(str(job.epoch))
 
     def restored(
         self, job: Job, level: str, restore: RestoreSession | None, steps_lost: int | None, stored: Identity | None
     ) -> None:
-        """Training begins. `level`: where the restored checkpoint was found. `restore`: its session, None if nothing was
-        restored. `steps_lost`: see `Start`. `stored`: the newest checkpoint of the branch history in the store."""
+        """Training begins. `level`: where the restored checkpoint was found. `restore`: its session; None: there was
+        none. `steps_lost`: see `Start`. `stored`: the newest stored checkpoint, up to the restored one."""
         self._is_of(job)
         account, now_s = self.account, time.monotonic()
         parent = job.claim.parent if job.claim is not None else None
