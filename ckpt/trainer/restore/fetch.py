@@ -20,7 +20,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from ckpt.ipc.messages import Message
 from ckpt.threads import Flag, Outcome, Tasks
 from ckpt.trainer.link.link import Link
 from ckpt.trainer.restore import file_reads
-from ckpt.trainer.restore.file_reads import BATCH_BYTES
+from ckpt.trainer.restore.file_reads import BATCH_BYTES, Deliver, Rooms
 from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
@@ -41,25 +41,6 @@ log = logging.getLogger("ckpt")
 # The longest time without a frame, or a message that others get theirs. The store's operations give up long before.
 SILENCE_S = 600.0
 STALL_S = 30.0  # a connection that moves no byte for so long is given up
-
-Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
-
-
-class Rooms(Protocol):
-    """The memory of frames that are taken as one run."""
-
-    @property
-    def whole(self) -> Collection[int]:
-        """The numbers of these frames."""
-        ...
-
-    def room(self, frame: int) -> memoryview:
-        """The memory to be filled with the frame's bytes."""
-        ...
-
-    def is_right(self, frame: int, value: tuple[int, int]) -> bool:
-        """Whether `value` is the hash of the frame's bytes."""
-        ...
 
 
 def fetch(

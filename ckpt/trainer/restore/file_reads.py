@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -24,14 +24,30 @@ from ckpt.layout.layout import Array
 from ckpt.storage.files import opened, read_into
 from ckpt.threads import Flag, Outcome, Tasks
 
-if TYPE_CHECKING:
-    from ckpt.trainer.restore.fetch import Deliver, Rooms
-
 log = logging.getLogger("ckpt")
 
 BATCH_BYTES = 16 << 20  # per job; each job ends with a message to the agent
 THREADS_MIN = 4  # some threads wait for the disk while others copy
 THREADS_MAX = 8  # each thread has buffers of a few frames
+
+Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
+
+
+class Rooms(Protocol):
+    """The memory of frames that are taken as one run."""
+
+    @property
+    def whole(self) -> Collection[int]:
+        """The numbers of these frames."""
+        ...
+
+    def room(self, frame: int) -> memoryview:
+        """The memory to be filled with the frame's bytes."""
+        ...
+
+    def is_right(self, frame: int, value: tuple[int, int]) -> bool:
+        """Whether `value` is the hash of the frame's bytes."""
+        ...
 
 
 def read(
