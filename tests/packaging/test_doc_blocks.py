@@ -85,7 +85,7 @@ def names(folder: Path, ck: ckpt.Checkpointer, model: nn.Module, optim: Any, sch
         "sched": sched,
         "loader": loader,
         "sampler": sampler,
-        "data": list(range(16)),
+        "data": [torch.ones(4)] * 16,
         "batches": endless(loader),
         "url": str(folder / "by-url"),
         "n": 3,
@@ -119,7 +119,7 @@ def test_a_block_of_the_docs_that_says_python_runs(text: str, tmp_path: Path, mo
     model.register_parameter("codebook", nn.Parameter(torch.ones(1, 4), requires_grad=False))
     optim = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 10)
-    loader = StatefulDataLoader(list(range(16)), batch_size=4)
+    loader = StatefulDataLoader([torch.ones(4)] * 16, batch_size=4)
     state = {"model": model, "optim": optim, "sched": sched, "loader": loader, "epoch": 7}
     with contextlib.ExitStack() as stack:
         ck = None
