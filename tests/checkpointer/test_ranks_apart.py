@@ -37,7 +37,7 @@ import sys, time
 from pathlib import Path
 import torch.distributed as dist
 import ckpt
-from ckpt.trainer import collective
+from ckpt.trainer.link import collective
 collective.SAY_S = 0.5
 url, told, said = Path(sys.argv[1]), Path(sys.argv[2]), []
 dist.init_process_group("gloo")

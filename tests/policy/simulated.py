@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckpt.policy import Measured
+from ckpt.policy import LevelCosts
 
 LIVES = 4000
 
@@ -45,7 +45,7 @@ def nested_levels(
     return clock / float(work.sum()) - 1
 
 
-def memory_and_store(rng: np.random.Generator, measured: Measured, interval_s: float, k: int) -> float:
+def memory_and_store(rng: np.random.Generator, measured: LevelCosts, interval_s: float, k: int) -> float:
     """Snapshots in memory, each k-th committed in the background; a commit ends d2 after it began by the clock and
     outlives a failure that memory survives. k turns take at least d2. Failures in recovery are left out."""
     m = measured

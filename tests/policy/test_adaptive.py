@@ -17,8 +17,8 @@ from ckpt.policy import (
     Adaptive,
     Decision,
     Failure,
-    Known,
-    Typical,
+    Measurements,
+    RobustMean,
     best,
     decide,
     overhead_first_order,
@@ -57,8 +57,8 @@ class Job:
     unsaved_s: float | None = None
 
     @property
-    def known(self) -> Known:
-        known = Known().ran(self.ran_s, self.nodes)
+    def known(self) -> Measurements:
+        known = Measurements().ran(self.ran_s, self.nodes)
         for _ in range(3):
             known = known.stalled(self.stall_s).committed(self.commit_s, self.commit_bytes)
             known = known.replicated(self.replication_s).stepped(10, 10 * self.step_s)
@@ -115,10 +115,10 @@ def test_overhead_is_a_part_of_the_time_and_cannot_be_left_out():
 
 
 def test_before_anything_is_known_it_saves_each_minute_or_as_often_as_a_limit_has_it():
-    found = decide(Known(), Adaptive())
+    found = decide(Measurements(), Adaptive())
     assert (found.local_s, found.local_by, found.snapshots) == (60, "start", 1)
-    assert decide(Known(), Adaptive(at_risk_s=30)).local_s == 15
-    assert decide(Known(), Adaptive(at_risk_s=30), unsaved_s=20).local_s == 5
+    assert decide(Measurements(), Adaptive(at_risk_s=30)).local_s == 15
+    assert decide(Measurements(), Adaptive(at_risk_s=30), unsaved_s=20).local_s == 5
 
 
 # -- limits
@@ -182,7 +182,9 @@ def test_a_commit_lands_twice_as_often_as_a_job_would_leave_without_one_or_as_of
     found = Job(commit_s=commit_s, unsaved_s=600).decide(Adaptive())
     assert found.store_s == pytest.approx(store_s)
     assert (found.store_by, found.unmet) == (by, unmet)
-    assert decide(Known().stalled(0.25), Adaptive(), unsaved_s=100).local_s == 25, "what one takes is not known yet"
+    assert decide(Measurements().stalled(0.25), Adaptive(), unsaved_s=100).local_s == 25, (
+        "what one takes is not known yet"
+    )
 
 
 @pytest.mark.parametrize(("step_s", "unmet"), [(0.5, ()), (60.0, ()), (100.0, ("at_risk_s",))])
@@ -263,17 +265,17 @@ def test_nothing_lasts_so_long_without_failures_that_saving_ends():
 
 
 def test_before_anything_is_measured_a_snapshot_comes_soon_and_is_committed():
-    found = decide(Known(), Adaptive())
+    found = decide(Measurements(), Adaptive())
     assert (found.local_s, found.snapshots, found.local_by, found.store_by) == (60, 1, "start", "start")
     assert found.unmet == ()
 
 
 def test_until_a_commit_is_measured_each_snapshot_may_be_one():
-    known = Known().stalled(0.25)
-    found = decide(known, Adaptive(), current=decide(Known(), Adaptive()))
+    known = Measurements().stalled(0.25)
+    found = decide(known, Adaptive(), current=decide(Measurements(), Adaptive()))
     assert (found.snapshots, found.local_by, found.store_by) == (1, "rates", "start")
     assert decide(known.stalled(0.26), Adaptive(), current=found).local_s == found.local_s
-    assert decide(Known().stalled(1e4), Adaptive(at_risk_s=100)).local_s == 50
+    assert decide(Measurements().stalled(1e4), Adaptive(at_risk_s=100)).local_s == 50
     assert decide(known.committed(40, 1e9), Adaptive(), current=found).store_by == "rates"
 
 
@@ -283,7 +285,7 @@ def after_a_first_stall_of(first_s: float, others_s: float, limits: Adaptive) ->
 
 def after_stalls_of(stalls_s: Iterable[float], limits: Adaptive) -> Iterator[tuple[float, Decision]]:
     """When each snapshot is taken, and what is decided then."""
-    known, now_s = Known(), 0.0
+    known, now_s = Measurements(), 0.0
     found = decide(known, limits)
     for seconds in stalls_s:
         now_s += found.local_s
@@ -330,7 +332,7 @@ def test_the_same_knowledge_asks_for_no_change(job, limits):
 
 
 def test_a_bound_that_did_not_decide_is_no_reason_to_change_however_noisy_it_is():
-    known = Known().ran(3600)
+    known = Measurements().ran(3600)
     for seconds in (0.0, 0.0, 1e6):
         known = known.stalled(1).replicated(seconds).committed(100, 1e9)
     for _ in range(500):
@@ -347,7 +349,7 @@ def test_however_wild_what_is_measured_the_same_asks_for_no_change_and_intervals
         return draw.choice((0, 1e-9, 1e-3, 0.5, 1, 30, 1e4, 1e6, 1e9))
 
     for _ in range(2000):
-        known = Known().ran(wild(), draw.choice((1, 10**6)))
+        known = Measurements().ran(wild(), draw.choice((1, 10**6)))
         for _ in range(draw.choice((0, 1, 3, 5))):
             known = known.stalled(wild()).replicated(wild())
             known = known.committed(wild(), wild()) if draw.random() < 0.7 else known
@@ -427,7 +429,7 @@ def test_intervals_do_not_go_to_and_fro_where_costs_vary_by_two_fifths(job, limi
         def about(value: float, spread: float = 0.4, rng: random.Random = rng) -> float:
             return value * math.exp(rng.gauss(0, spread))
 
-        known, current = dataclasses.replace(job.known, **dict.fromkeys(COSTS, Typical())), None
+        known, current = dataclasses.replace(job.known, **dict.fromkeys(COSTS, RobustMean())), None
         seen = Turns()
         for i in range(300):
             known = known.stalled(about(job.stall_s)).committed(about(job.commit_s), about(job.commit_bytes))
@@ -447,7 +449,7 @@ def turns_of(job: Job, mtbf_s: dict[Failure, float], limits: Adaptive, commits: 
     def about(value: float, spread: float = 0.3) -> float:
         return value * math.exp(rng.gauss(0, spread))
 
-    known, current, now_s = Known(), None, 0.0
+    known, current, now_s = Measurements(), None, 0.0
     fails_s = {failure: rng.expovariate(1 / mean_s) for failure, mean_s in mtbf_s.items()}
     seen = Turns()
     for i in range(commits):
@@ -509,7 +511,7 @@ def test_limits_that_contradict_each_other_in_the_noise_do_not_move_intervals_to
 def test_a_state_that_grows_is_followed_where_limits_contradict_each_other():
     """at_risk_s ranks higher, so it is kept again as soon as the newest commits say that it is broken."""
     limits, rng = Adaptive(at_risk_s=900, overhead=0.014), random.Random(3)
-    known, current = dataclasses.replace(Job().known, **dict.fromkeys(COSTS, Typical())), None
+    known, current = dataclasses.replace(Job().known, **dict.fromkeys(COSTS, RobustMean())), None
     for times in (1, 3):
         for _ in range(20):
             commit_s = 70 * times * math.exp(rng.gauss(0, 0.2))
@@ -545,7 +547,7 @@ def test_an_interval_that_is_as_long_as_something_takes_does_not_follow_each_mea
     """A thousand measurements that vary by a quarter: then it follows them where they stay elsewhere."""
     rng = random.Random(11)
 
-    def learnt(known: Known, times: float, spread: float) -> Known:
+    def learnt(known: Measurements, times: float, spread: float) -> Measurements:
         def about(value: float) -> float:
             return times * value * math.exp(rng.gauss(0, spread))
 
@@ -592,7 +594,7 @@ def test_whatever_decides_an_interval_does_not_turn_it_round_in_a_thousand_looks
         def about(value: float, rng: random.Random = rng) -> float:
             return value * math.exp(rng.gauss(0, 0.2))
 
-        known, current, seen = Known(), None, Turns()
+        known, current, seen = Measurements(), None, Turns()
         for i in range(1300):
             known = known.ran(60 if current is None else current.local_s, 4).stalled(about(job.stall_s))
             known = known.replicated(about(job.replication_s)).stepped(5, about(5 * job.step_s))
@@ -642,7 +644,7 @@ def test_an_interval_that_is_far_off_is_left_even_where_little_is_known(wrong):
 
 
 def test_it_says_what_was_measured_which_term_decided_and_the_interval():
-    assert decide(Known(), Adaptive()).explain() == (
+    assert decide(Measurements(), Adaptive()).explain() == (
         "a snapshot every 60 s: none is measured yet; memory is needed every 24 h (0 failures seen)\n"
         "a commit every 60 s: none is measured yet; the store is needed every 15 d (0 failures seen)"
     )
@@ -690,9 +692,9 @@ def test_each_term_that_can_decide_is_said(job, limits, says):
 # -- predictions
 
 
-def foreseeing(recall: float, precision: float) -> Known:
+def foreseeing(recall: float, precision: float) -> Measurements:
     """No commit is measured yet, so that the snapshots' interval is by itself."""
-    known = Known()
+    known = Measurements()
     for _ in range(8):
         known = known.stalled(1.0)
     return known.ran(7 * DAY_S).foreseen(recall, precision)
@@ -713,7 +715,7 @@ def test_proven_predictions_lengthen_the_snapshots_interval_as_the_formula_has_i
 
 
 def test_intervals_follow_at_once_where_no_source_is_proven_any_more():
-    known = Known().committed(60.0, 1e9)
+    known = Measurements().committed(60.0, 1e9)
     for _ in range(30):
         known = known.stalled(1.0).committed(60.0, 1e9).ran(7200).failed(Failure.PROCESS)
     before = decide(known, Adaptive())
@@ -732,4 +734,4 @@ def test_no_recall_and_no_use_change_nothing():
 @pytest.mark.parametrize(("recall", "precision"), [(1.0, 1.0), (-0.1, 1.0), (0.5, 0.0), (0.5, 1.1), (math.nan, 1.0)])
 def test_a_recall_or_precision_that_cannot_be_is_refused(recall, precision):
     with pytest.raises(UsageError):
-        Known().foreseen(recall, precision)
+        Measurements().foreseen(recall, precision)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.policy import Adaptive, Failure, Known, decide, merged, recall, remember
+from ckpt.policy import Adaptive, Failure, Measurements, decide, merged, recall, remember
 
 EVENTS = st.lists(
     st.tuples(st.floats(0, 1e7), st.integers(1, 100), st.sampled_from([None, *Failure])), min_size=0, max_size=60
 )
 
 
-def known_of(events: list[tuple[float, int, Failure | None]], known: Known | None = None) -> Known:
-    known = known or Known()
+def known_of(events: list[tuple[float, int, Failure | None]], known: Measurements | None = None) -> Measurements:
+    known = known or Measurements()
     for seconds, nodes, failure in events:
         known = known.ran(seconds, nodes)
         known = known if failure is None else known.failed(failure)
@@ -51,14 +51,14 @@ def test_costs_are_not_in_it():
 
 
 def test_what_goes_beyond_the_largest_number_is_cut_off_and_still_read():
-    value = remember(Known().ran(1e11, 100).failed(Failure.NODE).ran(1e13))
+    value = remember(Measurements().ran(1e11, 100).failed(Failure.NODE).ran(1e13))
     assert recall(value).refused == ""
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", b"x", [], [("version", 1)], {}, {1: 2}, {"version": 1}, object()])
 def test_what_is_something_else_is_not_used(value):
     found = recall(value)
-    assert found.known == Known()
+    assert found.known == Measurements()
     assert found.refused.startswith("what earlier runs learnt of failures is not used: ")
 
 
@@ -69,7 +69,7 @@ BAD = [True, None, "1", [], {}, math.nan, math.inf, -1, -1e-300, 1.1e12, 10**400
 def test_a_number_that_is_none_is_refused_by_name(bad):
     for name in remember(SOME):
         found = recall({**remember(SOME), name: bad})
-        assert found.known == Known()
+        assert found.known == Measurements()
         assert name in found.refused
 
 
@@ -83,7 +83,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
             assert recall(less).refused == ""
         else:
             assert recall(less).refused
-    few = remember(Known())
+    few = remember(Measurements())
     assert "'else' is no name" in recall({**few, "else": 0}).refused
     assert "more than 93" in recall({**whole, "else": 0}).refused
     assert "gap.3" in recall({**few, "job.gap.3": 1.0}).refused
@@ -137,7 +137,7 @@ def test_without_sources_it_is_what_the_first_version_reads():
     assert remember(SOME, {}) == remember(SOME)
     assert remember(SOME)["version"] == 1
     assert recall(remember(SOME)).sources == {}
-    assert "source.memory.true" in recall({**remember(Known()), "source.memory.true": 1.0}).refused
+    assert "source.memory.true" in recall({**remember(Measurements()), "source.memory.true": 1.0}).refused
 
 
 def test_sources_are_few_and_their_names_plain():
@@ -176,7 +176,7 @@ def test_who_went_on_from_what_another_wrote_is_not_set_back_by_it(before, after
 
 
 def test_merging_keeps_the_costs_of_the_first():
-    mine = Known().stalled(1.0)
+    mine = Measurements().stalled(1.0)
     found = merged(mine, SOME.stalled(9.0))
     assert found.stall == mine.stall
     assert found.job == SOME.job

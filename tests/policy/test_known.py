@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.policy import Failure, FailureRate, Known, Typical
+from ckpt.policy import Failure, FailureRate, Measurements, RobustMean
 from ckpt.policy.failures import MEMORY, PRIORS
 
 HOUR = 3600.0
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=100)
 
 
-def typical(values: list[float]) -> Typical:
-    found = Typical()
+def typical(values: list[float]) -> RobustMean:
+    found = RobustMean()
     for value in values:
         found = found.observed(value)
     return found
@@ -39,7 +39,7 @@ def test_a_typical_value_lies_within_the_newest_and_has_an_error(values):
 
 
 def test_nothing_measured_is_no_value():
-    assert (Typical().mean, Typical().error, Typical().high) == (None, 0, 0)
+    assert (RobustMean().mean, RobustMean().error, RobustMean().high) == (None, 0, 0)
 
 
 @given(st.lists(st.floats(1, 2), min_size=2, max_size=30), st.floats(100, 1e6), st.data())
@@ -74,7 +74,7 @@ def test_the_error_of_the_high_value_is_how_much_that_varies():
 
 
 def test_in_the_long_run_four_times_as_many_count():
-    known = Known()
+    known = Measurements()
     for seconds in [1.0] * 40 + [9.0] * 24:
         known = known.committed(seconds, 1e9)
     assert (known.commit.mean, known.long_run().commit.mean) == (pytest.approx(9), pytest.approx((32 + 16 * 9) / 48))
@@ -85,7 +85,7 @@ def test_in_the_long_run_four_times_as_many_count():
 
 @given(st.floats(0, 0.6))
 def test_the_slowdown_is_what_steps_take_longer_beside_a_commit(part):
-    known = Known()
+    known = Measurements()
     for _ in range(2):
         known = known.stepped(10, 5.0).stepped_beside_commit(10, 5.0 / (1 - part))
     assert known.slowdown == pytest.approx(max(0.01, part))
@@ -93,7 +93,7 @@ def test_the_slowdown_is_what_steps_take_longer_beside_a_commit(part):
 
 def test_a_slowdown_below_the_noise_is_taken_from_the_prior():
     rng = random.Random(5)
-    known = Known().stepped(1, 1.0)
+    known = Measurements().stepped(1, 1.0)
     assert (known.slowdown, known.slowdown_error) == (0.05, 0.05)
     found = []
     for _ in range(500):
@@ -177,7 +177,7 @@ def test_time_without_failures_counts_at_once():
 
 
 def test_exposure_of_nodes_is_counted_in_node_seconds():
-    known = Known().ran(10.0, nodes=8)
+    known = Measurements().ran(10.0, nodes=8)
     assert [known.rate_of(each).open_s for each in Failure] == [10, 80, 80, 10]
     alone, many = known.measured(1, True), known.measured(8, True)
     assert many.peer_rate == pytest.approx(8 * alone.peer_rate)
@@ -185,14 +185,14 @@ def test_exposure_of_nodes_is_counted_in_node_seconds():
 
 
 def test_a_failure_counts_for_the_level_that_it_is_recovered_from():
-    known = Known().failed(Failure.NODE).failed(Failure.JOB)
+    known = Measurements().failed(Failure.NODE).failed(Failure.JOB)
     alone, peers = known.measured(1, False), known.measured(1, True)
     assert alone.peer_rate == 0
     assert alone.store_rate == pytest.approx(peers.store_rate + peers.peer_rate)
 
 
 def test_recoveries_are_part_of_what_is_measured():
-    known = Known().recovered("local", 3.0).recovered("peer", 20.0).recovered("store", 90.0).replicated(4.0)
+    known = Measurements().recovered("local", 3.0).recovered("peer", 20.0).recovered("store", 90.0).replicated(4.0)
     found = known.measured(2, True)
     assert (found.local_recovery_s, found.peer_recovery_s, found.store_recovery_s) == (3, 20, 90)
     assert found.replication_s == 4
@@ -201,15 +201,15 @@ def test_recoveries_are_part_of_what_is_measured():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: Known().stalled(-1.0),
-        lambda: Known().stalled(math.nan),
-        lambda: Known().committed(1.0, -1.0),
-        lambda: Known().committed(math.inf, 1.0),
-        lambda: Known().stepped(0, 1.0),
-        lambda: Known().stepped_beside_commit(1, -1.0),
-        lambda: Known().ran(-1.0),
-        lambda: Known().ran(1.0, nodes=0),
-        lambda: Known().measured(0, False),
+        lambda: Measurements().stalled(-1.0),
+        lambda: Measurements().stalled(math.nan),
+        lambda: Measurements().committed(1.0, -1.0),
+        lambda: Measurements().committed(math.inf, 1.0),
+        lambda: Measurements().stepped(0, 1.0),
+        lambda: Measurements().stepped_beside_commit(1, -1.0),
+        lambda: Measurements().ran(-1.0),
+        lambda: Measurements().ran(1.0, nodes=0),
+        lambda: Measurements().measured(0, False),
     ],
 )
 def test_an_observation_outside_its_domain_is_refused(call):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpt.errors import UsageError
 from ckpt.policy import (
     Level,
-    Measured,
+    LevelCosts,
     best,
     nested,
     nested_overhead,
@@ -114,8 +114,8 @@ def test_a_level_is_refused_outside_its_domain(bad):
 # --- memory and store ---------------------------------------------------------------------------------------------
 
 
-def measured(c1: float, c2: float, phi: float, d2: float, la: float, l3: float, ra: float, r3: float) -> Measured:
-    return Measured(
+def measured(c1: float, c2: float, phi: float, d2: float, la: float, l3: float, ra: float, r3: float) -> LevelCosts:
+    return LevelCosts(
         snapshot_stall_s=c1,
         commit_stall_s=c2,
         slowdown=phi,
@@ -142,7 +142,7 @@ TABLE = [
 SECONDS = st.floats(1e-3, 1e3)
 RATES = st.floats(1e-8, 1e-3)
 ANY = st.builds(
-    Measured,
+    LevelCosts,
     snapshot_stall_s=SECONDS,
     commit_stall_s=st.just(0.0) | SECONDS,
     commit_s=st.just(0.0) | SECONDS,
@@ -272,7 +272,7 @@ def test_a_commit_has_ended_when_the_next_begins(m, interval, asked):
 
 @given(m=ANY, interval=st.floats(1, 1e4), k=st.integers(1, 50), more=st.floats(1.01, 10))
 def test_no_overhead_falls_when_a_cost_or_a_rate_grows(m, interval, k, more):
-    for field in fields(Measured):
+    for field in fields(LevelCosts):
         value = getattr(m, field.name) * more
         if field.name in ("commit_s", "slowdown"):  # what is bounded, and what moves k by more than it costs
             continue
@@ -284,10 +284,10 @@ def test_no_overhead_falls_when_a_cost_or_a_rate_grows(m, interval, k, more):
 
 @given(m=ANY, step=st.floats(0.1, 100), unit=st.floats(0.01, 100))
 def test_the_model_knows_no_unit_of_time(m, step, unit):
-    scaled = Measured(
+    scaled = LevelCosts(
         **{
             f.name: getattr(m, f.name) * (unit if f.name.endswith("_s") else 1 / unit if "rate" in f.name else 1)
-            for f in fields(Measured)
+            for f in fields(LevelCosts)
         }
     )
     assert best(scaled, step * unit).overhead == pytest.approx(best(m, step).overhead, rel=1e-6)
@@ -308,21 +308,21 @@ def test_the_best_keeps_to_its_bounds_and_is_no_worse_than_its_neighbours(m, ste
 
 
 def test_the_limits_are_the_models_of_one_level():
-    alone = Measured(snapshot_stall_s=5, local_rate=1 / 1440)
+    alone = LevelCosts(snapshot_stall_s=5, local_rate=1 / 1440)
     for interval in (50, 117, 400):
         assert overhead_of(alone, interval, 1) == pytest.approx(overhead(interval, 5, 1440))
     assert overhead_of(replace(alone, local_rate=0), 100, 7) == pytest.approx(0.05)
-    store = Measured(snapshot_stall_s=5, store_rate=1 / 1440, store_recovery_s=0)
+    store = LevelCosts(snapshot_stall_s=5, store_rate=1 / 1440, store_recovery_s=0)
     assert overhead_of(store, 117, 1) == pytest.approx(overhead(117, 5, 1440))
     rare = replace(HARSH, local_rate=HARSH.local_rate / 1e4, store_rate=HARSH.store_rate / 1e4)
     assert overhead_of(rare, 20_000, 2) == pytest.approx(overhead_first_order(rare, 20_000, 2), rel=0.005)
     assert overhead_of(HARSH, 1e9, 1) == math.inf
-    assert overhead_of(Measured(snapshot_stall_s=1, store_rate=1e-8), 7.09e10, 1) == math.inf  # inf / inf on the way
+    assert overhead_of(LevelCosts(snapshot_stall_s=1, store_rate=1e-8), 7.09e10, 1) == math.inf  # inf / inf on the way
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_each_measure_is_refused_outside_its_domain(bad):
-    for field in fields(Measured):
+    for field in fields(LevelCosts):
         with pytest.raises(UsageError, match=field.name):
             replace(NODES16, **{field.name: bad})
     for call in (
@@ -341,7 +341,7 @@ def test_what_has_no_answer_is_refused():
         lambda: replace(NODES16, slowdown=1.1),
         lambda: best(replace(NODES16, store_rate=0), 1.0),
         lambda: best(replace(NODES16, store_rate=5e-324), 1.0),
-        lambda: best(Measured(snapshot_stall_s=1, store_rate=5e-324), 1.0),
+        lambda: best(LevelCosts(snapshot_stall_s=1, store_rate=5e-324), 1.0),
         lambda: best(replace(NODES16, snapshot_stall_s=0), 1e-300, traffic_s=1e300),
         lambda: best(NODES16, 0.0),
         lambda: overhead_of(NODES16, 100, 0),

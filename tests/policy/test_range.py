@@ -11,7 +11,7 @@ import pytest
 
 from ckpt import policy
 from ckpt.errors import UsageError
-from ckpt.policy import GammaRate, Level, Measured
+from ckpt.policy import GammaRate, Level, LevelCosts
 
 NUMBERS = (
     0.0,
@@ -42,8 +42,8 @@ def _n(draw: Draw) -> float:
     return draw.choice(NUMBERS)
 
 
-def _measured(draw: Draw) -> Measured:
-    return Measured(_n(draw), _n(draw), _n(draw), draw.choice(PARTS), *(_n(draw) for _ in range(7)))
+def _measured(draw: Draw) -> LevelCosts:
+    return LevelCosts(_n(draw), _n(draw), _n(draw), draw.choice(PARTS), *(_n(draw) for _ in range(7)))
 
 
 def _gamma(draw: Draw) -> tuple[float, ...]:
