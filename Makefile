@@ -18,7 +18,7 @@ BIN := .venv/bin
 PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check install -qq --constraint constraints.txt
 STORE ?=
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 4
 
 # Nothing that is started from here asks the cloud that this machine may be in.
 export CKPT_NOTICES ?= off
