@@ -1,19 +1,19 @@
-"""What checkpoints and failures cost a run, and what they saved: an account kept from facts that the agent has anyway.
-Pure: every time is told, in seconds on one clock that does not go back; nothing is measured for it.
+"""The time account of one run: what its checkpoints and failures cost, and what the checkpoints saved.
+Pure: the caller passes every time, in seconds of one clock that never goes back. Nothing is measured for the account.
 
 Each second since the run's first start on this agent is booked under exactly one part:
 
-- productive: training ran, and what it did in that time is still there (kept, or not lost so far);
-- stall: training stood still for a snapshot, as the slowest rank says;
-- lost: training ran, and a failure threw that work back. Between two snapshots work is taken to go evenly;
+- productive: training ran, and its work has not been lost so far;
+- stall: training paused for a snapshot, as long as the slowest rank reports;
+- lost: training ran, and a failure undid that work. Work is assumed to be even between two snapshots;
 - recovery: from a failure until training went on;
-- starting: the same where nothing had failed: listing the store, restoring;
-- ending: a rank had come to its end, and the last checkpoint was waited for.
+- starting: from a start without a failure before it until training went on: listing the store, restoring;
+- ending: a rank had ended its block, and the last checkpoint was awaited.
 
-They sum to `elapsed`; goodput is productive / elapsed, the usual definition (time spent on steps that were kept, over
-wall time). Not counted are the time between a run's end in order and the next start, and whatever came before this
-agent. A commit that runs beside training slows it: those steps take longer, and are productive all the same. How much
-that is says the policy (`Decision.saving`). A job that hangs counts as productive until it is ended.
+The parts sum to `elapsed`. Goodput is productive / elapsed, the usual definition: time spent on steps that were kept,
+over wall time. Time between an orderly end and the next start is not counted, nor is any time before this agent.
+A commit beside training slows the steps, which count as productive; `Decision.saving` of the policy tells how much.
+A job that hangs counts as productive until it is ended.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from typing import Any
 
 from ckpt.types import Epoch, Tick, counted
 
-MARKS_MAX = 4096  # snapshots whose place in the work is remembered; of older ones every other
+# Snapshots whose work is remembered. When there are more, every other one of them is forgotten.
+MARKS_MAX = 4096
 PARTS = ("productive", "stall", "lost", "recovery", "starting", "ending")
 
 
 class Phase(enum.Enum):
-    """IDLE: no start so far, or the run ended in order. DOWN: it failed, or was told to leave, and nobody has started
-    it again."""
+    """What the run is doing. IDLE: no start so far, or the run ended in order. DOWN: the run failed or had to leave,
+    and has not been started again."""
 
     IDLE = "idle"
     STARTING = "starting"
@@ -43,7 +44,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A snapshot: how much work was kept by then, and when that was (None: not known)."""
+    """A snapshot in the account: the productive seconds up to it, and when it was taken (None: unknown)."""
 
     tick: Tick
     kept_s: float
@@ -52,7 +53,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Count:
-    """Of one kind of event: how many, how many seconds of them, and how long the newest took."""
+    """The number, the total seconds and the last duration of one kind of event."""
 
     number: int = 0
     seconds: float = 0.0
@@ -69,54 +70,64 @@ class Count:
 
 @dataclass(slots=True)
 class Accounting:
-    """One agent's, over all starts of its run. `look` first, whenever something may have happened; then what did."""
+    """The account of one agent, over all starts of its run. Whenever something may have happened, call `look` first,
+    then the method for the event."""
 
     phase: Phase = Phase.IDLE
     starts: int = 0
-    failures: int = 0  # of a job that trained: each is one, however many ranks died
+    # Failures of a job that was training. Each counts once, however many ranks died.
+    failures: int = 0
     lost_steps: int = 0
-    snapshots: Count = field(default_factory=Count)  # complete in memory; seconds: that training stood still
-    given_up: int = 0  # snapshots that were begun and abandoned
+    # Snapshots complete in memory; their seconds are the training pauses.
+    snapshots: Count = field(default_factory=Count)
+    given_up: int = 0  # abandoned snapshots
     commits: Count = field(default_factory=Count)
     commits_failed: int = 0
     recoveries: Count = field(default_factory=Count)
-    raw_bytes: int = 0  # of the checkpoints that were committed, before coding and whatever was in the store already
-    saved_bytes: dict[str, int] = field(default_factory=dict)  # that reached a level
-    restored_bytes: dict[str, int] = field(default_factory=dict)  # that starts read from it
+    # Size of the committed checkpoints before encoding and deduplication.
+    raw_bytes: int = 0
+    # Per level: bytes saved to it, bytes that starts read from it, restores from it.
+    saved_bytes: dict[str, int] = field(default_factory=dict)
+    restored_bytes: dict[str, int] = field(default_factory=dict)
     restores: dict[str, int] = field(default_factory=dict)
-    safe: dict[str, tuple[Tick, float | None]] = field(default_factory=dict)  # newest on the line, and when taken
+    # Per level: the newest checkpoint of the branch history there, and when it was taken.
+    safe: dict[str, tuple[Tick, float | None]] = field(default_factory=dict)
     _seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    _elapsed_s: float = 0.0  # counted by itself: a sum of parts that moved may be smaller by rounding than it was
+    # Counted on its own: rounding could make a sum of the parts go back.
+    _elapsed_s: float = 0.0
     _now_s: float | None = None
-    _phase_s: float | None = None  # since when it is this phase
-    _recovering: bool = False  # what is being started had failed
-    _down_s: float | None = None  # when
-    _room_s: float = 0.0  # work since the last snapshot: no stall is longer
-    _ended_step: int = 0  # the newest step that all ranks have ended
-    _marks: list[Mark] = field(default_factory=list)  # of the line that is being trained, oldest first
+    _phase_s: float | None = None  # start of the phase
+    _recovering: bool = False  # the present start follows a failure
+    _down_s: float | None = None  # time of the failure
+    # Work since the last snapshot, which bounds the stall of the next one.
+    _room_s: float = 0.0
+    _ended_step: int = 0  # newest step ended by all ranks
+    _marks: list[Mark] = field(default_factory=list)  # of the present branch, oldest first
     _epoch: Epoch | None = None
-    _from: Tick = field(default_factory=lambda: Tick(0))  # what this epoch goes on from
-    _stall_s: dict[Tick, float] = field(default_factory=dict)  # of snapshots that are not complete yet
+    _from: Tick = field(default_factory=lambda: Tick(0))  # the version that the epoch continues from
+    _stall_s: dict[Tick, float] = field(default_factory=dict)  # of snapshots not complete yet
 
-    # -- what is seen
+    # -- events
 
     def look(self, now_s: float, phase: Phase | None, ended_step: int = 0) -> None:
-        """What goes on now; None: nothing, a start that did not come about among others. `ended_step`: as far as the
-        ranks have published it, 0: not yet."""
+        """Books the time up to now and enters `phase`. None: no job is at work, for instance after a start that was
+        given up. `ended_step`: the newest ended step that the ranks published, 0 before the first."""
         self._advance(now_s)
         if phase is None:
             phase = self._fallen_back() if self.phase is Phase.STARTING else self.phase
         at_work = (Phase.TRAINING, Phase.ENDING)
-        if phase in at_work or self.phase in at_work:  # also what was ended between the last look and a failure
+        # The old phase counts too: steps may have ended between the last look and a failure.
+        if phase in at_work or self.phase in at_work:
             self._ended_step = max(self._ended_step, ended_step)
         if phase is not self.phase:
             self._enter(now_s, phase)
-        if phase in at_work and not self._marks:  # the agent was started again beside a job at work
+        # No mark while a job is at work: the agent was restarted beside the job.
+        if phase in at_work and not self._marks:
             self._marks = [Mark(Tick(self._ended_step), 0.0, None)]
 
     def follow(self, epoch: Epoch, parent: Tick | None = None) -> None:
-        """An epoch that this agent has not started, but came to when it was running. `parent`: what it goes on from, as
-        far as that is known."""
+        """Adopts an epoch that was running before this agent. `parent`: the version that the epoch continues from;
+        None: unknown."""
         self._epoch = self._epoch or epoch
         if epoch == self._epoch and parent is not None:
             self._from = parent
@@ -131,9 +142,9 @@ class Accounting:
         age_s: float | None,
         steps_lost: int,
     ) -> None:
-        """Training goes on after `tick`, from what `level` held ("none": from the beginning). `read_bytes`: by level.
-        `age_s`: how long ago that was taken, as far as anybody has written it down. `steps_lost`: ended ones beyond it,
-        which count where it is by a failure that it is gone back."""
+        """Training goes on after version `tick`, restored from `level` ("none": from the beginning).
+        `read_bytes`: by level. `age_s`: age of the restored checkpoint; None: unknown. `steps_lost`: ended steps beyond
+        that version; they count as lost only after a failure."""
         self._advance(now_s)
         self._go_back(tick)
         if self._recovering:
@@ -151,7 +162,7 @@ class Accounting:
         self._enter(now_s, Phase.TRAINING)
 
     def staged(self, now_s: float, tick: Tick, stall_s: float) -> None:
-        """All ranks have taken that snapshot; the slowest stood still for so long."""
+        """All ranks have taken that snapshot. `stall_s`: pause of the slowest rank."""
         self._advance(now_s)
         moved = min(max(0.0, stall_s), self._room_s)
         self._seconds["productive"] -= moved
@@ -159,27 +170,27 @@ class Accounting:
         self._room_s = 0.0
         self._stall_s[tick] = max(0.0, stall_s)
         if self._marks and tick <= self._marks[-1].tick:
-            return  # taken again, after it had been given up
+            return  # retaken after it was abandoned
         self._marks.append(Mark(tick, self._seconds["productive"], now_s))
         if len(self._marks) > MARKS_MAX:
             del self._marks[1:-1:2]
 
     def complete(self, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
-        """It is whole in memory."""
+        """That checkpoint is complete in this node's memory, or in that of all the job's nodes."""
         self.snapshots.add(self._stall_s.pop(tick, 0.0))
         self._reached("local", epoch, tick, count_bytes)
 
     def replicated(self, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
-        """Other nodes keep it, too. `count_bytes`: once, however many copies there are."""
+        """Peers keep that checkpoint too. `count_bytes`: its size once, however many replicas there are."""
         self._reached("peer", epoch, tick, count_bytes)
 
     def found(self, level: str, epoch: Epoch, tick: Tick) -> None:
-        """It is there, and an agent before this one brought it there."""
+        """That checkpoint is at `level`, where an earlier agent saved it."""
         self._reached(level, epoch, tick, 0)
 
     def unprotected(self) -> Tick | None:
-        """What other nodes kept may be gone: the newest that was safe there is not, until that is said again. Which it
-        was; None: there was none."""
+        """Replicas may be gone: no checkpoint counts as replicated until the next `replicated` or `found`.
+        Returns the version that counted until now; None: there was none."""
         found = self.safe.pop("peer", None)
         return found[0] if found is not None else None
 
@@ -194,11 +205,11 @@ class Accounting:
     def commit_failed(self) -> None:
         self.commits_failed += 1
 
-    # -- what follows from it
+    # -- results
 
     @property
     def ended(self) -> tuple[Epoch, int] | None:
-        """The newest start that trained, and the newest step that all its ranks have ended; None: there was none."""
+        """The newest start that trained, and the newest step that all its ranks have ended; None: no start trained."""
         return (self._epoch, self._ended_step) if self._epoch is not None else None
 
     @property
@@ -206,7 +217,7 @@ class Accounting:
         return self._seconds["lost"]
 
     def facts(self, now_s: float) -> dict[str, Any]:
-        """All of it, as one JSON object may hold it."""
+        """The whole account as a JSON object."""
         self._advance(now_s)
         elapsed_s = self._elapsed_s
         return {
@@ -233,7 +244,7 @@ class Accounting:
         }
 
     def text(self, now_s: float) -> str:
-        """One line for people."""
+        """The account as one line for people."""
         found = self.facts(now_s)
         goodput = "nothing yet" if found["goodput"] is None else f"{found['goodput']:.1%}"
         return (
@@ -243,7 +254,7 @@ class Accounting:
             f"{counted(self.failures, 'failure')}; {counted(self.commits.number, 'commit')}"
         )
 
-    # -- small steps
+    # -- helpers
 
     def _advance(self, now_s: float) -> None:
         """Books the time since the last call."""
@@ -274,7 +285,7 @@ class Accounting:
         return Phase.DOWN if self._recovering else Phase.IDLE
 
     def _go_back(self, tick: Tick) -> None:
-        """Training goes on after `tick`: the work beyond it is lost, if it is by a failure that it is gone back."""
+        """Training goes on after `tick`. After a failure the work beyond that version is booked as lost."""
         kept_s = self._seconds["productive"]
         if self._recovering:
             then_s = self._kept_at(tick)
@@ -285,7 +296,7 @@ class Accounting:
         self._marks = [*before, Mark(tick, kept_s, found[-1].at_s if found else None)]
 
     def _kept_at(self, tick: Tick) -> float:
-        """Of the work kept now, what had been done by `tick`. None of it, where it lies before all that is known."""
+        """The seconds of kept work up to `tick`; 0 if that version is older than every mark."""
         marks, kept_s = self._marks, self._seconds["productive"]
         at = bisect.bisect_left([mark.tick for mark in marks], tick)
         if at < len(marks) and marks[at].tick == tick:
@@ -314,7 +325,7 @@ class Accounting:
     def _reached(self, level: str, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
         self.saved_bytes[level] = self.saved_bytes.get(level, 0) + count_bytes
         if epoch != self._epoch and tick > self._from:
-            return  # an earlier start's, and not what the present one goes on from
+            return  # on another branch: not part of the present epoch's history
         known = self.safe.get(level)
         if known is None or known[0] < tick:
             at_s = next((mark.at_s for mark in reversed(self._marks) if mark.tick == tick), None)

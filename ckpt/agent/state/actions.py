@@ -1,4 +1,7 @@
-"""What a job's state machine asks the agent to do. Values; the agent answers each with the fact that is named."""
+"""The actions that a job's scheduler asks the agent to carry out, as plain values.
+
+After an action that names a fact ("then `planned`"), the agent calls that method of the scheduler with the outcome.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import Any
 from ckpt.ipc.control_page import ControlWord
 from ckpt.types import Tick
 
-Request = Any  # names one request of one connection; only handed back in Answer and Refuse
+# Names one request of one connection. Only handed back, in AnswerRequest, Refuse and ReportProgress.
+Request = Any
 
 
 @dataclass(frozen=True, slots=True)
 class SetWord:
-    """What that slot is appointed for; None: nothing."""
+    """Publish the control word of that slot: the version it is appointed for; None: nothing."""
 
     slot: int
     word: ControlWord | None
@@ -21,21 +25,22 @@ class SetWord:
 
 @dataclass(frozen=True, slots=True)
 class SetVerdict:
-    """The ranks leave by that round: to be written where they find it, before the answers that say so."""
+    """Publish the verdict: the ranks leave by that save attempt. Written to the control page before any answer says
+    so."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Divide:
-    """Make a division of all ranks' layouts; then `planned` or `unplannable`."""
+    """Make a division of all ranks' layouts of that version; then `planned` or `unplannable`."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class MakeArenas:
-    """One arena of so many bytes for each rank, with warm pages; then `made`."""
+    """Make one arena with warm pages for each rank, of `bytes` by rank; then `made`."""
 
     slot: int
     bytes: tuple[int, ...]
@@ -43,21 +48,21 @@ class MakeArenas:
 
 @dataclass(frozen=True, slots=True)
 class OfferSlot:
-    """The slot is free: each rank binds its arena of it for the division; then `warm` from each."""
+    """Offer a free slot: each rank binds its arena of the slot for the division; then `warm` for each rank."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class CloseArenas:
-    """The slot is not among those in use any more, and holds nothing: its memory goes, on every node."""
+    """Free the memory of a slot on every node. The slot is empty and no longer in use."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """All ranks staged: hash, put together; then `assembled`."""
+    """Hash what all ranks have staged and put the checkpoint together; then `assembled`."""
 
     slot: int
     round: int
@@ -66,7 +71,7 @@ class Assemble:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Have other nodes keep it too, where the placement says; then `replicated`."""
+    """Have peers keep replicas, as the placement says; then `replicated`."""
 
     slot: int
     round: int
@@ -75,7 +80,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Write it to the store; then `committed`."""
+    """Write the checkpoint to the store; then `committed`."""
 
     slot: int
     round: int
@@ -85,29 +90,29 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The commit under way is to end soon: nothing more is written for it. `committed` tells what came of it."""
+    """Stop the commit under way soon: nothing more is written for it. `committed` then reports its outcome."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recycle:
-    """The slot holds nothing any more."""
+    """The slot is empty now."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDegraded:
-    """That tick was the newest of which other nodes kept copies or parity, and this memory, which was part of what made
-    it safe, is needed: it is not as safe any more."""
+    """The newest replicated checkpoint loses memory that its replication relied on, and no longer meets the
+    replication target."""
 
     tick: Tick
 
 
 @dataclass(frozen=True, slots=True)
 class Unkeep:
-    """What other nodes keep of this job's checkpoints is wanted no more, and none is to come."""
+    """Have peers drop their replicas of this job's checkpoints. No new replicas follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +130,14 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class ReportProgress:
-    """That request waits for a slot or a rank."""
+    """Tell the client that its request still waits for a slot or a rank."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """A notification to every rank that is there."""
+    """Send a notification to every connected rank."""
 
     body: dict[str, Any]
 
@@ -147,32 +152,33 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """What a notice came to: to be written where a launcher can read it."""
+    """Write the outcome of a notice to the file that launchers read."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Have that node ("": this one) tell the source that the event may begin now; then `acknowledged`."""
+    """Have that node ("": this one) tell the notice source that its planned event may begin now; then
+    `acknowledged`."""
 
     source: str
-    key: str  # as the source has it
+    key: str  # as the source names the event
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeftBy:
-    """Have that node ("": this one) know that the ranks were told to leave by this notice of its machine."""
+    """Tell that node ("": this one) that the ranks leave because of this notice of its machine."""
 
     source: str
-    key: str  # as the source has it
+    key: str  # as the source names the event
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The epoch has ended: say so in the store; then `closed`."""
+    """Write to the store that the epoch has ended; then `closed`."""
 
     reason: str
 

@@ -1,9 +1,9 @@
-"""What the agent sees of a job's costs and failures, and how often it saves for that. Pure: every time is told.
+"""The cost model of one job: measures its costs and failures, and decides how often it saves.
+Pure: the caller passes every time.
 
-Costs are read off what happens anyway: the ranks' stalls, the commits, and the steps that the ranks publish at the
-beginning and the end of each commit; nothing is asked for, and nothing runs while nothing happens. What is learnt of
-failures travels in the commit records (`about["learnt"]`), so that it is as old as the newest commit at most, and has
-one writer and no deletion of its own.
+The costs come from events that happen anyway: stalls, commits, and the steps published when a commit begins and ends.
+Nothing is polled. The failure statistics travel in the commit records (`about["learnt"]`): they are as old as the
+newest commit at most, have one writer, and are deleted with their record.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from ckpt.policy.history import Sources, merged, remember
 from ckpt.policy.interval_solver import decide
 from ckpt.policy.known import NOTHING, Measurements
 
-PACE_STEPS_MIN = 2  # of fewer steps the time says more of where in a step one looked
+# The step time is measured over at least so many steps: over fewer, the moment of the look decides the result.
+PACE_STEPS_MIN = 2
 PACE_S_MIN = 1.0
-ABOUT = "learnt"  # its name in a record
+ABOUT = "learnt"  # key in a commit record
 
 
 class CostModel:
-    """One job's, on so many `nodes`. `known`: what it has learnt. `peers`: whether other nodes' memory survives the
-    loss of one. `slots`: for how many snapshots there is memory; 0: that is not known yet. `decision`: what follows
-    now, under the `limits` and ckpt.Limits(unsaved_s=)."""
+    """The measurements of one job on `nodes` nodes, and the save intervals chosen from them.
+    `known`: the measurements. `peers`: whether replicas survive the loss of one node. `slots`: snapshots that memory
+    has room for; 0: not known yet. `decision`: the present intervals, under `limits` and ckpt.Limits(unsaved_s=)."""
 
     def __init__(
         self, limits: Adaptive, known: Measurements = NOTHING, nodes: int = 1, unsaved_s: float | None = None
@@ -36,23 +37,24 @@ class CostModel:
         self.nodes = nodes
         self.peers = False
         self.slots = 0
-        self.owed: Failure | None = None  # counted once what came before it is known
+        # A failure that is counted once the statistics before it are known.
+        self.owed: Failure | None = None
         self.decision: Decision = decide(known, limits, nodes, unsaved_s=unsaved_s)
-        self._mark: tuple[float, int] | None = None  # since when nothing changed, and the step then
-        self._stalls: list[tuple[int, float]] = []  # in which step, and for how long
+        self._mark: tuple[float, int] | None = None  # (time, step) of the last begin or end of a commit
+        self._stalls: list[tuple[int, float]] = []  # (step, seconds)
         self._committing = False
-        self._ran_s: float | None = None  # until when the run time is counted
+        self._ran_s: float | None = None  # run time is counted up to here
 
     def started(self, now_s: float, step: int) -> None:
         """Training goes on after `step`."""
         self._mark, self._ran_s = (now_s, step), now_s
 
     def inherit(self, known: Measurements) -> None:
-        """What an earlier start has learnt of failures."""
+        """Merges the measurements of an earlier start."""
         self.known = merged(self.known, known)
 
     def pay(self) -> None:
-        """What came before is known, or never will be."""
+        """Counts the owed failure: the statistics before it are known, or never will be."""
         owed, self.owed = self.owed, None
         if owed is not None:
             self.failed(owed)
@@ -61,39 +63,41 @@ class CostModel:
         self.known = self.known.failed(failure)
 
     def stalled(self, seconds: float, step: int) -> None:
-        """All ranks have staged; the slowest stood still for so long, in that step."""
+        """All ranks have staged. `seconds`: pause of the slowest rank, in that step."""
         self.known = self.known.stalled(seconds)
         self._stalls.append((step, seconds))
 
     def commit_began(self, entered_s: float, step: int) -> None:
-        """`step`: that the hindmost rank is in, and since when: a commit begins soon after a step, and ends in the
-        middle of one."""
+        """A commit has begun. `step`: the step of the slowest rank, entered at `entered_s`. Times count from that
+        entry, since a commit begins soon after a step and ends in the middle of one."""
         self._pace(entered_s, step)
         self._committing = True
 
     def commit_ended(self, entered_s: float, step: int, took: tuple[float, int] | None) -> None:
-        """The same at its end. `took`: seconds, and the bytes that it put into the store; None where it failed."""
+        """The commit has ended; see `commit_began`. `took`: its seconds, and the bytes put into the store; None if it
+        failed."""
         self._pace(entered_s, step)
         self._committing = False
         if took is not None:
             self.known = self.known.committed(*took)
 
     def replicated(self, seconds: float) -> None:
-        """So long after it was complete it was in other nodes' memory too."""
+        """A checkpoint was replicated `seconds` after it was complete."""
         self.known = self.known.replicated(seconds)
 
     def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> None:
-        """From a failure until training went on."""
+        """A restart took `seconds` from the failure until training went on, restored from `level`."""
         self.known = self.known.recovered(level, seconds)
 
     def ran(self, now_s: float) -> None:
-        """Until then, if it had begun."""
-        if self._ran_s is not None and now_s > self._ran_s:  # a commit may have been counted past the end of its ranks
+        """Counts the run time up to `now_s`, if training has started."""
+        # A commit may have counted time past the end of its ranks.
+        if self._ran_s is not None and now_s > self._ran_s:
             self.known = self.known.ran(now_s - self._ran_s, self.nodes)
             self._ran_s = now_s
 
     def decide(self, now_s: float) -> Decision:
-        """Anew, with all that is known. The same object as before where the intervals stay."""
+        """Decides the intervals anew from all measurements. If they stay, so do the reasons given for them."""
         self.ran(now_s)
         before = self.decision
         found = decide(self.known, self.limits, self.nodes, self.peers, before, self.slots, self.unsaved_s)
@@ -103,11 +107,11 @@ class CostModel:
         return found
 
     def about(self, sources: Sources | None = None) -> dict[str, float]:
-        """For a record. `sources`: of predictions."""
+        """The measurements for a commit record. `sources`: those of predictions."""
         return remember(self.known, sources)
 
     def _pace(self, entered_s: float, step: int) -> None:
-        """How fast training went since the last mark, by whether a commit ran all the time."""
+        """Measures the step time since the last mark, apart for time with and without a commit."""
         if self._mark is not None:
             since_s, since = self._mark
             seconds = entered_s - since_s - sum(stall_s for at, stall_s in self._stalls if since <= at < step)
@@ -119,9 +123,9 @@ class CostModel:
 
 
 def class_of(lost_nodes: int, peers: bool, from_store: bool, warned: bool) -> Failure:
-    """What failed, as far as a start that goes on from it can tell. `lost_nodes`: how many had a part in the former
-    start and have none in this one. `peers`: whether other nodes' memory was to survive that. `from_store`: it did not.
-    `warned`: a notice had said so for certain; what was lost then came after what it had saved."""
+    """The class of the failure before a restart, as far as the new start can tell. `lost_nodes`: nodes of the former
+    start that the new one lacks. `peers`: whether replicas should have survived the loss of a node. `from_store`:
+    whether they did not. `warned`: whether a certain notice preceded; only work after its last save was lost then."""
     if not lost_nodes:
         return Failure.PROCESS
     if peers and from_store:
