@@ -1,8 +1,7 @@
-"""What a job does about the end of its machines: which of the ways to save what it has fits into the time left. Pure.
+"""The strategy before a deadline: which way of saving the last state fits into the time left. Pure.
 
-What is left is compared with what was measured, as docs/guides/notices.md says; for a state that has grown since then
-that is more by as much. Copying comes before committing only where the commit may not fit: the nodes that stay then
-commit what the others have staged.
+The time left is compared with measured save times, scaled up for a state that has grown; see docs/guides/notices.md.
+Replication comes before the commit only if the commit may not fit. The nodes that stay then commit for the others.
 """
 
 from __future__ import annotations
@@ -13,61 +12,66 @@ from dataclasses import dataclass
 
 from ckpt.placement.placement import Kept
 
-SLACK = 1.5  # times the seconds that saving took so far
-PAST_S = 10.0  # a deadline that has passed when it is told may come at any moment: so long it is taken to be ahead
-OUTLIVES_S = 60.0  # a machine may be there so long after it was to go, and its notice with it
+SLACK = 1.5  # factor on measured save times
+# A deadline that is past when first heard of may come at any moment: it is assumed to be so far ahead.
+PAST_S = 10.0
+# A machine and its notice may outlast the deadline by so long.
+OUTLIVES_S = 60.0
 
 
 class Course(enum.Enum):
-    STAY = "stay"  # nothing stands, or there is time
-    HOLD = "hold"  # the last appointment is due: to be made, or kept; it is committed
-    COPY = "copy"  # the same, but first it goes to the memory of nodes that stay, and those commit it
-    PUSH = "push"  # what is complete goes where it can, nothing newer is taken
-    OVER = "over"  # the deadline has passed, and the machine is still here: training goes on
+    """What the job does about the standing notices."""
+
+    STAY = "stay"  # there is no notice, or time is left
+    HOLD = "hold"  # a last snapshot is due or appointed, and is committed
+    COPY = "copy"  # as HOLD, but nodes that stay get replicas first, and commit the snapshot
+    PUSH = "push"  # the newest complete checkpoint is saved; no newer one is taken
+    OVER = "over"  # the deadline has passed and the machine is still here: training goes on
 
 
 class When(enum.Enum):
-    """How a job answers a certain notice."""
+    """When a job leaves by a certain notice."""
 
-    AT_ONCE = "at once"  # it is a request to go now
-    IN_TIME = "in time"  # no earlier than it has to
-    # A start has left by it, and a launcher started the job again all the same; or its time has come before, and the
-    # machine is still here.
+    AT_ONCE = "at once"  # the notice is a request to leave now
+    IN_TIME = "in time"  # the job leaves no earlier than it has to
+    # The job does not leave: a launcher restarted it here after it had left by this notice, or the deadline has passed
+    # and the machine is still here.
     NOT_AGAIN = "not again"
 
 
 @dataclass(frozen=True, slots=True)
 class SaveTiming:
-    """Saving a state that takes so many bytes of memory took so many seconds."""
+    """A measured save: `seconds` for a state of `bytes` of memory."""
 
     seconds: float
     bytes: int
 
     def seconds_of(self, count: int) -> float:
-        """As much more for a larger one; no less for a smaller one, since not all of it goes with the bytes."""
+        """The expected seconds for `count` bytes. A larger state takes proportionally longer. A smaller one takes as
+        long, since part of the time does not depend on the size."""
         return self.seconds * max(1.0, count / self.bytes) if self.bytes else self.seconds
 
     @staticmethod
     def learnt(took_s: float, count: int, before: SaveTiming | None) -> SaveTiming:
-        """A slow one is remembered for longer than a quick one."""
+        """The new estimate after a save of `count` bytes took `took_s`. It rises at once, and falls by half steps."""
         before_s = before.seconds_of(count) if before is not None else 0.0
         return SaveTiming(max(took_s, 0.5 * (took_s + before_s)), count)
 
 
 def choose(left_s: float, commit_s: float, copy_s: float | None, pushes: bool) -> Course:
-    """Once it is time to leave: HOLD, COPY or PUSH.
+    """The course once it is time to leave: HOLD, COPY or PUSH.
 
-    `commit_s`, `copy_s`: from now until a snapshot that is appointed now is in the store; in the memory of nodes that
-    stay, None where there are none, or that was never measured. `pushes`: whether a complete one is there that is not
-    in the store yet, and goes with the machine."""
+    `commit_s`: seconds until a snapshot appointed now is committed. `copy_s`: seconds until nodes that stay have its
+    replicas; None if no node stays, or nothing was measured. `pushes`: whether a complete checkpoint is not committed
+    yet, and would be lost with the machine."""
     if copy_s is not None and copy_s <= left_s < SLACK * commit_s and copy_s < commit_s:
         return Course.COPY
     return Course.PUSH if pushes and left_s < commit_s else Course.HOLD
 
 
 def outlasts(kept: Sequence[Kept], doomed: Collection[str]) -> bool:
-    """Whether what other nodes keep is still whole when those nodes are gone. `kept`: of each node. False where nothing
-    is kept."""
+    """Whether the replicas still cover every node's state when the `doomed` nodes are gone. `kept`: per node.
+    False if there are no replicas."""
 
     def stays(each: Kept) -> bool:
         if each.node not in doomed or any(holder not in doomed for holder in each.holders):

@@ -1,8 +1,8 @@
-"""Which planned event of a cloud may begin at once, since nothing is lost by it any more. Pure.
+"""The choice of a cloud's planned event to acknowledge: the event may begin at once, since nothing is lost by it. Pure.
 
-To say so can only shorten the time that is left, and counts for every machine that the event names. So it is said after
-all else: the ranks have left by a notice, what they staged last is in the store, and each was told so; of an event that
-still stands then and is still ahead; by one of the nodes that heard it; once; and only where the user lets it.
+An acknowledgement can only shorten the time left, for every machine that the event names. So it comes last: the ranks
+have left by a notice, their last snapshot is committed, and each rank was told so. The event must still stand and lie
+ahead. One node that heard the event acknowledges it, once, and only if the user allows it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt.agent.preemption.preemption import StandingNotice
 
-SOURCES = frozenset({"azure"})  # that know such a word
+SOURCES = frozenset({"azure"})  # notice sources that take an acknowledgement
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlannedEvent:
-    """An event, by the names that its source gives it."""
+    """The name of an event: its source, and the source's key for it."""
 
     source: str
     key: str
@@ -28,8 +28,8 @@ class PlannedEvent:
 def next_of(
     standing: Iterable[StandingNotice], done: Collection[PlannedEvent], now_s: float
 ) -> tuple[PlannedEvent, str] | None:
-    """What is to be acknowledged next, and by which node: the coordinator's own ("") where that heard it, else the one
-    whose agent has the lowest name. `done`: what was tried before. None: nothing is left."""
+    """The event to acknowledge next, and the node that does it: the coordinator's ("") if it heard the event, else the
+    one with the lowest agent name. `done`: events already tried. None: no event is left."""
     found: dict[PlannedEvent, set[str]] = {}
     for each in standing:
         if each.source in SOURCES and each.certain and each.deadline_s > now_s:

@@ -1,12 +1,12 @@
-"""Who leaves at which step: the verdict on a hold, once, for all ranks and for ever. Pure, as `group` is.
+"""The exit vote: one final verdict for all ranks on whether they leave at the appointed step or go on. Pure.
 
-- Ranks that hold at an appointed step wait, staged, for it. Held by all and staged by all: leave.
-- A signal to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
-  ends. The attempt to leave at one step ends for all ranks as soon as one of them is known to be gone, or its node has
-  been silent. While all are known to live they wait for the boundary until shortly before the deadline, however long
-  their step is: a rank may be in a long backward pass, an evaluation, or a call of C that lasts.
-- Whoever was told to leave is told of a deadline that comes nearer meanwhile.
-- What an agent that has died may have told some ranks holds for the others.
+- The ranks stage a snapshot at the appointed step and wait there for the verdict. If all hold and all staged: leave.
+- A signal to a rank may come from a launcher that is restarting: some ranks may be dead, and the others stuck in a
+  collective. So the attempt to leave at one step ends for all ranks once one is known to be gone, or is silent.
+- While all ranks are known alive they wait for the boundary until shortly before the deadline, however long the step
+  lasts: a rank may be in a long backward pass, an evaluation, or a long call into C.
+- Ranks that were told to leave hear of a deadline that moves nearer.
+- A verdict that a dead agent may have told some ranks holds for the others.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ckpt.ipc.control_page import ControlWord, WordKind
 from ckpt.ipc.notice_sources import SIGNAL
 from ckpt.types import Tick
 
-# A rank whose connection is gone, though nobody saw it die, is away for so long at most: its node's agent is started
-# again meanwhile. After that the node is taken for dead.
+# A rank without a connection, not known to be dead, may be away for so long while its node's agent restarts. After
+# that the node counts as dead.
 AWAY_S = 5.0
-# Until ranks are asked whether they are past the boundary at which others hold; each time twice as long as before.
+# Delay before ranks are asked whether they are past the boundary at which others hold. It doubles each time.
 ASK_LATE_S, ASK_LATE_S_MAX = 0.1, 5.0
 
 
 @dataclass(slots=True)
 class Unknown:
-    """A rank waits for the verdict on a round that is not known here. `since_s`: as far as that was looked at."""
+    """A rank's hold at a save attempt that this agent does not know. `since_s`: when `_judge_unknown` first saw it."""
 
     round: int
     request: Request
@@ -42,28 +42,28 @@ class Unknown:
 
 
 class ExitVote(Preemption):
-    """The facts of one job, what follows from its notices, and the verdicts on its holds."""
+    """The facts and notices of one job, and the verdicts on its holds. Base class of the scheduler."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._ask_late_s: float | None = None  # some hold, others are awaited: when these are asked next
+        self._ask_late_s: float | None = None  # when late ranks are asked next; None: no rank waits for them
         self._ask_late_every_s = ASK_LATE_S
-        self._former_told = False  # ranks go since a former agent told them to, and that is reported
-        self.one_page = True  # on which all ranks read the verdict: they are on one node
-        self._former_round = 0  # by which a former agent told ranks to leave
-        self._unknown: dict[int, Unknown] = {}  # by rank: holds at a round that a former agent appointed
+        self._former_told = False  # ranks leave by a former agent's word, which this agent reports
+        self.one_page = True  # all ranks are on one node, and read the verdict on one control page
+        self._former_round = 0  # the save attempt by which a former agent told ranks to leave
+        self._unknown: dict[int, Unknown] = {}  # by rank: holds at save attempts of a former agent
 
     # -- facts
 
     def told_before(self, round_: int) -> None:
-        """By a rank that joins: the round by which its page says to leave, of an agent that has died; 0: by none. That
-        one told its own node's ranks so before all others, who may not have heard it."""
+        """A joining rank's control page says to leave by that save attempt of a dead agent; 0: it does not say so.
+        A verdict is written to that page before any rank of another node hears of it."""
         self._former_round = round_ or self._former_round
 
     def sent_away(self, why: str, deadline_s: float, committed: Tick | None, notices: Collection[str] = ()) -> None:
-        """A rank goes since it was told to: to leave, or to end by `why`. Where an agent said so that has died since,
-        this one reports what comes of it. `committed`: the newest that the rank knows to be in the store. `notices`:
-        those that came to the rank, which need not have told them to this agent yet."""
+        """A rank leaves because it was told to leave, or to end by reason `why`. If a dead agent told it, this agent
+        reports the outcome. `committed`: the newest version that the rank knows to be committed. `notices`: those that
+        the rank heard, perhaps before this agent."""
         if committed is not None:
             self.committed_tick = max(committed, self.committed_tick or committed)
         if self._leave_round or self._ended:
@@ -80,12 +80,13 @@ class ExitVote(Preemption):
 
     def joined(self, rank: int) -> None:
         super().joined(rank)
-        if self._leave_by_s is not None:  # it may have been lost with the former connection
+        # The message may have been lost with the former connection.
+        if self._leave_by_s is not None:
             self._tell_leave_by()
 
     def held(self, rank: int, number: int, request: Request) -> None:
-        """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on, unless others may
-        have been told to leave by it; see `_judge_unknown`."""
+        """The rank has staged and waits for the verdict on save attempt `number`. If the attempt is unknown the answer
+        is: go on; unless other ranks may have been told to leave by it, see `_judge_unknown`."""
         slot = self._slot_of(number)
         round_ = slot.round if slot is not None else None
         if (number and self._leave_round == number) or self.is_lost_cause or self._ended:
@@ -107,7 +108,7 @@ class ExitVote(Preemption):
     # -- decisions
 
     def _judge(self, round_: Round, leave: bool, now_s: float) -> None:
-        """The verdict on a hold: once, for all ranks and for ever."""
+        """Sets the verdict on a hold: final, and the same for all ranks."""
         round_.verdict = leave
         if leave:
             self._all_leave = len(round_.held) == self.world
@@ -127,14 +128,16 @@ class ExitVote(Preemption):
         round_.held.clear()
 
     def _left_by(self) -> list[LeftBy]:
-        """The notices of machines by which the ranks go."""
+        """The machine notices because of which the ranks leave."""
         due = [self.notices[name] for name in sorted(self._due) if self.notices[name].when is When.IN_TIME]
         return [LeftBy(each.source, each.bare_key, node) for each in due for node in sorted(each.nodes)]
 
     def _judge_unknown(self, now_s: float) -> None:
-        """Holds at rounds of a former agent, which may have told the ranks of its own node to leave, and nobody else:
-        those say so when they come back, to this agent (`told_before`) or on their way out (`sent_away`). So the others
-        wait for all that still live; where one does not come, they leave: the job is broken then."""
+        """Answers holds at save attempts of a former agent.
+
+        That agent may have told only its own node's ranks to leave. Those report it when they rejoin (`told_before`) or
+        leave (`sent_away`). So the other ranks wait for all living ranks to join. If one does not, they leave, since
+        the job is broken."""
         if not self._unknown:
             return
         all_came = all(m.joined or m.presence is not Presence.HERE for m in self.members)
@@ -155,9 +158,9 @@ class ExitVote(Preemption):
         self._out.append(AnswerRequest(request, {"leave": leave, "by_s": self._leave_by_s if leave else None}))
 
     def _ask_who_is_late(self, now_s: float) -> None:
-        """Some hold, and some have not come to that boundary. One that passed it before it could see the appointment
-        may be in a collective with those that hold: it would say that it is late at its next boundary, and never get
-        there. So each is asked."""
+        """Asks the ranks that have not reached a boundary where others hold. A rank that passed it before it saw the
+        appointment reports that only at its next boundary. It may never get there, stuck in a collective with the ranks
+        that hold."""
         round_ = next((round_ for _, round_ in self._open() if round_.held and len(round_.staged) < self.world), None)
         if round_ is None:
             self._ask_late_s = None
@@ -170,7 +173,7 @@ class ExitVote(Preemption):
             self._out.append(Tell({"t": "awaited", "word": word.pack()}))
 
     def _end_attempts(self, now_s: float) -> None:
-        """Ranks that were signalled wait for their next boundary no longer than there is one to be had."""
+        """Ends the wait of signalled ranks for a boundary once no boundary can come in time."""
         signals = self._signals
         if not signals or self._ended or self._all_leave or self.superseded_by:
             return
@@ -179,7 +182,8 @@ class ExitVote(Preemption):
         if gone is not None:
             self._end(f"rank {gone.rank} is gone, and without it no other comes to a boundary", False, signals)
         elif self.members.seen.any_left or self._at_end:
-            return  # it has come to its end in order: the others do, too; or all have, and wait for the commit
+            # A rank has left in order, so the others will; or all ranks have ended, and wait for the commit.
+            return
         elif away:
             self._end(f"nothing is heard of rank {away[0]}, and without it no other leaves", False, signals)
         elif now_s >= last_s:
@@ -198,8 +202,8 @@ class ExitVote(Preemption):
         self._out.append(Tell({"t": "end", "why": self._end_why, "wait": self._end_waits, "by_s": self._leave_by_s}))
 
     def _bring_forward(self, now_s: float) -> None:
-        """A deadline that is heard of once the ranks were told to leave, and is earlier, holds for them as well, for
-        copies, and for when it is said what was saved."""
+        """Applies an earlier deadline, heard of after the ranks were told to leave: to them, to replication, and to the
+        report."""
         by_s = self.deadline_s(now_s)
         if by_s is None:
             return
@@ -217,11 +221,11 @@ class ExitVote(Preemption):
         else:
             self._out.append(Tell({"t": "leave-by", "by_s": self._leave_by_s}))
 
-    # -- small steps
+    # -- helpers
 
     @property
     def _away_from_s(self) -> dict[int, float]:
-        """By rank whose connection is gone: when it is taken to be away."""
+        """By rank without a connection: the time from which the rank counts as silent."""
         return {m.rank: m.lost_s + AWAY_S for m in self.members.seen.lost if m.lost_s is not None}
 
     @property
@@ -229,5 +233,5 @@ class ExitVote(Preemption):
         return [each for each in self.notices.values() if each.certain and each.source == SIGNAL]
 
     def _last_s(self, signals: list[StandingNotice], now_s: float) -> float:
-        """Until when signalled ranks wait for a boundary."""
+        """The time until which signalled ranks wait for a boundary."""
         return min(each.deadline_s for each in [*signals, *self._live(now_s)]) - END_S

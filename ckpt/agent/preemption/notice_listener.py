@@ -1,8 +1,7 @@
-"""The agent's ears: the listeners that fit this machine, each on a thread of its own; what they tell comes to the main
-thread.
+"""The notice listeners of this node's agent: one thread per notice source of the machine.
 
-What to listen to is said by rank 0 of the job when it joins, from its environment: the agent may have been started by
-another one. Which cloud this is, if any, is read from the firmware's tables, on a thread, and never probed.
+Every notice is passed on on the main thread. Rank 0 names the sources when it joins, from its environment, since the
+agent may have been started by another job. The cloud is read from the firmware's tables, on a thread, and never probed.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Post = Callable[[Callable[[], None]], None]
 
 ACKNOWLEDGE_TRIES = 3
 ACKNOWLEDGE_AGAIN_S = 1.0
-PASSED_MAX = 100  # of notices, for which is remembered when their time came
+PASSED_MAX = 100  # notices whose deadlines are remembered
 
 
 class NoticeListeners:
-    """Owns the threads. `post` runs something on the main thread; `tell` is called there with each word. All methods
-    are for the main thread. `standing`: what was told and not taken back, by (source, key); with a deadline that was
-    still ahead when it was told first."""
+    """Owns the listener threads; all methods are for the main thread. `post`: runs a function on the main thread.
+    `tell`: called there with each notice or withdrawal. `standing`: the notices not withdrawn, by (source, key). Their
+    deadlines were ahead when first heard."""
 
     def __init__(
         self, post: Callable[[Callable[[], None]], None], tell: Callable[[Word, When], None], events: Events
@@ -46,13 +45,15 @@ class NoticeListeners:
         self._events = events
         self._tasks: Tasks | None = None
         self._ending: list[Tasks] = []
-        self._times: dict[tuple[str, str], float] = {}  # deadlines of what was told and not taken back
-        self._left: set[tuple[str, str]] = set()  # of these, by what a job has left: their deadlines stay as they were
-        self._first: First = {}  # outlives `stop`: a machine that has 10 s left has no 30 for the job that comes then
-        self._azure: AzureListener | None = None  # set by the thread that begins
+        self._times: dict[tuple[str, str], float] = {}  # deadlines of notices not withdrawn
+        # The notices by which a job has left. Their deadlines stay as they were.
+        self._left: set[tuple[str, str]] = set()
+        # First deadlines. They outlive `stop`: a machine with 10 s left must not have 30 s for the next job.
+        self._first: First = {}
+        self._azure: AzureListener | None = None  # set by the thread "begin"
 
     def follow(self, sources: Sources) -> None:
-        """Listens to these from now on. What listens to them already goes on."""
+        """Listens to these sources from now on. Does nothing if it listens to them already."""
         if sources == self.sources and self._tasks is not None:
             return
         self.stop()
@@ -63,7 +64,7 @@ class NoticeListeners:
         tasks.start("begin", lambda: self._begin(tasks, sources))
 
     def stop(self) -> None:
-        """Nothing is told any more, and what stands is forgotten, but for when it was first seen; the threads end
+        """Stops telling, and forgets the standing notices but for their first deadlines. Does not wait: the threads end
         within about a second."""
         self.standing.clear()
         if self._tasks is not None:
@@ -72,32 +73,32 @@ class NoticeListeners:
             self._tasks = None
 
     def heard(self) -> list[tuple[Notice, When]]:
-        """What stands, and how a job answers it."""
+        """The standing notices, and when a job leaves by each."""
         return [(notice, self._when(notice)) for notice in self.standing.values()]
 
     def left_by(self, source: str, key: str) -> None:
-        """A job leaves by what stands under that name. If it is started again here nothing is gained by leaving again:
-        that counts until the source takes it back, or names a later time."""
+        """A job leaves by that notice. If the job is restarted here, it gains nothing by leaving again. So the notice
+        counts as NOT_AGAIN until its source withdraws it, or names a later time."""
         if (source, key) in self.standing:
             self._times[source, key] = self.standing[source, key].deadline_s
             self._left.add((source, key))
 
     def left_ahead_s(self, now_s: float) -> float:
-        """How long a job that is started again here may meet with what it has left by: nobody but this agent could tell
-        it so. 0: it cannot. `now_s`: Unix time."""
+        """Seconds for which a restarted job may still meet a notice by which it left. This agent alone knows of that.
+        0: there is no such notice. `now_s`: Unix time."""
         return max(0.0, max((self._times[name] for name in self._left), default=-math.inf) + OUTLIVES_S - now_s)
 
     def remember(self, notice: Notice, when: When) -> None:
-        """A former agent heard that: where it counts from when it was first seen, it does not begin anew; and where it
-        does not stand any more that is told."""
+        """Takes over a notice that a former agent heard. A deadline counted from the first sight is not counted anew;
+        if the notice no longer stands, its withdrawal is told."""
         self._first.setdefault(notice.source, {})[notice.key] = notice.deadline_s
         self._times[notice.source, notice.key] = notice.deadline_s
         if when is When.NOT_AGAIN:
             self._left.add((notice.source, notice.key))
 
     def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
-        """Tells that source that what it plans, which stands here, may begin now; a few times, where it does not say
-        yes. `then` hears "" when it has, or why not; later than this call."""
+        """Tells the source that its planned event, which stands here, may begin now; retries a few times.
+        `then` is called later on the main thread, with "" if the source agreed, else with the reason."""
         azure, tasks = self._azure, self._tasks
         if not self.sources.acknowledge:
             error = "this node's user does not let it (CKPT_ACKNOWLEDGE)"
@@ -112,7 +113,7 @@ class NoticeListeners:
         self._post(lambda: then(error))
 
     def close(self) -> None:
-        """Waits for the threads. Errors: CkptError where one does not end."""
+        """Stops, and waits for the threads. Errors: CkptError if a thread does not end."""
         self.stop()
         while self._ending:
             self._ending.pop().close()
@@ -160,7 +161,7 @@ class NoticeListeners:
             try:
                 error = "" if azure.acknowledge(key, tasks.stopping) else "the service did not say yes"
             except UsageError as exc:
-                error = str(exc)  # it was withdrawn
+                error = str(exc)  # the event was withdrawn
                 break
             if not error or tasks.stopping.wait(ACKNOWLEDGE_AGAIN_S):
                 break
@@ -172,7 +173,7 @@ class NoticeListeners:
         from ckpt.preemption.notice import MOVED_S, Notice
 
         if tasks is not self._tasks:
-            return  # it was told to stop meanwhile
+            return  # stopped meanwhile
         name = (word.source, word.key)
         if isinstance(word, Notice):
             if name in self._left and word.deadline_s > self._times[name] + MOVED_S:
@@ -186,7 +187,8 @@ class NoticeListeners:
             self._tell(word, When.IN_TIME)
 
     def _ahead(self, notice: Notice) -> Notice:
-        """What has passed when it is told first is taken to be ahead for a moment; told again it is not put off."""
+        """The notice with a deadline ahead. One that is past when first heard counts as PAST_S ahead; hearing it again
+        does not move that."""
         name, now_s = (notice.source, notice.key), time.time()
         if notice.deadline_s <= now_s:
             notice = replace(notice, deadline_s=min(now_s + PAST_S, self._times.get(name, math.inf)))

@@ -1,9 +1,9 @@
-"""Notices that another node than the coordinator's hears, on their way to it. Pure.
+"""The notice relay: carries notices heard on other nodes to the coordinator. Pure but for reading the clocks.
 
-That node says all that stands there, each time something changes and when its ranks join again: so a word that was lost
-with a connection is made up for. Clocks of two hosts differ, and one may be set anew between two tellings: how much
-time is left travels, not the time, and once a notice is heard its time goes by the monotonic clock. What is told as
-passed was ahead when it was heard first: nobody who hears of it only now leaves by it.
+A node sends all its standing notices whenever one changes, and when its ranks rejoin. This makes up for messages lost
+with a connection. Clocks of two hosts differ and may be set: so messages carry the seconds left, not the time, and a
+heard notice is timed by the monotonic clock. A deadline relayed as past was ahead when first heard: no job that hears
+of it only now leaves by it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from ckpt.agent.preemption.deadline_strategy import PAST_S, When
 from ckpt.errors import AgentError
 from ckpt.preemption.notice import MOVED_S, Notice, Withdrawn, Word
 
-OPERATOR = "preempt"  # the key of what an operator asks for
-NOTICES_MAX = 64  # that stand on one node
-LEFT_S_MAX = 1e12  # further away than any time that a source can name
+OPERATOR = "preempt"  # key of an operator's request
+NOTICES_MAX = 64  # of one node
+LEFT_S_MAX = 1e12  # seconds; beyond any deadline that a source can name
 
 Name = tuple[str, str]  # source and key
 
 
 class RelayedNotice:
-    """What stands on this node, for the coordinator."""
+    """The standing notices of this node, for the coordinator."""
 
     def __init__(self) -> None:
-        self._notices: dict[Name, tuple[Notice, When, float]] = {}  # and its deadline, on the monotonic clock
+        self._notices: dict[Name, tuple[Notice, When, float]] = {}  # float: deadline on the monotonic clock
 
     def hear(self, word: Word, when: When = When.IN_TIME) -> None:
+        """Records a notice or a withdrawal."""
         if isinstance(word, Notice):
             self._notices[word.source, word.key] = word, when, time.monotonic() + word.left_s
         else:
             self._notices.pop((word.source, word.key), None)
 
     def told(self) -> list[dict[str, Any]]:
+        """The standing notices as message fields, the newest NOTICES_MAX of them."""
         now_s = time.monotonic()
         return [
             {
@@ -52,7 +54,7 @@ class RelayedNotice:
 
 
 def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, When]]:
-    """What `Standing.told` made, as a rank gives it back to another agent of its node. Errors: as `words`."""
+    """Parses the result of `RelayedNotice.told`, which a rank hands to its node's next agent. Errors: as `words`."""
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:
         raise AgentError(f"a rank gives back more than {NOTICES_MAX} notices")
@@ -72,7 +74,7 @@ def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, When
 
 
 def _left_s(each: Any) -> float:
-    """One that is as far away as can be hides no other. Errors: AgentError, ValueError, TypeError, LookupError."""
+    """The seconds left, clipped to finite bounds. Errors: AgentError, ValueError, TypeError, LookupError."""
     left_s = float(each["left_s"])
     if math.isnan(left_s):
         raise AgentError(f"a node says that it has {left_s} s left")
@@ -85,8 +87,8 @@ def _when(each: Any) -> When:
 
 
 def _is_same(left_s: float, known_s: float) -> bool:
-    """Whether what is told is no other time than what is known. What has passed is taken to be PAST_S ahead when it is
-    told first: told again it is the same, and not put off."""
+    """Whether both are the same deadline. One that is past when first heard counts as PAST_S ahead; heard again it is
+    the same, and is not moved."""
     return abs(known_s - left_s) <= MOVED_S or (left_s <= 0 and known_s <= PAST_S)
 
 
@@ -95,18 +97,18 @@ def _end(node: str) -> str:
 
 
 def bare(key: str, node: str) -> str:
-    """The key as that node's source gave it; "" is the coordinator's."""
+    """The key as the source on that node named it. `node`: "" is the coordinator's."""
     return key.removesuffix(_end(node)) if node else key
 
 
 def is_operators(key: str) -> bool:
-    """Whether that is what an operator asked for, on any node."""
+    """Whether the key is that of an operator's request, on any node."""
     return key == OPERATOR or key.startswith(OPERATOR + _end(""))
 
 
 def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, When]]:
-    """What is new for the coordinator in what a node says stands there, each with how it is answered.
-    `known`: what stands, of all nodes, and how many seconds each has left. Errors: AgentError, ValueError, TypeError,
+    """The notices and withdrawals that are new to the coordinator in a node's message, each with when a job leaves by
+    it. `known`: the standing notices of all nodes, with the seconds left. Errors: AgentError, ValueError, TypeError,
     LookupError."""
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:

@@ -1,14 +1,14 @@
-"""When a job leaves because its machine goes away: what follows from the notices that stand. Pure, as `group` is.
+"""The preemption of one job: decides from the standing notices when the ranks leave, and what is saved before. Pure.
 
-- A certain notice makes the job leave, no earlier than it has to: one appointment of kind HOLD, so long before the
-  deadline that the steps up to it, the copy and the commit fit, by what was measured, with a reserve. A signal or an
-  operator's word is a request to go now: then it is made at once. Of several, the earliest deadline counts.
-- Where a last snapshot cannot reach the store any more but can reach the memory of nodes that stay, it goes there
-  first, and those nodes commit it. Where it can reach neither and a complete one still may, nothing newer is taken.
-- A job that a launcher starts again on a machine that it has left does not leave by the same notice again: it trains on
-  until the machine goes, with one checkpoint more just before.
-- An uncertain notice costs one extra checkpoint; one that is taken back before the verdict costs at most that of the
-  appointment, and a commit out of its turn. Nobody leaves by either.
+- A certain notice makes the job leave, as late as possible. One appointment of kind HOLD is made so early that its
+  steps, the replication and the commit fit before the deadline, by measured times and a reserve. A signal or an
+  operator's request means leave now: the appointment is made at once. The earliest of several deadlines counts.
+- If the last snapshot cannot be committed in time but can be replicated to nodes that stay, it is replicated first, and
+  those nodes commit it. If it can be neither, and a complete checkpoint still can, no newer one is taken.
+- A job restarted on a machine that it had left does not leave by the same notice again. It trains on until the machine
+  goes, with one extra checkpoint just before.
+- An uncertain notice costs one extra checkpoint. A notice withdrawn before the verdict costs at most the appointed
+  checkpoint and one commit out of turn. The ranks leave by neither.
 """
 
 from __future__ import annotations
@@ -42,25 +42,27 @@ from ckpt.policy.save_options import STEPS_APART
 from ckpt.preemption.notice import MOVED_S
 from ckpt.types import Tick
 
-RESERVE_S = 10.0  # kept free before a deadline: clocks differ, stores have slow moments, machines go early
-SAVING_S = 60.0  # hashing and commit, before one was measured: leave early rather than late
-STEPS_TO_HOLD = 3  # the two that an appointment is made ahead, and the one under way
-END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leave in order
-# Before a deadline, whatever is still under way: ranks wait until a second before it, and in a container the agent ends
-# with them.
+# Kept free before a deadline: clocks differ, stores have slow moments, machines go early.
+RESERVE_S = 10.0
+# Assumed time for hashing and commit before one was measured: leave early rather than late.
+SAVING_S = 60.0
+STEPS_TO_HOLD = 3  # two that an appointment lies ahead, and the present one
+# So long before a signal's deadline the ranks stop waiting and leave in order.
+END_S = 2.0
+# So long before a deadline the outcome is reported, even if work is under way. The ranks wait until one second before
+# the deadline, and in a container the agent ends with them.
 OUTCOME_S = 1.5
 EXTRA_TRIES = 3
-# So long before it is time to leave by a notice it counts already, since a machine may go early: what is complete is
-# committed out of its turn, once, and what goes wrong is no failure that nobody knew of. The lead of an EC2 spot
-# notice.
+# So long before it is time to leave a notice counts as near, since a machine may go early: one complete checkpoint is
+# committed out of turn, and a failure counts as warned. The lead of an EC2 spot notice.
 NEAR_S = 120.0
 NOTICES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
 class StandingNotice:
-    """A notice that stands. `deadline_s`, `told_s`: on the clock of `decide`. (source, key) names it: told again it
-    replaces the former. `nodes`: those that it is about; "" is this one."""
+    """A notice that was not withdrawn. (source, key) names it: a later one of that name replaces it. `deadline_s`,
+    `told_s`: on the clock of `decide`. `nodes`: the nodes that it concerns; "" is this one."""
 
     source: str
     key: str
@@ -72,72 +74,75 @@ class StandingNotice:
 
     @property
     def sends_away(self) -> bool:
-        """Whether the job leaves by it."""
+        """Whether the job leaves by this notice."""
         return self.certain and self.when is not When.NOT_AGAIN
 
     @property
     def bare_key(self) -> str:
-        """The key as its source gave it, on whichever of these nodes it was told first."""
+        """The key as the source named it, without the node's name."""
         return next((key for node in self.nodes if (key := bare(self.key, node)) != self.key), self.key)
 
     def is_that_of(self, other: StandingNotice) -> bool:
-        """Whether it is the same event, which each node hears of by itself: the end of an allocation, say."""
+        """Whether both are the same event, heard by several nodes: the end of an allocation, say."""
         same = (self.source, self.bare_key, self.certain, self.when)
         same_time = abs(self.deadline_s - other.deadline_s) <= MOVED_S
         return same_time and same == (other.source, other.bare_key, other.certain, other.when)
 
 
-# The level of the newest one, its tick, the newest committed, the newest in other nodes' memory, an error.
+# Of a report: the newest checkpoint's level and version; the newest committed and replicated versions; an error.
 Saved = tuple[str, Tick | None, Tick | None, Tick | None, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is to be reported once it is settled. `how`: "left"; "ended" (the ranks were told to end where they are);
-    "pushed" (there was no time for more than what was complete, and nobody left); "stayed" (the deadline has passed and
-    nobody left). `why`: of an end."""
+    """The outcome of a notice, reported once what was saved is settled.
+
+    `how`: "left"; "ended" (the ranks were told to end where they are); "pushed" (time sufficed only for the complete
+    checkpoint, and no rank left); "stayed" (the deadline passed, and no rank left). `why`: the reason of "ended"."""
 
     how: str
     why: str
     deadline_s: float
     sources: tuple[str, ...]
-    told: Saved | None = None  # what was told of it already
+    told: Saved | None = None  # what was already reported
 
 
 class Preemption(ReplicaState):
-    """The facts of one job, and what follows from the notices among them."""
+    """The facts of one job and its notices, and the decisions that follow from the notices."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.notices: dict[tuple[str, str], StandingNotice] = {}
         self.course = Course.STAY
-        self._due: set[tuple[str, str]] = set()  # it is time to leave by them; see `_find_due`
-        self._over: set[tuple[str, str]] = set()  # whose passing was reported
+        self._due: set[tuple[str, str]] = set()  # notices by which it is time to leave; see `_find_due`
+        self._over: set[tuple[str, str]] = set()  # notices whose passing was reported
         self._saved: SaveTiming | None = None  # from all staged to committed
-        self._committed_in: SaveTiming | None = None  # of that, the commit alone
-        self._copied: SaveTiming | None = None  # from all staged to copied
-        self._copy_by_s: float | None = None  # the last one goes to nodes that stay first, and until then
+        self._committed_in: SaveTiming | None = None  # the commit alone
+        self._copied: SaveTiming | None = None  # from all staged to replicated
+        # Until this time the last snapshot is replicated to nodes that stay before it is committed.
+        self._copy_by_s: float | None = None
         self._stall_s = 0.0
         self._extra_asked = False
-        self._extra: Tick | None = None  # a checkpoint of that tick or a later one is wanted once
+        self._extra: Tick | None = None  # one extra checkpoint is wanted, of this version or a later one
         self._extra_tries = 0
-        self._extra_alone = False  # no notice asks for it
-        self._away: Tick | None = None  # the first complete one from that tick on is committed, whoever's turn it is
-        self._near: set[tuple[str, str]] = set()  # certain ones that count already, though it is not time to leave
-        self._early: Tick | None = None  # the same as `_away`, for their sake
+        self._extra_alone = False  # the extra checkpoint was asked for without a notice
+        # The first complete checkpoint from this version on is committed out of turn, as the extra one.
+        self._away: Tick | None = None
+        self._near: set[tuple[str, str]] = set()  # certain notices at most NEAR_S before it is time to leave
+        self._early: Tick | None = None  # as `_away`, for these notices
         self._report: Report | None = None
-        self._end_reported = False  # that they left since they had come to their end: said once
-        self.may_acknowledge = False  # whether the user lets planned events begin at once when all is safe
-        self.acknowledging = False  # one is being told so
-        self._acknowledged: set[PlannedEvent] = set()  # or tried in vain
-        self._all_said = False  # nothing is left to be acknowledged
-        self._left_saved = False  # all ranks left by a notice, and what they staged last is in the store
+        self._end_reported = False  # the leave of ranks at the end of their blocks was reported
+        self.may_acknowledge = False  # the user allows acknowledgements; see event_ack.py
+        self.acknowledging = False  # an acknowledgement is under way
+        self._acknowledged: set[PlannedEvent] = set()  # events tried, also in vain
+        self._all_said = False  # no event is left to acknowledge
+        self._left_saved = False  # all ranks left by a notice, and their last snapshot is committed
 
     # -- facts
 
     def warn(self, told: StandingNotice) -> StandingNotice:
-        """A notice, new or moved; as it stands now. A signal that another rank got as well keeps its first deadline. By
-        what this start leaves it leaves also where its time moves meanwhile."""
+        """Records a new or moved notice; returns the notice as it stands now. A signal that several ranks got keeps its
+        earliest deadline. Once the ranks leave by a notice they leave even if its deadline moves."""
         name = (told.source, told.key)
         before = self.notices.get(name)
         if told.deadline_s <= told.told_s:
@@ -158,8 +163,8 @@ class Preemption(ReplicaState):
         return told
 
     def _make_room(self, newest: tuple[str, str]) -> None:
-        """Of what many nodes hear alike one counts for all of them: none of those is taken for a node that stays. Else
-        the one that is farthest ahead is forgotten."""
+        """Merges the newest notice with the same event heard by other nodes: none of them then counts as a node that
+        stays. If there is none, the notice with the latest deadline is dropped."""
         told = self.notices[newest]
         alike = [name for name, each in self.notices.items() if name != newest and each.is_that_of(told)]
         if not alike:
@@ -171,32 +176,32 @@ class Preemption(ReplicaState):
         self.withdrawn(*newest)
 
     def withdrawn(self, source: str, key: str) -> None:
-        """It stands no longer. Once the ranks were told to leave they leave."""
+        """That notice stands no longer. Ranks that were told to leave still leave."""
         self.notices.pop((source, key), None)
         self._due.discard((source, key))
         self._over.discard((source, key))
         self._is_far((source, key))
 
     def goes_on(self, former: Preemption) -> None:
-        """This start goes on from that one, which was here: saving takes as long as it took there, until it is
+        """Takes the save times of the former start on this node, from which this one continues, until its own are
         measured."""
         self._saved, self._copied = self._saved or former._saved, self._copied or former._copied
         self._committed_in = self._committed_in or former._committed_in
 
     def acknowledged(self) -> None:
-        """What `Acknowledge` asked for has ended, whatever came of it: it is not tried again."""
+        """Outcome of `Acknowledge`: it has ended, successful or not, and is not tried again."""
         self.acknowledging = False
 
     def ask_extra(self) -> None:
-        """A failure is predicted: one checkpoint more, soon, and into the store. Nobody leaves by it."""
+        """A failure is predicted: one extra checkpoint is soon taken and committed. No rank leaves for that."""
         self._extra_asked = self._extra_alone = True
 
     def committed(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
-        """How long it took is remembered, a slow one for longer than a quick one."""
+        """As `JobFacts.committed`; also measures the commit time."""
         super().committed(slot, error, now_s, passes)
         round_ = self.slots[slot].round
         if round_ is not None and error and self._waits_for_agent(now_s):
-            round_.last_try = False  # that node could not do its part
+            round_.last_try = False  # the lost node could not write its part
         if round_ is not None and round_.commit_began_s is not None and not error:
             took_s = now_s - round_.commit_began_s
             self._committed_in = SaveTiming.learnt(took_s, round_.bytes, self._committed_in)
@@ -207,7 +212,7 @@ class Preemption(ReplicaState):
             self._early = None
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
-        """The same of copies."""
+        """As `ReplicaState.replicated`; also measures the replication time."""
         why_not = super().replicated(slot, error, now_s)
         round_ = self.slots[slot].round
         if round_ is not None and round_.copy_began_s is not None and not error:
@@ -215,42 +220,42 @@ class Preemption(ReplicaState):
             self._copied = SaveTiming.learnt(took_s, round_.bytes, self._copied)
         return why_not
 
-    # -- what others ask
+    # -- queries
 
     def _late_commit_s(self) -> float:
-        """One that is appointed when a commit is due is announced so many steps ahead, and waits for the end of one."""
+        """As `JobFacts._late_commit_s`, later by the steps that an appointment lies ahead."""
         return super()._late_commit_s() + (STEPS_APART + 1) * self.pace.usual_s
 
     @property
     def _saving_s(self) -> float | None:
-        """From all staged to committed, by what was measured, for what is saved now."""
+        """Measured seconds from all staged to committed, scaled to the present state; None: not measured."""
         return self._saved.seconds_of(sum(self._need)) if self._saved is not None else None
 
     @property
     def _copying_s(self) -> float | None:
-        """From all staged to copied, as well."""
+        """Measured seconds from all staged to replicated, scaled to the present state; None: not measured."""
         return self._copied.seconds_of(sum(self._need)) if self._copied is not None else None
 
     @property
     def need_s(self) -> float:
-        """How long before a deadline the last appointment has to be made."""
+        """Seconds before a deadline at which the last appointment has to be made."""
         return self._least_s() * SLACK + RESERVE_S
 
     def is_warned(self, now_s: float) -> bool:
-        """Whether a machine is certain to go soon, or should just have gone. One may also be told of days ahead (the
-        end of an allocation, a maintenance): until then that changes nothing."""
+        """Whether a machine is certain to go soon, or should just have gone. A notice that is days ahead (the end of an
+        allocation, a maintenance) does not count yet."""
         certain = {n: each for n, each in self.notices.items() if each.certain and now_s < each.deadline_s + OUTLIVES_S}
         near = any(each.when is When.AT_ONCE or now_s >= self._near_from_s(each) for each in certain.values())
         return near or any(name in self._due for name in certain)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to leave, or for one checkpoint more, by a notice whose deadline is ahead."""
+        """Whether it is time to leave, or to take an extra checkpoint, by a notice whose deadline is ahead."""
         return any(self.notices[name].deadline_s > now_s for name in self._due)
 
     @property
     def doomed(self) -> frozenset[str]:
-        """The nodes that go away, as far as notices are certain, and before one that stays longer could have committed
-        what it keeps; "" is this one."""
+        """The nodes with a certain notice that go before a node that stays longer could have committed its replicas; ""
+        is this node."""
         due = {name: each for name, each in self.notices.items() if name in self._due}
         until_s = min((each.deadline_s for each in due.values()), default=-math.inf) + self.need_s
         going = [each for n, each in self.notices.items() if each.certain and (n in due or each.deadline_s <= until_s)]
@@ -258,21 +263,21 @@ class Preemption(ReplicaState):
 
     @property
     def left_to_others(self) -> frozenset[str]:
-        """The nodes whose part of the last commit is written by those that keep copies of it."""
+        """The nodes whose part of the last commit is written by holders of its replicas."""
         newest = self.newest
         copied = newest is not None and newest.round is not None and newest.round.peer is Store.DONE
         return self.doomed if copied and self._copy_by_s is not None else frozenset()
 
     @property
     def heeds_notices(self) -> bool:
-        """Whether it matters still what is told of its machines: also until it is said what was saved, since that is
-        said before a deadline, and by which nodes go."""
+        """Whether notices still matter to this job. They do until the outcome is reported and all events are
+        acknowledged: the report depends on the deadline and on the nodes that go."""
         return not self.all_gone or self._report is not None or (self.may_acknowledge and not self._all_said)
 
     @property
     def wants_extra(self) -> bool:
-        """Whether one checkpoint more was asked for and is not on its way off this node yet: while the commit of an
-        older one keeps the store busy, another of each few seconds would cost its stall and be no safer."""
+        """Whether an extra checkpoint was asked for and is not on its way off this node. True also while an older
+        commit delays it: more extra checkpoints meanwhile would cost their stall and protect nothing."""
         if self._extra_asked or self._extra is not None:
             return True
         round_ = self.newest.round if self.newest is not None else None
@@ -282,24 +287,25 @@ class Preemption(ReplicaState):
 
     @property
     def safe_since_s(self) -> float:
-        """When the newest was appointed that is in the store or in other nodes' memory, or on its way to the store;
-        -math.inf: there is none."""
+        """When the newest checkpoint was appointed that is replicated, committed or being committed; -math.inf: there
+        is none."""
         safe = self._safe_whole if self.replicates else None
         return max(self._committed_from_s, safe.opened_s if safe is not None else -math.inf)
 
     def safe_within_s(self, copied_s: float | None) -> float:
-        """From asking for a checkpoint until it is safe off this node. `copied_s`: in other nodes' memory after so
-        long; None: that is the store's."""
+        """Seconds from asking for a checkpoint until it is safe off this node: replicated, which takes `copied_s`, or
+        committed if that is None."""
         return self._least_s(copied_s)
 
     def _least_s(self, saving_s: float | None = None) -> float:
-        """From making an appointment to its commit, by what was measured, and nothing in reserve."""
+        """Expected seconds from an appointment until the snapshot is saved, without a reserve. `saving_s`: from all
+        staged to saved; None: to committed."""
         if saving_s is None:
             saving_s = SAVING_S if self._saving_s is None else self._saving_s
         return STEPS_TO_HOLD * self.pace.step_s + 2 * self._latency_s + self._stall_s + saving_s
 
     def deadline_s(self, now_s: float) -> float | None:
-        """The earliest that is certain and still ahead."""
+        """The earliest deadline ahead by which the job leaves; None: there is none."""
         return min((each.deadline_s for each in self._live(now_s)), default=None)
 
     def next_wake_s(self, now_s: float) -> float | None:
@@ -314,7 +320,8 @@ class Preemption(ReplicaState):
                 last_s = each.deadline_s - self._last_within_s()
                 times += [last_s] if last_s > now_s else []
         if any(round_.announced and not round_.tick.sub for _, round_ in self._open()):
-            times.append(now_s + PACE_S)  # the ranks may poll before they come to that step, and for long
+            # The ranks may poll for long before they come to the appointed step.
+            times.append(now_s + PACE_S)
         back_s = [self._returns_by_s(member) for member in self.members.seen.lost if member.leave is not None]
         times += [at_s for at_s in back_s if at_s > now_s]
         if self._copy_by_s is not None and self._copy_by_s > now_s:
@@ -327,7 +334,7 @@ class Preemption(ReplicaState):
     # -- decisions
 
     def _tend_notices(self, now_s: float, steps: Sequence[int]) -> None:
-        """Measures, and settles which course holds for this round of decisions."""
+        """Measures save times, and sets the course for this call of `decide`."""
         self._measure(now_s)
         self._find_due(now_s)
         self._find_near(now_s)
@@ -343,9 +350,8 @@ class Preemption(ReplicaState):
             self._report = Report("stayed", "", deadline_s, self._texts(new))
 
     def _tend_push(self, now_s: float) -> None:
-        """Where there is time for nothing else, what came of it is said shortly before the deadline; else a hold
-        follows, and what comes of that is said. So it is where the ranks were told to go before, or the run is
-        another's."""
+        """Plans or cancels the report "pushed". If only the pending commit fits before the deadline, its outcome is
+        reported just before the deadline. A hold has a report of its own, so it cancels this one."""
         pushed = self._report is not None and self._report.how == "pushed"
         is_over = self._leave_round or self._ended or self.superseded_by
         deadline_s = None if is_over else self.deadline_s(now_s)
@@ -355,8 +361,8 @@ class Preemption(ReplicaState):
             self._report = None
 
     def _tend_end(self, now_s: float) -> None:
-        """All ranks had come to their end before it was time to leave, and wait for the last commit: they leave at one
-        step and in order, whatever is heard of meanwhile."""
+        """Plans the report "left" for ranks that had all ended their blocks before it was time to leave. They wait for
+        the last commit, and leave in order at one step."""
         if not self._at_end or self._leave_round or self._ended or self.all_gone or self.superseded_by:
             return
         due = [each for each in self._live(now_s) if (each.source, each.key) in self._due]
@@ -376,9 +382,9 @@ class Preemption(ReplicaState):
                 round_.hashed_s = now_s - round_.all_staged_s
 
     def _find_due(self, now_s: float) -> None:
-        """By which it is time to leave; by what a start has left before it is time for one checkpoint more. One that
-        proves false is due no more; nor is one that was early, before anybody leaves: saving turns out to be quick, or
-        a long step ends that might have gone on for as long again."""
+        """Finds the due notices: time to leave, or to take an extra checkpoint if the job left by that notice before.
+        A notice whose deadline passed long ago is not due. While no rank leaves, nor is one that became due too early:
+        saving turned out quick, or a long step ended."""
         leaves = bool(self._leave_round) or self._ended or self._report is not None
         for name, each in self.notices.items():
             early = each.when is not When.AT_ONCE and now_s < each.deadline_s - 2 * self.need_s
@@ -390,11 +396,12 @@ class Preemption(ReplicaState):
                 self._extra_asked = self._extra_asked or not each.sends_away
 
     def _find_near(self, now_s: float) -> None:
-        """The first that is complete from then on, or is already, is committed for each: a machine may go early. Not
-        all that follow: a notice may be taken back, and is to cost no more than that."""
+        """Finds the near notices. For each, one checkpoint is committed out of turn, the newest or the next complete
+        one, since a machine may go early. Only one: a notice may be withdrawn, and should cost no more."""
         for name, each in self.notices.items():
             near_s = self._near_from_s(each)
-            if not each.certain or now_s < near_s - NEAR_S:  # put off; no estimate moves by so much
+            # The deadline was moved: no estimate changes by so much.
+            if not each.certain or now_s < near_s - NEAR_S:
                 self._is_far(name)
             elif near_s <= now_s < each.deadline_s and name not in self._near and name not in self._due:
                 self._near.add(name)
@@ -413,8 +420,8 @@ class Preemption(ReplicaState):
         return each.deadline_s - self.need_s - NEAR_S
 
     def _due_from_s(self, each: StandingNotice) -> float | None:
-        """When it is time to leave by it. None: that is not known before this start trains, since until then what it
-        goes on from may not have told how long saving takes."""
+        """When it is time to leave by that notice; None: never, or not known before training starts, since the former
+        start's save times may not be known until then."""
         if each.when is When.AT_ONCE and each.certain:
             return -math.inf
         return each.deadline_s - self.need_s if each.certain and self._start_step is not None else None
@@ -435,7 +442,7 @@ class Preemption(ReplicaState):
             self._extra, self._extra_alone = None, False
 
     def _wants_extra(self) -> bool:
-        """Whether a checkpoint is to be taken soon that no appointment would bring, and none is on its way."""
+        """Whether an extra snapshot has to be appointed: one is wanted, and none is staged."""
         extra = self._extra
         if extra is None or self._extra_tries <= 0:
             return False
@@ -451,22 +458,24 @@ class Preemption(ReplicaState):
             return Course.COPY if self.course is Course.COPY else Course.HOLD
         newest = self.newest
         may_reach = newest is not None and newest.round is not None and newest.round.store in (Store.NEW, Store.RUNNING)
-        goes_away = not any(each.when is When.AT_ONCE for each in live)  # else this host's memory may outlive the job
+        # After a request to leave now this host's memory may outlive the job.
+        goes_away = not any(each.when is When.AT_ONCE for each in live)
         left_s = min(each.deadline_s for each in live) - now_s
         pushes = may_reach and goes_away and self._saving_s is not None
         return choose(left_s, self._least_s(), self._copied_within_s(), pushes)
 
     def _copied_within_s(self) -> float | None:
-        """From making an appointment until nodes that stay have what it brings, by what was measured; None: nobody
-        will, or nothing was measured."""
+        """Expected seconds from an appointment until nodes that stay have the replicas; None: no replicas would stay,
+        or nothing was measured."""
         if self._copying_s is None or not (self.replicates and outlasts(self.kept, self.doomed)):
             return None
-        before_s = self._copying_s if self.replicating is not None else 0.0  # one at a time
+        # One replication runs at a time.
+        before_s = self._copying_s if self.replicating is not None else 0.0
         return before_s + self._least_s(self._copying_s)
 
     def _would_delay_the_last(self, now_s: float) -> bool:
-        """Whether the commit of what is complete would keep a last snapshot, which still fits, from being saved before
-        the deadline."""
+        """Whether committing the complete checkpoint would delay the last snapshot, which still fits, past the
+        deadline."""
         deadline_s = self.deadline_s(now_s)
         if deadline_s is None or self._saving_s is None or self.course is Course.PUSH:
             return False
@@ -474,10 +483,10 @@ class Preemption(ReplicaState):
         return self._last_within_s() <= left_s < self._least_s() + self._saving_s
 
     def _keeps_back_the_last(self, slot: Slot, now_s: float) -> bool:
-        """Whether the commit of what that slot holds keeps the last snapshot, at which all leave and which is complete,
-        from being in the store before the deadline, where it would be if its own began now. By what was measured; the
-        time that the former has taken already counts. Where both fit, or neither does, the older one goes first: it may
-        be all that is saved."""
+        """Whether the commit of that slot delays the last snapshot's commit past the deadline, where that commit would
+        fit if it began now. The last snapshot is complete, and all ranks leave at it. By measured times; the time that
+        the slot's commit has taken already counts. If both fit, or neither does, the older one goes first: it may be
+        all that is saved."""
         newest, deadline_s, took = self.newest, self.deadline_s(now_s), self._committed_in
         last, older = newest.round if newest is not None else None, slot.round
         if last is None or older is None or last is older or took is None or deadline_s is None:
@@ -485,34 +494,35 @@ class Preemption(ReplicaState):
         if not (last.why is Why.HOLD and last.verdict and last.store is Store.NEW) or self.superseded_by:
             return False
         if self._copies_first(now_s) or self._level_in_memory(last) == "peer":
-            return False  # it is safe without that commit, or will be
+            return False  # the last snapshot is replicated, or will be
         began_s = older.commit_began_s if older.store is Store.RUNNING else None
         before_s = max(0.0, took.seconds_of(older.bytes) - (0.0 if began_s is None else now_s - began_s))
         last_s = took.seconds_of(last.bytes)
         return last_s <= deadline_s - now_s < before_s + last_s
 
     def _last_within_s(self) -> float:
-        """So long before a deadline a last snapshot still fits, the way it is to be saved."""
+        """Seconds before a deadline at which a last snapshot still fits, by the present course."""
         copied_s = self._copied_within_s() if self.course is Course.COPY else None
         return self._least_s() if copied_s is None else copied_s
 
     def _waits_for_agent(self, now_s: float) -> bool:
-        """Whether the agent of a rank that waits to leave is gone, and with it what that node was to write of the last
-        commit. Another one comes soon, if any does; nobody needs it where other nodes keep copies."""
+        """Whether the last commit waits for a lost agent to restart. Its node has a rank that waits to leave, and a
+        part to write. False if the checkpoint is replicated, or if the agent is late."""
         round_ = self.newest.round if self.newest is not None else None
         if round_ is None or round_.peer is Store.DONE or self._given_up:
             return False
         return any(now_s < self._returns_by_s(each) for each in self.members.seen.lost if each.leave is not None)
 
     def _returns_by_s(self, member: RankState) -> float:
-        """Until when a rank that waits to leave is taken to come back; -math.inf: its connection is not gone."""
+        """The time until which a rank that waits to leave may rejoin; -math.inf: it is connected, or the job is
+        superseded."""
         if member.lost_s is None:
             return -math.inf
         by_s = math.inf if self._leave_by_s is None else self._leave_by_s - END_S
         return -math.inf if self.superseded_by else min(member.lost_s + REJOIN_S, by_s)
 
     def _copies_first(self, now_s: float) -> bool:
-        """Whether the last snapshot, which is complete, goes to nodes that stay before it is committed."""
+        """Whether the last snapshot, which is complete, is replicated to nodes that stay before it is committed."""
         round_ = self.newest.round if self.newest is not None else None
         by_s = self._copy_by_s
         wanted = self.course is Course.COPY or (by_s is not None and now_s < by_s)
@@ -521,8 +531,8 @@ class Preemption(ReplicaState):
         return round_.peer in (Store.NEW, Store.RUNNING) and outlasts(self.kept, self.doomed)
 
     def _tell_outcome(self, now_s: float) -> None:
-        """Once what was saved is settled. Where that takes up to the deadline, shortly before it as it is then, and
-        again when more of it has come to be."""
+        """Reports the outcome once what was saved is settled. If that takes up to the deadline, the report is made
+        shortly before the deadline, and repeated when more is saved."""
         report, newest = self._report, self.newest
         round_ = newest.round if newest is not None else None
         if report is None:
@@ -564,7 +574,7 @@ class Preemption(ReplicaState):
         return "peer" if copied else "local"
 
     def _acknowledge(self, now_s: float) -> None:
-        """The last of all: see `acknowledging`."""
+        """Acknowledges the next planned event, after everything else is done; see event_ack.py."""
         answered = self.closed_in_store and not self.members.seen.leaving
         if self.acknowledging or not (answered or self.superseded_by):
             return
@@ -577,7 +587,7 @@ class Preemption(ReplicaState):
             self.acknowledging = True
             self._out.append(Acknowledge(planned.source, planned.key, node))
 
-    # -- small steps
+    # -- helpers
 
     def _live(self, now_s: float) -> list[StandingNotice]:
         return [each for each in self.notices.values() if each.sends_away and each.deadline_s > now_s]

@@ -1,7 +1,8 @@
-"""What a start goes on from, decided from all that is known: the store's listing and what this node remembers. Pure.
+"""The candidates of a start: the checkpoints that it may continue from, newest first. Pure.
 
-One line runs through both: epochs that were never claimed in the store (it was down) are on it by what their agent
-remembers. The newest checkpoint of the line wins; at equal identity this node's memory comes before the store.
+Store listing and memory are merged into one branch history. Epochs that could not be claimed while the store was down
+are part of the history through what agents remember. The newest checkpoint of the history comes first. A checkpoint
+with the same identity in both places is one candidate, restored from memory first.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from ckpt.store.lineage import Ancestor, Claim, CommitRef
     from ckpt.store.run import RunView
 
-MEMORY = ""  # the writer of what no store holds: sorts before every real one
+MEMORY = ""  # writer of a checkpoint in memory; sorts before every real writer
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """An epoch that ran here, or of which something is kept. `held`: its complete checkpoints in memory. `claim`: None
-    where nobody who was there is left to say how it began: the store may, or who went on from it."""
+    """An epoch known from memory. `held`: its complete checkpoints in memory. `claim`: how it began; None: no agent that
+    took part is left. The store, or an epoch that continued from it, may still know."""
 
     claim: Claim | None
     held: tuple[Identity, ...]
@@ -34,7 +35,8 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`in_memory`: whether this node holds it. `records`: those in the store, the one to prefer first."""
+    """A checkpoint that a start may continue from. `in_memory`: whether agents hold it in memory. `records`: its commit
+    records in the store, the preferred one first."""
 
     identity: Identity
     in_memory: bool
@@ -42,7 +44,7 @@ class Candidate:
 
 
 def begin(view: RunView | None, remembered: Sequence[Remembered], begun: Collection[Epoch]) -> Epoch:
-    """A new epoch, above all that the store and this agent know. `begun`: those that ended before they were claimed."""
+    """A new epoch, greater than all that the store and this agent know. `begun`: epochs that ended unclaimed."""
     from ckpt.store.lineage import next_epoch
 
     claims = [each.claim for each in remembered if each.claim is not None]
@@ -54,26 +56,28 @@ def begin(view: RunView | None, remembered: Sequence[Remembered], begun: Collect
 def unclaimed(
     parent: Identity | None, claims: Iterable[Claim], is_claimed: Callable[[Epoch], bool]
 ) -> tuple[Ancestor, ...]:
-    """What is known of the epochs from that of `parent` back to one that is in the store, newest first. `claims`: of
-    epochs that anybody who is there had a part in; they tell of those before, too."""
+    """The unclaimed ancestors: the known epochs from that of `parent` back to one claimed in the store, newest first.
+    `claims`: of the epochs that living agents took part in; each names its own ancestors too."""
     from ckpt.store.lineage import Ancestor
 
     chains = [(Ancestor(claim.epoch, claim.parent), *claim.ancestors) for claim in claims]
     behind = {each.epoch: chain[at:] for chain in chains for at, each in enumerate(chain)}
-    behind |= {chain[0].epoch: chain for chain in chains}  # its own claim wins
+    # An epoch's own claim wins over what later epochs say of it.
+    behind |= {chain[0].epoch: chain for chain in chains}
     found: list[Ancestor] = []
     at = parent
     while at is not None and at.epoch in behind and not is_claimed(at.epoch):
         found += behind[at.epoch]
         parent = found[-1].parent
-        at = parent if parent is not None and parent.epoch < at.epoch else None  # whoever may have told of it
+        # Ends at a malformed chain, too: a parent has to be of an earlier epoch.
+        at = parent if parent is not None and parent.epoch < at.epoch else None
     return tuple(found)
 
 
 def candidates(view: RunView | None, remembered: Sequence[Remembered]) -> list[Candidate]:
-    """The line, newest first. `view`: None when the store does not answer.
+    """The candidates, newest first. `view`: None if the store does not answer.
 
-    Errors: DamagedData where nothing is left of the line because a claim cannot be read: that is no fresh run."""
+    Errors: DamagedData if an unreadable claim leaves no candidate: the run is not a fresh one."""
     from ckpt.store.lineage import CommitRef, Lineage, broken_line
 
     told = [each.claim for each in remembered if each.claim is not None]

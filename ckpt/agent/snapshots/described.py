@@ -1,4 +1,4 @@
-"""What lies in a node's memory, as other nodes are told of it: one rank's snapshot, and parity of several."""
+"""Descriptions of a node's memory for other nodes: one rank's snapshot, and a parity chunk of several snapshots."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckpt.ipc.arena import DATA_AT, Arena
 from ckpt.placement.rebuild import Striped
 from ckpt.types import Identity
 
-PIECE_BYTES = 4 << 20  # of what lies behind the data
+PIECE_BYTES = 4 << 20  # frame size of what lies behind the data, and of parity
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedSnapshot:
-    """One rank's snapshot as another node is told of it. `page`: the arena's first one. `frames`: all that is to be
-    copied, where it lies in the arena."""
+    """One rank's snapshot as described to another node. `size`: bytes of the arena. `page`: its first page. `frames`:
+    everything to copy, at its place in the arena."""
 
     rank: int
     size: int
@@ -33,12 +33,13 @@ class DescribedSnapshot:
 
     @property
     def staged_bytes(self) -> int:
-        """Of all frames."""
+        """The bytes of all frames."""
         return int(self.frames.lengths.sum())
 
 
 def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[DescribedSnapshot]:
-    """On a thread: what the arenas of these ranks hold. Errors: DamagedData."""
+    """Describes the arenas of these ranks; runs on a worker thread. Errors: DamagedData if an arena does not hold
+    `identity`."""
     return [_described(identity, rank, arena) for rank, arena in sorted(arenas.items())]
 
 
@@ -59,7 +60,7 @@ def _described(identity: Identity, rank: int, arena: Arena) -> DescribedSnapshot
 
 @dataclass(frozen=True, slots=True)
 class ParityChunkName:
-    """One parity of one stripe of a checkpoint."""
+    """The name of a parity chunk: one row of one stripe of a checkpoint."""
 
     identity: Identity
     row: Row
@@ -67,14 +68,15 @@ class ParityChunkName:
 
     @property
     def transfer(self) -> str:
+        """The name of the transfer that offers this chunk."""
         about = msgpack.packb([int(self.row), self.striped.length, self.striped.rows()])
         return f"parity/{self.identity}/{hashlib.blake2b(about, digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
 class ParityChunk:
-    """The bytes of a parity, whose `frames` they are, and what it was made of: the `snapshots` of the ranks in it. It
-    is never changed. `world`: of the checkpoint."""
+    """A parity chunk in memory; immutable. `frames`: its bytes as frames. `snapshots`: by rank, the snapshots it was
+    made of. `world`: ranks of the checkpoint."""
 
     name: ParityChunkName
     world: int
@@ -88,14 +90,14 @@ class ParityChunk:
 
 
 def row_from(number: int) -> Row:
-    """Errors: AgentError."""
+    """The parity row of that number. Errors: AgentError if there is none."""
     if number not in (Row.P, Row.Q):
         raise AgentError(f"parity {number!r:.20}: 0 or 1")
     return Row(number)
 
 
 def chunk_frames(data: memoryview, length: int) -> Frames:
-    """The bytes of a parity as frames."""
+    """The first `length` bytes of a parity chunk as hashed frames."""
     starts = np.arange(0, length, PIECE_BYTES, dtype=np.uint64)
     sizes = np.minimum(PIECE_BYTES, length - starts.astype(np.int64)).astype(np.uint64)
     hashes = [frame_hash(data[a : a + n]) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]

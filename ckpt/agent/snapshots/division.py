@@ -1,5 +1,7 @@
-"""From what the ranks say they hold to who stages what, and how large each rank's arenas have to be. Pure, and slow
-enough (about a second for large states) to run on a thread."""
+"""The division of a job: which rank stages which part of the state, and how large each rank's arenas are.
+
+Pure. It takes about a second for large states, so the agent runs it on a worker thread.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from ckpt.types import ITEMSIZE
 
 @dataclass(frozen=True, slots=True)
 class RankContents:
-    """What one rank says of itself. `tick`: the one its hashes are of. `hashes`: empty where nothing was hashed."""
+    """One rank's report of its state. `hashes`: of its tensors; empty if nothing was hashed. `tick`: the version of the
+    hashes. `values_bytes`: room for its plain values."""
 
     coordinate: str
     layout: Layout
@@ -34,9 +37,9 @@ class RankContents:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """`layouts`, `shares`, `arena_bytes`: by rank; the layouts with owners where ranks disagreed. `plans`: layout and
-    share of each rank, encoded for it. `agreed`, `differing`: what the last hashes of one tick said; they hold until
-    all ranks have hashed the same tick again. `places`: which of their boxes are one."""
+    """A division, by rank. `layouts`: with owners for tensors that differ between ranks. `plans`: each rank's layout
+    and share, encoded to send. `agreed`, `differing`: the parts that were equal, and the tensors that differed, when
+    all ranks last hashed one version. `places`: which boxes of different ranks are the same box."""
 
     id: str
     frame_bytes: int
@@ -54,8 +57,7 @@ _LAYOUTS: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictiona
 
 @no_collecting()
 def layout_from(blob: bytes | memoryview) -> Layout:
-    """Decodes it; to the object that exists already where equal bytes were decoded before, as replicated ranks send
-    them. Errors: DamagedData."""
+    """Decodes a layout. Equal bytes, as replicated ranks send them, give the same object. Errors: DamagedData."""
     key = hashlib.blake2b(blob, digest_size=32).digest()
     found = _LAYOUTS.get(key)
     if found is None:
@@ -67,10 +69,10 @@ def layout_from(blob: bytes | memoryview) -> Layout:
 def make_division(
     ranks: Sequence[RankContents], before: Division | None, distrusted: Collection[str] = frozenset()
 ) -> Division:
-    """Hashes are compared only where all ranks took them at the same tick: those of two ticks say nothing.
-    `distrusted`: tensors that were seen to differ since.
+    """Makes the division. `before`: the former one, whose comparison stays in force unless all ranks hashed the same
+    version: hashes of two versions cannot be compared. `distrusted`: tensors seen to differ since then.
 
-    Errors: CkptError where what a rank says contradicts itself, and for tensors that the ranks do not hold whole."""
+    Errors: CkptError if a rank's report contradicts itself, or no rank holds some part of a tensor."""
     if len({rank.tick for rank in ranks}) == 1:
         agreed, tensors = agree([rank.layout for rank in ranks], [rank.hashes for rank in ranks])
         differing = frozenset(name for name, owner in tensors if not owner)
@@ -86,7 +88,8 @@ def make_division(
             "rank (ckpt.Shard(tensor, global_shape, offset)), or say a smaller one; of a DTensor, all ranks of its "
             "mesh belong to process_group="
         )
-    distinct = {id(layout): layout for layout in layouts}  # equal ones are one object, and are worked on once
+    # Equal layouts are one object, and are processed once.
+    distinct = {id(layout): layout for layout in layouts}
     held = {key: sum(b.size * ITEMSIZE[e.dtype] for e in one.entries for b in e.boxes) for key, one in distinct.items()}
     frame_bytes = frame_bytes_for(sum(held[id(layout)] for layout in layouts))
     shares = divide(layouts, agreed, frame_bytes)
@@ -111,8 +114,7 @@ def make_division(
 
 
 def _still_agreed(layouts: Sequence[Layout], before: Division) -> set[Key]:
-    """What was found equal on ranks that are still the only ones to hold it: a rank that holds it newly has shown
-    nothing yet."""
+    """The parts that were found equal, and are still held by the same ranks. A new holder has proven nothing yet."""
     then, now = _holders(before.layouts), _holders(layouts)
     return {key for key in before.agreed if then.get(key) == now.get(key)}
 
@@ -127,7 +129,7 @@ def _holders(layouts: Sequence[Layout]) -> dict[Key, set[int]]:
 
 
 def hashes_from(blob: bytes) -> Hashes:
-    """Errors: DamagedData."""
+    """Decodes hashes: (n, 2) uint64. Errors: DamagedData."""
     if len(blob) % 16:
         raise DamagedData(f"hashes of {len(blob)} bytes: not a whole number of them")
     return np.frombuffer(blob, dtype="<u8").reshape(-1, 2).astype(np.uint64)

@@ -1,5 +1,8 @@
-"""Whether what is staged on one rank only is the same on all that hold it: by the samples that each sends with what it
-has staged. Pure."""
+"""The replica check: compares samples of replicated tensors between the ranks that hold them. Pure.
+
+One rank stages a replicated tensor for all. Each rank sends hashes of samples of its own copy with its staged snapshot;
+different samples show that the tensor is not replicated after all.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,16 @@ from ckpt.layout.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class SharedBoxes:
-    """Which boxes of different ranks are one box. `of_rank`: by the order of (entry, box), a number of `names`; -1 for
-    a tensor that is the rank's own."""
+    """Which boxes of different ranks are the same box. `of_rank`: for each rank, in the order of its entries and boxes,
+    the number of the shared box, an index of `names`; -1 if the tensor is the rank's own."""
 
     of_rank: tuple[npt.NDArray[np.int64], ...]
     names: tuple[str, ...]
 
 
 def places_of(layouts: Sequence[Layout], differing: Collection[str]) -> SharedBoxes:
-    """`differing`: the tensors that are each rank's own. Layouts that are one object are looked at once."""
+    """The shared boxes of these layouts. `differing`: the tensors that are each rank's own. Equal layouts that are one
+    object are processed once."""
     numbers: dict[object, int] = {}
     names: list[str] = []
     made: dict[int, npt.NDArray[np.int64]] = {}
@@ -46,7 +50,7 @@ def places_of(layouts: Sequence[Layout], differing: Collection[str]) -> SharedBo
 
 
 class ReplicaCheck:
-    """Of one round at a time: the newest that anything was said of."""
+    """Compares the samples of one save attempt at a time, the one of the newest call."""
 
     def __init__(self) -> None:
         self._of: tuple[int, SharedBoxes] | None = None
@@ -54,7 +58,8 @@ class ReplicaCheck:
         self._said: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def differing(self, number: int, places: SharedBoxes, rank: int, data: bytes) -> list[str]:
-        """The tensors of which another rank has sent another sample in that round. Errors: AgentError."""
+        """The tensors whose samples in `data` differ from those of another rank, in save attempt `number`.
+        Errors: AgentError for malformed samples."""
         of_rank = places.of_rank[rank]
         if len(data) % SAMPLE.itemsize:
             raise AgentError(f"samples of {len(data)} bytes: not a whole number of them")

@@ -1,10 +1,10 @@
-"""Memory that is given back while the machine, or our control group, runs out of it. Pure.
+"""The eviction rule under memory pressure: which memory is freed when the machine, or our control group, runs short.
 
-What ckpt takes is planned before the first save (`memory.plan`), and other processes may grow after that. Then goes, in
-this order and no more than is missing: pages that are only kept warm for the next copies; copies and parity of
-checkpoints of earlier starts, the oldest first; and what earlier starts themselves have left here, the oldest first.
-Of earlier starts nothing goes that the present one went on from, and of the others only what may go for that (see
-`outdoing`), or what a newer start outdoes. A job's own slots stay, and so does the only complete checkpoint.
+Pure. ckpt plans its memory before the first save (`memory_plan.plan`); other processes may grow afterwards. Then memory
+is freed in this order, and no more than is missing: pages kept warm for the next copies; replicas of earlier starts'
+checkpoints, the oldest first; what earlier starts left on this node, the oldest first.
+The checkpoint that the present start continued from stays. Of the other starts only what retention_rule.py lets go is
+freed, or what a newer start supersedes. A job's own slots stay, and so does the only complete checkpoint.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from ckpt.agent.state.retention_rule import Begun
 from ckpt.types import Epoch
 
 PERIOD_S = 5.0  # between looks
-RESERVE_PARTS = 50  # so much of the memory is left to others: less, and the kernel begins to look for whom to end
+# One part in so many of the memory is left to other processes. With less the kernel begins to kill processes.
+RESERVE_PARTS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class StartMemory:
-    """What one start holds: so many bytes, `idle`: that nobody is at work on. `complete`: a checkpoint of it is whole,
-    and on several nodes is as safe as was asked for, or in the store: what only lies here is gone with one of them."""
+    """The memory that one start holds. `idle`: nothing is at work on it. `complete`: a checkpoint of the start is
+    complete and survives a node: it is committed or, in a job of several nodes, replicated as asked for."""
 
     epoch: Epoch
     bytes: int
@@ -31,18 +32,18 @@ class StartMemory:
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """That are left to others, of so many in all."""
+    """The memory to leave to other processes, of `total_bytes`."""
     return total_bytes // RESERVE_PARTS
 
 
 def missing_bytes(free_bytes: int, total_bytes: int) -> int:
-    """Until the reserve is there again."""
+    """The memory to free until the reserve is there again."""
     return max(0, reserve_bytes(total_bytes) - free_bytes)
 
 
 def which_go(held: Sequence[StartMemory], missing: int, begun: Begun | None = None) -> list[Epoch]:
-    """Of several starts, the newest last, which are given up to free so many bytes, or as many as there are. `begun`:
-    the one that goes on now, where it is known."""
+    """The starts to evict so that `missing` bytes are freed, or as many as may be. `held`: the newest start last.
+    `begun`: the present start; None: unknown."""
     gone: list[Epoch] = []
     parent = begun.parent if begun is not None else None
     for at, each in enumerate(held):

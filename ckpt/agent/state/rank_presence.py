@@ -1,7 +1,6 @@
-"""The ranks of a job as its state machine knows them, and what is asked of all of them at once: pure.
+"""The presence of a job's ranks: which are here, have left or are dead, and a summary of all of them. Pure.
 
-That is asked whenever anything happens, and a job may have thousands of ranks: so the answer is kept until one of them
-has changed.
+Every decision reads the summary, and a job may have thousands of ranks: it is cached until a rank changes.
 """
 
 from __future__ import annotations
@@ -11,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-AGAIN: Final = object()  # as `Member.leave`: it had asked to, and came back by another connection; it asks there again
+# Value of `RankState.leave`: the rank asked to leave, then came back on a new connection, where it will ask again.
+AGAIN: Final = object()
 
 
 class Presence(enum.Enum):
+    """Whether a rank takes part. A rank that has not joined yet counts as HERE."""
+
     HERE = "here"
     LEFT = "left"
     DEAD = "dead"
@@ -22,15 +24,17 @@ class Presence(enum.Enum):
 
 @dataclass(slots=True)
 class RankState:
+    """What is known of one rank. Setting an attribute invalidates the summary of all ranks."""
+
     rank: int
     presence: Presence = Presence.HERE
     joined: bool = False
-    lost_s: float | None = None  # since when its connection is gone though its process lives
-    away: bool = False  # it counts as left because it was lost for long; it may still come back
-    leave: Any = None  # a request that waits for what is under way
-    broke: bool = False  # it left by an exception: the others wait for it in vain
-    insists: bool = False  # where its connection breaks while it waits to leave, it comes back and asks again
-    members: RankStates | None = None  # of which it is one
+    lost_s: float | None = None  # when its connection ended, if its process lives
+    away: bool = False  # LEFT only because its connection was lost for long: it may come back
+    leave: Any = None  # its request to leave, not answered yet
+    broke: bool = False  # it left by an exception: the others wait in vain
+    insists: bool = False  # if its connection breaks while it waits to leave, it comes back and asks again
+    members: RankStates | None = None  # the collection it belongs to
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -40,22 +44,22 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `any_left`: whether one
-    came to its end, and was not only lost for long; `all_gone`: whether every one that ever came is not here any more,
-    and one did."""
+    """The summary of all ranks. `lost`: ranks without a connection. `leaving`: ranks that wait to leave. `any_gone`:
+    some rank is not here. `any_left`: some rank left, and is not merely away. `all_gone`: some rank came, and every
+    rank that came is gone."""
 
     lost: tuple[RankState, ...]
     leaving: tuple[RankState, ...]
     all_joined: bool
     any_gone: bool
     any_left: bool
-    gone: RankState | None  # the first that is dead, or left by an exception
+    gone: RankState | None  # the first rank that is dead, or left by an exception
     any_dead: bool
     all_gone: bool
 
 
 class RankStates(Sequence[RankState]):
-    """By rank."""
+    """The states of all ranks of a job, by rank."""
 
     def __init__(self, world: int) -> None:
         self._each = [RankState(rank, members=self) for rank in range(world)]
@@ -72,7 +76,7 @@ class RankStates(Sequence[RankState]):
 
     @property
     def seen(self) -> Seen:
-        """As they are now."""
+        """The present summary, cached until a rank changes."""
         if self._seen is None:
             self._seen = _seen(self._each)
         return self._seen

@@ -1,10 +1,10 @@
-"""Which checkpoint may be given up for which: the one rule that everything follows by which memory is freed. Pure.
+"""The retention rule: which older checkpoint a newer one supersedes. All code that frees memory follows it. Pure.
 
-An older checkpoint goes once it is in the store, which needs no memory, or a newer one outlives the loss of every node
-that it outlives. A job knows that of its own checkpoints: by who keeps copies of them (`Kept`), and whose agents are
-lost since (`left_of`). Of what earlier starts have left `Begun` says it: of these only what was said to be safe is
-taken to be more than lies on one node each, as what a start went on from is at least. So is what a node has all of
-itself, and it needs nothing older: whatever is lost without it, it has that.
+An older checkpoint may go once it is committed, or once a newer one survives the loss of every node that the older one
+survives. Of its own checkpoints a job knows the holders (`Kept`) and the lost agents (`left_of`).
+For checkpoints of earlier starts `Begun` decides. It keeps two: the one that the present start continued from, and the
+newest one known to be replicated or complete on this node. A node that holds a complete one needs no older one: no loss
+of other nodes takes it away. The others are assumed to lie on one node each.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ckpt.types import Epoch, Identity
 
 
 def left_of(kept: Iterable[Kept], gone: Collection[str]) -> tuple[Kept, ...]:
-    """What is there of it for certain, once the agents of the nodes `gone` are lost, and what they kept for others with
-    them. Where it is not known who keeps it each of them did."""
+    """The replication that certainly remains after the agents of the nodes `gone` are lost, with all their replicas.
+    Where the holders of a state are unknown, every lost agent counts as one of them."""
 
     def left(each: Kept) -> Kept:
         holders = tuple(name for name in each.holders if name not in gone)
@@ -29,27 +29,27 @@ def left_of(kept: Iterable[Kept], gone: Collection[str]) -> tuple[Kept, ...]:
 
 
 def outlived(kept: Iterable[Kept]) -> frozenset[str]:
-    """The nodes of which any one may be lost."""
+    """The nodes whose state survives the loss of any one node."""
     return frozenset(each.node for each in kept if each.losses)
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The newest start that has begun, and what it went on from. `safe`: the newest checkpoint that this node was told
-    to be safe in other nodes' memory, or has all of itself."""
+    """The newest start that has begun, and the checkpoint `parent` that it continued from (None: began afresh).
+    `safe`: the newest checkpoint that this node knows to be replicated, or holds completely."""
 
     epoch: Epoch
     parent: Identity | None
     safe: Identity | None = None
 
     def outdates(self, identity: Identity) -> bool:
-        """Whether it is of an earlier start, and may go for what this one went on from, which was complete then. Of one
-        that began afresh that is not known."""
+        """Whether that checkpoint is of an earlier start and superseded by the one that this start continued from.
+        False if this start began afresh, since nothing is known then."""
         if self.parent is None or identity.epoch >= self.epoch:
             return False
         return identity not in (self.parent, self.safe)
 
     def outdates_all_of(self, epoch: Epoch) -> bool:
-        """The same of all that an earlier start may have left."""
+        """Whether everything that `epoch`, an earlier start, may have left is superseded; see `outdates`."""
         needed = {each.epoch for each in (self.parent, self.safe) if each is not None}
         return self.parent is not None and epoch < self.epoch and epoch not in needed

@@ -1,4 +1,7 @@
-"""What a step takes, and how long the ranks are in the one that they are in: known here, and nowhere else. Pure."""
+"""The step timing of one job: how long a step takes, and how long the present one has lasted. Pure.
+
+No other module measures steps. All seconds are on the clock of `Scheduler.decide`.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,35 @@ from collections.abc import Sequence
 from ckpt.ipc.control_page import SUB_MAX
 from ckpt.types import Tick
 
-STEP_S = 1.0  # a step, before one was measured
-PACE_S = 1.0  # a pace is measured over at least so long
-LONG = 3  # a step that has taken so many times as long as usual may take any time: an evaluation is in it
-LONG_S = 0.01  # and no step is long that takes less
-DOUBTS_MAX = 10  # times that it is doubted: a step that takes a thousand times as long is one of which nothing is known
-TOLD_S = 1.0  # where ranks of other nodes are is known so much later
+STEP_S = 1.0  # assumed step time before one was measured
+PACE_S = 1.0  # the step time is measured over at least so long
+# A step that has taken so many times the usual time may take any time (it contains an evaluation, say).
+LONG = 3
+LONG_S = 0.01  # a shorter step is never long
+# Cap on the doublings of LONG: a step of thousands of usual step times is long in any case.
+DOUBTS_MAX = 10
+TOLD_S = 1.0  # delay after which the place of ranks on other nodes is known
 
 
 class StepTiming:
-    """Of one job. Whatever is asked is as it was when the ranks were looked at last: `see`."""
+    """The step times of one job. All answers are as of the last `see`."""
 
     def __init__(self) -> None:
-        self.step, self.poll = 0, 0  # that the foremost rank has come to
-        self.entered_s = -math.inf  # when the first rank came to that step
-        self.is_shown = False  # whether a rank shows when that was; else it is when it was seen here
-        self.amid_step = 0  # in that one they poll where nothing can be taken
-        self.updates = (0, 0)  # a step with an optimizer's update, and from one to the next; 0: unknown, or each
-        self.measured_s: float | None = None  # what a step took of late
-        self.polls_per_s = 0.0  # of the foremost rank, in that step
-        self._polls_from = (0.0, 0)  # they are counted from there on
-        self._in_vain, self._vain_step = 0, 0  # in so many steps in a row, and in that one last, polls came to nothing
-        self._polled = 0  # how often all ranks have in that step, since the last save
-        self._present_s = 0.0
-        self._from: tuple[float, int] | None = None  # the pace is measured from there on
+        self.step, self.poll = 0, 0  # where the foremost rank is
+        self.entered_s = -math.inf  # when the first rank entered that step
+        # Whether a rank published `entered_s`. Else it is the time at which this agent saw the step.
+        self.is_shown = False
+        self.amid_step = 0  # the step in whose polls no snapshot can be taken
+        # A step with an optimizer update, and the steps from one update to the next. 0: unknown, or each step.
+        self.updates = (0, 0)
+        self.measured_s: float | None = None  # recent step time
+        self.polls_per_s = 0.0  # of the foremost rank, in the present step
+        self._polls_from = (0.0, 0)  # (time, poll) from which polls are counted
+        # The number of steps in which appointments at polls failed, less successes since; and the last such step.
+        self._in_vain, self._vain_step = 0, 0
+        self._polled = 0  # polls of all ranks in the present step, without saves
+        self._present_s = 0.0  # duration of the present step so far
+        self._from: tuple[float, int] | None = None  # (time, step) from which the step time is measured
         self._was_long = False
 
     def see(
@@ -42,7 +50,8 @@ class StepTiming:
         since_s: Sequence[float | None],
         saved: Tick | None,
     ) -> None:
-        """As `Group.decide` is told. `saved`: the newest save that all ranks asked for, which counts with the polls."""
+        """Records where the ranks are; see `Scheduler.decide` for the parameters. `saved`: the newest save of all
+        ranks; the ranks count it among their polls."""
         step, poll = max(zip(steps, polls or [0] * len(steps), strict=True), default=(0, 0))
         if step != self.step:
             self.entered_s, self._polls_from = now_s, (now_s, poll)
@@ -55,20 +64,21 @@ class StepTiming:
         self._polled = max(0, min(polls, default=0) - saves) if at_once else 0
         self._present_s = now_s - self.entered_s if step else 0.0
         from_s, before = self._polls_from
-        self.polls_per_s = max(0, poll - before) / max(now_s - from_s, PACE_S)  # the rank that was foremost may be lost
+        # The difference may be negative: the rank that was foremost may be lost.
+        self.polls_per_s = max(0, poll - before) / max(now_s - from_s, PACE_S)
         self._measure(step)
 
     def missed_poll(self, step: int) -> None:
-        """What was appointed at a poll of that step came to nothing: it ended sooner, say."""
+        """An appointment at a poll of that step failed; the step ended before that poll, say."""
         self._in_vain, self._vain_step = min(self._in_vain + (step != self._vain_step), DOUBTS_MAX), step
 
     def with_update(self, tick: Tick) -> Tick:
-        """That end of a step, or the next one that has an update, where ranks said that others cannot be saved."""
+        """That version, or the next one whose step has an optimizer update if ranks can save only there."""
         last, every = self.updates
         return tick if every <= 1 else Tick(tick.step + (last - tick.step) % every)
 
     def completed(self) -> None:
-        """What was appointed became complete, wherever that was."""
+        """A snapshot became complete, at a poll or at the end of a step."""
         self._in_vain = max(0, self._in_vain - 1)
 
     def _measure(self, step: int) -> None:
@@ -77,34 +87,36 @@ class StepTiming:
         elif step > self._from[1] and self.entered_s - self._from[0] >= PACE_S:
             took_s = (self.entered_s - self._from[0]) / (step - self._from[1])
             self._was_long = took_s > LONG * self.usual_s and self.measured_s is not None and not self._was_long
-            if not self._was_long:  # once it was an evaluation, twice they are slower
+            # One long measurement is taken for an evaluation, two in a row for slower steps.
+            if not self._was_long:
                 self.measured_s = took_s
             self._from = (self.entered_s, step)
 
     @property
     def usual_s(self) -> float:
+        """The usual time of a step."""
         return STEP_S if self.measured_s is None else self.measured_s
 
     @property
     def step_s(self) -> float:
-        """From one boundary to the next it takes about so long: the present step counts where it takes longer than
-        usual, and where all ranks poll in it what lies between two polls does."""
+        """The expected time from one boundary to the next: the usual step time, or that of the present step if longer.
+        If all ranks poll in the present step, its time between two polls counts."""
         return max(self.usual_s, self._present_s / (1 + self._polled))
 
     @property
     def is_long(self) -> bool:
-        """Whether the step that the ranks are in takes clearly longer than usual; than such took in whose polls nothing
-        could be had of late."""
+        """Whether the present step takes clearly longer than usual. The limit doubles with each recent step in whose
+        polls appointments failed."""
         return self._present_s > max(LONG * self.usual_s, LONG_S) * (1 << self._doubts)
 
     @property
     def all_poll(self) -> bool:
-        """Whether all ranks poll within one step, and something can be taken there as far as they said."""
+        """Whether all ranks poll in one step, and have not reported that no snapshot can be taken there."""
         return self._polled > 0 and self.poll < SUB_MAX // 2
 
     @property
     def is_poll_next(self) -> bool:
-        """Whether they come to a poll sooner than to the end of a step, as far as is known."""
+        """Whether the ranks are expected at a poll before they end the step."""
         return self.all_poll and not self._doubts
 
     @property
