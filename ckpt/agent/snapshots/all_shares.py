@@ -1,4 +1,4 @@
-"""The shares of a job of several nodes, as one: what its coordinator does with the ranks, wherever they are."""
+"""All ranks of a job of several nodes, as its coordinator uses them: this node's LocalShare and the RemoteShares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Share(Protocol):
-    """What the coordinator may ask of a node's share; see Ranks, of whose methods these are."""
+    """The methods that a coordinator calls for each node; LocalShare documents them."""
 
     def announce(self, slot: int, word: ControlWord | None) -> None: ...
 
@@ -43,14 +43,16 @@ class Share(Protocol):
 
 
 class AllShares:
-    """As `Ranks`, of several nodes. `own`: the share of this one. `others`: by their agents' names."""
+    """As LocalShare, for the ranks of several nodes. `own`: the ranks of this node. `others`: by agent name.
+
+    An answer for several nodes is given once all have answered; the first error counts."""
 
     def __init__(self, own: LocalShare, others: Sequence[RemoteShare], me: str) -> None:
-        """`me`: the name of this node's agent."""
+        """`me`: the agent name of this node."""
         self.own = own
         self.world = own.world
         self.others = {each.name: each for each in others}
-        self.plans: dict[str, MemoryPlan] = {}  # what each node has room for, as it said last
+        self.plans: dict[str, MemoryPlan] = {}  # newest memory plan of each node
         self._names = {"": me, **{each.name: each.name for each in others}}
         self._shares: dict[str, Share] = {"": own, **self.others}
         self._remote = {rank: each for each in others for rank in each.ranks}
@@ -58,35 +60,35 @@ class AllShares:
 
     @property
     def count(self) -> int:
-        """Of this node's ranks."""
+        """The number of this node's ranks."""
         return self.world - len(self._remote)
 
     @property
     def arena_bytes(self) -> int:
-        """On this node."""
+        """The bytes of this node's arenas."""
         return self.own.arena_bytes
 
     @property
     def arenas(self) -> dict[int, dict[int, Arena]]:
-        """On this node."""
+        """This node's arenas, by slot and rank."""
         return self.own.arenas
 
     @property
     def ranks_elsewhere(self) -> dict[str, frozenset[int]]:
-        """By their agents' names."""
+        """The ranks of the other nodes, by agent name."""
         return {name: each.ranks for name, each in self.others.items()}
 
     @property
     def ranks_by_node(self) -> dict[str, frozenset[int]]:
-        """The same with this node, "", which is the first."""
+        """The ranks of all nodes, by agent name: this node, "", first."""
         return {"": frozenset(self._here), **self.ranks_elsewhere}
 
     def holders(self) -> dict[int, list[str]]:
-        """By rank: on which node it is, "" for this one."""
+        """By rank: its node, as a list of one agent name; "" is this node."""
         return {rank: [self.node_of(rank)] for rank in range(self.world)}
 
     def node_of(self, rank: int) -> str:
-        """The name of the agent there; "": this one."""
+        """The agent name of the rank's node; "": this node."""
         remote = self._remote.get(rank)
         return remote.name if remote is not None else ""
 
@@ -94,7 +96,7 @@ class AllShares:
         return self._published(self.own.page.entered, 0)
 
     def _published(self, here: Callable[[int], int], column: int) -> list[int]:
-        """By rank: what those on this node show, and that column of what other nodes tell; 0 where nothing is known."""
+        """By rank: `here` for local ranks, that column of `RemoteShare.published` for the others; 0: unknown."""
         found = [0] * self.world
         for rank in self._here:
             found[rank] = here(rank)
@@ -113,7 +115,7 @@ class AllShares:
         return found
 
     def hindmost(self) -> int:
-        """Of this node's ranks: what others are in is known a little later, and they keep step."""
+        """As `LocalShare.hindmost`, of this node's ranks only: the others keep step, and are known a little later."""
         return self.own.hindmost()
 
     def ended(self) -> int:
@@ -138,7 +140,8 @@ class AllShares:
             remote.peers[rank].send(fields, blobs=blobs)
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
-        for remote in self.others.values():  # first: their way is the longest
+        # Other nodes come first: their messages take longest.
+        for remote in self.others.values():
             remote.announce(slot, word)
         self.own.announce(slot, word)
 
@@ -153,10 +156,11 @@ class AllShares:
         limit_bytes: int | None,
         then: Callable[[MemoryPlan | None, str], None],
     ) -> None:
-        """The plan of the node where there is least room: all have as many slots."""
+        """As `LocalShare.measure`; gives the plan of the node with the fewest slots, which all nodes have then."""
 
         def measured(plans: dict[str, MemoryPlan | None], error: str) -> None:
-            if error:  # what each said before stays: copies may be placed anew at any time
+            # After an error the former plans stay: replicas may be placed anew at any time.
+            if error:
                 then(None, error)
                 return
             self.plans = {name: plan for name, plan in plans.items() if plan is not None}
@@ -191,7 +195,8 @@ class AllShares:
             share.read(slot, identity, answers.of(name))
 
     def has(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
-        if rank not in self._remote:  # else its agent knows
+        # For a rank on another node that node's agent records the arenas.
+        if rank not in self._remote:
             self.own.has(rank, slots, fds)
 
     def close_arenas(self, slot: int) -> None:
@@ -203,19 +208,19 @@ class AllShares:
             share.drop()
 
     def leave_others(self) -> None:
-        """From here on this is about this node only."""
+        """Detaches the other nodes: `drop` then frees the memory of this node only."""
         for remote in self.others.values():
             remote.dropped = True
 
     def by_name(self, sizes: Mapping[int, int]) -> dict[str, int]:
-        """Of bytes by rank: the sum on each node, by its name."""
+        """The sum of bytes by rank on each node, by agent name."""
         return {self._names[name]: sum(part.values()) for name, part in self._parts(sizes).items()}
 
     def plans_by_name(self) -> dict[str, MemoryPlan]:
         return {self._names[name]: plan for name, plan in self.plans.items()}
 
     def _parts(self, sizes: Mapping[int, int]) -> dict[str, dict[int, int]]:
-        """Of bytes by rank: each share's."""
+        """Bytes by rank, split by node."""
         found: dict[str, dict[int, int]] = {name: {} for name in self._shares}
         for rank, size in sizes.items():
             found[self.node_of(rank)][rank] = size
@@ -223,7 +228,7 @@ class AllShares:
 
 
 class _Answers(Generic[T]):
-    """Waits for one from each share. `then` hears all of them and "", or what the first that failed said."""
+    """Collects one answer from each node; then calls `then` with all answers, and "" or the first error."""
 
     def __init__(self, names: Mapping[str, object], then: Callable[[dict[str, T], str], None]) -> None:
         self._left = set(names)
@@ -232,6 +237,8 @@ class _Answers(Generic[T]):
         self._errors: list[str] = []
 
     def of(self, name: str) -> Callable[[T, str], None]:
+        """The `then` to pass to that node's method."""
+
         def answered(result: T, error: str) -> None:
             self._left.discard(name)
             self._found[name] = result

@@ -22,8 +22,8 @@ MEMORY = ""  # writer of a checkpoint in memory; sorts before every real writer
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """An epoch known from memory. `held`: its complete checkpoints in memory. `claim`: how it began; None: no agent that
-    took part is left. The store, or an epoch that continued from it, may still know."""
+    """An epoch known from memory. `held`: its complete checkpoints in memory. `claim`: how it began; None: no agent of
+    the epoch is left. The store, or an epoch that continued from it, may still know."""
 
     claim: Claim | None
     held: tuple[Identity, ...]

@@ -1,9 +1,8 @@
-"""What nodes hold of a run in memory: sealed arenas, each one rank's snapshot, parities of them, and what is known of
-their epochs.
+"""The inventory of a run in memory: which nodes hold which snapshots and parity chunks, and what they know of epochs.
 
-A checkpoint can be had from memory when somebody holds each of its ranks, or when those that nobody holds can be made
-again from parity. An arena says by itself whose it is; that its
-frames are hashed says that its coordinator saw all ranks stage that tick. The rest is asked for when it is needed.
+A checkpoint is available from memory if some node holds each rank's snapshot, or parity can rebuild the missing ones.
+An arena's header names its identity and rank. Frame hashes in an arena prove that the coordinator saw all ranks stage
+that version; such an arena is called sealed. Manifests are requested only when needed; see manifest_gather.py.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
     from ckpt.agent.snapshots.described import ParityChunk
     from ckpt.store.lineage import Claim
 
-ARENAS_MAX = 1 << 16  # that one node may say it holds
+ARENAS_MAX = 1 << 16  # that one node may list
 EPOCHS_MAX = 64
 
-Key = tuple[Identity, int]  # whose snapshot: the checkpoint, and the rank
+Key = tuple[Identity, int]  # a snapshot: its checkpoint and rank
 
 
 def whose(arena: Arena) -> tuple[Key, int] | None:
-    """Whose snapshot lies in it, whole, and the world that it is of; None: there is none. Whether the other ranks have
-    staged the same is not known by it."""
+    """The complete snapshot in an arena, and its world size; None: there is none. The other ranks need not have staged
+    that version."""
     try:
         header = arena.header()
     except DamagedData:
@@ -44,17 +43,19 @@ def whose(arena: Arena) -> tuple[Key, int] | None:
 
 
 def sealed(arena: Arena) -> tuple[Key, int] | None:
-    """The same, of a checkpoint that all ranks were seen to stage."""
+    """As `whose`, only if all ranks were seen to stage that version."""
     found = whose(arena)
     return found if found is not None and arena.hashes() is not None else None
 
 
 @dataclass(slots=True)
 class Inventory:
-    """What one node holds, or several together. `claims`: of epochs that got beyond their start. `steps`: how far each
-    epoch is known to have come. `worlds`: by checkpoint. `holders`: who has which snapshot; "" is this node.
-    `parities`: which of them are held of a stripe, and by whom. `sizes`: bytes of the snapshots that they are of.
-    `unfit`: who has which snapshot damaged. `refuted`: checkpoints that could not be put together as a whole."""
+    """What one node or several nodes hold. Nodes go by agent name; "" is this node.
+
+    `claims`: of epochs that got beyond their start. `steps`: the newest known step of each epoch. `worlds`: world size
+    by checkpoint. `holders`: the nodes with each snapshot. `parities`: by checkpoint and stripe, the nodes with each
+    row. `sizes`: bytes of the snapshots that parity covers. `unfit`: the nodes with a damaged copy of a snapshot.
+    `refuted`: checkpoints that could not be put together."""
 
     claims: dict[Epoch, Claim] = field(default_factory=dict)
     steps: dict[Epoch, int] = field(default_factory=dict)
@@ -66,18 +67,20 @@ class Inventory:
     refuted: set[Identity] = field(default_factory=set)
 
     def add_epoch(self, claim: Claim | None, epoch: Epoch, step: int) -> None:
+        """Adds an epoch that is known to have come to `step`."""
         if claim is not None:
             self.claims[epoch] = claim
         self.steps[epoch] = max(step, self.steps.get(epoch, 0))
 
     def add_arenas(self, arenas: Iterable[Arena], node: str = "") -> None:
+        """Adds the snapshots of the sealed arenas among these."""
         for arena in arenas:
             found = sealed(arena)
             if found is not None:
                 self._add(*found, node)
 
     def add(self, other: Inventory, node: str) -> None:
-        """What a node has said of itself."""
+        """Adds what another node reported of itself."""
         self.claims |= other.claims
         for epoch, step in other.steps.items():
             self.steps[epoch] = max(step, self.steps.get(epoch, 0))
@@ -89,18 +92,19 @@ class Inventory:
                 self._add_parity(identity, other.worlds[identity], striped, rows, sizes, node)
 
     def hold(self, identity: Identity, world: int, ranks: Iterable[int]) -> None:
-        """This node has their snapshots."""
+        """Adds snapshots of these ranks on this node."""
         for rank in ranks:
             self._add((identity, rank), world, "")
 
     def _add(self, key: Key, world: int, node: str) -> None:
         if world > WORLD_MAX:
-            return  # no job has so many: whoever says so has it wrong
+            return  # a false report: no job has so many ranks
         known = self.worlds.setdefault(key[0], world)
         if known == world and key[1] < world and node not in self.holders.setdefault(key, []):
             self.holders[key].append(node)
 
     def add_chunks(self, chunks: Iterable[ParityChunk]) -> None:
+        """Adds parity chunks on this node."""
         for chunk in chunks:
             name = chunk.name
             sizes = {rank: each.staged_bytes for rank, each in chunk.snapshots.items()}
@@ -126,11 +130,11 @@ class Inventory:
                 self.sizes.setdefault((identity, rank), size)
 
     def missing(self, identity: Identity) -> list[int]:
-        """The ranks of it that nobody holds."""
+        """The ranks whose snapshots no node holds."""
         return [rank for rank in range(self.worlds[identity]) if not self.holders.get((identity, rank))]
 
     def complete(self) -> list[Identity]:
-        """The checkpoints of which somebody holds each rank, or that can be made complete."""
+        """The checkpoints available from memory: each rank is held, or can be rebuilt from parity."""
         return sorted(identity for identity in self.worlds if self._can_be_had(identity))
 
     def _can_be_had(self, identity: Identity) -> bool:
@@ -138,20 +142,20 @@ class Inventory:
         return identity not in self.refuted and (not missing or len(self.makeable(identity)) == len(missing))
 
     def makeable(self, identity: Identity) -> dict[int, int]:
-        """The ranks of it that nobody holds and that can be made again from parity, with the bytes that each staged."""
+        """The missing ranks that parity can rebuild, with the bytes that each staged."""
         missing = self.missing(identity)
         sizes = {rank: self.sizes[identity, rank] for rank in missing if (identity, rank) in self.sizes}
         return {rank: sizes[rank] for rank in sorted(rebuildable(missing, sizes, self.parities.get(identity, {})))}
 
     def protected(self, identity: Identity, losses: int) -> frozenset[int]:
-        """Ranks of it whose snapshots any so many nodes may be lost of, by parity alone."""
+        """The ranks whose snapshots survive the loss of any `losses` nodes by parity alone."""
         ranks = range(self.worlds.get(identity, 0))
         holders = {rank: self.holders.get((identity, rank), []) for rank in ranks}
         sizes = {rank: self.sizes[identity, rank] for rank in ranks if (identity, rank) in self.sizes}
         return protected(holders, sizes, self.parities.get(identity, {}), losses)
 
     def of_epoch(self, epoch: Epoch) -> Inventory:
-        """What it says of that epoch's checkpoints."""
+        """The part of this inventory about that epoch's checkpoints."""
         found = Inventory()
         found.worlds = {identity: world for identity, world in self.worlds.items() if identity.epoch == epoch}
         found.holders = {key: list(names) for key, names in self.holders.items() if key[0].epoch == epoch}
@@ -160,40 +164,40 @@ class Inventory:
         return found
 
     def without(self, identity: Identity, rank: int) -> None:
-        """Nobody of those who hold that rank of it has it in one piece."""
+        """Marks that snapshot as damaged on all of its present holders."""
         self.unfit.setdefault((identity, rank), set()).update(self.holders.pop((identity, rank), []))
 
     def made(self, identity: Identity, rank: int, node: str) -> None:
-        """It was made again there."""
+        """Adds a snapshot that was rebuilt on `node`."""
         self._add((identity, rank), self.worlds[identity], node)
 
     def remembered(self) -> list[Remembered]:
-        """As candidates for a start."""
+        """The epochs and complete checkpoints, as input of `candidates`."""
         held: dict[Epoch, list[Identity]] = {epoch: [] for epoch in self.claims}
         for identity in self.complete():
             held.setdefault(identity.epoch, []).append(identity)
         return [Remembered(self.claims.get(epoch), tuple(theirs)) for epoch, theirs in held.items()]
 
     def incomplete(self) -> dict[Identity, list[int]]:
-        """The checkpoints of which somebody holds a part and nobody can have the rest: which ranks' that is."""
+        """The checkpoints that are only partly available, with the ranks that no node holds."""
         partly = sorted(self.worlds.keys() - self.complete())
         return {identity: missing for identity in partly if (missing := self.missing(identity))}
 
     def by_rank(self, identity: Identity) -> dict[int, list[str]]:
-        """Who holds each rank of it, the nearest first; of the others another one first for each rank, so that not one
-        of them has to give all."""
+        """The holders of each rank's snapshot, this node first. The order of the others varies by rank, so that they
+        share the load."""
         ranks = range(self.worlds[identity])
         return {rank: spread(self.holders.get((identity, rank), []), rank) for rank in ranks}
 
     def refute(self, identity: Identity) -> None:
-        """As a whole it was not what it was said to be. What is held of it may still be a part of what the store
-        has."""
+        """Marks a checkpoint as unusable as a whole. Its frames may still serve a restore of the same identity from the
+        store."""
         self.refuted.add(identity)
 
-    # -- in a message
+    # -- messages
 
     def fields(self) -> dict[str, Any]:
-        """What this node itself holds."""
+        """This inventory as message fields, without the holders: all of it must be on this node."""
         epochs = sorted({*self.claims, *self.steps})[-EPOCHS_MAX:]
         return {
             "epochs": [[str(epoch), self.steps.get(epoch, 0), _told(self.claims.get(epoch))] for epoch in epochs],
@@ -214,12 +218,13 @@ class Inventory:
 
     @staticmethod
     def unpack(blob: bytes) -> Inventory:
-        """What another node's agent has packed of its `fields`. Errors: as `parse`."""
+        """The inventory in packed `fields` from another agent. Errors: as `parse`."""
         return Inventory.parse(unpacked(blob, "what a node says it holds"))
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> Inventory:
-        """Errors: AgentError, UsageError, ValueError, TypeError, LookupError."""
+        """The inventory in another agent's `fields`, with holder "".
+        Errors: AgentError, UsageError, ValueError, TypeError, LookupError."""
         from ckpt.agent.snapshots.inventory import claim_told
 
         found = Inventory()
@@ -242,8 +247,7 @@ class Inventory:
 
 
 def spread(holders: Iterable[str], turn: int) -> list[str]:
-    """The order in which they are asked: this node, if it is one of them, then the others, by name, from the `turn`th
-    on."""
+    """The order in which to ask holders: this node first, if it is one, then the others by name, rotated by `turn`."""
     names = sorted(holders)
     others = [name for name in names if name]
     first = turn % len(others) if others else 0
@@ -251,19 +255,19 @@ def spread(holders: Iterable[str], turn: int) -> list[str]:
 
 
 def _told(claim: Claim | None) -> dict[str, Any] | None:
-    """What `claim_told` takes."""
+    """A claim as message fields; `claim_told` parses them."""
     if claim is None:
         return None
     return {"parent": str(claim.parent) if claim.parent else None, "ancestors": texts(claim), "launch": claim.launch}
 
 
 def texts(claim: Claim) -> list[list[str | None]]:
-    """The ancestors of an epoch, for a message."""
+    """An epoch's ancestors as message fields."""
     return [[str(each.epoch), str(each.parent) if each.parent else None] for each in claim.ancestors]
 
 
 def claim_told(epoch: Epoch, fields: Mapping[str, Any]) -> Claim:
-    """What a rank that joins says of its epoch. Errors: UsageError, ValueError, TypeError."""
+    """The claim in message fields of a joining rank or another agent. Errors: UsageError, ValueError, TypeError."""
     from ckpt.store.lineage import Ancestor, Claim
 
     def identity(text: Any) -> Identity | None:

@@ -1,7 +1,7 @@
-"""One node's share of a job: its ranks' connections, control page and arenas, and what is staged in these.
+"""The local ranks of a job: their connections, their control page, their arenas, and the snapshots staged in them.
 
-It decides nothing: the job's coordinator says what is to be done, and hears of the outcome. The ranks here may be some
-of the job's, or all. Everything runs on the agent's main thread; what takes long is done on others.
+LocalShare decides nothing: it carries out the coordinator's actions and reports the outcomes. The local ranks are some
+or all of the job's. All methods are for the agent's main thread; slow work runs on worker threads.
 """
 
 from __future__ import annotations
@@ -25,77 +25,77 @@ from ckpt.ipc.control_page import SLOTS_MAX, ControlPage, ControlWord
 from ckpt.placement.placement import GENERATIONS
 from ckpt.types import Identity
 
-LET_GO_S = 5.0  # that ranks may take to let go of memory, which is more than it takes
+LET_GO_S = 5.0  # generous time for ranks to release memory
 
 
 class LocalShare:
-    """Owns the page and the arenas: `arenas[slot][rank]`. `peers`: each rank's newest connection.
+    """Owns the control page and the arenas: `arenas[slot][rank]`. `peers`: each rank's newest connection.
 
-    Where something takes time, `then` is called with its result and "", or with an empty one and what went wrong; not
-    at all after `drop`."""
+    A method with `then` calls it later on the main thread, with the result and "", or with an empty result and an
+    error. After `drop` it is not called."""
 
     def __init__(self, world: int, bulk: Workers, taken: Callable[[], memory_plan.MemoryUse]) -> None:
-        """`world`: of the whole job. `taken`: what there is here beside its arenas.
-        Errors: AgentError where there cannot be so many ranks."""
+        """`world`: ranks of the whole job. `taken`: returns the other memory that ckpt uses on this node.
+        Errors: AgentError if a job cannot have so many ranks."""
         self.page = ControlPage.create(world)
         self.world = world
         self.peers: dict[int, Peer] = {}
         self.arenas: dict[int, dict[int, Arena]] = {}
         self.dropped = False
-        self.progress = Progress()  # of memory that is made, and of snapshots that are hashed
+        self.progress = Progress()  # of making arenas, and of hashing snapshots
         self.reader = StagedReader(self.progress.moved)
         self._bulk = bulk
         self._taken = taken
-        self.limited: memory_plan.MemoryPlan | None = (
-            None  # the newest plan, where it is the user's limit that bounds it
-        )
-        self.is_cramped = False  # whether earlier starts' checkpoints were in the way when that was made
+        # The newest plan, if the user's limit bounds it.
+        self.limited: memory_plan.MemoryPlan | None = None
+        self.is_cramped = False  # at the newest plan, earlier starts' checkpoints left too little room
         self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
-        self._making: dict[int, object] = {}  # by slot: who makes its arenas
+        self._making: dict[int, object] = {}  # by slot: identifies the call of `make` under way
 
     @property
     def count(self) -> int:
-        """Of the ranks that may come here."""
+        """The number of ranks that may connect here."""
         return self.world
 
     @property
     def arena_bytes(self) -> int:
+        """The bytes of all arenas here."""
         return sum(arena.bytes for by_rank in self.arenas.values() for arena in by_rank.values())
 
     def node_of(self, rank: int) -> str:
-        """The name of the agent where it is; "": this one."""
+        """The agent name of the rank's node; "": this node."""
         return ""
 
     def all_arenas(self) -> list[Arena]:
         return [arena for by_rank in self.arenas.values() for arena in by_rank.values()]
 
     def steps(self) -> list[int]:
-        """By rank: the step that it published as entered; 0: none yet."""
+        """By rank: the step that it last entered; 0: none yet."""
         return [self.page.entered(rank) for rank in range(self.world)]
 
     def polls(self) -> list[int]:
-        """By rank: how often it polled or saved since the last ended step."""
+        """By rank: its polls and saves since the last ended step."""
         return [self.page.polled(rank) for rank in range(self.world)]
 
     def since_s(self) -> list[float | None]:
-        """By rank: when it entered that step, on the monotonic clock; None: that is not known here."""
+        """By rank: when it entered its step, on the monotonic clock; None: unknown."""
         return [self.page.since_s(rank) for rank in range(self.world)]
 
     def hindmost(self) -> int:
-        """The step that all of these ranks have entered."""
+        """The newest step that all connected local ranks have entered; 0: none yet."""
         return min((self.page.entered(rank) for rank in self.peers), default=0)
 
     def ended(self) -> int:
-        """The newest step that all of these ranks have ended; 0: none yet."""
+        """The newest step that all connected local ranks have ended; 0: none yet."""
         return max(0, self.hindmost() - 1)
 
     def hindmost_since_s(self) -> float | None:
-        """When the last of them entered it, on the monotonic clock; None: that is not known here."""
+        """When the slowest local rank entered its step, on the monotonic clock; None: unknown."""
         last = min(self.peers, key=self.page.entered, default=None)
         return self.page.since_s(last) if last is not None else None
 
     def welcome(self, rank: int, peer: object) -> list[int]:
-        """This is the rank's connection now; what its answer comes with."""
+        """Takes `peer` as the rank's connection; returns the descriptors to send with the reply."""
         assert isinstance(peer, Peer)
         self.peers[rank] = peer
         return [self.page.fd]
@@ -104,16 +104,16 @@ class LocalShare:
         self.peers[rank].send(fields, blobs=blobs)
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
-        """What that slot is appointed for; None: nothing."""
+        """Writes the slot's control word: the version it is appointed for; None: nothing."""
         self.page.announce(slot, word)
 
     def appoint_nothing(self) -> None:
-        """Whatever was."""
+        """Withdraws the appointments of all slots."""
         for slot in range(SLOTS_MAX):
             self.page.announce(slot, None)
 
     def leave(self, round_: int) -> None:
-        """The verdict on a round at which they hold: leave."""
+        """Writes the verdict to the control page: the ranks leave by that save attempt."""
         self.page.leave(round_)
 
     def measure(
@@ -123,7 +123,7 @@ class LocalShare:
         limit_bytes: int | None,
         then: Callable[[memory_plan.MemoryPlan | None, str], None],
     ) -> None:
-        """How many slots of arenas of so many bytes by rank there can be, up to so many."""
+        """Plans the memory here: the number of slots, at most `slots`. `sizes`: arena bytes by rank."""
         taken, total_bytes = self._taken(), memory_plan.total_bytes()
         plan = memory_plan.plan(
             slot_bytes=sum(sizes.values()),
@@ -140,17 +140,17 @@ class LocalShare:
         then(plan, "")
 
     def for_a_while_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
-        """What may be taken here until all ranks have restored, where a slot of theirs will take so much, and so many
-        are to be."""
+        """The bytes that a start may use here until all ranks have restored. `slot_bytes`, `slots`: the arenas that the
+        job will have."""
         free_bytes, taken = self._bulk.free_bytes(), self._taken()
         held_bytes = self.arena_bytes + taken.lent_bytes
         plan = memory_plan.plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
         return memory_plan.for_a_while_bytes(plan, limit_bytes, free_bytes)
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
-        """New arenas with warm pages, of so many bytes by rank, for a slot whose former ones nobody uses: the bytes
-        that they have. Where that fails the slot has none; so where it is closed meanwhile, or made anew, by a
-        coordinator that was cut off and does not know of this."""
+        """Makes new arenas with warm pages, of `sizes` by rank; `then` hears their sizes. The slot's former arenas must
+        be unused. After an error the slot has no arenas. It is an error, too, if the slot is closed or made anew
+        meanwhile, by a coordinator that was cut off and does not know of this call."""
         self.close_arenas(slot)
         mine = self._making[slot] = object()
 
@@ -173,8 +173,8 @@ class LocalShare:
         self._bulk.run(Lane.MEMORY, make, made)
 
     def _await_room(self, count: int) -> None:
-        """What was closed just now is free once the kernel is done with it, and the ranks have let go of it. Errors:
-        AgentError."""
+        """Waits until `count` bytes are free. Memory of closed arenas is free once the kernel and the ranks release it.
+        Errors: AgentError if that takes too long."""
         until_s = time.monotonic() + LET_GO_S
         while (short := count - memory_plan.free_bytes()) > 0:
             if self._bulk.closing_bytes:
@@ -184,15 +184,15 @@ class LocalShare:
             time.sleep(LET_GO_S / 100)
 
     def _give_way(self) -> None:
-        """Between two pieces of an arena that is made: training that stands still for a copy needs the memory more. A
-        rank that was killed meanwhile says so for ever."""
+        """Pauses making an arena while training stands still for a copy, which needs the memory bandwidth more. The
+        wait is bounded: a rank killed in a copy shows that copy for ever."""
         until_s = time.monotonic() + GIVE_WAY_S
         while not self.dropped and self.page.copies and time.monotonic() < until_s:
             time.sleep(0.001)
         self.progress.moved()
 
     def offer(self, slot: int, division: str) -> None:
-        """Grants each rank its arena of the slot, for that division."""
+        """Sends each rank its arena of the slot, to bind for that division."""
         for rank, peer in self.peers.items():
             arena = self.arenas[slot][rank]
             new = (slot, rank) not in self._handed
@@ -201,8 +201,8 @@ class LocalShare:
             peer.send(fields, [arena.fd] if new else [])
 
     def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
-        """Hashes what the ranks have staged in a slot, and leaves the hashes there. Errors: AgentError where there is
-        none: it went with a former agent, to which that was to be said."""
+        """Hashes the snapshots staged in a slot, and writes the hashes into the arenas.
+        Errors: AgentError if the slot has no arenas here, as after a request meant for a former agent."""
         arenas = self.arenas.get(slot)
         if arenas is None:
             raise AgentError(f"there is nothing in slot {slot} here")
@@ -215,17 +215,17 @@ class LocalShare:
         self._bulk.run(Lane.MEMORY, lambda: self.reader.read(identity, self.world, arenas), read)
 
     def adopt(self, slot: int, arenas: Mapping[int, Arena]) -> None:
-        """Arenas of a former agent, which the ranks have brought."""
+        """Takes over a slot's arenas of a former agent, which the ranks handed over."""
         self.arenas[slot] = dict(arenas)
         self._handed |= {(slot, rank) for rank in arenas}
 
     def has(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
-        """On a new connection a rank says which arenas it has: what was on its way on the old one is sent again."""
+        """Records which arenas a rank on a new connection has. Those that it never received are sent again."""
         self._handed = {each for each in self._handed if each[1] != rank}
         self._handed |= {(slot, rank) for slot, fd in zip(slots, fds, strict=False) if self._is_arena(slot, rank, fd)}
 
     def bring(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
-        """A rank that this agent sees for the first time has these arenas of a former agent, which are taken over."""
+        """Takes over the arenas of a former agent from a rank that is new to this agent."""
         for slot in slots:
             arena = Arena.adopt(fds.pop(0))
             old = self.arenas.setdefault(slot, {}).get(rank)
@@ -235,36 +235,36 @@ class LocalShare:
             self._handed.add((slot, rank))
 
     def lacks(self, slot: int) -> bool:
-        """Whether some rank here has no arena in it."""
+        """Whether some connected local rank has no arena in that slot."""
         return any(rank not in self.arenas.get(slot, {}) for rank in self.peers)
 
     def close_arenas(self, slot: int) -> None:
-        """Its memory goes: the ranks here let go of it as well."""
+        """Frees the slot's memory: here, and in the local ranks."""
         for peer in self.peers.values():
             peer.send({"t": "close-arena", "slot": slot})
         self._close_here(slot)
 
     def _close_here(self, slot: int) -> None:
-        """What the ranks have they may bring to another agent."""
+        """Frees the slot's memory here only: the ranks may hand their arenas to another agent."""
         self._making.pop(slot, None)
         self._bulk.close_arenas(self.arenas.pop(slot, {}).values())
         self._handed = {each for each in self._handed if each[0] != slot}
 
     def give_back(self, outdated: Callable[[Identity], bool]) -> None:
-        """The memory of slots that hold nothing, or what is outdated. The caller has made sure that nobody fills it."""
+        """Frees the slots that hold no snapshot, or only outdated ones. The caller ensures that no rank is staging."""
         for slot, by_rank in list(self.arenas.items()):
             if all(found is None or outdated(found[0][0]) for found in map(whose, by_rank.values())):
                 self._close_here(slot)
 
     def drop(self) -> None:
-        """Lets go of the memory. The caller has made sure that nobody holds a lease on it."""
+        """Frees all memory here. The caller makes sure that there is no lease on it."""
         self.dropped = True
         for slot in list(self.arenas):
             self._close_here(slot)
         self.page.close()
 
     def _is_arena(self, slot: int, rank: int, fd: int) -> bool:
-        """Whether that is the arena that the slot has now."""
+        """Whether the descriptor is the slot's present arena of the rank."""
         arena = self.arenas.get(slot, {}).get(rank)
         return arena is not None and os.path.samestat(os.fstat(fd), os.fstat(arena.fd))
 

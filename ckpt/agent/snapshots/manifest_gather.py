@@ -1,5 +1,7 @@
-"""A checkpoint that lies in the memory of several nodes: from what each of them holds to one manifest, and to where
-each rank's frames are to be had."""
+"""The manifest of a checkpoint in the memory of several nodes, and the place of each of its frames.
+
+Asks the holders for the descriptions of their snapshots, and puts these together. Frames stay where they are.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class FramePlaces:
-    """Where the frames of a checkpoint lie in memory. `ranks`, `offsets`: by frame: bytes of the memfd of that rank's
-    arena; rank -1: nobody holds that frame. `sizes`: of the arenas, by rank. `holders`: who has each rank's arena, the
-    first to be asked first; "" is this node."""
+    """The places of a checkpoint's frames in memory. `ranks`, `offsets`: by frame, the rank of its arena, and the bytes
+    of that memfd; rank -1: no node holds the frame. `sizes`: of the arenas, by rank. `holders`: the nodes with each
+    rank's arena, in the order in which to ask them; "" is this node."""
 
     identity: Identity
     ranks: npt.NDArray[np.int64]
@@ -46,21 +48,22 @@ class FramePlaces:
 
     @property
     def lacking(self) -> npt.NDArray[np.int64] | None:
-        """The frames that nobody holds; None: there are none."""
+        """The frames that no node holds; None: there are none."""
         found = np.flatnonzero(self.ranks < 0)
         return found if len(found) else None
 
     def numbers(self, rank: int) -> npt.NDArray[np.int64]:
-        """Of the frames that lie in that rank's arena, in the order in which a transfer counts them."""
+        """The numbers of the frames in that rank's arena, in the order of a transfer."""
         return np.flatnonzero(self.ranks == rank)
 
     def frames(self, rank: int, manifest: Manifest) -> Frames:
-        """The same as a transfer has them, where they lie in the arena. Errors: AgentError."""
+        """The frames in that rank's arena, for a transfer. Errors: AgentError if they do not fit into the arena."""
         numbers = self.numbers(rank)
         return placed(manifest, numbers, self.offsets[numbers], self.sizes[rank])
 
     def seen_by(self, me: str, other: str) -> FramePlaces:
-        """The same for another node, `me`, told by `other`. What all nodes want they ask of different ones first."""
+        """These places as node `me` sees them, as told by node `other`. Each node gets another order of holders, to
+        spread the load of frames that all need."""
         names, turn = {"": other, me: ""}, zlib.crc32(me.encode())
         holders = {
             rank: spread([names.get(each, each) for each in held], turn + rank) for rank, held in self.holders.items()
@@ -68,15 +71,17 @@ class FramePlaces:
         return replace(self, holders=holders)
 
     def fields(self) -> dict[str, Any]:
+        """The message fields that go with `blobs`."""
         return {"holders": len(self.holders)}
 
     def blobs(self) -> list[bytes]:
+        """The message blobs that `parse` takes."""
         about: bytes = msgpack.packb([list(self.sizes.items()), list(self.holders.items())])
         return [self.ranks.astype("<i4").tobytes(), self.offsets.astype("<i8").tobytes(), about]
 
     @staticmethod
     def parse(identity: Identity, blobs: list[bytes], manifest: Manifest) -> FramePlaces:
-        """Errors: AgentError, ValueError, TypeError, LookupError."""
+        """The places in another node's message. Errors: AgentError, ValueError, TypeError, LookupError."""
         ranks = np.frombuffer(blobs[0], "<i4").astype(np.int64)
         offsets = np.frombuffer(blobs[1], "<i8").astype(np.int64)
         told_sizes, told_holders = unpacked(blobs[2], "where frames lie")
@@ -90,14 +95,14 @@ class FramePlaces:
 
 @dataclass(frozen=True, slots=True)
 class GatheredManifest:
-    """`checkpoint`: with the arenas that this node has."""
+    """A checkpoint gathered from several nodes. `checkpoint`: its manifest, with the arenas on this node."""
 
     checkpoint: MemoryCheckpoint
     places: FramePlaces
 
     @property
     def is_here(self) -> bool:
-        """Whether all of it lies on this node."""
+        """Whether all arenas are on this node."""
         return len(self.checkpoint.arenas) == len(self.places.holders)
 
 
@@ -105,11 +110,12 @@ T = TypeVar("T")
 
 
 class ManifestRequest(Generic[T]):
-    """Asks the holders of one identity what they know of its snapshots: for each rank the first, and where that cannot
-    say it the next. `holders`: by rank, of a world of so many. `arenas`: those that this node has, by rank. `then`
-    hears what was made of it, or None and why nothing was; once."""
+    """Requests the descriptions of one checkpoint's snapshots from their holders: for each rank from the first holder,
+    after a failure from the next one. `holders`: by rank; `world`: number of ranks. `arenas`: those on this node, by
+    rank. `then` is called once on the main thread, with the result and "", or with None and an error."""
 
-    sealed = False  # whether what the arenas say of themselves will do: see Reader.sealed
+    # Whether the hashes in the arenas suffice; see StagedReader.sealed.
+    sealed = False
 
     def __init__(
         self,
@@ -123,30 +129,32 @@ class ManifestRequest(Generic[T]):
     ) -> None:
         self._network, self._bulk, self._then = network, bulk, then
         self._identity, self._world, self._arenas = identity, world, dict(arenas)
-        self._holders = {rank: list(names) for rank, names in holders.items()}  # but those that could not give it
-        self._rest = {  # that have not been asked yet
+        # By rank: the holders that have not failed, and the holders not asked yet.
+        self._holders = {rank: list(names) for rank, names in holders.items()}
+        self._rest = {
             rank: [*([""] if rank in arenas else []), *(name for name in names if name)]
             for rank, names in holders.items()
         }
         self._parts: list[StagedPart] = []
         self._sizes = {rank: arena.bytes for rank, arena in arenas.items()}
-        self.left = set(holders)  # ranks of which nothing is known yet
+        self.left = set(holders)  # ranks not described yet
         self._making = False
         self._over = False
 
     def begin(self) -> None:
+        """Sends the first requests."""
         self._ask_next(list(self._holders), "nobody holds it")
 
     def _lacks(self, rank: int, why: str) -> None:
-        """Nobody gives what he holds of it."""
+        """No holder could describe that rank's snapshot. `why`: the last error."""
         raise NotImplementedError
 
     def _make(self) -> T:
-        """On a thread: of all parts. Errors: CkptError."""
+        """Makes the result from all parts; runs on a worker thread. Errors: CkptError."""
         raise NotImplementedError
 
     def _ask_next(self, ranks: Sequence[int], why: str) -> None:
-        """`why`: what the one before said."""
+        """Asks the next holder of each rank. `why`: the error of the former one."""
         asked: dict[str, list[int]] = {}
         for rank in ranks:
             if not self._rest[rank]:
@@ -180,7 +188,7 @@ class ManifestRequest(Generic[T]):
 
     def _heard(self, name: str, ranks: list[int], answer: Message | None, error: str) -> None:
         if self._making:
-            return  # too late
+            return  # the answer is late: all parts are there
         try:
             if answer is None:
                 raise AgentError(error)
@@ -188,14 +196,15 @@ class ManifestRequest(Generic[T]):
             sizes = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
             if sorted(part.declaration.rank for part in parts) != sorted(ranks) or sizes.keys() != set(ranks):
                 raise AgentError("it has told of other ranks than it was asked for")
-        except Exception as exc:  # whatever another agent may have sent: a start waits for this
+        # A malformed answer may raise anything, and a start waits for the result.
+        except Exception as exc:
             self._refused(name, ranks, f"agent {name} does not give {self._identity}: {exc!s:.500}")
             return
         self._sizes |= sizes
         self._got(parts)
 
     def _refused(self, name: str, ranks: list[int], error: str) -> None:
-        """It may be one rank's part that is damaged there, and not those of the others."""
+        """Asks the holder again for each rank alone, since only one may be damaged; then asks the next holder."""
         if self._over or self._making:
             return
         if len(ranks) > 1:
@@ -234,7 +243,8 @@ class ManifestRequest(Generic[T]):
 
 
 class ManifestGather(ManifestRequest[GatheredManifest]):
-    """Puts a checkpoint together of which each rank is held."""
+    """Gathers the manifest of a checkpoint whose ranks all have a holder. `lacking`: the first rank that no holder
+    could describe; the gather fails then."""
 
     def __init__(
         self,
@@ -246,15 +256,14 @@ class ManifestGather(ManifestRequest[GatheredManifest]):
         then: Callable[[GatheredManifest | None, str], None],
     ) -> None:
         super().__init__(network, bulk, identity, len(holders), holders, arenas, then)
-        self.lacking: int | None = None  # a rank that nobody who holds it could give
+        self.lacking: int | None = None
 
     def _lacks(self, rank: int, why: str) -> None:
         self.lacking = rank if self.lacking is None else self.lacking
         self._fail(why)
 
     def _make(self) -> GatheredManifest:
-        """On a thread. Errors: CkptError where the parts do not belong together, or cannot lie where they are said
-        to."""
+        """Errors: CkptError if the parts do not belong together, or a frame does not fit into its arena."""
         made = put_together(self._identity, self._parts, self._arenas)
         places = FramePlaces(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
         for rank in self._sizes:
@@ -263,24 +272,25 @@ class ManifestGather(ManifestRequest[GatheredManifest]):
 
 
 def read_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
-    """On a thread: hashes these arenas again, which must hold what their agent saw in them. Errors: DamagedData."""
+    """Describes these arenas by hashing them again; the hashes must match those in the arenas. Runs on a worker thread.
+    Errors: DamagedData."""
     return StagedReader().read(identity, world, arenas, keep_hashes=False)
 
 
 def sealed_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
-    """On a thread: what these arenas say of themselves. Errors: DamagedData."""
+    """Describes these arenas by the hashes in them, unverified. Runs on a worker thread. Errors: DamagedData."""
     return StagedReader().sealed(identity, world, arenas)
 
 
 def encoded_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool = False) -> bytes:
-    """The same for another node. Errors: DamagedData."""
+    """As `read_parts`, or `sealed_parts` if `sealed`, encoded for another node. Errors: DamagedData."""
     reader = StagedReader()
     told = reader.sealed(identity, world, arenas) if sealed else reader.read(identity, world, arenas, keep_hashes=False)
     return encode_parts(told, {}, reader.declared())
 
 
 def placed(manifest: Manifest, frames: npt.ArrayLike, offsets: npt.ArrayLike, room_bytes: int) -> Frames:
-    """These frames of it, at these offsets of a memory of so many bytes. Errors: AgentError."""
+    """Frames of a manifest at these offsets of a memory of `room_bytes`. Errors: AgentError if they do not fit."""
     columns = manifest.frames[np.asarray(frames)]
     hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1)
     return Frames.placed(np.asarray(offsets), columns["length"], hashes, room_bytes)

@@ -1,4 +1,4 @@
-"""A checkpoint in this node's memory: from what the ranks staged to a manifest whose frames lie in their arenas."""
+"""A checkpoint in memory: a manifest made from the staged snapshots, whose frames lie in the ranks' arenas."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HASH_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """What one rank has staged for one tick, but for the bytes. `hashes`: of its data frames, (frames, 2) uint64 as
-    (hi, lo). `at`: where its shared and its own values lie, in bytes from the start of the memfd. `metrics`: what the
-    user gave there."""
+    """The description of one rank's snapshot, without its bytes. `hashes`: of its data frames, (frames, 2) uint64 as
+    (hi, lo). `shared`, `own`: its plain values. `at`: offsets of these two, in bytes of the memfd. `metrics`: the
+    user's, on that rank."""
 
     declaration: Declaration
     hashes: npt.NDArray[np.uint64]
@@ -39,9 +39,9 @@ class StagedPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCheckpoint:
-    """Complete. `arenas`: by rank, of the ranks on this node. `ranks`, `offsets`, `lengths`: where each frame lies:
-    bytes of the memfd of that rank's arena. `metrics`: what the user gave; where ranks differ, the lowest's.
-    `disagreed`: tensors that are stored per rank, since they differ."""
+    """A complete checkpoint in memory. `arenas`: by rank, those on this node. `ranks`, `offsets`, `lengths`: the place
+    of each frame: the rank of its arena, and bytes of that memfd. `metrics`: the user's; the lowest rank's value wins.
+    `disagreed`: tensors stored per rank because the ranks differ."""
 
     identity: Identity
     manifest: Manifest
@@ -53,14 +53,14 @@ class MemoryCheckpoint:
     disagreed: tuple[str, ...]
 
     def frame(self, number: int) -> memoryview:
-        """Its raw bytes, in place: valid while somebody holds a lease on the slot."""
+        """The raw bytes of a frame on this node, not copied: valid while the caller holds a lease on the slot."""
         arena = self.arenas[int(self.ranks[number])]
         return arena.part((int(self.offsets[number]), int(self.lengths[number])))
 
 
 class Memory(Protocol):
-    """What of a checkpoint this node's memory has: arenas by rank, and for each frame the rank and where in its arena
-    it lies, in bytes of the memfd."""
+    """The part of a checkpoint in this node's memory: arenas by rank, and for each frame its rank and its offset in
+    that rank's arena, in bytes of the memfd."""
 
     @property
     def arenas(self) -> Mapping[int, Arena]: ...
@@ -74,7 +74,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """See Memory."""
+    """The plain implementation of `Memory`."""
 
     arenas: Mapping[int, Arena]
     ranks: npt.NDArray[np.int64]
@@ -82,8 +82,8 @@ class Near:
 
 
 class StagedReader:
-    """Reads what ranks have staged, one round at a time. Remembers the declarations, which only change with the
-    division. Thread-safe. `moved`: told of each rank's that is read."""
+    """Reads staged snapshots from arenas, one save attempt at a time. Thread-safe. Caches the declarations, which
+    change only with the division. `moved`: called after each rank, to show progress."""
 
     def __init__(self, moved: Callable[[], None] = lambda: None) -> None:
         self._moved = moved
@@ -93,24 +93,24 @@ class StagedReader:
     def read(
         self, identity: Identity, world: int, arenas: Mapping[int, Arena], keep_hashes: bool = True
     ) -> list[StagedPart]:
-        """Hashes what lies in the arenas of these ranks and leaves the hashes there.
+        """Hashes the snapshots in these arenas, and writes the hashes there. `keep_hashes`: if False, hashes that the
+        arenas have already must match.
 
-        keep_hashes=False: after a restart of the agent; hashes that its predecessor left must be right.
-        Errors: DamagedData where an arena holds something else than `identity`, whole and unchanged."""
+        Errors: DamagedData if an arena does not hold `identity`, complete and unchanged."""
         with self._lock:
             headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
             return [self._part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
 
     def sealed(self, identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
-        """The same by the hashes that lie there already: nothing is hashed again, and whoever gets a frame has to.
+        """As `read`, with the hashes in the arenas. Frames are not hashed: their receiver has to verify them.
 
-        Errors: DamagedData where an arena holds something else than `identity`, or no hashes."""
+        Errors: DamagedData if an arena does not hold `identity`, or has no hashes."""
         with self._lock:
             headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
             return [self._sealed(rank, arenas[rank], header) for rank, header in headers.items()]
 
     def declared(self) -> dict[int, bytes]:
-        """By rank: its declaration, encoded, as it was read last."""
+        """By rank: its encoded declaration, as last read."""
         with self._lock:
             return {rank: data for rank, (data, _) in self._declared.items()}
 
@@ -143,8 +143,8 @@ class StagedReader:
 
 
 def put_together(identity: Identity, parts: Sequence[StagedPart], arenas: Mapping[int, Arena]) -> MemoryCheckpoint:
-    """Every rank's part makes one checkpoint. `arenas`: of the ranks on this node, where bytes of frames with
-    different hashes can be compared. Errors: Incomplete; CkptError for parts that do not belong together."""
+    """Puts the parts of all ranks together as one checkpoint. `arenas`: those on this node; if it has all, the bytes of
+    differing frames can be compared. Errors: Incomplete; CkptError for parts that do not belong together."""
     parts = sorted(parts, key=lambda part: part.declaration.rank)
     staged = [Staged(part.declaration, part.hashes, part.shared, part.own) for part in parts]
     read = lambda rank, offset, length: arenas[rank].data(offset, length)  # noqa: E731

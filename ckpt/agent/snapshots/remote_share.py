@@ -1,7 +1,7 @@
-"""The share of a job that lies on another node, as the job's coordinator uses it: by way of that node's agent.
+"""The ranks of a job on another node, as the job's coordinator uses them: through that node's agent.
 
-What is said here may be lost with the connection; then the ranks there come back and join again, and what was asked has
-failed. `following` is the other end, and docs/architecture.md has the table of messages.
+Messages may be lost with the connection. Then open requests fail, and the ranks there rejoin. The other end is
+agent/job/follower_job.py; docs/architecture.md has the table of messages.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ T = TypeVar("T")
 
 
 class RemotePeer:
-    """The connection of a rank on another node: what `server.Peer` is for one on this. `number`: which of the rank's
-    connections it is, as its agent counts them. `called`: what nodes are called, memory-only ones among them, of which
-    only this agent knows."""
+    """The connection of a rank on another node, as `event_loop.Peer` is for a local rank. `number`: counts the rank's
+    connections, by its agent. `called`: node names for people; only this agent knows those of memory-only nodes."""
 
     role = "trainer"
 
@@ -55,7 +54,8 @@ class RemotePeer:
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
         if not self.open:
             return
-        if fields.get("by_s") is not None:  # each host has a clock of its own
+        # Each host has its own monotonic clock: send the seconds left.
+        if fields.get("by_s") is not None:
             fields = {**fields, "by_s": fields["by_s"] - time.monotonic()}
         head = {"t": "to", "epoch": str(self.epoch), "rank": self.rank, "number": self.number}
         self._network.tell(self.node, {**head, "m": self._called.sent(fields)}, blobs)
@@ -69,23 +69,23 @@ class RemotePeer:
         self.send(error_fields(request_id, error))
 
     def lose(self) -> None:
-        """It is of no more use; its agent says so once it is gone."""
+        """Asks the rank's agent to end the connection; that agent reports when it is gone."""
         if self.open:
             head = {"t": "lose", "epoch": str(self.epoch), "rank": self.rank, "number": self.number}
             self._network.tell(self.node, head)
 
     def watch_death(self) -> None:
-        """Its agent does."""
+        """Does nothing: the rank's agent watches."""
 
     def forget(self) -> None:
-        """Its agent does."""
+        """Does nothing: the rank's agent forgets."""
 
 
 AnyPeer = Peer | RemotePeer
 
 
 class RemoteShare:
-    """As `Ranks`, for the ranks of another node. `name`: of its agent. `called`: see RemotePeer; None: it has none."""
+    """As LocalShare, for the ranks of another node. `name`: its agent's. `called`: see RemotePeer; None: no names."""
 
     def __init__(
         self,
@@ -97,15 +97,16 @@ class RemoteShare:
         called: NodeNames | None = None,
     ) -> None:
         self.name, self.world, self.ranks = name, world, frozenset(ranks)
-        self.peers: dict[int, RemotePeer] = {}  # by rank: the one that has joined
+        self.peers: dict[int, RemotePeer] = {}  # by rank: the connection that joined
         self.dropped = False
         self._latest: dict[int, RemotePeer] = {}
         self._network, self._epoch, self._called = network, epoch, called or NodeNames()
-        self._entered: dict[int, tuple[int, int]] = {}  # by rank: the step it is in, and its polls since
+        self._entered: dict[int, tuple[int, int]] = {}  # see `published`
         self._declared: dict[int, tuple[bytes, Declaration]] = {}
 
     def connected(self, rank: int, number: int, pid: int) -> RemotePeer:
-        """That connection of the rank; a new one takes the place of the one before. Errors: AgentError."""
+        """The rank's connection of that number, made if it is newer than the former one. Errors: AgentError if the rank
+        is not there, or has a newer connection."""
         if rank not in self.ranks:
             raise AgentError(f"rank {rank} is not on node {self.name}")
         found = self._latest.get(rank)
@@ -117,11 +118,12 @@ class RemoteShare:
         return found
 
     def connection(self, rank: int, number: int) -> RemotePeer | None:
+        """The rank's connection of that number, if it is the newest; else None."""
         found = self._latest.get(rank)
         return found if found is not None and found.number == number else None
 
     def close(self) -> list[RemotePeer]:
-        """The connection to the node is gone, and those of its ranks with it: which were open."""
+        """The node's agent is disconnected: closes its ranks' connections, and returns those that were open."""
         lost = [peer for peer in self._latest.values() if peer.open]
         for peer in lost:
             peer.open = False
@@ -129,15 +131,15 @@ class RemoteShare:
         return lost
 
     def entered(self, ranks: Mapping[int, tuple[int, int]]) -> None:
-        """These ranks are in that step, and have polled so often since the last ended one. Errors: AgentError for
-        numbers that no rank can have published."""
+        """Records by rank the entered step, and the polls since the last ended one. Errors: AgentError for numbers that
+        no rank can have published."""
         if not all(0 <= step <= STEP_MAX // 2 and 0 <= polls <= SUB_MAX for step, polls in ranks.values()):
             raise AgentError(f"agent {self.name} says of its ranks' steps what cannot be: {dict(ranks)!s:.300}")
         self._entered.update({rank: at for rank, at in ranks.items() if rank in self.ranks})
 
     @property
     def published(self) -> Mapping[int, tuple[int, int]]:
-        """By rank, of those of which it is known: the step that it is in, and its polls since the last ended one."""
+        """By rank, if known: the step that it entered, and its polls since the last ended one."""
         return self._entered
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
@@ -153,15 +155,15 @@ class RemoteShare:
         self._tell({"t": "close-arenas", "slot": slot})
 
     def tell(self, fields: dict[str, Any]) -> None:
-        """That node's agent; lost where it is not connected."""
+        """Sends a message to that node's agent; lost if the agent is not connected."""
         self._tell(fields)
 
     def limit_copies(self, bytes_per_s: float | None) -> None:
-        """What copies may take of that node's network, each way."""
+        """Limits replication on that node's network, each way; None: no limit."""
         self._tell({"t": "limit", "bandwidth": bytes_per_s})
 
     def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
-        """Their agent tells that source that what it plans may begin: "" when it said yes."""
+        """Has that node's agent acknowledge a planned event. `then` hears "" if the source agreed, else the error."""
         self._ask({"t": "acknowledge", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e))
 
     def drop(self) -> None:
@@ -191,7 +193,7 @@ class RemoteShare:
         self._ask(fields, (), made, nothing, then)
 
     def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
-        """Their agent hashes them, and says what each rank has staged; its bytes stay there."""
+        """Has that node's agent hash the staged snapshots and describe them; their bytes stay there."""
 
         def read(answer: Message) -> list[StagedPart]:
             parts = decode_parts(answer.blobs[0], self._declared)
@@ -205,7 +207,8 @@ class RemoteShare:
         self._ask(fields, (), read, nothing, then)
 
     def write(self, wanted: WantedPart, then: Callable[[Written | None, str], None]) -> None:
-        """Their agent puts frames that it has into packs; no record."""
+        """Has that node's agent write its frames into packs, without a commit record. `then` is called even after
+        `drop`."""
 
         fields = {
             "t": "write",
@@ -215,7 +218,7 @@ class RemoteShare:
         }
         self._ask(fields, [wanted.encode()], lambda answer: _written(answer, wanted), None, then)
 
-    # -- inside
+    # -- helpers
 
     def _tell(self, fields: dict[str, Any]) -> None:
         self._network.tell(self.name, {**fields, "epoch": str(self._epoch)})
@@ -228,17 +231,19 @@ class RemoteShare:
         nothing: T,
         then: Callable[[T, str], None],
     ) -> None:
-        """`then` hears what `read` makes of the answer, or `nothing` and what went wrong; so too where the answer is
-        malformed: the connection is sound, and the agent at its end is not."""
+        """Sends a request. `then` hears `read` of the answer and "", or `nothing` and an error. A malformed answer is an
+        error too, and does not end the connection."""
 
         def answered(answer: Message | None, error: str) -> None:
-            if self.dropped and fields["t"] != "write":  # who waits for that one waits on a thread
+            # A write is answered even after `drop`: a worker thread waits for its outcome.
+            if self.dropped and fields["t"] != "write":
                 return
             result = nothing
             if answer is not None:
                 try:
                     result = read(answer)
-                except Exception as exc:  # whatever another agent may have sent: somebody waits for this
+                # A malformed answer may raise anything, and `then` must be called.
+                except Exception as exc:
                     error = f"agent {self.name} has answered {fields['t']} with what cannot be read: {exc!r:.500}"
             then(result, error)
 
@@ -247,8 +252,8 @@ class RemoteShare:
 
 @dataclass(frozen=True, slots=True)
 class WantedPart:
-    """Frames that a node is to write. `frames`: array of FRAME. `ranks`, `offsets`: where each lies: bytes of the memfd
-    of that rank's arena."""
+    """The frames that a node has to write in a commit. `frames`: array of FRAME. `ranks`, `offsets`: by frame, the rank
+    of its arena, and the bytes of that memfd. `bandwidth`: bytes per second; None: no limit."""
 
     identity: Identity
     frames: Array
@@ -258,12 +263,13 @@ class WantedPart:
     bandwidth: float | None
 
     def encode(self) -> bytes:
+        """The columns, for `decode`; identity, codec and bandwidth are sent apart."""
         columns = np.ascontiguousarray(self.frames), self.ranks.astype("<i8"), self.offsets.astype("<i8")
         return b"".join(column.tobytes() for column in columns)
 
     @staticmethod
     def decode(identity: Identity, blob: bytes, codec: CodecOption, bandwidth: float | None) -> WantedPart:
-        """Errors: AgentError."""
+        """The inverse of `encode`. Errors: AgentError for malformed bytes."""
         count, rest = divmod(len(blob), FRAME.itemsize + 16)
         if rest or count > FRAMES_MAX:
             raise AgentError("frames to be written are malformed")
@@ -273,7 +279,8 @@ class WantedPart:
 
 
 def _written(answer: Message, wanted: WantedPart) -> Written:
-    """Errors: AgentError where it is not what such a node can have written: nobody could read a record that says so."""
+    """What a node has written of `wanted`, by its answer. Errors: AgentError if the answer cannot be true: a record
+    made from such an answer would be unreadable."""
     from ckpt.format.record import misplaced
     from ckpt.store.keys import parse_pack
     from ckpt.store.packs import Written
@@ -289,8 +296,8 @@ def _written(answer: Message, wanted: WantedPart) -> Written:
 
 
 def encode_parts(parts: Collection[StagedPart], known: Mapping[int, bytes], declared: Mapping[int, bytes]) -> bytes:
-    """For a message. `declared`: the ranks' declarations, encoded. `known`: of those that the reader has, what
-    `digest_of` says."""
+    """Encodes parts for a message. `declared`: the encoded declarations, by rank. `known`: the digests of those that
+    the receiver has, which are left out."""
     rows = []
     for part in parts:
         rank = part.declaration.rank
@@ -310,8 +317,8 @@ def encode_parts(parts: Collection[StagedPart], known: Mapping[int, bytes], decl
 
 
 def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) -> list[StagedPart]:
-    """`declared`: what is known of earlier ones, by rank; what is new goes there. Errors: CkptError; for what is no
-    such message any Exception."""
+    """Decodes the parts in a message. `declared`: the known declarations with their digests, by rank; new ones are
+    added. Errors: CkptError; any Exception for malformed bytes."""
     parts = []
     rows = unpacked(blob, "what a node says of its ranks")
     for rank, data, hashes, (shared, own), (shared_at, own_at), metrics in rows:
@@ -329,4 +336,5 @@ def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) ->
 
 
 def digest_of(declaration: bytes) -> bytes:
+    """The digest by which two agents compare an encoded declaration."""
     return hashlib.blake2b(declaration, digest_size=16).digest()
