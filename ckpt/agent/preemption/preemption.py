@@ -1,10 +1,10 @@
 """The preemption of one job: decides from the standing notices when the ranks leave, and what is saved before. Pure.
 
 - A certain notice makes the job leave, as late as possible. One appointment of kind HOLD is made so early that its
-  steps, the replication and the commit fit before the deadline, by measured times and a reserve. A signal or an
+  steps, replication and commit fit before the deadline, by measured times and a reserve. A signal or an
   operator's request means leave now: the appointment is made at once. The earliest of several deadlines counts.
-- If the last snapshot cannot be committed in time but can be replicated to nodes that stay, it is replicated first, and
-  those nodes commit it. If it can be neither, and a complete checkpoint still can, no newer one is taken.
+- If the last snapshot cannot be committed in time but can be replicated to nodes that stay, this is done first. Those
+  nodes then commit the snapshot. If it can be neither, and a complete checkpoint still can, no newer one is taken.
 - A job restarted on a machine that it had left does not leave by the same notice again. It trains on until the machine
   goes, with one extra checkpoint just before.
 - An uncertain notice costs one extra checkpoint. A notice withdrawn before the verdict costs at most the appointed
@@ -254,8 +254,8 @@ class Preemption(ReplicaState):
 
     @property
     def doomed(self) -> frozenset[str]:
-        """The nodes with a certain notice that go before a node that stays longer could have committed its replicas; ""
-        is this node."""
+        """The nodes that go away by certain notices: those that are due, and those that go before they could commit the
+        replicas that they hold; "" is this node."""
         due = {name: each for name, each in self.notices.items() if name in self._due}
         until_s = min((each.deadline_s for each in due.values()), default=-math.inf) + self.need_s
         going = [each for n, each in self.notices.items() if each.certain and (n in due or each.deadline_s <= until_s)]

@@ -149,8 +149,8 @@ class LocalShare:
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         """Makes new arenas with warm pages, of `sizes` by rank; `then` hears their sizes. The slot's former arenas must
-        be unused. After an error the slot has no arenas. It is an error, too, if the slot is closed or made anew
-        meanwhile, by a coordinator that was cut off and does not know of this call."""
+        be unused. After an error the slot has no arenas. Closing or remaking the slot meanwhile is such an error: a
+        coordinator that was cut off does not know of this call."""
         self.close_arenas(slot)
         mine = self._making[slot] = object()
 

@@ -231,8 +231,8 @@ class RemoteShare:
         nothing: T,
         then: Callable[[T, str], None],
     ) -> None:
-        """Sends a request. `then` hears `read` of the answer and "", or `nothing` and an error. A malformed answer is an
-        error too, and does not end the connection."""
+        """Sends a request. `then` hears `read` of the answer and "", or `nothing` and an error. A malformed answer is
+        an error too, and does not end the connection."""
 
         def answered(answer: Message | None, error: str) -> None:
             # A write is answered even after `drop`: a worker thread waits for its outcome.

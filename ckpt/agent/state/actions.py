@@ -97,7 +97,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Recycle:
-    """The slot is empty now."""
+    """Forget what that slot held: the slot is empty now."""
 
     slot: int
 
