@@ -1,4 +1,4 @@
-"""Beginning a branch: from now on the run goes on from an older checkpoint."""
+"""Starting a branch: a new epoch that makes the run continue from an older checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ LAUNCH = "ckpt branch"
 
 
 def branch(run: Run, at: Identity) -> Claim:
-    """Claims a new epoch whose fork point is `at`, and closes it at once: later starts follow its line. What was
-    committed after `at` stays, as a branch.
+    """Claims a new epoch whose fork point is `at`, and closes it at once. Returns the claim.
 
-    The caller has made sure that no living job uses the run (Run.watch_other); one that does is superseded.
-    Errors: NoCheckpoint where `at` is not committed, or retired; StorageError."""
+    Later starts follow the new epoch's branch history. Checkpoints committed after `at` stay, as a branch. The caller
+    must have checked that no living job uses the run (Run.watch_other); a job that still does is superseded.
+
+    Errors: NoCheckpoint if `at` is not committed, or is retired; StorageError."""
     view = run.view()
     if at in view.retired or at not in {ref.identity for ref in view.commits}:
         raise NoCheckpoint(f"{at} is not committed to {run.backend.url}; see ckpt ls --all")

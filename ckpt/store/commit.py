@@ -1,15 +1,18 @@
-"""Committing a checkpoint: frames into packs, then one record. After the record's put it exists; before, nothing does.
+"""Commit of a checkpoint: writes its frames into packs, then puts one record. The record's put makes the checkpoint
+exist.
 
-Order of writes: all packs of the attempt, in parallel; when the last has returned, `check` (is this epoch superseded?)
-and the tombstones; then the record. So at any crash the store holds some packs that nothing refers to, or everything.
+Order of writes: first all packs of the attempt, in parallel. When the last pack is stored, `check` (is this epoch
+superseded?) and the look for tombstones; then the record. So after a crash the store holds either a whole checkpoint,
+or only packs that nothing refers to.
 
 Must-invariants:
-- No key is ever written by two attempts: every attempt at an identity after the first takes a new writer name.
-- A record refers to another checkpoint's packs only through `base`, which must be unretired when the record is put, and
-  to those only that were there, with their size, when the commit began.
-- After an error or a cancel the attempt's threads have ended when `commit` raises, and nothing more is written by them.
-  What others write for it (`Elsewhere`) may still land then, and nothing refers to it.
-- Frames are hashed again just before they are encoded: what changed in memory since it was staged is not committed.
+- No key is ever written by two attempts. Each further attempt at an identity takes a new writer name.
+- A record refers to another checkpoint's packs only through `base`. The base must be unretired when the record is put.
+  Each pack referred to was present, with its recorded size, when the commit began.
+- When `commit` raises, the attempt's threads have ended, and they write nothing more. Other nodes (`OtherWriters`) may
+  still finish a put for this attempt; no record refers to their packs.
+- Each frame is hashed again just before it is encoded. A frame that changed in memory since it was staged fails the
+  commit.
 """
 
 from __future__ import annotations
@@ -48,26 +51,33 @@ from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written, 
 from ckpt.store.run import in_parallel
 from ckpt.types import Identity
 
-LOOKS_MAX = 16  # at once, at packs that were put before
-CANCEL_S = 1.0  # between looks at whether a commit that waits for others was cancelled
+# At once, when looking at packs that were put before.
+LOOKS_MAX = 16
+# Between two looks at `cancel`, while a commit waits for other writers.
+CANCEL_S = 1.0
 
 
 class OtherWriters(Protocol):
-    """Other writers that hold some of the frames, or all of them."""
+    """The other nodes of a distributed commit, which write the frames that they hold."""
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
-        """Of the frames with these numbers, which ones they write, in parts, and when each is done. Has them begin."""
+        """Has the other writers begin to write their part of the frames `todo`.
+
+        Returns parts: each has the frame numbers of one writer, and a future of what it has written."""
         ...
 
     def ended(self) -> None:
-        """The commit is over, whatever came of it: nothing more is to be written for it."""
+        """Tells the other writers that the commit has ended, well or not. They must write nothing more for it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """`raw_bytes`: of all frames. `stored_bytes`: put in new packs. `referred_bytes`: raw bytes of the frames that
-    were found in packs of the base, or twice in this checkpoint, and so not written. `packs`: new ones."""
+    """The result of a commit.
+
+    `raw_bytes`: of all frames. `stored_bytes`: size of the new packs. `packs`: number of new packs. `referred_bytes`:
+    raw bytes of frames that were not written, because a pack of the base or another frame of this checkpoint holds the
+    same bytes."""
 
     record: Record
     ref: CommitRef
@@ -79,10 +89,11 @@ class Committed:
 
 
 class Committer:
-    """Commits checkpoints, one at a time, as one writing incarnation.
+    """Commits checkpoints, one at a time, under one writer name.
 
-    `writer`: matches keys.WRITER, never used by another process. `codec`: "auto", "raw", "zstd" or "planes".
-    `bandwidth`: bytes per second to the store on average; None: no limit. `pack_bytes`: raw bytes per pack, about."""
+    `writer`: matches keys.WRITER; no other process may ever use it. `codec`: "auto", "raw", "zstd" or "planes".
+    `bandwidth`: average limit in bytes per second to the store; None: no limit. `pack_bytes`: approximate raw bytes per
+    pack."""
 
     def __init__(
         self,
@@ -120,16 +131,15 @@ class Committer:
         cancel: threading.Event | None = None,
         elsewhere: OtherWriters | None = None,
     ) -> Committed:
-        """Puts the packs, then the record; blocks until it is there or has failed.
+        """Puts the packs, then the record. Blocks until the record is stored or the commit has failed.
 
-        `frame(i)`: the raw bytes of frame i, contiguous, unchanged until the return; called from several threads.
-        `check`: raises Superseded; called right before the record. `base`: the newest record of the line, to whose
-        packs unchanged frames may refer; None for whoever is not the coordinator. `owner`: whose data it is, part of
-        the packs' keys. `cancel`: set it to give up. `elsewhere`: where other writers hold some of the frames: has them
-        write theirs of the frames with these numbers, and says which those are and when they are written; `frame` is
-        asked for the others only.
+        `frame(i)`: the raw bytes of frame i, contiguous; called from several threads; the bytes must not change before
+        the return. `check`: called right before the record is put; raises Superseded. `base`: the newest record of the
+        branch history, to whose packs unchanged frames may refer; only the coordinator gives one. `owner`: whose data
+        it is, a part of the packs' keys. `cancel`: set it to stop the commit. `elsewhere`: the other nodes that write
+        some of the frames; `frame` is called only for the rest.
 
-        Errors: SaveFailed (no record was put, or nobody knows and it is harmless); Superseded from `check`."""
+        Errors: SaveFailed: no record was put, or its outcome is unknown and harmless. Superseded: raised by `check`."""
         if not self._busy.acquire(blocking=False):
             raise UsageError("a Committer commits one checkpoint at a time")
         try:
@@ -186,8 +196,9 @@ class Committer:
         writer: str,
         cancel: threading.Event,
     ) -> Written:
-        """Puts frames into packs, and no record. `frames`: array of FRAME; `frame(numbers[i])`: the bytes of the i-th.
-        Errors: as those of Packs.write."""
+        """Puts frames into packs, and no record.
+
+        `frames`: array of FRAME. `frame(numbers[i])`: the bytes of the i-th of them. Errors: as Packs.write."""
         keys_of = pack_keys(identity, owner, writer)
         at = lambda i: frame(numbers[i])  # noqa: E731
         try:
@@ -197,8 +208,11 @@ class Committer:
             raise
 
     def _placing(self, frames: Array, base: Record | None) -> Placing:
-        """Data that was put once may have been removed since, by somebody or by a rule of the bucket. What is in memory
-        here can be written again: else no later checkpoint could be restored, and all of them would say committed."""
+        """The placement of the frames, after a check that the base's packs still exist.
+
+        A pack may have been deleted since, by a person or by a rule of the bucket. Its frames are in memory here, so
+        they are written again. Otherwise every later checkpoint would count as committed, and none could be restored.
+        """
         placing = Placing(frames, base)
         lost = self._not_there(placing.packs)
         if not lost:
@@ -214,8 +228,9 @@ class Committer:
         return Placing(frames, base, lost)
 
     def _check_there(self, packs: Sequence[tuple[str, int]]) -> None:
-        """What others say they have put is not taken on trust: a record must refer to nothing that is not there.
-        Errors: SaveFailed names the first that is not, or has another size."""
+        """Checks that the packs which other writers report are in the store: a record must refer to no missing pack.
+
+        Errors: SaveFailed names the first pack that is missing or has another size."""
         for key, why in self._not_there(packs).items():
             raise SaveFailed(
                 f"another node says it has put {key}: {why}. All nodes have to reach one store by this URL: a folder "
@@ -223,8 +238,10 @@ class Committer:
             )
 
     def _not_there(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:
-        """The keys of those that nothing should refer to, since they are gone, have another size or may not be looked
-        at, and what the store says of them. Errors: StorageError where it says nothing."""
+        """The keys of packs that no record may refer to, each with the reason: missing, of another size, or access
+        denied.
+
+        Errors: StorageError if the store gives no answer."""
 
         def look(pack: tuple[str, int]) -> str:
             key, size = pack
@@ -238,15 +255,15 @@ class Committer:
         return {key: why for (key, _), why in zip(packs, told, strict=True) if why}
 
     def _writer_for(self, identity: Identity) -> str:
-        """The first attempt's puts may still land, so a second one must not share its keys."""
+        """The writer name of this attempt. A second attempt gets a new one: the puts of the first may still land."""
         if identity in self._attempted:
             return keys.new_writer()
         self._attempted.add(identity)
         return self.writer
 
     def _put_record(self, made: Record, body: bytes, base: Record | None) -> None:
-        """A put whose reply was lost is settled by reading back and not tried again here: the record would be created
-        anew if it had been deleted meanwhile."""
+        """Puts the record. A put whose reply was lost is settled by reading the record back, and is not tried again
+        here: a second put would create the record anew if it had been deleted meanwhile."""
         key = keys.record_key(made.identity, made.writer)
         self._check_unretired(made, base)
         try:
@@ -273,7 +290,7 @@ class Committer:
 
 
 def _result(future: Future[Written], cancel: threading.Event) -> Written:
-    """Errors: SaveFailed where it was cancelled; whatever went wrong there."""
+    """What the other writer has written. Errors: SaveFailed if cancelled; else the other writer's error."""
     while not cancel.is_set():
         with contextlib.suppress(TimeoutError):
             return future.result(CANCEL_S)
@@ -281,7 +298,7 @@ def _result(future: Future[Written], cancel: threading.Event) -> Written:
 
 
 def _let_go(exc: BaseException | None) -> None:
-    """The tracebacks hold views of memory that its owner wants to close."""
+    """Clears the frames of the error's tracebacks: they hold views of memory that its owner wants to close."""
     while exc is not None:
         traceback.clear_frames(exc.__traceback__)
         exc = exc.__cause__ or exc.__context__

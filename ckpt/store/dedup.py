@@ -1,5 +1,8 @@
-"""Where the frames of one checkpoint lie in packs: what the base holds already, what is there twice, and what has to be
-written, by one writer or by several. Pure."""
+"""Deduplication: where each frame of a checkpoint lies in packs, and which frames must be written. Pure.
+
+A frame is not written if the base has an equal one, or if it occurs twice in the checkpoint. One or several writers may
+write the rest.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from ckpt.format.manifest import FRAME, PLACE, Record
 from ckpt.layout.layout import Array
 from ckpt.store.packs import Indices, Written, bytes_of
 
-REFERRED_SHARE_MIN = 0.5  # a pack of which less is still wanted is not referred to, so that it can be deleted
+# The share of a base's pack that must still be wanted. Packs below it are not referred to, so that they can be deleted.
+REFERRED_SHARE_MIN = 0.5
 
 
 class Placing:
-    """`frames`: the manifest's. `base`: the record to whose packs unchanged frames may refer, but for those whose keys
-    are `lost`. `todo`: the numbers of those that have to be written, each of them in one `add`; after it `places` and
-    `packs` are the record's; before, `packs` are those of the base that are referred to."""
+    """The places of a checkpoint's frames, filled in as its packs are written.
+
+    `frames`: the manifest's. `base`: the record to whose packs unchanged frames may refer, except packs with a key in
+    `lost`. `todo`: the numbers of the frames to write; pass each to `add` once. After the last `add`, `places` and
+    `packs` are those of the record. Before the first, `packs` are the base's packs that are referred to."""
 
     def __init__(self, frames: Array, base: Record | None, lost: Collection[str] = ()) -> None:
         self.places: Array = np.zeros(len(frames), PLACE)
@@ -32,11 +38,11 @@ class Placing:
 
     @property
     def referred_bytes(self) -> int:
-        """Of the frames that need not be written."""
+        """Raw bytes of the frames that need not be written."""
         return self.raw_bytes - bytes_of(self._frames[self.todo])
 
     def add(self, numbers: Indices, written: Written) -> None:
-        """These frames were written by one writer, in this order."""
+        """Records that one writer has written these frames, in this order."""
         places = written.places.copy()
         places["pack"] += len(self.packs)
         self.packs += written.packs
@@ -45,7 +51,7 @@ class Placing:
             self.places[copy] = self.places[original]
 
     def _refer(self, base: Record, lost: Collection[str]) -> Indices:
-        """Gives the frames that `base` holds with equal bytes their places there; returns the other frames' numbers."""
+        """Places the frames that `base` holds with equal bytes. Returns the numbers of all other frames."""
         known = {key: i for i, key in enumerate(_keys_of(base.manifest.frames))}
         found = np.array([known.get(key, -1) for key in _keys_of(self._frames)], np.int64)
         held = found >= 0
@@ -63,13 +69,13 @@ class Placing:
 
 
 def _keys_of(frames: Array) -> list[bytes]:
-    """What makes two frames' encoded bytes interchangeable: raw hash, length, dtype."""
+    """One key per frame: raw hash, length and dtype. Frames with equal keys have interchangeable encoded bytes."""
     keys_of: list[bytes] = np.ascontiguousarray(frames).view(f"V{FRAME.itemsize}").tolist()
     return keys_of
 
 
 def _distinct(frames: Array, todo: Indices) -> tuple[Indices, list[tuple[int, int]]]:
-    """The first of each set of equal frames; (other, first) for the rest."""
+    """The number of the first of each set of equal frames; and (number, first) for each of the others."""
     first: dict[bytes, int] = {}
     same_as = []
     for i, key in zip(todo.tolist(), _keys_of(frames[todo]), strict=True):

@@ -1,7 +1,7 @@
-"""What differs between two checkpoints: tensors by name, and values by path.
+"""The difference between two checkpoints: tensors by name, and values by path.
 
-Parts whose frames have equal hashes and lie alike are equal without being read; of the rest a few frames are in memory
-at a time, however the two were sharded.
+Parts whose frames have equal hashes and equal positions are equal, and are not read. Of the rest, a few frames are in
+memory at a time, whatever the sharding of the two checkpoints.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ ORDER = " (order of keys)"
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor of the same shape and dtype with other bits. `elements`: how many differ. `max_abs`, `rms`: of the
-    differences over all elements where both are finite; None for dtypes that are not numbers. `nans`: elements that
-    are not a number, in the first and in the second, as far as they differ by parts of some MiB."""
+    """A tensor with equal shape and dtype in both checkpoints, but with other bits.
+
+    `elements`: how many differ. `max_abs`, `rms`: of the differences, over all elements that are finite in both; None
+    for dtypes that are not numbers. `nans`: counts of NaN in the first and in the second, only in the parts (of some
+    MiB) that differ."""
 
     name: str
     elements: int
@@ -44,8 +46,10 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class ChangedValue:
-    """A value that differs. `path`: as the user calls it, such as "optim.param_groups[0].lr", or "rank=0 loader.at" for
-    what a rank has of its own. `before`, `after`: as short texts; None where there is no such value."""
+    """A value that differs.
+
+    `path`: as the user writes it, such as "optim.param_groups[0].lr", or "rank=0 loader.at" for a value of one rank.
+    `before`, `after`: as short texts; None if that checkpoint has no such value."""
 
     path: str
     before: str | None
@@ -54,8 +58,10 @@ class ChangedValue:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """`added`, `removed`: only in the second, only in the first. `retyped`: (name, before, after) where dtype or shape
-    differ. `values`: up to 50 of those that differ."""
+    """The result of `diff`.
+
+    `added`: tensors only in the second. `removed`: only in the first. `retyped`: (name, before, after) of tensors whose
+    dtype or shape differs. `values`: at most 50 of the values that differ."""
 
     equal: tuple[str, ...]
     changed: tuple[Changed, ...]
@@ -75,9 +81,11 @@ def diff(
     only: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """`only`: globs on names; values are compared only without it. `progress(done, total)`: bytes of tensors.
+    """Compares two checkpoints.
 
-    Errors: UsageError (no tensor of either matches a glob); DamagedData; StorageError."""
+    `only`: globs on tensor names; if given, values are not compared. `progress(done, total)`: bytes of tensors.
+
+    Errors: UsageError if a glob matches no tensor of either; DamagedData; StorageError."""
     ours = {exported_name(spec): spec for spec in chosen(first.record.manifest, only)}
     theirs = {exported_name(spec): spec for spec in chosen(second.record.manifest, only)}
     check_globs(only, ours.keys() | theirs.keys(), "the two checkpoints")
@@ -101,7 +109,8 @@ def _kind(spec: TensorSpec) -> str:
 
 @dataclass(slots=True)
 class _Sums:
-    """`squares`: of the differences as parts of `max_abs`, so that they neither overflow nor vanish."""
+    """Sums over the differences of one tensor. `squares`: of the differences divided by `max_abs`, so that the squares
+    neither overflow nor vanish."""
 
     elements: int = 0
     max_abs: float = 0.0
@@ -130,7 +139,7 @@ class _Sums:
 def _compare(
     first: FrameReader, second: FrameReader, specs: Sequence[TensorSpec], progress: Callable[[int, int], None] | None
 ) -> dict[str, Changed]:
-    """The changed ones of tensors that both have with the same shape and dtype."""
+    """The changed tensors among `specs`, which both checkpoints have with equal shape and dtype."""
     wants = [want for spec in specs for want in slabs_of(spec, FRAME_BYTES)]
     ours = cuts_by_want(first.record.manifest, wants)
     theirs = cuts_by_want(second.record.manifest, wants)
@@ -171,7 +180,7 @@ def _signs(manifest: Manifest) -> list[tuple[int, int, int]]:
 
 
 def _signed(by_frame: Mapping[int, Sequence[Cut]], signs: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:
-    """What a slab is made of, in terms that two checkpoints share."""
+    """What a slab consists of, in a form that two checkpoints can compare: its cuts, with the frames' hashes."""
     return sorted((c.at, c.shape, c.strides, c.offset, signs[f]) for f, its_cuts in by_frame.items() for c in its_cuts)
 
 
@@ -193,8 +202,8 @@ def _changed(owner: str, found: _Difference) -> ChangedValue:
 
 
 def differences(a: Any, b: Any, path: str) -> Iterator[str]:
-    """The paths at which two trees of values would be restored otherwise: to other bits (so that NaN equals itself), to
-    another type, or a dict to other keys or another order of them, which has a path of its own."""
+    """The paths at which two trees of values would be restored differently: other bits (so NaN equals itself), another
+    type, other keys of a dict, or another order of its keys (which has a path of its own)."""
     for found in _differences(a, b, ()):
         yield path + "".join(_raw(each) for each in found.path)
 
@@ -204,7 +213,7 @@ _NOTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """`before`, `after`: the parts that differ; _NOTHING where a tree has no such part."""
+    """One difference. `before`, `after`: the parts that differ; _NOTHING if the tree has no such part."""
 
     path: tuple[trees.Step, ...]
     before: Any
@@ -255,5 +264,5 @@ def _raw(step: trees.Step) -> str:
 
 
 def _by_key(tree: dict[Any, Any]) -> dict[bytes, Any]:
-    """Each key by its encoding, in which 1, True and 1.0 are three, and NaN is one."""
+    """Each key by its encoding. There 1, True and 1.0 are three keys, and all NaN are one."""
     return {values.encode(key): key for key in tree}

@@ -1,4 +1,4 @@
-"""Numbers of the dtypes that NumPy has no name for, as bit patterns and as floats.
+"""Conversion of all stored dtypes, also those that NumPy lacks: as bit patterns and as floats.
 
 bfloat16 is the upper half of a float32. The float8 kinds (1 byte) are read through tables of 256 values, built from
 their definitions: Micikevicius et al., FP8 Formats for Deep Learning, 2022 (e4m3fn, e5m2); Noune et al., 8-bit
@@ -21,7 +21,8 @@ _NUMPY = {
     "uint16": "<u2", "uint32": "<u4", "uint64": "<u8",
     "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8", "complex128": "<c16",
 }  # fmt: skip
-_FLOAT8 = {  # exponent bits, mantissa bits, bias, what the special patterns are
+# Exponent bits, mantissa bits, bias, meaning of the special patterns.
+_FLOAT8 = {
     "float8_e4m3fn": (4, 3, 7, "fn"),
     "float8_e4m3fnuz": (4, 3, 8, "fnuz"),
     "float8_e5m2": (5, 2, 15, "ieee"),
@@ -35,14 +36,15 @@ Bits = npt.NDArray[Any]
 
 
 def bits_dtype(dtype: str) -> np.dtype[Any]:
-    """What an array holds this dtype's elements as: NumPy's own where there is one, else bit patterns."""
+    """The NumPy dtype of arrays that hold this dtype's elements: NumPy's own if it exists, else bit patterns."""
     size = ITEMSIZE[dtype]
     return np.dtype(_NUMPY.get(dtype, f"<u{size}" if size <= 8 else f"V{size}"))
 
 
 def values_of(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
-    """As float64 (complex128 for complex kinds); None where the dtype is not one of numbers."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+    """The numbers as float64 (complex128 for complex kinds); None if the dtype is not one of numbers."""
+    # Ignored: a signalling NaN becomes a quiet one.
+    with np.errstate(invalid="ignore"):
         if dtype in FLOATS:
             return exact(bits, dtype).astype(np.float64)
         if dtype == "complex32":
@@ -54,18 +56,20 @@ def values_of(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
 
 
 def distances(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """How far each number is from the other, rounded once, of integers too; at most the largest float64."""
+    """The distance between each pair of numbers, rounded once; at most the largest float64. Exact before rounding, also
+    for integers."""
     if a.dtype.kind in "iu":
-        wrapped = np.where(a > b, a - b, b - a)  # modulo what the type holds: right where it is read without a sign
+        # The difference may wrap; read as an unsigned integer it is correct.
+        wrapped = np.where(a > b, a - b, b - a)
         return np.asarray(wrapped.view(f"u{a.itemsize}"), np.float64)
     with np.errstate(over="ignore"):
         return np.asarray(np.minimum(np.abs(a - b), np.finfo(np.float64).max), np.float64)
 
 
 def converted(bits: Bits, dtype: str, target: str) -> Bits:
-    """The same numbers as `target` (one of TARGETS), rounded to nearest even; `dtype` is one of FLOATS.
+    """The same numbers as `target` (one of TARGETS), rounded to nearest even. `dtype` is one of FLOATS.
 
-    Errors: UsageError."""
+    Errors: UsageError for any other dtype."""
     if target not in TARGETS or dtype not in FLOATS:
         raise UsageError(f"cannot convert {dtype} to {target}; floating-point tensors can become {', '.join(TARGETS)}")
     if dtype == target:
@@ -78,7 +82,7 @@ def converted(bits: Bits, dtype: str, target: str) -> Bits:
 
 
 def exact(bits: Bits, dtype: str) -> npt.NDArray[Any]:
-    """The same numbers in a dtype that NumPy has; `dtype` is one of FLOATS."""
+    """The same numbers in a dtype that NumPy has. `dtype` is one of FLOATS."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype in _NUMPY:
@@ -87,13 +91,15 @@ def exact(bits: Bits, dtype: str) -> npt.NDArray[Any]:
 
 
 def _to_bfloat16(exact: npt.NDArray[Any]) -> Bits:
-    """A float64 is rounded to float32 towards odd first, so that the second rounding is as good as one."""
+    """The numbers as bfloat16. A float64 is first rounded to float32 towards odd, so that rounding twice equals
+    rounding once."""
     single = exact.astype(np.float32)
     word = single.view(np.uint32)
     if exact.dtype == np.float64:
         back = single.astype(np.float64)
         beyond = np.isfinite(exact) & (np.abs(back) > np.abs(exact))
-        word = np.where(beyond, word - 1, word)  # now rounded towards zero
+        # Now rounded towards zero.
+        word = np.where(beyond, word - 1, word)
         word = np.where(word.view(np.float32).astype(np.float64) != exact, word | 1, word)
         word = np.where(np.isfinite(exact), word, single.view(np.uint32)).astype(np.uint32)
     rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16

@@ -1,9 +1,9 @@
-"""A checkpoint as a file that other tools read: .safetensors, a folder of them with the Hugging Face index, or .pt.
+"""Export of a checkpoint to a file for other tools: .safetensors, a folder of them with the Hugging Face index, or .pt.
 
-Tensors are streamed in parts of some MiB, so that memory stays at what `slabs` says (about 75 MiB, 95 where numbers are
-converted, with what the heap keeps for the next part), however large the checkpoint is. What is being written has
-another name until it is whole and on the disk. Ranks' copies of one tensor are one tensor by the rule of
-store/tensors.py; other copies are called `<name>@<coordinate>`. Values are not exported.
+Tensors are streamed in parts of some MiB. So memory stays bounded for a checkpoint of any size: about 75 MiB (95 with
+conversion; see `tensor_stream`). A file has a temporary name until it is whole and on the disk. Ranks' copies of one
+tensor become one tensor by the rule in store/tensors.py; other copies are named `<name>@<coordinate>`. Values are not
+exported.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`files`: what was written. `bytes`: of the tensors, after conversion. `firsts`: names of buffers that differ
-    between ranks, of which the first rank's was written."""
+    """The result of an export.
+
+    `files`: the files written. `bytes`: of the tensors, after conversion. `firsts`: names of buffers that differ
+    between ranks; the first rank's was written."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -59,13 +61,14 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Writes the tensors whose name matches one of the globs `only` (all without one).
+    """Writes the tensors whose name matches one of the globs `only` (all if there is none).
 
-    `format`: by default by the name: .safetensors, .pt or .pth, or a folder without an ending. `dtype`: floating-point
-    tensors become this. `strip`: a prefix that is taken off names. `shard_bytes`: the size of a file in a folder.
-    `progress(done, total)`: bytes of the checkpoint.
-    The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches a glob or has the prefix; two names
-    become one; a dtype that the format does not have); DamagedData; StorageError; OSError."""
+    `format`: by default derived from the name: .safetensors, .pt or .pth, or a folder without an ending. The .pt format
+    needs torch. `dtype`: the dtype that floating-point tensors are converted to. `strip`: a prefix to remove from
+    names. `shard_bytes`: the size of a file in a folder. `progress(done, total)`: bytes of the checkpoint.
+
+    Errors: UsageError (`to` exists; a glob or the prefix matches no tensor; two names become one; the format lacks a
+    dtype); DamagedData; StorageError; OSError."""
     path = Path(to)
     format = format or _format_of(to)
     if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
@@ -96,7 +99,8 @@ def export(
 
 
 def _chosen(tensors: TensorIndex, only: Sequence[str]) -> dict[str, TensorSpec]:
-    """By name. A glob that matches no name chooses among the ranks' copies, but for those that are chosen already."""
+    """The chosen tensors by name. A glob that matches no name selects among the ranks' copies, without those already
+    chosen."""
     found = {name: tensors.specs[name] for name in matching(tensors.specs, only)}
     for glob in only:
         if not matching(tensors.specs, [glob]):
@@ -112,7 +116,9 @@ class _Sink(Protocol):
 
 
 def _format_of(to: str | os.PathLike[str]) -> Format:
-    """By its name. A folder has no ending, is there already, or is written with a / at its end. Errors: UsageError."""
+    """The format for a file name. A folder has no ending, exists already, or is written with a / at its end.
+
+    Errors: UsageError for another ending."""
     path = Path(to)
     if path.suffix == ".safetensors":
         return "safetensors"
@@ -131,7 +137,7 @@ def _target(dtype: str, wanted: str | None) -> str:
 
 
 def _stripped(names: Sequence[str], prefix: str) -> dict[str, str]:
-    """Each name to that in the file. Errors: UsageError."""
+    """Each name with its name in the file. Errors: UsageError."""
     if prefix and not any(name.startswith(prefix) for name in names):
         raise UsageError(f"no tensor's name begins with {prefix!r}; there are {', '.join(names[:8])}")
     found: dict[str, str] = {}
@@ -173,13 +179,16 @@ def _copy(
 
 
 class _Folder:
-    """Several .safetensors files and the index that says which tensor is in which. Tensors come in the order of
-    `heads`, so that one file is open at a time: there may be more of them than a process may open."""
+    """A folder of several .safetensors files, and the index that maps each tensor to its file.
+
+    Tensors must come in the order of `heads`. So only one file is open at a time: there may be more files than a
+    process may open."""
 
     def __init__(self, folder: Path, heads: Sequence[TensorHead], shard_bytes: int, metadata: dict[str, str]) -> None:
         self._shards = _shards(heads, shard_bytes)
         for shard in self._shards:
-            check_heads(shard, metadata)  # before anything is read
+            # Checked before anything is read.
+            check_heads(shard, metadata)
         folder.mkdir()
         self._folder = folder
         self._metadata = metadata
@@ -187,13 +196,14 @@ class _Folder:
         self._names = [f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors" for i in range(len(self._shards))]
         self._bytes = sum(head.bytes for head in heads)
         self._begun = 0
-        self._file: SafetensorsWriter | None = None  # the last that was begun
+        # The last file that was begun.
+        self._file: SafetensorsWriter | None = None
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
         self._go_to(self._file_of[name]).write(name, data, offset)
 
     def _go_to(self, number: int) -> SafetensorsWriter:
-        """The file of that number; those before it are whole."""
+        """The file of that number. All files before it are finished."""
         while self._file is None or self._begun <= number:
             self._end()
             path, shard = self._folder / self._names[self._begun], self._shards[self._begun]
@@ -226,7 +236,7 @@ class _Folder:
 
 
 def _shards(heads: Sequence[TensorHead], shard_bytes: int) -> list[list[TensorHead]]:
-    """In order; a tensor larger than a shard has one for itself."""
+    """The tensors by file, in order. A tensor larger than a shard gets a file of its own."""
     shards: list[list[TensorHead]] = [[]]
     size = 0
     for head in heads:
@@ -239,8 +249,9 @@ def _shards(heads: Sequence[TensorHead], shard_bytes: int) -> list[list[TensorHe
 
 
 class _TorchFile:
-    """torch's own format, which only torch writes. The tensors are gathered in a file beside it, which is mapped, so
-    that torch.save reads them from there and not from memory."""
+    """A file in torch's own format, which only torch can write.
+
+    The tensors are collected in a mapped file beside it, so torch.save reads them from there and not from memory."""
 
     def __init__(self, path: Path, heads: Sequence[TensorHead]) -> None:
         self._path = path
@@ -288,7 +299,8 @@ class _TorchFile:
             try:
                 torch.save({head.name: tensor(head) for head in self._heads}, file)
             except RuntimeError as exc:
-                if isinstance(exc.__context__, OSError):  # then it is about the end of a file that takes no more
+                # Then the RuntimeError is about the end of a file on a full disk: the OSError says so.
+                if isinstance(exc.__context__, OSError):
                     raise exc.__context__ from None
                 raise
             file.flush()
@@ -297,8 +309,10 @@ class _TorchFile:
 
 @contextmanager
 def _under_another_name(path: Path) -> Iterator[Path]:
-    """Renamed when the block ends well; removed otherwise. An empty folder that is there already stays the one it is,
-    as it may be a link, a mount or where somebody is: what was made moves into it, by name, and so the index last."""
+    """A temporary path, renamed to `path` if the block succeeds and removed otherwise.
+
+    An empty folder that exists is kept, since it may be a link, a mount or somebody's working directory. The files then
+    move into it in order of name, the index last."""
     is_there = path.is_dir()
     parent = path if is_there else path.parent
     try:

@@ -1,15 +1,15 @@
-"""Every key of a store, built and parsed here only.
+"""Keys of the objects in a store. All keys are built and parsed here.
 
     epochs/<epoch>                            the claim of one (re)start: a small JSON object, written once
-    alive/<epoch>                             its heartbeat: the only object that is ever written again
-    closed/<epoch>                            its end is known
+    alive/<epoch>                             the epoch's heartbeat: the only object that is ever overwritten
+    closed/<epoch>                            says that the epoch has ended
     data/<identity>/<owner>/<writer>-<n>.pack encoded frames; immutable
-    commits/<identity>-<writer>               one record: after it the checkpoint exists; immutable
-    retired/<identity>                        tombstone: the checkpoint exists no more, whatever lands later
-    leases/<reader>                           somebody reads: what it names is not deleted
+    commits/<identity>-<writer>               one record; it makes the checkpoint exist; immutable
+    retired/<identity>                        tombstone: the checkpoint no longer exists, whatever lands later
+    leases/<reader>                           a reader's lease: the checkpoints it names are not deleted
 
-`writer` names the incarnation that writes, so that no two writers ever share a key. Parsing gives None for whatever
-else lies in the store: foreign objects are ignored, never an error.
+`writer` names one writing process, so that no two writers ever share a key. Parsing returns None for any other object
+in the store: foreign objects are ignored, never an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RETIRED = "retired/"
 LEASES = "leases/"
 PREFIXES = (COMMITS, EPOCHS, ALIVE, CLOSED, DATA, RETIRED, LEASES)
 
-# Short enough that `<identity>-<writer>` is one part of a key (64 characters) up to sub-tick 99,999,999.
+# Short enough that `<identity>-<writer>` is one part of a key (64 characters) up to sub-step 99,999,999.
 WRITER = re.compile(r"[0-9a-z]{1,16}")
 _PACK = re.compile(r"([0-9a-z]{1,16})-([0-9]{1,9})\.pack")
 _RECORD = re.compile(r"(.+)-([0-9a-z]{1,16})")
@@ -45,17 +45,17 @@ class PackKey:
 
 
 def new_writer() -> str:
-    """A name for one writing incarnation: 12 random hex digits."""
+    """A new writer name: 12 random hex digits."""
     return secrets.token_hex(6)
 
 
 def record_key(identity: Identity, writer: str) -> str:
-    """Errors: UsageError where `writer` does not match WRITER."""
+    """The key of a record. Errors: UsageError if `writer` does not match WRITER."""
     return f"{COMMITS}{identity}-{_checked(writer)}"
 
 
 def pack_key(identity: Identity, owner: str, writer: str, number: int) -> str:
-    """`owner`: whose data it is (a node), one part of a path. Errors: UsageError."""
+    """The key of a pack. `owner`: whose data it is (a node), one part of a path. Errors: UsageError."""
     if PATH_NAME.fullmatch(owner) is None:
         raise UsageError(f"{owner[:80]!r} cannot stand in a key; use letters, digits and ._- (at most 64)")
     return f"{DATA}{identity}/{owner}/{_checked(writer)}-{number}.pack"
@@ -100,7 +100,7 @@ def parse_pack(key: str) -> PackKey | None:
 
 
 def is_ours(key: str) -> bool:
-    """Whether a run may have such a key. One store may hold more than runs, also below our prefixes."""
+    """Whether the key has the form of a run's object. A store may hold foreign objects, also below our prefixes."""
     if any(parse_epoch(key, prefix) is not None for prefix in (EPOCHS, ALIVE, CLOSED)):
         return True
     lease = key.startswith(LEASES) and WRITER.fullmatch(key.removeprefix(LEASES)) is not None
@@ -108,7 +108,7 @@ def is_ours(key: str) -> bool:
 
 
 def parse_epoch(key: str, prefix: str) -> Epoch | None:
-    """`prefix`: EPOCHS, ALIVE or CLOSED."""
+    """The epoch that the key names, or None. `prefix`: EPOCHS, ALIVE or CLOSED."""
     try:
         epoch = Epoch.parse(key.removeprefix(prefix))
     except ValueError:
