@@ -61,9 +61,8 @@ class OtherWriters(Protocol):
     """The other nodes of a distributed commit, which write the frames that they hold."""
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
-        """Has the other writers begin to write their part of the frames `todo`.
-
-        Returns parts: each has the frame numbers of one writer, and a future of what it has written."""
+        """Has the other writers begin to write their part of the frames `todo`. Returns parts: each has the frame
+        numbers of one writer, and a future of what it has written."""
         ...
 
     def ended(self) -> None:
@@ -73,11 +72,9 @@ class OtherWriters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The result of a commit.
-
-    `raw_bytes`: of all frames. `stored_bytes`: size of the new packs. `packs`: number of new packs. `referred_bytes`:
-    raw bytes of frames that were not written, because a pack of the base or another frame of this checkpoint holds the
-    same bytes."""
+    """The result of a commit. `raw_bytes`: of all frames. `stored_bytes`: size of the new packs. `packs`: number of new
+    packs. `referred_bytes`: raw bytes of frames that were not written, because a pack of the base or another frame of
+    this checkpoint holds the same bytes."""
 
     record: Record
     ref: CommitRef
@@ -89,11 +86,9 @@ class Committed:
 
 
 class Committer:
-    """Commits checkpoints, one at a time, under one writer name.
-
-    `writer`: matches keys.WRITER; no other process may ever use it. `codec`: "auto", "raw", "zstd" or "planes".
-    `bandwidth`: average limit in bytes per second to the store; None: no limit. `pack_bytes`: approximate raw bytes per
-    pack."""
+    """Commits checkpoints, one at a time, under one writer name. `writer`: matches keys.WRITER; no other process may
+    ever use it. `codec`: "auto", "raw", "zstd" or "planes". `bandwidth`: average limit in bytes per second to the
+    store; None: no limit. `pack_bytes`: approximate raw bytes per pack."""
 
     def __init__(
         self,
@@ -196,9 +191,8 @@ class Committer:
         writer: str,
         cancel: threading.Event,
     ) -> Written:
-        """Puts frames into packs, and no record.
-
-        `frames`: array of FRAME. `frame(numbers[i])`: the bytes of the i-th of them. Errors: as Packs.write."""
+        """Puts frames into packs, and no record. `frames`: array of FRAME. `frame(numbers[i])`: the bytes of the i-th
+        of them. Errors: as Packs.write."""
         keys_of = pack_keys(identity, owner, writer)
         at = lambda i: frame(numbers[i])  # noqa: E731
         try:
@@ -208,11 +202,9 @@ class Committer:
             raise
 
     def _placing(self, frames: Array, base: Record | None) -> Placing:
-        """The placement of the frames, after a check that the base's packs still exist.
-
-        A pack may have been deleted since, by a person or by a rule of the bucket. Its frames are in memory here, so
-        they are written again. Otherwise every later checkpoint would count as committed, and none could be restored.
-        """
+        """The placement of the frames, after a check that the base's packs still exist. A pack may have been deleted
+        since, by a person or by a rule of the bucket. Its frames are in memory here, so they are written again.
+        Otherwise every later checkpoint would count as committed, and none could be restored."""
         placing = Placing(frames, base)
         lost = self._not_there(placing.packs)
         if not lost:
@@ -229,7 +221,6 @@ class Committer:
 
     def _check_there(self, packs: Sequence[tuple[str, int]]) -> None:
         """Checks that the packs which other writers report are in the store: a record must refer to no missing pack.
-
         Errors: SaveFailed names the first pack that is missing or has another size."""
         for key, why in self._not_there(packs).items():
             raise SaveFailed(
@@ -239,9 +230,7 @@ class Committer:
 
     def _not_there(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:
         """The keys of packs that no record may refer to, each with the reason: missing, of another size, or access
-        denied.
-
-        Errors: StorageError if the store gives no answer."""
+        denied. Errors: StorageError if the store gives no answer."""
 
         def look(pack: tuple[str, int]) -> str:
             key, size = pack

@@ -30,11 +30,9 @@ ORDER = " (order of keys)"
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor with equal shape and dtype in both checkpoints, but with other bits.
-
-    `elements`: how many differ. `max_abs`, `rms`: of the differences, over all elements that are finite in both; None
-    for dtypes that are not numbers. `nans`: counts of NaN in the first and in the second, only in the parts (of some
-    MiB) that differ."""
+    """A tensor with equal shape and dtype in both checkpoints, but with other bits. `elements`: how many differ.
+    `max_abs`, `rms`: of the differences, over all elements that are finite in both; None for dtypes that are not
+    numbers. `nans`: counts of NaN in the first and in the second, only in the parts (of some MiB) that differ."""
 
     name: str
     elements: int
@@ -46,10 +44,8 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class ChangedValue:
-    """A value that differs.
-
-    `path`: as the user writes it, such as "optim.param_groups[0].lr", or "rank=0 loader.at" for a value of one rank.
-    `before`, `after`: as short texts; None if that checkpoint has no such value."""
+    """A value that differs. `path`: as the user writes it, such as "optim.param_groups[0].lr", or "rank=0 loader.at"
+    for a value of one rank. `before`, `after`: as short texts; None if that checkpoint has no such value."""
 
     path: str
     before: str | None
@@ -58,10 +54,8 @@ class ChangedValue:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The result of `diff`.
-
-    `added`: tensors only in the second. `removed`: only in the first. `retyped`: (name, before, after) of tensors whose
-    dtype or shape differs. `values`: at most 50 of the values that differ."""
+    """The result of `diff`. `added`: tensors only in the second. `removed`: only in the first. `retyped`: (name,
+    before, after) of tensors whose dtype or shape differs. `values`: at most 50 of the values that differ."""
 
     equal: tuple[str, ...]
     changed: tuple[Changed, ...]
@@ -81,11 +75,8 @@ def diff(
     only: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """Compares two checkpoints.
-
-    `only`: globs on tensor names; if given, values are not compared. `progress(done, total)`: bytes of tensors.
-
-    Errors: UsageError if a glob matches no tensor of either; DamagedData; StorageError."""
+    """Compares two checkpoints. `only`: globs on tensor names; if given, values are not compared. `progress(done,
+    total)`: bytes of tensors. Errors: UsageError if a glob matches no tensor of either; DamagedData; StorageError."""
     ours = {exported_name(spec): spec for spec in chosen(first.record.manifest, only)}
     theirs = {exported_name(spec): spec for spec in chosen(second.record.manifest, only)}
     check_globs(only, ours.keys() | theirs.keys(), "the two checkpoints")

@@ -67,9 +67,8 @@ def distances(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float6
 
 
 def converted(bits: Bits, dtype: str, target: str) -> Bits:
-    """The same numbers as `target` (one of TARGETS), rounded to nearest even. `dtype` is one of FLOATS.
-
-    Errors: UsageError for any other dtype."""
+    """The same numbers as `target` (one of TARGETS), rounded to nearest even. `dtype` is one of FLOATS. Errors:
+    UsageError for any other dtype."""
     if target not in TARGETS or dtype not in FLOATS:
         raise UsageError(f"cannot convert {dtype} to {target}; floating-point tensors can become {', '.join(TARGETS)}")
     if dtype == target:

@@ -39,10 +39,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export.
-
-    `files`: the files written. `bytes`: of the tensors, after conversion. `firsts`: names of buffers that differ
-    between ranks; the first rank's was written."""
+    """The result of an export. `files`: the files written. `bytes`: of the tensors, after conversion. `firsts`: names
+    of buffers that differ between ranks; the first rank's was written."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -116,9 +114,8 @@ class _Sink(Protocol):
 
 
 def _format_of(to: str | os.PathLike[str]) -> Format:
-    """The format for a file name. A folder has no ending, exists already, or is written with a / at its end.
-
-    Errors: UsageError for another ending."""
+    """The format for a file name. A folder has no ending, exists already, or is written with a / at its end. Errors:
+    UsageError for another ending."""
     path = Path(to)
     if path.suffix == ".safetensors":
         return "safetensors"
@@ -179,10 +176,8 @@ def _copy(
 
 
 class _Folder:
-    """A folder of several .safetensors files, and the index that maps each tensor to its file.
-
-    Tensors must come in the order of `heads`. So only one file is open at a time: there may be more files than a
-    process may open."""
+    """A folder of several .safetensors files, and the index that maps each tensor to its file. Tensors must come in the
+    order of `heads`. So only one file is open at a time: there may be more files than a process may open."""
 
     def __init__(self, folder: Path, heads: Sequence[TensorHead], shard_bytes: int, metadata: dict[str, str]) -> None:
         self._shards = _shards(heads, shard_bytes)
@@ -249,9 +244,8 @@ def _shards(heads: Sequence[TensorHead], shard_bytes: int) -> list[list[TensorHe
 
 
 class _TorchFile:
-    """A file in torch's own format, which only torch can write.
-
-    The tensors are collected in a mapped file beside it, so torch.save reads them from there and not from memory."""
+    """A file in torch's own format, which only torch can write. The tensors are collected in a mapped file beside it,
+    so torch.save reads them from there and not from memory."""
 
     def __init__(self, path: Path, heads: Sequence[TensorHead]) -> None:
         self._path = path
@@ -309,10 +303,9 @@ class _TorchFile:
 
 @contextmanager
 def _under_another_name(path: Path) -> Iterator[Path]:
-    """A temporary path, renamed to `path` if the block succeeds and removed otherwise.
-
-    An empty folder that exists is kept, since it may be a link, a mount or somebody's working directory. The files then
-    move into it in order of name, the index last."""
+    """A temporary path, renamed to `path` if the block succeeds and removed otherwise. An empty folder that exists is
+    kept, since it may be a link, a mount or somebody's working directory. The files then move into it in order of name,
+    the index last."""
     is_there = path.is_dir()
     parent = path if is_there else path.parent
     try:

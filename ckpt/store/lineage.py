@@ -1,15 +1,16 @@
-"""Which commits belong to the run: epochs, their fork points, and the line through them. Pure; no I/O.
+"""Lineage of a run: its epochs, their fork points, and the commits on the branch history. Pure; no I/O.
 
-A start claims an epoch; the claim names the fork point, which is the checkpoint that the start went on from,
-committed or not, and the chain of ancestors that were never claimed (they ran while the store was down). The line is
+A start claims an epoch. The claim names the fork point: the checkpoint that the start went on from, committed or not.
+It also names the ancestors that were never claimed, since they ran while the store was down. The branch history is
 
-    the newest epoch's commits, then its parent's up to and including the fork tick, then its parent's, and so on.
+    the newest epoch's commits, then its parent's up to and including the fork version, then its parent's, and so on.
 
-What else is committed is a branch: listed, never restored by itself. So a writer of an older epoch can land whatever
-it likes however late: beyond the fork tick it is on no line, and up to it, it is what the newer epoch went on from.
+Every other commit is a branch: it is listed, and never restored by default. So a late writer of an older epoch does no
+harm. What it commits beyond the fork version is not on the branch history. What it commits up to there, the newer epoch
+went on from.
 
-An epoch's parent always has a smaller number, so that no chain of claims runs in a circle. A claim ends with its own
-hash: a bit that flips in its fork point would lead the run along another line, in silence.
+An epoch's parent always has a smaller number, so a chain of claims cannot form a circle. A claim ends with its own
+hash: a flipped bit in its fork point would silently give the run another history.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from ckpt.types import Epoch, Identity
 
 CLAIM_BYTES_MAX = 64 << 10
 ANCESTORS_MAX = 512
-AGENTS_MAX = 400  # that a claim names, with so many addresses each: it is one small object
+AGENTS_MAX = 400  # named by one claim, which is one small object
 AGENT_ADDRESSES_MAX = 2
 AGENT_TEXT_MAX = 100
 TEXT_MAX = 256
 NUMBER_MAX = 99_999_999  # eight digits
 _VERSION = 1
-_CHECK = re.compile(rb', "check": "([0-9a-f]{32})"\}\Z')  # what a claim ends with; those of earlier releases do not
+# The end of a claim. Claims of earlier releases do not have it.
+_CHECK = re.compile(rb', "check": "([0-9a-f]{32})"\}\Z')
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,14 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one (re)start says of itself before its first commit.
+    """What one (re)start states about itself before its first commit.
 
-    `parent`: the fork point, at whatever level it was found; None: it began from nothing. `ancestors`: what is known
-    of parent.epoch and the epochs behind it that may never have been claimed, newest first. `launch`, `host`, `time_s`
-    (Unix seconds): for people, and to tell a restart from another job. `agents`: those of its nodes, by name with
-    HOST:PORT each, which may hold its checkpoints in memory; `run`: what their secret is called. Errors: UsageError."""
+    `parent`: the fork point, at whatever level it was found; None: the start began from nothing. `ancestors`: what is
+    known of the epochs from parent.epoch back that may never have been claimed, newest first. `launch`, `host`,
+    `time_s` (Unix seconds): for people, and to tell a restart from another job. `agents`: name and HOST:PORT addresses
+    of the agents that may hold the epoch's checkpoints in memory. `run`: the name of the agents' secret.
+
+    Errors: UsageError if a field exceeds its limit, or a parent is not older than its epoch."""
 
     epoch: Epoch
     parent: Identity | None
@@ -79,8 +83,8 @@ class Claim:
 
 @dataclass(frozen=True, order=True, slots=True)
 class CommitRef:
-    """One record in the store: whose it is, who put it, its size in bytes, when the store says that it came (seconds
-    since the epoch of time); None of what is in memory."""
+    """One record in the store: identity, writer, size in bytes, and the store's time of its writing. `saved_s`: Unix
+    seconds; None if the checkpoint is in memory, or the store gives no times."""
 
     identity: Identity
     writer: str
@@ -100,7 +104,8 @@ def encode_claim(claim: Claim) -> bytes:
     }
     told = {"run": claim.run, "agents": [[name, list(at)] for name, at in claim.agents]} if claim.agents else {}
     whole = _checked(body | told)
-    return whole if len(whole) <= CLAIM_BYTES_MAX else _checked(body)  # agents are a help, and no more
+    # The agents' names are only a help: a claim that is too long goes without them.
+    return whole if len(whole) <= CLAIM_BYTES_MAX else _checked(body)
 
 
 def _checked(body: dict[str, Any]) -> bytes:
@@ -109,7 +114,7 @@ def _checked(body: dict[str, Any]) -> bytes:
 
 
 def decode_claim(data: bytes, key: str) -> Claim:
-    """Errors: DamagedData names `key`."""
+    """The claim, checked. Errors: DamagedData names `key`."""
     body = decode_json(data, key)
     end = _CHECK.search(data)
     if end is not None and xxhash.xxh3_128_hexdigest(data[: end.start()] + b"}").encode() != end[1]:
@@ -147,8 +152,8 @@ def decode_json(data: bytes, key: str) -> dict[str, Any]:
 
 
 class Lineage:
-    """All that is known of a run's epochs: `claims` that could be read, and `epochs`, which are claimed although
-    their claims may not be readable."""
+    """All that is known of a run's epochs. `claims`: those that could be read. `epochs`: all claimed epochs, also those
+    whose claim could not be read."""
 
     def __init__(self, claims: Iterable[Claim], epochs: Collection[Epoch] = ()) -> None:
         self.claims: Mapping[Epoch, Claim] = {claim.epoch: claim for claim in claims}
@@ -156,30 +161,31 @@ class Lineage:
         self._parents: dict[Epoch, Identity | None] = {}
         for claim in self.claims.values():
             self._parents.update((each.epoch, each.parent) for each in claim.ancestors)
-        self._parents.update((epoch, claim.parent) for epoch, claim in self.claims.items())  # its own claim wins
+        # An epoch's own claim wins over what its descendants say of it.
+        self._parents.update((epoch, claim.parent) for epoch, claim in self.claims.items())
 
     @property
     def newest(self) -> Epoch | None:
         return max(self.epochs, default=None)
 
     def chain(self, epoch: Epoch) -> list[tuple[Epoch, Identity | None]]:
-        """`epoch` and its ancestors, newest first, each with the last of its checkpoints that belongs to the line
-        (None: all of them). It ends where an epoch began from nothing or where nothing is known of its beginning."""
+        """`epoch` and its ancestors, newest first, each with its last checkpoint on the branch history (None: all of
+        them). The chain ends at an epoch that began from nothing, or whose beginning is unknown."""
         found: list[tuple[Epoch, Identity | None]] = [(epoch, None)]
         while (parent := self._parents.get(found[-1][0])) is not None:
             found.append((parent.epoch, parent))
         return found
 
     def broken(self, epoch: Epoch) -> Epoch | None:
-        """The epoch on the chain of `epoch` that nothing says the beginning of, if there is one."""
+        """The epoch on the chain of `epoch` whose beginning is unknown; None if there is none."""
         last = self.chain(epoch)[-1][0]
         return None if last in self._parents else last
 
     def line(
         self, commits: Iterable[CommitRef], retired: Collection[Identity], epoch: Epoch | None = None
     ) -> list[CommitRef]:
-        """The commits that belong to `epoch` (default: the newest), oldest first, one for each identity: of several
-        records, each complete, that of the lowest writer."""
+        """The branch history of `epoch` (default: the newest), oldest first, with one commit per identity. If an
+        identity has several records, each of them is complete; the one of the lowest writer is taken."""
         epoch = self.newest if epoch is None else epoch
         if epoch is None:
             return []
@@ -197,7 +203,7 @@ class Lineage:
         return sorted(best.values(), key=lambda ref: (order[ref.identity.epoch], ref.identity.tick))
 
     def branches(self, commits: Collection[CommitRef], retired: Collection[Identity]) -> list[CommitRef]:
-        """What is committed and not retired but not on the line, by identity; one for each identity."""
+        """The commits that are neither retired nor on the branch history, by identity; one per identity."""
         on_line = {ref.identity for ref in self.line(commits, retired)}
         best: dict[Identity, CommitRef] = {}
         for ref in commits:
@@ -208,11 +214,11 @@ class Lineage:
     def overlooked(
         self, epoch: Epoch, commits: Iterable[CommitRef], retired: Collection[Identity], seen: Collection[Identity]
     ) -> list[CommitRef]:
-        """The commits that the start of `epoch` has passed over without knowing of them, by identity: another start
-        made them meanwhile, or they were listed late. `seen`: the checkpoints that it has listed.
+        """The commits that the start of `epoch` has passed over unknowingly, by identity: another start made them
+        meanwhile, or they were listed late. `seen`: the checkpoints that this start has listed.
 
-        What belongs to epochs up to the newest claimed ancestor is that ancestor's affair, but for the ancestor's own
-        commits after the fork."""
+        Commits of epochs up to the newest claimed ancestor are not counted, since that ancestor answered for them. The
+        ancestor's own commits after the fork are counted."""
         chain = dict(self.chain(epoch))
         ancestor = max((each for each in chain if each != epoch and each in self.epochs), default=None)
         fork = chain[ancestor] if ancestor is not None else None
@@ -231,13 +237,13 @@ class Lineage:
         return sorted(best.values())
 
     def superseded_by(self, epoch: Epoch) -> Epoch | None:
-        """The newest epoch, if it is newer than `epoch`. (An ancestor never is: its number is smaller.)"""
+        """The newest epoch, if it is newer than `epoch`; else None. (An ancestor never is: its number is smaller.)"""
         newest = self.newest
         return newest if newest is not None and newest > epoch else None
 
 
 def broken_line(epoch: Epoch) -> DamagedData:
-    """The error that nothing says how an epoch began, so that nothing is left of its line."""
+    """The error for an epoch whose beginning is unknown, so that nothing is left of its branch history."""
     return DamagedData(
         f"nothing says what epoch {epoch} went on from (its claim, epochs/{epoch}, is missing or damaged), so the "
         "run's line cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all, ckpt "
@@ -246,9 +252,8 @@ def broken_line(epoch: Epoch) -> DamagedData:
 
 
 def next_epoch(known: Iterable[Epoch]) -> Epoch:
-    """A new epoch above all of `known`: those of the store and of whatever agents remember.
-
-    Errors: UsageError where the numbers are used up, which only foreign objects can bring about."""
+    """A new epoch above all of `known`: the epochs of the store and those that agents remember. Errors: UsageError if
+    the numbers are used up, which only foreign objects can cause."""
     number = 1 + max((epoch.number for epoch in known), default=0)
     if number > NUMBER_MAX:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Writing frames into packs: what is written where, and the threads that do it.
+"""Writing frames into packs: how they are divided into packs, and the threads that encode and put them.
 
-A pack is encoded and put by one thread, several packs at once, so that encoding goes on while others are on the way.
-With the raw codec nothing is copied: frames that lie behind one another in memory are put as one slice of it.
-Otherwise the encoded frames are gathered in one buffer per thread, which is reused.
+One thread encodes and puts one pack; several packs are in work at once, so encoding overlaps with sending. The raw
+codec copies nothing: frames that are adjacent in memory are put as one slice. Other codecs collect the encoded frames
+in one buffer per thread, which is reused.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from ckpt.threads import Tasks
 from ckpt.types import Identity
 
 PACK_BYTES = 64 << 20
-PACKS_MAX = 512  # per owner and checkpoint; above it packs grow
-PUTS_MAX = 4  # packs on the way at once
-ENCODED_BYTES_MAX = 256 << 20  # what encoded packs may take in memory (one pack always may)
-GAP_BYTES_MAX = 4096  # alignment between two frames in memory that is written along rather than cut out
+PACKS_MAX = 512  # per owner and checkpoint; beyond it, packs grow
+PUTS_MAX = 4  # packs being put at once
+ENCODED_BYTES_MAX = 256 << 20  # memory for encoded packs (one pack is always allowed)
+# A gap for alignment between two frames in memory, up to this size, is written along rather than cut out.
+GAP_BYTES_MAX = 4096
 
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """`packs`: keys and sizes. `places`: array of PLACE, one for each frame that was to be written; `pack` counts from
-    0 in `packs`."""
+    """What one writer has put. `packs`: keys and sizes. `places`: array of PLACE, one per frame that was to be written;
+    `pack` is an index into `packs`."""
 
     packs: tuple[tuple[str, int], ...]
     places: Array
@@ -50,9 +51,9 @@ class Written:
 
 
 class Packs:
-    """One writer's packs of one checkpoint. `frames`: array of FRAME, what is to be written; `frame(i)`: the raw bytes
-    of the i-th, contiguous, unchanged until `write` returns; called from several threads. `key(n)`: of the n-th pack.
-    `pack_bytes`: raw bytes per pack, about. `cancel`: set it to give up."""
+    """The packs that one writer puts for one checkpoint. `frames`: array of FRAME, the frames to write. `frame(i)`: the
+    raw bytes of the i-th, contiguous; called from several threads; the bytes must not change until `write` returns.
+    `key(n)`: the key of the n-th pack. `pack_bytes`: approximate raw bytes per pack. `cancel`: set it to stop."""
 
     def __init__(
         self,
@@ -74,13 +75,13 @@ class Packs:
         self._benches: queue.SimpleQueue[_Bench] = queue.SimpleQueue()
 
     def write(self) -> Written:
-        """When it returns or raises, no thread of it is left. Errors: whatever the first failing pack met; SaveFailed
-        where it was cancelled."""
+        """Puts all packs. When it returns or raises, none of its threads is left. Errors: the error of the first pack
+        that failed; SaveFailed if cancelled."""
         groups = self._groups()
         return Written(tuple(self._write_all(groups)) if groups else (), self._places)
 
     def _groups(self) -> list[Indices]:
-        """Frames by pack: runs of about as many raw bytes each, in order, which keeps a tensor's frames together."""
+        """The frames by pack: consecutive runs of about equal raw size, which keep a tensor's frames together."""
         if not len(self._frames):
             return []
         ends = np.cumsum(self._frames["length"].astype(np.int64))
@@ -118,13 +119,14 @@ class Packs:
             self._check()
             self._backend.put(key, chunks, cancel=self._cancel)
         except BaseException:
-            self._failed.set()  # whatever has not begun to put does not
+            # Packs whose put has not begun are not put any more.
+            self._failed.set()
             raise
         self._benches.put(bench)
         return key, size
 
     def _slices(self, number: int, group: Indices) -> list[Buffer]:
-        """The frames' own memory; the alignment between two of them is part of the slice."""
+        """The frames' own memory. The gap for alignment between two of them is part of the slice."""
         slices, places = _Slices(), []
         for i in group.tolist():
             raw = self._checked_frame(i)
@@ -160,11 +162,11 @@ class Packs:
 
 
 class _Stopped(SaveFailed):
-    """Not the cause: another pack's failure is."""
+    """The error of a pack that stopped because another pack failed. It is never the cause."""
 
 
 class _Bench:
-    """What one thread works with: the codec's scratch memory, and a buffer for the pack it fills."""
+    """The working memory of one thread: the codec's scratch, and a buffer for the pack that it fills."""
 
     def __init__(self) -> None:
         self.scratch = codecs.CodecScratch()
@@ -177,15 +179,16 @@ class _Bench:
 
 
 class _Slices:
-    """Chunks of memory behind one another in a pack; what lies behind one another in memory too is one chunk."""
+    """The chunks of one pack. Frames that are adjacent in memory form one chunk."""
 
     def __init__(self) -> None:
         self.chunks: list[Buffer] = []
         self._size = 0
-        self._last: tuple[object, int, int] = (None, 0, 0)  # the object that the last chunk is [start, stop) of
+        # The last chunk is [start, stop) of this object.
+        self._last: tuple[object, int, int] = (None, 0, 0)
 
     def add(self, raw: memoryview) -> int:
-        """Where in the pack it begins."""
+        """Appends a frame. Returns its offset in the pack."""
         whole = memoryview(raw.obj)
         start = _address(raw) - _address(whole) if whole.c_contiguous else 0
         stop = start + raw.nbytes
@@ -202,8 +205,9 @@ class _Slices:
 
 
 class PutRateLimit:
-    """Holds puts back so that no more than `bytes_per_s` are sent on average, from the start of a commit to the end of
-    any put: a pack is paid for before it goes, with time that has passed meanwhile. None: no limit."""
+    """A rate limit: delays puts so that at most `bytes_per_s` are sent on average. None: no limit. The average runs
+    from the start of a commit to the end of any put. So a pack is paid for before it is sent, with time that has
+    passed."""
 
     def __init__(self, clock: Clock, bytes_per_s: float | None) -> None:
         self._clock = clock
@@ -212,7 +216,7 @@ class PutRateLimit:
         self._lock = threading.Lock()
 
     def take(self, size: int, check: Callable[[], None]) -> None:
-        """Returns when `size` bytes may be sent. `check` is called every second meanwhile, and may raise."""
+        """Returns when `size` bytes may be sent. Meanwhile `check` is called every second, and may raise."""
         if self._bytes_per_s is None:
             return
         price_s = size / self._bytes_per_s
@@ -224,7 +228,8 @@ class PutRateLimit:
                 self._clock.sleep_s(min(left_s, 1.0))
         except BaseException:
             with self._lock:
-                self._free_at_s -= price_s  # it is not sent: the next commit does not pay for it
+                # These bytes are not sent, so the next commit does not pay for them.
+                self._free_at_s -= price_s
             raise
 
 

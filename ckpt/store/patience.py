@@ -1,4 +1,4 @@
-"""Waiting for an object that must be there: a listing or a record has named it, and a store may show it late."""
+"""Waiting for an object that a listing or a record has named, since some stores show a new object late."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ckpt.errors import NotFound
 
 T = TypeVar("T")
 
-LATE_S = 3.0  # a file system with an attribute cache, or a gateway, shows a new object that late
+# An attribute cache of a file system, or a gateway, shows a new object up to this late.
+LATE_S = 3.0
 PAUSE_FIRST_S = 0.1
 
 
 class Patience:
-    """Asks again for what is not there, until `LATE_S` after the first time, in all: of an object that was deleted the
-    others have gone, too, and not each is to be waited for. Thread-safe."""
+    """Reads a missing object again, until LATE_S after the first miss of any object. All objects share one LATE_S: if
+    one was deleted, the others are gone too, and waiting for each would take long. Thread-safe."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -25,7 +26,7 @@ class Patience:
         self._lock = threading.Lock()
 
     def get(self, read: Callable[[], T]) -> T:
-        """Errors: NotFound; what `read` raises besides."""
+        """The result of `read`. Errors: NotFound if time is up; all other errors of `read`."""
         pause_s = PAUSE_FIRST_S
         while True:
             try:

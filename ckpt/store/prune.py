@@ -1,22 +1,22 @@
-"""Deleting checkpoints: one decider, two passes, the store's clock.
+"""Deletion of checkpoints: one decider, two passes, times by the store's clock.
 
-Pass 1 retires: a tombstone `retired/<identity>` says that the checkpoint exists no more. It stays for ever, so that a
-record that lands later is born retired. Pass 2, when the tombstone is older than the grace, deletes: first the
-records, then the packs. A pack goes only when
+Pass 1 retires: a tombstone `retired/<identity>` says that the checkpoint no longer exists. The tombstone stays for
+ever, so a record that lands later is retired already. Pass 2 deletes when the tombstone is older than the grace: first
+the records, then the packs. A pack is deleted only if
 
-- no unretired record refers to it, nor one whose tombstone is younger than the grace,
-- no lease of a reader names a checkpoint whose record refers to it,
+- no unretired record refers to it, nor a record whose tombstone is younger than the grace,
+- no reader's lease names a checkpoint whose record refers to it,
 - it is itself older than the grace, and
-- its identity has been retired for longer than the grace, or is committed and settled: of a closed or superseded
-  epoch, all its packs older than the grace (then the pack is that of an attempt that failed).
+- its identity has been retired for longer than the grace, or it belongs to a failed attempt: the identity is committed,
+  its epoch is closed or superseded, and all its packs are older than the grace.
 
-What was left behind by commits that never happened (settled, without a record) is retired and deleted by the same
-two passes. The newest checkpoint of the line is never retired, and only what has its record and packs counts as kept.
-If a record that counts cannot be read, no pack is deleted: nobody knows what it refers to.
+The packs of a commit that never happened (epoch over, no record) are retired and deleted by the same two passes. The
+newest checkpoint of the branch history is never retired. Only a checkpoint that has its record and its packs counts as
+kept. If a record that counts cannot be read, no pack is deleted: nobody knows which packs it needs.
 
-In a folder a put is over when it returns, and readers hold leases. So there a checkpoint that was committed and retired
-has a short grace (FOLDER_GRACE_S) while nobody holds a lease. It has none where the disk has no room for another one
-like the newest: then a pass deletes what it has just retired.
+In a folder a put is over when it returns, and readers hold leases. So the grace of a retired checkpoint is short there
+(FOLDER_GRACE_S) while nobody holds a lease. There is no grace if the disk has no room for another checkpoint like the
+newest: then a pass deletes at once what it has retired.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ GRACE_S = 900.0
 FOLDER_GRACE_S = 10.0
 LEASE_REFRESH_S = 30.0
 LEASE_REFRESH_S_MAX = 600.0
-LEASE_CLOSE_S = 180.0  # longer than a refresh is tried again
+LEASE_CLOSE_S = 180.0  # longer than a refresh is retried
 LEASE_IDENTITIES_MAX = 1000
 _LEASE_BYTES_MAX = 64 << 10
 _READERS = 16
 
 
 def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, Mapping[str, float]]) -> set[Identity]:
-    """Which checkpoints of a line (oldest first) stay. `metrics`: needed for keep.best only.
-
-    The newest stays always; all stay where `keep` has no rule, or only one by a metric that none has. Of several at one
-    step (a save, and then the exit) the rules by number count the newest."""
+    """The checkpoints of a branch history (oldest first) that stay. `metrics`: needed only for keep.best. The newest
+    always stays. All stay if `keep` has no rule, or only `best` with a metric that no checkpoint has. If one step has
+    several checkpoints (a save, then the exit), `last` and `every` count the newest of them."""
     best = None if keep.best is None else best_of(line, keep.best.metric, keep.best.mode, metrics)
     if keep.last is None and keep.every is None and best is None:
         return set(line)
@@ -70,7 +69,8 @@ def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, M
 def best_of(
     line: Iterable[Identity], metric: str, mode: Literal["min", "max"], metrics: Mapping[Identity, Mapping[str, float]]
 ) -> Identity | None:
-    """Of equal ones the newest; one that is not a number is none."""
+    """The checkpoint with the best value of the metric; the newest among equals. NaN counts as no value. None: no
+    checkpoint has one."""
     sign = 1.0 if mode == "min" else -1.0
     found, lowest = None, float("inf")
     for identity in line:
@@ -81,7 +81,7 @@ def best_of(
 
 
 def unknown_metric(metric: str, known: Iterable[Mapping[str, float]]) -> UsageError:
-    """That no checkpoint has this metric. `known`: the metrics of each checkpoint."""
+    """The error that no checkpoint has this metric. `known`: the metrics of each checkpoint."""
     names = sorted({name for metrics in known for name in metrics})
     there = ", ".join(names[:20]) or "none: ck.save(metrics=) gives them"
     return UsageError(f"no checkpoint has a metric {metric!r}; there are {there}")
@@ -89,12 +89,18 @@ def unknown_metric(metric: str, known: Iterable[Mapping[str, float]]) -> UsageEr
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What a pass would do. `retire`: checkpoints that get a tombstone now. `abandoned`: the same for identities that
-    were never committed. `waiting`: retired ones whose grace is not over. `damaged`: those of the line that do not
-    count as kept: no record can be read, or a pack is not there in its size. `records`, `packs`, `leases`: keys that
-    are deleted now. `deleted_bytes`: of those. `freed_later_bytes`: of packs that nothing will refer to once the grace
-    of all that is retired is over. `grace_s`: of checkpoints that are retired. `blocked`: why no pack can be deleted,
-    or ""."""
+    """What one pass will do.
+
+    - `retire`: checkpoints that get a tombstone now.
+    - `abandoned`: the same for identities that were never committed.
+    - `waiting`: retired checkpoints whose grace is not over.
+    - `damaged`: checkpoints of the branch history that do not count as kept: no record can be read, or a pack is
+      missing or has another size.
+    - `records`, `packs`, `leases`: keys to delete now; `deleted_bytes`: the size of these records and packs.
+    - `freed_later_bytes`: the size of packs that nothing will refer to when the grace of all retired checkpoints is
+      over.
+    - `grace_s`: the grace of retired checkpoints.
+    - `blocked`: why no pack can be deleted, or ""."""
 
     retire: tuple[Identity, ...]
     abandoned: tuple[Identity, ...]
@@ -113,10 +119,9 @@ class PrunePlan:
 
 
 class Pruner:
-    """The one decider of a run's deletions.
-
-    `epoch`: the running epoch that it decides for; None for a closed run (the caller has made sure of that, by
-    Run.watch_other). Records are read once and remembered. Several threads may plan at once."""
+    """The one decider of a run's deletions. `epoch`: the running epoch that it decides for. None: the run is closed,
+    which the caller has checked with Run.watch_other. Each record is read once and remembered. Several threads may plan
+    at once."""
 
     def __init__(self, run: Run, epoch: Epoch | None, *, grace_s: float = GRACE_S) -> None:
         self.run = run
@@ -126,9 +131,8 @@ class Pruner:
         self._metrics_of: dict[CommitRef, dict[str, float]] = {}
 
     def plan(self, view: RunView, keep: Keep, also: Collection[Identity] = ()) -> PrunePlan:
-        """`also`: checkpoints to retire besides, branches among them.
-
-        Errors: UsageError for an `also` that is not committed or is the newest of the line; StorageError."""
+        """The next pass, without doing it. `also`: further checkpoints to retire; they may be on branches. Errors:
+        UsageError if one of `also` is not committed or is the newest of the branch history; StorageError."""
         now_s = self.run.backend.now_s()
         unread = self._read(view.commits)
         listed = [(found, info) for info in self.run.backend.list(keys.DATA) if (found := keys.parse_pack(info.key))]
@@ -138,7 +142,7 @@ class Pruner:
         grace_s = self._grace_of_retired_s(whole, bool(leased or lease_problem))
 
         def is_over(since_s: float) -> bool:
-            """Whether the grace that began then is over. Without a grace the file system's clock does not matter."""
+            """Whether the grace that began at `since_s` is over. Without a grace the store's clock does not matter."""
             return grace_s == 0 or now_s - since_s > grace_s
 
         expired = {each for each, since_s in view.retired.items() if is_over(since_s)}
@@ -189,8 +193,8 @@ class Pruner:
         )
 
     def check_metric(self, view: RunView, keep: Keep) -> None:
-        """For whoever has just planned by hand. Errors: UsageError where `keep.best` goes by a metric that no
-        checkpoint of the line has: it is misspelt, and what is best would go."""
+        """Checks a plan made by hand; call it after `plan`. Errors: UsageError if no checkpoint of the branch history
+        has the metric of `keep.best`. The name is misspelt then, and the best checkpoint would be deleted."""
         if keep.best is None:
             return
         known = [self._metrics_of.get(ref, {}) for ref in view.line]
@@ -198,25 +202,26 @@ class Pruner:
             raise unknown_metric(keep.best.metric, known)
 
     def leased(self) -> set[Identity]:
-        """The checkpoints that readers hold. Errors: StorageError."""
+        """The checkpoints that readers hold by a lease. Errors: StorageError."""
         return self._leases(self.run.backend.now_s())[0]
 
     def execute(self, plan: PrunePlan) -> int:
-        """Carries the plan out, empty or not, and aborts uploads that nobody will end, older than the grace: how many.
-        May be done again after any failure. Errors: Superseded; StorageError."""
+        """Carries out the plan, also an empty one. May be repeated after any failure. Also aborts orphaned uploads that
+        are older than the grace; returns their number. Errors: Superseded; StorageError."""
         if self.epoch is not None:
             self.run.check(self.epoch)
         backend = self.run.backend
-        # What former tombstones allow, and what killed writers have left, comes first: in a store that is full there is
-        # no room for another tombstone before.
+        # First delete what former tombstones allow, and what killed writers have left. A store that is full has no room
+        # for another tombstone before.
         if plan.records:
-            backend.delete(plan.records)  # before any pack: no record is ever seen without its packs
+            # Records go before packs: no record is ever seen without its packs.
+            backend.delete(plan.records)
         if plan.packs:
             backend.delete(plan.packs)
         if plan.leases:
             backend.delete(plan.leases)
         ended = backend.abort_uploads(self.grace_s, keys.PREFIXES, keys.is_ours)
-        # A record that has landed since the plan was made is a checkpoint, whatever became of its writer.
+        # A record that has landed since the plan was made is a checkpoint, whether or not its writer is alive.
         landed = {found[0] for info in backend.list(keys.COMMITS) if (found := keys.parse_record(info.key))}
         abandoned = [identity for identity in plan.abandoned if identity not in landed]
         body = json.dumps({"by": str(self.epoch) if self.epoch else "prune of a closed run"}).encode()
@@ -243,8 +248,8 @@ class Pruner:
         return self.grace_s if is_read else min(self.grace_s, FOLDER_GRACE_S)
 
     def _whole(self, view: RunView, sizes: Mapping[str, int]) -> list[CommitRef]:
-        """Of each checkpoint of the line that can be restored the record that can. Only these count: a line whose
-        newest records or packs are gone keeps its older ones."""
+        """For each checkpoint of the branch history that can be restored, a record that can be used. Retention counts
+        only these: if the newest records or packs are gone, older checkpoints stay."""
 
         def is_whole(ref: CommitRef) -> bool:
             return ref in self._packs_of and all(sizes.get(key) == size for key, size in self._packs_of[ref])
@@ -259,7 +264,7 @@ class Pruner:
     def _why_blocked(
         self, view: RunView, ref: CommitRef, unread: Mapping[CommitRef, CkptError], retire: Collection[Identity]
     ) -> str:
-        """Nobody knows which packs that record refers to: what is wrong with it, and the way out."""
+        """Why an unread record blocks all deletion (its packs are unknown): what is wrong with it, and what to do."""
         wrong, identity = unread[ref], ref.identity
         if identity in view.retired or identity in retire:
             return f"{wrong}. It goes itself: a prune after its grace can delete"
@@ -279,14 +284,15 @@ class Pruner:
         return set(also) - set(view.retired)
 
     def _over(self, epoch: Epoch, view: RunView) -> bool:
-        """Whether nothing of that epoch is expected any more. (What comes nevertheless meets a tombstone.)"""
+        """Whether nothing more is expected of that epoch. (What lands all the same meets a tombstone.)"""
         return epoch in view.closed or (view.newest_epoch is not None and view.newest_epoch > epoch)
 
     def _referred(self, refs: Iterable[CommitRef]) -> set[str]:
         return {key for ref in refs for key, _ in self._packs_of.get(ref, ())}
 
     def _read(self, refs: Sequence[CommitRef]) -> dict[CommitRef, CkptError]:
-        """Remembers the packs and metrics of these records; what is wrong with those that could not be read."""
+        """Reads the records, and remembers their packs and metrics. Returns the error of each record that could not be
+        read."""
 
         def read(ref: CommitRef) -> CkptError | None:
             try:
@@ -294,14 +300,16 @@ class Pruner:
             except (DamagedData, NotFound) as exc:
                 return exc
             self._metrics_of[ref] = found.metrics
-            self._packs_of[ref] = found.packs  # the last: for a plan on another thread it is read from now on
+            # Set last: from now on a plan on another thread takes this record as read.
+            self._packs_of[ref] = found.packs
             return None
 
         new = [ref for ref in refs if ref not in self._packs_of]
         return {ref: wrong for ref, wrong in zip(new, in_parallel(read, new, _READERS), strict=True) if wrong}
 
     def _leases(self, now_s: float) -> tuple[set[Identity], set[str], str]:
-        """What readers hold; the keys of leases that were not refreshed for two periods; what is wrong with one."""
+        """The checkpoints that readers hold; the keys of leases that were not refreshed for two periods; what is wrong
+        with a lease, or ""."""
         held: set[Identity] = set()
         stale: set[str] = set()
         problem = ""
@@ -325,10 +333,11 @@ class Pruner:
 
 
 class Lease:
-    """While the block runs nothing that the checkpoints' records refer to is deleted: up to LEASE_IDENTITIES_MAX.
+    """A reader's lease: while the block runs, the packs that the checkpoints' records refer to are not deleted.
 
-    Take it before the record is opened: what was there then stays. It is refreshed by a thread of its own; where that
-    fails for two periods the reader may lose packs, which are damage to it then."""
+    Names at most LEASE_IDENTITIES_MAX checkpoints. Take it before opening the record: what is there then stays. A
+    thread of the lease refreshes it. If the refresh fails for two periods, packs may be deleted, and the reader sees
+    them as damage."""
 
     def __init__(
         self,
@@ -380,6 +389,7 @@ def _decode_lease(data: bytes, key: str) -> tuple[float, list[Identity]]:
         identities = [Identity.parse(text) for text in body["identities"]]
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise DamagedData(f"{key} is not a lease: {exc!s:.200}") from exc
-    if math.isnan(period_s):  # nothing is older than that
+    # Nothing is older than NaN seconds: the lease would never go stale.
+    if math.isnan(period_s):
         raise DamagedData(f"{key} is not a lease: it is refreshed every {period_s} s")
     return min(max(period_s, 0.0), LEASE_REFRESH_S_MAX), identities

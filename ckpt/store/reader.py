@@ -1,9 +1,9 @@
-"""Reading a checkpoint from the store: its record, and its frames by ranged gets, each checked by its hash.
+"""Reader of a checkpoint in the store: its record, and its frames by ranged gets. Each frame is checked by its hash.
 
-Frames that lie near one another in a pack are fetched together, several such runs at once, decoded straight into the
-memory that the caller gives. A pack that a record names and that is not there is asked for again for some seconds,
-since some stores show a new object late. Then it counts as missing: deleted by hand, or by a prune of a reader that
-holds no lease. `newest_readable` lists once more then, before it goes on to an older checkpoint.
+Frames that are close in a pack are fetched together. Several such gets run at once, and frames are decoded straight
+into memory that the caller gives. Some stores show a new object late, so a missing pack is asked for again for some
+seconds. Then it counts as missing: it was deleted by hand, or by a prune while the reader held no lease.
+`newest_readable` then lists once more before it goes on to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from ckpt.types import Identity
 
 T = TypeVar("T")
 
-GET_BYTES = 16 << 20  # frames are fetched together up to this
-GAP_BYTES_MAX = 64 << 10  # what may be read and thrown away between two of them
+GET_BYTES = 16 << 20  # of one get, which may hold several frames
+GAP_BYTES_MAX = 64 << 10  # that may be read and dropped between two frames of a get
 GETS_MAX = 8  # at once
-HELD_BYTES_MAX = 256 << 20  # fetched and not yet decoded (one get always may)
+HELD_BYTES_MAX = 256 << 20  # fetched and not yet decoded (one get is always allowed)
 
 
 def candidates(view: RunView) -> list[CommitRef]:
-    """What may be restored, newest first: the line, and behind each checkpoint its further records, which stand in for
-    a damaged one.
-
-    Errors: DamagedData where nothing is left of the line because a claim cannot be read: that is no fresh run."""
+    """The records that may be restored, newest first: the branch history, and behind each checkpoint its further
+    records. A further record stands in for a damaged one. Errors: DamagedData if nothing is left of the branch history
+    because a claim cannot be read. Such a run is not a fresh one."""
     line = view.line
     newest = view.newest_epoch
     broken = view.lineage.broken(newest) if newest is not None else None
@@ -56,11 +55,9 @@ def open_record(backend: Backend, ref: CommitRef, patience: Patience | None = No
 
 
 def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record], T]) -> T:
-    """The result of `use` over the records of one checkpoint (RunView.records): one that is damaged is passed over,
-    which an event says.
-
-    Errors: NoCheckpoint where it was retired meanwhile; else, of the first that fails so, NewerFormat, DamagedData,
-    NotFound; what `use` raises besides."""
+    """The result of `use` for the first readable record of one checkpoint (RunView.records). An event names a damaged
+    record. Errors: NoCheckpoint if the checkpoint was retired meanwhile. If no record is readable: the first
+    NewerFormat, else the first DamagedData or NotFound. Other errors of `use`."""
     wrong: list[DamagedData | NotFound] = []
     for ref in records:
         try:
@@ -85,26 +82,29 @@ def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record],
 
 
 def missing_pack(key: str, identity: Identity, cause: NotFound) -> MissingData:
-    """The error that a pack is not there, which that checkpoint needs."""
+    """The error for a pack that the checkpoint needs and that is missing."""
     error = MissingData(f"{key} is missing, which the record of {identity} names: {cause}")
     error.__cause__ = cause
     return error
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether it says that an object is not there."""
+    """Whether the error says that an object is missing."""
     return isinstance(error, NotFound | MissingData)
 
 
 def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
-    """The first result of `use` over the candidates, newest first. One that is damaged, or was deleted meanwhile, is
-    passed over with a loud event; the first time that something is not there, the store is listed anew.
+    """The first result of `use` over the candidates, newest first.
 
-    Errors: NoCheckpoint; NewerFormat where a newer ckpt saved the first one that is sound: what is older is not taken
-    for it; DamagedData where none was readable."""
+    A candidate that is damaged or was deleted meanwhile is passed over, with a warning event. At the first missing
+    object the store is listed anew.
+
+    Errors: NoCheckpoint; DamagedData if none was readable; NewerFormat if a newer ckpt saved the newest candidate that
+    is not damaged: no older one is taken instead."""
     refs = candidates(run.view())
     struck: set[CommitRef] = set()
-    newer: tuple[Identity, NewerFormat] | None = None  # another record of the same checkpoint may still do
+    # Another record of the same checkpoint may still be readable.
+    newer: tuple[Identity, NewerFormat] | None = None
     listed_again = False
     while True:
         left = [ref for ref in refs if ref not in struck]
@@ -138,7 +138,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _Get:
-    """Bytes [start, start + length) of a pack, which hold these frames."""
+    """One ranged get: bytes [start, start + length) of a pack, which hold these frames."""
 
     pack: int
     start: int
@@ -147,8 +147,8 @@ class _Get:
 
 
 class FrameReader:
-    """Reads frames of one record, by at most `gets` requests at once, of up to `get_bytes` each (or one frame).
-    `patience`: for packs that are shown late, see Run.patience. Thread-safe; holds nothing open."""
+    """A reader of one record's frames, with at most `gets` requests at once, each of at most `get_bytes` (or one
+    frame). `patience`: waits for packs that are shown late, see Run.patience. Thread-safe; holds nothing open."""
 
     def __init__(
         self,
@@ -172,13 +172,15 @@ class FrameReader:
         out: Callable[[int], memoryview],
         failed: Callable[[int, Exception], None] | None = None,
     ) -> None:
-        """Fetches the frames, in any order. For each: `out(frame)` gives writable memory of its raw length (and may
-        wait for it), which is filled and checked; then `deliver(frame)`, or `failed(frame, error)` so that another
-        source can be tried. All three are called from several threads at once.
+        """Fetches the frames, in any order.
 
-        Errors: what `out`, `deliver` or `failed` raise; without `failed` the first frame's error: DamagedData names
-        the pack, and the frame or that it is missing; StorageError. No thread is left then, and no further call is
-        made."""
+        For each frame, `out(frame)` gives writable memory of its raw length, and may wait for it. The memory is filled
+        and checked. Then `deliver(frame)` is called; or `failed(frame, error)`, so that the caller can try another
+        source. All three are called from several threads at once.
+
+        Errors: those of `out`, `deliver` and `failed`. Without `failed`, the error of the first frame: StorageError, or
+        DamagedData, which names the pack and the frame (or says that the pack is missing). When it raises, no thread is
+        left and no further call is made."""
         gets = self._plan(frames)
         if not gets:
             return
@@ -250,7 +252,8 @@ class FrameReader:
             read = self.patience.get(lambda: self.backend.get_range(key, get.start, get.length))
             data = memoryview(read).cast("B")
         except DamagedData as exc:
-            if len(get.frames) > 1:  # the pack is cut short: what lies before may still be good
+            # The pack is cut short: the frames before the cut may still be good.
+            if len(get.frames) > 1:
                 for frame in get.frames:
                     self._read(self._plan([frame])[0], deliver, out, failed, scratch, stop)
                 return
@@ -293,8 +296,9 @@ class FrameReader:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What a checkpoint holds besides tensors. `shared`: the tree that is the same on every rank; `own_shared`: by
-    coordinate, of ranks whose copy differs from it; `own`: by coordinate, each rank's generators and loaders."""
+    """The values of a checkpoint: all that is not a tensor. `shared`: the tree that is the same on every rank.
+    `own_shared`: by coordinate, the differing copies of some ranks. `own`: by coordinate, each rank's generators and
+    loaders."""
 
     shared: Any
     own_shared: dict[str, Any]
@@ -302,7 +306,7 @@ class Values:
 
 
 def load_values(reader: FrameReader) -> Values:
-    """Errors: DamagedData; StorageError."""
+    """All values of the checkpoint. Errors: DamagedData; StorageError."""
     trees = dict(each_values(reader))
     return Values(
         shared=trees.get((VALUES, "")),
@@ -312,13 +316,13 @@ def load_values(reader: FrameReader) -> Values:
 
 
 def each_values(reader: FrameReader, held_bytes: int = HELD_BYTES_MAX) -> Iterator[tuple[tuple[str, str], Any]]:
-    """(name, owner) and tree of each blob of values. Of their bytes no more than `held_bytes` are held, or one blob.
-
-    Errors: DamagedData; StorageError."""
+    """(name, owner) and tree of each blob of values. At most `held_bytes` of their bytes are held at a time, or one
+    blob. Errors: DamagedData; StorageError."""
     manifest = reader.record.manifest
     of_values = np.array([spec.values for spec in manifest.tensors], bool)
     is_its = of_values[np.array([tensor for tensor, _ in manifest.boxes], np.int64)]
-    owners: dict[int, list[tuple[str, str]]] = {}  # by frame: a blob is one (format/record.py)
+    # The key is the frame: each blob of values is one frame (format/record.py).
+    owners: dict[int, list[tuple[str, str]]] = {}
     for box, frame in manifest.extents[is_its[manifest.extents["box"]]][["box", "frame"]].tolist():
         spec = manifest.tensors[manifest.boxes[box][0]]
         owners.setdefault(frame, []).append((spec.name, spec.owner))

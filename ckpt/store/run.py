@@ -1,7 +1,7 @@
-"""One run in a store: what is there (by listing), and the epoch's own small objects (claim, heartbeat, end).
+"""One run in a store: the listing of its objects, and an epoch's own small objects (claim, heartbeat, end).
 
-Nothing here is decided from a clock of this machine. A claim, once written, is never changed; a heartbeat is the only
-object that is; `closed/<epoch>` only ever says one thing, whoever puts it.
+No decision uses this machine's clock. A claim is never changed once it is written. A heartbeat is the only object that
+is overwritten. `closed/<epoch>` always says the same, whoever puts it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from ckpt.types import Epoch, Identity
 S = TypeVar("S")
 T = TypeVar("T")
 
-HEARTBEAT_S_MAX = 300.0  # what a foreign heartbeat may make us wait for
+HEARTBEAT_S_MAX = 300.0  # the longest period of a foreign heartbeat that is waited for
 _SMALL = 64 << 10
 _READERS = 16
-_LOOKS = 4  # how often a foreign heartbeat is looked at within one period
+_LOOKS = 4  # at a foreign heartbeat, within one period
 
 
 @dataclass(frozen=True)
 class RunView:
-    """What one listing found. `retired`: tombstones, by the store's time of their writing (Unix seconds; infinity where
-    it tells none).
-    `damaged`: (key, what is wrong) of claims that could not be read."""
+    """What one listing of a run found. `retired`: tombstones, with the store's time of their writing (Unix seconds;
+    infinity if the store gives no times). `damaged`: (key, problem) of claims that could not be read."""
 
     claims: tuple[Claim, ...]
     epochs: frozenset[Epoch]
@@ -62,7 +61,7 @@ class RunView:
 
     @cached_property
     def line(self) -> list[CommitRef]:
-        """Oldest first."""
+        """The branch history, oldest first."""
         return self.lineage.line(self.commits, self.retired)
 
     @cached_property
@@ -71,15 +70,14 @@ class RunView:
 
     @cached_property
     def records(self) -> dict[Identity, list[CommitRef]]:
-        """Of each checkpoint all of its records, the lowest writer's first: the others stand in for one that is
-        damaged."""
+        """All records of each checkpoint, the lowest writer's first. The others stand in for a damaged one."""
         found: dict[Identity, list[CommitRef]] = {}
         for ref in sorted(self.commits):
             found.setdefault(ref.identity, []).append(ref)
         return found
 
     def overlooked(self, claim: Claim, seen: Collection[Identity]) -> list[CommitRef]:
-        """What the start with that claim has passed over without knowing of it: see Lineage.overlooked."""
+        """The commits that the start with this claim has passed over unknowingly: see Lineage.overlooked."""
         lineage = Lineage([*self.claims, claim], self.epochs)
         return lineage.overlooked(claim.epoch, self.commits, self.retired, seen)
 
@@ -88,26 +86,28 @@ class RunView:
         return self.lineage.newest
 
     def begin(self, remembered: Collection[Epoch] = ()) -> Epoch:
-        """A new epoch: its number is 1 + the largest that the store or any agent (`remembered`) knows."""
+        """A new epoch. Its number is 1 + the largest that the store or any agent (`remembered`) knows."""
         known = {*self.epochs, *self.closed, *self.alive, *remembered}
         known.update(ref.identity.epoch for ref in self.commits)
         known.update(identity.epoch for identity in self.retired)
-        return next_epoch(known)  # what claims name besides has smaller numbers than they
+        # Claims also name ancestors, but these have smaller numbers.
+        return next_epoch(known)
 
 
 class Run:
-    """The run below a URL. Thread-safe. `heartbeat` and `close` may be called again at any time."""
+    """The run below a URL. Thread-safe. `heartbeat` and `close` may be repeated at any time."""
 
     def __init__(self, backend: Backend, clock: Clock | None = None, events: Events | None = None) -> None:
         self.backend = backend
         self.clock = clock or SystemClock()
         self.events = events or Events()
-        self.patience = Patience(self.clock)  # with what the newest listing has shown: once for all of it
+        # One patience for all objects that the newest listing has shown.
+        self.patience = Patience(self.clock)
         self._claims: dict[Epoch, Claim] = {}  # claims never change
 
     def view(self) -> RunView:
-        """What is there now. Commits are listed before epochs, so that no commit is seen without its claim, and
-        tombstones last, so that what was retired meanwhile is not offered."""
+        """A new listing of the run. Commits are listed before epochs, so that no commit is seen without its claim.
+        Tombstones are listed last, so that a checkpoint retired meanwhile is not offered."""
         self.patience = Patience(self.clock)
         commits = []
         for info in self.backend.list(keys.COMMITS):
@@ -131,7 +131,8 @@ class Run:
         return frozenset(self._epochs_below(keys.EPOCHS))
 
     def check(self, epoch: Epoch) -> None:
-        """Errors: Superseded where a newer epoch is claimed. To be called right before a commit or a deletion."""
+        """Checks that the epoch is the newest. Call it right before a commit or a deletion. Errors: Superseded if a
+        newer epoch is claimed."""
         newest = max(self.epochs(), default=epoch)
         if newest > epoch:
             claims, _ = self._read_claims([newest])
@@ -142,9 +143,8 @@ class Run:
             )
 
     def claim(self, claim: Claim) -> None:
-        """Puts it; doing so again is harmless, a lost reply is settled by reading back.
-
-        Errors: UsageError where another claim has the key (the epoch's nonce is not new); StorageError."""
+        """Puts the claim. A repetition is harmless; a lost reply is settled by reading back. Errors: UsageError if
+        another claim has the key (the epoch's nonce is not new); StorageError."""
         key, body = keys.epoch_key(claim.epoch), encode_claim(claim)
         try:
             self.backend.put(key, [body], PutMode.IF_ABSENT)
@@ -158,29 +158,33 @@ class Run:
         self._claims[claim.epoch] = claim
 
     def retract(self, epoch: Epoch) -> None:
-        """Takes a claim back, by who has put it, where nothing was committed under it."""
+        """Deletes a claim. Only the start that put it may do so, and only if nothing was committed under it."""
         self.backend.delete([keys.epoch_key(epoch), keys.alive_key(epoch)])
 
     def close(self, epoch: Epoch, reason: str) -> None:
-        """Says that nothing more comes from that epoch. The first to say so is right."""
+        """Says that nothing more comes from that epoch. The first such statement stands."""
         body = json.dumps({"epoch": str(epoch), "reason": reason[:1000]}).encode()
         try:
             self.backend.put(keys.closed_key(epoch), [body], PutMode.IF_ABSENT)
         except (AlreadyExists, Unsettled):
-            self.backend.head(keys.closed_key(epoch))  # NotFound: it did not happen, and may be asked for again
+            # NotFound: the put did not happen, and the caller may close again.
+            self.backend.head(keys.closed_key(epoch))
         self.backend.delete([keys.alive_key(epoch)])
 
     def heartbeat(self, epoch: Epoch, count: int, heartbeat_s: float) -> None:
-        """Shows that the epoch lives, every `heartbeat_s` seconds, with a `count` that grows."""
+        """Shows that the epoch lives. Call it every `heartbeat_s` seconds with a growing `count`."""
         body = json.dumps({"epoch": str(epoch), "count": count, "heartbeat_s": heartbeat_s}).encode()
         self.backend.put(keys.alive_key(epoch), [body])
 
     def watch_other(self, view: RunView, launch: str, heartbeat_s: float, *, take_over: bool = False) -> None:
-        """Waits for nobody where the newest epoch is closed, of the same launch, or to be taken over. Otherwise
-        watches it for two heartbeats (its own period, if that is longer): the version and the content of its heartbeat
-        object say whether it lives, no clock does. Older epochs are superseded anyway and are not waited for.
+        """Checks that no other job uses the run, by watching the newest epoch for two heartbeats (of that epoch's own
+        period, if longer).
 
-        Errors: RunInUse."""
+        Returns at once if that epoch is closed, has the same launch, or is to be taken over. Otherwise version and
+        content of its heartbeat object show whether the epoch lives; no clock does. Older epochs are superseded anyway,
+        and are not watched.
+
+        Errors: RunInUse if the heartbeat changes."""
         epoch = view.newest_epoch
         if take_over or epoch is None or epoch in view.closed:
             return
@@ -208,9 +212,9 @@ class Run:
                 )
 
     def _heartbeat_of(self, epoch: Epoch) -> tuple[tuple[str, bytes] | None, float]:
-        """What tells this heartbeat from the next, None where there is none, and its period as it says itself.
-
-        Its version alone does not, where the store's times are coarse or missing: its count is in its content."""
+        """The heartbeat's version and content (None if there is no heartbeat), and its period as it states itself.
+        Where the store's times are coarse or missing, the version does not change with each heartbeat; the count in the
+        content does."""
         key = keys.alive_key(epoch)
         beat = ("", b"")
         try:
@@ -230,7 +234,7 @@ class Run:
         return {epoch: info for epoch, info in found if epoch is not None}
 
     def is_retired(self, identity: Identity) -> bool:
-        """Whether it has a tombstone by now. Errors: StorageError."""
+        """Whether the checkpoint has a tombstone now. Errors: StorageError."""
         try:
             self.backend.head(keys.retired_key(identity))
         except NotFound:
@@ -242,7 +246,7 @@ class Run:
         return {identity: info.modified_s for identity, info in found if identity is not None}
 
     def _read_claims(self, epochs: Collection[Epoch]) -> tuple[tuple[Claim, ...], tuple[tuple[str, str], ...]]:
-        """The claims of `epochs` by epoch, and what could not be read."""
+        """The claims of `epochs` by epoch; and (key, problem) of each that could not be read."""
 
         def read(epoch: Epoch) -> Claim | tuple[str, str]:
             key = keys.epoch_key(epoch)
@@ -264,7 +268,7 @@ class Run:
 
 
 def in_parallel(fn: Callable[[S], T], items: Sequence[S], width: int) -> list[T]:
-    """fn of every item, in order, at most `width` at once; the first error is raised after all have ended."""
+    """fn of every item, in order, at most `width` at once. The first error is raised after all have ended."""
     if len(items) < 2:
         return [fn(item) for item in items]
     with Tasks("store-read", pool_size=min(width, len(items))) as tasks:

@@ -1,8 +1,8 @@
 """Tensors of a checkpoint as a stream of slabs: parts of about 8 MiB, each contiguous in its tensor, in order.
 
-However the tensors were sharded, memory stays at what has been read ahead (AHEAD_BYTES, and a slab), what is on its way
-and not yet decoded (GETS times GET_BYTES), the slab in hand, and the frames that later slabs still need: none where the
-tensors were whole, or sharded by rows.
+Memory stays bounded for any sharding. It holds what was read ahead (AHEAD_BYTES, and a slab), what is fetched and not
+yet decoded (GETS times GET_BYTES), the current slab, and the frames that later slabs need. No later slab needs one if
+the tensors were whole, or sharded by rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ckpt.store.reader import FrameReader
 from ckpt.types import ITEMSIZE, Box
 
 SLAB_BYTES = 8 << 20
-AHEAD_BYTES = 16 << 20  # of frames, fetched one lot after the other
-GETS, GET_BYTES = 4, 4 << 20  # at once, and a frame each: what they hold comes on top
-HELD_BYTES_MAX = 256 << 20  # of frames that are kept for later slabs; above it some are read again
+AHEAD_BYTES = 16 << 20  # of frames, fetched one batch after the other
+# Gets at once, and the size of each (about a frame). Their memory comes on top.
+GETS, GET_BYTES = 4, 4 << 20
+HELD_BYTES_MAX = 256 << 20  # of frames kept for later slabs; beyond it, some are read again
 
 
 def exported_name(item: TensorSpec | Want) -> str:
-    """A tensor's name where there is only one: a rank's own has its coordinate behind it."""
+    """A tensor's name in an export. A rank's own tensor has its coordinate behind the name."""
     return f"{item.name}@{item.owner}" if item.owner else item.name
 
 
@@ -41,28 +42,27 @@ def chosen(manifest: Manifest, only: Sequence[str] = ()) -> list[TensorSpec]:
 
 
 def matching(names: Iterable[str], only: Sequence[str]) -> list[str]:
-    """Those that match one of the globs, in order; all without a glob."""
+    """The names that match one of the globs, in order; all without a glob."""
     return [name for name in names if not only or any(fnmatchcase(name, glob) for glob in only)]
 
 
 def check_globs(only: Sequence[str], names: Collection[str], of: str) -> None:
-    """Errors: UsageError for globs that none of the names matches: one that is mistyped beside others would leave out
-    in silence what it was to choose."""
+    """Checks that each glob matches a name. A mistyped one beside others would silently leave out tensors. Errors:
+    UsageError names the globs without a match."""
     vain = [glob for glob in only if not any(fnmatchcase(name, glob) for name in names)]
     if vain:
         raise UsageError(f"no tensor of {of} matches {', '.join(vain)}; `ckpt show --tensors` lists their names")
 
 
 def slabs_of(spec: TensorSpec, slab_bytes: int = SLAB_BYTES) -> Iterator[Want]:
-    """The tensor in parts that follow one another row-major, none empty."""
+    """The tensor in non-empty parts, in row-major order."""
     for box in _parts((), spec.shape, max(1, slab_bytes // ITEMSIZE[spec.dtype])):
         yield Want(spec.name, spec.owner, spec.dtype, spec.shape, box)
 
 
 def stream(reader: FrameReader, wants: Sequence[Want]) -> Iterator[tuple[int, Bits]]:
-    """(index of the want, its bits as an array of the box's shape and numbers.bits_dtype), in order of the wants.
-
-    Errors: StateMismatch for a want that the checkpoint has not; as FrameReader.read."""
+    """(index of the want, its bits) for each want, in order. The bits are an array of the box's shape and
+    dtypes.bits_dtype. Errors: StateMismatch if the checkpoint lacks a want; else as FrameReader.read."""
     reader = FrameReader(reader.backend, reader.record, reader.patience, gets=GETS, get_bytes=GET_BYTES)
     lengths = reader.record.manifest.frames["length"]
     per_want = cuts_by_want(reader.record.manifest, wants)
@@ -105,7 +105,7 @@ def cuts_by_want(manifest: Manifest, wants: Sequence[Want]) -> list[dict[int, li
 
 
 def _parts(at: tuple[int, ...], shape: tuple[int, ...], elements_max: int) -> Iterator[Box]:
-    """Of the box that is one element, `at`, in the leading dimensions, and `shape` in the rest."""
+    """The parts of a box that is one element, `at`, in the leading dimensions, and `shape` in the rest."""
     size = math.prod(shape)
     ones = (1,) * len(at)
     if size == 0:

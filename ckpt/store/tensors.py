@@ -1,7 +1,7 @@
-"""Tensors for a reader of one process: what each is called, and any part of it as an array.
+"""Tensors for a reader of one process: the name of each, and any part of it as an array.
 
-A job may hold several copies of one tensor: a buffer of each rank under DDP, for instance. A start on another number of
-ranks takes one copy for all, and so does a reader of one process. By that rule the copies have one name:
+A job may hold several copies of one tensor, such as a buffer of each rank under DDP. A start on another number of ranks
+takes one copy for all, and so does a reader of one process. These rules name the copies:
 
 1. Copies that are the same on all ranks are one tensor.
 2. Of a module's buffers the first rank's is taken. A tensor of a module counts as a buffer if no optimizer names it.
@@ -34,8 +34,9 @@ Index = Part | tuple[Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """`specs`: by name, in order of name. `firsts`: names of buffers that differ between ranks, where the first rank's
-    is taken. `copies`: by `name@coordinate`, the copies that have no name in `specs`, and the ones that were taken."""
+    """The tensors of a checkpoint by name. `specs`: by name, in order of name. `firsts`: names of buffers that differ
+    between ranks; the first rank's is taken. `copies`: by `name@coordinate`, all copies of the tensors that have one
+    name for several copies, also the one that was taken."""
 
     specs: Mapping[str, TensorSpec]
     firsts: tuple[str, ...]
@@ -43,8 +44,7 @@ class TensorIndex:
 
 
 def named(reader: FrameReader) -> TensorIndex:
-    """The tensors of a checkpoint as one process has them. Reads small tensors and values where ranks have copies.
-
+    """The tensors of a checkpoint as one process names them. If ranks have copies, it reads small tensors and values.
     Errors: DamagedData; StorageError."""
     manifest = reader.record.manifest
     specs = [spec for spec in manifest.tensors if not spec.values]
@@ -68,7 +68,7 @@ def named(reader: FrameReader) -> TensorIndex:
 
 
 def _buffers(reader: FrameReader, names: Collection[str]) -> set[str]:
-    """Those of the names that are buffers of a module."""
+    """Which of the names are buffers of a module."""
     if not names:
         return set()
     values = load_values(reader)
@@ -92,9 +92,8 @@ def _dict(tree: Any) -> dict[Any, Any]:
 
 
 def read(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
-    """A part of a tensor, as numpy.bits_dtype has its elements. Reads only the frames that hold it.
-
-    Errors: UsageError for an index that does not fit; DamagedData; StorageError."""
+    """A part of a tensor, as an array of dtypes.bits_dtype. Reads only the frames that hold it. Errors: UsageError if
+    the index does not fit; DamagedData; StorageError."""
     box, then = _located(spec, index)
     want = Want(spec.name, spec.owner, spec.dtype, spec.shape, box)
     (by_frame,) = cuts_by_want(reader.record.manifest, [want])
@@ -110,12 +109,13 @@ def read(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
         apply_cuts(by_frame[frame], frame, np.frombuffer(held.pop(frame), np.uint8), [bits])
 
     reader.read(by_frame, deliver, out)
-    found: Bits = bits[(*then, ...)]  # an array, where all parts are integers, too
+    # The ellipsis makes this an array also if all parts are integers.
+    found: Bits = bits[(*then, ...)]
     return found
 
 
 def _located(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
-    """The box that holds what is asked for, and the index of that within the box. Errors: UsageError."""
+    """The box that holds the part, and the index of the part within that box. Errors: UsageError."""
     parts = index if isinstance(index, tuple) else (index,)
     around = [place for place, part in enumerate(parts) if part is ...]
     left_out = len(spec.shape) - (len(parts) - len(around))
@@ -142,8 +142,8 @@ def _located(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
 
 
 def as_numpy(bits: Bits, dtype: str) -> npt.NDArray[Any]:
-    """The same numbers as NumPy has them: bfloat16 and the float8 kinds as float32, complex32 as complex64, each value
-    exactly; float4_e2m1fn_x2 as the bytes of its pairs."""
+    """The same numbers in a NumPy dtype, each value exactly: bfloat16 and the float8 kinds as float32, complex32 as
+    complex64. float4_e2m1fn_x2 stays as the bytes of its pairs."""
     if dtype == "bool":
         return bits.view(np.bool_)
     if dtype in FLOATS:
@@ -156,7 +156,7 @@ def as_numpy(bits: Bits, dtype: str) -> npt.NDArray[Any]:
 
 
 def as_torch(bits: Bits, dtype: str) -> Any:
-    """A torch.Tensor of that dtype, on the CPU. Errors: UsageError where this torch has no such dtype."""
+    """A torch.Tensor of that dtype, on the CPU. Errors: UsageError if this torch has no such dtype."""
     import torch
 
     kind = getattr(torch, dtype, None)

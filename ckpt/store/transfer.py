@@ -1,13 +1,13 @@
-"""Copying checkpoints of a run to another store, each checked on the way.
+"""Copying a run's checkpoints to another store. Each frame is checked on the way.
 
-Order of writes: the claims of the epochs that lead to the checkpoints; then, oldest checkpoint first, its packs, and
-its record last. So a copy that is broken off leaves whole checkpoints, and packs that the next try finds.
+Order of writes: first the claims of the epochs that lead to the checkpoints. Then, oldest checkpoint first, its packs,
+and last its record. So an interrupted copy leaves whole checkpoints, and packs that the next try finds.
 
 Must-invariants:
-- An object has the same key and the same bytes at both stores, so identities and the line stay what they are.
-- A record is put when every frame that it names was decoded and hashed: out of the bytes that were put, or, where the
-  target had the pack before, out of what the target gives back.
-- A store that holds anything of another run is refused.
+- An object has the same key and the same bytes in both stores. So identities and the branch history do not change.
+- A record is put only after every frame that it names was decoded and hashed: from the bytes that were put, or, for a
+  pack that the target already had, from the bytes that the target returns.
+- A target that holds anything of another run is refused.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ckpt.store.run import Run, RunView, in_parallel
 from ckpt.store.verify import VerifyScratch
 from ckpt.types import Epoch, Identity
 
-PACKS_MAX = 4  # on the way at once
+PACKS_MAX = 4  # copied at once
 _CLOSED_BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """`copied`: checkpoints that are new at the target. `there`: those that it had. `retired`: those that were let go
-    there, and stay so. `bytes`: of packs that were put."""
+    """The result of a copy. `copied`: checkpoints that are new at the target. `there`: checkpoints that it already had.
+    `retired`: checkpoints retired at the target, which stay so. `bytes`: size of the packs that were put."""
 
     copied: tuple[Identity, ...]
     there: tuple[Identity, ...]
@@ -50,11 +50,13 @@ def transfer(
     epochs: Sequence[Epoch],
     progress: Callable[[int, int], None] | None = None,
 ) -> Transferred:
-    """Copies these checkpoints of `view`, and the claims of these epochs. May be done again after any failure: what is
-    there already is left as it is. `progress(done, total)`: bytes of packs, from any thread.
+    """Copies these checkpoints of `view`, and the claims of these epochs.
 
-    Errors: UsageError where the target holds another run; DamagedData names what is damaged at the source, after all
-    that is older was copied; StorageError."""
+    May be repeated after any failure: existing objects stay as they are. `progress(done, total)`: bytes of packs, from
+    any thread.
+
+    Errors: UsageError if the target holds another run; DamagedData names what is damaged at the source, after all older
+    checkpoints were copied; StorageError."""
     there = target.view()
     foreign = sorted(there.epochs - view.epochs)
     if foreign:
@@ -102,24 +104,25 @@ def _put_once(backend: Backend, key: str, body: bytes) -> None:
 
 
 class _Copier:
-    """`put_bytes`: of the packs that were put so far."""
+    """Copies one checkpoint after the other. `put_bytes`: size of the packs put so far."""
 
     def __init__(self, source: Run, target: Run, progress: Callable[[int, int], None] | None) -> None:
         self.put_bytes = 0
         self._source, self._target, self._progress = source, target, progress
         self._sizes = {info.key: info.size for info in target.backend.list(keys.DATA)}
-        self._good: set[tuple[str, int, int, int]] = set()  # frames that were checked: pack, offset, raw hash
+        # Frames that were checked: pack, offset, raw hash.
+        self._good: set[tuple[str, int, int, int]] = set()
         self._total = 0
 
     def weigh(self, checkpoints: Sequence[Sequence[CommitRef]]) -> None:
-        """Finds out how many bytes are to be put."""
+        """Sums the size of the packs that must be put, for `progress`."""
         packs: dict[str, int] = {}
         for refs in checkpoints:
             packs.update(any_readable(self._source, refs, lambda record: record.packs))
         self._total = sum(size for key, size in packs.items() if self._sizes.get(key) != size)
 
     def copy(self, refs: Sequence[CommitRef]) -> None:
-        """One checkpoint. Its record is the first that can be read. Errors: DamagedData."""
+        """Copies one checkpoint, by the first of its records that can be read. Errors: DamagedData."""
         made = any_readable(self._source, refs, lambda record: record)
         frames = self._unchecked(made)
         missing = [n for n, (key, size) in enumerate(made.packs) if n in frames and self._sizes.get(key) != size]
@@ -139,7 +142,7 @@ class _Copier:
         return [(made.packs[n][0], at, *value) for (n, at), value in zip(places, hashes, strict=True)]
 
     def _unchecked(self, made: Record) -> dict[int, list[int]]:
-        """Frames that were not checked yet, by pack."""
+        """The frames that were not checked yet, by pack."""
         found: dict[int, list[int]] = {}
         for frame, (place, pack) in enumerate(zip(self._places(made), made.places["pack"].tolist(), strict=True)):
             if place not in self._good:
@@ -147,7 +150,7 @@ class _Copier:
         return found
 
     def _damaged(self, made: Record, frames: Sequence[int]) -> set[int]:
-        """Packs at the target in which one of these frames is not what was recorded: they are put once more."""
+        """The packs at the target in which one of these frames is damaged. They are put once more."""
         bad: set[int] = set()
 
         def failed(frame: int, error: Exception) -> None:
@@ -174,7 +177,7 @@ class _Copier:
 
 
 class _InMemory:
-    """The bytes of one pack, for a reader of frames."""
+    """A stand-in for a backend: the bytes of one pack, for a FrameReader."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = memoryview(data).cast("B")

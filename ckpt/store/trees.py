@@ -1,7 +1,7 @@
-"""The stored values for people: a state's own shape, and the paths in it, such as "optim.param_groups[0].lr".
+"""The stored values for people: in the shape of the user's state, and by paths such as "optim.param_groups[0].lr".
 
-A checkpoint stores values by object, with the class, the kind and the places of tensors beside each value. A reader
-wants what the user registered. A tree that is none of a state stays as it is.
+A checkpoint stores values by object, each with its class, its kind and the places of its tensors. These functions
+return what the user registered. A tree that is not of a state is returned unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TEXT_MAX = 60
 
 
 class PathKind(Enum):
-    """How one step of a path goes from a value to a part of it."""
+    """How one step of a path leads from a value to a part of it."""
 
     KEY = "key"
     INDEX = "index"
@@ -26,7 +26,7 @@ Step = tuple[PathKind, Any]
 
 
 def of_state(shared: Any) -> Any:
-    """What the user registered, by key: the values of each object, None in the place of a tensor. Of an optimizer its
+    """What the user registered, by key: the values of each object, with None in place of a tensor. An optimizer has its
     `param_groups`, each with the names of its `params`."""
     objects = _get(shared, "objects")
     if not isinstance(objects, dict):
@@ -54,7 +54,7 @@ def of_rank(own: Any) -> Any:
 
 
 def path_text(owner: str, steps: Sequence[Step]) -> str:
-    """A path in the tree of a checkpoint, as the user calls it. `owner`: whose it is, "" for all ranks'."""
+    """A path in the tree of a checkpoint, as the user writes it. `owner`: the rank's coordinate; "": all ranks."""
     keys = [value for _, value in steps]
     short = list(steps)
     if len(keys) > 1 and keys[0] == "objects":
@@ -88,7 +88,7 @@ def _step_text(number: int, step: Step) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value in at most TEXT_MAX characters."""
+    """A value as text of at most TEXT_MAX characters."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and len(shape) and dtype is not None:
         return f"{dtype}{list(shape)}"

@@ -1,4 +1,4 @@
-"""Reading and hashing everything that checkpoints consist of, and saying what is damaged."""
+"""Verification: reads and hashes everything that checkpoints consist of, and reports the damage."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from ckpt.types import Identity, counted
 
 NAMED_MAX = 20
 LOOKS_MAX = 16  # at once, at packs
-_Place = tuple[str, int, int, int, int, int]  # pack, offset, codec, raw hash (2), raw length
+# Pack, offset, codec, raw hash (2), raw length.
+_Place = tuple[str, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`key`: the damaged or missing object. `tensors`: up to 20 names of what cannot be restored because of it, and
-    `tensors_more`: of how many more."""
+    """One damaged or missing object. `key`: of the object. `tensors`: up to 20 names of tensors that cannot be restored
+    because of it; `tensors_more`: how many more there are."""
 
     key: str
     what: str
@@ -37,10 +38,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`ref`: the first of its records that is whole, else the first. `is_good`: one is. `is_retired`: it was retired
-    meanwhile; what is missing of it was deleted rightly. `problems`: of all of its records. `frames`: of `ref`.
-    `checked_bytes`: raw bytes that were read and hashed for this checkpoint; what a checkpoint before it in the
-    same call had shown to be good is not read again."""
+    """The report on one checkpoint.
+
+    `ref`: its first record without a problem, else its first record. `is_good`: there is a record without a problem.
+    `is_retired`: the checkpoint was retired meanwhile, so its missing objects were deleted on purpose. `problems`: of
+    all its records. `frames`: of `ref`. `checked_bytes`: raw bytes read and hashed for this checkpoint; frames that an
+    earlier checkpoint of the same call has verified are not read again."""
 
     ref: CommitRef
     problems: tuple[Problem, ...]
@@ -51,11 +54,13 @@ class Verified:
 
 
 def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], None] | None = None) -> list[Verified]:
-    """One report per checkpoint, of which there may be several records among `refs` (RunView.records), in the order of
-    its first. `progress(done, total)`: raw bytes, from any thread; the total is known after all records are read.
-    Records are read one after another; memory stays at a few frames per thread.
+    """One report per checkpoint, in the order of its first record in `refs`. A checkpoint may have several records
+    (RunView.records).
 
-    Errors: StorageError other than NotFound: that says nothing about the checkpoint."""
+    Records are read one after another; memory stays at a few frames per thread. `progress(done, total)`: raw bytes,
+    from any thread; the total is known after all records are read.
+
+    Errors: StorageError other than NotFound, which says nothing about the checkpoint."""
     opened: list[tuple[CommitRef, Record | Problem]] = []
     for ref in refs:
         try:
@@ -77,8 +82,8 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
 
 @dataclass(frozen=True, slots=True)
 class Unrecorded:
-    """A checkpoint whose packs lie in the store, and of which there is no record. `is_lost`: another checkpoint refers
-    to its packs, so the record was there. Else a commit never ended, or its record was removed: nobody knows."""
+    """A checkpoint that has packs in the store and no record. `is_lost`: another checkpoint refers to its packs, so
+    there was a record. Otherwise it is unknown whether the commit never finished or its record was removed."""
 
     identity: Identity
     packs: int
@@ -87,9 +92,9 @@ class Unrecorded:
 
 
 def unrecorded(run: Run, view: RunView, referred: Collection[str]) -> list[Unrecorded]:
-    """By identity; without what was retired, and what may still be on its way: the newest of an epoch that is not over.
-
-    `referred`: the keys of packs to which records refer. Errors: StorageError."""
+    """The checkpoints without a record, by identity. Leaves out retired ones, and those whose commit may still be
+    running: the newest of an epoch that is not over. `referred`: the keys of packs to which records refer. Errors:
+    StorageError."""
     packs: dict[Identity, list[ObjectInfo]] = {}
     for info in run.backend.list(keys.DATA):
         found = keys.parse_pack(info.key)
@@ -107,9 +112,8 @@ def unrecorded(run: Run, view: RunView, referred: Collection[str]) -> list[Unrec
 
 
 def check_whole(run: Run, record: Record, *, read: bool) -> Record:
-    """The record itself. `read`: its frames are read and hashed; else it is only looked whether its packs are there.
-
-    Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
+    """The record itself, after a check of its packs. `read`: reads and hashes its frames; else only looks whether its
+    packs are there. Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
     if read:
         lengths = record.manifest.frames["length"].tolist()
         FrameReader(run.backend, record, run.patience).read(
@@ -131,7 +135,7 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
 
 
 class VerifyScratch:
-    """Memory for one frame at a time in each thread, for a reader that only hashes."""
+    """Memory for one frame per thread, for a reader that only hashes."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
@@ -146,7 +150,7 @@ class VerifyScratch:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """One record."""
+    """The result for one record."""
 
     ref: CommitRef
     problems: tuple[Problem, ...]
@@ -194,7 +198,8 @@ def _verify_one(
     problems += _other_sizes(record, sizes, {problem.key for problem in problems})
     if not problems:
         try:
-            for _ in each_values(reader):  # one after the other: nobody needs them together
+            # One after the other, to save memory.
+            for _ in each_values(reader):
                 pass
         except CkptError as exc:
             problems = (Problem(keys.record_key(ref.identity, ref.writer), f"its values do not parse: {exc}"),)
@@ -202,7 +207,7 @@ def _verify_one(
 
 
 def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
-    """One problem per pack, which names the tensors that have lost bytes."""
+    """One problem per pack. It names the tensors that have lost bytes."""
     by_pack: dict[int, list[int]] = {}
     for frame in sorted(bad):
         by_pack.setdefault(int(record.places["pack"][frame]), []).append(frame)
@@ -216,7 +221,8 @@ def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
 
 
 def _other_sizes(record: Record, sizes: Mapping[str, int], known: Collection[str]) -> tuple[Problem, ...]:
-    """Of packs whose frames are all good: such a checkpoint can be restored, but retention does not count on it."""
+    """Problems for packs of another size whose frames are all good. Such a checkpoint can be restored, but retention
+    does not count it as kept."""
     return tuple(
         Problem(key, f"it has {sizes[key]} bytes, and not the {size} that were recorded")
         for key, size in record.packs
