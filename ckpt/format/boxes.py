@@ -1,4 +1,4 @@
-"""Tensors and boxes as columns, for all durable files; and the checks that any number of them passes quickly."""
+"""Tensors and boxes as columns, for all durable files, with checks that are fast for any number of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE, Box
 TENSORS_MAX = 1 << 18
 BOXES_MAX = 1 << 20
 NDIM_MAX = 64
-NUMBERS_MAX = 1 << 22  # of all shapes together; of all boxes' offsets; of all boxes' shapes
+NUMBERS_MAX = 1 << 22  # in all shapes together; in all boxes' offsets; in all boxes' shapes
 BYTES_MAX = 1 << 60  # of one tensor
 
 UInts = npt.NDArray[np.uint64]
@@ -52,7 +52,7 @@ class Ragged:
         return [tuple(flat[start:stop]) for start, stop in bounds]
 
     def products(self) -> Ints:
-        """The product of every row; 1 of an empty one. Rows whose product may pass BYTES_MAX give -1."""
+        """The product of each row; 1 for an empty row; -1 for a row whose product may exceed BYTES_MAX."""
         exact = np.ones(len(self.counts), np.int64)
         about = np.ones(len(self.counts), np.float64)
         starts = self.starts()
@@ -60,7 +60,8 @@ class Ragged:
             rows = np.flatnonzero(self.counts > dim)
             values = self.flat[starts[rows] + dim]
             with np.errstate(over="ignore", invalid="ignore"):
-                exact[rows] *= values  # may wrap: then `about` says so, or a later zero makes it right again
+                # May wrap. Then `about` shows it, or a later zero makes the product right again.
+                exact[rows] *= values
                 about[rows] *= values
         return np.where(about <= BYTES_MAX, exact, -1)
 
@@ -72,7 +73,7 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class TensorColumns:
-    """`codes`: by types.DTYPE_CODE. `sizes`: bytes of each whole tensor."""
+    """Tensors by column. `codes`: dtypes by types.DTYPE_CODE. `sizes`: bytes of each whole tensor."""
 
     names: list[str]
     owners: list[str]
@@ -86,7 +87,7 @@ class TensorColumns:
 
 @dataclass(frozen=True, slots=True)
 class BoxColumns:
-    """`tensor`: the index of each box's tensor. `sizes`: bytes of each box."""
+    """Boxes by column. `tensor`: the index of each box's tensor. `sizes`: bytes of each box."""
 
     tensor: Ints
     offsets: Ragged
@@ -98,7 +99,7 @@ class BoxColumns:
 
 
 def write_tensors(out: ColumnWriter, tensors: Sequence[TensorLike]) -> None:
-    """Errors: UsageError where a reader would refuse them."""
+    """Writes tensors as sections. Errors: UsageError if a reader would refuse them."""
     at_most("tensors", len(tensors), TENSORS_MAX)
     at_most("dimensions of one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
     at_most("numbers in all shapes", sum(len(tensor.shape) for tensor in tensors), NUMBERS_MAX)
@@ -110,7 +111,7 @@ def write_tensors(out: ColumnWriter, tensors: Sequence[TensorLike]) -> None:
 
 
 def read_tensors(source: ColumnReader) -> TensorColumns:
-    """Errors: DamagedData; for an unknown dtype, or sizes beyond BYTES_MAX, too."""
+    """The tensors of a file. Errors: DamagedData; also for an unknown dtype, or a size beyond BYTES_MAX."""
     count = capped(source, "tensors.dtype", TENSORS_MAX)
     codes = source.ints("tensors.dtype", "|u1", count, top=len(DTYPES) - 1)
     ndims = source.ints("tensors.ndim", "|u1", count, top=NDIM_MAX)
@@ -123,7 +124,7 @@ def read_tensors(source: ColumnReader) -> TensorColumns:
 
 
 def write_boxes(out: ColumnWriter, tensor: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Errors: UsageError where a reader would refuse them."""
+    """Writes boxes as sections. Errors: UsageError if a reader would refuse them."""
     at_most("boxes", len(boxes), BOXES_MAX)
     at_most("numbers in all boxes", sum(len(box.shape) for box in boxes), NUMBERS_MAX)
     out.array("boxes.tensor", tensor, "<u4", delta=True)
@@ -132,7 +133,7 @@ def write_boxes(out: ColumnWriter, tensor: Sequence[int], boxes: Sequence[Box]) 
 
 
 def read_boxes(source: ColumnReader, tensors: TensorColumns) -> BoxColumns:
-    """Each box lies within its tensor. Errors: DamagedData."""
+    """The boxes of a file. Each lies within its tensor. Errors: DamagedData."""
     tensor = source.ints("boxes.tensor", "<u4", capped(source, "boxes.tensor", BOXES_MAX), len(tensors.names) - 1)
     _numbers_total(source, "boxes.offset", tensors.shapes.counts[tensor])
     whole = tensors.shapes.take(tensor)
@@ -144,12 +145,11 @@ def read_boxes(source: ColumnReader, tensors: TensorColumns) -> BoxColumns:
 
 
 def covered_once(tensors: TensorColumns, boxes: BoxColumns) -> bool:
-    """Whether the boxes of every tensor cover each of its elements exactly once, and every tensor has a box.
+    """Whether every tensor has a box, and its boxes cover each element exactly once.
 
-    Were it areas, their sum would have to be the tensor's; but an overlap may make up for a gap. So the area is taken
-    under a measure that is random along each axis, where that happens by chance only: measures lie in a prime field,
-    and by Schwartz and Zippel (1979, 1980) two draws err with a chance below (64 / 2^31)^2.
-    """
+    The sum of the boxes' areas must equal the tensor's. With plain areas an overlap could hide a gap. So the area uses
+    a measure that is random along each axis, and an overlap hides a gap only by chance. Measures lie in a prime field;
+    by Schwartz and Zippel (1979, 1980) two draws are wrong with a probability below (64 / 2^31)^2."""
     if (np.bincount(boxes.tensor, minlength=len(tensors.names)) == 0).any():
         return False
     every = Ragged(tensors.shapes.counts, np.zeros_like(tensors.shapes.flat))
@@ -178,7 +178,7 @@ def _measure(offsets: Ragged, shapes: Ragged, seeds: Sequence[np.uint64]) -> UIn
 
 
 def _random(x: UInts, seed: np.uint64) -> UInts:
-    """A random function of x that the seed picks (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
+    """A random function of x, chosen by the seed (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15) + seed
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -186,14 +186,14 @@ def _random(x: UInts, seed: np.uint64) -> UInts:
 
 
 def at_most(what: str, count: int, count_max: int) -> None:
-    """For what can be too many where all that there is fits into memory: else it is written and cannot be read.
-    Errors: UsageError."""
+    """Checks a count before writing: more could fit into memory here, and then be refused by a reader. Errors:
+    UsageError."""
     if count > count_max:
         raise UsageError(f"{count} {what}, where a checkpoint has at most {count_max}")
 
 
 def capped(source: ColumnReader, name: str, count_max: int) -> int:
-    """How many elements a section has. Errors: DamagedData where they are more than `count_max`."""
+    """The number of elements of a section. Errors: DamagedData if there are more than `count_max`."""
     count = source.count(name)
     if count > count_max:
         raise source.damaged(f"section {name!r} has {count} elements, where at most {count_max} are allowed")

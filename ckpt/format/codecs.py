@@ -1,15 +1,14 @@
-"""How a frame's bytes are stored: as they are, as zstd, or as byte planes with entropy coding.
+"""Codecs of a frame: raw, zstd, or byte planes with entropy coding.
 
-Trained floating-point numbers hardly repeat, but their exponents are few: PLANES cuts every element into planes from
-its low bytes to its high ones, and each plane is zstd, tuned to Huffman coding alone, or, where a sample says that
-nothing is to be gained, raw. Layout of a PLANES frame, little-endian:
+Trained floating-point numbers hardly repeat, but they have few exponents. PLANES cuts every element into planes, from
+its low bytes to its high ones. Each plane is stored as zstd, tuned to Huffman coding alone; or raw, if a sample shows
+that coding gains nothing. Layout of a PLANES frame, little-endian:
 
     u1 number of planes; for each, from the low bytes up: u1 width (bytes of each element), u1 coding (0 raw, 1 zstd),
     u4 stored bytes; zeros up to a multiple of 8; then the planes' stored bytes in that order
 
-The sign stays in the top plane: moving it out of the way first saves 1 % of bf16 weights, for a fifth of the speed.
-
-Everything runs outside the GIL, in buffers that a `Scratch` keeps: fresh memory for every frame would halve the speed.
+The sign stays in the top plane: moving it elsewhere saves 1 % of bf16 weights, and costs a fifth of the speed. All
+heavy work runs outside the GIL, in the buffers of a `CodecScratch`: fresh memory for every frame would halve the speed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ BLOCK_ELEMENTS = 1 << 16
 _COUNT = struct.Struct("<B")
 _PLANE = struct.Struct("<BBI")
 
-# What is cut into planes: the bytes of one number (a complex one is two), and the planes' widths from the low end up.
+# How numbers are cut into planes: the bytes of one number (a complex one is two), and the planes' widths from the low
+# end.
 _FLOAT_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 2, "complex64": 4, "complex128": 8,
 }  # fmt: skip
@@ -48,7 +48,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class CodecScratch:
-    """The buffers and coders of one thread. What `encode` returns lies in here until the next call."""
+    """The buffers and coders of one thread. What `encode` returns lies in here until its next call."""
 
     def __init__(self) -> None:
         huffman = zstandard.ZstdCompressionParameters(
@@ -66,7 +66,7 @@ class CodecScratch:
         self._buffers: dict[str, Bytes] = {}
 
     def buffer(self, name: str, size: int) -> Bytes:
-        """The first `size` bytes of the buffer of that name; what it held is lost where it has to grow."""
+        """The first `size` bytes of the buffer of that name. Its content is lost if it has to grow."""
         held = self._buffers.get(name)
         if held is None or len(held) < size:
             held = self._buffers[name] = np.empty(max(size, 1 << 16), np.uint8)
@@ -74,7 +74,7 @@ class CodecScratch:
 
 
 def choose(dtype_code: int, option: CodecOption) -> int:
-    """The codec that a frame of that dtype is tried with. Errors: UsageError names the options there are."""
+    """The codec to try for a frame of that dtype. Errors: UsageError names the possible options."""
     name = DTYPES[dtype_code]
     if option == "auto":
         return Codec.PLANES if name in _FLOAT_BYTES else Codec.ZSTD
@@ -88,14 +88,14 @@ def choose(dtype_code: int, option: CodecOption) -> int:
 
 
 def encode(option: CodecOption, dtype_code: int, raw: Buffer, scratch: CodecScratch) -> tuple[int, Buffer]:
-    """The codec taken and the bytes to store: RAW and `raw` itself where nothing is gained.
-
-    The bytes lie in `scratch` until its next use. Errors: UsageError for an unknown option."""
+    """The codec taken and the bytes to store; RAW and `raw` itself if coding gains nothing. The bytes lie in `scratch`
+    until its next use. Errors: UsageError for an unknown option."""
     codec = choose(dtype_code, option)
     size = memoryview(raw).nbytes
     data = np.frombuffer(raw, np.uint8)
     if codec == Codec.PLANES and size % _unit(dtype_code):
-        codec = Codec.ZSTD  # not whole numbers: no planes
+        # Not a whole number of elements, so there are no planes.
+        codec = Codec.ZSTD
     if codec == Codec.ZSTD:
         packed = scratch.buffer("packed", size)
         stored = _compress(scratch.zstd, data, packed)
@@ -107,8 +107,9 @@ def encode(option: CodecOption, dtype_code: int, raw: Buffer, scratch: CodecScra
 
 
 def decode(codec: int, dtype_code: int, data: Buffer, out: memoryview, scratch: CodecScratch) -> None:
-    """Fills `out`, which has exactly the frame's raw length. `data` may be hostile: it gives the wrong bytes (the
-    frame's hash says so) or DamagedData, and takes no memory beyond that length."""
+    """Decodes a frame into `out`, which must have exactly the frame's raw length. `data` may be hostile. It then gives
+    wrong bytes (which the frame's hash shows) or an error, and uses no memory beyond that length. Errors: DamagedData;
+    NewerFormat for an unknown codec."""
     target = np.frombuffer(out, np.uint8)
     source = np.frombuffer(data, np.uint8)
     if codec == Codec.RAW:
@@ -135,7 +136,7 @@ def _encode_planes(raw: Bytes, widths: tuple[int, ...], scratch: CodecScratch) -
     packed = scratch.buffer("packed", head + len(raw))
     packed[:head] = 0
     dense = _dense_planes(raw, widths)
-    # The raw planes at the low end are cut straight to where they are stored, the others go through "planes".
+    # Raw planes at the low end are cut directly to where they are stored; the others go through "planes".
     loose = scratch.buffer("planes", len(raw))
     places: list[Bytes] = []
     direct, used = head, 0
@@ -242,7 +243,7 @@ def _merge(planes: list[UInts], widths: list[int], out: UInts, scratch: CodecScr
 
 
 def _compress(compressor: zstandard.ZstdCompressor, data: Bytes, out: Bytes) -> int:
-    """The compressed length, or 0 where `out` is too small for it. One frame that states its content size."""
+    """The compressed length; 0 if `out` is too small. Writes one zstd frame that states its content size."""
     if not len(data):
         return 0
     with compressor.stream_reader(data.data, size=len(data), read_size=len(data)) as reader:

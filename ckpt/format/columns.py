@@ -1,16 +1,16 @@
-"""The container of every durable binary file: named typed columns, compressed, capped, hashed.
+"""The container of every durable binary file: named, typed columns, compressed, limited in size, and hashed.
 
     header      8 bytes magic, u2 version, u1 kind, u1 zero, u4 number of sections
     directory   one SECTION a section: name, type, coding, elements, stored bytes
     sections    their stored bytes, one after the other
     hash        16 bytes: xxh3-128 of everything before, big-endian
 
-All numbers are little-endian. A section is a one-dimensional array of one of `TYPES`; with coding 0 its bytes as they
-are, 1 zstd of them, 2 zstd of the differences between neighbours (modulo the type). A reader ignores sections that it
-does not know, so a section may be added without a new version; anything else that changes gets a new version.
+All numbers are little-endian. A section is a one-dimensional array of one of `TYPES`. Coding 0: its bytes; 1: zstd of
+its bytes; 2: zstd of the differences between neighbours (modulo the type). A reader ignores unknown sections, so a
+section may be added without a new version. Any other change needs a new version.
 
-Decoding trusts nothing: sizes are checked against the caps and against each other before anything is allocated, and
-the memory it takes is bounded by the caps of the kind. Every fault is a DamagedData that names the object.
+Decoding trusts nothing. Sizes are checked against the caps and against each other before memory is allocated, and the
+caps of the kind bound the memory. Every fault is a DamagedData that names the object.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class ColumnKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """`stored_bytes`: of the whole file. `raw_bytes`: of all sections together, decompressed."""
+    """The size limits of one kind. `stored_bytes`: of the whole file. `raw_bytes`: of all sections together,
+    decompressed."""
 
     stored_bytes: int
     raw_bytes: int
@@ -74,18 +75,19 @@ CAPS = {
 
 
 class ColumnWriter:
-    """Collects the sections of one file; `finish` gives its bytes."""
+    """Collects the sections of one file; `finish` returns the file's bytes."""
 
     def __init__(self, kind: ColumnKind) -> None:
         self._kind = kind
         self._sections: list[tuple[str, AnyArray, bool]] = []
 
     def array(self, name: str, values: npt.ArrayLike, dtype: str, delta: bool = False) -> None:
-        """`delta`: store differences between neighbours, for integers that mostly grow by equal steps."""
+        """Adds a section. `delta`: store differences between neighbours, for integers that mostly grow by equal steps.
+        """
         self._sections.append((name, np.ascontiguousarray(values, dtype), delta))
 
     def struct(self, name: str, values: npt.NDArray[np.void], delta: Sequence[str] = ()) -> None:
-        """A structured array as one section a field, `name.field`; `delta`: fields stored as differences."""
+        """Adds a structured array as one section per field, `name.field`. `delta`: the fields stored as differences."""
         fields = values.dtype.fields
         assert fields is not None
         for field, (dtype, *_) in fields.items():
@@ -95,15 +97,14 @@ class ColumnWriter:
         self.array(name, np.frombuffer(data, np.uint8), "|u1")
 
     def strings(self, name: str, texts: Iterable[str]) -> None:
-        """UTF-8, concatenated, as section `name`, and the lengths in bytes as `name.len`.
-
-        Errors: UsageError where one is too long, holds a NUL, or cannot be UTF-8."""
+        """Adds texts: concatenated UTF-8 as section `name`, and the lengths in bytes as `name.len`. Errors: UsageError
+        if a text is too long, holds a NUL, or cannot be UTF-8."""
         encoded = [_utf8(text) for text in texts]
         self.blob(name, b"".join(encoded))
         self.array(f"{name}.len", [len(text) for text in encoded], "<u2")
 
     def finish(self) -> bytes:
-        """Errors: UsageError where the file would exceed its caps."""
+        """The bytes of the file. Errors: UsageError if the file would exceed its caps."""
         directory = np.zeros(len(self._sections), SECTION)
         parts: list[bytes | memoryview] = []
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
@@ -131,7 +132,8 @@ class ColumnWriter:
 
 
 class ColumnReader:
-    """The sections of one file, checked. Each getter decompresses one section; `what` names the file in errors."""
+    """The sections of one file, checked. Each getter decompresses one section. `what` names the file in errors. Errors,
+    of all methods: DamagedData; NewerFormat for a file of a later version."""
 
     def __init__(self, kind: ColumnKind, data: bytes | memoryview, what: str) -> None:
         self.what = what
@@ -149,7 +151,8 @@ class ColumnReader:
         if xxhash.xxh3_128_digest(data[:-HASH_BYTES]) != bytes(data[-HASH_BYTES:]):
             what = f"; it says format version {version}, for which a newer ckpt is needed" if version > VERSION else ""
             raise self.damaged(f"its bytes do not hash to what was written (xxh3-128){what}")
-        if version > VERSION:  # every version ends with that hash, so this is no flipped bit
+        # The hash is right, and every version ends with that hash, so this is no flipped bit.
+        if version > VERSION:
             text = f"format version {version}, and this ckpt reads version {VERSION}: a newer ckpt is needed"
             raise NewerFormat(f"{self.what}: {text}")
         if found != kind or zero != 0:
@@ -184,7 +187,7 @@ class ColumnReader:
         return self._section(name).count
 
     def array(self, name: str, dtype: str, count: int | None = None) -> AnyArray:
-        """The section as an array of exactly that type, and of `count` elements where given."""
+        """The section as an array of exactly that type; of exactly `count` elements if given."""
         section = self._section(name)
         if section.type != dtype:
             raise self.damaged(f"section {name!r} is of type {section.type}, not {dtype}")
@@ -221,7 +224,8 @@ class ColumnReader:
         return self.array(name, "|u1").tobytes()
 
     def strings(self, name: str, count: int) -> list[str]:
-        """Errors: also where one is longer than STRING_BYTES_MAX, holds a NUL or is not UTF-8."""
+        """`count` texts. Errors: DamagedData, also for a text that is longer than STRING_BYTES_MAX, holds a NUL or is
+        not UTF-8."""
         lengths = self.ints(f"{name}.len", "<u2", count, top=STRING_BYTES_MAX)
         stops = np.cumsum(lengths)
         data = self.array(name, "|u1", int(stops[-1]) if count else 0).tobytes()

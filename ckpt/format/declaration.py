@@ -1,6 +1,7 @@
-"""Declarations, layouts and shares as bytes, and back: what an arena says of itself and what travels on the socket.
+"""Declarations, layouts and shares as bytes and back: the description of an arena, and messages on the socket.
 
-An arena outlives the trainer that wrote it, and a peer may have sent it; so it is checked as a record is.
+An arena outlives the trainer that wrote it, and a peer may have sent it. So a declaration is checked as strictly as a
+record.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ SEGMENTS_MAX = 1 << 21
 PARTS_MAX = 1 << 20
 DATA_BYTES_MAX = 1 << 60
 RANKS_MAX = 1 << 17
-_ABOUT_BYTES = 4096  # a dozen sections more than a layout has, three numbers, the name of a division
+# Room for what a declaration has besides: a dozen more sections, three numbers, the name of a division.
+_ABOUT_BYTES = 4096
 
 _PART = np.dtype([("entry", "<u4"), ("box", "<u4"), ("start", "<u8"), ("stop", "<u8")])
 
 
 def encode(declaration: Declaration) -> bytes:
-    """Errors: UsageError where a name or the whole does not fit the format."""
+    """The bytes of a declaration. Errors: UsageError if a name or the whole does not fit the format."""
     out = ColumnWriter(ColumnKind.DECLARATION)
     out.strings("about", [declaration.coordinate, declaration.division])
     out.array("numbers", [declaration.rank, declaration.world, declaration.staging.data_bytes], "<u8")
@@ -44,8 +46,8 @@ def encode(declaration: Declaration) -> bytes:
 
 
 def bytes_max(layout_bytes: int, coordinate: str, staging: Staging) -> int:
-    """What `encode` of a declaration gives at most, if its layout alone encodes to so many bytes: as if nothing of the
-    staging could be compressed. Takes no time, where encoding takes 2 us a tensor."""
+    """The most bytes that `encode` can return for a declaration whose layout alone encodes to `layout_bytes`. Assumes
+    that the staging does not compress at all. Takes no time; encoding takes 2 us per tensor."""
     columns: int = staging.segments.nbytes + staging.frames.nbytes
     return layout_bytes + columns + len(coordinate.encode()) + _ABOUT_BYTES
 
@@ -68,19 +70,19 @@ def decode(data: bytes | memoryview, what: str = "a declaration") -> Declaration
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """Errors: UsageError where a name or the whole does not fit the format."""
+    """The bytes of a layout. Errors: UsageError if a name or the whole does not fit the format."""
     out = ColumnWriter(ColumnKind.LAYOUT)
     _write_layout(out, layout)
     return out.finish()
 
 
 def decode_layout(data: bytes | memoryview, what: str = "a layout") -> Layout:
-    """Errors: DamagedData that begins with `what`."""
+    """The layout, checked. Errors: DamagedData that begins with `what`."""
     return _read_layout(ColumnReader(ColumnKind.LAYOUT, data, what))[0]
 
 
 def encode_share(share: Share) -> bytes:
-    """Errors: UsageError where it does not fit the format."""
+    """The bytes of a share. Errors: UsageError if it does not fit the format."""
     out = ColumnWriter(ColumnKind.SHARE)
     rows = [(part.entry, part.box, part.start, part.stop) for part in share]
     out.struct("parts", np.array(rows, _PART), delta=("entry",))
@@ -88,8 +90,7 @@ def encode_share(share: Share) -> bytes:
 
 
 def decode_share(data: bytes | memoryview, what: str = "a share") -> Share:
-    """Its indices are those of a layout that only the caller has: `plan.staging.stage` meets them with it.
-
+    """The share. Its indices refer to a layout that only the caller has; `layout.staging.stage` checks them against it.
     Errors: DamagedData that begins with `what`."""
     source = ColumnReader(ColumnKind.SHARE, data, what)
     parts = source.struct("parts", _PART, PARTS_MAX)
@@ -160,5 +161,5 @@ def _ints(array: Array, field: str) -> Ints:
     return values
 
 
-# As the trainer sends them; `box`: its place in the order of (entry, box).
+# A sample of staged bytes, as the trainer sends it. `box`: its index in the order of (entry, box).
 SAMPLE = np.dtype([("box", "<u4"), ("hash", "<u8")])

@@ -1,6 +1,6 @@
-"""The hash that follows every frame from the arena to the store and back: xxh3-128 of its raw bytes.
+"""The hash that accompanies every frame from the arena to the store and back: xxh3-128 of its raw bytes.
 
-It finds accidents, not forgery. Hashing reads the buffer in place (bytes, a memoryview, an mmap, an array's .data)
+It detects accidents, not forgery. Hashing reads the buffer in place (bytes, a memoryview, an mmap, an array's .data)
 and runs outside the GIL.
 """
 
@@ -29,7 +29,7 @@ def frame_hash(buffer: Buffer) -> tuple[int, int]:
 
 
 class FrameHasher:
-    """`frame_hash` of bytes that come in parts."""
+    """Computes `frame_hash` of bytes that come in parts."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
@@ -43,16 +43,14 @@ class FrameHasher:
 
 
 def hash_bytes(hi: int, lo: int) -> bytes:
-    """The canonical 16 bytes of a hash: big-endian, high half first (what xxhsum prints)."""
+    """The canonical 16 bytes of a hash: big-endian, high half first (as xxhsum prints it)."""
     return hi.to_bytes(8, "big") + lo.to_bytes(8, "big")
 
 
 def hash_frames(data: memoryview, frames: Array, threads: int = 1) -> npt.NDArray[np.uint64]:
-    """The hashes of all `frames` (array of STAGED_FRAME) of `data`: uint64, shape (len(frames), 2), (hi, lo).
-
-    `threads`: how many threads share the work, the caller's among them.
-    Errors: UsageError where a frame does not lie within `data`.
-    """
+    """The hashes of all `frames` (array of STAGED_FRAME) in `data`: uint64, shape (len(frames), 2), (hi, lo).
+    `threads`: how many threads share the work, including the caller's. Errors: UsageError if a frame does not lie
+    within `data`."""
     offsets = frames["offset"].astype(np.uint64)
     lengths = frames["length"].astype(np.uint64)
     size = np.uint64(data.nbytes)
@@ -75,7 +73,8 @@ def hash_frames(data: memoryview, frames: Array, threads: int = 1) -> npt.NDArra
         for a, b in itertools.pairwise(bounds[1:]):
             try:
                 others.append(tasks.submit(hash_run, a, b))
-            except CkptError:  # no thread is to be had
+            # No thread can be started: hash on this one.
+            except CkptError:
                 hash_run(a, b)
         hash_run(bounds[0], bounds[1])
         for other in others:

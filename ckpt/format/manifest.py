@@ -1,7 +1,8 @@
-"""What a checkpoint consists of, wherever its bytes lie: tensors, the boxes that cover them, and the frames that hold
-the boxes' bytes. The agent assembles one from the ranks' declarations; a record is one with places in packs added.
+"""The manifest and the record of a checkpoint. Pure values; no torch.
 
-Pure values; no torch.
+A manifest lists tensors, the boxes that cover them, and the frames that hold the boxes' bytes. It does not say where
+the bytes lie. The agent builds it from the ranks' declarations. A record is a manifest with the places of its frames in
+packs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from ckpt.types import Box, Identity
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """`owner`: "" for a tensor of the whole job, else the coordinate of the rank whose own it is.
-    `values`: True for a blob of non-tensor values (dtype uint8, one dimension): name "values" (owner "": the same on
-    every rank; else a rank's differing copy) or name "rank-values" (owner: always the coordinate)."""
+    """A tensor, or a blob of values.
+
+    `owner`: "" for a tensor of the whole job; else the coordinate of the rank that alone has it. `values`: True for a
+    blob of non-tensor values (dtype uint8, one dimension). Its name is "values" (owner "": the same on every rank; else
+    a rank's differing copy) or "rank-values" (the owner is always a coordinate)."""
 
     name: str
     dtype: str
@@ -45,9 +48,11 @@ EXTENT = np.dtype([("box", "<u4"), ("start", "<u8"), ("length", "<u4"), ("frame"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`tensors`: sorted by (values, name, owner). `boxes`: (index into tensors, Box); a tensor's boxes do not overlap
-    and cover it. `frames`: array of FRAME. `extents`: array of EXTENT sorted by (box, start), which cover every box
-    exactly once. `coordinates`: of every rank, by rank. An empty tensor has a box and no extent."""
+    """What a checkpoint consists of.
+
+    `tensors`: sorted by (values, name, owner). `boxes`: (index into tensors, Box); a tensor's boxes do not overlap and
+    cover it. `frames`: array of FRAME. `extents`: array of EXTENT sorted by (box, start), which cover every box exactly
+    once. `coordinates`: of every rank, by rank. An empty tensor has a box and no extent."""
 
     tensors: tuple[TensorSpec, ...]
     boxes: tuple[tuple[int, Box], ...]
@@ -64,18 +69,19 @@ class Codec:
     PLANES = 2
 
 
-TIME_S_MAX = 2**33  # Unix time that no clock is at
+TIME_S_MAX = 2**33  # Unix time; no clock shows so late a time
 
-# Where a frame lies in the store: bytes [offset, offset + length) of pack `pack`, encoded by `codec`.
+# The place of a frame in the store: bytes [offset, offset + length) of pack `pack`, encoded by `codec`.
 PLACE = np.dtype([("pack", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("codec", "u1")])
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One commit: all that restoring needs. `packs`: keys below the URL and their sizes; those of other
-    checkpoints too, where unchanged frames are referred to. `places`: array of PLACE, one per frame of the manifest.
-    `writer`: the incarnation that put it. `metrics`: numbers the user gave. `about`: small facts for people (host,
-    world size, versions, launch id)."""
+    """One commit: all that a restore needs.
+
+    `writer`: the name of the writer that put it. `packs`: keys below the URL and their sizes, also packs of other
+    checkpoints that hold unchanged frames. `places`: array of PLACE, one per frame of the manifest. `metrics`: numbers
+    that the user gave. `about`: small facts for people (host, world size, versions, launch id)."""
 
     identity: Identity
     writer: str
@@ -87,6 +93,7 @@ class Record:
 
     @property
     def taken_s(self) -> float | None:
-        """When, about, as it says itself; Unix time. None: it says nothing that can be."""
+        """The approximate time of the snapshot, as the record states it (Unix seconds); None if it states no possible
+        time."""
         found = self.about.get("time_s")
         return float(found) if isinstance(found, int | float) and 0 < found < TIME_S_MAX else None

@@ -1,20 +1,20 @@
-"""Parity of several members' bytes, and the members' bytes from it: any one lost with P or Q, any two with both.
+"""Parity of several members' bytes, and recovery: one lost member from P or Q, two from both.
 
     P = d_1 ^ d_2 ^ ... ^ d_n              Q = 1 d_1 ^ 2 d_2 ^ ... ^ n d_n
 
 byte by byte, in GF(2^8) with the polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d), as the two parities of RAID-6 (Anvin
-2004, "The mathematics of RAID-6"). There the weights are powers of 2, which are computed by one doubling a member if
-all arrive from the last to the first. Here they are the numbers 1 .. n, distinct and not 0, which is all that the
-algebra needs: any member's bytes can be added at any time, in any order, with nothing kept but the sum. Members that
-are added together share the doublings, by Horner's rule over the bits of the weights: log2(n) for all of them, and
-besides an XOR for each bit that is set. A shorter member counts as if followed by zeros, which nobody writes or adds.
+2004, "The mathematics of RAID-6"). RAID-6 weights by powers of 2: one doubling per member, if all arrive from the last
+to the first. Here the weights are 1 .. n, distinct and not 0, which is all that the algebra needs. So a member's bytes
+can be added at any time, in any order, and only the sum is kept. Members added together share the doublings, by
+Horner's rule over the bits of the weights: log2(n) for all of them, and one XOR for each bit that is set. A shorter
+member counts as if followed by zeros, which are never written or added.
 
-Recovering is adding, too: what the parity is of, without the survivors' part, is the lost members' part; so the
-survivors are added to the parity, in any order, and `solve` makes the lost bytes of what is left, in place. It divides
-by a weight or the sum of two, which is cheap where these are products of 2 and 3, as they are for up to three members.
+Recovery is addition, too. The parity minus the survivors' part is the lost members' part. So the survivors are added to
+the parity, in any order, and `solve` turns the rest into the lost bytes, in place. It divides by a weight or by the sum
+of two. The division is cheap if the divisor is a product of 2 and 3, as with up to three members.
 
-NumPy's operations on bytes run outside the GIL, vectorised, and as fast as on words, whatever the alignment; all is
-done in blocks that stay in the cache, in the buffers of a `Scratch`.
+NumPy's operations on bytes run outside the GIL, vectorised, as fast as on words, at any alignment. All work is done in
+blocks that stay in the cache, in the buffers of a `ParityScratch`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ckpt.errors import UsageError
 Buffer = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]
 
-MEMBERS_MAX = 255  # weights that are not 0
-BLOCK_BYTES = 128 << 10  # three of them fit the second-level cache; smaller ones cost more calls
+MEMBERS_MAX = 255  # weights other than 0
+BLOCK_BYTES = 128 << 10  # three blocks fit the second-level cache; smaller ones need more calls
 _REDUCE = np.uint8(0x1D)  # x^8, reduced
 
 
@@ -51,14 +51,14 @@ class ParityScratch:
         self.carry = np.empty(BLOCK_BYTES, np.uint8)
 
     def whole_words(self, length: int) -> tuple[Bytes, Bytes]:
-        """The beginnings of `sum` and `carry` that hold `length` bytes, up to a multiple of 8."""
+        """The first `length` bytes of `sum` and `carry`, rounded up to a multiple of 8."""
         length = -(-length // 8) * 8
         return self.sum[:length], self.carry[:length]
 
 
 @dataclass(frozen=True, slots=True)
 class StripePiece:
-    """`length` bytes of frame number `frame` from `offset` on; they lie at byte `at` of the stripe."""
+    """`length` bytes of frame number `frame` from `offset` on. They lie at byte `at` of the stripe."""
 
     frame: int
     offset: int
@@ -67,19 +67,16 @@ class StripePiece:
 
 
 def weight(row: Row, member: int) -> int:
-    """What the bytes of the `member`-th (from 0) are multiplied by. Errors: UsageError from MEMBERS_MAX on."""
+    """The factor of the `member`-th member (from 0). Errors: UsageError from MEMBERS_MAX on."""
     if not 0 <= member < MEMBERS_MAX:
         raise UsageError(f"member {member} of a stripe; there are at most {MEMBERS_MAX}")
     return 1 if row is Row.P else member + 1
 
 
 def add(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: ParityScratch) -> None:
-    """Adds bytes of members (by number) to the parity in `target`, from byte `at` on; or, the same, takes them away.
-
-    A parity begins as zeros. Each byte of a member is to be added exactly once. Two threads may add to one target
-    only where their bytes do not meet, each with its own scratch.
-    Errors: UsageError where the data reaches beyond the target.
-    """
+    """Adds bytes of members (by number) to the parity in `target`, from byte `at` on. Adding them again removes them. A
+    parity begins as zeros. Add each byte of a member exactly once. Two threads may add to one target only at different
+    bytes, each with its own scratch. Errors: UsageError if the data reaches beyond the target."""
     into, raws = _array(target), [_array(each) for each in data.values()]
     factors = [weight(row, member) for member in data]
     longest = max(map(len, raws), default=0)
@@ -97,12 +94,12 @@ def add(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: 
 
 
 def solve(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: ParityScratch) -> list[Buffer]:
-    """The bytes of the `lost` members, each with zeros up to the stripe's length, in the buffers given.
+    """The bytes of the `lost` members, in the order of `lost`, each padded with zeros to the stripe's length, in the
+    buffers given.
 
-    `left`: parities to which every member that is not lost was added. One lost member needs either, two need both;
-    what is not needed is not touched. Gives the buffers in the order of `lost`.
-    Errors: UsageError where more are lost than there are parities, or the buffers differ in length.
-    """
+    `left`: parities to which every member that is not lost was added. One lost member needs either parity, two need
+    both. A parity that is not needed is not changed. Errors: UsageError if more are lost than there are parities, or
+    the buffers differ in length."""
     if len(set(lost)) != len(lost) or len(lost) > len(left):
         raise UsageError(f"members {list(lost)} are lost, and there are {len(left)} parities")
     if len({len(_array(buffer)) for buffer in left.values()}) > 1:
@@ -127,9 +124,8 @@ def solve(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: ParityScratc
 
 
 def pieces(lengths: npt.ArrayLike, start: int, stop: int) -> Iterator[StripePiece]:
-    """Bytes [start, stop) of frames of these lengths laid end to end: which bytes of which frame go where.
-
-    Errors: UsageError where the frames end before."""
+    """The pieces of frames that make up bytes [start, stop), if frames of these lengths are laid end to end. Errors:
+    UsageError if the frames end before."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     if not 0 <= start <= stop <= (int(ends[-1]) if len(ends) else 0):
         raise UsageError(f"bytes {start} to {stop} are not those of {len(ends)} frames")
@@ -144,7 +140,7 @@ def pieces(lengths: npt.ArrayLike, start: int, stop: int) -> Iterator[StripePiec
 
 
 def product(a: int, b: int) -> int:
-    """Of two elements of the field."""
+    """The product of two elements of the field."""
     found = 0
     while b:
         found ^= a if b & 1 else 0
@@ -169,20 +165,20 @@ def _array(buffer: Buffer) -> Bytes:
 
 
 def _xor(into: Bytes, data: Bytes) -> None:
-    """Into its beginning, where the data is shorter."""
+    """XORs the data into the beginning of `into`."""
     beginning = into[: len(data)]
     np.bitwise_xor(beginning, data, out=beginning)
 
 
 def _weighted_sum(parts: Sequence[Bytes], factors: Sequence[int], length: int, scratch: ParityScratch) -> Bytes:
-    """Of parts of at most `length` bytes, a block's; lies in the scratch. From the factors' highest bit to the lowest:
-    what there is so far is doubled, and the parts with that bit are added."""
+    """The weighted sum of one block's parts, each of at most `length` bytes; lies in the scratch. Goes from the
+    factors' highest bit to the lowest: doubles the sum so far, and adds the parts that have that bit."""
     found, carry = scratch.sum[:length], scratch.carry[:length]
     found.fill(0)
     top = max(factors).bit_length() - 1
     for bit in range(top, -1, -1):
         if bit < top:
-            # The bytes shifted left, and reduced where the highest bit goes out: as a signed byte, such a one is < 0.
+            # Shift left, and reduce the bytes that lose a highest bit: as signed bytes they are < 0.
             np.less(found.view(np.int8), 0, out=carry.view(np.bool_))
             np.multiply(carry, _REDUCE, out=carry)
             np.add(found, found, out=found)
@@ -194,11 +190,13 @@ def _weighted_sum(parts: Sequence[Bytes], factors: Sequence[int], length: int, s
 
 
 def _divide(data: Bytes, divisor: int, scratch: ParityScratch) -> None:
-    """In place. A divisor is the sum of two weights, and small: factors x and x + 1 are divided by one by one, which is
-    faster than the product with an inverse (of degree 7, mostly) that is left for the other factors."""
+    """Divides in place. A divisor is the sum of two weights, and small. So its factors x and x + 1 are divided out one
+    by one, which is faster than a product with an inverse (mostly of degree 7). The inverse is used for what remains.
+    """
     halves = (divisor & -divisor).bit_length() - 1
     rest, thirds = divisor >> halves, 0
-    while rest.bit_count() % 2 == 0:  # x + 1 divides a polynomial with an even number of terms
+    # x + 1 divides exactly the polynomials with an even number of terms.
+    while rest.bit_count() % 2 == 0:
         rest, thirds = _without_x_plus_1(rest), thirds + 1
     if divisor == 1:
         return
@@ -223,7 +221,7 @@ def _without_x_plus_1(a: int) -> int:
 
 
 def _halve(length: int, scratch: ParityScratch) -> None:
-    """The bytes in `scratch.sum`, divided by x: shifted right, and where a 1 went out, 1 / x = 0x8e is added."""
+    """Divides the bytes in `scratch.sum` by x: shifts right, and adds 1 / x = 0x8e where a 1 is shifted out."""
     found, carry = scratch.whole_words(length)
     words = found.view(np.uint64)
     np.bitwise_and(found, 1, out=carry)
@@ -234,11 +232,9 @@ def _halve(length: int, scratch: ParityScratch) -> None:
 
 
 def _third(length: int, scratch: ParityScratch) -> None:
-    """The bytes in `scratch.sum`, divided by x + 1: y with y ^ 2 y = b.
-
-    Without the reduction, bit i of y is the sum of the bits 0 .. i of b. The reduction adds 0x1d where bit 7 of y is
-    set; its running sums are 0x0b, whose bit 7 is not set, so that bit 7 of y is that of b's running sums.
-    """
+    """Divides the bytes b in `scratch.sum` by x + 1: finds y with y ^ 2 y = b. Without the reduction, bit i of y is the
+    sum of the bits 0 .. i of b. The reduction adds 0x1d where bit 7 of y is set. The running sums of 0x1d are 0x0b,
+    whose bit 7 is not set; so bit 7 of y is that of b's running sums."""
     found, carry = scratch.whole_words(length)
     words, shifted = found.view(np.uint64), carry.view(np.uint64)
     for bits, kept in ((1, 0xFE), (2, 0xFC), (4, 0xF0)):

@@ -1,8 +1,8 @@
-"""The commit record and the manifest as bytes, and back, with everything checked.
+"""The commit record and the manifest as bytes and back, with everything checked.
 
-A record is read from a store that anyone may have written to. So each number is held against the others before it is
-relied on: after `decode` every box lies in its tensor and the boxes cover it exactly once, every byte of a box has
-exactly one place in a frame, every frame one place in a pack, and every pack key is below `data/`.
+Anyone may have written to the store that a record comes from. So each number is checked against the others before it is
+used. After `decode` every box lies in its tensor, and the boxes cover it exactly once. Every byte of a box has exactly
+one place in a frame, every frame one place in a pack, and every pack key is below `data/`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMMIT_KEY = re.compile(rf"commits/({_IDENTITY})-({_PART})")
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of a commit record. Errors: UsageError where a name, a number or the whole does not fit the format."""
+    """The bytes of a commit record. Errors: UsageError if a name, a number or the whole does not fit the format."""
     at_most("packs", len(record.packs), FRAMES_MAX)
     at_most("metrics", len(record.metrics), METRICS_MAX)
     out = ColumnWriter(ColumnKind.RECORD)
@@ -63,10 +63,9 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes | memoryview, key: str) -> Record:
-    """The record that `data` holds, all of it checked. `key`: where it came from, for messages; where it has the form
-    `commits/<identity>-<writer>`, the record must be of that identity and writer.
-
-    Errors: DamagedData says what is wrong with which record; also for another format version."""
+    """The record that `data` holds, fully checked. `key`: where it came from, for messages. If `key` has the form
+    `commits/<identity>-<writer>`, the record must have that identity and writer. Errors: DamagedData names the record
+    and what is wrong; NewerFormat (a DamagedData) for a later format."""
     source = ColumnReader(ColumnKind.RECORD, data, key)
     name, writer = source.strings("identity", 2)
     try:
@@ -85,14 +84,14 @@ def decode(data: bytes | memoryview, key: str) -> Record:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Errors: UsageError where a name, a number or the whole does not fit the format."""
+    """The bytes of a manifest. Errors: UsageError if a name, a number or the whole does not fit the format."""
     out = ColumnWriter(ColumnKind.MANIFEST)
     _write_manifest(out, manifest)
     return out.finish()
 
 
 def decode_manifest(data: bytes | memoryview, what: str = "a manifest") -> Manifest:
-    """Checked as a record is. Errors: DamagedData that begins with `what`."""
+    """The manifest, checked as strictly as a record. Errors: DamagedData that begins with `what`."""
     return _read_manifest(ColumnReader(ColumnKind.MANIFEST, data, what))
 
 
@@ -168,7 +167,7 @@ def _check_extents(
     dtype = tensors.codes[boxes.tensor[box]]
     if (frames["dtype"][frame] != dtype).any() or ((start | length | offset) % ITEMSIZES[dtype]).any():
         raise source.damaged("an extent of another dtype than its frame, or that begins within an element")
-    # Sorted by box; within one, each begins where the one before ended; the last one of a box ends it.
+    # Sorted by box. Within a box, each extent begins where the one before ended, and the last one ends with the box.
     first = np.diff(box, prepend=-1) != 0
     before = np.concatenate(([0], (start + length)[:-1]))
     last = np.concatenate((first[1:], [True]))
@@ -181,7 +180,8 @@ def _check_extents(
 def _check_values(
     source: ColumnReader, specs: tuple[TensorSpec, ...], extents: Array, frames: Array, boxes: BoxColumns
 ) -> None:
-    """A blob of values is one box, and its bytes are one frame: whoever reads it takes memory for no more than that."""
+    """Checks that each blob of values is one box in one frame, so that a reader of it needs memory for no more than a
+    frame."""
     is_values = np.array([spec.values for spec in specs], bool)
     of_values = is_values[boxes.tensor]
     its = extents[of_values[extents["box"]]]
@@ -215,7 +215,7 @@ def _read_places(source: ColumnReader, manifest: Manifest, packs: tuple[tuple[st
 
 
 def misplaced(places: Array, frames: Array, sizes: Sequence[int]) -> str:
-    """Why these frames cannot lie so in packs of these sizes; "" where they can."""
+    """Why these frames cannot lie at these places in packs of these sizes; "" if they can."""
     if len(places) != len(frames):
         return f"{len(places)} places for {len(frames)} frames"
     if not len(places):

@@ -1,7 +1,7 @@
 """The .safetensors file format: 8 bytes little-endian length, a JSON header, the tensors' bytes without gaps.
 
-The writer takes tensors in any order and in pieces, so that its memory is the caller's piece; the reader maps the file.
-Source of the format: https://github.com/huggingface/safetensors (README, "Format").
+The writer takes tensors in any order and in pieces, so it needs no memory beyond the caller's piece. The reader maps
+the file. Source of the format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ DTYPE_NAMES: dict[str, str] = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
 }  # fmt: skip
 _OURS = {theirs: ours for ours, theirs in DTYPE_NAMES.items()}
-_PAIRS = "float4_e2m1fn_x2"  # two numbers a byte: they count numbers in a shape, torch counts bytes
+# Two numbers per byte. The format counts numbers in a shape, torch counts bytes.
+_PAIRS = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHead:
-    """`dtype`: ours (torch's name). `shape`: as torch counts."""
+    """Name, dtype and shape of a tensor. `dtype`: torch's name. `shape`: as torch counts."""
 
     name: str
     dtype: str
@@ -48,12 +49,12 @@ class TensorHead:
 
 
 class SafetensorsWriter:
-    """Writes one file of the given tensors: `write` pieces in any order, then leave the `with` block.
+    """A writer of one file with the given tensors: call `write` for pieces in any order, then leave the `with` block.
 
-    The file has its full size from the start. It is complete, and on disk, once `close` returned; where the block is
-    left by an exception, or before every byte was written, it is removed. Errors: UsageError for a dtype that the
-    format does not have, a name twice, a piece out of its tensor; OSError of the file system.
-    """
+    The file has its full size from the start. It is complete, and on disk, when `close` has returned. It is removed if
+    the block is left by an exception, or before every byte was written.
+
+    Errors: UsageError for a dtype that the format lacks, a repeated name, or a piece beyond its tensor; OSError."""
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Sequence[TensorHead], metadata: Mapping[str, str] | None = None
@@ -67,7 +68,7 @@ class SafetensorsWriter:
             os.ftruncate(self._file, len(header) + self._left)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Bytes [offset, offset + len(data)) of that tensor, row-major; every byte of it exactly once."""
+        """Writes bytes [offset, offset + len(data)) of that tensor, row-major. Write every byte exactly once."""
         start, stop = self._spans[name]
         piece = memoryview(data).cast("B")
         if offset < 0 or start + offset + len(piece) > stop:
@@ -83,7 +84,7 @@ class SafetensorsWriter:
         os.close(self._file)
 
     def abandon(self) -> None:
-        """Ends without a file."""
+        """Closes and removes the file."""
         os.close(self._file)
         self.path.unlink(missing_ok=True)
 
@@ -106,9 +107,8 @@ class SafetensorsWriter:
 
 
 class SafetensorsReader:
-    """A .safetensors file, mapped. `tensors`: by name, in the order of the header. `metadata`: its strings.
-
-    Errors: DamagedData for a file that is not well-formed; OSError of the file system."""
+    """A .safetensors file, mapped. `tensors`: by name, in the order of the header. `metadata`: its strings. Errors:
+    DamagedData for a file that is not well-formed; OSError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -127,7 +127,7 @@ class SafetensorsReader:
         self._start = 8 + length
 
     def data(self, name: str) -> memoryview:
-        """The tensor's bytes, read-only and mapped: release every view before `close`."""
+        """The tensor's bytes, read-only and mapped. Release every view before `close`."""
         start, stop = self._spans[name]
         return memoryview(self._map)[self._start + start : self._start + stop]
 
@@ -145,12 +145,12 @@ class SafetensorsReader:
 
 
 def check_heads(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> None:
-    """Errors: UsageError for tensors of which SafetensorsWriter would make no file."""
+    """Checks that SafetensorsWriter can write these tensors. Errors: UsageError if it cannot."""
     _header(tensors, metadata)
 
 
 def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The file up to its data, and each tensor's span in the file. Wide dtypes first, so that all are aligned."""
+    """The file up to its data, and each tensor's span in the file. Wide dtypes come first, so that all are aligned."""
     head: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     spans: dict[str, tuple[int, int]] = {}
     at = 0

@@ -1,13 +1,13 @@
-"""Everything in a state that is not a tensor, as bytes and back: msgpack, with tags for what msgpack has no word for.
+"""All values of a state that are not tensors, as bytes and back: msgpack, with tags for types that msgpack lacks.
 
-What comes back equals what went in, types and order included; nothing is unpickled and no class is looked up. A value
-of a type that is not in the table below is refused by its path in the tree. The same tree gives the same bytes in
-every process (sets are sorted by their encoding), so that ranks can compare theirs by hash.
+A decoded value equals the encoded one, in types and order too. Nothing is unpickled and no class is looked up. A value
+of an unknown type (see Tag) is refused, and the error gives its path in the tree. The same tree gives the same bytes in
+every process (sets are sorted by their encoding), so ranks can compare their trees by hash.
 
-A tagged value is an array whose first element is an empty extension of type TAG; msgpack's own array is a list and its
-map a dict, in order. `decode` takes bytes from anybody: depth, elements and sizes are capped, and memory is bounded by
-ELEMENTS_MAX small objects and a few times the length of the data; so are keys of one hash, and with them the time.
-Types are checked before anything is computed with a value, and whatever goes wrong is DamagedData.
+A tagged value is an array whose first element is an empty extension of type Tag. msgpack's own array is a list, and its
+map a dict, in order. `decode` accepts hostile bytes. Depth, elements and sizes are capped: memory is at most
+ELEMENTS_MAX small objects and a few times the length of the data. Keys with one hash are capped too, which bounds the
+time. Types are checked before a value is used, and every fault is DamagedData.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ VALUES_BYTES_MAX = FRAME_BYTES_MAX  # a blob of values is one frame
 ELEMENTS_MAX = 1 << 22
 DEPTH_MAX = 128
 NDIM_MAX = 64
-# Keys of a dict, or items of a set, of one hash: each is compared with all before it. Whoever makes the data knows the
-# hash of numbers and of tuples of them (equal modulo 2^61 - 1 is enough), not that of texts.
+# The most keys of a dict, or items of a set, with one hash: each is compared with all before it. An attacker can choose
+# the hash of numbers and of tuples of them (equal modulo 2^61 - 1 is enough), but not that of texts.
 SAME_HASH_MAX = 128
-# Of an int in two's complement. Python refuses to print a much longer one, and to multiply such takes long.
+# Of an int in two's complement. Python refuses to print a much longer one, and multiplying such ints takes long.
 INT_BYTES_MAX = 1024
 DEVICE_MAX = 80  # characters of a torch device's name
-NAMED_MAX = 5  # places of one kind of what cannot be stored, and kinds, that an error names
+# The most kinds of refused values that an error names, and the most places of each kind.
+NAMED_MAX = 5
 _PACKED_MIN = 32  # a list of at least so many ints, or floats, is written as one block
 
 
 class Tag:
-    """Numbers of the durable format: append only. What follows the tag in the array:"""
+    """Tag numbers of the durable format: append only. Each comment says what follows the tag in the array."""
 
     TUPLE = 1  # the items
     SET = 2  # the items
@@ -71,26 +72,28 @@ _TORCH = {"Size": Tag.TORCH_SIZE, "dtype": Tag.TORCH_DTYPE, "device": Tag.TORCH_
 
 
 class Constants:
-    """Parts of trees that nobody changes, as the lists of names that a save repeats: each is encoded once, and copied
-    where `encode` meets that very object again. They are kept alive, so that no other object takes their identity."""
+    """Parts of trees that never change, such as the lists of names that every save repeats. Each is encoded once, and
+    its bytes are copied whenever `encode` meets that very object. The parts are kept alive, so that no other object
+    takes their id."""
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self.parts = {id(part): _Constant(part) for part in parts}
 
 
 class _Constant:
-    """`items`: as they are counted."""
+    """One constant part. `items`: its number of elements, as `_count` counts."""
 
     __slots__ = "data", "items", "value"
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.data = b""  # of what was not met so far
+        # Empty until the part is met.
+        self.data = b""
         self.items = 0
 
 
 class Refused:
-    """What cannot be stored: the places by what is said of them. Bounded: of many they are only counted."""
+    """The values that cannot be stored: their places, by reason. Bounded: beyond NAMED_MAX they are only counted."""
 
     def __init__(self) -> None:
         self._places: dict[str, dict[str, None]] = {}
@@ -111,7 +114,7 @@ class Refused:
             self._more[why] += 1
 
     def check(self) -> None:
-        """Errors: UsageError that names all of it, where there is any."""
+        """Errors: UsageError names all refused values, if there are any."""
         if not self:
             return
         said = []
@@ -122,12 +125,13 @@ class Refused:
 
 
 def encode(tree: Any, root: str = "state", constants: Constants | None = None, refused: Refused | None = None) -> bytes:
-    """The bytes of a tree of plain values. `root`: what the tree is called in messages. `constants`: what of it was
-    maybe encoded before. `refused`: takes what cannot be stored, and nothing is raised for it; the bytes are of no use
-    then.
+    """The bytes of a tree of plain values.
 
-    Errors: UsageError with the paths of the values that cannot be stored; or of one that nests deeper than DEPTH_MAX
-    (as a tree that contains itself does), or where the whole exceeds VALUES_BYTES_MAX."""
+    `root`: the tree's name in messages. `constants`: parts that may have been encoded before. `refused`: collects the
+    values that cannot be stored; nothing is raised for them then, and the bytes are useless if there are any.
+
+    Errors: UsageError with the paths of the values that cannot be stored; also if a value nests deeper than DEPTH_MAX
+    (as a tree that contains itself does), or the whole exceeds VALUES_BYTES_MAX."""
     found = Refused() if refused is None else refused
     encoder = _Encoder(root, constants.parts if constants is not None else {}, found)
     encoder.value(tree)
@@ -143,9 +147,8 @@ def encode(tree: Any, root: str = "state", constants: Constants | None = None, r
 
 
 def decode(data: bytes | memoryview, what: str = "values") -> Any:
-    """The tree that `encode` was given; arrays are new and writable.
-
-    Errors: DamagedData that begins with `what`, and no other, for anything that `encode` does not write."""
+    """The tree that `encode` was given. Arrays are new and writable. Errors: only DamagedData, which begins with
+    `what`, for anything that `encode` does not write."""
     if memoryview(data).nbytes > VALUES_BYTES_MAX:
         raise DamagedData(f"{what}: {memoryview(data).nbytes} bytes, where at most {VALUES_BYTES_MAX} are allowed")
     decoder = _Decoder(memoryview(data).cast("B"))
@@ -168,7 +171,8 @@ class _Encoder:
         self._constants = constants
         self._root = root
         self._packer = msgpack.Packer()
-        self._path: list[Any] = []  # keys, put into words only where something is refused
+        # Keys; made into text only if something is refused.
+        self._path: list[Any] = []
         self._left = ELEMENTS_MAX
 
     def value(self, value: Any) -> None:
@@ -188,7 +192,8 @@ class _Encoder:
         if not constant.data:
             at, left = len(self.out), self._left
             self._container(type(constant.value), constant.value)
-            if not self.refused:  # else it may be a part of this that was
+            # Otherwise the refused value may be a part of this constant.
+            if not self.refused:
                 constant.data, constant.items = b"".join(self.out[at:]), left - self._left
             return
         self._count(constant.items)
@@ -335,13 +340,13 @@ class _Encoder:
             self.value(value)
 
     def _count(self, items: int) -> None:
-        """As the decoder counts, so that whatever is written can be read."""
+        """Counts elements as the decoder does, so that all that is written can be read."""
         self._left -= items
         if self._left < 0:
             raise self._error(f"more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors")
 
     def _check_hashes(self, keys: Collection[Any]) -> None:
-        """What would not be read is not written."""
+        """Refuses keys that a reader would refuse."""
         if _are_of_one_hash(keys):
             raise self._error(
                 f"more than {SAME_HASH_MAX} keys have the same hash, as ints that are equal modulo 2**61 - 1 have; "
@@ -355,7 +360,7 @@ class _Encoder:
         self._path.append(_NO_KEY)
 
     def _dtype(self, value: np.generic | np.ndarray[Any, Any]) -> str:
-        """As it is written; "": it is refused."""
+        """The dtype as it is written; "" if it is refused."""
         name: str = value.dtype.str
         if _NUMPY_DTYPE.fullmatch(name) is not None:
             return name
@@ -373,7 +378,7 @@ class _Encoder:
         )
 
     def _refuse(self, why: str) -> None:
-        """What is here. The rest is looked at, so that all of it is named at once."""
+        """Notes that the current value is refused. Encoding goes on, so that all refused values are named at once."""
         self.refused.add(self._where, why)
 
     def _error(self, message: str) -> UsageError:
@@ -384,11 +389,12 @@ class _Encoder:
         return self._root + "".join(str(key) if type(key) is _SetItem else f"[{_shown(key, 80)}]" for key in keys)
 
 
-_NO_KEY = object()  # of a collection, before its first item
+# In a collection, before its first item.
+_NO_KEY = object()
 
 
 class _SetItem:
-    """What a set holds, in the path to it."""
+    """An item of a set, as a step of the path to it."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -400,18 +406,19 @@ class _SetItem:
 def _shown(value: Any, length: int) -> str:
     try:
         return repr(value)[:length]
-    except ValueError:  # an int of many digits is in it
+    # The value holds an int of too many digits.
+    except ValueError:
         return f"<{type(value).__name__}>"
 
 
-# msgpack's fixed-size words: first byte -> how the rest is read.
+# msgpack's fixed-size numbers: first byte -> how to read the rest.
 _NUMBERS = {
     0xCB: struct.Struct(">d"),
     0xCC: struct.Struct(">B"), 0xCD: struct.Struct(">H"), 0xCE: struct.Struct(">I"), 0xCF: struct.Struct(">Q"),
     0xD0: struct.Struct(">b"), 0xD1: struct.Struct(">h"), 0xD2: struct.Struct(">i"), 0xD3: struct.Struct(">q"),
 }  # fmt: skip
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# Lengths: first byte -> (what it is the length of, bytes of the length).
+# Lengths: first byte -> (kind of the value, bytes of the length).
 _LENGTHS = {
     0xC4: ("bin", 1), 0xC5: ("bin", 2), 0xC6: ("bin", 4),
     0xD9: ("str", 1), 0xDA: ("str", 2), 0xDB: ("str", 4),
@@ -421,7 +428,7 @@ _EMPTY_EXT = 0xC7
 
 
 class _Decoder:
-    """Reads one value after the other, and believes no length before it has seen that so much is there."""
+    """Reads one value after the other, and checks each length against the bytes that are left."""
 
     def __init__(self, data: memoryview) -> None:
         self.at = 0
@@ -482,7 +489,7 @@ class _Decoder:
 
 
 def _pairs(empty: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
-    """`empty` (of any kind of dict), filled with key, value, key, value."""
+    """Fills `empty` (any kind of dict) from key, value, key, value. Returns it."""
     _refuse_one_hash(flat[::2])
     dict.update(empty, zip(flat[::2], flat[1::2], strict=True))
     if 2 * len(empty) != len(flat):
@@ -491,7 +498,7 @@ def _pairs(empty: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
 
 
 def _are_of_one_hash(keys: Collection[Any]) -> bool:
-    """Whether more than SAME_HASH_MAX of them are."""
+    """Whether more than SAME_HASH_MAX of the keys have the same hash."""
     if len(keys) <= SAME_HASH_MAX:
         return False
     hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
@@ -505,7 +512,8 @@ def _refuse_one_hash(keys: Collection[Any]) -> None:
 
 
 def _untag(tag: int, items: list[Any]) -> Any:
-    """The value that a tagged array stands for. Errors: ValueError, TypeError, for what `encode` does not write."""
+    """The value that a tagged array stands for. Errors: ValueError or TypeError for an array that `encode` does not
+    write."""
     match tag, items:
         case (Tag.TUPLE, _):
             return tuple(items)
@@ -565,7 +573,8 @@ def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
 
 
 def _untag_torch(tag: int, items: list[Any]) -> Any:
-    torch: Any = sys.modules.get("torch")  # a trainer has it loaded; a tool that only looks does not load it for this
+    # A trainer has torch loaded. A tool that only looks does not load it for this.
+    torch: Any = sys.modules.get("torch")
     if tag == Tag.TORCH_SIZE and all(type(n) is int and abs(n) < 1 << 63 for n in items):
         return torch.Size(items) if torch else tuple(items)
     match tag, items:
