@@ -1,4 +1,9 @@
-"""The backends, one file each, under one contract (`ckpt.storage.contract`). Reached through `ckpt.storage.open`."""
+"""The backends of stores, one file each, under one contract (`ckpt.storage.contract`). Opened only by
+`ckpt.storage.open`.
+
+A backend imports the base modules and the helpers of ckpt.storage: contract, names, failure, buffers, files. Start with
+`local`.
+"""
 
 if __name__ != "ckpt.backends":
     raise ImportError(f"this folder is the package ckpt.backends; it is not to be imported as {__name__!r}")

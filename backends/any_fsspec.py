@@ -1,20 +1,20 @@
-"""Any other URL, through fsspec: "fsspec+PROTOCOL://..." or a protocol of its own ("sftp://host/path").
+"""Backend for any other URL, through fsspec: "fsspec+PROTOCOL://..." or a protocol of fsspec ("sftp://host/path").
 
-How whole an object appears depends on the file system:
+Whether a put is atomic depends on the file system:
 
-- Object stores and fsspec's own memory put an object at once: one `pipe_file`, never an open file whose closing would
-  complete what an exception has cut short.
-- All others get a file of another name, which is then moved to its own. On a local disk, SFTP, SMB or HDFS the move is
-  a rename; where fsspec can only copy and delete it is as good as that file system gets.
+- Object stores and fsspec's own memory put an object at once, by one `pipe_file`. An open file is never used: closing
+  it after an exception would complete a truncated object.
+- All others write a file under another name, and then move it. On a local disk, SFTP, SMB or HDFS the move is a rename.
+  If fsspec can only copy and delete, the put is as atomic as that file system allows.
 
-Put-if-absent is asked for where fsspec can pass it on; else it is a look before the put. Durability is the file
-system's own. Chunks are joined, since fsspec takes one buffer: prefer the backends that speak to the store directly.
+Put-if-absent is requested if fsspec can pass it on; else it is a look before the put. Durability is the file system's
+own. Chunks are joined, since fsspec takes one buffer: prefer the backends that speak to the store directly.
 
-Where a file system tells no time of its objects that we can read, they are for ever new (contract.ObjectInfo): nothing
-is deleted there for its age. A folder that cannot be listed is an error: fsspec's own find() takes it for an empty one.
+Objects of a file system without readable times never count as old (contract.ObjectInfo), so none is deleted for its
+age. A folder that cannot be listed is an error; fsspec's own find() would treat it as empty.
 
-A connection that FTP or SFTP have lost is made again by nobody. So after an error that is no answer the file system is
-made anew, by the next operation: that of whoever tries again (storage.retry).
+FTP and SFTP do not restore a lost connection. So after an error that is no plain answer (such as NotFound), a file
+system that is not asynchronous is made anew by the next operation, usually the retry (storage.retry).
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, ch
 PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos", "memory"}
 _AGAIN = {
     *(errno.EAGAIN, errno.EBUSY, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH),
-    errno.EREMOTEIO,  # what s3fs makes of a 500
+    errno.EREMOTEIO,  # s3fs raises it for a 500
     *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
 }
 _AGAIN_NAMES = {
     *("EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "HTTPClientError"),
     *("ClientConnectionError", "ServerDisconnectedError", "ServerTimeoutError", "ClientPayloadError", "FSTimeoutError"),
     *("IncompleteRead", "ResponseParserError"),
-    *("error_temp", "error_reply", "error_proto"),  # ftplib: try later, and what is no answer to what was asked
+    # ftplib: "try later", and replies that do not fit the request.
+    *("error_temp", "error_reply", "error_proto"),
     *("SSHException", "ChannelException", "NoValidConnectionsError"),  # paramiko
 }
-_READ_ONLY = {405, 501}  # what an HTTP server answers that knows no PUT
+# The answers of an HTTP server that has no PUT.
+_READ_ONLY = {405, 501}
 _NO_LEAVE = {"NoCredentialsError", "ClientAuthenticationError", "AuthenticationException"}
 _MODIFIED = (
     *("mtime", "LastModified", "last_modified", "modified", "modify", "modificationTime"),
@@ -74,8 +76,8 @@ _DIGITS = re.compile(r"(\d{14})(?:\.\d+)?")  # YYYYMMDDHHMMSS, always UTC: MLSD 
 
 
 def open_fsspec(url: str) -> FsspecBackend:
-    """Errors: UsageError where fsspec does not know the protocol, or lacks the package for it; StorageError of a file
-    system that connects at once."""
+    """The backend for that URL. Some file systems connect at once. Errors: UsageError if fsspec does not know the
+    protocol, or lacks its package; StorageError of a file system that connects at once."""
     plain = url.removeprefix("fsspec+")
     protocol = plain.partition("://")[0]
     try:
@@ -90,13 +92,14 @@ def open_fsspec(url: str) -> FsspecBackend:
 
 class FsspecBackend:
     def __init__(self, url: str, protocol: str, kind: type[Any]) -> None:
-        self.url = shown(url)  # for messages: the file system has the password
+        self.url = shown(url)  # without the password, for messages
         self._with_password = url
-        self._fs: Any = None  # until it is connected, and after an error that may have left it of no use
+        # None until connected, and after an error that may have left the file system unusable.
+        self._fs: Any = None
         self._root = kind._strip_protocol(url.removeprefix("fsspec+")).rstrip("/")
         self._is_put_atomic = protocol in PUT_IS_ATOMIC
         self._is_s3 = protocol in ("s3", "s3a")
-        # Those that are not asynchronous may have one connection, on which threads would take each other's replies.
+        # A file system that is not asynchronous may have one connection. Threads would take each other's replies on it.
         self._has_one = not kind.async_impl
         self._turn: Any = threading.RLock() if self._has_one else nullcontext()
 
@@ -108,9 +111,10 @@ class FsspecBackend:
             raise _unknown(self.url, exc) from exc
         except Exception as exc:
             raise _error(self.url, "connect", exc) from exc
-        if isinstance(getattr(filesystem, "dircache", None), DirCache):  # SFTP's takes no such option
+        if isinstance(getattr(filesystem, "dircache", None), DirCache):  # SFTP's has no such option
             filesystem.dircache.use_listings_cache = False
-        if self._is_s3:  # the retries are ours: a deadline would pass while it is at its own
+        # Retries are ours: a deadline could pass during those of s3fs.
+        if self._is_s3:
             filesystem.retries = 1
             filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"total_max_attempts": 1}}
         self._fs = filesystem
@@ -137,7 +141,8 @@ class FsspecBackend:
                 self._fs.pipe_file(temporary, data)
                 self._fs.mv(temporary, path)
             except BaseException:
-                with suppress(Exception):  # the first error is the one to tell; abort_uploads finds what is left
+                # Report the first error. abort_uploads finds the file that is left.
+                with suppress(Exception):
                     self._fs.rm_file(temporary)
                 raise
 
@@ -185,7 +190,8 @@ class FsspecBackend:
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
     ) -> int:
-        """Removes files of puts that did not end. What an object store holds of them its own rules remove."""
+        """Removes the temporary files of puts that did not finish. In an object store its own rules remove unfinished
+        uploads."""
         if self._is_put_atomic:
             return 0
         before_s = self.now_s() - older_than_s
@@ -198,7 +204,7 @@ class FsspecBackend:
         return ended
 
     def now_s(self) -> float:
-        """The modification time of a new object; this machine's clock where the file system gives none."""
+        """The modification time of a new object; this machine's clock if the file system gives no times."""
         key = f"clock/{secrets.token_hex(8)}"
         self.put(key, [b"now"])
         try:
@@ -208,8 +214,9 @@ class FsspecBackend:
             self.delete([key])
 
     def close(self) -> None:
-        """With the file system go its connection and the thread that SFTP has for it."""
-        if self._has_one and self._turn.acquire(blocking=False):  # else whoever is at work there still needs it
+        """Drops the file system, and with it its connection and SFTP's thread."""
+        # Otherwise an operation still uses the file system.
+        if self._has_one and self._turn.acquire(blocking=False):
             self._fs = None
             self._turn.release()
 
@@ -225,10 +232,12 @@ class FsspecBackend:
         except (NotFound, AccessDenied, TransientError):
             raise
         except StorageError:
-            self._check_end(key, start + length)  # a range behind the end has a different error everywhere
+            # A range beyond the end raises a different error in each file system.
+            self._check_end(key, start + length)
             raise
         if len(data) > length and len(data) == self.head(key).size:
-            data = data[start : start + length]  # the server knows no ranges, and gave the whole object
+            # The server does not support ranges, and sent the whole object.
+            data = data[start : start + length]
         if len(data) != length:
             self._check_end(key, start + length)
             raise lost(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
@@ -240,7 +249,7 @@ class FsspecBackend:
             raise DamagedData(f"{self.url}: {key} ends at byte {size}; bytes up to {stop} were asked for")
 
     def _find(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Files below the prefix, by their path below the root."""
+        """The files below the prefix, by their path below the root."""
         with self._translated(f"list {prefix}"):
             folder = self._fs._strip_protocol(f"{self._root}/{prefix}".rstrip("/"))
             head = self._fs._strip_protocol(self._root) + "/"
@@ -249,7 +258,7 @@ class FsspecBackend:
         return ((path.removeprefix(head), each) for path, each in found.items() if path.startswith(head))
 
     def _walk(self, folder: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Files below the folder, by their path. One that is not there has none. Errors: OSError."""
+        """The files below the folder, by their path. A missing folder has none. Errors: OSError."""
         around = sys.exception()
         try:
             found = self._fs.ls(folder, detail=True)
@@ -270,7 +279,7 @@ class FsspecBackend:
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
-        """Turns into ours whatever a file system raises: fsspec promises no more than that it is an exception."""
+        """Translates every exception of a file system into ours: fsspec promises no particular classes."""
         around = sys.exception()
         with self._turn:
             if self._fs is None:
@@ -292,9 +301,9 @@ def _unknown(url: str, why: Exception) -> UsageError:
 
 
 def _reason(exc: BaseException, around: BaseException | None) -> BaseException:
-    """What became of it: FTP's listing says of whatever the server answers (421: it closes the connection) that there
-    is no such file, and has the answer in the context. `around`: what was being handled before, which is no part of it.
-    """
+    """The real cause of an exception. FTP's listing reports any reply of the server as a missing file, even a 421,
+    which closes the connection; the real reply is in the context. `around`: the exception handled before, which is no
+    part of the cause."""
     each: BaseException | None = exc
     while each is not None and each is not around:
         if _may_pass(each):
@@ -304,10 +313,11 @@ def _reason(exc: BaseException, around: BaseException | None) -> BaseException:
 
 
 def _may_pass(exc: BaseException) -> bool:
-    """Whether it may succeed when it is tried again."""
+    """Whether a retry may succeed."""
     if isinstance(exc, TimeoutError | ConnectionError | EOFError) or type(exc).__name__ in _AGAIN_NAMES:
         return True
-    return isinstance(exc, OSError) and (exc.errno in _AGAIN or str(exc) == "Socket is closed")  # paramiko's has none
+    # paramiko's error has no errno.
+    return isinstance(exc, OSError) and (exc.errno in _AGAIN or str(exc) == "Socket is closed")
 
 
 def _error(url: str, what: str, exc: BaseException) -> CkptError:
@@ -329,13 +339,13 @@ def _error(url: str, what: str, exc: BaseException) -> CkptError:
 
 
 def _modified_s(found: Mapping[str, Any]) -> float:
-    """Infinity where the file system tells no time, or one that makes no sense: what has no age is never too old."""
+    """The modification time, Unix seconds. Infinity if there is no valid time: such an object never counts as old."""
     told = ((name, _seconds(found[name])) for name in _MODIFIED if found.get(name) is not None)
     return next((each / 1000 if name in _MILLISECONDS else each for name, each in told if each > 0), math.inf)
 
 
 def _seconds(value: Any) -> float:
-    """Unix seconds of a time as some file system gives it; 0 where it is none."""
+    """Unix seconds of a time in any form that file systems use; 0 if it is not a time."""
     if isinstance(value, str):
         digits = _DIGITS.fullmatch(value)
         try:

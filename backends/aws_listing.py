@@ -1,5 +1,6 @@
-"""What obstore cannot list on S3, and botocore (which s3fs brings along) can: unfinished multipart uploads, and objects
-beside one whose name obstore takes for no path."""
+"""Listings on S3 that obstore lacks, by botocore (which s3fs brings along): unfinished multipart uploads, and folders
+with an object whose name obstore does not accept as a path.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ckpt.storage.failure import from_reply, lost
 
 
 def list_objects(url: str, bucket: str, prefix: str, config: Mapping[str, Any], below: str) -> list[ObjectInfo]:
-    """All that lies below that folder, keys or none. `prefix`: the store's in the bucket."""
+    """All objects below the folder `below`, also those that are not keys. `prefix`: the store's path in the bucket."""
     folder = f"{prefix}/" if prefix else ""
     with _client(url, f"list {below}", config) as client:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=folder + below)
@@ -40,8 +41,8 @@ def abort_uploads(
     below: Sequence[str],
     is_ours: Callable[[str], bool],
 ) -> int:
-    """Aborts what was begun before that time (Unix seconds, the store's clock); how many. `prefix`: the store's in the
-    bucket; `below`: those in the store, to whose keys `is_ours` is put."""
+    """Aborts the uploads begun before `before_s` (Unix seconds, the store's clock). Returns their number. `prefix`: the
+    store's path in the bucket. `below`: prefixes in the store; only uploads to a key that `is_ours` accepts."""
     folder = f"{prefix}/" if prefix else ""
     ended = 0
     with _client(url, "abort uploads", config) as client:
@@ -58,7 +59,8 @@ def _unfinished(client: Any, bucket: str, prefix: str) -> list[Mapping[str, Any]
     pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
     try:
         return [upload for page in pages for upload in page.get("Uploads", [])]
-    except client.exceptions.NoSuchUpload:  # rclone's answer where there never was one
+    # rclone's answer if there never was an upload.
+    except client.exceptions.NoSuchUpload:
         return []
 
 
@@ -80,8 +82,8 @@ def _error(url: str, what: str, exc: botocore.exceptions.ClientError) -> Excepti
 
 @contextmanager
 def _client(url: str, what: str, config: Mapping[str, Any]) -> Iterator[Any]:
-    """One while the block runs, whose errors are ours: UsageError where botocore cannot use what the environment and
-    ~/.aws say."""
+    """A client while the block runs. Its errors are translated to ours: UsageError if botocore cannot use the
+    environment and ~/.aws."""
     try:
         client = _made(config)
     except (botocore.exceptions.BotoCoreError, ValueError) as exc:
@@ -98,8 +100,8 @@ def _client(url: str, what: str, config: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _made(config: Mapping[str, Any]) -> Any:
-    """Takes credentials where S3Store takes them, so that AWS_PROFILE may name one that is gone where variables give
-    them; one try, since the retries are ours."""
+    """A client that takes its credentials from where S3Store takes them. So AWS_PROFILE may name a missing profile if
+    variables give credentials. One try per request, since the retries are ours."""
     no_profile = {} if "credential_provider" in config else {"profile": (None, None, None, None)}
     endpoint = config.get("endpoint")
     return botocore.session.Session(session_vars=no_profile).create_client(

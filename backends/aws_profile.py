@@ -1,6 +1,7 @@
-"""Credentials from AWS_PROFILE and ~/.aws (SSO and assumed roles too), by botocore, which s3fs brings along.
+"""Credentials from AWS_PROFILE and ~/.aws (also SSO and assumed roles), by botocore, which s3fs brings along.
 
-obstore reads variables only. botocore costs 0.1 s to import: this is loaded only where no variable gives credentials.
+obstore reads only variables. This module is loaded only if no variable gives credentials, since importing botocore
+takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import botocore.session  # type: ignore[import-untyped]
 
 from ckpt.errors import AccessDenied, UsageError
 
-REFRESH = datetime.timedelta(minutes=10)  # botocore renews in time by itself when it is asked
+# botocore renews credentials in time by itself when asked for them.
+REFRESH = datetime.timedelta(minutes=10)
 
 
 def profile_config(profile: str | None) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def profile_config(profile: str | None) -> dict[str, Any]:
 
 
 class _Provider:
-    """Called by obstore, on any thread, when the last credentials are about to expire."""
+    """Gives credentials to obstore, which calls it on any thread when the last ones are about to expire."""
 
     def __init__(self, credentials: Any) -> None:
         self._credentials = credentials

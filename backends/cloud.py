@@ -1,20 +1,22 @@
-"""s3://, gs:// and az:// through obstore.
+"""Backend for s3://, gs:// and az://, through obstore.
 
 Credentials, region and endpoint come from the clouds' usual variables (AWS_ACCESS_KEY_ID, AWS_REGION,
 AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_BASE_URL, AZURE_STORAGE_ACCOUNT_NAME,
-AZURE_STORAGE_ENDPOINT, ...), and for S3 from AWS_PROFILE and ~/.aws through botocore where no variable gives them.
+AZURE_STORAGE_ENDPOINT, ...). If no variable gives credentials for S3, they come from AWS_PROFILE and ~/.aws, through
+botocore.
 
-- Up to SINGLE_BYTES_MAX an object is one put: buffers are handed over as they are, joined nowhere. Above that it is a
-  multipart upload of parallel parts; obstore aborts it when a part fails. Put-if-absent is always one single put.
-- obstore's own retries are off. The one exception is a part of a multipart upload, which is sent up to twice again:
-  one lost part must not cost the other hundred.
-- AWS_CA_BUNDLE names a file of PEM certificates that are trusted besides the system's: a store whose certificate is
-  signed by an authority of its own (obstore does not know that variable).
-- Nothing on the way is trusted for integrity: the payload is not signed over TLS or the loopback, where that would
-  only cost CPU; every reader checks its own hashes.
-- A server that answers a ranged get with 200 (rclone) is found out by the first one; see signed_http.py.
-- A foreign object whose name obstore takes for no path (a//b, a/../b) hides nothing on s3: botocore lists then.
-- Unfinished multipart uploads are ended on s3 only. Azure drops them by itself in a week; Google keeps them until a
+- An object of up to SINGLE_BYTES_MAX is one put, whose buffers are not joined. A larger one is a multipart upload of
+  parallel parts; obstore aborts it when a part fails. Put-if-absent is always one single put.
+- obstore's own retries are off, with one exception: a part of a multipart upload is sent up to twice again. One lost
+  part must not cost the other hundred.
+- AWS_CA_BUNDLE names a file of PEM certificates that are trusted besides the system's, for a store whose certificate is
+  signed by a private authority. (obstore does not know that variable.)
+- Integrity does not depend on the transport: every reader checks its own hashes. So the payload is not signed over TLS
+  or the loopback, where signing would only cost CPU.
+- A server that answers a ranged get with 200 (rclone) is recognised by its first such answer; see signed_http.py.
+- A foreign object with a name that obstore does not accept as a path (a//b, a/../b) hides nothing on s3: botocore lists
+  then.
+- Unfinished multipart uploads are aborted on s3 only. Azure drops them by itself in a week. Google keeps them until a
   lifecycle rule of the bucket ends them.
 """
 
@@ -47,16 +49,18 @@ SINGLE_BYTES_MAX = 128 << 20
 PART_BYTES = 32 << 20
 PARTS_MAX = 9_000  # S3 allows 10,000
 PARTS_AT_ONCE = 8
-SMALL_BYTES_MAX = 4 << 20  # a put up to here is to take no longer than any small request
+# A put of up to this size gets the time-out of a small request.
+SMALL_BYTES_MAX = 4 << 20
 SMALL_TIMEOUT_S = 30.0
 BULK_TIMEOUT_S = 600  # SINGLE_BYTES_MAX within it: 0.2 MB/s
 LIST_CHUNK = 1000
 CERTIFICATES_BYTES_MAX = 8 << 20
-CANCEL_S = 0.1  # between looks at whether a large put is to be broken off
-RELEASE_S = 5.0  # how long it is waited for that nothing of it is read any more
+CANCEL_S = 0.1  # between two looks at `cancel` in a large put
+# How long a cancelled put waits until its buffers are no longer read.
+RELEASE_S = 5.0
 
 _STORES = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-# The variables that name the endpoint, the strongest first.
+# The variables that name the endpoint, in order of precedence.
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
@@ -79,7 +83,7 @@ _METADATA_SERVICE = re.compile(
     r"/metadata/identity/oauth2/"
 )
 _SERVICE = re.compile(r"https?://[^/\s]+")
-# Who is asked for credentials before the metadata service.
+# The providers asked for credentials before the metadata service.
 _PROVIDERS = {
     "s3": "the variables (AWS_ACCESS_KEY_ID, a web identity, a container's role), AWS_PROFILE and ~/.aws",
     "gs": "the variables (GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_SERVICE_ACCOUNT) and gcloud's own file",
@@ -88,9 +92,9 @@ _PROVIDERS = {
 _NO_BUCKET = re.compile(
     r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|The specified (?:bucket|container) does not exist"
 )
-_BEHIND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter is what obstore makes of a 206
-_STATUS = re.compile(r"status code: (\d{3})|Bulk delete request failed.*\(code: (\d{3})\)")  # the latter is Azure's
-# What became of one key of a bulk delete of S3's that was itself answered with 200.
+_BEHIND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter: obstore's error for a 206
+_STATUS = re.compile(r"status code: (\d{3})|Bulk delete request failed.*\(code: (\d{3})\)")  # the latter: Azure
+# The outcome for one key of an S3 bulk delete whose reply was itself a 200.
 _NOT_DELETED = re.compile(
     r"DeleteObjects request failed for key .*\(code: (\w+)\)|error response: .*<Code>(\w+)</Code>"
 )
@@ -98,10 +102,8 @@ _CODES = {"AccessDenied": 403, "NoSuchKey": 404, "InternalError": 500, "SlowDown
 
 
 def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
-    """Asks nothing of the network. `timeout_s`: how long a small request may take, and a large one may stand still
-    (while it is read; one that is written has BULK_TIMEOUT_S in all).
-
-    Errors: UsageError where the environment makes no sense."""
+    """The backend for that URL. Uses no network. `timeout_s`: the limit of a small request, and of a pause within a
+    large read. A large write has BULK_TIMEOUT_S in total. Errors: UsageError if the environment is invalid."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     config = s3_config(os.environ) if scheme == "s3" else other_config(scheme, os.environ)
@@ -109,7 +111,7 @@ def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
 
 
 def s3_config(env: Mapping[str, str]) -> dict[str, Any]:
-    """What S3Store does not take from the environment by itself."""
+    """The arguments that S3Store does not take from the environment by itself."""
     config: dict[str, Any] = {}
     if not any(env.get(name) for name in _S3_CREDENTIALS) and _has_profile(env):
         from ckpt.backends.aws_profile import profile_config
@@ -128,8 +130,8 @@ def s3_config(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def other_config(scheme: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """What GCSStore and AzureStore do not take from the environment by themselves: that an endpoint which was named
-    with http:// is meant to be asked without TLS."""
+    """The arguments that GCSStore and AzureStore do not take from the environment by themselves: an endpoint named with
+    http:// is used without TLS."""
     endpoint = _endpoint(scheme, env)
     if endpoint is None:
         return {}
@@ -138,7 +140,7 @@ def other_config(scheme: str, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _endpoint(scheme: str, env: Mapping[str, str], default: str | None = None) -> str | None:
-    """The endpoint that the environment names. Errors: UsageError where it is none."""
+    """The endpoint that the environment names, or `default`. Errors: UsageError if it is not an HTTP URL."""
     name = next((name for name in _ENDPOINTS[scheme] if env.get(name)), None)
     endpoint = env[name] if name else default
     if endpoint is None:
@@ -177,12 +179,13 @@ class CloudBackend:
         self._bucket = bucket
         self._prefix = prefix
         self._config = config
-        self._is_known = False  # whether it has ever answered: from then on missing credentials are a passing fault
+        # Whether the store has ever answered. From then on missing credentials count as a transient fault.
+        self._is_known = False
         self.single_bytes_max = SINGLE_BYTES_MAX
         self.part_bytes = PART_BYTES
         options = {**config.pop("client_options", {}), "connect_timeout": "10s"}
         small, bulk = datetime.timedelta(seconds=timeout_s), datetime.timedelta(seconds=BULK_TIMEOUT_S)
-        # A read time-out also runs while a request is being sent: it is for what only receives.
+        # A read time-out also runs while a request is being sent, so only the store object for downloads has one.
         self._small = self._store(options | {"timeout": small}, 0)
         self._up = self._store(options | {"timeout": bulk}, 0)
         self._parts = self._store(options | {"timeout": bulk}, 2)
@@ -253,7 +256,7 @@ class CloudBackend:
             with self._translated(f"head {key}"):
                 return self._info(obstore.head(self._small, key))
         except NotFound:
-            # A reply to HEAD has no body, so a missing bucket looks like a missing object: GET tells them apart.
+            # A reply to HEAD has no body, so a missing bucket looks like a missing object. A GET tells them apart.
             with self._translated(f"get {key}"):
                 return self._info(obstore.get(self._small, key).meta)
 
@@ -277,7 +280,7 @@ class CloudBackend:
         try:
             with self._translated(f"delete {counted(len(each), 'object')}"):
                 obstore.delete(self._small, each)
-        except NotFound:  # gs and az delete one by one, and stop at the first that is not there
+        except NotFound:  # gs and az delete one by one, and stop at the first missing one
             for key in each:
                 self._delete_one(key)
 
@@ -291,7 +294,7 @@ class CloudBackend:
         return abort_uploads(*self._at, self.now_s() - older_than_s, prefixes, is_ours)
 
     def now_s(self) -> float:
-        """From the Date header of a reply; where none can be had, the modification time of a new object."""
+        """The Date header of a reply; if there is none, the modification time of a new object."""
         date_s = self._by_hand.date_s(self._clock_url)
         if date_s is not None:
             return date_s
@@ -319,12 +322,13 @@ class CloudBackend:
                 while not (await asyncio.wait({task}, timeout=CANCEL_S))[0]:
                     check_wanted(cancel, self.url, key)
             except StorageError as exc:
-                task.cancel()  # by which the connection is closed
+                task.cancel()  # this closes the connection
                 await asyncio.wait({task})
                 return exc
             return task.exception()
 
-        failed = asyncio.run(put())  # raised from in there it would be part of a cycle, which keeps the views
+        # Raised inside the coroutine, the error would be part of a reference cycle that keeps the views.
+        failed = asyncio.run(put())
         if failed is None:
             return
         _await_release(views)
@@ -344,7 +348,7 @@ class CloudBackend:
             )
 
     def _listed(self, prefix: str) -> Sequence[ObjectInfo]:
-        """All objects below a prefix, keys or none."""
+        """All objects below a prefix, also those that are not keys."""
         try:
             with self._translated(f"list {prefix}"):
                 chunks = obstore.list(self._small, prefix.rstrip("/") or None, chunk_size=LIST_CHUNK)
@@ -365,8 +369,8 @@ class CloudBackend:
             return str(obstore.sign(self._small, method, key, datetime.timedelta(minutes=15)))  # type: ignore[call-overload]
 
     def _clock_url(self) -> str:
-        """Any reply has the time. For gs no signature is asked for: without a key at hand that is a request to Google,
-        which most service accounts are not allowed to make."""
+        """A URL for a request whose reply has the time; any reply has. For gs it is not signed: without a key at hand,
+        signing is a request to Google that most service accounts may not make."""
         if self._scheme == "gs":
             return f"{self._config.get('base_url', _GOOGLE)}/{self._bucket}"
         return self._sign("HEAD", "clock")
@@ -390,14 +394,15 @@ class CloudBackend:
 
     @contextmanager
     def _translated(self, what: str, *, asks: bool = True) -> Iterator[None]:
-        """Turns obstore's errors into ours. They carry the server's reply in their text only. `asks`: whether the
-        store is asked; if so a good end means that it answers and takes our credentials."""
+        """Translates obstore's errors into ours. Only their text carries the server's reply. `asks`: whether the block
+        asks the store. If so, success means that the store answers and accepts our credentials."""
         try:
             yield
         except (BaseError, FileNotFoundError, OSError, ValueError) as exc:
             raise self._error(what, exc, asks) from exc
         except BaseException as exc:
-            if type(exc).__name__ != "PanicException":  # of Rust: no Exception, and no module has its name
+            # Rust's panic is no Exception, and no module exports its class.
+            if type(exc).__name__ != "PanicException":
                 raise
             raise StorageError(f"{self.url}: {what}: the store's reply makes no sense to obstore: {exc}") from exc
         self._is_known |= asks
@@ -407,7 +412,8 @@ class CloudBackend:
             return exc
         text = str(exc)
         said = text.partition("\n\nDebug source")[0]
-        if isinstance(exc, InvalidPathError):  # the text has a name that somebody else has chosen
+        # The text contains a name that somebody else has chosen, so it must not be matched below.
+        if isinstance(exc, InvalidPathError):
             return _NoPath(
                 f"{self.url}: {what}: {said}; obstore lists nothing beside such an object: remove or rename it"
             )
@@ -440,12 +446,12 @@ class CloudBackend:
         if "HTTP error" in text:
             kinds = re.findall(r'(?:kind|error): "?([^",\n]+)"?,', text)
             return lost(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")
-        if not asks:  # it is made of the environment only
+        if not asks:  # then only the environment can be wrong
             return AccessDenied(f"{self.url}: {what}: {said}; set {_TO_SET}")
         return StorageError(f"{self.url}: {what}: {said}")
 
     def _failed(self, what: str, status: int, text: str) -> CkptError:
-        """The error for a reply that is none of success."""
+        """The error for a reply that is not a success."""
         if _NO_BUCKET.search(text):
             return StorageError(
                 f"{self.url}: there is no bucket {self._bucket}; create it, or check the URL and the endpoint"
@@ -454,7 +460,7 @@ class CloudBackend:
 
 
 def _await_release(views: Sequence[memoryview]) -> None:
-    """Other threads let go of them soon."""
+    """Waits until other threads have released the views, which they do soon; at most RELEASE_S."""
     ends_s = time.monotonic() + RELEASE_S
     for view in views:
         while time.monotonic() < ends_s:
@@ -467,7 +473,7 @@ def _await_release(views: Sequence[memoryview]) -> None:
 
 
 class _NoPath(StorageError):
-    """A foreign object has a name that obstore takes for no path, such as a//b, and nothing beside it is listed."""
+    """The name of a foreign object, such as a//b, is not a path to obstore, which then lists nothing beside it."""
 
 
 class _NotPartial(StorageError):

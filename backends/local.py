@@ -1,11 +1,13 @@
-"""A folder as a store, durable and atomic as far as the file system is.
+"""Backend for a folder, as durable and atomic as the file system allows.
 
-A put writes a temporary file in the same folder, fsyncs it, renames it (IF_ABSENT: links it, which fails where the
-name is taken) and fsyncs the folder, and new folders into their parents: after the return it survives a power cut.
-A reader sees the old object, the new one, or none. A killed writer leaves a temporary file, whose name is no key;
-`abort_uploads` removes it. Symbolic links inside the folder are refused, so that nothing leaves it. The one exception
-is a link in the place of a whole top folder, such as `data` on another disk: whoever made the store put it there.
-Objects are never mapped into memory: a file that someone truncates would end the process with SIGBUS.
+A put writes a temporary file in the same folder, fsyncs it, and renames it (IF_ABSENT: links it, which fails if the
+name is taken). Then it fsyncs the folder, and the parents of new folders. After the return the object survives a power
+cut. A reader sees the old object, the new one, or none. A killed writer leaves a temporary file, whose name is not a
+key; `abort_uploads` removes it.
+
+Symbolic links inside the folder are refused, so that no path leads out of it. The one exception is a link in place of a
+whole top folder, such as `data` on another disk: the store's creator put it there. Objects are never mapped into
+memory: truncating a mapped file would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, ch
 T = TypeVar("T")
 
 WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
-WRITEV_BYTES_MAX = 8 << 20  # between looks at whether a put is to be broken off
+WRITEV_BYTES_MAX = 8 << 20  # between two looks at `cancel`
 DIRECT_BYTES_MIN = 4 << 20
 DIRECT_BUFFER_BYTES = 2 << 20  # one huge page: aligned for any block size
 BLOCK_BYTES = 4096
@@ -52,7 +54,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 def open_local(url: str) -> LocalBackend:
-    """The folder is made by the first put. Errors: UsageError where something else has its name."""
+    """The backend for that folder; the first put makes the folder. Errors: UsageError if the path is not a folder."""
     if os.path.lexists(url) and not os.path.isdir(url):
         raise UsageError(f"{url} is not a folder; give a folder, or a path that is not there yet")
     return LocalBackend(url)
@@ -88,7 +90,8 @@ class LocalBackend:
             except BaseException:
                 _unlink(temporary)
                 raise
-            with suppress(FileNotFoundError):  # someone has deleted it already, and the folder with it
+            # Somebody has already deleted the object, and the folder with it.
+            with suppress(FileNotFoundError):
                 _sync_folder(os.path.dirname(path))
 
     def get(self, key: str, size_max: int) -> bytes:
@@ -161,11 +164,12 @@ class LocalBackend:
         return ended
 
     def now_s(self) -> float:
-        """The file system's clock (a file server's may differ), read off a new file; else this machine's."""
+        """The file system's clock (a file server's may differ), from a new file's time; else this machine's clock."""
         path = os.path.join(self.url, TEMPORARY + secrets.token_hex(8))
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError:  # not there yet, read-only, full: then nothing is written whose age would matter
+        # The folder is missing, read-only or full. Then nothing is written whose age would matter.
+        except OSError:
             return time.time()
         try:
             return os.fstat(fd).st_mtime
@@ -180,7 +184,7 @@ class LocalBackend:
         return os.path.join(self.url, check_key(key))
 
     def _seen(self, path: str, look: Callable[[str], T]) -> T:
-        """What `look` finds there. Before it is said that nothing is there, the file system is asked anew."""
+        """The result of `look`. Before a file counts as missing, the file system's cache is refreshed."""
         try:
             return look(path)
         except FileNotFoundError:
@@ -192,8 +196,8 @@ class LocalBackend:
         return opened(path)
 
     def _refresh(self, folder: str) -> None:
-        """Opens the folders that lead there, from above the store's down. NFS keeps in its cache for up to a minute
-        that a name is not there, and asks its server anew about a folder that is opened."""
+        """Opens the folders on the path to `folder`, from the parent of the store down. An NFS client caches for up to
+        a minute that a name is missing. It asks its server again about a folder that is opened."""
         at = os.path.dirname(self.url)
         below = os.path.relpath(folder, at).split(os.sep)
         for part in ["", *below]:
@@ -202,8 +206,8 @@ class LocalBackend:
                 os.close(os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _temporary(self, folder: str) -> tuple[str, int]:
-        """A new file in that folder, which is made where it is missing. Someone who deletes the last object of a
-        folder removes it: then it is made again."""
+        """A new file in that folder, which is made if missing. Whoever deletes the last object of a folder removes the
+        folder; then it is made again."""
         path = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(100):
@@ -220,7 +224,7 @@ class LocalBackend:
         ) from error
 
     def _make_folder(self, folder: str) -> None:
-        """Makes it and what is missing above it, each on the disk before what it holds. The lock is held."""
+        """Makes the folder and its missing parents, each durable before its children. The caller holds the lock."""
         if folder in self._durable:
             return
         if folder.startswith(self.url + "/") or not os.path.isdir(folder):
@@ -241,14 +245,15 @@ class LocalBackend:
         except OSError as exc:
             if exc.errno not in _NO_LINKS:
                 raise
-            if os.path.lexists(path):  # no links on this file system: best effort, as the contract allows
+            # This file system has no links: best effort, as the contract allows.
+            if os.path.lexists(path):
                 raise AlreadyExists(f"{path} is there already") from exc
             os.replace(temporary, path)
             return
         _unlink(temporary)
 
     def _sweep(self, folder: str) -> None:
-        """Writes deletions through, and removes folders that they have emptied."""
+        """Makes deletions durable, and removes folders that they have emptied."""
         while folder != self.url:
             try:
                 _sync_folder(folder)
@@ -256,7 +261,7 @@ class LocalBackend:
             except FileNotFoundError:
                 pass
             except OSError as exc:
-                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last: it is a link
+                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # ENOTDIR: it is a link
                     raise
                 return
             with self._lock:
@@ -264,7 +269,7 @@ class LocalBackend:
             folder = os.path.dirname(folder)
 
     def _walk(self, folder: str, depth: int = 0) -> Iterator[tuple[str, os.stat_result]]:
-        """All regular files below it, in key order. What vanishes meanwhile is left out."""
+        """All regular files below the folder, in key order. Files that vanish meanwhile are left out."""
         with self._translated("list", folder):
             try:
                 with os.scandir(folder) as entries:
@@ -290,7 +295,7 @@ class LocalBackend:
 
     @contextmanager
     def _translated(self, what: str, path: str) -> Iterator[None]:
-        """Turns an OSError into ours."""
+        """Translates an OSError into ours."""
         try:
             yield
         except OSError as exc:
@@ -316,11 +321,9 @@ class LocalBackend:
 
 
 def _write(fd: int, chunks: Sequence[Buffer], check: Callable[[], None]) -> None:
-    """All chunks behind each other; large objects past the page cache, where the file system can. `check`: called now
-    and then, and may raise.
-
-    O_DIRECT takes a third of the CPU time and, beside a busy training loop, half of the time; and what the job has
-    cached of its training data stays cached."""
+    """Writes all chunks in order. Large objects bypass the page cache, if the file system can. `check`: called now and
+    then; may raise. O_DIRECT takes a third of the CPU time, and half the time beside a busy training loop. It also
+    leaves the job's training data in the cache."""
     views = [view for chunk in chunks if (view := memoryview(chunk).cast("B"))]
     if sum(len(view) for view in views) >= DIRECT_BYTES_MIN and _set_direct(fd, True):
         try:
@@ -329,14 +332,15 @@ def _write(fd: int, chunks: Sequence[Buffer], check: Callable[[], None]) -> None
         except OSError as exc:
             if exc.errno != errno.EINVAL:
                 raise
-        _set_direct(fd, False)  # it wants another alignment, or does not mean it: once more from the start
+        # The file system wants another alignment, or does not support O_DIRECT after all: start again.
+        _set_direct(fd, False)
         os.lseek(fd, 0, os.SEEK_SET)
         os.ftruncate(fd, 0)
     _write_cached(fd, views, check)
 
 
 def _write_cached(fd: int, views: list[memoryview], check: Callable[[], None]) -> None:
-    """Joins nothing. The kernel may write less than it is given. `views` is used up."""
+    """Writes the views without joining them. The kernel may write less than it is given. Consumes `views`."""
     first = 0
     while first < len(views):
         check()
@@ -349,7 +353,7 @@ def _write_cached(fd: int, views: list[memoryview], check: Callable[[], None]) -
 
 
 def _at_most(views: Sequence[memoryview], left: int) -> list[memoryview]:
-    """So many bytes of them."""
+    """The first `left` bytes of the views."""
     taken = []
     for view in views:
         taken.append(view[:left])
@@ -360,7 +364,7 @@ def _at_most(views: Sequence[memoryview], left: int) -> list[memoryview]:
 
 
 def _write_direct(fd: int, views: Sequence[memoryview], check: Callable[[], None]) -> None:
-    """By way of one aligned buffer, since frames lie anywhere. The last block is filled up, then cut off."""
+    """Writes through one aligned buffer, since frames lie at any address. The last block is padded, then cut off."""
     with mmap.mmap(-1, DIRECT_BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         pages.madvise(mmap.MADV_HUGEPAGE)
         with memoryview(pages) as buffer:
@@ -389,7 +393,7 @@ def _write_all(fd: int, buffer: memoryview, count: int) -> int:
 
 
 def _set_direct(fd: int, on: bool) -> bool:
-    """Whether the file system took it."""
+    """Sets O_DIRECT. Returns whether the file system accepted it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
@@ -409,7 +413,7 @@ def _make_one(folder: str) -> None:
         os.mkdir(folder)
     except FileExistsError:
         if not os.path.islink(folder):
-            is_folder = stat.S_ISDIR(os.lstat(folder).st_mode)  # FileNotFoundError: it was removed meanwhile
+            is_folder = stat.S_ISDIR(os.lstat(folder).st_mode)  # FileNotFoundError: removed meanwhile
         else:
             is_folder = os.path.isdir(folder)
         if not is_folder:
@@ -425,7 +429,7 @@ def _sync_folder(folder: str) -> None:
 
 
 def _unlink(path: str) -> bool:
-    """Whether it was there."""
+    """Removes the file. Returns whether it existed."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -434,7 +438,7 @@ def _unlink(path: str) -> bool:
 
 
 def _free(folder: str) -> int:
-    """MiB free on the disk of that folder, or of what will hold it."""
+    """MiB free on the disk of that folder, or of the parent that will hold it."""
     while not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     found = os.statvfs(folder)

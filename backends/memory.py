@@ -1,7 +1,7 @@
-"""memory://name: a store within this process, shared by all that open the name; for tests and trials.
+"""Backend for memory://name: a store within this process, shared by all that open the name; for tests and trials.
 
-Fault model: none. Objects are whole at once, put-if-absent is honoured, listing is current. `close` keeps the
-content, as a server would; it goes with the process.
+Fault model: none. Objects appear whole, put-if-absent is honoured, listings are current. `close` keeps the content, as
+a server would; the content ends with the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Object:
 
 @dataclass(slots=True)
 class _Store:
-    """All that opened one name share it. `lock` guards both fields."""
+    """The content of one name, shared by all that opened it. `lock` guards both fields."""
 
     objects: dict[str, _Object] = field(default_factory=dict)
     puts: int = 0

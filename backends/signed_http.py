@@ -1,11 +1,11 @@
 """Requests by presigned URL over http.client, for what obstore cannot do.
 
-- A ranged get on a server that answers 200: with Content-Range it holds just the range (rclone serve s3); without, it
-  is the whole object, of which what stands before the range is read and dropped.
+- A ranged get on a server that answers 200. With Content-Range the reply holds just the range (rclone serve s3).
+  Without, it is the whole object, and the bytes before the range are read and dropped.
 - The store's clock, from the Date header.
 
-Connections are kept and shared between threads, one request on each at a time. `close` closes the idle ones;
-each other one is closed when its request ends.
+Connections are kept and shared between threads, with one request at a time on each. `close` closes the idle ones; each
+other one is closed when its request ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 class SignedHttp:
-    """`sign(method, key)` gives a URL; `failed(what, status, text)` the error for a bad reply. `roots`: PEM
-    certificates that are trusted besides the system's. Thread-safe."""
+    """A client for presigned URLs. Thread-safe. `sign(method, key)` returns a URL; `failed(what, status, text)` returns
+    the error for a bad reply. `roots`: PEM certificates that are trusted besides the system's."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class SignedHttp:
         return out
 
     def date_s(self, url: Callable[[], str]) -> float | None:
-        """The clock of the server at that URL, Unix seconds; None where there is no URL (a StorageError), or no time
-        in the reply. Any reply will do."""
+        """The clock of the server at that URL, Unix seconds, from any reply. None if `url` raises StorageError, the
+        request fails, or the reply has no time."""
         try:
             with self._exchange("ask the time", "HEAD", url(), {}) as reply:
                 date = reply.getheader("Date")
@@ -139,7 +139,8 @@ class SignedHttp:
         at = 0
         while at < count:
             got = reply.readinto(drop[: min(count - at, SKIP_BYTES)])
-            if not got and reply.length:  # http.client says nothing of a body that ends before its Content-Length
+            # http.client does not report a body that ends before its Content-Length.
+            if not got and reply.length:
                 raise lost(host, what, f"the reply broke off after {at} bytes")
             if not got:
                 raise DamagedData(f"{what}: it ends at byte {at}, before {count}")

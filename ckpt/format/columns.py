@@ -82,8 +82,7 @@ class ColumnWriter:
         self._sections: list[tuple[str, AnyArray, bool]] = []
 
     def array(self, name: str, values: npt.ArrayLike, dtype: str, delta: bool = False) -> None:
-        """Adds a section. `delta`: store differences between neighbours, for integers that mostly grow by equal steps.
-        """
+        """Adds a section. `delta`: store differences of neighbours, for integers that mostly grow by equal steps."""
         self._sections.append((name, np.ascontiguousarray(values, dtype), delta))
 
     def struct(self, name: str, values: npt.NDArray[np.void], delta: Sequence[str] = ()) -> None:

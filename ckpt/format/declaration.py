@@ -90,7 +90,7 @@ def encode_share(share: Share) -> bytes:
 
 
 def decode_share(data: bytes | memoryview, what: str = "a share") -> Share:
-    """The share. Its indices refer to a layout that only the caller has; `layout.staging.stage` checks them against it.
+    """The share. Its indices refer to a layout that only the caller has; `layout.staging.stage` joins the two.
     Errors: DamagedData that begins with `what`."""
     source = ColumnReader(ColumnKind.SHARE, data, what)
     parts = source.struct("parts", _PART, PARTS_MAX)

@@ -1,14 +1,15 @@
-"""Memory to read objects into."""
+"""Memory for the bytes of objects that are read."""
 
 from __future__ import annotations
 
 import mmap
 
-HUGE_BYTES = 24 << 20  # from here on malloc gives fresh pages every time, and faulting them in costs 6 x the copy
+# From this size on, malloc gives fresh pages every time, and faulting them in costs 6 times the copy.
+HUGE_BYTES = 24 << 20
 
 
 def read_buffer(length: int) -> memoryview:
-    """Writable memory of that many bytes: the heap's, which is warm after the first time, or huge pages."""
+    """Writable memory of `length` bytes: from the heap, which is warm after its first use, or huge pages."""
     if length < HUGE_BYTES:
         return memoryview(bytearray(length))
     pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,9 +1,9 @@
-"""What every backend promises. The core reaches a backend only through `ckpt.storage.open(url)`.
+"""The contract of a backend: what every store promises. The core reaches a backend only through
+`ckpt.storage.open(url)`.
 
-Keys are relative to the URL, `/`-separated, each part matching types.PATH_NAME. Bytes are given and taken as
-buffers. A backend is thread-safe: any number of threads may call it at once. It translates every foreign exception
-into ckpt.errors (`from exc`) and says by the class whether trying again can help (TransientError) or not.
-It does not retry: `ckpt.storage.retry` is the one place that does.
+Keys are relative to the URL and `/`-separated; each part matches types.PATH_NAME. A backend is thread-safe: any number
+of threads may call it at once. It translates every foreign exception into ckpt.errors (`from exc`). The class says
+whether a retry can help (TransientError) or not. A backend does not retry: only `ckpt.storage.retry` does.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ Buffer = bytes | bytearray | memoryview
 
 class PutMode(enum.Enum):
     OVERWRITE = "overwrite"
-    IF_ABSENT = "if-absent"  # AlreadyExists where the key is taken, if the store honours it: never rely on it
+    # AlreadyExists if the key is taken, provided that the store honours the mode. Never rely on it.
+    IF_ABSENT = "if-absent"
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """`modified_s`: the store's own clock, Unix seconds; infinity where the store tells no time, so that the object is
-    for ever new. `version`: an opaque string that changes when the object is written again (an ETag, or mtime and
-    size: then it may not tell two writings of one size within what the store's times can tell apart)."""
+    """One object of a store.
+
+    `modified_s`: by the store's clock, Unix seconds; infinity if the store gives no times, so the object never counts
+    as old. `version`: an opaque string that changes when the object is written again: an ETag, or mtime and size. Mtime
+    and size may miss a second write of the same size within the resolution of the store's times."""
 
     key: str
     size: int
@@ -46,46 +49,52 @@ class Backend(Protocol):
         mode: PutMode = PutMode.OVERWRITE,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Writes the concatenation of `chunks` as one object: after the return it is durable and visible whole;
-        before, or after any failure, nothing half-written is ever visible. No copy of a single large chunk is made
-        where the library allows it. Large objects go in parallel parts; a failed upload is aborted. `cancel`: set it to
-        have a large one broken off soon, where that can be done: StorageError, and the chunks are not read any more.
-        Parts of it that are there are left to `abort_uploads`: that takes time, which there is none of then."""
+        """Writes the concatenation of `chunks` as one object.
+
+        After the return the object is durable and visible as a whole. Before, and after any failure, no part of it is
+        visible. A single large chunk is not copied, if the library allows it. Large objects are sent in parallel parts;
+        a failed upload is aborted.
+
+        `cancel`: set it to stop a large put soon, if the backend can. The put then raises StorageError and reads the
+        chunks no more. Parts that were sent are left to `abort_uploads`, since there is no time to delete them."""
         ...
 
     def get(self, key: str, size_max: int) -> bytes:
-        """The whole object. Errors: NotFound; DamagedData where it is larger than size_max (read no further)."""
+        """The whole object. Errors: NotFound; DamagedData if it is larger than size_max (no more is read then)."""
         ...
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
-        """Exactly `length` bytes. Errors: NotFound; DamagedData where the object ends before. Right also on a store
-        that answers a ranged get with 200."""
+        """Exactly `length` bytes. Correct also on a store that answers a ranged get with 200. Errors: NotFound;
+        DamagedData if the object ends before."""
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Errors: NotFound."""
+        """The object's size, time and version. Errors: NotFound."""
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix` (a string prefix that ends at a `/`, or "" for all), in key
-        order."""
+        """All objects whose key starts with `prefix`, in key order. `prefix`: a string that ends with `/`, or "" for
+        all."""
         ...
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """The names of the folders right below `prefix`, sorted, each fit to be a part of a key: for people who look
-        for runs. Asks for no more than that level, where the store can."""
+        """The sorted names of the folders directly below `prefix` that can be part of a key. For people who look for
+        runs. Asks the store for no more than that level, if the store can do so."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes them; a key that is not there is no error."""
+        """Deletes the objects. A missing key is no error."""
         ...
 
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
     ) -> int:
-        """Aborts unfinished multipart uploads (or removes temporary files) below these prefixes of this URL that are
-        older, by the store's clock; the number ended. 0 where the store has no such thing. `is_ours`: whether an upload
-        to that key is ours to end; a temporary file is known by its name. What else lies beside is not looked at."""
+        """Aborts unfinished multipart uploads, or removes temporary files. Returns their number; 0 if the store has
+        none.
+
+        Only those below these prefixes of this URL that are older than `older_than_s` by the store's clock. `is_ours`:
+        whether an upload to that key may be aborted; a temporary file is recognised by its name. Foreign objects are
+        not touched."""
         ...
 
     def now_s(self) -> float:

@@ -1,4 +1,6 @@
-"""Which of our errors a failed HTTP exchange is: the backends that speak HTTP share this table."""
+"""Translation of failed HTTP exchanges into ckpt's errors, shared by the backends that speak HTTP; and advice for
+messages.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,15 @@ import threading
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, NotFound, StorageError, TransientError
 from ckpt.storage.names import shown
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504, 509, *range(520, 528)}  # 520 to 527: of a proxy before the store
-_BROKE_OFF = re.compile(r"\b(?:RequestTimeout|IncompleteBody)\b")  # S3's 400 for a body that did not come whole
+_PASSING = {408, 425, 429, 500, 502, 503, 504, 509, *range(520, 528)}  # 520 to 527: from a proxy before the store
+# S3's 400 for a body that arrived incomplete.
+_BROKE_OFF = re.compile(r"\b(?:RequestTimeout|IncompleteBody)\b")
 _CREDENTIALS = re.compile(r"ExpiredToken|TokenRefreshRequired|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch")
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|StorageFull|EntityTooLarge")
 
 
 def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
-    """The error for an HTTP status that is none of success. `text`: the reply's body, or what is known of it."""
+    """The error for an HTTP status that is not a success. `text`: the reply's body, or what is known of it."""
     told = f"{url}: {what}: the store answered {status}{_told(text)}"
     if _FULL.search(text) or status in (413, 507):
         return StorageError(f"{told}; it takes no more: {make_room(url)}, or raise the quota")
@@ -27,7 +30,8 @@ def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
             "file of credentials again; changed variables reach it when it is started again"
         )
     if "ConditionalRequestConflict" in text or "OperationAborted" in text:
-        return TransientError(told)  # another request for the key is under way, and may yet fail
+        # Another request for the key is under way, and may yet fail.
+        return TransientError(told)
     if status == 404:
         return NotFound(told)
     if status in (409, 412):
@@ -38,30 +42,30 @@ def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
 
 
 def lost(url: str, what: str, why: object) -> TransientError:
-    """The error for an exchange that broke off: nobody knows whether the request was carried out."""
+    """The error for a broken connection: it is unknown whether the request was carried out."""
     return TransientError(f"{url}: {what}: the connection failed: {why}")
 
 
 def make_room(url: str) -> str:
-    """What to do about a store that is full."""
+    """What to do about a full store."""
     how = f"ckpt prune {shown(url)} --last 2 --yes, where the newest two are all that you want to keep"
     again = ", and once more 15 minutes later: then the data goes" if "://" in url else ""
     return f"make room ({how}{again}; where no job runs and there is no room at all, give --now as well)"
 
 
 def none_restorable(url: str) -> str:
-    """What to do about a URL that has checkpoints, where no start can go on from any."""
+    """What to do about a URL whose checkpoints cannot be restored."""
     return f"Run `ckpt verify {shown(url)}` to see what is damaged; to begin anew, use another URL"
 
 
 def _told(text: str) -> str:
-    """The code and message of an S3 or Azure error document, else the first line."""
+    """Code and message of an S3 or Azure error document, else its first line."""
     found = [each[1].strip() for each in re.finditer(r"<(?:Code|Message)>([^<]{1,300})</", text)]
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return f" ({': '.join(each for each in found if each) or line[:300]})" if text.strip() else ""
 
 
 def check_wanted(cancel: threading.Event | None, url: str, key: str) -> None:
-    """Errors: StorageError for a put that is to be broken off."""
+    """Errors: StorageError if the put has been cancelled."""
     if cancel is not None and cancel.is_set():
         raise StorageError(f"{url}: put {key}: it was broken off")

@@ -1,4 +1,4 @@
-"""Reading the files of a local folder: a backend does, and a rank that restores from there."""
+"""Reading the files of a local folder, for the local backend and for a rank that restores directly from the folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckpt.errors import DamagedData, NotFound
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[int, int]]:
-    """The descriptor and the size of a regular file. A pipe or a device does not block and is not there. Errors:
-    OSError; NotFound."""
+    """Descriptor and size of a regular file. A pipe or a device does not block, and counts as missing. Errors: OSError;
+    NotFound."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(fd)
@@ -25,7 +25,7 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
 
 
 def read_into(fd: int, start: int, out: memoryview, path: str) -> None:
-    """Fills `out` with the bytes from `start` on. Errors: OSError; DamagedData where the file ends before."""
+    """Fills `out` with the bytes from `start` on. Errors: OSError; DamagedData if the file ends before."""
     done = 0
     while done < len(out):
         got = os.preadv(fd, [out[done:]], start + done)

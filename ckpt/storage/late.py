@@ -1,6 +1,6 @@
-"""Stores whose listings may lack, for up to a minute, what another machine has put.
+"""Stores whose listings may show the objects of another machine up to a minute late.
 
-Object stores list what was put before. A network file system may answer from a cache of its client.
+Object stores list every finished put. A network file system may answer from its client's cache.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 
-# FUSE leaves caching to the program behind it, such as sshfs or rclone. NFS does not stand here: its client asks its
-# server about a folder that is opened (backends/local.py), unless it is mounted with nocto.
+# FUSE leaves caching to the program behind it, such as sshfs or rclone. NFS is not listed here: its client asks the
+# server again about a folder that is opened (backends/local.py), unless it is mounted with nocto.
 LATE_TYPES = re.compile(r"fuse\..*|cifs|smb3")
 NFS_TYPES = ("nfs", "nfs4")
 
-# Protocols of fsspec that list what is there: object stores, and those that ask a server each time.
+# Protocols of fsspec with current listings: object stores, and those that ask a server each time.
 PROMPT_PROTOCOLS = {
     *("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos"),
     *("memory", "file", "local", "sftp", "ssh", "ftp", "hdfs", "webhdfs"),
@@ -21,9 +21,8 @@ PROMPT_PROTOCOLS = {
 
 
 def why_late(url: str) -> str | None:
-    """What may show late the objects that another machine has put, in words; None where nothing is known to.
-
-    `url`: canonical, see `ckpt.storage.url.canonical`."""
+    """What may show another machine's objects late, in words; None if nothing is known to. `url`: canonical, see
+    `ckpt.storage.url.canonical`."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         return _of_folder(url)
@@ -41,7 +40,7 @@ def _of_folder(path: str) -> str | None:
 
 
 def _mount_of(path: str) -> tuple[str, list[str]]:
-    """The type and the options of the mount that a path lies on; ("", []) where the kernel does not say."""
+    """Type and options of the mount that holds the path; ("", []) if the kernel does not say."""
     found, longest = ("", [""]), -1
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:

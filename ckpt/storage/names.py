@@ -1,4 +1,4 @@
-"""What a key may look like, and a URL in a message. Every backend checks keys here, so that nothing escapes its URL."""
+"""Valid keys, and URLs in messages. Every backend checks its keys here, so that no key leads out of its URL."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from ckpt.errors import UsageError
 from ckpt.types import PATH_NAME
 
 PARTS_MAX = 8
-TEMPORARY = ".ckpt-tmp-"  # begins the name of an unfinished file; the dot keeps it from being a key
+# Begins the name of an unfinished file. Because of its dot such a name is not a key.
+TEMPORARY = ".ckpt-tmp-"
 
-_PASSWORD = re.compile(r"(://[^/:]*):(?!\d+(?:/|$)).*@", re.DOTALL)  # behind a user (me@corp.com); a port is none
+# What follows a user name (me@corp.com). A port is not a password.
+_PASSWORD = re.compile(r"(://[^/:]*):(?!\d+(?:/|$)).*@", re.DOTALL)
 
 
 def shown(url: str) -> str:
-    """The URL for messages: a password in it is left out, also one whose slashes should have been written as %2F."""
+    """The URL for messages, without its password; also if the password has slashes that should be %2F."""
     return _PASSWORD.sub(r"\1:***@", url)
 
 
 def naming(key: str, what: str) -> str:
-    """What is wrong with an object, for messages: most errors name it themselves."""
+    """A problem with an object, for messages: with the key in front unless `what` begins with it."""
     return what if what.startswith(key) else f"{key}: {what}"
 
 
 def is_key(text: str) -> bool:
-    """Whether it is a key: 1 to 8 parts, each matching PATH_NAME. What a store holds besides is none of ours."""
+    """Whether the text is a key: 1 to 8 parts, each matching PATH_NAME. Other objects in a store are foreign."""
     parts = text.split("/")
     return len(parts) <= PARTS_MAX and all(PATH_NAME.fullmatch(part) for part in parts)
 
 
 def check_key(key: str) -> str:
-    """The key itself. Errors: UsageError where it is none."""
+    """The key itself. Errors: UsageError if it is not a key."""
     if not is_key(key):
         raise UsageError(
             f"not a key: {key[:200]!r}; a key is at most {PARTS_MAX} parts separated by /, "
@@ -47,6 +49,6 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_range(start: int, length: int) -> None:
-    """Errors: UsageError where it is no range."""
+    """Errors: UsageError if it is not a range."""
     if start < 0 or length < 0:
         raise UsageError(f"not a range: {length} bytes from {start}")

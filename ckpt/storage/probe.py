@@ -1,4 +1,4 @@
-"""What a store really does, found out by doing it. Nothing relies on the answers: `ckpt doctor` shows them."""
+"""A probe of a store's behaviour, by trying it. Nothing relies on the answers: `ckpt doctor` shows them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ _BODY = bytes(range(256)) * 8
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """`put_if_absent`: a taken key is refused and keeps its content; where it is not, ckpt is right all the same,
-    since each key has one writer. `ranged_get`: a range is just that, and one behind the end is an error. The others
-    ask whether an operation is seen by the next one. `clock_skew_s`: the store's clock less this machine's, good to
-    about a second. `put_s`, `get_s`: how long one small object took."""
+    """The behaviour of a store.
+
+    `put_if_absent`: a taken key is refused and keeps its content; if not, ckpt is still correct, since each key has one
+    writer. `ranged_get`: a range returns exactly its bytes, and a range beyond the end is an error. The other flags:
+    whether the next operation sees the effect of the one before. `clock_skew_s`: the store's clock minus this
+    machine's, exact to about a second. `put_s`, `get_s`: the time for one small object."""
 
     put_if_absent: bool
     ranged_get: bool
@@ -32,7 +34,7 @@ class Probe:
 
 
 def probe(backend: Backend) -> Probe:
-    """Puts, reads, lists and deletes a few small objects under probe/. Errors: what the backend raises."""
+    """Puts, reads, lists and deletes a few small objects under probe/. Errors: those of the backend."""
     folder = f"probe/{secrets.token_hex(8)}/"
     key = folder + "object"
     try:

@@ -1,18 +1,18 @@
-"""The one place that tries again. Nothing below it retries, nothing above it needs to.
+"""Retries: a wrapper around every backend, and the only place that retries. Nothing below or above it needs to.
 
-Only TransientError is retried: exponential backoff with jitter (each pause is drawn evenly from [half, whole] of
-0.1 s x 2^n, at most 10 s) until `retry_s` have passed since the operation began (`contact_s`, if it is less, as long as
-the store has not answered once: its address may be wrong, and a person waits). What the end means:
+Only TransientError is retried, with exponential backoff and jitter: each pause is drawn evenly from [half, whole] of
+0.1 s x 2^n, at most 10 s. Retries end `retry_s` after the operation began. Before the store's first answer they end
+after `contact_s`, if that is less: the address may be wrong, and a person waits. The outcome then:
 
-- A reading operation, delete and abort_uploads are idempotent: the last TransientError is raised.
-- A put that met a TransientError may have landed, or may land later. It is tried again with the same bytes. Where
-  IF_ABSENT then finds the key taken, the object is read back: equal bytes are our own put whose reply was lost. A put
-  that has not succeeded at the end is Unsettled.
-- A put that is broken off (`cancel`) waits for no next try, and begins none.
-- A listing goes on behind the last key it has given.
+- A read, a delete and abort_uploads are idempotent: the last TransientError is raised.
+- A put that met a TransientError may have landed, or may land later. It is retried with the same bytes. If IF_ABSENT
+  then finds the key taken, the object is read back: equal bytes are our own put whose reply was lost. A put that has
+  not succeeded by the end raises Unsettled.
+- A cancelled put (`cancel`) neither waits for a retry nor begins one.
+- A listing continues behind the last key that it has returned.
 
-A refusal (AccessDenied) does not pass by itself. But credentials change: their file is rewritten while a job runs. So
-the store is opened anew, which reads the file again, and the operation is tried once more.
+AccessDenied does not pass by itself. But the file of credentials may be rewritten while a job runs. So the store is
+opened anew, which reads the file again, and the operation is tried once more.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 10.0
 ADDRESS = "; is the address right (AWS_ENDPOINT_URL and the like)?"
 LONGER = " CKPT_RETRY_S=60 waits for 60 s"
-CANCEL_S = 0.1  # between looks, in a pause, at whether a put is to be broken off
-LOUD_TRY = 5  # after one or two seconds, and once: a person who waits is told why
-# Between two loud words of one outage, whichever operations meet it; then twice as long each time, up to an hour.
+CANCEL_S = 0.1  # in a pause, between two looks at `cancel`
+# After one or two seconds, and once: a person who waits is told why.
+LOUD_TRY = 5
+# Between two warnings of one outage, over all operations; then twice as long each time, up to an hour.
 LOUD_AGAIN_S, LOUD_AGAIN_S_MAX = 60.0, 3600.0
 
 
 class Retrying:
-    """A backend that tries the inner one again. `contact_s`: for how long until its first answer, whatever that is;
-    None: as long as ever. `reopen`: opens the same store with the credentials of now; None: they never change.
-    `pause(seconds)` waits; by default until `close` at the latest."""
+    """A backend that retries the operations of the inner one. `contact_s`: how long to retry until the store's first
+    answer of any kind; None: `retry_s`. `reopen`: opens the same store with the current credentials; None: they never
+    change. `pause(seconds)` waits; by default until `close` at the latest."""
 
     def __init__(
         self,
@@ -126,7 +127,8 @@ class Retrying:
                     listing = iter(self.inner.list(prefix))
                 return next((info for info in listing if info.key > last), None)
             except CkptError:
-                listing = None  # a generator that has raised is spent
+                # A generator that has raised gives nothing more.
+                listing = None
                 raise
 
         while (info := self._again(f"list {prefix}", following)) is not None:
@@ -149,7 +151,8 @@ class Retrying:
         return self._again("ask the time", lambda: self.inner.now_s())
 
     def close(self) -> None:
-        """Also ends every pause: an operation that waits for its next try raises its last error at once."""
+        """Closes the inner backend and ends every pause: an operation that waits for a retry raises its last error at
+        once."""
         self._closed.set()
         self.inner.close()
 
@@ -161,7 +164,7 @@ class Retrying:
             return False
 
     def _again(self, what: str, attempt: Callable[[], T], cancel: threading.Event | None = None) -> T:
-        """`cancel` ends a pause; what that leads to is up to `attempt`."""
+        """Runs `attempt` with retries. `cancel` ends a pause; `attempt` decides what follows."""
         began_s = self._now_s()
         tries = 0
         is_renewed = False
@@ -197,7 +200,7 @@ class Retrying:
                 return result
 
     def _is_due(self, tries: int) -> bool:
-        """Whether a failure is to be said loudly: once an outage, and then at growing distances."""
+        """Whether to log this failure as a warning: once per outage, then at growing intervals."""
         with self._telling:
             now_s = self._now_s()
             if now_s - self._failed_s > LOUD_AGAIN_S:
@@ -210,7 +213,7 @@ class Retrying:
             return True
 
     def _renew(self, refused: Backend) -> bool:
-        """Whether there is another store to ask than the one that has refused. Errors: none."""
+        """Opens the store anew in place of `refused`. Returns whether there is another store to ask. Errors: none."""
         with self._reopening:
             if self.inner is not refused:  # another thread was refused before
                 return True
@@ -218,7 +221,7 @@ class Retrying:
                 return False
             try:
                 self.inner = self._reopen()
-            except CkptError:  # the new credentials are no use, or half written
+            except CkptError:  # the new credentials are useless, or half written
                 return False
             refused.close()
         self._events.emit("store.reopened", f"{self.url}: the store refused, and is asked with the credentials of now")

@@ -1,11 +1,11 @@
-"""From a URL to a store. The whole stack is put together in `open`, and nowhere else.
+"""From a URL to a store. `open` builds the whole stack; nothing else does.
 
     a path, file:///...      a folder                       memory://name   a store within this process
     s3:// gs:// az://        object storage (obstore)       any other URL   fsspec ("fsspec+s3://": s3fs, for instance)
 
-Which backend serves a scheme is said by the entry points of the group "ckpt.backends". Our own are also in the table
-below, so that opening a plain path costs no look-up (20 ms), and so that a checkout that is not installed works; a
-package that brings a backend for another scheme is found by its entry point before fsspec is asked.
+The entry points of the group "ckpt.backends" map a scheme to its backend. Our own are also in the table below: opening
+a plain path then needs no look-up (20 ms), and a checkout that is not installed works. A package's backend for another
+scheme is found by its entry point before fsspec is asked.
 """
 
 from __future__ import annotations
@@ -45,11 +45,8 @@ _FOLDER = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.=@+,-]{1,255}")  # one part of th
 def open(
     url: str, *, settings: Settings | None = None, events: Events | None = None, contact_s: float | None = None
 ) -> Backend:
-    """The store at that URL, with retries around it (`contact_s`: see Retrying). Nothing is created or asked before the
-    first operation.
-
-    Thread-safe; whoever opens closes. Errors: UsageError, saying what is accepted.
-    """
+    """The store at that URL, with retries around it (`contact_s`: see Retrying). Creates and asks nothing before the
+    first operation. Thread-safe. The caller closes the store. Errors: UsageError names the URLs that are accepted."""
     settings = settings or read()
     url = canonical(url)
     make = functools.partial(_factory(scheme_of(url)), url)
@@ -57,10 +54,8 @@ def open(
 
 
 def canonical(url: str) -> str:
-    """The one way to write that URL: equal for equal stores. A folder's is its absolute path, links resolved.
-
-    Touches no network and imports no backend. Errors: UsageError, saying what is accepted.
-    """
+    """The canonical form of the URL: equal for equal stores. A folder's is its absolute path, with links resolved. Uses
+    no network and imports no backend. Errors: UsageError names the URLs that are accepted."""
     if not url or any(ord(c) < 32 for c in url):
         raise UsageError(f"not a URL: {shown(url)[:200]!r}; give {ACCEPTED}")
     head, mark, rest = url.partition("://")
