@@ -91,6 +91,8 @@ def open_fsspec(url: str) -> FsspecBackend:
 
 
 class FsspecBackend:
+    """A Backend (see ckpt.storage.contract) on one fsspec file system, which is made anew after an error."""
+
     def __init__(self, url: str, protocol: str, kind: type[Any]) -> None:
         self.url = shown(url)  # without the password, for messages
         self._with_password = url

@@ -171,6 +171,8 @@ def _has_profile(env: Mapping[str, str]) -> bool:
 
 
 class CloudBackend:
+    """A Backend (see ckpt.storage.contract) on one bucket or container."""
+
     def __init__(
         self, url: str, scheme: str, bucket: str, prefix: str, config: dict[str, Any], timeout_s: float
     ) -> None:

@@ -61,6 +61,8 @@ def open_local(url: str) -> LocalBackend:
 
 
 class LocalBackend:
+    """A Backend (see ckpt.storage.contract) on one folder."""
+
     def __init__(self, url: str) -> None:
         self.url = url
         self._durable: set[str] = set()  # folders whose own name is known to be on the disk
@@ -206,8 +208,8 @@ class LocalBackend:
                 os.close(os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _temporary(self, folder: str) -> tuple[str, int]:
-        """A new file in that folder, which is made if missing. Whoever deletes the last object of a folder removes the
-        folder; then it is made again."""
+        """A new file in that folder, which is made if missing. Another process that deletes the folder's last object
+        also removes the folder; then it is made again."""
         path = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(100):

@@ -41,6 +41,8 @@ def open_memory(url: str) -> MemoryBackend:
 
 
 class MemoryBackend:
+    """A Backend (see ckpt.storage.contract) in this process's memory."""
+
     def __init__(self, url: str, store: _Store) -> None:
         self.url = url
         self._store = store

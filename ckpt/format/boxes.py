@@ -26,6 +26,8 @@ ITEMSIZES = np.array([ITEMSIZE[name] for name in DTYPES], np.int64)
 
 
 class TensorLike(Protocol):
+    """What `write_tensors` needs of a tensor."""
+
     @property
     def name(self) -> str: ...
     @property

@@ -2,12 +2,12 @@
 
     P = d_1 ^ d_2 ^ ... ^ d_n              Q = 1 d_1 ^ 2 d_2 ^ ... ^ n d_n
 
-byte by byte, in GF(2^8) with the polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d), as the two parities of RAID-6 (Anvin
-2004, "The mathematics of RAID-6"). RAID-6 weights by powers of 2: one doubling per member, if all arrive from the last
-to the first. Here the weights are 1 .. n, distinct and not 0, which is all that the algebra needs. So a member's bytes
-can be added at any time, in any order, and only the sum is kept. Members added together share the doublings, by
-Horner's rule over the bits of the weights: log2(n) for all of them, and one XOR for each bit that is set. A shorter
-member counts as if followed by zeros, which are never written or added.
+The sums are byte by byte, in GF(2^8) with the polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d), as in RAID-6 (Anvin 2004,
+"The mathematics of RAID-6"). RAID-6 weights by powers of 2: one doubling per member, if all arrive from the last to the
+first. Here the weights are 1 .. n, distinct and not 0, which is all that the algebra needs. So a member's bytes can be
+added at any time, in any order, and only the sum is kept. Members added together share the doublings, by Horner's rule
+over the bits of the weights: log2(n) for all of them, and one XOR for each bit that is set. A shorter member counts as
+if followed by zeros, which are never written or added.
 
 Recovery is addition, too. The parity minus the survivors' part is the lost members' part. So the survivors are added to
 the parity, in any order, and `solve` turns the rest into the lost bytes, in place. It divides by a weight or by the sum

@@ -20,6 +20,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class PutMode(enum.Enum):
+    """What a put does if the key is taken."""
+
     OVERWRITE = "overwrite"
     # AlreadyExists if the key is taken, provided that the store honours the mode. Never rely on it.
     IF_ABSENT = "if-absent"
@@ -40,6 +42,8 @@ class ObjectInfo:
 
 
 class Backend(Protocol):
+    """A store at one URL. The code that opens a backend closes it."""
+
     url: str
 
     def put(

@@ -38,6 +38,8 @@ _RECORD = re.compile(r"(.+)-([0-9a-z]{1,16})")
 
 @dataclass(frozen=True, slots=True)
 class PackKey:
+    """The parts of a pack's key."""
+
     identity: Identity
     owner: str
     writer: str

@@ -7,16 +7,16 @@ the records, then the packs. A pack is deleted only if
 - no unretired record refers to it, nor a record whose tombstone is younger than the grace,
 - no reader's lease names a checkpoint whose record refers to it,
 - it is itself older than the grace, and
-- its identity has been retired for longer than the grace, or it belongs to a failed attempt: the identity is committed,
-  its epoch is closed or superseded, and all its packs are older than the grace.
+- its identity has been retired for longer than the grace; or it belongs to a failed attempt. That means: the identity
+  is committed, its epoch is closed or superseded, and all its packs are older than the grace.
 
 The packs of a commit that never happened (epoch over, no record) are retired and deleted by the same two passes. The
-newest checkpoint of the branch history is never retired. Only a checkpoint that has its record and its packs counts as
-kept. If a record that counts cannot be read, no pack is deleted: nobody knows which packs it needs.
+newest checkpoint of the branch history is never retired. Only a checkpoint with its record and packs counts as kept. If
+a record that counts cannot be read, no pack is deleted, since the packs that it needs are unknown.
 
 In a folder a put is over when it returns, and readers hold leases. So the grace of a retired checkpoint is short there
-(FOLDER_GRACE_S) while nobody holds a lease. There is no grace if the disk has no room for another checkpoint like the
-newest: then a pass deletes at once what it has retired.
+(FOLDER_GRACE_S) while no reader holds a lease. If the disk has no room for another checkpoint like the newest, the
+grace is zero: a pass then deletes at once what it has retired.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ HELD_BYTES_MAX = 256 << 20  # fetched and not yet decoded (one get is always all
 def candidates(view: RunView) -> list[CommitRef]:
     """The records that may be restored, newest first: the branch history, and behind each checkpoint its further
     records. A further record stands in for a damaged one. Errors: DamagedData if nothing is left of the branch history
-    because a claim cannot be read. Such a run is not a fresh one."""
+    because a claim cannot be read. That run is not a fresh one."""
     line = view.line
     newest = view.newest_epoch
     broken = view.lineage.broken(newest) if newest is not None else None

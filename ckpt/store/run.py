@@ -1,7 +1,7 @@
 """One run in a store: the listing of its objects, and an epoch's own small objects (claim, heartbeat, end).
 
 No decision uses this machine's clock. A claim is never changed once it is written. A heartbeat is the only object that
-is overwritten. `closed/<epoch>` always says the same, whoever puts it.
+is overwritten. `closed/<epoch>` always says the same, no matter which agent puts it.
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
 
 
 def _other_sizes(record: Record, sizes: Mapping[str, int], known: Collection[str]) -> tuple[Problem, ...]:
-    """Problems for packs of another size whose frames are all good. Such a checkpoint can be restored, but retention
-    does not count it as kept."""
+    """Problems for packs of another size whose frames are all good. The checkpoint can be restored, but retention does
+    not count it as kept."""
     return tuple(
         Problem(key, f"it has {sizes[key]} bytes, and not the {size} that were recorded")
         for key, size in record.packs
