@@ -1,4 +1,8 @@
-"""Listening for word that this machine will go away. Names are loaded when they are first used (PEP 562)."""
+"""The listeners for notices that this machine will go away: clouds, Slurm, signals and a file.
+
+Start with notice.py, which defines a notice and what each listener promises. detect.py chooses the listeners that fit
+this machine. Imports only the base modules of ckpt. Names are loaded on first use (PEP 562).
+"""
 
 from __future__ import annotations
 

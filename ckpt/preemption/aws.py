@@ -1,9 +1,11 @@
-"""EC2's instance metadata service, version 2: spot notices, rebalance recommendations, maintenance, auto scaling.
+"""The listener for EC2: spot notices, rebalance recommendations, maintenance events and Auto Scaling terminations.
+
+It polls the instance metadata service, version 2. A path answers 404 while it has nothing to report. Version 1, without
+a token, is never used: a proxy that was tricked into forwarding the request could answer it.
 
 Sources: EC2 User Guide, "Use the Instance Metadata Service", "Spot Instance interruption notices", "EC2 instance
 rebalance recommendations", "Scheduled events for your instances"; EC2 Auto Scaling, "Retrieve the target lifecycle
-state". A path answers 404 while there is nothing to say. Version 1 (without a token) is never used: what answers a
-request without a token may be a proxy that was talked into it.
+state".
 """
 
 from __future__ import annotations
@@ -19,20 +21,24 @@ from ckpt.preemption.metadata import Reply, Service, http_time_s, iso_time_s, wo
 from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
 from ckpt.preemption.poll import Fault, keep_asking
 
-POLL_S = 5.0  # what the documentation of spot notices asks for
+POLL_S = 5.0  # the interval that AWS documents for spot notices
 TOKEN_TTL_S = 21600
-SPOT_LEAD_S = 120.0  # the shortest time from a rebalance recommendation to the end: that of the spot notice itself
-LIFECYCLE_LEAD_S = 30.0  # no time is given; without a lifecycle hook the shutdown begins at once
+# The shortest time from a rebalance recommendation to the end: the lead of the spot notice itself.
+SPOT_LEAD_S = 120.0
+# The service gives no time. Without a lifecycle hook the shutdown begins at once.
+LIFECYCLE_LEAD_S = 30.0
 MAINTENANCE_CODES = frozenset({"instance-stop", "system-reboot", "instance-reboot", "instance-retirement"})
 MAINTENANCE_OVER = frozenset({"canceled", "completed"})
-STATE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)?")  # such as InService or Warmed:Running; what else comes ends no notice
+# A lifecycle state, such as InService or Warmed:Running. Any other text withdraws no notice.
+STATE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)?")
 TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 
-Hear = Callable[[Reply | None, KnownNotices], None]  # takes one path's answer; None where it was 404
+# Handles the answer of one path; None where the answer was 404.
+Hear = Callable[[Reply | None, KnownNotices], None]
 
 
 class AwsListener:
-    """Asks all four, every five seconds. A fault of one does not keep the others from being asked."""
+    """Polls four paths every five seconds. A fault of one path does not stop the polls of the others."""
 
     name = "aws"
 
@@ -51,7 +57,7 @@ class AwsListener:
         self._now_s = now_s
         self._first: First = {} if first is None else first
         self._token = ""
-        self._token_until_s = 0.0  # by the monotonic clock
+        self._token_until_s = 0.0  # on the monotonic clock
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
         def known(source: str) -> KnownNotices:
@@ -65,7 +71,8 @@ class AwsListener:
         ]
 
         def ask() -> float:
-            self._valid_token(stop)  # without one nothing can be asked
+            # Without a token no path can be asked.
+            self._valid_token(stop)
             faults: list[Fault] = []
             for path, known, hear in questions:
                 try:
@@ -80,7 +87,7 @@ class AwsListener:
             keep_asking(self.name, stop, ask, self._events)
 
     def _get(self, path: str, stop: threading.Event) -> Reply | None:
-        """The answer, or None for 404. A token that is refused is dropped, and one new one tried."""
+        """The reply, or None for 404. A refused token is dropped, and one new token is tried. Errors: Fault."""
         for _ in range(2):
             headers = {"X-aws-ec2-metadata-token": self._valid_token(stop)}
             reply = self._service.request("GET", path, headers, stop, timeout_s=self._timeout_s)
@@ -117,7 +124,8 @@ class AwsListener:
         action, when = words(said.get("action")), words(said.get("time"))
         key = f"{action} {when}"
         deadline_s = reply.ours_s(iso_time_s(when))
-        if action == "hibernate":  # begins with the notice
+        # Hibernation begins with the notice.
+        if action == "hibernate":
             deadline_s = known.earliest(key, min(deadline_s, self._now_s()))
         told = f"EC2 will {action} this spot instance at {when}"
         known.standing("aws-spot", [Notice(deadline_s, "aws-spot", True, key, told)])

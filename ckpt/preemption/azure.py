@@ -1,8 +1,9 @@
-"""Azure's scheduled events: what is planned for this VM, when, and the word that it may begin.
+"""The listener for Azure's scheduled events, which can also acknowledge an event so that Azure may begin it.
 
-Source: Azure, "Scheduled Events for Linux VMs", api-version 2020-07-01. The document lists the events of all VMs of the
-availability set or scale set; only those that name this VM count. An event that is no longer listed has been cancelled
-or is over.
+The document lists the events of all VMs of the availability set or scale set. Only events that name this VM count. An
+event that is no longer listed was cancelled or is over.
+
+Source: Azure, "Scheduled Events for Linux VMs", api-version 2020-07-01.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from ckpt.preemption.poll import Fault, keep_asking
 POLL_S = 1.0
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 OWN_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-HEADERS = {"Metadata": "true"}  # without it the service answers 400
-FIRST_ANSWER_S = 130.0  # the first question enables the service for this VM, which may take two minutes
-NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)  # it is asked once: with another's words no event would ever be ours
+HEADERS = {"Metadata": "true"}  # without this header the service answers 400
+# The first request enables the service for this VM, which may take two minutes.
+FIRST_ANSWER_S = 130.0
+# The name is asked once. With a wrong name no event would ever match this VM.
+NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 GOES_AWAY = frozenset({"Reboot", "Redeploy", "Preempt", "Terminate"})  # Freeze is a pause of seconds
 
 
 class AzureListener:
-    """Asks every second. `acknowledge` may be called on any other thread."""
+    """Polls the scheduled events every second. `acknowledge` may be called on any other thread."""
 
     name = "azure"
 
@@ -52,7 +55,8 @@ class AzureListener:
         self._first: First = {} if first is None else first
         self._own_name = ""
         self._has_answered = False
-        self._standing: frozenset[str] = frozenset()  # replaced as a whole, so that another thread may read it
+        # The keys of the standing notices. The set is replaced as a whole, so other threads may read it.
+        self._standing: frozenset[str] = frozenset()
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
         def tell_and_keep(word: Word) -> None:
@@ -62,7 +66,8 @@ class AzureListener:
 
         known = KnownNotices(tell_and_keep, self._first.setdefault(self.name, {}))
         self._standing = frozenset()
-        quiet = b""  # the document that was read last, where nothing stood by it
+        # The last document that was read, if no notice stood by it.
+        quiet = b""
 
         def ask() -> float:
             nonlocal quiet
@@ -75,8 +80,9 @@ class AzureListener:
             reply = self._get(EVENTS, stop, timeout_s)
             self._has_answered = True
             if reply.came_s - reply.sent_s > self._timeout_s:
-                # By the first answer, which may have taken two minutes, all times would be early by as much (ours_s).
-                with contextlib.suppress(Fault):  # early is better than not told
+                # The first answer may take two minutes, and `ours_s` would make all times early by as much. If the
+                # second request fails, an early time is better than none.
+                with contextlib.suppress(Fault):
                     reply = self._get(EVENTS, stop, self._timeout_s)
             if reply.body != quiet:
                 quiet = b""
@@ -88,10 +94,11 @@ class AzureListener:
             keep_asking(self.name, stop, ask, self._events)
 
     def acknowledge(self, key: str, stop: threading.Event) -> bool:
-        """Tells Azure that the event may begin now; whether it said yes. False may be tried again.
+        """Tells Azure that the event may begin now. True if Azure accepted; after False the caller may try again.
 
-        It counts for all VMs that the event names and can only bring it forward: call it on one node only, after
-        everything that those VMs hold is safe elsewhere. Errors: UsageError for what does not stand (any more).
+        It approves the event for all VMs that the event names, and can only bring the event forward. Call it on one
+        node only, after everything that those VMs hold is replicated elsewhere. Errors: UsageError if no notice with
+        that key stands.
         """
         if key not in self._standing:
             raise UsageError(f"no scheduled event {key!r} stands for this VM; there is nothing to acknowledge")

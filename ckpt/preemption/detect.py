@@ -1,7 +1,7 @@
-"""Which listeners fit this machine. Nothing is asked over the network: the firmware's tables say whose machine it is.
+"""The choice of listeners that fit this machine, from the firmware's tables and the environment.
 
-Sources: EC2 User Guide, "Identify EC2 instances"; Compute Engine, "Detect if a VM is running in Compute Engine";
-cloud-init's DataSourceAzure (the asset tag of every Azure VM's chassis).
+Nothing is asked over the network. Sources: EC2 User Guide, "Identify EC2 instances"; Compute Engine, "Detect if a VM is
+running in Compute Engine"; cloud-init's DataSourceAzure (the asset tag of every Azure VM's chassis).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ AWS_ADDRESS_IPV6 = "http://[fd00:ec2::254]"
 GCP_ADDRESS = "http://169.254.169.254"
 AZURE_ADDRESS = "http://169.254.169.254"
 
-# What Endpoints.read looks at. All but the last are the providers' own; Azure's libraries have none for this service.
+# The variables that Endpoints.read reads. All but the last are the providers' own; Azure's libraries have none for this
+# service.
 VARIABLES = (
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE",
@@ -48,9 +49,10 @@ class Cloud(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where metadata services are, as far as somebody said so; "": nobody did, so that the usual address serves.
+    """The configured addresses of the metadata services; "" means that none is configured and the usual address is
+    used.
 
-    An address that was given is word that the service is there, whatever the firmware says.
+    A configured address means that the service is present, whatever the firmware says.
     """
 
     aws: str = ""
@@ -61,7 +63,7 @@ class Endpoints:
 
     @classmethod
     def read(cls, variables: Mapping[str, str]) -> Endpoints:
-        """From the values of VARIABLES that are set; what else is in there does not matter."""
+        """From the values of VARIABLES that are set. Other variables are ignored."""
         return cls(
             aws=variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", ""),
             aws_is_ipv6=variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower() == "ipv6",
@@ -72,9 +74,9 @@ class Endpoints:
 
 
 def which_cloud(root: Path = Path("/")) -> Cloud | None:
-    """The cloud that this machine is in, by the files of the firmware's tables below `root`; None: none of the three.
+    """The cloud that this machine runs in, by the firmware's tables below `root`; None for none of the three.
 
-    Files that are missing or unreadable say nothing. Some sandboxes (gVisor) show none at all.
+    Missing and unreadable files count as empty. Some sandboxes (gVisor) show none at all.
     """
 
     def says(name: str) -> str:
@@ -106,12 +108,12 @@ def listeners(
     refused: Callable[[str, UsageError], None] | None = None,
     first: First | None = None,
 ) -> list[Listener]:
-    """Those that fit; signals are not among them (see ckpt.preemption.signals). Starts nothing.
+    """The listeners that fit this machine, not yet started. Signals are not among them (see ckpt.preemption.signals).
 
-    `slurm_job`, `slurm_end_s`: SLURM_JOB_ID and SLURM_JOB_END_TIME, "" and None where they are not set.
-    `refused`: told of an address or a job id that cannot be one, and which listener it was for; the others are made all
-    the same. Errors: that UsageError, where nobody is to be told. `first`: what listeners before these have seen, and
-    these go on with.
+    `slurm_job`, `slurm_end_s`: SLURM_JOB_ID and SLURM_JOB_END_TIME; "" and None where they are not set.
+    `refused`: called with a listener's name and the error for an invalid address or job id; the other listeners are
+    still made. Errors: without `refused` that UsageError is raised.
+    `first`: the deadlines that earlier listeners recorded, which the new ones continue.
     """
     found: list[Listener] = []
 

@@ -1,7 +1,7 @@
-"""A file that appears: the way in for every system that ckpt does not know. Removing it withdraws the notice.
+"""The listener for a file: a notice stands while the file exists. It serves every system that ckpt does not know.
 
-What it holds may be a time: RFC 3339 ("2030-01-31T12:00:00Z"), Unix seconds ("1896091200"), or seconds from the moment
-the file was written ("+120"). Anything else, and nothing, means that the configured lead counts from when it was seen.
+The content may be a time: RFC 3339 ("2030-01-31T12:00:00Z"), Unix seconds ("1896091200"), or seconds after the file was
+written ("+120"). With any other content, or none, the configured lead counts from when the file was first seen.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from ckpt.preemption.poll import Fault, keep_asking
 POLL_S = 1.0
 LEAD_S = 30.0
 CONTENT_BYTES_MAX = 256
-_NUMBER = re.compile(r"(\+\d{1,9}|\d{9,12})(\.\d{1,9})?")  # an unsigned small number is neither
+_NUMBER = re.compile(r"(\+\d{1,9}|\d{9,12})(\.\d{1,9})?")  # a small number without a sign is neither
 
 
 class FileListener:
-    """Looks for `path` every second. Have it on a local file system: one that hangs keeps the listener from ending.
+    """Looks for `path` every second. Put the file on a local file system: one that hangs keeps the listener from
+    ending.
 
-    Whatever stands there counts, a folder or a pipe too; only a regular file is read, and only its first 256 bytes.
-    It is best written elsewhere and renamed; when it is written anew, the later time replaces the earlier.
+    Any kind of file counts, also a folder or a pipe. Only a regular file is read, and only its first 256 bytes. Write
+    the file under another name and rename it. If it is written again, the later time replaces the earlier one.
     """
 
     name = "file"
@@ -69,7 +70,8 @@ class FileListener:
                 written_s, seen_s = found[1], self._now_s()
             deadline_s = deadline_of(found[0], min(seen_s, written_s))
             if deadline_s is None:
-                if is_another:  # than was seen by who listened before
+                # The file is another one than an earlier listener saw.
+                if is_another:
                     known.standing(self.name, [])
                 deadline_s = known.earliest(key, seen_s + self._lead_s)
             known.standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
@@ -78,12 +80,12 @@ class FileListener:
         keep_asking(self.name, stop, ask, self._events)
 
     def _read(self) -> tuple[str, float] | None:
-        """What the file holds, and when it was written; None where there is none. Errors: Fault."""
+        """The file's content and the time when it was written; None where there is no file. Errors: Fault."""
         try:
             found = os.stat(self._path)
             if not stat.S_ISREG(found.st_mode):
                 return "", found.st_mtime
-            # Without O_NONBLOCK a pipe that takes the file's place just now would hang us.
+            # Without O_NONBLOCK the open would hang if a pipe has just replaced the file.
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 return os.read(descriptor, CONTENT_BYTES_MAX).decode(errors="replace"), os.fstat(descriptor).st_mtime
@@ -93,7 +95,8 @@ class FileListener:
             return None
         except PermissionError:
             with contextlib.suppress(OSError):
-                return "", os.lstat(self._path).st_mtime  # it stands there, whatever it says
+                # The file exists, though its content cannot be read.
+                return "", os.lstat(self._path).st_mtime
             raise Fault(f"{self._path} may not be looked at") from None
         except OSError as exc:
             raise Fault(f"{self._path} cannot be read: {exc}") from exc
@@ -104,7 +107,8 @@ def deadline_of(content: str, written_s: float) -> float | None:
     text = content.strip()
     if (number := _NUMBER.fullmatch(text)) is not None:
         return float(number[0]) + (written_s if text.startswith("+") else 0.0)
-    if "-" not in text:  # ISO 8601 knows more forms than RFC 3339: eight digits are a date, and long past
+    # ISO 8601 knows more forms than RFC 3339: eight digits would be a date, long past.
+    if "-" not in text:
         return None
     try:
         return iso_time_s(text)

@@ -1,8 +1,10 @@
-"""Compute Engine's metadata service: `preempted` and `maintenance-event`, each by a long poll.
+"""The listener for Compute Engine: the metadata values `preempted` and `maintenance-event`, each by a long poll.
 
-Sources: Compute Engine, "Query VM metadata" (wait_for_change, last_etag, timeout_sec), "Preemptible and Spot VMs",
-"Get live migration and maintenance notices". The service is asked by its address and not by the name
-metadata.google.internal, which is the same: a resolver that hangs would keep the listener from ending.
+The service is asked by its address, not by the equivalent name metadata.google.internal: a resolver that hangs would
+keep the listener from ending.
+
+Sources: Compute Engine, "Query VM metadata" (wait_for_change, last_etag, timeout_sec), "Preemptible and Spot VMs", "Get
+live migration and maintenance notices".
 """
 
 from __future__ import annotations
@@ -19,20 +21,24 @@ from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
 from ckpt.preemption.poll import Fault, keep_asking
 
 POLL_S = 1.0  # only where the service does not wait
-WAIT_S = 60  # what a long poll asks for; the service answers with the unchanged value then
-PREEMPTED_LEAD_S = 30.0  # Spot, from the soft-off signal to power off
-MAINTENANCE_LEAD_S = 60.0  # machines with GPUs get about an hour, but the service does not say which this is
+# The duration that a long poll asks for. The service then answers with the unchanged value.
+WAIT_S = 60
+PREEMPTED_LEAD_S = 30.0  # Spot VMs: from the soft-off signal to power off
+# Machines with GPUs get about an hour, but the service does not say which kind this is.
+MAINTENANCE_LEAD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Means:
+    """What a value means as a notice."""
+
     certain: bool
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`answers`: what each value means; None: nothing stands."""
+    """One metadata value to watch. `answers`: what each value means; None: no notice stands."""
 
     source: str
     path: str
@@ -59,7 +65,7 @@ MAINTENANCE = Question(
 
 
 class GcpListener:
-    """One question to the service. The value names no time: the lead counts from when it was first seen."""
+    """Watches one metadata value. The value names no time: the lead counts from when the value was first seen."""
 
     def __init__(
         self,
@@ -83,12 +89,14 @@ class GcpListener:
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
         known = KnownNotices(tell, self._first.setdefault(self.name, {}))
-        etag = ""  # of the value that was seen last; "": none, so that the answer is the value as it is
+        # The tag of the last value; with "" the service answers at once with the current value.
+        etag = ""
 
         def ask() -> float:
             nonlocal etag
             began_s = time.monotonic()
-            before, etag = etag, ""  # after a fault the value is read anew
+            # After a fault the value is read anew.
+            before, etag = etag, ""
             value, etag = self._value(before, stop)
             means = self._question.answers[value]
             known.standing(self.name, [] if means is None else [self._notice(value, means, known)])

@@ -1,12 +1,12 @@
-"""One connection to a metadata service: small requests and replies in turn, as HTTP/1.1 has them (RFC 9112).
+"""One HTTP/1.1 connection to a metadata service (RFC 9112): small requests and replies, one after the other.
 
-- A reply that was cut short, in its headers or in its body, is a fault, never an answer. Only where the service says no
-  length the end of the connection is the end of the body.
-- An exchange ends when `stop` is set (within half a second), when its time is up however slowly bytes drip in,
-  or when more bytes come than any right answer has.
+- A reply that was cut short, in its headers or its body, raises Fault. The end of the connection ends the body only if
+  the service gives no length.
+- An exchange ends within half a second after `stop` is set. It also ends at its deadline, and when more bytes come than
+  any correct answer has.
 
-http.client is not used: it takes more CPU than all the rest of a poll, and a reply that ends within its headers for one
-that has no body.
+http.client is not used. It takes more CPU than all the rest of a poll, and accepts a reply that ends within its headers
+as one without a body.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from ckpt.preemption.poll import Fault
 
-SLICE_S = 0.5  # how long a wait for the network goes on after `stop`; to wake up is most of what a long poll costs
+# The longest delay until `stop` is noticed. Wake-ups are most of the cost of a long poll.
+SLICE_S = 0.5
 BODY_BYTES_MAX = 64 << 10
 HEAD_BYTES_MAX = 16 << 10
 
@@ -37,7 +38,7 @@ class Unheard(Fault):
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """`headers`: by their names in lower case. `is_last`: the connection serves for no other exchange."""
+    """One reply. `headers`: names in lower case. `is_last`: the connection takes no other exchange."""
 
     status: int
     headers: dict[str, str]
@@ -46,8 +47,8 @@ class HttpResponse:
 
 
 class Wire:
-    """Connects at once, to the first address of the host: a metadata service has one. One thread at a time. Whoever has
-    made it closes it. Errors: Fault, and OSError."""
+    """An open connection. The constructor connects to the host's first address (a metadata service has one).
+    One thread at a time; the owner closes it. `until_s`: on the monotonic clock. Errors: Fault, OSError."""
 
     def __init__(self, host: str, port: int, stop: threading.Event, until_s: float) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -63,8 +64,8 @@ class Wire:
             raise
 
     def exchange(self, request: bytes, stop: threading.Event, until_s: float) -> HttpResponse:
-        """Sends the request and takes the whole reply, until that time of the monotonic clock. After an error the
-        connection is of no use any more. Errors: Unheard, Fault, OSError."""
+        """Sends the request and returns the whole reply, until `until_s` on the monotonic clock.
+        After an error the connection is unusable. Errors: Unheard, Fault, OSError."""
         came = b""
         try:
             sent = self._socket.send(request)
@@ -98,12 +99,13 @@ class Wire:
 
 
 def answer_in(came: bytes, *, is_end: bool) -> HttpResponse | None:
-    """The reply that these bytes are; None: more of it has to come. `is_end`: nothing more comes. Errors: Fault, where
-    they are none or more than one of the right size can be; Unheard for none at all."""
+    """The reply in the bytes that came; None while it is incomplete. `is_end`: no more bytes come.
+    Errors: Fault for an invalid, truncated or too large reply; Unheard if no byte came."""
     if is_end and not came:
         raise Unheard("the connection was closed without an answer")
     body_at, status = 0, 100
-    while status < 200:  # such as 100 Continue: the reply proper comes after it
+    # An interim reply, such as 100 Continue, precedes the final one.
+    while status < 200:
         end = _HEAD_END.search(came, body_at, HEAD_BYTES_MAX)
         if end is None:
             if len(came) >= HEAD_BYTES_MAX:
@@ -130,7 +132,8 @@ def answer_in(came: bytes, *, is_end: bool) -> HttpResponse | None:
     else:
         ends_with_connection, end_at = True, len(came)
         body = came[body_at:] if is_end else None
-    if len(came) - body_at > 2 * BODY_BYTES_MAX or len(body or b"") > BODY_BYTES_MAX:  # twice: chunks have headers, too
+    # Twice the limit, because chunks have headers, too.
+    if len(came) - body_at > 2 * BODY_BYTES_MAX or len(body or b"") > BODY_BYTES_MAX:
         raise Fault("more bytes came than a right answer has")
     if body is None:
         if is_end:
@@ -142,7 +145,7 @@ def answer_in(came: bytes, *, is_end: bool) -> HttpResponse | None:
 
 
 def _head(head: bytes) -> tuple[str, int, dict[str, str]]:
-    """The minor version of HTTP, the status and the headers; what comes twice is one, with a comma (RFC 9110, 5.3)."""
+    """The minor version of HTTP, the status and the headers. Repeated headers are joined by a comma (RFC 9110, 5.3)."""
     first, *lines = head.decode("latin-1").split("\n")
     found = _STATUS.match(first)
     if found is None:
@@ -156,7 +159,7 @@ def _head(head: bytes) -> tuple[str, int, dict[str, str]]:
 
 
 def _of_chunks(came: bytes, at: int) -> tuple[bytes | None, int]:
-    """The body whose chunks begin there, and where it ends; None while it is not whole."""
+    """The body whose chunks begin at `at`, and where it ends; None while it is incomplete. Errors: Fault."""
     parts: list[bytes] = []
     while True:
         found = _CHUNK.match(came, at)
@@ -173,5 +176,6 @@ def _of_chunks(came: bytes, at: int) -> tuple[bytes | None, int]:
             raise Fault("a chunk of the body is longer than it says")
         parts.append(came[at : at + size])
         at += size + 2
-    end = _HEAD_END.search(came, at - 2)  # of the trailer; where there is none, its line's own end is the first half
+    # The end of the trailer. Without a trailer the last chunk's own line end is the first half.
+    end = _HEAD_END.search(came, at - 2)
     return (None, at) if end is None else (b"".join(parts), end.end())

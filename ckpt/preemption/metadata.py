@@ -1,8 +1,8 @@
-"""Requests to a machine's metadata service: small, bounded in time and bytes, to one address, ended by `stop`.
+"""The client of a machine's metadata service: small requests to one address, bounded in time and bytes.
 
-- One connection a request, to the endpoint that was given: no proxy is used and no redirect followed. Who asks often
-  keeps it open; where the service has closed it meanwhile the request is sent once more, on another one.
-- What ends a request, and what is a reply, is said in wire.py.
+- No proxy is used and no redirect is followed. Each request has its own connection, unless `kept_open` keeps one.
+- If the service has closed a kept connection, the request is sent once more over a new one. POST is never sent twice.
+- http_connection.py says what a reply is and what ends a request.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ckpt.preemption.poll import Fault
 
 T = TypeVar("T")
 
-WORDS_MAX = 200  # of what a service says, in a key or a message
+WORDS_MAX = 200  # characters of a service's text in a key or a message
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`date`: when the service answered, as it says. `sent_s`, `came_s`: when it was asked, and when its answer was
-    there, Unix seconds by our clock."""
+    """The answer to one request. `date`: the service's Date header. `sent_s`, `came_s`: when the request was sent and
+    the answer was complete, in Unix seconds by this host's clock."""
 
     status: int
     body: bytes
@@ -42,17 +42,17 @@ class Reply:
 
     @property
     def date_s(self) -> float | None:
-        """The service's clock when it answered, in whole seconds; None where it does not say."""
+        """The service's clock when it answered, in whole seconds; None without a Date."""
         try:
             return http_time_s(self.date) if self.date else None
         except Fault:
             return None
 
     def ours_s(self, theirs_s: float) -> float:
-        """A time by the service's clock as one by ours (Unix seconds), the earliest that it can be.
+        """A time of the service's clock as Unix seconds of this host's clock: the earliest that is possible.
 
-        The service answered at `sent_s` or later, when its clock stood below date_s + 1: what comes out is early by up
-        to a second and the time that the answer took. Without a Date both clocks are taken to agree.
+        The service answered at `sent_s` or later, when its clock was below date_s + 1. So the result is early by at
+        most one second plus the time that the answer took. Without a Date both clocks are assumed to agree.
         """
         date_s = self.date_s
         return theirs_s if date_s is None else self.sent_s + theirs_s - (date_s + 1.0)
@@ -65,9 +65,9 @@ class Reply:
 
 
 class Service:
-    """The service at `endpoint`: an http URL, or host and port as some SDKs have it. Thread-safe.
+    """The metadata service at `endpoint`: an http URL, or host and port as some SDKs give it. Thread-safe.
 
-    Errors: UsageError, at once, for an endpoint that is neither.
+    Errors: the constructor raises UsageError for any other endpoint.
     """
 
     def __init__(self, endpoint: str, now_s: Callable[[], float] = time.time) -> None:
@@ -91,8 +91,8 @@ class Service:
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Inside the block the connection stays open between requests, if the service lets it: making one each time
-        costs more than asking."""
+        """Keeps the connection open between requests inside the block, if the service allows.
+        A new connection costs more than a request."""
         with self._lock:
             self._keepers += 1
         try:
@@ -114,9 +114,9 @@ class Service:
         timeout_s: float,
         body: bytes = b"",
     ) -> Reply:
-        """One request and its whole reply, of whatever status. Errors: Fault, also when `stop` was set meanwhile."""
+        """Sends one request and returns the whole reply, of any status. Errors: Fault, also if `stop` is set."""
         until_s = time.monotonic() + timeout_s
-        keep = self._keepers > 0 and method != "POST"  # which is never sent twice
+        keep = self._keepers > 0 and method != "POST"  # a POST is never sent twice
         try:
             head = _head(method, self._base + path, self._named, tuple(headers.items()), len(body), keep)
             idle = self._taken() if keep else None
@@ -125,12 +125,13 @@ class Service:
             except Unheard:
                 if idle is None:
                     raise
-                return self._exchanged(None, head + body, keep, stop, until_s)  # the idle one was closed meanwhile
-        except (OSError, ValueError, Fault) as exc:  # ValueError: a host whose name cannot be one
+                # The service had closed the idle connection.
+                return self._exchanged(None, head + body, keep, stop, until_s)
+        except (OSError, ValueError, Fault) as exc:  # ValueError: an impossible host name
             raise Fault(f"{method} {self.endpoint}{path}: {exc}") from exc
 
     def _exchanged(self, idle: Wire | None, request: bytes, keep: bool, stop: threading.Event, until_s: float) -> Reply:
-        """Over the connection that was idle, or a new one. `keep`: it stays open, if the service lets it."""
+        """One exchange, over the idle connection or a new one. `keep`: leave it open if the service allows."""
         wire = idle or Wire(self._host, self._port, stop, until_s)
         done: Wire | None = wire
         try:
@@ -151,7 +152,7 @@ class Service:
             return idle
 
     def _put_back(self, wire: Wire) -> Wire | None:
-        """Keeps it for the next request; what is to be closed instead, if anything."""
+        """Keeps the connection for the next request. Returns the connection to close instead, if any."""
         with self._lock:
             if not self._keepers:
                 return wire
@@ -159,11 +160,11 @@ class Service:
             return other
 
 
-@functools.lru_cache(maxsize=16)  # who polls asks the same again and again
+@functools.lru_cache(maxsize=16)  # a poller repeats the same request
 def _head(
     method: str, target: str, host: str, headers: tuple[tuple[str, str], ...], body_bytes: int, keep: bool
 ) -> bytes:
-    """All of a request but its body. Errors: Fault for what would end a line early."""
+    """The request line and headers. Errors: Fault for characters that would end a line early."""
     lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Accept-Encoding: identity"]
     lines += [f"{name}: {value}" for name, value in headers]
     if not keep:
@@ -176,7 +177,7 @@ def _head(
 
 
 def parsed(what: str, parse: Callable[[], T]) -> T:
-    """What `parse` makes of a body; Fault for whatever it cannot make sense of."""
+    """The result of `parse`. Errors: Fault for any parsing error."""
     try:
         return parse()
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as exc:
@@ -189,7 +190,7 @@ def http_time_s(text: str) -> float:
 
 
 def iso_time_s(text: str) -> float:
-    """Unix seconds of an RFC 3339 time; UTC where no zone is said. Errors: Fault."""
+    """Unix seconds of an RFC 3339 time; UTC if the time has no zone. Errors: Fault."""
     return parsed("time", lambda: _unix_s(datetime.fromisoformat(text)))
 
 
@@ -198,7 +199,7 @@ def _unix_s(when: datetime) -> float:
 
 
 def words(value: object) -> str:
-    """A field of an answer that has to be text and not empty, made safe for a key or a line. Errors: Fault."""
+    """A field of an answer as text that is safe in a key or a log line. Errors: Fault if it is not text, or empty."""
     if not isinstance(value, str) or not value:
         raise Fault(f"the answer has {str(value)[:50]!r} where a text was expected")
     return "".join(c if c.isprintable() else "?" for c in value[:WORDS_MAX])

@@ -1,7 +1,7 @@
-"""Notices: word that this machine will go away, and when. Values, what every listener promises, and their memory.
+"""Notices that this machine will go away: the values, what each listener promises, and what a source has reported.
 
-A notice is named by its `source` and its `key`. The same pair may be told again when the source has moved the time: the
-later word replaces the earlier one. Whatever a source merely repeats is not told a second time.
+A notice is named by its `source` and its `key`. A later notice with the same name replaces the earlier one: the source
+has moved the time. An unchanged notice is reported only once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from ckpt.preemption.poll import Fault
 
 T = TypeVar("T")
 
-STALE_S = 600.0  # what was seen so long before it is seen again may have ended meanwhile
-MOVED_S = 3.0  # a time that moves by less is the same time: services give whole seconds, and replies take a moment
+# If a key is seen again after a gap this long, its event may have ended in between: the deadline starts anew.
+STALE_S = 600.0
+# A time that moves by less is the same: services give whole seconds, and replies take a moment.
+MOVED_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """This machine goes away at `deadline_s`, or is interrupted then in a way that loses its memory.
+    """This machine goes away at `deadline_s`, or is then interrupted in a way that loses its memory.
 
-    `deadline_s`: Unix time by this host's clock; where the service sends its own time along, its difference to ours is
-    already taken out, on the early side. It may be days ahead, or past: then it may happen at any moment. Where the
-    source names no time it is the earliest one that its documentation leaves possible.
-    `certain`: False if the machine may well stay (a recommendation, a pause); it asks for care, not for leaving.
+    `deadline_s`: Unix time by this host's clock. If the service sends its own time, the clock difference is already
+    removed, on the early side. It may be days ahead, or past: then the event may happen at any moment. If the source
+    names no time, the deadline is the earliest one that its documentation allows.
+    `certain`: False if the machine may well stay (a recommendation, a pause). Such a notice asks for care, not for
+    leaving.
     `key`: names the event within its source. `message`: one line for people.
     """
 
@@ -39,43 +42,45 @@ class Notice:
 
     @property
     def left_s(self) -> float:
-        """Until the deadline, from now on; below 0 where it is past. Right until this host's clock is set: who waits
-        for it adds this to the monotonic clock at once."""
+        """Seconds from now until the deadline; negative if it is past. Correct until this host's clock is changed: to
+        wait for it, add it to the monotonic clock at once."""
         return self.deadline_s - time.time()
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """What was told as (source, key) stands no longer: cancelled, or over without the machine having gone."""
+    """The notice (source, key) no longer stands: the event was cancelled, or is over and the machine stayed."""
 
     source: str
     key: str
 
 
 Word = Notice | Withdrawn
-First = dict[str, dict[str, float]]  # by source and key: the deadline of what counts from when it was first seen
+# By source and key: the deadlines that count from when an event without a time was first seen.
+First = dict[str, dict[str, float]]
 Tell = Callable[[Word], None]
 
 
 class Listener(Protocol):
-    """One place where notices come from."""
+    """One source of notices."""
 
     name: str
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
-        """Listens until `stop` is set; then returns within about a second. One call at a time, on any thread.
+        """Listens until `stop` is set, then returns within about a second. One call at a time, on any thread.
 
-        `tell` is called on this thread, must not block for long, and must not raise. Whatever the source does (refuses,
-        fails, hangs, sends garbage or too much) is survived: asked again after a pause that grows to ten seconds, and
-        taken neither for a notice nor for the end of one. A name that has to be resolved may keep `stop` waiting for
-        as long as the resolver does. Each call begins anew: what stands is told again.
+        `tell` is called on this thread, must not block for long, and must not raise. The listener survives every fault
+        of the source (refusals, failures, hangs, invalid or too much data). It asks again after a pause that grows to
+        ten seconds; a fault neither makes nor withdraws a notice. While a name is being resolved, the return may take
+        as long as the resolver does. Each call begins anew: standing notices are reported again.
         """
         ...
 
 
 class KnownNotices:
-    """What one source has told and not taken back. Belongs to the thread that listens. `first`: what `earliest` found
-    for the source; given to the next one that listens to it, the time goes on from where it was."""
+    """The notices that one source has reported and not withdrawn. Belongs to the listening thread.
+    `first`: the deadlines that `earliest` recorded for the source. The next listener of the source continues with them.
+    """
 
     def __init__(self, tell: Tell, first: dict[str, float] | None = None) -> None:
         self._tell = tell
@@ -83,7 +88,7 @@ class KnownNotices:
         self._first = {} if first is None else first
 
     def earliest(self, key: str, deadline_s: float) -> float:
-        """The deadline told for this key, if there is one and it is earlier; for events that name no time."""
+        """The deadline of an event that names no time: the earlier of `deadline_s` and the recorded one."""
         told, first_s = self._told.get(key), self._first.get(key, deadline_s)
         if told is not None:
             return min(told.deadline_s, deadline_s)
@@ -91,7 +96,7 @@ class KnownNotices:
         return self._first[key]
 
     def standing(self, source: str, notices: Iterable[Notice]) -> None:
-        """These, and no others, stand now: tells what is new, what has moved, and what is gone."""
+        """Sets which notices stand now. Reports those that are new, have moved or are gone."""
         now = {each.key: each for each in notices}
         for key in [key for key in {**self._told, **self._first} if key not in now]:
             self._told.pop(key, None)
@@ -101,10 +106,10 @@ class KnownNotices:
             self._stands(notice)
 
     def listed(self, source: str, entries: Iterable[T], read: Callable[[T], Notice | None]) -> None:
-        """As `standing`, of the notices that `read` makes of a list's entries; None: of no concern.
+        """Like `standing`, with the notices that `read` returns for a list's entries; None: the entry does not count.
 
-        An entry that cannot be read does not hide the others, but then nothing is withdrawn. Errors: that Fault, after
-        the others were told.
+        An entry that cannot be read does not hide the others, but then no notice is withdrawn. Errors: the first Fault
+        is raised after the readable notices were reported.
         """
         notices: list[Notice] = []
         faults: list[Fault] = []

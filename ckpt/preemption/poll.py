@@ -1,6 +1,7 @@
-"""The loop that every polling listener runs: ask, pause, ask again; after a fault with growing pauses.
+"""The loop of every polling listener: ask, pause, ask again. After a fault the pauses grow.
 
-A source that stays mute is said so once, loudly, since a notice from it would be missed; and once more when it answers.
+If a source stays silent, one warning is emitted, because its notices would be missed. One event follows when it answers
+again.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from collections.abc import Callable
 from ckpt.events import Events
 
 PAUSE_FIRST_S = 1.0
-PAUSE_MAX_S = 10.0  # the shortest lead is 30 s, and half a minute of deafness would use it up
-MUTE_FAULTS = 5  # after about ten seconds
+# The shortest lead of a notice is 30 s; a pause of that length would use it up.
+PAUSE_MAX_S = 10.0
+MUTE_FAULTS = 5  # in a row; reached after about ten seconds
 
 
 class Fault(Exception):
-    """The source gave no answer that can be used. Never leaves a listener: it means asking again later."""
+    """The source gave no usable answer. It never leaves a listener, which asks again later."""
 
 
 def keep_asking(name: str, stop: threading.Event, ask: Callable[[], float], events: Events | None = None) -> None:
-    """Calls `ask` until `stop` is set; it returns the pause before the next call in seconds, or raises Fault.
+    """Calls `ask` until `stop` is set. `ask` returns the seconds to pause before the next call, or raises Fault.
 
     After the n-th fault in a row the pause is drawn evenly from [half, whole] of 1 s x 2^(n-1), at most 10 s, so that
     many hosts do not ask in step. A pause ends at once when `stop` is set.

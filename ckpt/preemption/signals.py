@@ -1,15 +1,15 @@
-"""SIGTERM, SIGUSR1 and their like as notices.
+"""The listener for signals: SIGTERM and SIGUSR1 as notices, by a handler on the main thread.
 
-- The handler records that the signal came (a flag, and a byte into a pipe), then calls the handler that was there
-  before; nothing else. No lock is taken, nothing is allocated for long, nothing is sent or saved there.
-- Python runs handlers only between two bytecodes of the main thread, which may sit in a collective for minutes. The
-  interpreter's wake-up descriptor is therefore the same pipe: the byte is there at once, and `listen` reads it. Who
-  sets another wake-up descriptor inside the block (an event loop) leaves us with the handler's byte. So one signal
-  writes two bytes, the handler's maybe minutes later: that one is marked, and counts only where the first is missing.
-- On exit everything is as it was: handlers, wake-up descriptor. A signal that nobody consumed, and that nobody's
-  handler has seen, is delivered again; with the default action that ends the process, as it would have without us.
-- A forked child (a loader's worker, which is ended by SIGTERM) gets back what was there before: its signals are no
-  notices to its parent.
+- The handler sets a flag and writes a byte to a pipe, then calls the previous handler. It takes no lock, and sends and
+  saves nothing.
+- Python runs handlers only between bytecodes of the main thread, which may sit in a collective for minutes. So the pipe
+  is also the interpreter's wake-up descriptor: its byte comes at once, and `listen` reads it. If other code sets
+  another wake-up descriptor inside the block (an event loop), only the handler's byte comes.
+- One signal thus writes two bytes. The handler's byte is marked, and counts only where the first byte is missing.
+- On exit the handlers and the wake-up descriptor are restored. A signal that was neither consumed nor seen by a
+  previous handler is delivered again. With the default action it ends the process, as without ckpt.
+- A forked child (a loader's worker, which is ended by SIGTERM) gets back the previous handlers. Its signals are no
+  notices for its parent.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from ckpt.preemption.notice import Notice, Tell
 SLICE_S = 0.25
 CLOSE_S = 5.0
 REPEAT_S = 2.0
-BY_HANDLER = 0x80  # marks the handler's byte; the numbers of signals are smaller
+BY_HANDLER = 0x80  # marks the handler's byte; signal numbers are smaller
 LEADS_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0}  # torchrun, Kubernetes, Slurm
 
 
 class Signals:
     """A context manager for the main thread, and a Listener for another thread while it is entered.
 
-    `leads_s`: what to listen to, and the seconds from each signal to the end, which no signal says by itself.
-    A signal that is ignored is left alone, and so is one whose handler is not Python's (`faulthandler.register`, a
-    library in C): Python could neither call nor restore it. That is said loudly, since a notice would be missed.
-    Entering elsewhere than on the main thread raises UsageError. Several may be entered at once; each hears every
-    signal.
+    `leads_s`: the signals to listen to, and the seconds from each signal to the end, which no signal states. Ignored
+    signals are left alone. So are signals with a handler outside Python (`faulthandler.register`, a C library), which
+    Python can neither call nor restore: a warning says that their notices are missed. Several Signals may be entered at
+    once; each hears every signal. Errors: UsageError if entered on another thread.
     """
 
     name = "signals"
@@ -59,10 +58,12 @@ class Signals:
         self._events = events or Events()
         self._now_s = now_s
         self._came: dict[int, bool] = dict.fromkeys(self._leads_s, False)
-        self._woken: set[int] = set()  # told by the wake-up descriptor, and the handler has not run since
+        # Signals reported by the wake-up descriptor whose handler has not run since.
+        self._woken: set[int] = set()
         self._consumed: set[int] = set()
         self._previous: dict[int, Any] = {}
-        self._handler = self._handle  # one object: bound methods are made anew each time
+        # One object for comparisons: each access to a bound method makes a new one.
+        self._handler = self._handle
         self._is_open = False
         self._read, self._write, self._woken_before = -1, -1, -1
         self._listening = threading.Lock()
@@ -92,8 +93,10 @@ class Signals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Restores, then delivers again; ends `listen`. Errors: CkptError if that still runs five seconds later."""
-        if not self._is_open:  # a forked child, which has nothing of it any more
+        """Ends `listen`, restores the handlers, then delivers the unconsumed signals again.
+        Errors: CkptError if `listen` still runs five seconds later."""
+        # In a forked child everything was restored already.
+        if not self._is_open:
             return
         left = [number for number, came in self._restored().items() if came and number not in self._consumed]
         try:
@@ -109,11 +112,11 @@ class Signals:
                 signal.raise_signal(number)
 
     def consume(self, number: signal.Signals) -> None:
-        """The signal has been acted upon: it is not delivered again on exit. On any thread, at any time."""
+        """Marks the signal as handled: it is not delivered again on exit. Any thread, at any time."""
         self._consumed.add(number)
 
     def wake(self) -> None:
-        """`listen` looks at once whether it is to stop. On any thread, inside the block."""
+        """Makes `listen` check at once whether to stop. Any thread, inside the block."""
         with contextlib.suppress(OSError):
             os.write(self._write, b"\0")
 
@@ -123,9 +126,10 @@ class Signals:
         tell: Tell,
         again: Callable[[signal.Signals], None] = lambda number: None,
     ) -> None:
-        """As Listener.listen. Each signal is told once, with its first deadline. `again` is called where it comes once
-        more REPEAT_S or later: somebody insists. Sooner, it is one request that came on two ways (Slurm signals
-        torchrun and its workers, and torchrun its workers)."""
+        """Implements Listener.listen. Each signal is reported once, with its first deadline.
+        `again` is called if the signal comes again REPEAT_S or later: the sender insists. A sooner repeat is the same
+        request on a second path (Slurm signals torchrun and its workers, and torchrun its workers). Errors: UsageError
+        outside the block."""
         told: dict[int, float] = {}
         with self._listening:
             if not self._is_open:
@@ -159,10 +163,10 @@ class Signals:
         previous = self._previous.get(number, signal.SIG_DFL)
         if self._is_open:
             self._came[number] = True
-            with contextlib.suppress(OSError):  # full: there is enough to wake up for
+            with contextlib.suppress(OSError):  # the pipe is full: `listen` wakes anyway
                 os.write(self._write, bytes((number | BY_HANDLER,)))
         elif signal.getsignal(number) is self._handler:
-            # Put back after our exit by somebody who had found it installed: out of the way, once and for all.
+            # Other code found this handler installed and put it back after the exit. Remove it for good.
             signal.signal(number, previous)
             signal.raise_signal(number)
             return
@@ -170,7 +174,7 @@ class Signals:
             previous(number, frame)
 
     def _pass_on(self) -> bytes:
-        """The numbers of the signals that came. Whoever was to be woken before us is woken as well (asyncio)."""
+        """The numbers of the signals that came. Also wakes the previous wake-up descriptor (asyncio)."""
         try:
             read = os.read(self._read, 512).replace(b"\0", b"")
         except BlockingIOError:
@@ -182,7 +186,7 @@ class Signals:
         return came
 
     def _is_first(self, byte: int) -> bool:
-        """Whether this byte is the first that its signal has written."""
+        """Whether this byte is the first one of its signal."""
         number = byte & ~BY_HANDLER
         is_first = byte == number or number not in self._woken
         if byte == number:
@@ -192,13 +196,16 @@ class Signals:
         return is_first
 
     def _restored(self) -> dict[int, bool]:
-        """Which signals came that no handler but ours has seen. What others have installed over ours stays."""
+        """Restores the handlers. Returns for each signal whether it came and had no previous handler.
+        Handlers that other code installed over ours stay."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, previous)
-        self._is_open = False  # after that: a signal until now is recorded
+        # Set only now: a signal until here is recorded.
+        self._is_open = False
         _open.remove(self)
-        for other in _open:  # that was entered inside us, and stays longer
+        # Others that were entered inside this block and stay longer.
+        for other in _open:
             for number, previous in self._previous.items():
                 if other._previous.get(number) is self._handler:
                     other._previous[number] = previous
@@ -206,13 +213,13 @@ class Signals:
                 other._woken_before = self._woken_before
         if (current := signal.set_wakeup_fd(-1)) == self._write:
             current = self._woken_before
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile: nobody is to be woken
+        with contextlib.suppress(OSError, ValueError):  # the descriptor was closed: there is nothing to wake
             signal.set_wakeup_fd(current)
         return {n: came and not callable(self._previous.get(n)) for n, came in self._came.items()}
 
 
 def is_caught(number: int) -> bool:
-    """Whether the process has a handler for it, whoever installed it: Python knows of its own (proc(5), SigCgt)."""
+    """Whether the process has a handler for the signal, also one that is not Python's (proc(5), SigCgt)."""
     with contextlib.suppress(OSError):  # without /proc
         for line in Path("/proc/self/status").read_bytes().splitlines():
             if line.startswith(b"SigCgt:"):
@@ -227,7 +234,8 @@ _mask_before = threading.local()
 
 
 def _hold_back() -> None:
-    """Before a fork: until the child has its own handlers back, a signal to it would run ours, and wake its parent."""
+    """Blocks the signals before a fork: until the child has its previous handlers, a signal to the child would run ours
+    and wake its parent."""
     numbers = {number for each in _open for number in each._leads_s}
     _mask_before.value = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 

@@ -1,8 +1,9 @@
-"""The end of a Slurm allocation: from the job's own variable, else by asking squeue how much time is left.
+"""The listener for the end of a Slurm allocation, from SLURM_JOB_END_TIME or by asking squeue for the time left.
 
-Source: sbatch(1), SLURM_JOB_END_TIME (Unix seconds; set by Slurm 22.05 and later), squeue(1), format %L. Preemption by
-Slurm comes as a signal, and is heard by signals.py. The end is the moment of the first SIGTERM; KillWait (30 s by
-default) passes between it and SIGKILL, and is not counted on.
+The end is the moment of the first SIGTERM. KillWait (30 s by default) passes between SIGTERM and SIGKILL and is not
+relied on. Preemption by Slurm comes as a signal; signals.py listens to it.
+
+Sources: sbatch(1), SLURM_JOB_END_TIME (Unix seconds; set by Slurm 22.05 and later); squeue(1), format %L.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckpt.preemption.notice import MOVED_S, KnownNotices, Notice, Tell
 from ckpt.preemption.poll import Fault, keep_asking
 
 POLL_S = 300.0  # each question goes to the one controller of the cluster
-POLL_NEAR_S = 60.0  # ... in the last quarter of an hour
+POLL_NEAR_S = 60.0  # in the last NEAR_S
 NEAR_S = 900.0
 OUTPUT_BYTES_MAX = 4096
 SLICE_S = 0.25
@@ -30,13 +31,15 @@ _LEFT = re.compile(r"(?:(\d{1,6})-)?(?:(\d{1,3}):)?(\d{1,3}):(\d{2})")  # [days-
 
 
 class SlurmListener:
-    """`end_s`: the value of SLURM_JOB_END_TIME, None where it is not set. Where it is set squeue is asked once, a
-    quarter of an hour before it, whether the time limit was changed meanwhile, and once more for each change; where it
-    gives no answer the end stays as it was. Who begins to listen later than that asks before it tells, and waits for
-    the answer for no more than a quarter of the time that is left by the variable, which is as old as the job. Both
-    clocks, Slurm's and ours, are taken to agree then.
+    """Reports the end of one job's allocation.
 
-    Errors: UsageError for a job id that Slurm would not have given.
+    `end_s`: the value of SLURM_JOB_END_TIME, or None where it is not set. If it is set, squeue is asked once, NEAR_S
+    before the end, whether the time limit was changed, and once more after each change. If squeue does not answer, the
+    end stays. A listener that starts within NEAR_S of the end asks before it reports. It waits at most a quarter of the
+    time that the variable leaves, since the variable is as old as the job. Slurm's clock and this host's are assumed to
+    agree.
+
+    Errors: UsageError for an invalid job id.
     """
 
     name = "slurm"
@@ -101,7 +104,7 @@ class SlurmListener:
         return Notice(end_s, self.name, True, self._job_id, f"the allocation of Slurm job {self._job_id} ends")
 
     def _output(self, stop: threading.Event, timeout_s: float) -> str:
-        """What squeue says. The process is gone when this returns; its output is bounded, and its time too."""
+        """The output of squeue, bounded in bytes and time. The process has ended when this returns. Errors: Fault."""
         try:
             process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
@@ -138,8 +141,8 @@ class SlurmListener:
 
 
 def time_left_s(text: str) -> float | None:
-    """Seconds of squeue's "1-02:03:04", "2:03:04" or "3:04"; of several lines (an array, a job of several parts) the
-    least; None where there is no limit. Errors: Fault."""
+    """Seconds in squeue's "1-02:03:04", "2:03:04" or "3:04"; None without a limit. Of several lines (an array, a job of
+    several parts) the smallest counts. Errors: Fault."""
     lines = text.split()
     if lefts := [found for line in lines if (found := _LEFT.fullmatch(line)) is not None]:
         return min(_seconds(left) for left in lefts)
