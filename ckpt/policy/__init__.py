@@ -1,6 +1,7 @@
-"""When to save and what to keep: values, and pure functions for whoever only wants the numbers.
+"""The policy: when to save and what to keep. Values, and pure functions that compute intervals from measured costs.
 
-Names are loaded when they are first used (PEP 562): most of ckpt wants only the values of `every`.
+Start with save_options.py (what the user sets), then interval_solver.py (how the intervals are chosen). Imports only
+the base modules of ckpt. Names are loaded on first use (PEP 562): most of ckpt needs only save_options.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a user may ask of the adaptive policy, and what it answers.
+"""The adaptive policy's limits, as the user gives them, and its decision, as it is shown.
 
-The user gives limits, never intervals: within them the policy takes the intervals that cost least. `deciding.decide`
-finds them.
+The user gives limits, never intervals. `interval_solver.decide` takes the cheapest intervals within the limits.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ StoreBy = Literal["start", "rates", "overhead", "snapshot", "commit", "store_mb_
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Save as often as what is measured and learnt says is best, within these limits.
+    """Save as often as the measured costs and failure rates make best, within these limits.
 
-    overhead: the most that saving may cost, as a part of the run's time (.05: 5 %): snapshots' stalls, and what commits
-    slow training by. It lengthens both intervals.
-    store_mb_s: the most that checkpoints may put into the store, in 10^6 bytes per second, averaged over time (None: no
-    limit). It lengthens the store's interval. How fast one commit may run is ckpt.Limits(bandwidth=).
-    at_risk_s: the most seconds of training that may be lost where only the store is left (None: what costs least). It
-    shortens the store's interval: from the snapshot that one commit holds to the end of the next commit.
+    overhead: the largest part of the run's time that saving may cost (.05: 5 %): the stalls of snapshots, and the
+    slowdown of training by commits. It lengthens both intervals.
+    store_mb_s: the most that checkpoints may write to the store, in 10^6 bytes per second, averaged over time (None: no
+    limit). It lengthens the store's interval. ckpt.Limits(bandwidth=) limits the speed of one commit.
+    at_risk_s: the most seconds of training that may be lost if only the store is left (None: what costs least). It
+    shortens the store's interval. It is counted from the snapshot of one commit to the end of the next commit.
 
-    Where they contradict each other store_mb_s is kept first, then ckpt.Limits(unsaved_s=), at_risk_s, and overhead;
-    what could not be kept is named (`Decision.unmet`). A commit takes as long as it takes: at_risk_s below twice that
-    cannot be kept, nor below four steps beside a commit, since snapshots are three steps apart at least, and wait for
-    the end of one. There is no least or longest interval to give: overhead bounds from below, at_risk_s from above.
-    Whoever wants a certain interval takes ckpt.Every. Errors: UsageError.
+    If limits conflict, store_mb_s is kept first, then ckpt.Limits(unsaved_s=), at_risk_s, and overhead.
+    `Decision.unmet` names the limits that cannot be kept. at_risk_s cannot be kept below twice the time of a commit.
+    Nor can it be kept below a commit plus four steps: snapshots are at least three steps apart, and one waits for the
+    end of a step. There is no shortest or longest interval to give: overhead bounds from below, at_risk_s from above.
+    Use ckpt.Every for a fixed interval. Errors: UsageError if a limit is out of range.
     """
 
     overhead: float = 0.05
@@ -54,20 +53,23 @@ class Adaptive:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A snapshot every `local_s` seconds, counted from one to the next, and every `snapshots`-th of them committed.
+    """A pair of intervals: a snapshot every `local_s` seconds, and every `snapshots`-th snapshot committed.
 
-    `local_by`, `store_by`: which term decided. "start": nothing is measured yet. "rates": the least expected loss for
-    what is measured; "predictions": the same, with what proven sources predict. A limit's name: that limit. "step":
-    snapshots are three steps apart at least. "replication": one snapshot is replicated at a time. "least": more often
-    gains nothing. "store": no less often than the store asks for. "snapshot": there is no commit without a snapshot.
-    "commit": a commit takes that long.
+    `local_by`, `store_by`: the term that decided the interval.
+    - "start": nothing is measured yet.
+    - "rates": the least expected loss by the measurements. "predictions": the same, with proven sources of predictions.
+    - A limit's name: that limit.
+    - "step": snapshots are at least three steps apart. "replication": one snapshot is replicated at a time.
+    - "least": more frequent snapshots gain nothing. "store": the snapshot interval follows the store's.
+    - "snapshot": each commit needs a snapshot. "commit": a commit takes that long.
     """
 
     local_s: float
     snapshots: int
     local_by: LocalBy
     store_by: StoreBy
-    local_from_s: float = field(default=0.0, kw_only=True)  # what it was before it last changed; 0: nothing
+    # The intervals before the last change; 0 for none.
+    local_from_s: float = field(default=0.0, kw_only=True)
     store_from_s: float = field(default=0.0, kw_only=True)
 
     @property
@@ -78,21 +80,23 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Chosen):
-    """What was chosen, what it is expected to cost, and what it was chosen by."""
+    """The chosen intervals, their expected cost, and the measurements that they rest on."""
 
     measured: LevelCosts
-    overhead: float  # expected: wall time / useful time - 1, lost work and recoveries counted in
-    saving: float  # the part of the run's time that saving takes, as far as that is measured
+    overhead: float  # expected: wall time / useful time - 1, with lost work and recoveries
+    saving: float  # the part of the run's time that saving takes, as far as measured
     store_mb_s: float  # expected traffic, 10^6 bytes per second
-    at_risk_s: float  # the most seconds that are lost where only the store is left, as commits went so far
-    unmet: tuple[str, ...]  # limits that cannot be kept, by name
-    stalls: int  # how many snapshots, commits, and failures of either level were seen
+    # The most seconds that are lost if only the store is left, by the commits so far.
+    at_risk_s: float
+    unmet: tuple[str, ...]  # names of the limits that cannot be kept
+    # How many snapshots, commits, and failures of each level were seen.
+    stalls: int
     commits: int
     memory_failures: int
     store_failures: int
 
     def explain(self) -> str:
-        """Two lines for people: per level the interval, which term decided, and what was measured."""
+        """Two lines for people, one per level: the interval, the term that decided it, and the measurements."""
         m = self.measured
         local, store, costs = _WHY[self.local_by], _WHY[self.store_by], ""
         if self.local_by != "start":
@@ -130,7 +134,7 @@ _WHY = {
 
 
 def span(seconds: float) -> str:
-    """How long, for people: to two units at most."""
+    """A duration for people, in at most two units."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms" if seconds else "0 s"
     if seconds < 100:

@@ -1,10 +1,9 @@
-"""What a job knows of the failures of one class, where their rate may change.
+"""The failure rate of one class, estimated where the rate may change.
 
-`rates.GammaRate` is right where a rate stays what it is. Here two things are added. What is old fades: each failure
-takes a part of the weight of all before it. And what has become untrue is forgotten at once: a spot market turns, a
-bug is fixed, a prior was far off. Whether the newest failures came at another rate than all before them, the prior
-included, is asked with the likelihood ratio of one rate against two, which knows no units and needs no threshold per
-class.
+`rates.GammaRate` is right for a constant rate. FailureRate adds two things. Old failures fade: each new one takes a
+part of the weight of all earlier ones. A change of the rate (a spot market turns, a bug is fixed, a prior was wrong)
+discards the older failures at once. A likelihood ratio test of two rates against one detects the change. It needs no
+units and no threshold per class.
 """
 
 from __future__ import annotations
@@ -17,22 +16,27 @@ from ckpt.policy.interval import not_negative
 from ckpt.policy.rates import GammaRate
 
 DAY_S = 86_400.0
-MEMORY = 16  # failures: what fading leaves of an endless row of them, and how many a change is looked for among
-CHANGE = 6.0  # log likelihood ratio that is taken for a change of what little was known before ...
-CHANGE_KNOWN = 6.0  # ... and 1 more for each failure that was, up to so many: else clusters are often taken for one
-PRIOR_MIN = 1e-6  # failures that a prior is worth in the end: nothing, and no division by it
-SHORTEST_S = 1.0  # what comes closer together is no rate of failures
-CHANGE_FAILURES = 3  # fewer prove nothing: where failures cluster, two come at once soon enough
+# The weight of an endless series of failures after fading, and how many failures the change test looks at.
+MEMORY = 16
+# The log likelihood ratio that counts as a change, plus 1 for each failure known before, up to CHANGE_KNOWN. A lower
+# bar would often take a cluster of failures for a change.
+CHANGE = 6.0
+CHANGE_KNOWN = 6.0
+# The weight, in failures, below which a prior fades no more, so that it never divides by zero.
+PRIOR_MIN = 1e-6
+SHORTEST_S = 1.0  # failures closer together give no rate
+# Fewer failures show no change: where failures cluster, two soon come at once.
+CHANGE_FAILURES = 3
 
 
 class Failure(enum.Enum):
-    """What was lost, which says what is left to recover from. Only what threw work back counts: neither a normal end
-    nor a preemption before which everything was saved."""
+    """The class of a failure: what was lost, and so what is left to recover from. Only failures that lost work count,
+    not a normal end and not a preemption before which everything was saved."""
 
-    PROCESS = "process"  # a trainer died, and this host's memory holds its snapshot
-    NODE = "node"  # one host's memory is gone
-    PREEMPTION = "preemption"  # the same, taken away by who lent it
-    JOB = "job"  # more is gone than memory survives: only the store is left
+    PROCESS = "process"  # a trainer died; this host's memory holds its snapshot
+    NODE = "node"  # the memory of one host is lost
+    PREEMPTION = "preemption"  # the same, because the provider took the host back
+    JOB = "job"  # more is lost than memory survives: only the store is left
 
     @property
     def per_node(self) -> bool:
@@ -42,12 +46,11 @@ class Failure(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FailureRate:
-    """The rate of failures of one class, per second of its exposure. Errors: UsageError.
+    """The failure rate of one class, per second of its exposure. Errors: UsageError for negative numbers.
 
-    `settled`: what the failures so far say, exposure up to the newest of them; its prior is the one given, or what the
-    newest change left. `open_s`: exposure since the newest failure. `gaps_s`: the exposure before each of the newest
-    failures, oldest first, no further back than the newest change. `ever_s`, `seen`: all exposure and failures ever,
-    which only grow.
+    `settled`: the estimate up to the newest failure. Its prior is the given one, or what the newest change left.
+    `open_s`: exposure since the newest failure. `gaps_s`: the exposure before each of the newest failures, oldest
+    first, back to the newest change at most. `ever_s`, `seen`: all exposure and failures so far; they only grow.
     """
 
     settled: GammaRate
@@ -58,16 +61,16 @@ class FailureRate:
 
     @classmethod
     def prior(cls, exposure_s: float) -> FailureRate:
-        """One failure in `exposure_s` is expected, and little is known."""
+        """The prior that expects one failure per `exposure_s` and is worth one failure."""
         return cls(GammaRate(1.0, exposure_s))
 
     def ran(self, exposure_s: float) -> FailureRate:
-        """After so much exposure more without a failure."""
+        """The rate after `exposure_s` more seconds without a failure."""
         not_negative("exposure_s", exposure_s)
         return replace(self, open_s=self.open_s + exposure_s, ever_s=self.ever_s + exposure_s)
 
     def failed(self) -> FailureRate:
-        """After a failure, now."""
+        """The rate after a failure now."""
         gaps_s = (*self.gaps_s, self.open_s)[-MEMORY:]
         faded = _faded(self.settled).observed(1, self.open_s)
         newest = _change(faded, gaps_s)
@@ -79,12 +82,13 @@ class FailureRate:
 
     @property
     def now(self) -> GammaRate:
-        """What is known at this moment: that nothing has failed since the newest failure counts as well."""
+        """The estimate at this moment, which includes the time without a failure since the newest one."""
         return self.settled.observed(0, self.open_s)
 
 
 def _faded(known: GammaRate) -> GammaRate:
-    """With less of everything, the prior included: what was seen is bounded, and would never outvote it else."""
+    """The estimate with less weight, the prior included. Old failures and the prior would otherwise never be
+    outvoted."""
     keep = 1 - 1 / MEMORY
     if known.prior_failures * keep >= PRIOR_MIN:
         known = replace(
@@ -94,11 +98,11 @@ def _faded(known: GammaRate) -> GammaRate:
 
 
 def _change(known: GammaRate, gaps_s: tuple[float, ...]) -> int:
-    """How many of the newest failures came at a rate of their own; 0: none.
+    """How many of the newest failures came at a rate of their own; 0 for none.
 
-    For m failures in x seconds of exposure and r in y before them, the prior and what has faded counted in y and r as
-    they count in `known`, the logarithm of the likelihood ratio of two rates against one is
-    m log(m/x) + r log(r/y) - (m+r) log((m+r)/(x+y)).
+    The newest m failures came in x seconds of exposure, the earlier r in y. The prior and what has faded are counted in
+    r and y as in `known`. The log likelihood ratio of two rates against one is m log(m/x) + r log(r/y) - (m+r)
+    log((m+r)/(x+y)).
     """
     found, most = 0, 0.0
     weight, weighed, weighed_s, spent_s = 1.0, 0.0, 0.0, 0.0
@@ -119,10 +123,10 @@ def _log_rate(failures: float, exposure_s: float) -> float:
     return failures * math.log(failures / exposure_s)
 
 
-# Before anything is seen, each worth one failure. Nodes: more than 100 of 124 were replaced in two months of OPT-175B
-# (Zhang et al. 2022), and 2048 had 419 failures in 54 days of Llama 3 (Llama team 2024): 70 to 260 days; here the
-# cautious end. That a lender takes one back is as rare until it happens. The others are guesses of the same caution:
-# somebody's mistake ends a trainer once a day, and the whole site fails once a month.
+# The priors, each worth one failure. Nodes: more than 100 of 124 were replaced in two months of OPT-175B (Zhang et al.
+# 2022), and 2048 had 419 failures in 54 days of Llama 3 (Llama team 2024): 70 to 260 days. The prior is more cautious.
+# Preemptions get the same prior. The others are guesses of the same caution: a mistake ends a trainer once a day, and
+# the whole site fails once a month.
 PRIORS = {
     Failure.PROCESS: FailureRate.prior(DAY_S),
     Failure.NODE: FailureRate.prior(60 * DAY_S),

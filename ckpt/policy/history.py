@@ -1,20 +1,20 @@
-"""What outlives the job: the failure rates, and how good predictions were, as a small dict of numbers, to be kept where
-the next run finds it.
+"""The history that outlives a job: failure rates and scores of predictions, as a small dict of numbers for the next
+run.
 
 Format, version 2: a flat dict from exactly the names below to finite numbers, each from 0 to 10^12; at most 461.
 
-- `version`: 2; or 1 where there is no source of predictions, which a reader of version 1 then reads as well.
+- `version`: 2; or 1 without sources of predictions, so that a reader of version 1 can read the dict, too.
 - per class of failures (`process`, `node`, `preemption`, `job`): `.prior_failures`, `.prior_s`, `.failures`,
   `.exposure_s`, `.open_s`, `.ever_s`, `.seen`, the fields of FailureRate; and `.gap.0` (the oldest) to `.gap.15`, as
   far as there are.
-- per source of predictions, of at most 16 (2 only): `source.NAME.FIELD`, the name of lower-case letters; its fields are
-  those of `predict.scoring.Score.numbers`, and are not looked into here.
+- per source of predictions, at most 16 (version 2 only): `source.NAME.FIELD`, NAME of lower-case letters. The fields
+  are those of `predict.scoring.Score.numbers` and are not checked here.
 
-Costs are not in it: the next run may have other machines, and measures its own within minutes.
+Costs are not kept: the next run may have other machines, and measures its own costs within minutes.
 
-It comes from a store that others can write to: what is not exactly of this form is not used, and the reason is told.
-What is of this form and false makes intervals bad for a while, within the user's limits and `known.RARE`, and is
-forgotten as failures come.
+The dict comes from a store that others can write to. A dict that breaks the format is ignored as a whole, and the
+reason is reported. A well-formed dict with false numbers makes intervals bad for a while, within the user's limits and
+`known.RARE`. New failures outvote it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpt.policy.rates import GammaRate
 
 VERSION = 2
 WITHOUT_SOURCES = 1
-LARGEST = 1e12  # seconds: 30,000 years of one node; what is more is cut off when written
+LARGEST = 1e12  # seconds: 30,000 years of one node; larger numbers are cut off when written
 SOURCES_MAX = 16
 SOURCE_NUMBERS_MAX = 23
 RATE_NUMBERS_MAX = 1 + len(Failure) * (7 + MEMORY)
@@ -42,8 +42,8 @@ Sources = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What an earlier run handed on. `sources`: of predictions, as they were given, unread. `refused`: why what was
-    read is not used, so that this is what one knows at first; "" where all is well."""
+    """What an earlier run handed on. `sources`: the numbers of the sources of predictions, unchecked.
+    `refused`: why the dict was ignored, so that `known` holds only the priors; "" if it was used."""
 
     known: Measurements
     refused: str = ""
@@ -51,7 +51,7 @@ class Recalled:
 
 
 def remember(known: Measurements, sources: Sources | None = None) -> dict[str, float]:
-    """The value to keep. `sources`: numbers of each source of predictions, by its name."""
+    """The dict to keep. `sources`: the numbers of each source of predictions, by name."""
     found: dict[str, float] = {"version": VERSION if sources else WITHOUT_SOURCES}
     for source, numbers in (sources or {}).items():
         found |= {f"source.{source}.{name}": number for name, number in numbers.items()}
@@ -71,8 +71,8 @@ def remember(known: Measurements, sources: Sources | None = None) -> dict[str, f
 
 
 def recall(value: object) -> Recalled:
-    """What `remember` gave, read back from anywhere: any object at all. Never an error: what is not of the form is not
-    used, as a whole, and `refused` says why."""
+    """Reads any object that may be a dict of `remember`. Never raises: an object that breaks the format is ignored as a
+    whole, and `refused` says why."""
     try:
         numbers = _numbers(value)
         sources = _sources(numbers) if value["version"] == VERSION else {}  # type: ignore[index]  # it is a dict
@@ -85,12 +85,12 @@ def recall(value: object) -> Recalled:
 
 
 def merged(one: Measurements, other: Measurements) -> Measurements:
-    """What two runs know that may have begun with the same: of each class the rate of the one that has seen more of
-    it. The costs are those of `one`.
+    """Merges what two runs know, which may have a common past: for each class the rate of the run that has seen more.
+    The costs are those of `one`.
 
-    Nothing is counted twice, and of rates neither the order matters nor how often the same is merged (a join in a
-    lattice). Of two runs that went on side by side from one point, what the lesser saw since is lost; that is cheaper
-    than to keep apart who saw what, for numbers that are estimates.
+    Nothing is counted twice. The merged rates do not depend on the order or the number of merges (a join in a lattice).
+    If two runs continued in parallel from one point, the failures that only the lesser one saw are lost. That is
+    cheaper than to record which run saw what, since the rates are estimates.
     """
     return _with(one, {each.value: max(one.rate_of(each), other.rate_of(each), key=_rank) for each in Failure})
 
@@ -104,11 +104,11 @@ def _with(known: Measurements, rates: Mapping[str, Any]) -> Measurements:
     return replace(known, **rates)
 
 
-# -- reading what may be anything
+# -- reading untrusted input
 
 
 class _Refused(Exception):
-    """It is not of the form; the text says where."""
+    """The object breaks the format; the message says where."""
 
 
 def _numbers(value: object) -> dict[str, float]:
@@ -133,7 +133,7 @@ def _numbers(value: object) -> dict[str, float]:
 
 
 def _sources(numbers: dict[str, float]) -> Sources:
-    """Takes them out."""
+    """Removes the numbers of the sources from `numbers` and returns them. Errors: _Refused."""
     found: dict[str, dict[str, float]] = {}
     for name in [name for name in numbers if SOURCE.fullmatch(name)]:
         _, source, each = name.split(".", 2)

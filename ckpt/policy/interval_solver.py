@@ -1,21 +1,21 @@
-"""From what is known to how often to save, within the user's limits.
+"""The solver of the adaptive policy: it computes the intervals from the measurements, within the user's limits.
 
-Each level has an interval that costs least (`levels.best`, here in real numbers), and the limits move it. What holds:
+Each level has an interval of least cost (as in `levels.best`, but in real numbers). The limits move it. Guarantees:
 
-- A limit that can be kept is kept, by the estimates of this moment. Intervals that a limit decides leave a tenth of it
-  in hand. A limit that is broken is kept again at once, if that puts none at risk that ranks higher.
-- Where no intervals surely keep all limits, what was measured says now that one is broken, now another. The one that
-  ranks higher is kept first, and what is in force stays until one is broken by more than its error.
-- Intervals that break no limit change only where the expected gain is more than the noise of the estimates
-  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. The way back takes up to twice the
-  noise, four times where a limit decides. They come nearer to a limit only where they would keep it, too, if all costs
-  were three standard deviations more than they were in the long run.
-- What three steps, a replication or a commit take in the long run bounds an interval. One in force is left for such a
-  bound only where it is off by more than three standard deviations of the difference; what the newest measurements say
-  counts only where they differ from the long run by four, since they are looked at after each.
-- A commit's interval is a whole number of the snapshots', and both are the best for that number.
-- What costs more does not shorten the interval of its level, and more failures do not lengthen it (where limits decide:
-  but for less than one snapshot more or less to a commit).
+- A limit that can be kept is kept, by the current estimates. An interval that a limit decides leaves a tenth of the
+  limit in hand. A broken limit is kept again at once, unless that risks a limit of higher rank.
+- If no intervals surely keep all limits, the measurements show now one limit as broken, now another. The limit of
+  higher rank is kept first. The current intervals stay until a limit is broken by more than its error.
+- Intervals that break no limit change only if the expected gain exceeds the noise of the estimates
+  (`rates.reconsider`), and by more than a seventh: about what gains 1 %. The way back takes up to twice the noise, four
+  times if a limit decides. An interval moves closer to a limit only if it would keep that limit even with costs three
+  standard deviations above their long-run values.
+- The long-run time of three steps, a replication or a commit bounds an interval. A current interval leaves such a bound
+  only if it is off by more than three standard deviations of the difference. The newest measurements count only if they
+  differ from the long run by four, since they are checked after each observation.
+- A commit's interval is a whole number of snapshot intervals, and both are the best for that number.
+- A higher cost does not shorten the interval of its level, and more failures do not lengthen it. Where limits decide,
+  this holds up to one snapshot more or less per commit.
 """
 
 from __future__ import annotations
@@ -35,15 +35,21 @@ from ckpt.policy.rates import reconsider
 from ckpt.policy.robust_mean import LONG, RobustMean
 from ckpt.policy.save_options import STEPS_APART, Limits
 
-START_S = 60.0  # until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing
-LEAST_S = 1.0  # to lose a second less is nothing beside any recovery
-IN_HAND = 1.1
-CHANGE_MIN = 1 / 7
-BOUND_DEVIATIONS = 3.0  # of the mean of what bounds an interval: what is nearer to it may well be it
-LOOKED_AT = 4.0  # deviations, of what is looked at without end: three come by chance after a hundred looks
-DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
-DOUBT = 1.5  # of what is taken of a limit that another contradicts: by less than that none is broken
-BACK = 2.0  # times as many for the way back: then three of a rate's, where its best interval is
+# The interval until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing.
+START_S = 60.0
+LEAST_S = 1.0  # one second less of lost work is nothing beside any recovery
+IN_HAND = 1.1  # the margin to a limit
+CHANGE_MIN = 1 / 7  # the least relative change of an interval
+# Standard deviations of the mean of a bound: an interval that is nearer may equal the bound.
+BOUND_DEVIATIONS = 3.0
+# Standard deviations for a value that is checked without end: three occur by chance after a hundred checks.
+LOOKED_AT = 4.0
+# What counts as noise. 1 would keep any interval, however wrong, while only one failure is known.
+DEVIATIONS = 0.75
+# Standard deviations by which a limit must be exceeded to count as broken while limits contradict each other.
+DOUBT = 1.5
+# The factor on the noise for the way back: near a rate's best interval that makes three deviations of the rate.
+BACK = 2.0
 MB = 1e6
 
 Limit = Literal["store_mb_s", "unsaved_s", "at_risk_s", "overhead"]
@@ -60,14 +66,17 @@ def decide(
     slots: int = 3,
     unsaved_s: float | None = None,
 ) -> Decision:
-    """The intervals for a job on so many nodes. `peers`: whether other hosts' memory survives the loss of a node.
-    `current`: what was decided before and is in force; None: nothing was. `slots`: for how many snapshots there is
-    memory; with one, each is committed before the next is taken. `unsaved_s`: ckpt.Limits(unsaved_s=): a job that has
-    no commit for so long leaves, so one lands twice as often, or at least as often as that where a commit takes long.
-    Errors: UsageError where nodes is below 1, or unsaved_s is none that ckpt.Limits takes.
+    """The intervals for a job on `nodes` nodes.
 
-    Pure: the same arguments, the same answer. It takes a fraction of a millisecond: ask after every observation that
-    matters (a snapshot, a commit, a failure), and now and then while nothing happens, since that is news as well.
+    `peers`: whether other hosts' memory survives the loss of a node.
+    `current`: the decision in force; None at first.
+    `slots`: how many snapshots fit in memory. With one, each snapshot is committed before the next is taken.
+    `unsaved_s`: ckpt.Limits(unsaved_s=): a job leaves if no commit lands for that long. So commits land twice as often,
+    or at least once in that time if a commit takes long.
+    Errors: UsageError if nodes is below 1, or ckpt.Limits refuses unsaved_s.
+
+    Pure: the same arguments give the same answer, in a fraction of a millisecond. Call it after every snapshot, commit
+    and failure, and now and then in between, since time without an event changes the estimates, too.
     """
     within = _Limits(limits.overhead, limits.store_mb_s, limits.at_risk_s, Limits(unsaved_s=unsaved_s).unsaved_s)
     needs = _Needs(known, within, nodes, peers, slots)
@@ -76,7 +85,8 @@ def decide(
         return needs.decision(wanted)
     stay = current
     if stay.local_by == "predictions" and not needs.foreseen:
-        stay = replace(stay, local_from_s=0.0)  # no source is proven any more: that is no noise
+        # No source is proven any more: that is no noise.
+        stay = replace(stay, local_from_s=0.0)
     needs.settle(stay)
     return needs.decision(_reconsidered(needs, stay))
 
@@ -86,8 +96,8 @@ def _starts(choice: Chosen) -> tuple[bool, bool]:
 
 
 def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
-    """The intervals in force, or these with one level's changed, or the wanted ones: what gains most beyond noise.
-    Where those in force break a limit: what gains most, or loses least, of what keeps it."""
+    """The current intervals, the wanted ones, or the current ones with one level changed: what gains most beyond noise.
+    If the current ones break a limit: what gains most, or loses least, among those that keep it."""
     wanted = needs.wanted()
     moves = bool(_alternatives(stay, wanted, CHANGE_MIN))
     if not moves and not needs.broken(stay, needs.allowed(wanted)):
@@ -100,7 +110,8 @@ def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
         return stay
     found = _alternatives(stay, surely.wanted(), 0.0 if broken else CHANGE_MIN)
     kept = LIMITS
-    if broken:  # for a limit's sake one that ranks higher is not put at risk
+    # Mending a limit must not put one of higher rank at risk.
+    if broken:
         found += _alternatives(stay, wanted)
         kept = LIMITS[: min(LIMITS.index(each) if each in LIMITS else 0 for each in broken)]
     found = [each for each in found if needs.can_be(each)]
@@ -108,7 +119,7 @@ def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
     best = max(can, key=lambda each: (surely.keeps(each, stay, LIMITS), needs.gain(stay, each)), default=stay)
     if not broken and needs.gain(stay, best) <= 0:
         return stay
-    # Whoever had to go for what is surely so comes back for that alone.
+    # Intervals that changed because a limit was surely broken may come back for the same reason alone.
     had_to = needs.broken(stay, allowed, BOUND_DEVIATIONS)
     local_from_s, store_from_s = (0.0, 0.0) if had_to else (stay.local_s, stay.store_s)
     return replace(
@@ -119,13 +130,13 @@ def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
 
 
 def _alternatives(stay: Chosen, wanted: Chosen, least: float = 0.0) -> list[Chosen]:
-    """The wanted intervals, and either level's with the other's in force; only of levels that move by more than the
-    part `least`."""
+    """The wanted intervals, and each level's wanted interval beside the other's current one. Only for levels that move
+    by more than the part `least`."""
     local_moves = _moves(stay.local_s, wanted.local_s, least)
     store_moves = _moves(stay.store_s, wanted.store_s, least)
     found = [wanted] if local_moves or store_moves else []
     if wanted.store_by == "start":
-        return found  # there is one level yet
+        return found  # there is only one level yet
     if local_moves:
         found += _divided(stay.store_s, wanted.local_s, wanted.local_by, stay.store_by)
     if store_moves:
@@ -148,13 +159,15 @@ def _gain(
     cost_error: float,
     rate_error: float,
 ) -> tuple[float, float]:
-    """Of one level: the overhead that a change saves, and the noise in that. What would be gained by a move of no more
-    than CHANGE_MIN does not count: it is made only since the other level moves.
+    """For one level: the overhead that a change saves, and the noise in that number.
 
-    A change that a limit stops halfway gains up to twice as much for its noise as the whole would, so it takes twice
-    the noise. One that goes back to where the interval came from takes BACK times the noise, twice that where a limit
-    decides: what brought it here may have been noise, or else this is. Of a rate that is known badly as much would be
-    more than any gain: there it takes sqrt(n) times the noise, n as in `reconsider`."""
+    The gain of a move of at most CHANGE_MIN does not count: it is made only because the other level moves. A change
+    that a limit stops halfway has up to twice the gain for its noise, so it takes twice the noise.
+
+    A change back to where the interval came from takes BACK times the noise, twice that if a limit decides: either
+    change may have been noise. For a badly known rate that would exceed any gain. There it takes sqrt(n) times the
+    noise, n as in `reconsider`.
+    """
     times = 2 if by in LIMITS else 1
     deviations = DEVIATIONS * times
     if from_s and (is_s - was_s) * (from_s - was_s) > 0:
@@ -164,7 +177,7 @@ def _gain(
 
 
 def _divided(store_s: float, local_s: float, local_by: LocalBy, store_by: StoreBy) -> list[Chosen]:
-    """The two ways to divide a commit's interval evenly into snapshots' intervals next to the wanted one."""
+    """The two even divisions of a commit's interval into snapshot intervals next to the wanted one."""
     return [Chosen(store_s / k, k, local_by, store_by) for k in _whole(store_s / local_s)]
 
 
@@ -174,30 +187,31 @@ def _whole(times: float) -> list[int]:
 
 
 def _settled(measured: RobustMean) -> RobustMean:
-    """In the long run, unless the newest measurements are clearly others."""
+    """The long-run measurements, unless the newest ones clearly differ."""
     long_run = replace(measured, window=LONG)
     off = abs((measured.mean or 0.0) - (long_run.mean or 0.0))
     return long_run if off <= LOOKED_AT * math.hypot(measured.error, long_run.error) else measured
 
 
 def _left(bound_s: float, measured: RobustMean) -> bool:
-    """Whether what bounds an interval has left the one in force, which is from measurements that were as wrong."""
+    """Whether a bound has moved away from the current interval, which rests on measurements with the same errors."""
     settled = _settled(measured)
     return abs(bound_s - (settled.mean or 0.0)) > BOUND_DEVIATIONS * math.hypot(measured.error, settled.error)
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits(Adaptive):
-    """All that are kept."""
+    """All limits that are kept."""
 
     unsaved_s: float | None = None
 
     def __post_init__(self) -> None:
-        """The user's were checked; those that `surely` makes of them may be tighter than any that a user may give."""
+        """Checks nothing: the user's limits were checked, and those of `surely` may be tighter than a user may give."""
 
 
 class _Needs:
-    """What is known, as numbers; c, l: cost of one and rate of failures, of snapshots and commits."""
+    """The measurements as numbers. `_c`: the cost of one snapshot or commit; `_l`: the rate of the failures of its
+    level."""
 
     def __init__(self, known: Measurements, limits: _Limits, nodes: int, peers: bool, slots: int) -> None:
         self.known, self.limits, self.nodes, self.peers, self.slots = known, limits, nodes, peers, slots
@@ -207,7 +221,8 @@ class _Needs:
         self.store_c, self.store_l = m.commit_cost_s, m.store_rate
         self.local_c_error, self.local_l_error = known.stall.error, known.deviation(self.memory, nodes)
         self.foreseen = known.recall > 0
-        if self.foreseen:  # as if failures were rarer: at the rate whose best interval is the one with predictions
+        # Predictions count as rarer failures: at the rate whose best interval is the one with predictions.
+        if self.foreseen:
             found = with_predictions(self.local_c, 1 / self.local_l, 0.0, self.local_c, known.recall, known.precision)
             rarer = 2 * self.local_c / (found.interval_s**2 * self.local_l)
             self.local_l, self.local_l_error = self.local_l * rarer, self.local_l_error * rarer
@@ -220,7 +235,8 @@ class _Needs:
         self.traffic_s = self.bytes / traffic
         self.step_s = known.step.mean or 0.0
         steps = replace(known.step, values=tuple(STEPS_APART * each for each in known.step.values))
-        waits_s = STEPS_APART * self.step_s if slots == 1 else 0.0  # for a commit to end, before the next is appointed
+        # With one slot the commit ends before the next snapshot is appointed.
+        waits_s = STEPS_APART * self.step_s if slots == 1 else 0.0
         self.apart = replace(known.commit, values=tuple(each + waits_s for each in known.commit.values))
         self.bounds: dict[Literal["step", "replication"], RobustMean] = {
             "step": steps,
@@ -239,16 +255,17 @@ class _Needs:
         at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
         unsaved_s = math.inf if limits.unsaved_s is None else limits.unsaved_s
         self.ceilings_s: dict[StoreBy, float] = {
-            "unsaved_s": unsaved_s / 2 - self.step_s,  # one may fail
+            "unsaved_s": unsaved_s / 2 - self.step_s,  # so one commit may fail
             "at_risk_s": (at_risk_s - self.commit_high_s - self.step_s) / IN_HAND,
         }
         self.ceiling_s = min(self.ceilings_s.values())
-        self.soon_s = min(at_risk_s / 2, unsaved_s / 4)  # each is committed, and what that takes is not known
+        # Until a commit is measured each snapshot is committed, at an unknown cost.
+        self.soon_s = min(at_risk_s / 2, unsaved_s / 4)
 
     def settle(self, stay: Chosen) -> None:
-        """An interval in force that what a step, a replication or a commit takes has decided, and that cannot be told
-        from that by the errors of both, is as good a bound as what is measured now: else it would follow that to and
-        fro. Nothing is lost meanwhile: what comes before the one before has ended is left out anyway."""
+        """Keeps a current interval as its own bound while it rests on the time of a step, a replication or a commit and
+        differs from that time by less than both errors. Otherwise the interval would follow the measurements up and
+        down. Nothing is lost: a snapshot that is due before the former has ended is skipped anyway."""
         for name, measured in self.bounds.items():
             if stay.local_by == name and not _left(stay.local_s, measured):
                 self.least_s[name] = stay.local_s
@@ -256,14 +273,15 @@ class _Needs:
         if stay.store_by == "commit" and not _left(stay.store_s, self.apart):
             self.floors_s["commit"] = stay.store_s
 
-    # -- what is best now, whatever was before
+    # -- the best intervals, whatever is in force
 
     def wanted(self) -> Chosen:
-        """The intervals that cost least within the limits. Each step below only ever moves what the one before found;
-        the limits that the user ranked higher come later."""
+        """The intervals of least cost within the limits. Each step only moves the result of the former one. The limits
+        of higher rank come later."""
         if not self.known.stall.seen:
             return Chosen(min(START_S, self.soon_s), 1, "start", "start")
-        local_s = math.sqrt(2 * self.local_c / self.local_l)  # Young 1974, of this level by itself
+        # Young 1974, for this level alone.
+        local_s = math.sqrt(2 * self.local_c / self.local_l)
         bound = max(self.least_s, key=lambda each: self.least_s[each])
         best_by: LocalBy = "predictions" if self.foreseen else "rates"
         local_by = best_by if local_s >= self.least_s[bound] else bound
@@ -275,7 +293,7 @@ class _Needs:
             return Chosen(min(local_s, self.soon_s), 1, local_by, "start")
 
         if self.slots == 1:
-            local_s = math.inf  # there is no snapshot by itself
+            local_s = math.inf  # with one slot every snapshot is committed
         store_s, store_by = self._store_s(local_s, budget)
         rest = budget - self.store_c / store_s
         least_s = self.local_c / rest if rest > 0 else math.inf
@@ -290,13 +308,15 @@ class _Needs:
         return min(zip(breaks, choices, strict=True), key=lambda each: (each[0], self._cost(each[1])))[1]
 
     def _store_s(self, local_s: float, budget: float) -> tuple[float, StoreBy]:
-        """The commits' interval, and what decided. `local_s`: the snapshots', as they would have it."""
+        """The commit interval, and the term that decided it. `local_s`: the snapshot interval that the local level
+        wants."""
         by: StoreBy = "rates"
         store_s = math.sqrt(2 * self.store_c / self.store_l)
-        if store_s < local_s:  # then both are one
+        # Then both levels share one interval.
+        if store_s < local_s:
             by = "snapshot"
             store_s = math.sqrt(2 * (self.local_c + self.store_c) / (self.local_l + self.store_l))
-        # Both intervals scaled by one factor keep the optimum under a budget: the multiplier of Lagrange is the same.
+        # Scaling both intervals by one factor keeps the optimum under a budget: the Lagrange multiplier is the same.
         scale = (self.local_c / max(min(local_s, store_s), *self.least_s.values()) + self.store_c / store_s) / budget
         if scale > 1:
             by, store_s = "overhead", scale * store_s
@@ -308,8 +328,8 @@ class _Needs:
         return store_s, by
 
     def _local_s(self, k: int, budget: float) -> float:
-        """The snapshots' interval that is best with exactly k to a commit: whole numbers leave some of what either
-        level would have. The limits in the order of their ranks, the last the highest."""
+        """The best snapshot interval with exactly k snapshots per commit: whole numbers leave some of what either level
+        wants. Limits of higher rank are applied later."""
         cost = self.local_c + self.store_c / k
         local_s = max(math.sqrt(2 * cost / (self.local_l + k * self.store_l)), cost / budget)
         floor_s = max(*self.least_s.values(), max(self.floors_s.values()) / k)
@@ -319,14 +339,14 @@ class _Needs:
         """The overhead that depends on the intervals, to first order."""
         return self.saving(choice) + (self.local_l * choice.local_s + self.store_l * choice.store_s) / 2
 
-    # -- choices against each other
+    # -- comparing choices
 
     def can_be(self, choice: Chosen) -> bool:
-        """Whether there is memory for the snapshots that are not committed."""
+        """Whether memory suffices for the snapshots that are not committed."""
         return self.slots != 1 or choice.snapshots == 1
 
     def gain(self, now: Chosen, then: Chosen) -> float:
-        """The overhead that a change saves, less the noise in that; both levels' estimates are independent."""
+        """The overhead that a change saves, minus the noise. The estimates of both levels are independent."""
         by = then.store_by if then.local_by == "store" else then.local_by
         estimates = self.local_c, self.local_l, self.local_c_error, self.local_l_error
         gain, noise = _gain(now.local_s, then.local_s, now.local_from_s, by, *estimates)
@@ -337,22 +357,22 @@ class _Needs:
         return gain + store_gain - math.hypot(noise, store_noise)
 
     def saving(self, choice: Chosen) -> float:
-        """The part of the run's time that it takes, as far as that is measured."""
+        """The part of the run's time that saving takes, as far as measured."""
         local = 0.0 if choice.local_by == "start" else self.local_c / choice.local_s
         return local + (0.0 if choice.store_by == "start" else self.store_c / choice.store_s)
 
     def apart_s(self, choice: Chosen) -> float:
-        """The most time from one commit to the next. A snapshot comes up to a step later than is due, but where steps
-        decide when one is."""
+        """The most time from one commit to the next. A snapshot comes up to a step late, unless steps decide when it is
+        due."""
         late_s = 0.0 if choice.local_by == "step" else self.step_s
         return max(choice.store_s + late_s, self.measured.commit_s)
 
     def lost_s(self, choice: Chosen) -> float:
-        """The most work that is lost where only the store is left."""
+        """The most work that is lost if only the store is left."""
         return self.apart_s(choice) + self.commit_high_s
 
     def takes(self, choice: Chosen) -> dict[Limit, float]:
-        """What it takes of each limit that there is, in that limit's unit."""
+        """How much of each configured limit the intervals use, in that limit's unit."""
         found: dict[Limit, float] = {"overhead": self.saving(choice)}
         if choice.store_by != "start":
             found["store_mb_s"] = self.bytes / choice.store_s / MB
@@ -361,12 +381,12 @@ class _Needs:
         return {each: taken for each, taken in found.items() if getattr(self.limits, each) is not None}
 
     def may_take(self, choice: Chosen) -> dict[Limit, float]:
-        """The same, if all that was measured is three standard deviations better than the truth."""
+        """The same, if all measurements are three standard deviations better than the truth."""
         errors = self._errors(choice)
         return {each: taken + BOUND_DEVIATIONS * errors[each] for each, taken in self.takes(choice).items()}
 
     def _errors(self, choice: Chosen) -> dict[Limit, float]:
-        """The standard deviations of what it takes."""
+        """The standard deviations of `takes`."""
         store_error = 0.0 if choice.store_by == "start" else self.store_c_error / choice.store_s
         return {
             "overhead": math.hypot(self.local_c_error / choice.local_s, store_error),
@@ -376,8 +396,8 @@ class _Needs:
         }
 
     def surely(self, stay: Chosen) -> _Needs:
-        """With limits as much tighter as, in the long run, the intervals in force may well take more of them than the
-        newest measurements say."""
+        """The same needs with tighter limits. Each limit shrinks by how much more the current intervals may use in the
+        long run than the newest measurements say."""
         takes = self.takes(stay)
         may_take = _Needs(self.known.long_run(), self.limits, self.nodes, self.peers, self.slots).may_take(stay)
         tighter = {
@@ -390,7 +410,7 @@ class _Needs:
         return found
 
     def keeps(self, choice: Chosen, stay: Chosen, names: Collection[Limit]) -> bool:
-        """Whether it keeps these limits, or takes no more of them than the intervals in force do."""
+        """Whether the intervals keep these limits, or use no more of them than the current ones do."""
         now = self.takes(stay)
         return all(
             taken <= max(getattr(self.limits, each) * (1 + ROUNDING), now.get(each, 0.0))
@@ -399,8 +419,8 @@ class _Needs:
         )
 
     def broken(self, choice: Chosen, limits: _Limits, deviations: float = 0.0) -> set[Bound]:
-        """The limits that it breaks by more than rounding and so many standard deviations of what was measured, what a
-        commit takes by as many, and the other bounds by more than what measuring is wrong by."""
+        """The limits and bounds that the intervals break. A limit, and the time of a commit, must be exceeded by
+        `deviations` standard deviations, the other bounds by more than IN_HAND."""
         off_s = deviations * self.known.commit.error
         found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
         if choice.store_by != "start" and choice.store_s * IN_HAND < self.floors_s["commit"] - off_s:
@@ -414,8 +434,8 @@ class _Needs:
         return not self.broken(self.wanted(), self.limits).isdisjoint(LIMITS)
 
     def allowed(self, wanted: Chosen, deviations: float = 0.0) -> _Limits:
-        """Where the wanted intervals do not keep a limit, or are nearer to it than so many standard deviations of what
-        was measured: at least as good as they are, with the same in hand."""
+        """The limits, relaxed where the wanted intervals break one or come within `deviations` standard deviations of
+        it. A relaxed limit allows what the wanted intervals use, with the same margin in hand."""
         errors, found = self._errors(wanted), dict[Limit, float]()
         for each, taken in self.takes(wanted).items():
             limit = getattr(self.limits, each)
@@ -425,7 +445,7 @@ class _Needs:
 
     def decision(self, choice: Chosen) -> Decision:
         m, broken = self.measured, self.broken(choice, self.limits)
-        # Never below a thousandth of an interval, where costs that eat all of it would leave no work.
+        # Never below a thousandth of an interval: costs may exceed the interval, and would leave no work.
         work_s = max(choice.local_s - self.local_c - self.store_c / choice.snapshots, choice.local_s / 1000)
         return Decision(
             local_s=choice.local_s,
