@@ -87,8 +87,8 @@ class FailureRate:
 
 
 def _faded(known: GammaRate) -> GammaRate:
-    """The estimate with less weight, the prior included. Old failures and the prior would otherwise never be
-    outvoted."""
+    """The estimate with less weight, the prior included. The weight of failures is bounded, so they could otherwise
+    never outvote the prior."""
     keep = 1 - 1 / MEMORY
     if known.prior_failures * keep >= PRIOR_MIN:
         known = replace(

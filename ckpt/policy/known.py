@@ -1,7 +1,7 @@
-"""What a job has learnt of its own costs and failures: a value that grows by what it is told.
+"""The measurements of one job: its costs and failure rates, as a value that grows with each observation.
 
-Nothing here has a clock or does I/O: who observes says how long it took. The same observations in the same order give
-the same value. What was not measured yet is taken from the priors below, and from `failures.PRIORS`.
+Nothing here has a clock or does I/O: the caller gives the durations. The same observations in the same order give the
+same value. Costs that are not measured yet are taken from the priors below, rates from `failures.PRIORS`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from ckpt.policy.interval import not_negative, positive
 from ckpt.policy.levels import LevelCosts
 from ckpt.policy.robust_mean import LONG, RobustMean
 
-COMMIT_S = 60.0  # priors of what a commit takes, and of what it slows training by
+# Priors: the seconds of a commit, and the part of training's speed that it takes.
+COMMIT_S = 60.0
 SLOWDOWN = 0.05
-FIRST_STALL_S = 1.0  # a run's first snapshot, which writes to memory that is cold, may take a hundred times as long
-STALL_MIN_S = 1e-3  # nothing is free: below these a measurement cannot be told from none, and an interval that follows
-SLOWDOWN_MIN = 0.01  # from nothing would commit without a pause, whatever the store may charge for it
-RARE = 1 / (90 * DAY_S)  # failures per second: no level is taken to be needed more seldom, however long it was not
+# The most that a run's first snapshot counts: it writes to cold memory and may take a hundred times as long.
+FIRST_STALL_S = 1.0
+# Nothing is free. Below these minima a measurement cannot be told from zero. An interval computed from zero would
+# commit without a pause, whatever the store charges for it.
+STALL_MIN_S = 1e-3
+SLOWDOWN_MIN = 0.01
+# The least failure rate of a level, per second, however long the level was not needed.
+RARE = 1 / (90 * DAY_S)
 
 UNMEASURED = RobustMean()
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Costs in seconds; per class the failure rate. Methods return the value after one observation more. UsageError."""
+    """Costs in seconds, and the failure rate of each class. Methods return the value after one more observation.
+    Errors: UsageError for negative numbers."""
 
     stall: RobustMean = UNMEASURED
     commit: RobustMean = UNMEASURED
@@ -45,7 +51,8 @@ class Measurements:
     node: FailureRate = PRIORS[Failure.NODE]
     preemption: FailureRate = PRIORS[Failure.PREEMPTION]
     job: FailureRate = PRIORS[Failure.JOB]
-    recall: float = 0.0  # of the predictions that are acted on, and their precision: cautious ends
+    # Recall and precision of the predictions that are acted on: cautious bounds.
+    recall: float = 0.0
     precision: float = 1.0
 
     def rate_of(self, failure: Failure) -> FailureRate:
@@ -55,9 +62,9 @@ class Measurements:
     # -- observations
 
     def stalled(self, seconds: float) -> Measurements:
-        """A snapshot kept training from going on for so long, the slowest rank's. The first of a run says little of
-        those that follow: it counts as FIRST_STALL_S at most, and with the second the lesser of the two counts as one.
-        """
+        """A snapshot stopped training for `seconds`, on the slowest rank. The first snapshot of a run says little about
+        the others: it counts as FIRST_STALL_S at most. After the second, the smaller of the two counts as one
+        measurement."""
         if not self.stall.seen:
             stall = self.stall.observed(min(seconds, FIRST_STALL_S))
             return replace(self, stall=stall, first_stall_s=seconds)
@@ -67,39 +74,40 @@ class Measurements:
         return replace(self, stall=self.stall.observed(seconds))
 
     def committed(self, seconds: float, count_bytes: float) -> Measurements:
-        """A commit took so long and put so many bytes into the store."""
+        """A commit took `seconds` and wrote `count_bytes` to the store."""
         not_negative("count_bytes", count_bytes)
         return replace(self, commit=self.commit.observed(seconds), commit_bytes=self.commit_bytes.observed(count_bytes))
 
     def replicated(self, seconds: float) -> Measurements:
-        """A snapshot was safe in peers' memory so long after it was taken."""
+        """A snapshot was replicated `seconds` after it was taken."""
         return replace(self, replication=self.replication.observed(seconds))
 
     def stepped(self, steps: int, seconds: float) -> Measurements:
-        """So many steps ended in so many seconds, without a snapshot, while no commit ran."""
+        """`steps` steps ended in `seconds`, without a snapshot and while no commit ran."""
         return replace(self, step=self.step.observed(_pace(steps, seconds)))
 
     def stepped_beside_commit(self, steps: int, seconds: float) -> Measurements:
-        """The same while one ran all the time."""
+        """`steps` steps ended in `seconds`, without a snapshot and while a commit ran all the time."""
         return replace(self, step_beside_commit=self.step_beside_commit.observed(_pace(steps, seconds)))
 
     def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> Measurements:
-        """From a failure until training went on from what that level held: so long."""
+        """Training continued from a checkpoint of that level `seconds` after a failure."""
         name = f"{level}_recovery"
         recovery: RobustMean = getattr(self, name)
         return self._with({name: recovery.observed(seconds)})
 
     def ran(self, seconds: float, nodes: int = 1) -> Measurements:
-        """Training ran for so long on so many nodes. Say so before what ended it."""
+        """Training ran for `seconds` on `nodes` nodes. Call it before `failed` for the failure that ended the run."""
         return self._with({each.value: self.rate_of(each).ran(seconds * _times(each, nodes)) for each in Failure})
 
     def failed(self, failure: Failure) -> Measurements:
-        """Work was lost by a failure of that class. What strikes several ranks or nodes at once is one failure."""
+        """A failure of that class lost work. A failure of several ranks or nodes at once counts once."""
         return self._with({failure.value: self.rate_of(failure).failed()})
 
     def foreseen(self, recall: float, precision: float) -> Measurements:
-        """That part of the failures that memory survives is predicted, and acted on; and so often a prediction comes
-        true. Both the cautious ends: 0 and 1 where no source is proven."""
+        """Sets the predictor's quality. `recall`: the part of the failures survived by memory that is predicted and
+        acted on. `precision`: the part of the predictions that come true. Both are cautious bounds: 0 and 1 if no
+        source is proven. Errors: UsageError outside [0, 1) and (0, 1]."""
         if not 0 <= recall < 1 or not 0 < precision <= 1:
             raise UsageError(f"recall={recall}, precision={precision}: in [0, 1) and (0, 1]")
         return replace(self, recall=recall, precision=precision)
@@ -110,15 +118,15 @@ class Measurements:
     # -- what the formulas need
 
     def long_run(self) -> Measurements:
-        """The same, with costs over four times as many measurements: surer, and later to see a change."""
+        """The same, with costs over four times as many measurements: more certain, and slower to show a change."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         costs = {name: value for name, value in values.items() if isinstance(value, RobustMean)}
         return self._with({name: replace(cost, window=LONG) for name, cost in costs.items()})
 
     @property
     def stall_s(self) -> float:
-        """What a snapshot stalls. Of two the lesser: a wild one would hold the next ones off, which are to outvote it,
-        and once there are three it is left out."""
+        """The stall of a snapshot. Of two measurements the smaller counts: a single outlier would delay the snapshots
+        that are to outvote it. From three on the mean leaves out an outlier."""
         stall_s = min(self.stall.recent) if len(self.stall.recent) == 2 else self.stall.mean
         return max(STALL_MIN_S, stall_s or 0.0)
 
@@ -129,12 +137,13 @@ class Measurements:
 
     @property
     def slowdown_error(self) -> float:
-        """Its standard deviation."""
+        """The standard deviation of `slowdown`."""
         return self._slowdown()[1]
 
     def _slowdown(self) -> tuple[float, float]:
-        """A difference of two noisy paces, often smaller than their noise: so the prior, wrong by as much as itself,
-        counts as one more measurement, each weighed by its precision (the normal posterior)."""
+        """The slowdown and its standard deviation. The difference of two noisy paces is often smaller than their noise.
+        So the prior, with a deviation of its own size, counts as one more measurement, each weighted by its precision
+        (the normal posterior)."""
         alone, beside = self.step.mean, self.step_beside_commit.mean
         if not alone or not beside:
             return SLOWDOWN, SLOWDOWN
@@ -144,7 +153,7 @@ class Measurements:
         return weight * seen + (1 - weight) * SLOWDOWN, error * math.sqrt(weight)
 
     def measured(self, nodes: int, peers: bool) -> LevelCosts:
-        """For `levels`. `peers`: whether other hosts' memory survives the loss of a node."""
+        """The input of the model in `levels`. `peers`: whether other hosts' memory survives the loss of a node."""
         memory, store = self.failures_by_level(peers)
         return LevelCosts(
             snapshot_stall_s=self.stall_s,
@@ -160,7 +169,7 @@ class Measurements:
         )
 
     def failures_by_level(self, peers: bool) -> tuple[tuple[Failure, ...], tuple[Failure, ...]]:
-        """Which failures memory survives, and which only the store does."""
+        """The classes of failures that memory survives, and those that only the store survives."""
         if peers:
             return (Failure.PROCESS, Failure.NODE, Failure.PREEMPTION), (Failure.JOB,)
         return (Failure.PROCESS,), (Failure.NODE, Failure.PREEMPTION, Failure.JOB)
@@ -174,7 +183,7 @@ class Measurements:
 
 
 def _times(failure: Failure, nodes: int) -> int:
-    """Seconds of exposure per second of the job. Errors: UsageError."""
+    """Seconds of exposure per second of the job. Errors: UsageError if nodes is below 1."""
     if nodes < 1:
         raise UsageError(f"nodes={nodes}: at least 1")
     return nodes if failure.per_node else 1
@@ -184,4 +193,5 @@ def _pace(steps: int, seconds: float) -> float:
     return not_negative("seconds", seconds) / positive("steps", steps)
 
 
-NOTHING = Measurements()  # but for the priors
+# Only the priors.
+NOTHING = Measurements()

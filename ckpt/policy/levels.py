@@ -1,13 +1,16 @@
-"""How often to save at each of several levels.
+"""The cost models of several levels of checkpoints: the best intervals, and the expected overhead.
 
-Two models. `nested` is the classical one, where training stands still while a level is written. `best` is this
-project's: snapshots to memory, and every k-th of them committed to the store in the background, one at a time.
+There are two models. `nested` is the classical one: training stands still while a level is written. `best` is this
+project's: snapshots go to memory, and every k-th is committed to the store in the background, one at a time.
 
-Symbols of the second, as in its formulas: tau, the work between two snapshots; k, snapshots to a commit; c1, the
-snapshot's stall; C2 = c2 + phi d2, what a commit costs training in all (its own stall, and the part phi of training's
-speed that it takes for the d2 seconds it runs); la = the rate of failures that memory survives, Ra their mean
-recovery; l3, R3 the same for those that only the store survives; s = tau + c1 + C2/k, the wall time of a snapshot's
-turn. d2 moves no optimum: it adds l3 d2 of lost work, and k tau cannot be below it.
+Symbols of the second model's formulas:
+- tau: the work between two snapshots. k: snapshots per commit. c1: the stall of a snapshot.
+- C2 = c2 + phi d2: what a commit costs training. c2 is its own stall; it takes the part phi of training's speed for d2
+  seconds.
+- la: the rate of the failures that memory survives. Ra: their mean recovery. l3, R3: the same for failures that only
+  the store survives.
+- s = tau + c1 + C2/k: the wall time of one snapshot's turn.
+d2 moves no optimum: it adds l3 d2 of lost work, and bounds k tau from below.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from ckpt.policy.interval import not_negative, positive, whole_above, within
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level of the nested model: what writing it adds to the stall of the levels below it, in seconds (more than
-    0), and the rate, per second, of the failures that need exactly it, 0 or more. Errors: UsageError."""
+    """One level of the nested model. `stall_s`: what writing it adds to the stall of the levels below it, in seconds,
+    more than 0. `rate`: failures per second that need exactly this level, 0 or more. Errors: UsageError."""
 
     stall_s: float
     rate: float
@@ -37,7 +40,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Per level the interval in seconds, None where the level is better left out; and the first-order overhead,
+    """The intervals in seconds per level, None for a level that is better left out; and the first-order overhead
     without the recoveries, which no interval changes."""
 
     intervals_s: tuple[float | None, ...]
@@ -45,16 +48,18 @@ class Nested:
 
 
 def nested(levels: Sequence[Level]) -> Nested:
-    """The best intervals of levels that are written one upon the other while training waits, lowest first.
+    """The best intervals of levels that are written one after the other while training waits, lowest first.
 
     Benoit, Cavelan, Le Fevre, Robert, Sun 2017 ("Towards optimal multi-level checkpointing", IEEE TC) and, for two
     levels, Di, Robert, Vivien, Cappello 2017 ("Toward an optimal online checkpoint solution under a two-level HPC
-    checkpoint model", IEEE TPDS), first order: T_l = sqrt(2 C_l / l_l), H = sum of sqrt(2 l_l C_l). A level
-    whose interval would not pay is left out, and the next one that is kept takes over its failures at an unchanged
-    cost: of all such choices the one with the least H is taken. With two levels that is to leave out the lower
-    where sqrt(2 (l1 + l2) C2) is below the sum of the two terms. Kept intervals grow from level to level.
+    checkpoint model", IEEE TPDS), first order: T_l = sqrt(2 C_l / l_l), H = sum of sqrt(2 l_l C_l).
+
+    A level that does not pay is left out; the next kept level takes over its failures at an unchanged cost. Of all such
+    choices the one with the least H is taken. With two levels the lower is left out if sqrt(2 (l1 + l2) C2) is below
+    the sum of the two terms. Kept intervals grow from level to level.
     """
-    # least[j]: the least H of levels[:j] with levels[j - 1] kept; it serves the classes i.. j - 1 that it took over.
+    # least[j]: the least H of levels[:j] with levels[j - 1] kept. It serves the classes i .. j - 1, of which it took
+    # over all but its own.
     least, served = [0.0], [(0, 0.0)]
     for j, level in enumerate(levels, 1):
         choices = []
@@ -77,10 +82,9 @@ def nested(levels: Sequence[Level]) -> Nested:
 
 
 def nested_overhead(levels: Sequence[Level], intervals_s: Sequence[float | None]) -> float:
-    """The first-order overhead of given intervals in seconds, None where a level is left out: the sum of
-    C_l/T_l + l_l T_l/2 (Benoit et al. 2017, what `nested` makes least).
-    A failure is recovered from the lowest level at or above its own that is kept; math.inf where there is none.
-    """
+    """The first-order overhead of given intervals in seconds, None for a level that is left out: the sum of C_l/T_l +
+    l_l T_l/2 (Benoit et al. 2017, what `nested` minimises). The lowest kept level at or above a failure's own serves
+    its recovery; math.inf if there is none."""
     total, unserved = 0.0, 0.0
     for level, interval_s in zip(levels, intervals_s, strict=True):
         unserved += level.rate
@@ -92,17 +96,17 @@ def nested_overhead(levels: Sequence[Level], intervals_s: Sequence[float | None]
 
 @dataclass(frozen=True, slots=True)
 class LevelCosts:
-    """What the model of memory and store needs to know. Seconds; failures per second; each 0 or more. UsageError.
+    """The input of the model of memory and store: seconds, and failures per second, each 0 or more. Errors: UsageError.
 
-    A failure belongs to the level that it is recovered from: `local` (the trainer died, its host's memory is there),
-    `peer` (one node is gone), `store` (more is gone than peers' memory survives). The recovery of a peer loss counts
-    the work that was not replicated yet, hence `replication_s`.
+    A failure belongs to the level that serves its recovery: `local` (the trainer died, its host's memory is intact),
+    `peer` (one node is lost), `store` (more is lost than peers' memory survives). After the loss of a node, work that
+    was not yet replicated is lost, too: hence `replication_s`.
     """
 
     snapshot_stall_s: float
     commit_stall_s: float = 0.0  # beyond the snapshot's
     commit_s: float = 0.0  # how long a commit runs
-    slowdown: float = 0.0  # the part of training's speed that it takes meanwhile, 0 to 1
+    slowdown: float = 0.0  # the part of training's speed that a running commit takes, 0 to 1
     replication_s: float = 0.0
     local_rate: float = 0.0
     peer_rate: float = 0.0
@@ -135,13 +139,12 @@ class LevelCosts:
 
 
 def store_rate(everything: float, losses: Iterable[tuple[float, float]] = ()) -> float:
-    """Failures per second that only the store survives, from what fails and from where copies lie:
-    l3 = l_all + the sum over k of l(k) (1 - P_ok(k)).
+    """Failures per second that only the store survives: l3 = l_all + the sum over k of l(k) (1 - P_ok(k)).
 
-    `everything`: the rate at which all nodes are lost. `losses`: for each number k of nodes that are lost at once the
-    rate of that, and the probability P_ok that memory survives it, which the placement gives (Wang et al. 2023,
-    "GEMINI", for copies in groups). What strikes k nodes one soon after the other is such a loss, too. Not used by
-    `decide`, which counts the failures that needed the store. Rates per second. Errors: UsageError.
+    `everything`: the rate at which all nodes are lost. `losses`: for each number k of nodes lost at once, the rate, and
+    the probability P_ok that memory survives, which follows from the placement (Wang et al. 2023, "GEMINI", for
+    replicas in groups). Losses of k nodes in quick succession count as one such loss. `decide` does not use this
+    function: it counts the failures that needed the store. Rates per second. Errors: UsageError.
     """
     found = [not_negative("everything", everything)]
     for rate, survives in losses:
@@ -150,9 +153,9 @@ def store_rate(everything: float, losses: Iterable[tuple[float, float]] = ()) ->
 
 
 def snapshots_per_commit(measured: LevelCosts, interval_s: float, asked: int) -> int:
-    """The snapshots that a commit really spans where every `asked`-th is wanted. This project's: at most one commit is
-    in flight, so that it is the least k >= asked with k s = k (tau + c1) + C2 >= d2.
-    """
+    """The number of snapshots that a commit really spans if every `asked`-th is to be committed. This project's: at
+    most one commit is in flight, so it is the least k >= asked with k s = k (tau + c1) + C2 >= d2. Errors:
+    UsageError."""
     positive("interval_s", interval_s)
     if asked < 1:
         raise UsageError(f"asked={asked}: at least 1 snapshot to a commit")
@@ -161,19 +164,19 @@ def snapshots_per_commit(measured: LevelCosts, interval_s: float, asked: int) ->
 
 
 def staleness(measured: LevelCosts, interval_s: float, asked: int) -> float:
-    """How many seconds old the newest committed checkpoint is at a random moment: d2 + k s / 2. This project's: it is
-    d2 old when it is committed, and half of what a commit spans older than that on average."""
+    """The mean age in seconds of the newest committed checkpoint at a random moment: d2 + k s / 2. This project's: the
+    checkpoint is d2 old at its commit, and on average half of a commit's span older than that."""
     k = snapshots_per_commit(measured, interval_s, asked)
     turns_s = k * (interval_s + measured.snapshot_stall_s) + measured.commit_cost_s
     return measured.commit_s + turns_s / 2
 
 
 def overhead_first_order(measured: LevelCosts, interval_s: float, asked: int) -> float:
-    """The expected overhead of a snapshot every `interval_s` and a commit every `asked` of them, to first order in
+    """The expected overhead of a snapshot every `interval_s` and a commit every `asked` snapshots, to first order in
     the rates: c1/tau + C2/(k tau) + la (tau/2 + c1 + Ra) + l3 (k tau/2 + d2 + R3).
 
-    This project's; with la c1 as in the expansion of Daly's complete model, and without a commit Young 1974.
-    In the cases of the tests 2 to 7 % below `overhead_of`: it leaves out that failures strike what is done again.
+    This project's; with la c1 as in the expansion of Daly's complete model, and without a commit Young 1974. In the
+    tests it is 2 to 7 % below `overhead_of`, because it ignores failures during repeated work.
     """
     k = snapshots_per_commit(measured, interval_s, asked)
     m = measured
@@ -184,14 +187,15 @@ def overhead_first_order(measured: LevelCosts, interval_s: float, asked: int) ->
 
 
 def overhead_of(measured: LevelCosts, interval_s: float, asked: int) -> float:
-    """The same in closed form, for exponential failures of which none strikes in recovery, and commits that outlive
-    the failures that memory survives. math.inf where it is beyond a float.
+    """The expected overhead in closed form, for exponential failures of which none strikes in recovery. A commit
+    survives the failures that memory survives. math.inf where the result exceeds a float.
 
-    With L = la + l3 and E = (e^(L s) - 1) / L, a turn takes t = E (1 + la Ra) / (1 + l3 E) seconds until it is done
-    or the store is needed, and is done with probability q = 1 / (1 + l3 E); n turns take Z(n) = t (1 - q^n) / (1 - q).
-    From the end of one commit to the end of the next are k turns; who is thrown back has m = d2/s more to go:
-    Y = (Z(k + m) + (1 - q^(k+m)) R3) / q^(k+m), X = Z(k) + (1 - q^k) (R3 + Y), H = X / (k tau) - 1. This project's;
-    in the cases of the tests it is within 1 % of a simulation of the events.
+    With L = la + l3 and E = (e^(L s) - 1) / L, a turn takes t = E (1 + la Ra) / (1 + l3 E) seconds until it is done or
+    the store is needed, and is done with probability q = 1 / (1 + l3 E); n turns take Z(n) = t (1 - q^n) / (1 - q).
+    From the end of one commit to the end of the next are k turns. After a recovery from the store m = d2/s turns more
+    are needed: Y = (Z(k + m) + (1 - q^(k+m)) R3) / q^(k+m), X = Z(k) + (1 - q^k) (R3 + Y), H = X / (k tau) - 1.
+
+    This project's; in the tests it is within 1 % of a simulation of the events.
     """
     k = snapshots_per_commit(measured, interval_s, asked)
     m = measured
@@ -215,10 +219,10 @@ def overhead_of(measured: LevelCosts, interval_s: float, asked: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """A snapshot every `steps` steps, every `snapshots`-th committed. `interval_s` is the work of `steps` steps.
+    """A snapshot every `steps` steps, and every `snapshots`-th committed. `interval_s` is the work of `steps` steps.
 
-    `snapshot_by`, `commit_by`: what decided. "rates": the optimum; "step": an interval is at least one step;
-    "snapshot": there is no commit without one; "commit": a commit takes that long; "traffic": the budget of bytes.
+    `snapshot_by`, `commit_by`: the term that decided. "rates": the optimum. "step": an interval is at least one step.
+    "snapshot": each commit needs a snapshot. "commit": a commit takes that long. "traffic": the budget of bytes.
     """
 
     steps: int
@@ -234,10 +238,11 @@ def best(measured: LevelCosts, step_s: float, traffic_s: float = 0.0) -> Interva
 
     Without bounds tau = sqrt(2 c1 / la) and k tau = sqrt(2 C2 / l3): each level has Young's interval for its own cost
     and its own failures. Bounds: tau is a whole number of steps of `step_s` seconds, k >= 1, and k tau is at least d2
-    and `traffic_s`, the seconds between commits that the budget allows (bytes of a commit / bytes per second).
-    Where a commit costs training nothing, they follow each other as closely as the bounds let them. The overhead is
-    convex in the logarithms of tau and k, so that the answer is looked for next to the optimum in real numbers.
-    The store's rate must be more than 0: where it is not known, a prior says what it may be. Errors: UsageError.
+    and `traffic_s`, the seconds between commits that the budget allows (bytes of a commit / bytes per second). If a
+    commit costs training nothing, commits follow each other as closely as the bounds allow. The overhead is convex in
+    the logarithms of tau and k, so the search looks next to the real-valued optimum.
+
+    The store's rate must be more than 0: give a prior where it is unknown. Errors: UsageError.
     """
     m = measured
     positive("step_s", step_s)
@@ -246,7 +251,8 @@ def best(measured: LevelCosts, step_s: float, traffic_s: float = 0.0) -> Interva
     alone_s = math.sqrt(2 * m.snapshot_stall_s / m.memory_rate) if m.memory_rate else math.inf
     commit_s = math.sqrt(2 * m.commit_cost_s / m.store_rate)
     k_real = max(commit_s, floor_s) / max(alone_s, step_s)
-    whole_above(k_real)  # refuses a rate so small that there is no such number
+    # Raises for a rate so small that no such number exists.
+    whole_above(k_real)
 
     found: tuple[float, int, int] | None = None
     for k in sorted({max(1, math.floor(k_real)), max(1, math.ceil(k_real))}):
@@ -256,7 +262,8 @@ def best(measured: LevelCosts, step_s: float, traffic_s: float = 0.0) -> Interva
         n_least = max(1, whole_above(floor_s / k / step_s))
         for n in sorted({max(n_least, math.floor(n_real)), max(n_least, math.ceil(n_real))}):
             h = overhead_first_order(m, n * step_s, k)
-            if found is None or h < found[0] * (1 - 1e-12):  # of equals the fewer snapshots to a commit
+            # Of equal overheads the one with fewer snapshots per commit is taken.
+            if found is None or h < found[0] * (1 - 1e-12):
                 found = h, k, n
     assert found is not None
     h, k, n = found

@@ -1,9 +1,9 @@
-"""What a job knows of its failure rates, and when that is enough to change an interval.
+"""Failure rates with their uncertainty, and the test whether they justify a new interval.
 
-A rate is a Gamma distribution (shape in failures, the other parameter in seconds of exposure): the conjugate prior of
-Poisson counts, so that what was seen is two numbers, which outlive the job and add up. There is one per class of
-failures. What counts as exposure is the caller's: node-seconds for losses of single nodes; and a loss of many nodes
-at once is one failure of its class.
+A rate is a Gamma distribution (shape in failures, the other parameter in seconds of exposure), the conjugate prior of
+Poisson counts. So all observations are two numbers, which add up and outlive the job. There is one rate per class of
+failures. The caller defines the exposure: node-seconds for losses of single nodes. The loss of many nodes at once is
+one failure of its class.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from ckpt.errors import UsageError
 from ckpt.policy.interval import not_negative, positive, within
 
-SHAPE_MAX = 1e5  # above it a quantile is by Wilson and Hilferty 1931, which is as exact there, and no longer sum
+# Above it a quantile uses the approximation of Wilson and Hilferty 1931, which is as exact there and needs no long sum.
+SHAPE_MAX = 1e5
 
 
 @dataclass(frozen=True, slots=True)
 class GammaRate:
     """A failure rate per second of exposure: Gamma(a + n, b + t) after n failures in t seconds, for a prior of a
-    failures in b seconds (both more than 0; Gelman et al., Bayesian Data Analysis, 3rd ed. 2013, section 2.6).
-    n may be a fraction, since what is old is discounted. Errors: UsageError.
-    """
+    failures in b seconds (both more than 0; Gelman et al., Bayesian Data Analysis, 3rd ed. 2013, section 2.6). n may be
+    a fraction, since old failures are discounted. Errors: UsageError."""
 
     prior_failures: float
     prior_exposure_s: float
@@ -36,20 +36,20 @@ class GammaRate:
         not_negative("exposure_s", self.exposure_s)
 
     def observed(self, failures: float, exposure_s: float) -> GammaRate:
-        """After so many failures more, in so many seconds of exposure more."""
+        """The rate after this many more failures in this many more seconds of exposure."""
         not_negative("failures", failures)
         not_negative("exposure_s", exposure_s)
         return replace(self, failures=self.failures + failures, exposure_s=self.exposure_s + exposure_s)
 
     def discounted(self, keep: float) -> GammaRate:
-        """With the part `keep` (0 to 1) of what was seen: failures and exposure alike, so that the rate stays nearly
-        as it is and becomes less sure. The prior stays."""
+        """The rate with the part `keep` (0 to 1) of the observations. Failures and exposure shrink alike, so the mean
+        hardly changes and becomes less certain. The prior is unchanged."""
         within("keep", keep, 0, 1)
         return replace(self, failures=self.failures * keep, exposure_s=self.exposure_s * keep)
 
     @property
     def shape(self) -> float:
-        """a + n: how many failures the knowledge is worth."""
+        """a + n: the number of failures that the estimate is worth."""
         return self.prior_failures + self.failures
 
     @property
@@ -59,7 +59,7 @@ class GammaRate:
 
     @property
     def mean(self) -> float:
-        """Failures per second: what the formulas for intervals are given."""
+        """Failures per second: the input of the formulas for intervals."""
         return self.shape / self.total_s
 
     @property
@@ -78,7 +78,9 @@ class GammaRate:
         return math.exp(-self.shape * math.log1p(not_negative("exposure_s", exposure_s) / self.total_s))
 
     def quantile(self, p: float) -> float:
-        """The rate per second below which the true one lies with probability p, 0 < p < 1; to about 1e-8 of it."""
+        """The rate per second below which the true one lies with probability p, 0 < p < 1. The relative error is about
+        1e-8.
+        Errors: UsageError."""
         if not 0 < p < 1:
             raise UsageError(f"p={p}: more than 0, less than 1")
         return _gamma_quantile(self.shape, p) / self.total_s
@@ -87,10 +89,11 @@ class GammaRate:
 def _gamma_quantile(a: float, p: float) -> float:
     """x with P(a, x) = p, by bisection of log x, from bounds that enclose it."""
     if a > SHAPE_MAX:
-        from statistics import NormalDist  # loads much, for a case that is rare
+        # Imported here: a slow import for a rare case.
+        from statistics import NormalDist
 
         return a * float(1 - 1 / (9 * a) + NormalDist().inv_cdf(p) / (3 * math.sqrt(a))) ** 3
-    # P(a, x) <= x^a / Gamma(a + 1), which is also what it tends to where x is small, however small.
+    # P(a, x) <= x^a / Gamma(a + 1), which is also its limit for small x.
     low = (math.log(p) + math.lgamma(a + 1)) / a
     high = max(low, math.log(a)) + 1
     while _gamma_cdf(a, high) < p:
@@ -104,8 +107,8 @@ def _gamma_quantile(a: float, p: float) -> float:
 
 
 def _gamma_cdf(a: float, log_x: float) -> float:
-    """The regularised lower incomplete gamma function P(a, x): its series below a + 1 (DLMF 8.11.4), above it one
-    minus the continued fraction of Q (DLMF 8.9.2), summed up as Lentz 1976 does."""
+    """The regularised lower incomplete gamma function P(a, x): by its series below a + 1 (DLMF 8.11.4), above it as one
+    minus the continued fraction of Q (DLMF 8.9.2), evaluated by Lentz 1976."""
     x = math.exp(log_x)
     front = math.exp(a * log_x - x - math.lgamma(a + 1))
     if x < a + 1:
@@ -133,12 +136,12 @@ def _gamma_cdf(a: float, log_x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What `reconsider` says, and why: overheads are wall time / useful time, to first order."""
+    """The answer of `reconsider`. Overheads are wall time / useful time, to first order."""
 
-    interval_s: float  # the one to use from now on
+    interval_s: float  # the interval to use from now on
     changed: bool
     gain: float  # the overhead that the proposed interval saves, by the estimates
-    noise: float  # what that gain may be wrong by
+    noise: float  # the possible error of the gain
 
 
 def reconsider(
@@ -150,17 +153,16 @@ def reconsider(
     rate_error: float = 0.0,
     deviations: float = 1.0,
 ) -> Change:
-    """Whether to go from one interval to another: only where the gain is more than the noise of the estimates.
+    """Whether to change from one interval to another: only if the gain exceeds the noise of the estimates.
 
-    `rate` (per second) is that of the failures whose lost work this interval bounds, `rate_error` its standard
-    deviation (of a sum of rates, the root of the sum of the squares), `stall_error_s` that of the stall. With the
-    overhead C/tau + rate tau/2 (Young 1974) the gain is linear in both estimates, C (1/tau0 - 1/tau1) +
-    rate (tau0 - tau1)/2, so that its standard deviation follows at once; the noise is `deviations` of them.
+    `rate`: failures per second whose lost work this interval bounds. `rate_error`: its standard deviation (for a sum of
+    rates, the root of the sum of the squares). `stall_error_s`: the standard deviation of the stall. `deviations`: the
+    noise, in standard deviations of the gain. With the overhead C/tau + rate tau/2 (Young 1974) the gain is linear in
+    both estimates: C (1/tau0 - 1/tau1) + rate (tau0 - tau1)/2. So its standard deviation follows directly.
 
-    Where some estimates ask for a change, the same ask for none back. With an exact stall, one goes to Young's
-    interval for the estimates only where it differs from the current one by more than the part 1/sqrt(n) of that,
-    n = (rate / rate_error)^2 being what GammaRate calls shape: with few failures seldom, later for ever less.
-    Errors: UsageError.
+    Estimates that ask for a change never ask to undo it. With an exact stall, Young's interval replaces the current one
+    only if they differ by more than the part 1/sqrt(n), n = (rate / rate_error)^2: the shape of a GammaRate. So with
+    few failures changes are rare, and later ever smaller ones are made. Errors: UsageError.
     """
     positive("current_s", current_s)
     positive("proposed_s", proposed_s)
@@ -173,5 +175,5 @@ def reconsider(
     by_rate = (current_s - proposed_s) / 2
     gain = stall_s * by_stall + rate * by_rate
     noise = deviations * math.hypot(stall_error_s * by_stall, rate_error * by_rate)
-    changed = bool(gain > noise)  # also where numbers of numpy came in
+    changed = bool(gain > noise)  # also for numbers of numpy
     return Change(proposed_s if changed else current_s, changed, gain, noise)

@@ -1,9 +1,9 @@
-"""What something usually takes, from few measurements of which some are wrong.
+"""A robust mean: the usual value of a few measurements of which some are outliers.
 
-A trimmed mean over a short window. A plain mean follows the one stall in a hundred that came from elsewhere. A median
-jumps from one to the other where there are two kinds of stalls (copied late, copied at the boundary), while the cost
-lies in between. Dropping an eighth at either end ignores what is rare and weighs what is not; and a window forgets by
-itself what a state was like before it grew.
+It is a trimmed mean over a short window. A plain mean would follow the one stall in a hundred that has an outside
+cause. A median would jump between two kinds of stalls (copied late, copied at the boundary), while the cost lies in
+between. Dropping an eighth at either end ignores rare values and weighs the others. The window forgets the costs of a
+state that has grown since.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from functools import cached_property
 
 from ckpt.policy.interval import not_negative
 
-WINDOW = 16  # half of it outvotes what was before: at a commit every ten minutes, within 80 minutes
-LONG = 64  # errors of half the size, and an error that is known better itself
+# Half a window outvotes the values before: within 80 minutes at a commit every ten minutes.
+WINDOW = 16
+LONG = 64  # half the error, and a better estimate of the error
 
 
-@dataclass(frozen=True)  # without slots, for what is cached
+@dataclass(frozen=True)  # no slots, because of the cached properties
 class RobustMean:
     """Measurements of one kind, each 0 or more. `values`: the newest 64, oldest first. `seen`: how many there ever
-    were. `window`: of how many of the newest the figures below are. Errors: UsageError."""
+    were. `window`: how many of the newest the statistics use. Errors: UsageError."""
 
     values: tuple[float, ...] = ()
     seen: int = 0
     window: int = WINDOW
 
     def observed(self, value: float) -> RobustMean:
-        """After one measurement more."""
+        """The value after one more measurement."""
         not_negative("value", value)
         return RobustMean((*self.values, float(value))[-LONG:], self.seen + 1, self.window)
 
@@ -43,20 +44,21 @@ class RobustMean:
 
     @cached_property
     def mean(self) -> float | None:
-        """Of the middle three quarters, of three or more values at least one at either end left out; None: nothing
-        was measured."""
+        """The mean of the middle three quarters; None without measurements. Of three or more values at least one is
+        left out at either end."""
         n = len(self._ordered)
         if not n:
             return None
         cut = max(1, n // 8) if n >= 3 else 0
         kept = self._ordered[cut : n - cut]
-        return min(max(math.fsum(each / len(kept) for each in kept), kept[0]), kept[-1])  # rounding stays within
+        # Rounding must not leave the range of the values.
+        return min(max(math.fsum(each / len(kept) for each in kept), kept[0]), kept[-1])
 
     @cached_property
     def error(self) -> float:
-        """The standard deviation of `mean`: that of the values with the outer eighths pulled in, of four or more at
-        least one at either end, over (1 - 2 x 1/8) sqrt(n) (Tukey and McLaughlin 1963). A single value may be wrong by
-        all of it."""
+        """The standard deviation of `mean` (Tukey and McLaughlin 1963): that of the values with the outer eighths
+        pulled in, over (1 - 2 x 1/8) sqrt(n). Of four or more values at least one is pulled in at either end. A single
+        value may be wrong by all of it."""
         recent = self.recent
         n = len(recent)
         if n < 2:
@@ -70,11 +72,11 @@ class RobustMean:
 
     @property
     def high(self) -> float:
-        """A value that seven of eight are not above: what a promise is held against. 0 where there is none."""
+        """A value that seven of eight measurements do not exceed, used to check promises; 0 without measurements."""
         return self._ordered[-1 - len(self._ordered) // 8] if self._ordered else 0.0
 
     @property
     def high_error(self) -> float:
-        """The standard deviation of `high`, as where values are normal: sqrt(p (1 - p)) / density(p) is 1.6 for
-        p = 7/8, that of the mean 1 (Cramer 1946, section 28.5)."""
+        """The standard deviation of `high` for normal values: sqrt(p (1 - p)) / density(p) is 1.6 for p = 7/8, that of
+        the mean 1 (Cramer 1946, section 28.5)."""
         return 1.6 * self.error

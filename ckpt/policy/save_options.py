@@ -1,4 +1,4 @@
-"""When to save and what to keep, as values. The functions on them are pure."""
+"""The save options: when to save, what to keep, and limits, as values that users give. Functions on them are pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ckpt.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Save every `steps` steps, or every `seconds` seconds. Exactly one of the two.
+    """Save every `steps` steps, or every `seconds` seconds. Give exactly one of the two.
 
-    steps: each multiple of it is saved, as by ck.save(). A save that finds no free slot waits for the store to take an
-    earlier one, at most ckpt.Limits(exit_s=). While the store fails nothing waits for it, and the newest is tried.
-    An agent that hangs stops training once, for 10 s, or about 30 s on another node.
-    seconds: never makes a step wait. What is due while no slot is free is passed over, and the receipt counts it.
+    steps: each multiple of it is saved, as by ck.save(). If no slot is free, the save waits until the store has an
+    earlier checkpoint, at most ckpt.Limits(exit_s=). While the store fails, no step waits for it, and the newest
+    checkpoint is tried. A hung agent stops training once, for 10 s, or about 30 s if it is on another node.
+    seconds: a step never waits. A save that is due while no slot is free is skipped, and the receipt counts it.
 
-    Errors: UsageError."""
+    Errors: UsageError.
+    """
 
     steps: int | None = None
     seconds: float | None = None
@@ -32,7 +33,8 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keep the checkpoint whose `metric` (given to ck.save(metrics=)) is lowest ("min") or highest ("max")."""
+    """Keep the checkpoint whose `metric` (given to ck.save(metrics=)) is lowest ("min") or highest ("max"). Errors:
+    UsageError."""
 
     metric: str
     mode: Literal["min", "max"] = "min"
@@ -44,9 +46,10 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which committed checkpoints stay: those of the `last` newest steps of the line, those whose step is a multiple of
-    `every`, and the `best` one. Of several at one step the newest counts. The newest of all is never deleted. None: no
-    such rule; with no rule at all, or only `best` by a metric that none has, everything stays."""
+    """Which committed checkpoints stay: those of the `last` newest steps of the branch history, those whose step is a
+    multiple of `every`, and the `best` one. Of several at one step the newest counts. The newest checkpoint is never
+    deleted. None: no such rule. Without any rule everything stays, also with only `best` by a metric that no checkpoint
+    has. Errors: UsageError."""
 
     last: int | None = None
     every: int | None = None
@@ -59,21 +62,28 @@ class Keep:
             raise UsageError(f'ckpt.Keep(best={self.best!r}): a ckpt.Best("metric", "min")')
 
 
-STEPS_APART = 3  # snapshots that go by the clock, at least: one is announced two steps ahead, after the one before
+# The least distance of snapshots that go by the clock: a snapshot is announced two steps ahead, after the one before.
+STEPS_APART = 3
 
-# A connection has to move 16 KiB in 30 s, or counts as stuck, and 64 of them may share what there is (agent/net).
+# A connection that moves less than 16 KiB in 30 s counts as stuck, and 64 of them may share the bandwidth (agent/net).
 PEER_BANDWIDTH_MIN = 1 << 16
 
-LEAST, MOST = 1e-9, 1e18  # of a limit by which intervals are chosen: what follows from one beyond is no number
+# The range of a limit that decides intervals: beyond it results would leave the range of floats.
+LEAST, MOST = 1e-9, 1e18
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is rare. `memory`: bytes the agent may hold for this job (None: what the machine or its cgroup allows).
-    `bandwidth`: bytes per second to the store (None: no limit). `peer_bandwidth`: bytes per second that copies on their
-    way to other nodes' memory may take, from each node and to it, at least PEER_BANDWIDTH_MIN (None: no limit).
-    `exit_s`: how long leaving waits for the last commit. `unsaved_s`: leave with an error when no commit landed for so
-    long (None: never); ckpt.Adaptive has them land at least twice as often, where they can."""
+    """Limits that are rarely needed. Errors: UsageError.
+
+    `memory`: bytes the agent may hold for this job (None: what the machine or its cgroup allows).
+    `bandwidth`: bytes per second to the store (None: no limit).
+    `peer_bandwidth`: bytes per second of replication to other nodes, from each node and to it, at least
+    PEER_BANDWIDTH_MIN (None: no limit).
+    `exit_s`: seconds that leaving the block waits for the last commit.
+    `unsaved_s`: leave with an error if no commit landed for so many seconds (None: never). ckpt.Adaptive commits at
+    least twice as often where it can.
+    """
 
     memory: int | None = None
     bandwidth: float | None = None

@@ -1,8 +1,8 @@
-"""When to save where the hazard changes with the time a machine has been up: schedules for Weibull up-times.
+"""Schedules of checkpoints for Weibull up-times, where the hazard changes with the time a machine has been up.
 
-Up-times of spot machines fit shapes of .5 to .9: most fail young, so that saving should begin often and become rare.
-A schedule is a row of up-times at which checkpoints begin, counted from the start on a fresh machine; after a failure
-it begins anew. Seconds throughout; `shape` 1 is the exponential case, where Young's interval comes out.
+Up-times of spot machines fit shapes of .5 to .9: most machines fail young, so saves should be frequent first and become
+rare. A schedule is a series of up-times at which checkpoints begin, counted from the start on a fresh machine. It
+starts anew after a failure. Times are in seconds. `shape` 1 is the exponential case and gives Young's interval.
 """
 
 from __future__ import annotations
@@ -14,36 +14,35 @@ from collections.abc import Iterable, Iterator
 from ckpt.errors import UsageError
 from ckpt.policy.interval import not_negative, positive, within
 
-SHAPE_MIN, SHAPE_MAX = 0.1, 10.0  # beyond, the scale is a number without a meaning for machines
-NEGLIGIBLE = 1e-12  # the part of all machines that is still up where a sum over a schedule ends
+SHAPE_MIN, SHAPE_MAX = 0.1, 10.0  # beyond, the scale means nothing for machines
+NEGLIGIBLE = 1e-12  # the part of the machines still up at which the sum over a schedule ends
 
 
 def weibull_scale(mtbf_s: float, shape: float) -> float:
     """The scale in seconds of the Weibull distribution (Weibull 1951) with that mean: M / Gamma(1 + 1/shape). Shape: .1
-    to 10."""
+    to 10. Errors: UsageError."""
     within("shape", shape, SHAPE_MIN, SHAPE_MAX)
     return positive("mtbf_s", mtbf_s) / math.gamma(1 + 1 / shape)
 
 
 def weibull_survival(uptime_s: float, mtbf_s: float, shape: float) -> float:
-    """The probability that a machine is up for longer than that: exp(-(t / scale)^shape) (Weibull 1951)."""
+    """The probability that a machine is up for longer than `uptime_s`: exp(-(t / scale)^shape) (Weibull 1951)."""
     return _survival(not_negative("uptime_s", uptime_s) / weibull_scale(mtbf_s, shape), shape)
 
 
 def weibull_next(uptime_s: float, stall_s: float, mtbf_s: float, shape: float) -> float:
-    """The up-time, more than `uptime_s`, at which the next checkpoint is due, if one was taken at `uptime_s` (0: the
-    start). One is due whenever the integral of the density of checkpoints sqrt(h(t) / 2C), h the hazard, has grown
-    by 1 (Ling, Mi, Lin 2001, "A variational calculus approach to optimal checkpoint placement", IEEE TC; for Weibull
-    in closed form): t^((k+1)/2) grows by (k+1)/2 sqrt(2 C scale^k / k) each time.
+    """The up-time, more than `uptime_s`, at which the next checkpoint is due after one at `uptime_s` (0: the start).
 
-    To ask only the hazard of this moment, sqrt(2C / h(t)), goes wrong where it grows: at the start, where it is 0,
-    that says never.
+    One is due whenever the integral of the checkpoint density sqrt(h(t) / 2C), h the hazard, has grown by 1 (Ling, Mi,
+    Lin 2001, "A variational calculus approach to optimal checkpoint placement", IEEE TC; for Weibull in closed form):
+    t^((k+1)/2) grows by (k+1)/2 sqrt(2 C scale^k / k) each time. The hazard of the moment alone, sqrt(2C / h(t)), would
+    be wrong where the hazard grows: at the start, where it is 0, no checkpoint would ever be due. Errors: UsageError.
     """
     not_negative("uptime_s", uptime_s)
     positive("stall_s", stall_s)
     scale = weibull_scale(mtbf_s, shape)
     power = (shape + 1) / 2
-    # In units of the scale, so that no power of seconds leaves the range of floats.
+    # In units of the scale: no power of seconds then leaves the range of floats.
     try:
         grown = math.pow(uptime_s / scale, power) + power * math.sqrt(2 * stall_s / (shape * scale))
     except OverflowError:
@@ -55,9 +54,8 @@ def weibull_next(uptime_s: float, stall_s: float, mtbf_s: float, shape: float) -
 
 
 def weibull_times(stall_s: float, mtbf_s: float, shape: float) -> Iterator[float]:
-    """The up-times at which checkpoints are due, one after the other, without an end: the schedule of weibull_next
-    from the start, t_j = [j (k+1)/2 sqrt(2 C scale^k / k)]^(2/(k+1)).
-    """
+    """The up-times at which checkpoints are due, without an end: the schedule of weibull_next from the start, t_j = [j
+    (k+1)/2 sqrt(2 C scale^k / k)]^(2/(k+1))."""
     positive("stall_s", stall_s)
     scale = weibull_scale(mtbf_s, shape)
     power = (shape + 1) / 2
@@ -66,13 +64,12 @@ def weibull_times(stall_s: float, mtbf_s: float, shape: float) -> Iterator[float
 
 
 def weibull_overhead(times_s: Iterable[float], stall_s: float, mtbf_s: float, recovery_s: float, shape: float) -> float:
-    """The expected overhead of a schedule, by renewal reward (Ross 1996, section 3.6): (M + R) / U - 1, where U is the
-    useful work that a machine's life leaves behind: the sum, over the checkpoints, of the work since the one before,
-    times the probability that the machine is up until the checkpoint is taken (up-times are independent, none ends in
-    recovery).
+    """The expected overhead of a schedule, by renewal reward (Ross 1996, section 3.6): (M + R) / U - 1.
 
-    `times_s` grows, and is read until next to no machine is that old; work after its end is taken as lost. What is
-    due while a stall lasts is skipped. Errors: UsageError.
+    U is the useful work that a machine's life leaves behind. It is the sum, over the checkpoints, of the work since the
+    one before, times the probability that the machine is up until the checkpoint is taken. Up-times are independent,
+    and none ends in recovery. `times_s` grows, and is read until almost no machine is that old; work after its end
+    counts as lost. A checkpoint that is due during a stall is skipped. Errors: UsageError.
     """
     not_negative("stall_s", stall_s)
     not_negative("recovery_s", recovery_s)
