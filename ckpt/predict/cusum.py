@@ -1,10 +1,9 @@
-"""Has a signal left what is usual for it? One-sided CUSUM on standardised residuals.
+"""The change detector of one signal: a one-sided CUSUM on standardised residuals.
 
-With z the residual of a reading in standard deviations of what is usual, S = max(0, S + z - k) grows where readings lie
-more than k deviations too high, and S > h is the alarm (Page 1954, "Continuous inspection schemes", Biometrika). How
-long it runs to an alarm on average (ARL) where nothing happened, and where the mean has moved, is tabulated
-(Montgomery, Introduction to Statistical Quality Control: k = .5, h = 5 gives 930 and 10.4 two-sided, so 465 to a false
-one on one side).
+With z the residual of a reading, in standard deviations from its mean, S = max(0, S + z - k) grows while readings lie
+more than k deviations too high. S > h is the alarm (Page 1954, "Continuous inspection schemes", Biometrika). The
+average run length to an alarm (ARL), without and with a shift of the mean, is tabulated (Montgomery, Introduction to
+Statistical Quality Control: k = .5, h = 5 gives 930 and 10.4 two-sided, so 465 to a false alarm on one side).
 """
 
 from __future__ import annotations
@@ -12,10 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-Z_MAX = 8.0  # one wild reading is no alarm where h is more than that
-LEARNT_MIN = 30  # readings before it says anything
-MEMORY = 2880  # readings that the usual is an average of: what is usual moves along within 4 hours of 5 s
-RELEARN = 360  # readings of one alarm, after which what was unusual is the usual: half an hour of 5 s
+# The cut-off of a residual: one wild reading raises no alarm if h is larger.
+Z_MAX = 8.0
+LEARNT_MIN = 30  # readings before an alarm is possible
+# Readings in the running average: 4 hours of 5 s.
+MEMORY = 2880
+# Readings of one alarm after which the baseline is learnt anew: half an hour of 5 s.
+RELEARN = 360
 
 
 def grown(total: float, z: float, k: float) -> float:
@@ -25,7 +27,8 @@ def grown(total: float, z: float, k: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """Mean and variance of what was read, in one pass (Welford 1962); beyond MEMORY readings the old ones fade."""
+    """The baseline: mean and variance of the readings, in one pass (Welford 1962). Beyond MEMORY readings the old ones
+    fade."""
 
     count: int = 0
     mean: float = 0.0
@@ -44,11 +47,14 @@ class Usual:
 
 @dataclass(frozen=True, slots=True)
 class Cusum:
-    """Of one signal. `k`, `h`: in standard deviations. `least`: what is a deviation at least, in the signal's unit: of
-    a counter of errors that was always 0 the deviation is 0. Values; `observed` returns the next one.
+    """The detector's state, as a value; `observed` returns the next one.
 
-    Learning stops while the alarm stands, so that what is unusual does not become the usual by lasting. It ends when S
-    has come back to 0, S being capped at 2h; or when it lasted RELEARN readings: then all is learnt anew."""
+    `k`, `h`: in standard deviations. `least`: the least deviation, in the signal's unit, since an error counter that
+    was always 0 has a deviation of 0. `lasted`: readings since the alarm began.
+
+    The baseline is frozen while the alarm stands, so that an unusual level does not become usual by lasting. The alarm
+    ends when S is back at 0 (S is capped at 2h), or after RELEARN readings: then the baseline is learnt anew.
+    """
 
     k: float = 0.5
     h: float = 5.0
@@ -59,13 +65,14 @@ class Cusum:
     lasted: int = 0
 
     def residual(self, value: float) -> float:
-        """In deviations of what is usual, cut off at Z_MAX either way; 0 as long as little is learnt."""
+        """The residual in deviations of the baseline, cut off at Z_MAX either way; 0 before LEARNT_MIN readings."""
         if self.usual.count < LEARNT_MIN:
             return 0.0
         z = (value - self.usual.mean) / max(self.least, self.usual.deviation)
         return max(-Z_MAX, min(Z_MAX, z))
 
     def observed(self, value: float) -> Cusum:
+        """The state after one more reading. A reading that is not finite changes nothing."""
         if not math.isfinite(value):
             return self
         if self.lasted >= RELEARN:

@@ -1,4 +1,4 @@
-"""The signals of this node's GPUs, by NVML, where nvidia-ml-py (the module pynvml) can be imported and finds any.
+"""The signals of this node's GPUs, read by NVML if nvidia-ml-py (the module pynvml) is installed and finds a GPU.
 
 | signal | what | unit |
 |---|---|---|
@@ -9,8 +9,8 @@
 | gpu.temperature | of the hottest | degrees Celsius |
 | gpu.throttled | those slowed down by heat or by their power supply | part of the devices |
 
-Calls may take milliseconds, or hang with a broken driver: only a thread of its own asks. What one device does not
-support is left out of its sums.
+Calls may take milliseconds, or hang with a broken driver: make them on a thread of their own. A device that does not
+support a call is left out of its sum.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Callable
 from typing import Any
 
 DEVICES_MAX = 32
-EVENTS_MAX = 100  # that are taken from the queue at once
+EVENTS_MAX = 100  # taken from the queue at once
 
 Read = tuple[dict[str, float], dict[str, float]]
 
 
 class Gpus:
-    """`nvml`: the module pynvml, or what looks like it. Errors: its errors, where it cannot be used at all."""
+    """The GPUs of this node. `nvml`: the module pynvml, or a replacement. Errors: those of NVML if it is unusable."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -39,7 +39,7 @@ class Gpus:
             self._events = nvml.nvmlEventSetCreate()
             for device in self._devices:
                 nvml.nvmlDeviceRegisterEvents(device, nvml.nvmlEventTypeXidCriticalError, self._events)
-        except Exception:  # not every driver has events, nor a container the right to them
+        except Exception:  # no events in this driver, or no right to them
             self._events = None
         self._slow = sum(
             getattr(nvml, f"nvmlClocksThrottleReason{each}", 0)
@@ -51,7 +51,7 @@ class Gpus:
         return len(self._devices)
 
     def read(self) -> Read:
-        """The gauges; and the counters since the driver was loaded, or since this was made."""
+        """The gauges, and the counters since the driver was loaded or this object was made."""
         nvml, counters, gauges = self._nvml, dict[str, float](), dict[str, float]()
         if self._events is not None:
             counters["gpu.xid"] = self._xid_count()
@@ -80,29 +80,29 @@ class Gpus:
         for _ in range(EVENTS_MAX):
             try:
                 self._nvml.nvmlEventSetWait_v2(self._events, 0)
-            except Exception:  # a time-out: there is none more
+            except Exception:  # a time-out: no event is left
                 break
             self._xids += 1
         return self._xids
 
     def _of_each(self, ask: Callable[[Any], Any]) -> list[float]:
-        """What the devices answer that do."""
+        """The answers of those devices that support the call."""
         found = []
         for device in self._devices:
             try:
                 found.append(float(ask(device)))
-            except Exception:  # a call that this device, this driver or this release of the module does not have
+            except Exception:  # unsupported by this device, driver or release of the module
                 continue
         return found
 
 
 def find_gpus() -> Gpus | None:
-    """Those of this machine; None where there are none, or no way to ask them."""
+    """The GPUs of this machine; None if there are none, or NVML is unusable."""
     try:
         import pynvml
 
         found = Gpus(pynvml)
-    except Exception:  # not installed, no driver, a driver of another version: then these are no signals
+    except Exception:  # not installed, no driver, or another version
         return None
     if not found.count:
         found.close()

@@ -1,9 +1,9 @@
-"""How probable is a failure within the window, given features? A logistic regression by Newton's method, calibrated.
+"""The hazard model: the probability of a failure within the window, by a calibrated logistic regression.
 
-Few failures, tens of features, and a probability that is to be believed: so a penalty on the weights (not on the
-intercept: where nothing is learnt the answer is the base rate), and Platt's calibration on scores of parts that the
-weights were not fitted to (Platt 1999; Lin, Lin, Weng 2007, "A note on Platt's probabilistic outputs", Machine
-Learning).
+It is fitted by Newton's method from few failures and tens of features, and its probability must be reliable. So the
+weights are penalised (the intercept is not: without data the answer is the base rate). Platt's calibration uses scores
+of parts that the weights were not fitted to (Platt 1999; Lin, Lin, Weng 2007, "A note on Platt's probabilistic
+outputs", Machine Learning).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ckpt.errors import UsageError
 
 Array = npt.NDArray[np.float64]
 
-RIDGE = 1.0  # weight decay: as one observation that each weight is about 0 plus or minus 1
+# The weight decay: worth one observation that each weight is about 0 plus or minus 1.
+RIDGE = 1.0
 STEPS_MAX = 50
 TOLERANCE = 1e-10
 FOLDS = 5
@@ -28,7 +29,8 @@ LOGIT_MAX = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """`weights`, one to a feature, and `intercept`, of the uncalibrated logit; `slope`, `shift`: of the calibration."""
+    """A fitted model. `weights` (one per feature) and `intercept`: of the uncalibrated logit. `slope`, `shift`: of the
+    calibration."""
 
     weights: tuple[float, ...]
     intercept: float
@@ -37,12 +39,12 @@ class Hazard:
 
     @classmethod
     def base(cls, rate: float, features: int = 0) -> Hazard:
-        """Always `rate`: what one knows before anything is learnt."""
+        """The model that always answers `rate`: used before anything is learnt."""
         rate = min(max(rate, 1e-9), 1 - 1e-9)
         return cls((0.0,) * features, math.log(rate / (1 - rate)))
 
     def logits(self, x: Array) -> Array:
-        """Uncalibrated, one to a row."""
+        """The uncalibrated logits, one per row."""
         raw: Array = np.asarray(x, dtype=np.float64) @ np.asarray(self.weights) + self.intercept
         return raw
 
@@ -54,9 +56,11 @@ class Hazard:
 
 
 def fit(x: Array, y: Array, weights: Array | None = None, groups: npt.NDArray[Any] | None = None) -> Hazard:
-    """From rows of features, and whether a failure followed (1) or not (0). `weights`: how many rows each stands for.
-    `groups`: rows of one group, such as those before one failure, are fitted or calibrated on together, never split;
-    by default each row is one. With failures in fewer than two groups the calibration is left out. Errors: UsageError.
+    """Fits a model to rows of features and outcomes: 1 if a failure followed, else 0.
+
+    `weights`: how many observations each row stands for. `groups`: rows of one group, such as those before one failure,
+    are never split between fit and calibration; by default each row is its own group. With failures in fewer than two
+    groups there is no calibration. Errors: UsageError for shapes that do not match, or invalid values.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     w = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -70,8 +74,8 @@ def fit(x: Array, y: Array, weights: Array | None = None, groups: npt.NDArray[An
 
 
 def platt(logits: Array, y: Array, weights: Array | None = None) -> tuple[float, float]:
-    """(slope, shift) of the calibrated logit slope * logit + shift. The targets are a little off 0 and 1, as if one
-    more of each kind had been seen, so that what is separated without an error does not become certain."""
+    """(slope, shift) of the calibrated logit slope * logit + shift. The targets are slightly inside 0 and 1, as if one
+    more row of each kind had been seen. So perfectly separated data do not give certainty."""
     y = np.asarray(y, dtype=np.float64)
     w = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
     positive, negative = float(w @ y), float(w @ (1 - y))
@@ -82,8 +86,8 @@ def platt(logits: Array, y: Array, weights: Array | None = None) -> tuple[float,
 
 
 def auc(scores: Array, y: Array) -> float:
-    """The probability that a failure's row has the larger score than another's, ties counted half (Mann and Whitney
-    1947). Not a number where there is only one kind."""
+    """The area under the ROC curve: the probability that a failure's row has a larger score than another row, ties
+    counted half (Mann and Whitney 1947). Not a number if there is only one kind of rows."""
     failed = np.asarray(y) > 0
     positive, negative = int(failed.sum()), int((~failed).sum())
     if not positive or not negative:
@@ -99,7 +103,7 @@ def sigmoid(logits: Array) -> Array:
 
 
 def _calibrated(x: Array, y: Array, w: Array, groups: npt.NDArray[Any]) -> tuple[float, float]:
-    """From scores of each part by weights that were fitted to the others."""
+    """The calibration, from scores of each fold by weights that were fitted to the other folds."""
     failing = np.unique(groups[y > 0])
     if len(failing) < 2 or not (y == 0).any():
         return 1.0, 0.0
@@ -121,10 +125,10 @@ def _with_one(x: Array) -> Array:
 
 
 def _newton(design: Array, targets: Array, w: Array, ridge: float) -> Array:
-    """The coefficients of least penalised log loss; the last one, the intercept, is not penalised. Each step is halved
-    until it gains, so that it ends also where the data are separated."""
+    """The coefficients of least penalised log loss. The last one, the intercept, is not penalised. Each step is halved
+    until the loss falls, so that it also ends on separated data."""
     penalty = np.full(design.shape[1], ridge)
-    penalty[-1] = 1e-6  # none, but where there is one kind only
+    penalty[-1] = 1e-6  # almost none, for data of one kind only
     found = np.zeros(design.shape[1])
     loss = _loss(design, targets, w, penalty, found)
     for _ in range(STEPS_MAX):

@@ -1,12 +1,12 @@
-"""A trained predictor as a file, and its answers, in NumPy: what `ckpt predict train` writes and an agent reads.
+"""A trained predictor: its file, and its answers in NumPy. `ckpt predict train` writes the file and an agent reads it.
 
 The file, all numbers little-endian: 8 bytes "ckptpred", u32 version (1), u32 length of the header, the header (JSON, at
 most 64 KiB), the arrays (float32, row-major, without gaps, in the order of `shapes`), SHA-256 of all before it. At most
-4 MiB. Nothing in it is run.
+4 MiB. Nothing in the file is executed.
 
 The network is one bidirectional LSTM over the newest `window` readings (after Tran et al. 2022; Hochreiter and
-Schmidhuber 1997), its two last states through one linear layer to a logit, calibrated as `hazard` does. A reading is
-standardised by what the training nodes had, cut off at Z_MAX; a signal that is missing counts as usual.
+Schmidhuber 1997). One linear layer turns its two last states into a logit, calibrated as in `hazard`. A reading is
+standardised by the training nodes' mean and deviation, and cut off at Z_MAX. A missing signal counts as the mean.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _NUMBERS = ("period_s", "alarm_above", "slope", "shift")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """`signals`: their names, in the order of the columns. `window`: how many readings, `period_s` apart. `hidden`: the
-    size of each direction's state. `arrays`: see `shapes`. `report`: what training found of it, for people."""
+    """A trained predictor. `signals`: their names, in column order. `window`: its number of readings, `period_s` apart.
+    `hidden`: the size of each direction's state. `alarm_above`: the probability that is an alarm. `arrays`: see
+    `shapes`. `report`: its quality as measured by the training, for people."""
 
     signals: tuple[str, ...]
     window: int
@@ -58,14 +59,14 @@ class Trained:
     report: Mapping[str, float]
 
     def rows(self, readings: Sequence[Mapping[str, float]]) -> Floats:
-        """Readings as the network has them."""
+        """Readings as standardised input rows of the network."""
         mean, deviation = self.arrays["mean"], self.arrays["deviation"]
         raw = np.array([[each.get(name, math.nan) for name in self.signals] for each in readings], dtype=np.float64)
         z = (raw.reshape(len(readings), len(self.signals)) - mean) / deviation
         return np.clip(np.nan_to_num(z, nan=0.0, posinf=Z_MAX, neginf=-Z_MAX), -Z_MAX, Z_MAX).astype(np.float32)
 
     def logits(self, windows: Floats) -> npt.NDArray[np.float64]:
-        """Uncalibrated, of windows of shape (n, window, signals)."""
+        """The uncalibrated logits of windows of shape (n, window, signals)."""
         a = self.arrays
         ahead = _last_state(windows, a["input_ahead"], a["state_ahead"], a["bias_ahead"])
         back = _last_state(windows[:, ::-1], a["input_back"], a["state_back"], a["bias_back"])
@@ -80,8 +81,8 @@ class Trained:
 
 
 def shapes(signals: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Of the arrays, in the order of the file. The gates of an LSTM are input, forget, cell, output, one after the
-    other."""
+    """The shapes of the arrays, in the order of the file. The gates of the LSTM follow each other: input, forget, cell,
+    output."""
     found: dict[str, tuple[int, ...]] = {"mean": (signals,), "deviation": (signals,)}
     for way in ("ahead", "back"):
         found |= {
@@ -93,7 +94,7 @@ def shapes(signals: int, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _last_state(windows: Floats, inputs: Floats, states: Floats, bias: Floats) -> Floats:
-    """The LSTM's, after the last reading of each window."""
+    """The LSTM's state after the last reading of each window."""
     count, length, _ = windows.shape
     size = states.shape[1]
     fed = windows @ inputs.T + bias
@@ -108,12 +109,13 @@ def _last_state(windows: Floats, inputs: Floats, states: Floats, bias: Floats) -
 
 
 def _sigmoid(x: Floats) -> Floats:
-    found: Floats = np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))  # never overflows
+    # By tanh, which never overflows.
+    found: Floats = np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))
     return found
 
 
 class PredictorReader:
-    """A trained predictor at work: one reading after the other. See watching.Model."""
+    """A trained predictor in use, fed one reading at a time. Implements watching.Model."""
 
     def __init__(self, trained: Trained) -> None:
         self.alarm_above = trained.alarm_above
@@ -131,7 +133,8 @@ class PredictorReader:
 
 
 def save(trained: Trained, path: str | os.PathLike[str]) -> None:
-    """Errors: UsageError where it could not be read back; OSError. The file appears when it is whole."""
+    """Writes the predictor. The file appears only when it is complete. Errors: UsageError if it could not be read back;
+    OSError."""
     header = {
         "signals": list(trained.signals),
         "window": trained.window,
@@ -160,7 +163,7 @@ def save(trained: Trained, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Trained:
-    """Errors: DamagedData where it is no predictor, or not as it was written; OSError."""
+    """Reads a predictor. Errors: DamagedData if the file is not a predictor, or is damaged; OSError."""
     with open(path, "rb") as file:
         data = file.read(FILE_BYTES_MAX + 1)
     try:
@@ -170,7 +173,7 @@ def load(path: str | os.PathLike[str]) -> Trained:
 
 
 class _BadModel(Exception):
-    """The text says why."""
+    """The data are no valid predictor; the message says why."""
 
 
 def _decoded(data: bytes) -> Trained:
@@ -240,7 +243,7 @@ def _number(found: Any, name: str) -> float:
 
 
 def _expected(trained: Trained) -> dict[str, tuple[int, ...]]:
-    """The shapes that its arrays have. Errors: UsageError."""
+    """The shapes of the predictor's arrays. Errors: UsageError if its arrays have others."""
     found = shapes(len(trained.signals), trained.hidden)
     if {name: each.shape for name, each in trained.arrays.items()} != found:
         raise UsageError("the arrays do not have the shapes of the network")

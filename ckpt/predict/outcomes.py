@@ -1,7 +1,7 @@
-"""What becomes of alarms: which stand, which came true, and which sources are worth listening to. Pure, and kept by the
-one who sees all nodes fail: the coordinator of a job.
+"""The record of alarms and their outcomes: which alarms stand, which came true, and which sources are proven.
 
-An alarm stands for WINDOW_S. What a job's end cuts short is neither true nor false.
+Pure; the coordinator of a job keeps it, since it sees all nodes fail. An alarm stands for WINDOW_S. An alarm that the
+end of a job cuts short is neither true nor false.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ STANDING_SHOWN = 100
 
 
 class Outcomes:
-    """`scores`: by source. Nodes are named by the caller; times are on a clock that does not go back."""
+    """`scores`: by source. The caller names the nodes. Times are on a clock that never goes back."""
 
     def __init__(self) -> None:
         self.scores: dict[str, Score] = {}
         self._standing: dict[tuple[str, str], float] = {}  # by node and source: since when
-        self._watching: dict[str, tuple[frozenset[str], float]] = {}  # by node: what watches, counted until when
+        # By node: the watching sources, and the time up to which their watching is counted.
+        self._watching: dict[str, tuple[frozenset[str], float]] = {}
 
     def inherit(self, scores: Mapping[str, Score]) -> None:
-        """What earlier runs saw."""
+        """Merges the scores of earlier runs."""
         self.scores = merged(self.scores, {name: each for name, each in scores.items() if name in SOURCES})
 
     def watches(self, node: str, sources: Iterable[str], now_s: float) -> None:
-        """From now on these raise an alarm for that node, if they have one to raise."""
+        """From now on these sources watch that node."""
         self._watch(node, now_s)
         self._watching[node] = frozenset(sources) & frozenset(SOURCES), now_s
 
     def alarmed(self, node: str, source: str, now_s: float) -> bool:
-        """Whether it is a new one: of a source that was said to watch, and not standing already."""
+        """Records an alarm. True if it is new: from a source that watches the node, and not standing already."""
         self.passed(now_s)
         known = source in self._watching.get(node, (frozenset(), 0.0))[0]
         if not known or (node, source) in self._standing:
@@ -43,7 +44,7 @@ class Outcomes:
         return True
 
     def failed(self, node: str, now_s: float, needed_s: float) -> None:
-        """That node failed. `needed_s`: what it takes to make the state safe from when an alarm is raised."""
+        """Records that the node failed. `needed_s`: the time from an alarm until the state is replicated."""
         self.passed(now_s)
         self._watch(node, now_s)
         for source in self._watching.get(node, (frozenset[str](), 0.0))[0]:
@@ -54,35 +55,37 @@ class Outcomes:
                 self.scores[source] = score.came(now_s - since_s, now_s - since_s >= needed_s)
 
     def passed(self, now_s: float) -> None:
-        """So late it is: alarms whose window has passed were false."""
+        """Advances the time: alarms whose window has passed were false."""
         for node in self._watching:
             self._watch(node, now_s)
         for (node, source), since_s in list(self._standing.items()):
-            if now_s >= since_s + WINDOW_S:  # as `next_s` has it, to the last bit
+            if now_s >= since_s + WINDOW_S:  # exactly as in `next_s`
                 del self._standing[node, source]
                 self.scores[source] = self.scores.get(source, Score()).came_to_nothing()
 
     def stopped(self, now_s: float) -> None:
-        """Nobody watches any more, and nothing stands."""
+        """Ends all watching and withdraws all alarms."""
         self.passed(now_s)
         self._watching.clear()
         self._standing.clear()
 
-    # -- what follows
+    # -- what follows from the outcomes
 
     def standing(self) -> dict[tuple[str, str], float]:
-        """By node and source: since when."""
+        """The standing alarms, by node and source: since when."""
         return dict(self._standing)
 
     def next_s(self) -> float:
-        """When the first of those that stand passes; inf: none stands."""
+        """When the window of the oldest standing alarm passes; inf if none stands."""
         return min(self._standing.values(), default=math.inf) + WINDOW_S
 
     def proven(self) -> dict[str, Score]:
+        """The scores of the proven sources."""
         return {name: score for name, score in self.scores.items() if score.proven}
 
     def risks(self, nodes: Iterable[str]) -> dict[str, float]:
-        """The probability that each of these nodes fails soon, as proven sources say; {} where none says anything."""
+        """The probability that each of these nodes fails soon, by proven sources; {} if none of them has an alarm for
+        these nodes."""
         proven = self.proven()
         found = {
             node: max(
@@ -96,7 +99,7 @@ class Outcomes:
         return {node: usual if each is None else each for node, each in found.items()}
 
     def table(self, now_s: float) -> dict[str, Any]:
-        """For people and programs: by source, and what stands."""
+        """The sources and the standing alarms, for people and programs."""
         self.passed(now_s)
         return {
             "sources": {name: facts(self.scores.get(name, Score())) for name in self._named()},
@@ -107,7 +110,7 @@ class Outcomes:
         }
 
     def numbers(self) -> dict[str, dict[str, float]]:
-        """To be kept: of those of which anything was seen."""
+        """The numbers to keep, of each source with an outcome."""
         return {name: score.numbers() for name, score in self.scores.items() if score.seen}
 
     def _named(self) -> list[str]:
@@ -115,7 +118,7 @@ class Outcomes:
         return [name for name in SOURCES if name in watching or name in self.scores]
 
     def _watch(self, node: str, now_s: float) -> None:
-        """Counts the time in which that node's sources watched."""
+        """Counts the time during which the node's sources watched."""
         if node not in self._watching:
             return
         sources, until_s = self._watching[node]
@@ -125,7 +128,7 @@ class Outcomes:
 
 
 def facts(score: Score) -> dict[str, Any]:
-    """Of a source, as `ckpt watch` and its JSON have it: the bounds, and the counts that they come from."""
+    """The numbers of a source for `ckpt watch` and its JSON: the bounds, and the counts behind them."""
     return {
         "proven": score.proven,
         "precision": score.precision,

@@ -1,12 +1,13 @@
-"""Recorded signals, as agents write them (CKPT_SIGNALS_LOG), read back: by node, when it read what, and when it failed.
+"""Recorded signals, read back from the logs that agents write (CKPT_SIGNALS_LOG): readings and failures by node.
 
-The lines of one agent (its `node`, `url` and `pid`) are one **run**, in the order of their times, in whatever order
-files are given; what begins where that has not ended is another: in a container that is started again processes are
-numbered anew. A line that is given twice counts once. A run has failed where it says so (`signals.failure`), and at its
-last reading where it never said that it ended (`signals.end`) while a later run of the same node began: then the node
-itself was lost. A run that neither ended nor was followed may still go on: it has not failed. Lines that are no JSON,
-or of something else, are passed over and counted: a file that was rotated or cut off begins in the middle. Of values
-those are left out that have no name, or are no number from -10^12 to 10^12.
+- The lines of one agent (its `node`, `url` and `pid`) are one **run**, in the order of their times, whatever the order
+  of the files. A `signals.begin` before the run has ended starts another run: a restarted container numbers its
+  processes anew. A repeated line counts once.
+- A run has failed at each `signals.failure`. It has also failed at its last reading, if it has no `signals.end` and a
+  later run of the same node began: then the node itself was lost. A run without an end and without a successor may
+  still go on: it has not failed.
+- Lines that are no JSON, or no signals, are skipped and counted: a rotated or truncated file begins in the middle.
+  Values without a name, and values that are no number from -10^12 to 10^12, are left out.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ LINE_BYTES_MAX = 1 << 16
 READINGS_MAX = 2_000_000  # in all files: some 115 days of one node, each 5 s
 SIGNALS_MAX = 64
 
-Said = dict[tuple[float, str], dict[str, float]]  # by when, and the event: the values of a reading
+Said = dict[tuple[float, str], dict[str, float]]  # by time and event: the values of a reading
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """Of one agent. `times_s`: Unix time of each reading, `values`: what it was. `failures_s`: when it failed. `ended`:
-    nothing was read since it said so."""
+    """One agent's run. `times_s`: the Unix time of each reading; `values`: the reading. `failures_s`: when it failed.
+    `ended`: nothing was read since its `signals.end`."""
 
     node: str
     times_s: list[float] = field(default_factory=list)
@@ -42,7 +43,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`runs`: in the order of time. `skipped`: lines that were none."""
+    """All runs, in the order of time. `skipped`: the number of invalid lines."""
 
     runs: Sequence[RecordedRun]
     skipped: int
@@ -56,13 +57,14 @@ class Recorded:
         return sum(len(run.failures_s) for run in self.runs)
 
     def of(self, nodes: Iterable[str]) -> list[RecordedRun]:
+        """The runs of these nodes."""
         wanted = set(nodes)
         return [run for run in self.runs if run.node in wanted]
 
 
 def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
-    """All of these files together; of a file that was renamed as it was full (PATH.1) each is given. Errors:
-    UsageError where there are more readings than READINGS_MAX; OSError."""
+    """Reads these files together. Give a rotated file (PATH.1), too. Errors: UsageError for more than READINGS_MAX
+    readings; OSError."""
     agents: dict[tuple[str, str, int], Said] = {}
     skipped = count = 0
     for path in paths:
@@ -84,7 +86,7 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
-    """One that is right, or None."""
+    """The parsed line, or None if it is invalid."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -105,18 +107,18 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 def _is_number(value: object) -> bool:
-    """Of a size that a reading can have: what sums and squares of it are is a number, too."""
+    """Whether it is a number of at most LARGEST, so that sums and squares of it stay finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def _values(line: Mapping[str, Any]) -> dict[str, float]:
-    """Of a reading; of any other line there are none."""
+    """The values of a reading; empty for any other line."""
     read = line["values"].items() if line["event"] == "signals" else ()
     return {name[:100]: float(value) for name, value in list(read)[:SIGNALS_MAX] if name and _is_number(value)}
 
 
 def _runs(node: str, said: Said) -> list[RecordedRun]:
-    """Of one agent, or of several of one number."""
+    """The runs of one agent, or of several with the same number."""
     found = [RecordedRun(node)]
     for time_s, event in sorted(said, key=itemgetter(0)):
         run = found[-1]
@@ -137,7 +139,7 @@ def _runs(node: str, said: Said) -> list[RecordedRun]:
 
 
 def _add_losses(runs: Sequence[RecordedRun]) -> None:
-    """Who never ended, and came back, was lost."""
+    """Adds a failure to each run that never ended and has a successor on its node."""
     for i, run in enumerate(runs):
         last_s = run.times_s[-1]
         came_back = any(later.node == run.node and later.times_s[0] > last_s for later in runs[i + 1 :])

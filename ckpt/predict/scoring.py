@@ -1,13 +1,13 @@
-"""How far a source of alarms is to be believed: what came of its alarms, as numbers that outlive the job.
+"""The score of a source of alarms: how far it can be trusted, as numbers that outlive the job.
 
-An alarm says: a failure of this node within WINDOW_S. It is **true** where one came, **late** where it came before
-anything could have been made safe, **false** where none came; a failure without an alarm that stood is **missed**.
-Precision is the part of the alarms that came true, late ones too; recall the part of the failures for which there was
-an alarm in time (reference: Aupy, Robert, Vivien, Zaidouni 2014, where only what can be acted on counts).
+An alarm predicts a failure of its node within WINDOW_S. It is **true** if one came in time, **late** if the failure
+came before the state could be replicated, and **false** if none came. A failure without a standing alarm is **missed**.
+Precision is the part of the alarms that came true, late ones included. Recall is the part of the failures with an alarm
+in time (Aupy, Robert, Vivien, Zaidouni 2014: only alarms that can be acted on count).
 
-Both are given by their cautious ends: the value that is exceeded with a probability of 95 % (Clopper and Pearson 1934),
-which is the 5 % quantile of the Beta posterior to the prior Beta(0, 1): it is 0 where nothing came true, however often.
-Old outcomes fade as new ones come.
+Both are given as cautious bounds: the value that is exceeded with a probability of 95 % (Clopper and Pearson 1934).
+That is the 5 % quantile of the Beta posterior to the prior Beta(0, 1); it is 0 if no alarm came true. Old outcomes fade
+as new ones come.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 WINDOW_S = 600.0
-OUTCOMES_MIN = 20  # before so many nothing is believed: the recall is 0
-PRECISION_MIN = 0.05  # an alarm of which 19 of 20 come to nothing is noise, however rare failures are
-CAUTION = 0.05
-PROOF = 0.01  # stricter, since it is looked at after each outcome: chance gets beyond 5 % at last
-DOUBT = 0.5  # a proven source is one until the odds are even: else chance would make it one and none in turns
-MEMORY = 128  # outcomes of one kind or another: the weight of all of an endless row of them
+OUTCOMES_MIN = 20  # with fewer outcomes nothing is proven: the recall is 0
+# If 19 of 20 alarms are false, they are noise, however rare failures are.
+PRECISION_MIN = 0.05
+CAUTION = 0.05  # the quantile of the cautious bounds
+# Stricter than CAUTION: it is checked after each outcome, and chance exceeds 5 % in the end.
+PROOF = 0.01
+# A proven source stays proven until the odds are even. Otherwise chance would make it flip to and fro.
+DOUBT = 0.5
+MEMORY = 128  # the weight of an endless series of outcomes after fading
 LEADS = 16
 LARGEST = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one source. `watched_s`: node-seconds in which it would have raised an alarm. `seen`: outcomes ever, which
-    only grow; the other counts fade. `leads_s`: of the newest true alarms, from the alarm to the failure, oldest first.
-    `was_proven`: at the newest outcome, or since, as time without one went by. Methods return the next value."""
+    """The outcomes of one source, as a value. Methods return the next value.
+
+    `watched_s`: node-seconds during which it could have raised an alarm. `seen`: all outcomes so far; it only grows,
+    while the other counts fade. `leads_s`: of the newest alarms that came true or late, from the alarm to the failure,
+    oldest first. `was_proven`: whether it was proven at the newest outcome, or later by more time without one.
+    """
 
     true: float = 0.0
     late: float = 0.0
@@ -47,22 +53,24 @@ class Score:
     # -- outcomes
 
     def came(self, lead_s: float, in_time: bool) -> Score:
-        """A failure, so long after the alarm."""
+        """A failure came `lead_s` after the alarm."""
         faded = self._faded()
         faded = replace(faded, true=faded.true + 1) if in_time else replace(faded, late=faded.late + 1)
         return replace(faded, leads_s=(*self.leads_s, max(0.0, lead_s))[-LEADS:])._judged()
 
     def came_to_nothing(self) -> Score:
+        """An alarm was false."""
         faded = self._faded()
         return replace(faded, false=faded.false + 1)._judged()
 
     def was_silent(self) -> Score:
-        """A failure, and no alarm that stood."""
+        """A failure came without a standing alarm."""
         faded = self._faded()
         return replace(faded, missed=faded.missed + 1)._judged()
 
     def watched(self, seconds: float) -> Score:
-        """It can be proven by that alone: the rarer failures are, the less comes true by chance."""
+        """The source watched for `seconds`. That alone can prove it: the rarer failures are, the less comes true by
+        chance."""
         return replace(self, watched_s=min(LARGEST, self.watched_s + max(0.0, seconds)))._judged()
 
     def _faded(self) -> Score:
@@ -74,7 +82,7 @@ class Score:
         proven = self.proven
         return self if proven == self.was_proven else replace(self, was_proven=proven)
 
-    # -- what follows
+    # -- what follows from the outcomes
 
     @property
     def alarms(self) -> float:
@@ -86,7 +94,7 @@ class Score:
 
     @property
     def precision(self) -> float:
-        """Its cautious end."""
+        """The cautious bound of the precision."""
         return self._precision(CAUTION)
 
     def _precision(self, p: float) -> float:
@@ -94,46 +102,46 @@ class Score:
 
     @property
     def recall(self) -> float:
-        """Its cautious end; 0 as long as the source is not proven."""
+        """The cautious bound of the recall; 0 while the source is not proven."""
         return self.bound_of_recall if self.proven else 0.0
 
     @property
     def bound_of_recall(self) -> float:
-        """The cautious end of the recall, proven or not."""
+        """The cautious bound of the recall, whether or not the source is proven."""
         return beta_quantile(self.true, self.late + self.missed + 1, CAUTION)
 
     @property
     def chance(self) -> float:
-        """The precision of an alarm that knows nothing: a failure comes within the window by chance."""
+        """The precision of an alarm at random: the probability that a failure comes within the window by chance."""
         if self.watched_s <= 0:
             return 1.0
         return -math.expm1(-WINDOW_S * self.failures / self.watched_s)
 
     @property
     def proven(self) -> bool:
-        """Whether it may change anything: enough is seen of it, and it is better than chance with a probability of
-        99 %; and from then on for as long as it is more likely better than not. A source that always cries finds every
-        failure, and proves nothing."""
+        """Whether the source may change decisions. It needs OUTCOMES_MIN outcomes, and must be better than chance with
+        a probability of 99 %. From then on it stays proven while it is more likely better than not. A source that
+        always raises an alarm finds every failure and proves nothing."""
         if self.seen < OUTCOMES_MIN or self.true <= 0:
             return False
         return self._precision(DOUBT if self.was_proven else PROOF) > max(self.chance, PRECISION_MIN)
 
     @property
     def lead_s(self) -> float | None:
-        """Usually so long from an alarm to the failure; None where none came true."""
+        """The median seconds from an alarm to its failure; None if no alarm was followed by one."""
         return statistics.median(self.leads_s) if self.leads_s else None
 
     # -- as numbers
 
     def numbers(self) -> dict[str, float]:
-        """To be kept. Times in seconds; each from 0 to 10^12."""
+        """The numbers to keep. Times in seconds; each number from 0 to 10^12."""
         names = ("true", "late", "false", "missed", "watched_s", "seen", "was_proven")
         found = {name: float(getattr(self, name)) for name in names}
         return found | {f"lead.{i}": min(each, LARGEST) for i, each in enumerate(self.leads_s)}
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> Score | None:
-        """What `numbers` gave; None: it is something else."""
+        """The score from `numbers`; None for invalid numbers."""
         rest = dict(numbers)
         leads = [rest.pop(f"lead.{i}") for i in range(LEADS) if f"lead.{i}" in rest]
         counts = {name: rest.pop(name, math.nan) for name in ("true", "late", "false", "missed")}
@@ -148,7 +156,7 @@ class Score:
 
 
 def merged(one: Mapping[str, Score], other: Mapping[str, Score]) -> dict[str, Score]:
-    """Of each source that of which more was seen, so that nothing is counted twice."""
+    """For each source the score with more outcomes, so that nothing is counted twice."""
     found = dict(one)
     for name, score in other.items():
         mine = found.get(name)
@@ -157,9 +165,9 @@ def merged(one: Mapping[str, Score], other: Mapping[str, Score]) -> dict[str, Sc
     return found
 
 
-@functools.lru_cache(256)  # it takes half a millisecond, and is asked of the same outcomes again and again
+@functools.lru_cache(256)  # half a millisecond, asked for the same outcomes repeatedly
 def beta_quantile(a: float, b: float, p: float) -> float:
-    """x with I_x(a, b) = p, 0 < p < 1, b > 0; 0 where a is 0. To about 1e-12, by bisection."""
+    """x with I_x(a, b) = p, 0 < p < 1, b > 0; 0 if a is 0. To about 1e-12, by bisection."""
     if a <= 0:
         return 0.0
     low, high = 0.0, 1.0
@@ -170,8 +178,8 @@ def beta_quantile(a: float, b: float, p: float) -> float:
 
 
 def beta_cdf(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22), summed up as Lentz
-    1976 does."""
+    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22), evaluated by Lentz
+    1976."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

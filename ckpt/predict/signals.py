@@ -1,8 +1,8 @@
-"""The signals of one node: what its kernel and its accelerators say of their trouble, as numbers that grow with it.
+"""The signals of one node: what its kernel and its accelerators report of trouble, as numbers that grow with it.
 
-Names are FAMILY.WHAT. A gauge is as it stands, a rate is per second since the reading before, so that the first one
-gives gauges only. What is absent on a machine, or cannot be read at the moment, is not in the answer: it is no signal.
-Nothing here raises for what a file holds.
+Names are FAMILY.WHAT. A gauge is the current value. A rate is per second since the previous reading, so the first
+reading has only gauges. A signal that is absent, or cannot be read now, is left out. No content of a file makes this
+raise.
 
 | signal | from | unit |
 |---|---|---|
@@ -26,20 +26,21 @@ from pathlib import Path
 from ckpt.cgroups import groups, text
 from ckpt.predict.gpus import Gpus
 
-DEVICES_MAX = 32  # disks, interfaces, memory controllers: of more the first by name
-VIRTUAL = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")  # they have their requests from a disk that is counted
+DEVICES_MAX = 32  # disks, interfaces, memory controllers: the first ones by name
+# Their requests reach a disk that is counted.
+VIRTUAL = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where the kernel's files lie."""
+    """The folders of the kernel's files."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
 
 
 class Sampler:
-    """Reads them. One thread at a time. What is there is found out once: a disk that comes later is not seen."""
+    """Reads the signals. One thread at a time. It looks for devices once: a disk that is added later is not read."""
 
     def __init__(self, roots: Roots | None = None, gpus: Gpus | None = None) -> None:
         roots = Roots() if roots is None else roots
@@ -64,7 +65,7 @@ class Sampler:
         self._before_s: float | None = None
 
     def read(self, now_s: float, step_ratio: float | None = None) -> dict[str, float]:
-        """Those that there are now. `now_s`: on a clock that does not go back."""
+        """The signals that can be read now. `now_s`: on a clock that never goes back."""
         found: dict[str, float] = {}
         counters: dict[str, float] = {}
         self._memory(found)
@@ -85,7 +86,8 @@ class Sampler:
         if passed_s > 0:
             for name, count in counters.items():
                 if name in self._before:
-                    found[name] = max(0.0, count - self._before[name]) / passed_s  # less: it began anew
+                    # A counter that went down was reset.
+                    found[name] = max(0.0, count - self._before[name]) / passed_s
             self._waits(found, requests)
         self._before, self._before_s = {**counters, **requests}, now_s
         return found
@@ -96,7 +98,8 @@ class Sampler:
             found["memory.used"] = 1 - info["MemAvailable:"] / info["MemTotal:"]
         for group in self._groups:
             with contextlib.suppress(OSError, ValueError, ArithmeticError):
-                part = group.used_bytes() / group.limit_bytes()  # next to 0 where version 1 has no limit
+                # Almost 0 if a control group of version 1 has no limit.
+                part = group.used_bytes() / group.limit_bytes()
                 found["memory.used"] = max(found.get("memory.used", 0.0), part)
 
     def _stalls(self, counters: dict[str, float]) -> None:
@@ -104,11 +107,12 @@ class Sampler:
             with contextlib.suppress(OSError, ValueError, IndexError, ArithmeticError):
                 for line in text(path).splitlines():
                     kind, total = line.split()[0], line.rpartition("total=")[2]
-                    if kind == "some" or (kind == "full" and name != "cpu"):  # a whole machine never waits for its cpu
+                    # A whole machine never waits for its cpu.
+                    if kind == "some" or (kind == "full" and name != "cpu"):
                         counters[f"{name}.{kind}"] = int(total) / 1e6
 
     def _requests(self) -> dict[str, float]:
-        """By disk: how many ended so far, and how long they took together."""
+        """By disk: how many requests ended so far, and how long they took together."""
         found: dict[str, float] = {}
         for path in self._disks:
             with contextlib.suppress(OSError, ValueError, IndexError, ArithmeticError):
@@ -140,7 +144,7 @@ def _some(folder: Path, pattern: str) -> list[Path]:
 
 
 def _count(counters: dict[str, float], name: str, paths: list[Path], number: Callable[[str], int]) -> None:
-    """The sum over these files, where one of them can be read."""
+    """Adds the sum over those of the files that can be read."""
     for path in paths:
         with contextlib.suppress(OSError, ValueError, ArithmeticError):
             counters[name] = counters.get(name, 0.0) + number(text(path))

@@ -1,9 +1,9 @@
-"""Is one node slower than its peers? Its step time over the median of theirs, from which steps they are in.
+"""The step ratio: a node's step time over the median of its peers, to find a slow node.
 
-Where all wait for each other at each step (a collective, as in nearly every job) each takes as long as the slowest, so
-the ratio is 1 and proves nothing: who is slow is seen by nobody, since a node that computes and one that waits for it
-enter their steps together. Then nothing is said at all, instead of noise around 1: only nodes that drift apart count
-(local steps with rare synchronisation, parameter servers).
+If all nodes wait for each other at each step (a collective, as in nearly every job), each takes as long as the slowest.
+The ratio is then 1 and hides the slow node, since a computing node and a waiting one enter their steps together. In
+that case there is no ratio at all, instead of noise around 1. Only nodes that drift apart count (local steps with rare
+synchronisation, parameter servers).
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import math
 import statistics
 from collections.abc import Mapping
 
-PEERS_MIN = 2  # of fewer the median says nothing
-STALE_S = 2.0  # what is known of other nodes' steps is older by up to this
-APART_STEPS = 2  # nodes that keep step are so far apart at most, beside that
+PEERS_MIN = 2  # with fewer peers the median says nothing
+STALE_S = 2.0  # the greatest age of other nodes' steps
+# How far nodes that keep step are apart at most, beside staleness.
+APART_STEPS = 2
 
 
 class StepRatios:
-    """Of one job's nodes."""
+    """The step ratios of one job's nodes."""
 
     def __init__(self) -> None:
-        self._since: dict[str, tuple[float, int]] = {}  # by node: when it was first seen in that step
+        self._since: dict[str, tuple[float, int]] = {}  # by node: when its current step was first seen
 
     def observed(self, now_s: float, steps: Mapping[str, int]) -> dict[str, float]:
-        """By node, where it has come further since the look before, as enough others have. `steps`: that each is in,
-        its hindmost rank's."""
+        """The ratio of each node that advanced since the previous call, if enough others did. `steps`: by node, the
+        current step of its slowest rank."""
         taken_s: dict[str, float] = {}
         for node, step in steps.items():
             since_s, since = self._since.get(node, (now_s, step))

@@ -1,10 +1,9 @@
-"""Training a predictor on recorded signals: a small bidirectional LSTM, on the processor, from a seed.
+"""The training of a predictor on recorded signals: a small bidirectional LSTM, on the CPU, from a seed.
 
-Nodes are held out, never readings: those of one node resemble each other, and a network that knows the node again has
-learnt nothing. What it reports is of the nodes that it has not seen, once by reading (the area under the ROC curve) and
-once by alarm, with the outcomes that an agent would count.
-
-The only module here that needs torch, which it imports when it is called.
+Whole nodes are held out, never single readings: the readings of a node resemble each other, and a network that
+recognises the node has learnt nothing. The report is about the held-out nodes: once by reading (the area under the ROC
+curve), and once by alarm, with the outcomes that an agent would count. This is the only module here that needs torch.
+It imports torch when it is called.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ PATIENCE = 6  # epochs without a gain
 BATCH = 256
 RATE = 3e-3
 FAILURES_MIN = 8
-NODES_MIN = 4  # with failures: two to learn from, two that are held out
+NODES_MIN = 4  # with failures: two to learn from, two held out
 HELD_OUT = 0.3
-WINDOWS_MAX = 20_000  # to learn from; of quiet ones a part is taken
-NEEDED_S = 30.0  # an alarm less than that ahead of a failure comes too late
-SEEN_MIN = 0.05  # of the readings: a signal that is rarer is left out
-GAP_S = 60.0  # a longer silence parts two windows
+WINDOWS_MAX = 20_000  # to learn from; quiet windows are sampled
+NEEDED_S = 30.0  # an alarm with a shorter lead comes too late
+SEEN_MIN = 0.05  # part of the readings: a rarer signal is left out
+GAP_S = 60.0  # a longer silence separates two windows
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Of one run: the readings with which a window ends that has no silence and no failure in it. `at`: their numbers;
-    `at_s`: when; `y`: whether a failure followed within WINDOW_S."""
+    """The readings of one run that end a window without a silence or failure in it. `at`: their indices; `at_s`: their
+    times; `y`: whether a failure followed within WINDOW_S."""
 
     run: RecordedRun
     at: npt.NDArray[np.int64]
@@ -55,7 +54,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class PredictorScore:
-    """What a predictor is worth on some nodes. `score`: of its alarms."""
+    """A predictor's quality on some nodes. `score`: of its alarms."""
 
     auc: float
     score: Score
@@ -63,7 +62,7 @@ class PredictorScore:
     nodes: int
 
     def report(self) -> dict[str, float]:
-        """As numbers; what is not known is left out."""
+        """The quality as numbers; unknown ones are left out."""
         named = {
             "auc": self.auc,
             "precision": self.score.precision,
@@ -83,9 +82,11 @@ class PredictorScore:
 def train(
     recorded: Recorded, seed: int = 0, limit_s: float = 300.0, progress: Progress | None = None
 ) -> tuple[Trained, PredictorScore]:
-    """The predictor, and what it is worth on the nodes that were held out. Ends after about `limit_s` seconds at the
-    latest, with what it has by then; with time enough the same seed gives the same. Errors: UsageError where there is
-    too little to learn from, or torch is missing."""
+    """Trains a predictor. Returns it, and its quality on the held-out nodes.
+
+    It ends after about `limit_s` seconds at the latest, with the best network so far. With enough time the same seed
+    gives the same result. Errors: UsageError if there is too little to learn from, or torch is missing.
+    """
     torch = _torch()
     learn, held = _split(recorded, seed)
     base = _untrained(recorded.of(learn))
@@ -106,7 +107,7 @@ def train(
 
 
 def check(trained: Trained, runs: Sequence[RecordedRun], needed_s: float = NEEDED_S) -> PredictorScore:
-    """What a predictor is worth on these runs. `needed_s`: an alarm less than that ahead of a failure is late."""
+    """A predictor's quality on these runs. `needed_s`: an alarm with a shorter lead is late."""
     ends = [_ends(run, trained.window) for run in runs]
     p = [_probabilities(trained, each) for each in ends]
     failures = sum(len(run.failures_s) for run in runs)
@@ -116,11 +117,11 @@ def check(trained: Trained, runs: Sequence[RecordedRun], needed_s: float = NEEDE
     )
 
 
-# -- what it learns from
+# -- the training data
 
 
 def _split(recorded: Recorded, seed: int) -> tuple[list[str], list[str]]:
-    """Nodes to learn from, and nodes that are held out: of those with failures and of the others alike. Errors:
+    """The nodes to learn from and the held-out nodes, drawn separately among nodes with and without failures. Errors:
     UsageError."""
     failing = sorted({run.node for run in recorded.runs if run.failures_s})
     if recorded.failures < FAILURES_MIN or len(failing) < NODES_MIN:
@@ -144,7 +145,8 @@ def _too_few(recorded: Recorded) -> str:
 
 
 def _untrained(runs: Sequence[RecordedRun]) -> Trained:
-    """The signals that are there often enough, and what is usual of them where no failure is near."""
+    """A predictor without weights: the frequent signals, and their mean and deviation while no failure is near. Errors:
+    UsageError."""
     quiet = [
         values
         for run in runs
@@ -173,7 +175,7 @@ def _period_s(runs: Sequence[RecordedRun]) -> float:
 
 def _ends(run: RecordedRun, window: int) -> Ends:
     times_s, left_s = np.array(run.times_s), _left_s(run)
-    # A window begins anew after a silence, and where a failure lies between two readings.
+    # A window starts anew after a silence, and after a failure between two readings.
     gaps_s = np.diff(times_s)
     parts = np.concatenate([[True], (gaps_s > GAP_S) | (left_s[:-1] < gaps_s)])
     numbers = np.arange(len(times_s))
@@ -183,14 +185,14 @@ def _ends(run: RecordedRun, window: int) -> Ends:
 
 
 def _left_s(run: RecordedRun) -> Array:
-    """Of each reading: how long until the next failure of that run."""
+    """Per reading: the seconds until the run's next failure."""
     times_s, failures_s = np.array(run.times_s), np.array([*run.failures_s, math.inf])
     found: Array = failures_s[np.searchsorted(failures_s, times_s, side="left")] - times_s
     return found
 
 
 def _windows(trained: Trained, ends: Ends, which: npt.NDArray[np.int64]) -> Floats:
-    """Those that end with these of its readings: (n, window, signals)."""
+    """The windows that end with these readings: (n, window, signals)."""
     rows = trained.rows(ends.run.values)
     if len(rows) < trained.window:
         return np.zeros((0, trained.window, len(trained.signals)), np.float32)
@@ -200,8 +202,7 @@ def _windows(trained: Trained, ends: Ends, which: npt.NDArray[np.int64]) -> Floa
 
 
 def _chosen(trained: Trained, ends: Sequence[Ends], rng: np.random.Generator) -> tuple[Floats, Array]:
-    """Windows and outcomes: all that precede a failure, if they are not too many, and as many of the others as there is
-    room for."""
+    """Windows and outcomes: up to WINDOWS_MAX / 2 that precede a failure, and others up to WINDOWS_MAX."""
     y = np.concatenate([each.y for each in ends])
     kept = np.zeros(len(y), dtype=bool)
     positive, negative = np.flatnonzero(y > 0), np.flatnonzero(y == 0)
@@ -229,7 +230,7 @@ def _probabilities(trained: Trained, ends: Ends) -> Array:
 
 
 def _scored(p: Sequence[Array], ends: Sequence[Ends], above: float, needed_s: float) -> Score:
-    """As a coordinator counts: an alarm stands for WINDOW_S, or until the failure."""
+    """The score of the alarms, as a coordinator counts it: an alarm stands for WINDOW_S, or until the failure."""
     score = Score()
     for probabilities, each in zip(p, ends, strict=True):
         run, standing = each.run, None
@@ -251,7 +252,7 @@ def _scored(p: Sequence[Array], ends: Sequence[Ends], above: float, needed_s: fl
 
 
 def _threshold(trained: Trained, ends: Sequence[Ends]) -> float:
-    """Of the probabilities that are given, the one with the best F1 of its alarms, on nodes that were learnt from."""
+    """The threshold whose alarms have the best F1, among the given probabilities, on nodes that were learnt from."""
     p = [_probabilities(trained, each) for each in ends]
     best, most = 0.5, -1.0
     for above in np.unique(np.quantile(np.concatenate(p), np.linspace(0.5, 1.0, 41))):
@@ -295,7 +296,8 @@ def _fit(
     limit_s: float,
     progress: Progress | None,
 ) -> Any:
-    """Adam on the log loss, both kinds weighed alike, until the other nodes' loss gains no more."""
+    """Trains by Adam on the log loss, with both kinds weighted equally, until the loss of the stopping nodes no longer
+    falls."""
     until_s = time.monotonic() + limit_s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -331,7 +333,7 @@ def _fit(
 
 
 def _arrays(net: Any) -> Mapping[str, Floats]:
-    """As the file has them; torch's LSTM has two biases, of which only the sum matters."""
+    """The arrays of the file. torch's LSTM has two biases, of which only the sum matters."""
     state = {name: each.detach().numpy().astype(np.float32) for name, each in net.state_dict().items()}
     found: dict[str, Floats] = {"out": state["out.weight"][0], "out_bias": state["out.bias"]}
     for way, suffix in (("ahead", ""), ("back", "_reverse")):

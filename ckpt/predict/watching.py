@@ -1,8 +1,8 @@
-"""What one node makes of its signals: which sources raise an alarm, and when. Pure: every reading and time is told.
+"""The watch over one node's signals: which source raises an alarm, and when.
 
-A source is a family of signals, of which one has left what is usual (`cusum`); `hazard`, a regression on all of them
-that is fitted anew after each failure of this node; and `model`, one that was trained on recorded signals. Whether any
-of them is to be believed is not decided here, see `outcomes`.
+A source is a family of signals of which one deviates (`cusum`), or `hazard`, a regression on all families that is
+refitted after each failure of this node, or `model`, a predictor trained on recorded signals. `outcomes` decides
+whether a source is trusted. Pure: the caller gives each reading and time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ FAMILIES = ("memory", "io", "cpu", "ecc", "disk", "net", "step", "gpu")
 HAZARD, MODEL = "hazard", "model"
 SOURCES = (*FAMILIES, HAZARD, MODEL)
 
-K, H = 1.0, 16.0  # half an hour of 5 s at two deviations more is an alarm within 16 readings; false ones are rare
-H_GRAVE = 5.0  # where a single event is one
+# At two deviations above the mean an alarm comes within 16 readings; false alarms are rare.
+K, H = 1.0, 16.0
+H_GRAVE = 5.0  # for signals where a single event is an alarm
 GRAVE = ("gpu.xid", "gpu.ecc_uncorrected", "gpu.retired", "ecc.uncorrected")
-LEAST = {  # a deviation at least, where the first part of the name fits: what moves by less is at rest
+# The least deviation, by the full name or the first part of it: smaller movements count as rest.
+LEAST = {
     "memory.used": 0.005,
     "memory": 0.01,
     "io": 0.01,
@@ -44,18 +46,18 @@ LEAST = {  # a deviation at least, where the first part of the name fits: what m
 }
 
 HAZARD_ALARM = 0.3  # the probability that is an alarm
-FAILURES_MIN = 3  # before so many the hazard is the base rate
-BASE_S = 86_400.0  # one failure in so long, before any was seen
-POSITIVES_EVERY = 6  # of the readings before a failure one in so many is kept,
-NEGATIVES_EVERY = 60  # of those after which none came one in so many,
-NEGATIVES_MAX = 512  # and of these, of all times, so many
+FAILURES_MIN = 3  # with fewer failures the hazard is the base rate
+BASE_S = 86_400.0  # one failure in that time, before any was seen
+POSITIVES_EVERY = 6  # keep every sixth reading before a failure
+NEGATIVES_EVERY = 60  # keep every sixtieth reading without a failure after it,
+NEGATIVES_MAX = 512  # ... and a random sample of that many of them
 FAILURES_MAX = 32
 SIGNALS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """`probability`: of a failure within the window, where the source says one."""
+    """An alarm. `probability`: of a failure within the window, if the source gives one."""
 
     source: str
     at_s: float
@@ -63,20 +65,20 @@ class Alarm:
 
 
 class Model(Protocol):
-    """A trained one. `alarm_above`: the probability that is an alarm."""
+    """A trained predictor. `alarm_above`: the probability that is an alarm."""
 
     alarm_above: float
 
     def observed(self, values: dict[str, float]) -> float | None:
-        """The probability after one reading more; None: not enough was read."""
+        """The probability after one more reading; None while there are too few readings."""
         ...
 
 
 class SignalWatch:
-    """One node's. Times on a clock that does not go back. One thread at a time."""
+    """The watch over one node. Times are on a clock that never goes back. One thread at a time."""
 
     def __init__(self, model: Model | None = None, seed: int = 0) -> None:
-        self.probabilities: dict[str, float] = {}  # as said last
+        self.probabilities: dict[str, float] = {}  # of the newest reading
         self._model = model
         self._signals: dict[str, Cusum] = {}
         self._raised: dict[str, float] = {}
@@ -84,13 +86,13 @@ class SignalWatch:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Those that may raise an alarm here, in the order of SOURCES."""
+        """The sources that may raise an alarm here, in the order of SOURCES."""
         families = {_family(name) for name in self._signals}
         more = {HAZARD} if self._signals else set()
         return tuple(each for each in SOURCES if each in families | more or (each == MODEL and self._model is not None))
 
     def observed(self, now_s: float, values: dict[str, float]) -> list[Alarm]:
-        """The alarms that are raised by this reading. One that stands is raised again once its window has passed."""
+        """The alarms that this reading raises. A standing alarm is raised again once its window has passed."""
         for name, value in list(values.items())[:SIGNALS_MAX]:
             known = self._signals.get(name)
             if known is None:
@@ -117,31 +119,34 @@ class SignalWatch:
         return found
 
     def failed(self, now_s: float) -> None:
-        """This node failed: what was read before it is learnt from, what stood is settled by it, and begins anew."""
+        """Records that this node failed: the readings before it are learnt from, and all detectors start anew."""
         self._learner.failed(now_s)
         self._raised.clear()
         self._signals = {name: replace(each, sum=0.0, alarm=False, lasted=0) for name, each in self._signals.items()}
 
     def _features(self, values: dict[str, float]) -> Array:
-        """How far each family has left the usual, 0 to 2 where 1 is the alarm; and how full memory is."""
+        """How far each family deviates, 0 to 2 with 1 as the alarm; and how full memory is."""
         found = dict.fromkeys(FAMILIES, 0.0)
         for name, each in self._signals.items():
             found[_family(name)] = max(found[_family(name)], each.sum / each.h)
         used = values.get("memory.used", 0.0)
-        return np.array([*found.values(), min(1.0, max(0.0, used)) ** 8])  # only what is nearly full is near its end
+        # A high power: only memory that is nearly full is a risk.
+        return np.array([*found.values(), min(1.0, max(0.0, used)) ** 8])
 
 
 class _Learner:
-    """The hazard: what it was fitted to, and what it says now."""
+    """The hazard model of one node: its training data, and its current fit."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._hazard = Hazard.base(WINDOW_S / BASE_S, len(FAMILIES) + 1)
-        self._recent: collections.deque[tuple[float, int, Array]] = collections.deque()  # of the window now
+        # The readings of the current window.
+        self._recent: collections.deque[tuple[float, int, Array]] = collections.deque()
         self._positives: collections.deque[list[Array]] = collections.deque(maxlen=FAILURES_MAX)
         self._negatives: list[Array] = []
         self._count = 0  # of readings
-        self._quiet = 0  # of those kept, or that might have been kept, after which none failed
+        # Sampled readings so far that no failure followed, kept or not.
+        self._quiet = 0
 
     def observed(self, now_s: float, features: Array) -> float:
         self._count += 1
@@ -160,7 +165,7 @@ class _Learner:
             self._fit()
 
     def _keep(self, features: Array) -> None:
-        """Each of all there ever were with the same probability (Vitter 1985, algorithm R)."""
+        """Keeps a uniform random sample of all readings given (Vitter 1985, algorithm R)."""
         self._quiet += 1
         if len(self._negatives) < NEGATIVES_MAX:
             self._negatives.append(features)
@@ -168,7 +173,7 @@ class _Learner:
             self._negatives[at] = features
 
     def _fit(self) -> None:
-        """Readings of one window say nearly the same: all of them together count as one."""
+        """Refits the model. The readings of one window say nearly the same: together they count as one."""
         each = PERIOD_S / WINDOW_S
         if len(self._positives) < FAILURES_MIN or not self._negatives:
             return
