@@ -1,4 +1,5 @@
-"""ckpt agent: a memory-only node, in the foreground. A job's own agents start by themselves and are no command."""
+"""The command `ckpt agent`: a memory-only node in the foreground. A job's own agents start automatically, without a
+command."""
 
 from __future__ import annotations
 
@@ -58,13 +59,13 @@ def agent(
             out.as_json({"url": shown(url), "listen": addresses, "memory_bytes": terms.memory_bytes})
         else:
             out.say(f"lending up to {out.size(terms.memory_bytes)} to {shown(url)} at {', '.join(addresses)}")
-        sys.stdout.flush()  # nothing else is said for as long as it lends
+        sys.stdout.flush()  # the command prints nothing more
 
     lend(url, settings, terms, listening)
 
 
 def _secret(named: str | None, usual: Path | None) -> bytes:
-    """`named`: by the command line, `usual`: by the environment. Errors: UsageError."""
+    """The run's secret. `named`: the file from the command line; `usual`: from the environment. Errors: UsageError."""
     from ckpt.ipc.secret import read_file, read_stream
 
     if named == "-":

@@ -1,4 +1,4 @@
-"""ckpt verify, ckpt diff: is it whole, and what has changed."""
+"""The commands `ckpt verify` and `ckpt diff`: whether checkpoints are whole, and what differs between two."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _unrecorded(each: Unrecorded) -> str:
 
 
 def _wrong_claims(view: RunView) -> list[tuple[str, str]]:
-    """The keys of claims that are damaged or missing, and what is wrong with each."""
+    """The keys of damaged and missing claims, each with what is wrong."""
     from ckpt.store import keys
 
     newest = view.newest_epoch
@@ -104,7 +104,8 @@ def _say(results: list[Verified]) -> None:
     names = Counter(result.ref.identity.tick.label for result in results)
     for result in results:
         step = result.ref.identity.tick.label
-        if names[step] > 1:  # one of them is on a branch
+        # One of the checkpoints with this step is on a branch.
+        if names[step] > 1:
             step += f" of start {result.ref.identity.epoch}"
         if result.is_good:
             frames = counted(result.frames, "frame")
@@ -149,7 +150,8 @@ def diff(
     else:
         places = (f" of {shown(url)}", f" of {shown(other)}") if other else ("", "")
         names = [f"{each.label}{place}" for each, place in zip((one, two), places, strict=True)]
-        if names[0] == names[1] and one.identity != two.identity:  # one of them is on a branch
+        # One of them is on a branch.
+        if names[0] == names[1] and one.identity != two.identity:
             names = [each.identity for each in (one, two)]
         _say_diff(found, *names)
     if not found.is_equal:
@@ -187,6 +189,7 @@ def _say_diff(found: Diff, *steps: str) -> None:
 def _change(value: ChangedValue, *steps: str) -> str:
     if value.before is None or value.after is None:
         return f"{value.before or value.after}, only in step {steps[value.before is None]}"
-    if value.before == value.after:  # what differs is behind the end of these short texts
+    # The difference lies beyond the end of these shortened texts.
+    if value.before == value.after:
         return f"differs ({value.before})"
     return f"{value.before} -> {value.after}"

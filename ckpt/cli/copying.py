@@ -1,4 +1,4 @@
-"""ckpt cp: a run, or some of its checkpoints, at another URL."""
+"""The command `ckpt cp`: copies a run, or some of its checkpoints, to another URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ckpt doctor: the environment, the credentials, what the store really does, and how fast this machine is."""
+"""The command `ckpt doctor`: checks the environment, the credentials, a store's behaviour and this machine's speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt.storage.probe import Probe
 
 PACKAGES = ("multilevel-ckpt", "torch", "numpy", "obstore", "fsspec", "zstandard", "xxhash", "msgpack")
-# Only whether these are set is shown, never their values.
+# The command shows only whether these are set, never their values.
 CREDENTIALS = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
     "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -32,7 +32,7 @@ CREDENTIALS = (
 )  # fmt: skip
 CEILING_BYTES = 64 << 20
 SKEW_MAX_S = 60.0
-# What ckpt relies on, by the probe's names; where a store has neither put-if-absent nor ranged gets ckpt copes.
+# The properties that ckpt needs, by the probe's names. ckpt works without put-if-absent and without ranged gets.
 NEEDED = {
     "read_after_write": "what was put is not read back",
     "read_after_overwrite": "what was put anew is read as it was before",
@@ -120,7 +120,8 @@ def _memory_available() -> int:
 
 
 def _huge_pages() -> str:
-    """What the kernel grants to arenas, which ask for them; root changes it by writing `advise` to SHMEM_HUGE."""
+    """The kernel's setting of huge pages for arenas, which ask for them. Root changes it by writing `advise` to
+    SHMEM_HUGE."""
     try:
         text = SHMEM_HUGE.read_text()
     except OSError:
@@ -140,7 +141,7 @@ def credentials() -> dict[str, str]:
 
 
 def machine_ceilings() -> dict[str, str]:
-    """What copying and hashing reach here, in one thread: no save or restore can be faster."""
+    """The speed of copying and hashing here, in one thread: no save or restore can be faster."""
     import numpy as np
     import xxhash
 
@@ -162,9 +163,10 @@ def _rate(work: Callable[[], object], count: int = 5) -> str:
 
 
 def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
-    """What the store does, and what is wrong with it. An error of the store is a finding, not a failure.
+    """The store's behaviour, and its problems. An error of the store is a problem in the result, not an exception.
 
-    Errors: UsageError where the URL is none."""
+    Errors: UsageError for an invalid URL.
+    """
     import secrets
     from dataclasses import asdict
 
@@ -194,13 +196,13 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
         return {"error": str(error)}, [str(error)]
     finally:
         for folder in new:
-            with suppress(OSError):  # it was never made, or somebody uses it by now
+            with suppress(OSError):  # never made, or in use by now
                 folder.rmdir()
     return facts, store_problems(found)
 
 
 def only_read(store: Backend, refused: AccessDenied) -> tuple[dict[str, Any], list[str]]:
-    """As `try_store`, of one that took no object. Errors: what was refused, where it cannot be listed either."""
+    """The result of `try_store` for a store that refuses writes. Errors: `refused` if listing fails, too."""
     from dataclasses import fields
 
     from ckpt.storage.probe import Probe
@@ -216,7 +218,7 @@ def only_read(store: Backend, refused: AccessDenied) -> tuple[dict[str, Any], li
 
 
 def _new_folders(url: str) -> list[Path]:
-    """Those that trying a store in a folder makes, innermost first. Errors: UsageError."""
+    """The folders that trying a store in a folder would make, innermost first. Errors: UsageError."""
     from ckpt.storage import canonical
 
     path = Path(canonical(url))

@@ -1,4 +1,4 @@
-"""Exit codes: the one table. `docs/commands.md` shows it, and a test holds the two together."""
+"""The exit codes, in one table. `docs/commands.md` shows it, and a test compares the two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Exit(enum.IntEnum):
     AGENT = 6
     FAILED = 7
     UNFORESEEN = 8
-    # As of a process that the signal has ended: 128 and its number.
+    # As for a process that a signal has ended: 128 plus its number.
     HUNG_UP = 129
     INTERRUPTED = 130
     UNREAD = 141
@@ -44,7 +44,7 @@ MEANING: dict[Exit, str] = {
     Exit.TERMINATED: "ended by SIGTERM",
 }
 
-# The first class that fits counts.
+# The first matching class counts.
 _OF_ERROR: tuple[tuple[type[errors.CkptError], Exit], ...] = (
     (errors.UsageError, Exit.USAGE),
     (errors.NoCheckpoint, Exit.NO_CHECKPOINT),
@@ -59,6 +59,7 @@ _OF_ERROR: tuple[tuple[type[errors.CkptError], Exit], ...] = (
 
 
 def exit_of(error: errors.CkptError) -> Exit:
+    """The exit code of an error."""
     return next(code for kind, code in _OF_ERROR if isinstance(error, kind))
 
 
@@ -67,8 +68,10 @@ _OF_SIGNAL = {signal.SIGHUP: Exit.HUNG_UP, signal.SIGTERM: Exit.TERMINATED}
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block by SystemExit, as Ctrl-C does by KeyboardInterrupt, so that what it started and
-    wrote is cleared away; a further one does not end that. What was ignored before (by nohup) stays so."""
+    """Within the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that cleanup runs.
+
+    Further signals do not interrupt the cleanup. A signal that was ignored before (by nohup) stays ignored.
+    """
 
     def end(number: int, _: FrameType | None) -> None:
         for each in former:

@@ -1,4 +1,4 @@
-"""ckpt ls, ckpt show: what is there."""
+"""The commands `ckpt ls` and `ckpt show`: list a run's checkpoints, and describe one."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def show(
     del body["sub"]
     for name, value in {**body, "step": chosen.label}.items():
         if isinstance(value, dict):
-            # What is no word or number is for programs, which have --json.
+            # Nested values are only for programs, which use --json.
             short = {k: each for k, each in value.items() if not isinstance(each, dict | list) and k != "time_s"}
             value = ", ".join(f"{key} {each}" for key, each in short.items()) or "none"
         if isinstance(value, list):

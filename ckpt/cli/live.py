@@ -1,4 +1,4 @@
-"""The way to a running job's agent, on the job's own host; and ckpt preempt: asking the job to go."""
+"""The connection to a running job's agent on this host, and the command `ckpt preempt`, which asks the job to leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_agent(url: str) -> socket.socket | None:
-    """A socket to the agent that serves `url` for this user on this host; None where there is none: none is started."""
+    """A socket to the agent that serves `url` for this user on this host; None if none runs. It starts no agent."""
     from ckpt.ipc.client import connect_nowait, places
     from ckpt.settings import read
     from ckpt.storage import canonical
@@ -28,7 +28,7 @@ def find_agent(url: str) -> socket.socket | None:
 
 @contextmanager
 def talk(sock: socket.socket, hello_s: float = 120.0) -> Iterator[Connection]:
-    """Errors: AgentError where it has not answered at all after `hello_s` seconds."""
+    """A connection to the agent. Errors: AgentError if the agent answers nothing for `hello_s` seconds."""
     from ckpt.ipc.client import Connection
     from ckpt.threads import Tasks
 
@@ -43,7 +43,7 @@ def talk(sock: socket.socket, hello_s: float = 120.0) -> Iterator[Connection]:
 
 
 def the_agent(url: str) -> socket.socket:
-    """Errors: AgentError where no agent runs."""
+    """A socket to the agent of `url`. Errors: AgentError if none runs."""
     sock = find_agent(url)
     if sock is None:
         raise AgentError(

@@ -1,7 +1,8 @@
-"""The `ckpt` command. Start-up is part of the interface: nothing heavy is imported until a command needs it.
+"""The `ckpt` command: its table of commands, and how errors become exit codes.
 
-Each command is a thin function: it opens the store, calls one use case of ckpt/store, and prints. The exit codes are
-in exits.py; an error of ckpt is one line on standard error, never a traceback, which only what nobody foresaw has.
+Start-up time is part of the interface: nothing heavy is imported until a command needs it. Each command is a thin
+function: it opens the store, calls one use case of ckpt/store, and prints. The exit codes are in exits.py. An error of
+ckpt is one line on standard error; only an unforeseen exception prints a traceback.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckpt.errors import CkptError, StorageError, UsageError
 
 EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
 
-# Each command and the module of this package that has the function of its name.
+# Each command, and the module of this package with the function of the same name.
 MODULE = {
     "ls": "listing",
     "show": "listing",
@@ -44,8 +45,10 @@ MODULE = {
 
 
 def make_app(words: Sequence[str]) -> typer.Typer:
-    """The command line for these words: one command where they begin with its name, else all (the help lists them).
-    Importing and describing those that nobody asked for would take longer than most of them run."""
+    """The command line for these arguments: only the named command, if they begin with one, else all (for the help).
+
+    Importing and describing the other commands would take longer than most commands run.
+    """
     app = typer.Typer(
         name="ckpt",
         help="Look at, check, move and mend the checkpoints of a training run.",
@@ -59,7 +62,7 @@ def make_app(words: Sequence[str]) -> typer.Typer:
     for name in words[:1] if words and words[0] in MODULE else MODULE:
         settings = {"ignore_unknown_options": True} if name == "rehearse" else None
         work = getattr(import_module(f"ckpt.cli.{MODULE[name]}"), name)
-        if isinstance(work, typer.Typer):  # it has commands of its own
+        if isinstance(work, typer.Typer):  # it has subcommands
             app.add_typer(work, name=name)
         else:
             app.command(name, context_settings=settings)(work)
@@ -82,23 +85,27 @@ def _options(
     pass
 
 
-# What click raises where an option or an argument is wrong: found by name, as typer brings a click of its own or not.
+# click's exception for a wrong option or argument. It is found by name, because typer may bring its own click.
 _WRONG_CALL: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
 
 
 def main() -> None:
+    """Runs the command line, then exits with its status."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # whoever started this has closed it, and wants to see nothing
+        # The parent process closed the stream: its output goes nowhere.
+        if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it: any name can be printed
+        # As on standard error: any name can be printed.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with redirect_stdout(cast(TextIO, out.Printed(sys.stdout))):
             with in_order():
                 status = _run()
             sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        # The rest of the buffer goes there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = Exit.UNREAD
         if not isinstance(error, BrokenPipeError):
             print(f"error: {error}", file=sys.stderr)
@@ -107,12 +114,13 @@ def main() -> None:
 
 
 def _run() -> int:
-    """The exit status. Errors: BrokenPipeError where nobody reads on what it prints; Unwritten where there is no
-    room."""
+    """Runs the command and returns the exit status. Errors: BrokenPipeError if the reader of its output has gone;
+    Unwritten if the output cannot be written."""
     try:
         app = make_app(sys.argv[1:])
-        status = int(app(standalone_mode=False) or Exit.OK)  # the one that a command ends with, or None
-        if status == Exit.INTERRUPTED:  # what typer makes of Ctrl-C
+        # The status that a command ends with, or None.
+        status = int(app(standalone_mode=False) or Exit.OK)
+        if status == Exit.INTERRUPTED:  # typer's result for Ctrl-C
             raise KeyboardInterrupt
         return status
     except CkptError as error:
@@ -140,7 +148,7 @@ def _failed(kind: str, message: str, status: Exit) -> Exit:
 
 
 def _as_json(kind: str, message: str) -> None:
-    """The error on standard output where the user asked for JSON; what stands behind -- is another program's."""
+    """Prints the error on standard output if the user gave --json. Arguments after -- belong to another program."""
     ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     if "--json" in ours:
         print(json.dumps({"error": {"kind": kind, "message": message}}))

@@ -1,4 +1,4 @@
-"""ckpt branch, ckpt prune: what changes a store. Neither deletes anything without --yes."""
+"""The commands `ckpt branch` and `ckpt prune`, which change a store. Nothing is deleted without --yes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckpt.store.prune import PrunePlan, Pruner
     from ckpt.store.run import Run, RunView
 
-LAUNCH = "ckpt command line"  # the launch that this is, for whoever watches the store
-NO_GRACE_S = -2.0  # below zero, since some stores tell whole seconds only
-SILENT_S = 2.0  # how long an agent is waited for without a word
+LAUNCH = "ckpt command line"  # this process's launch id, for observers of the store
+NO_GRACE_S = -2.0  # below zero, since some stores give whole seconds only
+SILENT_S = 2.0  # how long a prune waits for the agent before it says so
 
 
 def branch(
@@ -80,7 +80,7 @@ def prune(
             "job. Prune without --now: where the disk is full, the agent deletes at once"
         )
     else:
-        with live.talk(sock) as agent:  # a running job has one decider, and that is its agent
+        with live.talk(sock) as agent:  # the agent is the one decider of a running job
             options = {"last": keep.last, "every": keep.every, "best": keep.best and [keep.best.metric, keep.best.mode]}
             body = _ask_agent(agent, {"yes": yes, "keep": options, "also": _identities(url, also or [])})
     if json:
@@ -90,8 +90,8 @@ def prune(
 
 
 def _ask_agent(agent: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    """Waits as long as the agent lives: a commit under way ends first, and may take hours. Errors: what the agent
-    answers; AgentError where it is gone."""
+    """The agent's answer. Waits as long as the agent lives: it finishes a commit under way first, which may take hours.
+    Errors: those that the agent reports; AgentError if it ends."""
     from ckpt.ipc.client import body_of
 
     pending = agent.ask("prune", request)
@@ -118,7 +118,8 @@ def _prune_closed(
 
     with reader.open(url) as opened:
         run, view = opened.run, opened.view
-        if yes:  # then nobody else may be deciding: a job on another host, perhaps
+        # No other process may be deciding meanwhile, such as a job on another host.
+        if yes:
             try:
                 run.watch_other(view, LAUNCH, read().heartbeat_s)
             except RunInUse as exc:
@@ -137,8 +138,8 @@ def _prune_closed(
 
 
 def _prune_now(pruner: Pruner, view: RunView, plan: PrunePlan) -> dict[str, Any]:
-    """Retires and deletes in one go. Where a disk is so full that it has no room for a tombstone the records go first:
-    after that nobody finds these checkpoints, and a tombstone has room."""
+    """Retires and deletes at once. Records are deleted first, because a full disk may have no room for a tombstone.
+    Without its record no reader finds a checkpoint, and then a tombstone has room."""
     from ckpt.store import keys
 
     going = set(plan.retire) - pruner.leased()
@@ -160,8 +161,8 @@ def _prune_now(pruner: Pruner, view: RunView, plan: PrunePlan) -> dict[str, Any]
 
 
 def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
-    """It never goes, so it is what is left where it is the only one; it need not be good for that. Errors: DamagedData;
-    StorageError."""
+    """Reads and hashes the newest checkpoint, which is never pruned and may be the only one left. Errors: DamagedData
+    if it is damaged; StorageError."""
     from ckpt.store.verify import verify
 
     with out.progress("verifying the newest", json=json) as report:
@@ -192,12 +193,12 @@ def _keep(last: int | None, every: int | None, best: str | None) -> Keep:
 
 
 def _named(identity: str) -> str:
-    """By its step, as `ckpt ls` calls it, and by what finds it on a branch, too."""
+    """A checkpoint by its step, as `ckpt ls` shows it, and by its identity, which also names one on a branch."""
     return f"step {Identity.parse(identity).tick.label}, {identity}"
 
 
 def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
-    """No line is longer than 80 characters, but for what is wrong with a record."""
+    """Prints the plan. No line is longer than 80 characters, except a record's error."""
     done = "" if yes else "would be "
     for name, text in (
         ("retire", f"{done}retired:"),
@@ -234,7 +235,7 @@ def _say_list(title: str, lines: Iterable[str]) -> None:
 
 
 def _by_checkpoint(deleted: Iterable[str], leases: Collection[str]) -> Iterator[str]:
-    """The objects of each checkpoint, counted: their keys are for programs, which have --json."""
+    """The number of objects per checkpoint, as lines. The keys are only for programs, which use --json."""
     from ckpt.store import keys
 
     found: dict[Identity, list[int]] = {}

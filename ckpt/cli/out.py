@@ -1,6 +1,6 @@
-"""What commands print: people get text and tables, programs get one JSON object on standard output.
+"""The output of commands: text and tables for people, one JSON object on standard output for programs.
 
-Progress and errors go to standard error. rich is imported where a table or a bar is drawn, never before.
+Progress and errors go to standard error. rich is imported only to draw a table or a bar.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import typer
 from ckpt.errors import UsageError
 from ckpt.events import finite
 
-WIDTH_MAX = 1000  # of a table that goes to a file or a pipe: nothing is cut there
+WIDTH_MAX = 1000  # of a table in a file or a pipe, where nothing is cut
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -35,22 +35,22 @@ Which = Annotated[
 
 
 def seconds(value: float) -> float:
-    """For the callback of an option: "nan" and "inf" are numbers to typer. Errors: BadParameter."""
+    """The callback of options in seconds: typer accepts "nan" and "inf" as numbers. Errors: BadParameter for them."""
     if not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no number of seconds")
     return value
 
 
 class Unwritten(OSError):
-    """Standard output takes no more. Without a number: what has that of a broken pipe click ends with 1."""
+    """Standard output cannot be written. It has no errno: click ends with status 1 for that of a broken pipe."""
 
 
 class Unread(Unwritten, BrokenPipeError):
-    """Nobody reads on what is printed."""
+    """The reader of standard output has gone."""
 
 
 class Printed:
-    """Standard output, whoever writes to it (also click, for the help, and rich). Errors: Unwritten."""
+    """Standard output for all writers, also click (the help) and rich. Errors: Unwritten."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -76,23 +76,24 @@ class Printed:
 
 
 def say(text: str = "", to: TextIO | None = None) -> None:
-    """Lines, on standard output if nothing else is said."""
+    """Prints lines, on standard output by default."""
     print("\n".join(map(plain, text.split("\n"))), file=to)
 
 
 def plain(said: str) -> str:
-    """Nothing in it moves the cursor or colours the terminal: names and messages come from stores and programs."""
+    """The text without control characters: names and messages from stores and programs must not move the cursor or set
+    colours."""
     return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
 
 
 def as_json(body: Mapping[str, Any]) -> None:
-    """What JSON has no number for (infinite, not a number) is null."""
+    """Prints the body as JSON. Infinite and NaN become null."""
     say(json.dumps(finite(dict(body)), default=str, indent=1 if sys.stdout.isatty() else None))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:
-    """Columns named in `right` are aligned to the right; what a terminal has no room for in the others goes on in the
-    next line, since names differ at their ends. Plain, so that it can be piped to other tools."""
+    """Prints a table, plain, so that it can be piped. The columns named in `right` are aligned to the right. The other
+    columns wrap on a narrow terminal, since names differ at their ends."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -120,8 +121,8 @@ Report = Callable[[int, int], None]
 
 @contextmanager
 def progress(label: str, *, json: bool = False, of: Literal["bytes", "rounds"] = "bytes") -> Iterator[Report | None]:
-    """A bar on standard error while the block runs, on a terminal only, else None; the block calls
-    report(done, total), in what `of` says, from any thread."""
+    """Shows a bar on standard error while the block runs. Yields report(done, total), in the unit `of`, callable on any
+    thread; None if standard error is no terminal, or with `json`."""
     if json or not sys.stderr.isatty():
         yield None
         return
@@ -143,7 +144,7 @@ def progress(label: str, *, json: bool = False, of: Literal["bytes", "rounds"] =
 
 
 def process_id(pid: int) -> str:
-    """Of an agent, for people. 0: it cannot be seen from here."""
+    """An agent's process id for people. 0: the process is not visible from here."""
     return str(pid) if pid else "of another pid namespace"
 
 
@@ -167,12 +168,12 @@ def parse_size(option: str, text: str) -> int:
 
 
 def when(unix_s: float) -> str:
-    """In this machine's time zone."""
+    """A Unix time as text, in this machine's time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def ago(unix_s: float, now_s: float | None = None) -> str:
-    """How long since then, for people: "3 min ago"."""
+    """The time since then, for people: "3 min ago"."""
     seconds = max(0.0, (time.time() if now_s is None else now_s) - unix_s)
     for unit, span in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * span:

@@ -1,4 +1,4 @@
-"""ckpt predict: training a predictor of failures on recorded signals, and trying one."""
+"""The commands `ckpt predict train` and `ckpt predict check`: train a predictor of failures, and measure one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train_one(
 
     if to.exists() and not to.is_file():
         raise UsageError(f"--out {to} is no file")
-    if not to.parent.is_dir():  # found out now, not once it is trained
+    if not to.parent.is_dir():  # checked now, before the training
         raise UsageError(f"--out {to}: {to.parent} is no folder; make one, or give another name")
     recorded = _read(signals)
     with out.progress("training", json=json, of="rounds") as report:

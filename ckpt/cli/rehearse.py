@@ -1,7 +1,7 @@
-"""ckpt rehearse: run the user's own script twice, once undisturbed and once killed and started again, and compare.
+"""The command `ckpt rehearse`: runs the user's script once undisturbed, once killed and restarted, and compares both.
 
-Both runs save to scratch URLs beside the one given, so that the real run is never touched: wherever the URL stands in
-the command it is replaced, and CKPT_REDIRECT carries the replacement to a script that has it in its text.
+Both runs save to scratch URLs beside the given one, so the real run is never touched. The scratch URL replaces the
+given one in the command. CKPT_REDIRECT carries the replacement to a script that has the URL in its own text.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from ckpt.store.run import Run as StoredRun
     from ckpt.types import Epoch, Identity
 
-STDERR = 2  # the descriptor
+STDERR = 2  # the file descriptor
 MORE_TIME = "let it run more steps, or give a smaller --at"
-LOOK_S = 0.1  # how often the store is asked whether the run has saved
-ASK_S = 0.005  # how often the run's agent is: a snapshot in memory comes earlier, when more steps remain
+LOOK_S = 0.1  # between two queries of the store
+# Between two queries of the agent: a snapshot is in memory earlier than in the store, when more steps remain.
+ASK_S = 0.005
 
 
 def rehearse(
@@ -127,7 +128,7 @@ def note(text: str) -> None:
 
 
 def scratch_for(url: str) -> str:
-    """Where nothing is yet, beside what is at a canonical URL; within it where that is a whole bucket."""
+    """An unused URL beside a canonical one; inside it if that is a whole bucket."""
     name = f"rehearsal-{secrets.token_hex(4)}"
     _, mark, path = url.partition("://")
     return f"{url}/{name}" if mark and "/" not in path else f"{url}-{name}"
@@ -135,7 +136,7 @@ def scratch_for(url: str) -> str:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The user's command with the URL `real` replaced by `url`."""
+    """One run of the user's command, with the URL `real` replaced by `url`."""
 
     real: str
     url: str
@@ -147,10 +148,11 @@ class Rehearsal:
         return [there.sub(lambda _: self.url, word) for word in self.original]
 
     def start(self, runtime: str, hold_at: int = 0) -> subprocess.Popen[bytes]:
-        """`hold_at`: the script saves that step and then waits to be killed."""
+        """Starts the script. `hold_at`: the script saves that step and then waits to be killed. Errors: UsageError."""
         from ckpt.storage import canonical
 
-        # env(1) adds to what this process was given. What the script prints goes to standard error, beside --json.
+        # env(1) adds to this process's environment. The script's output goes to standard error, so that --json stays
+        # clean.
         added = [
             f"CKPT_RUNTIME_DIR={runtime}",
             f"CKPT_LAUNCH=rehearsal-{self.url[-80:]}",
@@ -164,7 +166,7 @@ class Rehearsal:
         return subprocess.Popen(["env", *added, *self.command], stdout=STDERR, start_new_session=True)
 
     def saved(self) -> list[int]:
-        """The steps in the store."""
+        """The steps in the store, in order."""
         from ckpt.store import keys
 
         with target.store(self.url) as store:
@@ -172,14 +174,14 @@ class Rehearsal:
             return sorted(each[0].tick.step for each in found if each is not None)
 
     def epochs(self) -> frozenset[Epoch]:
-        """The starts that the store knows of."""
+        """The epochs that the store knows: one per start."""
         from ckpt.store.run import Run as StoredRun
 
         with target.store(self.url) as store:
             return StoredRun(store).epochs()
 
     def check(self) -> int:
-        """The last step that it saved. Errors: UsageError where the script saved somewhere else."""
+        """The last saved step. Errors: UsageError if the script saved elsewhere."""
         saved = self.saved()
         if not saved:
             raise UsageError(
@@ -190,7 +192,7 @@ class Rehearsal:
 
 
 def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Waits for the script. Errors: CkptError where it fails or takes too long (then it is killed)."""
+    """Waits for the script. Errors: CkptError if it fails, or takes too long and is killed."""
     try:
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired as exc:
@@ -204,9 +206,11 @@ def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout_s: float) -> int:
-    """Starts the script, and kills it and all its processes once a step of at least `at` is saved; that step.
+    """Starts the script and kills all its processes once a step of at least `at` is saved. Returns that step.
 
-    Saved is: in the store, or complete in the agent's memory if that is not to be lost."""
+    A step counts as saved if it is in the store, or complete in the agent's memory unless that is to be lost. Errors:
+    CkptError if the script ends too early, or takes too long.
+    """
     process = run.start(runtime, hold_at=at)
     deadline = time.monotonic() + timeout_s
     try:
@@ -230,7 +234,7 @@ def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout
 
 
 def _saved(run: Rehearsal, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]) -> list[int]:
-    """The steps from `at` on that are saved, after looking for LOOK_S at most."""
+    """The saved steps from `at` on, after waiting LOOK_S at most."""
     found = [step for step in run.saved() if step >= at]
     until = time.monotonic() + LOOK_S
     with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
@@ -248,7 +252,7 @@ def _saved(run: Rehearsal, runtime: str, at: int, lose_memory: bool, process: su
 
 
 def held(url: str, runtime: str) -> frozenset[Identity]:
-    """What the agent of the run has in its memory, complete or about to be; nothing where none runs."""
+    """The snapshots in the memory of the run's agent, complete or staged; none if no agent runs."""
     with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
         agent = _agent(url, runtime, stack)
         return frozenset() if agent is None else _held(agent, complete=False)
@@ -279,17 +283,18 @@ def _held(agent: Connection, *, complete: bool) -> frozenset[Identity]:
 
 @dataclass(frozen=True)
 class Back:
-    """Where a restart went on: `step` (0: from nothing), `source`: "memory", "store", "nothing"."""
+    """Where a restart continued. `step`: 0 for a start from nothing. `source`: "memory", "store" or "nothing"."""
 
     step: int
     source: str
 
 
 def came_back(run: Rehearsal, before: frozenset[Epoch], in_memory: frozenset[Identity]) -> Back:
-    """What the restart says of itself: its claim names the checkpoint that it went on from.
+    """Where the restart continued: its claim names the checkpoint.
 
-    `before`: the starts until then. `in_memory`: what an agent held at that time; it is preferred to the store.
-    Errors: CkptError where the restart claimed nothing."""
+    `before`: the epochs before the restart. `in_memory`: the snapshots that an agent held then; memory is preferred to
+    the store. Errors: CkptError if the restart made no claim.
+    """
     from ckpt.store.run import Run as StoredRun
 
     with target.store(run.url) as store:
@@ -305,9 +310,9 @@ def came_back(run: Rehearsal, before: frozenset[Epoch], in_memory: frozenset[Ide
 
 @dataclass(frozen=True)
 class Compared:
-    """`differences`: one line for each, tensors first. `unused`: parts of the values that differ although neither run
-    changed them after its first checkpoint: generators that nobody seeded and nobody drew from. `before_the_kill`:
-    what differed already then, so that no restart is to blame."""
+    """The result of the comparison. `differences`: one line each, tensors first. `unused`: values that differ although
+    neither run changed them after its first checkpoint, such as generators without a seed that nothing used.
+    `before_the_kill`: what differed before the kill already, so that the restart is not the cause."""
 
     step: int
     differences: list[str]
@@ -316,8 +321,8 @@ class Compared:
 
 
 def compare(straight: str, killed: str, back_at: int) -> Compared:
-    """The newest checkpoints of both, bit for bit, and the first ones that both have, if no restart was before them:
-    none up to step `back_at`."""
+    """Compares the newest checkpoints of both runs bit for bit. Also compares the first checkpoints that both have, if
+    they are from before the restart: at step `back_at` at the latest."""
     with reader.open(straight) as left, reader.open(killed) as right:
         lines = [run.view.line for run in (left, right)]
         first_steps = [{ref.identity.tick: ref for ref in line} for line in lines]
@@ -328,7 +333,8 @@ def compare(straight: str, killed: str, back_at: int) -> Compared:
         found = [f"step: {steps[0]} undisturbed, {steps[1]} after the kill"] if steps[0] != steps[1] else []
         found += _tensors(*ends)
         unchanged = set(ends[0].parts)
-        for run, line, end in zip((left, right), lines, ends, strict=True):  # its only checkpoint proves nothing
+        # A run with only one checkpoint proves nothing.
+        for run, line, end in zip((left, right), lines, ends, strict=True):
             unchanged &= set(end.parts) - set(_values(_Checkpoint(run.run, line[0]), end)) if len(line) > 1 else set()
         values = _values(*ends)
         unused = [part for part in values if part in unchanged]
@@ -344,8 +350,8 @@ def compare(straight: str, killed: str, back_at: int) -> Compared:
 
 
 class _Checkpoint:
-    """`parts`: the values, two levels deep, such as "rank=0['generators']['torch']", and the dicts above them by their
-    keys alone."""
+    """A checkpoint's tensors and values. `parts`: the values, two levels deep, such as "rank=0['generators']['torch']",
+    and the keys of the dicts above them."""
 
     def __init__(self, run: StoredRun, ref: CommitRef) -> None:
         from ckpt.store.reader import FrameReader, load_values, open_record
@@ -369,7 +375,7 @@ def _parts(tree: Any, path: str, levels: int) -> Iterator[tuple[str, Any]]:
         yield from _parts(branch, f"{path}[{key!r}]", levels - 1)
     keys = copy(tree)
     dict.update(keys, dict.fromkeys(tree))
-    yield f"{path}{ORDER}", encode(keys)  # that, and which kind of dict it is
+    yield f"{path}{ORDER}", encode(keys)  # the order of the keys, and the kind of dict
 
 
 def _tensors(here: _Checkpoint, there: _Checkpoint) -> list[str]:
@@ -383,7 +389,7 @@ def _tensors(here: _Checkpoint, there: _Checkpoint) -> list[str]:
 
 
 def _values(here: _Checkpoint, there: _Checkpoint) -> dict[str, str]:
-    """The parts that differ, each with the first path in it that does."""
+    """The parts that differ, each with the first differing path in it."""
     from ckpt.store.diff import differences
 
     found = {}
@@ -396,7 +402,7 @@ def _values(here: _Checkpoint, there: _Checkpoint) -> dict[str, str]:
 
 
 def remove(url: str) -> None:
-    """Everything at a scratch URL."""
+    """Deletes everything at a scratch URL."""
     from ckpt import storage
 
     with target.store(url) as store:
@@ -406,11 +412,12 @@ def remove(url: str) -> None:
 
 
 def kill_all(pid: int, *, agents: bool) -> None:
-    """SIGKILL to the process, its group and all that it started; an agent, which is in a session of its own, only if
-    asked, as a machine's memory outlives a job."""
+    """Sends SIGKILL to the process, its group and all its descendants. Agents are in sessions of their own. They are
+    killed only if asked: a machine's memory outlives a job."""
     import psutil
 
-    _signal_group(pid, signal.SIGSTOP)  # at once: while its processes are looked for, a quick script would end
+    # Stop the group first: a quick script could end while its processes are looked up.
+    _signal_group(pid, signal.SIGSTOP)
     with contextlib.suppress(psutil.NoSuchProcess):
         for victim in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -425,7 +432,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _processes_with(runtime: str) -> Iterator[psutil.Process]:
-    """Every process that was given this runtime folder: agents live in sessions of their own."""
+    """Every process with this runtime folder in its environment. Agents are in sessions of their own."""
     import psutil
 
     for process in psutil.process_iter():

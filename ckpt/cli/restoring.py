@@ -1,4 +1,4 @@
-"""ckpt restore: a checkpoint as a file that other tools read."""
+"""The command `ckpt restore`: writes a checkpoint to a file that other tools read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.types import counted
 
 
 class Form(enum.StrEnum):
-    """What is written. Their names are store.export's."""
+    """The formats of the output, named as in store.export."""
 
     SAFETENSORS = "safetensors"
     SHARDED = "sharded"

@@ -1,4 +1,4 @@
-"""From the URL that the user typed to an open store."""
+"""The store at a URL that the user gave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def store(url: str) -> Iterator[Backend]:
-    """The store, as `ckpt.open` opens it. Errors: UsageError."""
+    """The open store, opened as by `ckpt.open`, closed after the block. Errors: UsageError."""
     from ckpt.reader import open_store
 
     with closing(open_store(url)) as backend:

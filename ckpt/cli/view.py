@@ -1,5 +1,5 @@
-"""How `ckpt watch` looks to people: from what the agent answers (or the store has) to lines. Reads no clock but for
-ages of what the store says, and asks nobody."""
+"""The view of `ckpt watch` for people: turns an agent's status, or the store's facts, into lines. It asks no process,
+and reads the clock only for ages of the store's times."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ckpt.policy.adaptive import span
 from ckpt.types import counted
 
 Facts = dict[str, Any]
-Row = tuple[str, str, str]  # label, text, style; without a label it belongs to the one before
+Row = tuple[str, str, str]  # label, text, style; a row without a label continues the one before
 
 EVENTS = 5
 NODES = 8
-# What a terminal has no room for goes in this order: rows where it is too low, columns where it is too narrow.
+# What is hidden first on a small terminal: rows if it is too low, columns if it is too narrow.
 ROWS_LEAST = (
     "memory",
     "restored",
@@ -60,13 +60,14 @@ def console(stream: TextIO, width: int | None = None) -> Console:
 
 
 def text(status: Facts, width: int | None) -> str:
+    """The rendered status as text of `width` columns; None: the terminal's width."""
     stream = io.StringIO()
     console(stream, width).print(render(status))
     return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())
 
 
 def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
-    """All of it, but for the rows with these labels."""
+    """The whole status, without the rows of the `hidden` labels."""
     if status.get("pid") is None:
         return _rows(_of_store(status))
     job, account = status.get("job"), status.get("account")
@@ -81,7 +82,7 @@ def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """As much of it as the terminal has rows for, the most important first; the last row says what is missing."""
+    """The most important rows of a status that fit the terminal's height. The last row names the hidden ones."""
 
     status: Facts
 
@@ -100,7 +101,7 @@ class Fitted:
 
 
 def _rows(rows: Iterator[Row], hidden: Collection[str] = (), nodes: Mapping[str, str] | None = None) -> Table:
-    """`nodes`: what they are called, by the names of their agents."""
+    """The rows as a grid. `nodes`: the nodes' names, by the names of their agents."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column()
@@ -168,7 +169,8 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
         yield "", f"superseded by {job['superseded_by']}", "red"
     if job["error"]:
         yield "error", str(job["error"]), "red"
-    yield from _notices(job["notices"])  # what stands is what one has to know first
+    # Standing notices come first: they matter most.
+    yield from _notices(job["notices"])
 
 
 def _lending(lent: Facts) -> Iterator[Row]:
@@ -191,7 +193,7 @@ def _ranks(ranks: list[str]) -> str:
 
 
 def _levels(job: Facts, account: Facts) -> tuple[list[str], list[list[str]]]:
-    """The names of the columns, and the rows."""
+    """The names of the columns, and the rows of the levels' table."""
     rows = []
     known = {*account["safe"], *job["intervals"], *account["saved_bytes"]}
     for level in (each for each in LEVELS if each in known):
@@ -211,7 +213,7 @@ def _levels(job: Facts, account: Facts) -> tuple[list[str], list[list[str]]]:
 
 @dataclass(frozen=True, slots=True)
 class _Levels:
-    """As a table, of the columns that there is room for. Only what is under way may take several lines."""
+    """A table with the columns that fit. Only "under way" may take several lines."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -254,7 +256,7 @@ def _body(status: Facts, job: Facts | None, account: Facts | None, events: int) 
             rates = (f"{name} {_rate(found)}" for name, found in job["rates"].items())
             yield "failures", f"expected: {', '.join(rates)}", ""
     if account is not None and (job is not None or account["goodput"] is not None or account["commits"]["number"]):
-        yield from _costs(account)  # else another node's agent keeps it
+        yield from _costs(account)  # else another node's agent has the account
     if job is not None:
         yield from _memory(job["memory"])
         yield from _lenders(status.get("lenders") or [])
@@ -329,7 +331,7 @@ def _memory(plan: Facts | None) -> Iterator[Row]:
 
 
 def _lenders(lenders: list[Facts]) -> Iterator[Row]:
-    """Memory-only nodes that the job names."""
+    """Rows for the memory-only nodes that the job names."""
     for number, each in enumerate(lenders[:NODES]):
         if "lends_bytes" in each:
             domains = named(each["domains"])
@@ -345,7 +347,8 @@ def _lenders(lenders: list[Facts]) -> Iterator[Row]:
 def _notices(notices: Facts) -> Iterator[Row]:
     for number, each in enumerate(notices["standing"]):
         sure = "goes away" if each["certain"] else "may go away"
-        key, on, node = each["key"].partition(" on node ")  # see agent.relaying
+        # The relay adds the node's name to the key: see agent.preemption.notice_relay.
+        key, on, node = each["key"].partition(" on node ")
         machine = f"node {node}" if on else "this machine"
         text = f"{machine} {sure} in {each['left_s']:.0f} s ({each['source']} {key})"
         if not number:
@@ -354,7 +357,7 @@ def _notices(notices: Facts) -> Iterator[Row]:
 
 
 def _predictions(found: Facts | None) -> Iterator[Row]:
-    """Each source on a line: what it is worth. One of which nothing was seen yet is only named."""
+    """Rows for the quality of each source of predictions. A source without outcomes is only named."""
     if not found or not found["sources"]:
         return
     number = 0

@@ -1,6 +1,7 @@
-"""ckpt watch: what a run's agent is doing, for people as a live view, for programs as one JSON object each time.
+"""The command `ckpt watch`: shows what a run's agent is doing, as a live view for people or as JSON objects for
+programs.
 
-It only looks, and outlives what it looks at: where no agent runs it says what the store has, and goes on looking.
+It only reads. If no agent runs, it shows the store and keeps looking for an agent.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from ckpt.ipc.client import Connection
 
 EVERY_MIN_S, EVERY_MAX_S = 0.1, 86_400.0
-ANSWER_S = 10.0  # an agent that is at work answers at once
-STORE_EVERY_S = 10.0  # listing costs requests, and what it finds changes seldom
+ANSWER_S = 10.0  # a busy agent still answers at once
+STORE_EVERY_S = 10.0  # a listing costs requests, and its result changes rarely
 
 
 def watch(
@@ -56,21 +57,21 @@ def watch(
 
 
 class Looker:
-    """Asks the agent of a URL, or, where there is none, the store."""
+    """Reads the status of a URL's agent, or of the store if no agent runs."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._talking = contextlib.ExitStack()
         self._agent: Connection | None = None
         self._store: tuple[float, dict[str, Any]] | None = None
-        self._pid = 0  # of the agent that was connected to last
+        self._pid = 0  # of the last connected agent
 
     def close(self) -> None:
         self._agent = None
         self._talking.close()
 
     def look(self, patient: bool) -> dict[str, Any]:
-        """`patient`: what cannot be had now is said, since it may come. Errors: otherwise CkptError."""
+        """The status now. `patient`: an error that may pass becomes part of the status. Errors: otherwise CkptError."""
         try:
             status = self._ask()
         except AgentError as exc:
@@ -87,11 +88,12 @@ class Looker:
         return {"url": shown(self.url), "pid": None, "job": None, **self._look_at_store(patient)}
 
     def _ask(self) -> dict[str, Any] | None:
-        """None: no agent runs. Errors: AgentError, from a TimeoutError where one does not answer; UsageError for a URL
-        that is none."""
+        """The agent's status; None if no agent runs. Errors: AgentError, from a TimeoutError if the agent does not
+        answer; UsageError for an invalid URL."""
         from ckpt.ipc.agent_process import pid_of
 
-        for _ in range(2):  # one that has ended since is asked again: another may be there
+        # If the known agent has ended, try once more: another one may run.
+        for _ in range(2):
             known = self._agent is not None
             if self._agent is None:
                 sock = find_agent(self.url)
@@ -122,7 +124,7 @@ class Looker:
 
 
 def store_facts(url: str) -> dict[str, Any]:
-    """What a start would go on from. Errors: NoCheckpoint; StorageError."""
+    """The checkpoint that a start would continue from, and the run's state. Errors: NoCheckpoint; StorageError."""
     from ckpt import reader
 
     with reader.open(url) as opened:
@@ -142,7 +144,7 @@ def store_facts(url: str) -> dict[str, Any]:
 
 
 def _url_of(launch: str | None) -> str:
-    """The URL of the job that runs on this host. Errors: AgentError where there is none; UsageError where several."""
+    """The URL of the job on this host. Errors: AgentError if there is none; UsageError if there are several."""
     silent: list[int] = []
     running = sorted((str(status["url"]), _launches(status)) for status in _agents(silent))
     found = [(url, its) for url, its in running if launch is None or launch in its]
@@ -160,7 +162,7 @@ def _url_of(launch: str | None) -> str:
 
 
 def _what_then(pid: int) -> str:
-    """What a person can do about an agent that does not answer. `pid`: 0 where it is not seen from here."""
+    """What a person can do about a silent agent. `pid`: 0 if its process is not visible from here."""
     it = str(pid) if pid else "PID"
     return (
         f"Its process{f' {pid}' if pid else ''} was stopped, hangs or has too much to do: a job trains on beside it, "
@@ -174,17 +176,18 @@ def _silent(pids: list[int]) -> str:
 
 
 def _launches(status: dict[str, Any]) -> list[str]:
-    """Of the job that runs or begins there; else of the newest one before."""
+    """The launch ids of the current or starting job; if there is none, of the newest former one."""
     job, former = status.get("job"), status.get("former") or []
     found = [status.get("starting"), job["launch"] if job else None] if job or status.get("starting") else []
-    found = found or [each.get("launch") for each in status.get("following") or []]  # coordinated by another node's
+    # Jobs that another node's agent coordinates.
+    found = found or [each.get("launch") for each in status.get("following") or []]
     found = found or [former[-1]["launch"] if former else None]
     return sorted({str(each) for each in found if each is not None})
 
 
 def _agents(silent: list[int]) -> Iterator[dict[str, Any]]:
-    """What each agent of this user on this host says; one that is just ending says nothing. `silent`: gets the
-    processes of those that are connected to and do not answer."""
+    """The status of each agent of this user on this host; none of an agent that is ending. `silent`: receives the
+    process ids of agents that accept the connection and do not answer."""
     from ckpt.ipc.agent_process import pid_of
     from ckpt.ipc.client import connect_nowait, places
     from ckpt.settings import read
@@ -205,7 +208,7 @@ def _agents(silent: list[int]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """How a look is shown: as JSON, in place on a terminal, else as text one after the other."""
+    """How a status is shown: as JSON, in place on a terminal, otherwise as text after text."""
     if json:
 
         def as_json(status: dict[str, Any]) -> None:
@@ -217,7 +220,8 @@ def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]
     from ckpt.cli import view
 
     console = view.console(sys.stdout)
-    if once or not sys.stdout.isatty() or console.is_dumb_terminal:  # where nothing can be drawn over
+    # Nothing can be redrawn here.
+    if once or not sys.stdout.isatty() or console.is_dumb_terminal:
 
         def as_text(status: dict[str, Any]) -> None:
             out.say(view.text(status, None if sys.stdout.isatty() else out.WIDTH_MAX))
@@ -235,8 +239,9 @@ def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]
 
 @contextmanager
 def _quiet_when_unread() -> Iterator[None]:
-    """Whoever reads has seen enough (`ckpt watch ... | head -1`)."""
+    """Ends quietly once the reader has gone (`ckpt watch ... | head -1`)."""
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        # The rest of the buffer goes there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
