@@ -74,6 +74,7 @@ def doctor(
 
 
 def environment() -> dict[str, Any]:
+    """The versions and limits of this environment. The entry `problems` lists what is wrong."""
     import importlib.metadata
     import resource
 
@@ -133,6 +134,7 @@ def _huge_pages() -> str:
 
 
 def credentials() -> dict[str, str]:
+    """The credentials that are set, never their values."""
     facts = {name: "set" for name in CREDENTIALS if os.environ.get(name)}
     for file in ("~/.aws/credentials", "~/.aws/config"):
         if Path(file).expanduser().exists():
@@ -226,6 +228,7 @@ def _new_folders(url: str) -> list[Path]:
 
 
 def store_problems(found: Probe) -> list[str]:
+    """What is wrong with the store, by the probe's findings."""
     problems = [
         f"the store is not consistent: {what}. Checkpoints can get lost there; use another store"
         for name, what in NEEDED.items()

@@ -12,6 +12,8 @@ from ckpt import errors
 
 
 class Exit(enum.IntEnum):
+    """The exit codes of the command line. MEANING describes each."""
+
     OK = 0
     DIFFERENT = 1
     USAGE = 2

@@ -124,6 +124,7 @@ def _say(compared: Compared) -> None:
 
 
 def note(text: str) -> None:
+    """Prints a line of progress on standard error."""
     print(f"rehearse: {text}", file=sys.stderr, flush=True)
 
 

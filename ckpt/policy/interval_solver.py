@@ -263,9 +263,10 @@ class _Needs:
         self.soon_s = min(at_risk_s / 2, unsaved_s / 4)
 
     def settle(self, stay: Chosen) -> None:
-        """Keeps a current interval as its own bound while it rests on the time of a step, a replication or a commit and
-        differs from that time by less than both errors. Otherwise the interval would follow the measurements up and
-        down. Nothing is lost: a snapshot that is due before the former has ended is skipped anyway."""
+        """Keeps a current interval as its own bound while it differs from the time of a step, a replication or a commit
+        by less than both errors. Only for an interval that such a time decided, which would otherwise follow the
+        measurements up and down. Nothing is lost: a snapshot that is due before the former has ended is skipped
+        anyway."""
         for name, measured in self.bounds.items():
             if stay.local_by == name and not _left(stay.local_s, measured):
                 self.least_s[name] = stay.local_s

@@ -109,6 +109,7 @@ class Limits:
 
 
 def is_limit(value: object, most: float = MOST) -> bool:
+    """Whether the value is a number from LEAST to `most`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and LEAST <= value <= most
 
 

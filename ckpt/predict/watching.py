@@ -1,8 +1,8 @@
 """The watch over one node's signals: which source raises an alarm, and when.
 
-A source is a family of signals of which one deviates (`cusum`), or `hazard`, a regression on all families that is
-refitted after each failure of this node, or `model`, a predictor trained on recorded signals. `outcomes` decides
-whether a source is trusted. Pure: the caller gives each reading and time.
+There are three kinds of sources: a family of signals of which one deviates (`cusum`); `hazard`, a regression on all
+families, refitted after each failure of this node; and `model`, a predictor trained on recorded signals. `outcomes`
+decides whether a source is trusted. Pure: the caller gives each reading and time.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ VARIABLES = (
 
 
 class Cloud(enum.Enum):
+    """A cloud with a metadata service that ckpt knows."""
+
     AWS = "aws"
     GCP = "gcp"
     AZURE = "azure"
@@ -88,7 +90,7 @@ def which_cloud(root: Path = Path("/")) -> Cloud | None:
 
     if "Amazon EC2" in (says("sys_vendor"), says("bios_vendor"), says("board_vendor")) or "amazon" in says(
         "bios_version"
-    ):  # the version: instances on Xen
+    ):  # bios_version: instances on Xen
         return Cloud.AWS
     if says("product_name").startswith("Google"):
         return Cloud.GCP
