@@ -15,8 +15,8 @@ from ckpt.agent.commit.store_client import options_from, policy_from
 from ckpt.agent.job.agent_restart import AgentRestart
 from ckpt.agent.job.job_context import RankConnection, Services
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.notice_relay import bare
-from ckpt.agent.preemption.preemption import NOTICES_MAX, StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice, bare
+from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
 from ckpt.agent.replication.restart_survey import RestartSurvey

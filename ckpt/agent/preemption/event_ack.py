@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ckpt.agent.preemption.preemption import StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
 
 SOURCES = frozenset({"azure"})  # notice sources that take an acknowledgement
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.agent.preemption.deadline_strategy import Course, When
-from ckpt.agent.preemption.preemption import END_S, Preemption, Report, StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.preemption import END_S, Preemption, Report
 from ckpt.agent.state.actions import AnswerRequest, LeftBy, Request, SetVerdict, Tell
 from ckpt.agent.state.job_facts import REJOIN_S, Round, Why
 from ckpt.agent.state.rank_presence import Presence

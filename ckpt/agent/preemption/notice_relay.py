@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.agent.preemption.deadline_strategy import PAST_S, When
@@ -126,3 +127,33 @@ def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None
         found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), _when(each)))
     gone = [name for name in known if name[1].endswith(end) and name not in stand]
     return [*((Withdrawn(*name), When.IN_TIME) for name in gone), *found]
+
+
+@dataclass(frozen=True, slots=True)
+class StandingNotice:
+    """A notice that was not withdrawn. (source, key) names it: a later one of that name replaces it. `deadline_s`,
+    `told_s`: on the clock of `decide`. `nodes`: the nodes that it concerns; "" is this one."""
+
+    source: str
+    key: str
+    deadline_s: float
+    told_s: float
+    certain: bool = True
+    when: When = When.IN_TIME
+    nodes: frozenset[str] = frozenset({""})
+
+    @property
+    def sends_away(self) -> bool:
+        """Whether the job leaves by this notice."""
+        return self.certain and self.when is not When.NOT_AGAIN
+
+    @property
+    def bare_key(self) -> str:
+        """The key as the source named it, without the node's name."""
+        return next((key for node in self.nodes if (key := bare(self.key, node)) != self.key), self.key)
+
+    def is_that_of(self, other: StandingNotice) -> bool:
+        """Whether both are the same event, heard by several nodes: the end of an allocation, say."""
+        same = (self.source, self.bare_key, self.certain, self.when)
+        same_time = abs(self.deadline_s - other.deadline_s) <= MOVED_S
+        return same_time and same == (other.source, other.bare_key, other.certain, other.when)

@@ -30,7 +30,7 @@ from ckpt.agent.preemption.deadline_strategy import (
     outlasts,
 )
 from ckpt.agent.preemption.event_ack import PlannedEvent
-from ckpt.agent.preemption.notice_relay import bare
+from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state.actions import Acknowledge, Emit, WriteOutcome
 from ckpt.agent.state.job_facts import REJOIN_S, Round, Slot, State, Store, Why
 from ckpt.agent.state.rank_presence import RankState
@@ -39,7 +39,6 @@ from ckpt.agent.state.step_timing import PACE_S
 from ckpt.ipc.notice_sources import FORMER, SIGNAL
 from ckpt.ipc.outcome_file import text_of
 from ckpt.policy.save_options import STEPS_APART
-from ckpt.preemption.notice import MOVED_S
 from ckpt.types import Tick
 
 # Kept free before a deadline: clocks differ, stores have slow moments, machines go early.
@@ -57,36 +56,6 @@ EXTRA_TRIES = 3
 # committed out of turn, and a failure counts as warned. The lead of an EC2 spot notice.
 NEAR_S = 120.0
 NOTICES_MAX = 100
-
-
-@dataclass(frozen=True, slots=True)
-class StandingNotice:
-    """A notice that was not withdrawn. (source, key) names it: a later one of that name replaces it. `deadline_s`,
-    `told_s`: on the clock of `decide`. `nodes`: the nodes that it concerns; "" is this one."""
-
-    source: str
-    key: str
-    deadline_s: float
-    told_s: float
-    certain: bool = True
-    when: When = When.IN_TIME
-    nodes: frozenset[str] = frozenset({""})
-
-    @property
-    def sends_away(self) -> bool:
-        """Whether the job leaves by this notice."""
-        return self.certain and self.when is not When.NOT_AGAIN
-
-    @property
-    def bare_key(self) -> str:
-        """The key as the source named it, without the node's name."""
-        return next((key for node in self.nodes if (key := bare(self.key, node)) != self.key), self.key)
-
-    def is_that_of(self, other: StandingNotice) -> bool:
-        """Whether both are the same event, heard by several nodes: the end of an allocation, say."""
-        same = (self.source, self.bare_key, self.certain, self.when)
-        same_time = abs(self.deadline_s - other.deadline_s) <= MOVED_S
-        return same_time and same == (other.source, other.bare_key, other.certain, other.when)
 
 
 # Of a report: the newest checkpoint's level and version; the newest committed and replicated versions; an error.

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.adaptive.history import LearntHistory
-from ckpt.agent.preemption.preemption import StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state.cost_model import CostModel
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.failures import Failure

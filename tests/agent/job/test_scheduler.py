@@ -10,7 +10,8 @@ import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import Course, When
-from ckpt.agent.preemption.preemption import NEAR_S, StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.preemption import NEAR_S
 from ckpt.agent.runtime.memory_plan import SLOTS_CLOSE
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import LOST_S, REJOIN_S, State, Store, Why

@@ -18,7 +18,7 @@ import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.preemption import StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import State, Store, Why
 from ckpt.errors import SaveFailed

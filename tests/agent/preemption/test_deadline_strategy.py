@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent.preemption.deadline_strategy import Course, SaveTiming, choose, outlasts
-from ckpt.agent.preemption.preemption import StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import Store
 from ckpt.ipc.control_page import WordKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.agent.preemption.event_ack import PlannedEvent, next_of
-from ckpt.agent.preemption.preemption import StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
 from tests.agent.preemption.test_preemption import Warned
 

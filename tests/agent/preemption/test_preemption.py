@@ -10,7 +10,8 @@ import pytest
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, SLACK, Course, When
 from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S
-from ckpt.agent.preemption.preemption import END_S, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.preemption import END_S, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import REJOIN_S, Store, Why
 from ckpt.ipc.control_page import AMID, SUB_MAX, WAITING, ControlPage, ControlWord, RankPlace, WordKind

@@ -30,7 +30,8 @@ import xxhash
 
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.preemption import END_S, StandingNotice
+from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.preemption import END_S
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.ipc.control_page import ControlWord, RankPlace, WordKind
