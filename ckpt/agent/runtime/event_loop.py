@@ -351,8 +351,8 @@ class EventLoop:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
+            # Descriptors may have run out, or the caller may be gone again.
             except OSError as exc:
-                # Descriptors may have run out, or the caller may be gone again.
                 log.warning("a connection could not be accepted: %s", exc)
                 self._rest()
                 return
@@ -385,9 +385,9 @@ class EventLoop:
             message = messages.receive(peer.sock)
         except BlockingIOError:
             return False
+        # The peer closed its end without reading all that was sent. The kernel reports this once, before the peer's
+        # last messages, so reading goes on after the first report.
         except ConnectionResetError:
-            # The peer closed its end without reading all that was sent. The kernel reports this once, before the peer's
-            # last messages, so reading goes on after the first report.
             if not peer.was_reset:
                 peer.was_reset = True
                 return True

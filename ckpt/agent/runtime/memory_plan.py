@@ -38,6 +38,7 @@ _NUMBERS = ("slots", "wanted", "slot_bytes", "kept_bytes", "commit_bytes", "allo
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The memory of one node for one job: `slots` arenas for every rank, of `wanted` slots if memory allows.
+
     `slot_bytes`: of all ranks together. `kept_bytes`: checkpoints of earlier starts, kept until a newer one is
     complete. `allowed_bytes`: the limit of the total, and `bound` names that limit's source. `reserve_bytes`: the part
     of the limit that replicas must leave to other processes; slots may use it."""
@@ -96,10 +97,12 @@ def plan(
     reserve_bytes: int = 0,
     total_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The plan for one node. `kept_bytes`: see MemoryPlan. `held_bytes`: arenas that the job already has here,
-    including replicas for its other nodes. `limit_bytes`: the user's limit. `free_bytes`: free on the machine. `slots`:
-    the maximum. `reserve_bytes`: what replicas leave of the machine's memory. `total_bytes`: the machine's whole
-    memory, to tell whether one slot is large; None: not considered."""
+    """The plan for one node. `kept_bytes`: see MemoryPlan.
+
+    `held_bytes`: arenas that the job already has here, including replicas for its other nodes. `limit_bytes`: the
+    user's limit. `free_bytes`: free on the machine. `slots`: the maximum. `reserve_bytes`: what replicas leave of the
+    machine's memory. `total_bytes`: the machine's whole memory, to tell whether one slot is large; None: not
+    considered."""
     if total_bytes is not None and slot_bytes > total_bytes // LARGE_PARTS:
         slots = min(slots, SLOTS_LARGE)
     wanted = slots
@@ -125,9 +128,10 @@ def _commit_bytes(slot_bytes: int) -> int:
 
 
 def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int) -> int:
-    """Extra bytes that a start may take until all ranks have restored, beside the job's own memory. It is half of the
-    machine's free memory, and no more than the user's limit leaves beside the slots. Nothing is committed in that time.
-    `plan`: the job's plan, or its estimate."""
+    """Extra bytes that a start may take until all ranks have restored, beside the job's own memory.
+
+    It is half of the machine's free memory, and no more than the user's limit leaves beside the slots. Nothing is
+    committed in that time. `plan`: the job's plan, or its estimate."""
     room = free_bytes // 2
     if limit_bytes is not None:
         room = min(room, limit_bytes - plan.slots * plan.slot_bytes - plan.kept_bytes - WINDOW_BYTES)

@@ -20,8 +20,9 @@ _THREADS = Path("/proc/self/task")
 
 
 class Priority:
-    """Sets the niceness of the session and of worker threads. The main thread calls it and keeps its own niceness. If
-    the scheduler groups processes by session (autogroup), thread niceness counts only within this session. So the
+    """Sets the niceness of the session and of worker threads. The main thread calls it and keeps its own niceness.
+
+    If the scheduler groups processes by session (autogroup), thread niceness counts only within this session. So the
     session gets a niceness too. It is a milder one, since the main thread, which appoints snapshots, is in the session.
     Without autogroup the threads' niceness counts. Only a process with CAP_SYS_NICE can lower it."""
 
@@ -33,8 +34,10 @@ class Priority:
 
     def tend(self, hurries: bool, now_s: float) -> float | None:
         """Applies the priority and returns the time for the next call; None: no call needed. `hurries`: there is a
-        deadline to meet. Calls repeat since threads begin and end meanwhile. The kernel accepts at most ten session
-        changes a second in total."""
+        deadline to meet.
+
+        Calls repeat since threads begin and end meanwhile. The kernel accepts at most ten session changes a second in
+        total."""
         wanted = 0 if hurries else SESSION_NICE
         if not hurries and not self._raised and self._session in (None, wanted):
             return None

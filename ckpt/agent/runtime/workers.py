@@ -76,8 +76,10 @@ class Workers:
         future.add_done_callback(lambda done: self._post(lambda: then(done)))
 
     def close_arenas(self, arenas: Iterable[Arena]) -> None:
-        """Closes the arenas on a worker thread (see Arena.close). Main thread only. The kernel needs 0.2 s for each
-        GiB. Other nodes would take the main thread for dead if it freed hundreds of GiB itself."""
+        """Closes the arenas on a worker thread (see Arena.close). Main thread only.
+
+        The kernel needs 0.2 s for each GiB. Other nodes would take the main thread for dead if it freed hundreds of GiB
+        itself."""
         for arena in arenas:
             self._closing[arena] = _NOT_BEGUN
             close = functools.partial(self._close, arena)
@@ -89,9 +91,10 @@ class Workers:
         return sum(arena.bytes for arena in list(self._closing))
 
     def free_bytes(self) -> int:
-        """Bytes that may still be allocated on this machine, counting arenas that are being closed. The kernel frees a
-        closing arena gradually. Memory that other processes take meanwhile hides as much of what was freed, so the
-        result may be too large by up to that amount."""
+        """Bytes that may still be allocated on this machine, counting arenas that are being closed.
+
+        The kernel frees a closing arena gradually. Memory that other processes take meanwhile hides as much of what was
+        freed, so the result may be too large by up to that amount."""
         # Copied before the free memory is read. An arena that closes in between counts in both, for its part.
         closing = self._closing.copy()
         free = memory_plan.free_bytes()
