@@ -82,7 +82,9 @@ class Claims:
 
     def claim(self, claim: Claim) -> None:
         """Puts the claim, unless it is in the store already. Calls run one at a time, so that the call at entry and the
-        one before the first commit watch another start only once. Errors: Superseded; StorageError; UsageError."""
+        one before the first commit watch another start only once.
+
+        Errors: Superseded; StorageError; UsageError."""
         epoch = claim.epoch
         with self._claiming:
             self.check_refused(epoch)

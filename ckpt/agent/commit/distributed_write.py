@@ -54,6 +54,7 @@ def write_part(
 ) -> Written:
     """Puts these frames into packs of this node. Runs on a worker thread. `moved`: called as each frame's turn comes.
     `cancel`: set it to give up; the arenas may then be refilled at once, since nothing refers to packs still under way.
+
     Errors: AgentError if a frame lies outside its arena; SaveFailed; StorageError."""
     lengths = wanted.frames["length"].astype(np.int64)
     for rank, arena in arenas.items():
@@ -87,10 +88,11 @@ class _Part:
 
 
 class DistributedWrite:
-    """The parts of one commit: an OtherWriters of store.commit. The first node that has written a part counts. `ranks`:
-    by node name, "" for this node. `others`: see Others. These nodes write a part if its own node fails, or is overdue
-    by `overdue_s` with `margin_s`. Once that node fails, nodes that refused while it was only slow are asked again.
-    `ask`: see Ask. `others`, `ask` and the callbacks of `later` run on the main thread, reached by `post`."""
+    """The parts of one commit: an OtherWriters of store.commit. The first node that has written a part counts.
+
+    `ranks`: by node name, "" for this node. `others`: see Others. These nodes write a part if its own node fails, or is
+    overdue by `overdue_s` with `margin_s`. Once that node fails, nodes that refused while it was only slow are asked
+    again. `ask`: see Ask. `others`, `ask` and the callbacks of `later` run on the main thread, reached by `post`."""
 
     def __init__(
         self,
@@ -107,9 +109,11 @@ class DistributedWrite:
         safe: Callable[[], bool | None] = lambda: True,
     ) -> None:
         """`spared`: nodes that may be gone before they have written anything; holders of their replicas are asked
-        first. `safe`: True if all replicas or parity are in place; None: they are on their way. Until it is True, no
-        slow node's part goes to another node, since that one may have no replica yet. While it is None, nodes that
-        failed are asked once more."""
+        first.
+
+        `safe`: True if all replicas or parity are in place; None: they are on their way. Until it is True, no slow
+        node's part goes to another node, since that one may have no replica yet. While it is None, nodes that failed
+        are asked once more."""
         self._spared, self._safe = spared, safe
         self._checkpoint, self._options = checkpoint, options
         self._ranks, self._others, self._ask, self._post = ranks, others, ask, post
@@ -214,10 +218,11 @@ class DistributedWrite:
         return True
 
     def _give_up_or_wait(self) -> None:
-        """Handles parts that no node writes any more: asks other nodes, waits, or fails the part. A part of a reachable
-        node without replicas is rebuilt only after the store has taken another part. Otherwise the store itself is
-        probably failing, and each rebuild would be wasted. The committing node's own part does not even wait for other
-        parts, since that node must also put the record."""
+        """Handles parts that no node writes any more: asks other nodes, waits, or fails the part.
+
+        A part of a reachable node without replicas is rebuilt only after the store has taken another part. Otherwise
+        the store itself is probably failing, and each rebuild would be wasted. The committing node's own part does not
+        even wait for other parts, since that node must also put the record."""
         for part in self._parts:
             if part.future.done() or part.asked or not part.errors:
                 continue

@@ -3,9 +3,9 @@
 An orphan commit and any start or commit at the same time are safe side by side:
 - Every key contains its writer's name, and the record refers to no other checkpoint's packs. A second record of one
   checkpoint is harmless.
-- A checkpoint is committed only if it is in the run's branch history. That is the newest epoch in the store, and its
-  ancestors up to each fork. This is checked again just before the record is put. A record that still lands too late is
-  in no branch history.
+- A checkpoint is committed only if it is in the run's branch history: in the newest epoch in the store, or in an
+  ancestor of that epoch before the fork. This is checked again just before the record is put. A record that still lands
+  too late is in no branch history.
 - An epoch that the store does not know is claimed only if the store's newest epoch is its ancestor. So a late claim
   never takes the run from a start that knew nothing of that epoch.
 """
@@ -81,8 +81,9 @@ def check_due(store: StoreClient, claim: Claim, identity: Identity) -> None:
 
 def commit_newest(store: StoreClient, found: Sequence[OrphanCheckpoint], cancel: threading.Event) -> Identity | None:
     """Commits the newest of these checkpoints that needs it and returns its identity; None: no commit is needed. Runs
-    on a worker thread. Damaged checkpoints, and those outside the branch history, are skipped. Errors: SaveFailed;
-    Superseded; StorageError; DamagedData if all checkpoints that need a commit are damaged."""
+    on a worker thread. Damaged checkpoints, and those outside the branch history, are skipped.
+
+    Errors: SaveFailed; Superseded; StorageError; DamagedData if all checkpoints that need a commit are damaged."""
     damaged: DamagedData | None = None
     for each in sorted(found, key=lambda each: each.identity, reverse=True):
         verdict = judge(store.run().view(), each.terms.claim, each.identity)
@@ -112,8 +113,9 @@ def commit_whole(
     elsewhere: OtherWriters | None = None,
 ) -> Committed:
     """Commits a checkpoint that `judge` found due, and claims its epoch first if needed. Runs on a worker thread. `by`:
-    the committing party, for the record. `elsewhere`: see store.commit.Committer.commit. Errors: SaveFailed; Superseded
-    if the checkpoint is no longer due; StorageError."""
+    the committing party, for the record. `elsewhere`: see store.commit.Committer.commit.
+
+    Errors: SaveFailed; Superseded if the checkpoint is no longer due; StorageError."""
     claim, identity = terms.claim, made.identity
 
     def look() -> OrphanVerdict:

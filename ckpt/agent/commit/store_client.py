@@ -177,7 +177,9 @@ class StoreClient:
 
     def heartbeat(self, epoch: Epoch, count: int) -> None:
         """Puts the heartbeat numbered `count`. At the 1st, 2nd, 4th, 8th ... it also looks for checkpoints that the
-        store listed late. Errors: StorageError; Superseded, see Claims."""
+        store listed late.
+
+        Errors: StorageError; Superseded, see Claims."""
         if self.is_claimed(epoch):
             run = self.run(impatient=True)
             run.heartbeat(epoch, count, self._settings.heartbeat_s)
@@ -219,8 +221,9 @@ class StoreClient:
         elsewhere: OtherWriters | None = None,
         cancel: threading.Event | None = None,
     ) -> Committed:
-        """Commits one checkpoint. `elsewhere`, `cancel`: see Committer.commit. Errors: SaveFailed; Superseded if
-        another agent's newer epoch owns the run, or as `claim`; StorageError."""
+        """Commits one checkpoint. `elsewhere`, `cancel`: see Committer.commit.
+
+        Errors: SaveFailed; Superseded if another agent's newer epoch owns the run, or as `claim`; StorageError."""
         epoch = claim.epoch
 
         def check() -> None:
@@ -330,9 +333,10 @@ class StoreClient:
         return self._committers[codec, bandwidth]
 
     def check(self, epoch: Epoch) -> None:
-        """Checks that the epoch still owns the run. Errors: Superseded by a newer epoch of another agent; this agent's
-        newer epochs continue this one. LostStore if this epoch's claim is gone: probably all else is too, so commits
-        must not refer to earlier packs."""
+        """Checks that the epoch still owns the run.
+
+        Errors: Superseded by a newer epoch of another agent; this agent's newer epochs continue this one. LostStore if
+        this epoch's claim is gone: probably all else is too, so commits must not refer to earlier packs."""
         run = self.run()
         # Read before the listing, since the claim may land meanwhile.
         claimed = self.is_claimed(epoch)
@@ -349,8 +353,9 @@ class StoreClient:
         self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: PrunePass = PrunePass.DUE
     ) -> dict[str, Any]:
         """Runs one prune pass and returns what it did or would do. `epoch`: of the job here that decides for the run.
-        None: no job here decides, so another agent's open epoch is first watched for signs of life. Errors: RunInUse if
-        that epoch is alive; Superseded; StorageError; UsageError."""
+        None: no job here decides, so another agent's open epoch is first watched for signs of life.
+
+        Errors: RunInUse if that epoch is alive; Superseded; StorageError; UsageError."""
         from ckpt.store.branch import LAUNCH
         from ckpt.store.prune import Pruner
 

@@ -13,7 +13,9 @@ SLOWER = 3.0  # times the slowest written part: encoding and uploading vary that
 
 def overdue_s(written: Sequence[tuple[float, int]], nbytes: int, margin_s: float) -> float | None:
     """Seconds after the common beginning from which a part of `nbytes` is overdue; None: unknown yet. `written`:
-    (seconds, bytes) of each part that is written. A part with more bytes than a written one may take longer in
-    proportion. A smaller part gets no shorter time, since a part takes time beyond that for its bytes."""
+    (seconds, bytes) of each part that is written.
+
+    A part with more bytes than a written one may take longer in proportion. A smaller part gets no shorter time, since
+    a part takes time beyond that for its bytes."""
     scaled = [seconds * max(1.0, nbytes / size) for seconds, size in written if size]
     return SLOWER * max(scaled) + margin_s if scaled else None
