@@ -1,6 +1,7 @@
-"""ckpt: keeps the state of a PyTorch training job safe at three distances, and gets it back.
+"""ckpt: keeps a PyTorch training job's state in host memory, peers' memory and object storage, and restores it.
 
-Names are loaded when they are first used (PEP 562), so that `import ckpt` costs no torch.
+This file only exports the public API; read checkpointer.py first. Each name is loaded on first use (PEP 562), so that
+`import ckpt` does not import torch.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# The module of each public name; all other names are error classes.
 _WHERE = {
     "Checkpoint": "ckpt.checkpoint",
     "TensorInfo": "ckpt.checkpoint",
@@ -55,7 +57,7 @@ _WHERE = {
     "Parity": "ckpt.placement.placement",
     "Replicas": "ckpt.placement.placement",
     "Event": "ckpt.events",
-}  # everything else is an error class
+}
 
 __all__ = [
     "AccessDenied",

@@ -1,6 +1,7 @@
-"""`ckpt.Checkpointer`: wires the parts together for one rank, owns them, and says how a block ends.
+"""`ckpt.Checkpointer`: the public context manager. It owns the parts of one rank and decides how the block ends.
 
-The agent decides what is saved when and what is restored; the trainer side (ckpt/trainer) walks, copies and fills.
+The agent decides which version is saved and what is restored; the packages of ckpt/trainer walk, copy and fill the
+state. Methods are for the thread that entered the block. Only `Handle.wait` and `Handle.level` are for any thread.
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.loop.steps import Appointments, Steps, whole
 from ckpt.types import Tick
 
-SUPERSEDED_CODE = 75  # EX_TEMPFAIL: nothing is wrong with this process, its place is taken
+# EX_TEMPFAIL: this process did nothing wrong, but a newer start has taken its place.
+SUPERSEDED_CODE = 75
 ASK_AGAIN_S = 0.2
-HOLD_S = 600.0  # how long a rehearsal may take to kill what is held for it
-EXIT_TRIES = 3  # snapshots of the last step that are given up before the exit is
+HOLD_S = 600.0  # how long a rehearsed process waits to be killed
+EXIT_TRIES = 3  # further attempts at the exit, after a snapshot of the last step was given up
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where the state came from. At a fresh start: step 0, level "none", identity None, source "nothing"."""
+    """What a start restored. `level`: "local", "peer" or "store". `source`: the same in words, with the step.
+
+    A fresh start has step 0, level "none", identity None, and source "nothing" (or the weights that init= named)."""
 
     step: int = 0
     level: Level = "none"
@@ -58,7 +62,7 @@ class Restored:
 
 
 class Handle:
-    """One saved checkpoint on its way."""
+    """A checkpoint that ck.save() asked for: its step, and how far it has come."""
 
     def __init__(self, checkpointer: Checkpointer, tick: Tick) -> None:
         self._checkpointer = checkpointer
@@ -71,13 +75,15 @@ class Handle:
 
     @property
     def level(self) -> Level:
-        """The furthest level it is known to have reached: "none", "local", "peer", "store". After the block: what was
-        last known in it."""
+        """The furthest level that the checkpoint is known to have reached: "none", "local", "peer" or "store". After
+        the block: the last one known in it."""
         return self._levels.level(self.tick)
 
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
-        """Returns when it has reached `level`. Errors: SaveFailed when it will not, or not in time. After the block at
-        once, by what was last known in it."""
+        """Waits until the checkpoint has reached `level`. timeout_s: in seconds; None: no limit. After the block it
+        returns or raises at once, by what was last known in the block.
+        Errors: SaveFailed if the checkpoint will not reach the level, or not in time; UsageError for an unknown level.
+        """
         checkpointer = self._checkpointer
         if checkpointer._entered is None:
             self._levels.wait(self.tick, level, timeout_s)
@@ -92,7 +98,7 @@ class Handle:
 
 @dataclass(slots=True)
 class _Parts:
-    """What lives between `__enter__` and `__exit__`."""
+    """The parts that exist from `__enter__` to `__exit__`."""
 
     tasks: Tasks
     saver: Saver
@@ -101,19 +107,22 @@ class _Parts:
     due: DueSaves
     appointments: Appointments
     parting: Shutdown
-    ends: list[Callable[[], object]]  # of all that was begun, in that order
+    # One function for each part that was begun, in that order: it ends that part.
+    ends: list[Callable[[], object]]
 
 
 def _working(
     method: Callable[Concatenate[Checkpointer, P], R],
 ) -> Callable[Concatenate[Checkpointer, P], R]:
-    """Of what users call: until it returns nothing else may be, as by a signal's handler or a sink."""
+    """Decorates a method that users call. Until the method returns no other one may be called, as by a signal handler
+    or a sink."""
 
     @functools.wraps(method)
     def work(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check_use()
         self._at_work = True
-        try:  # here, where Ctrl-C cannot come in between, and not in a context manager
+        # A plain `try`: before the body of a context manager Ctrl-C could come in between.
+        try:
             return method(self, *args, **kwargs)
         finally:
             self._at_work = False
@@ -122,22 +131,28 @@ def _working(
 
 
 class Checkpointer:
-    """Keeps the state of a training loop safe, as a context manager.
+    """Saves and restores the state of a training loop: a context manager, which restores the newest checkpoint on entry.
 
-    url: a folder, or s3://, gs://, az://, or any fsspec URL. state: a dict of modules, optimizers, schedulers,
-    scalers, loaders, generators, tensors, and plain values; `ck.state[...]` is live. policy: when to save
-    (default Adaptive()). keep: what stays in the store (default: everything). peers: Replicas or Parity,
-    in other nodes' memory, where the job has several (default Replicas(1); None: none). codec: "auto", "raw", "zstd" or
-    "planes". mesh: a DeviceMesh that names the ranks (default: the DTensors' own, else the rank). process_group: the
-    ranks that save together (default: all). init: weights to begin with (.safetensors, a folder of them, or a ckpt
-    URL), used only where the run has no checkpoint. lazy: let proven copies run under the next step. strict: a state
-    that does not match the checkpoint is an error. generators: include Python's, NumPy's and torch's. take_over:
-    begin even though another living job writes to the URL. notices: "auto" (what CKPT_NOTICES says; else signals,
-    the cloud's word, Slurm's, a file) or "off": nobody's but an operator's. sinks: called with every ckpt Event.
+    url: where checkpoints are stored: a folder, s3://, gs://, az://, or any fsspec URL.
+    state: a dict of modules, optimizers, schedulers, scalers, loaders, generators, tensors and plain values. `ck.state`
+        is the same dict: what is assigned to its keys is saved.
+    policy: when to save (default Adaptive()). keep: which checkpoints stay in the store (default: all).
+    peers: Replicas or Parity in other nodes' memory, if the job has several nodes (default Replicas(1); None: none).
+    codec: "auto", "raw", "zstd" or "planes". limits: bounds on memory, bandwidth and times (default Limits()).
+    mesh: a DeviceMesh that names the ranks (default: that of the state's DTensors, else the rank number).
+    process_group: the ranks that save together (default: all).
+    init: weights to begin with if the run has no checkpoint: a .safetensors file, a folder of them, or a ckpt URL.
+    lazy: copy in the background during the next step, where ckpt has verified that this is safe.
+    strict: a state that does not match the checkpoint is an error.
+    generators: save Python's, NumPy's and torch's random generators too.
+    take_over: begin even if another living job writes to the URL.
+    notices: "auto" (the sources that CKPT_NOTICES allows: signals, the cloud, Slurm, a file) or "off" (only an
+        operator's).
+    sinks: functions that are called with every ckpt.Event.
 
-    All ranks construct it with the same options and enter it together, once. Errors on entry: UsageError,
-    StateMismatch, StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; each on all ranks. Leave, a
-    SystemExit, where a newer start of the run has taken its place.
+    All ranks construct it with the same options and enter it together, once. Errors on entry, on all ranks: UsageError,
+    StateMismatch, StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; Leave, a SystemExit, if a newer start
+    of the run has replaced this one.
     """
 
     def __init__(
@@ -168,7 +183,8 @@ class Checkpointer:
         self._notices = notices
         self._limits = Limits() if limits is None else limits
         self.url = find_url(url, read())
-        self._state = state  # theirs, so that what is assigned under either name is what is saved
+        # The user's dict itself: what is assigned under either name is saved.
+        self._state = state
         self.restored = Restored()
         self.events = Events(*sinks)
         self._policy = Adaptive() if policy is None else policy
@@ -189,7 +205,7 @@ class Checkpointer:
         self._entered: _Parts | None = None
         self._was_entered = False
         self._at_work = False
-        self._stored = True  # whether the store has what was restored
+        self._stored = True  # whether the restored checkpoint is in the store
         self._hold_at = self._rehearsed = 0
 
     def __reduce__(self) -> NoReturn:
@@ -200,14 +216,15 @@ class Checkpointer:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved: the dict that was given. Assign to its keys to change it."""
+        """The dict that is saved: the one that was given. Assign to its keys to change what is saved."""
         return self._state
 
     # -- the loop
 
     def steps(self, total: SupportsIndex) -> Iterator[int]:
-        """Yields 1, 2, ... `total`, or from the step after the restored one; each round of the loop is one step (one
-        optimizer update). Put it first in a zip: zip(ck.steps(n), loader). Errors: UsageError; as `step`."""
+        """Yields the step numbers 1, 2, ... `total`, or from the step after the restored one. Each round of the loop is
+        one step, that is one optimizer update. In a zip it comes first: zip(ck.steps(n), loader). Errors: UsageError;
+        those of `step`."""
         self._check_use()
         if (last := whole(total)) is None:
             raise UsageError(f"ck.steps({total!r}): a whole number of steps")
@@ -215,9 +232,10 @@ class Checkpointer:
 
     @_working
     def step(self, n: SupportsIndex | None = None) -> None:
-        """Ends a step, in loops that count themselves. n, if given, must be the last step + 1. After an
-        optimizer.step() that an exception has left nothing is saved any more.
-        Errors: UsageError; Leave (a SystemExit) when the job is to go."""
+        """Ends a step, in a loop that does its own counting. n: if given, it must be the last step + 1. Once an
+        exception has left an optimizer.step(), nothing is saved any more.
+        Errors: UsageError; Leave (a SystemExit) if the job has to leave; SaveFailed if no commit landed for
+        Limits(unsaved_s=)."""
         if n is not None and whole(n) != (last := self._parts.steps.ended) + 1:
             raise UsageError(
                 f"ck.step({n!r}): the last ended step is {last}, so the next is {last + 1}; "
@@ -226,7 +244,8 @@ class Checkpointer:
         self._end_step()
 
     def _end_step(self) -> None:
-        parts = self._entered or self._parts  # no call where it is entered: each step comes here
+        # `self._parts` is a call, which each step would pay for.
+        parts = self._entered or self._parts
         link, step = parts.saver.link, parts.steps.end()
         parts.saver.boundary(step)
         link.enter(step + 1)
@@ -256,11 +275,12 @@ class Checkpointer:
 
     @_working
     def poll(self) -> None:
-        """Serves the agent where all ranks pass in the same order but no step ends (evaluation batches): takes the
-        snapshot that is appointed there, and waits for copies that still run, so that after it the state may be
-        changed by hand. Nothing is taken once an optimizer has stepped since the last boundary; nor, where a loader is
-        registered, in the body of a step of ck.steps() that has not ended.
-        Errors: UsageError; Leave (a SystemExit) when the job is to go."""
+        """Serves the agent at a point that all ranks pass in the same order but where no step ends, such as an
+        evaluation batch. It takes the snapshot that is appointed there. It also waits for copies in the background, so
+        that the state may be changed by hand afterwards.
+        No snapshot is taken if an optimizer has stepped since the last step ended. Nor is one, if a loader is
+        registered, in the body of a step of ck.steps() that has not ended. Errors: UsageError; Leave (a SystemExit) if
+        the job has to leave."""
         parts = self._parts
         parts.saver.poll()
         parts.steps.next_tick()
@@ -271,20 +291,21 @@ class Checkpointer:
 
     @_working
     def fence(self) -> None:
-        """Waits for copies that still run under the step; call it before changing parameters or optimizer state by
-        hand (outside optimizer.step()) in the middle of a step. Where no optimizer has stepped so far, a step of
-        ck.steps() that is left by a break after it counts as ended, as after an update."""
+        """Waits for copies in the background. Call it before you change parameters or optimizer state by hand (outside
+        optimizer.step()) in the middle of a step. If no optimizer has ever stepped, a step of ck.steps() that a break
+        leaves after the fence counts as ended, as after an update."""
         parts = self._parts
         parts.saver.fence()
         parts.updates.fenced = True
 
     @_working
     def save(self, metrics: dict[str, float] | None = None) -> Handle:
-        """Saves the last ended step, now; called by all ranks at the same step. metrics: numbers kept with it (for
-        Keep(best=)). A failed save raises where its handle is waited for, not here.
+        """Saves the last ended step now, and returns a handle. All ranks call it at the same step. It waits for a free
+        slot. metrics: numbers that are kept with the checkpoint (for Keep(best=)). A failed save raises where its
+        handle is waited for, not here.
 
-        Errors: UsageError after an update without a boundary; and, where a loader is registered, in the body of a
-        step of ck.steps() that has not ended: the batch that was drawn for it would be skipped after a restore."""
+        Errors: UsageError after an update that no step has ended. UsageError too, if a loader is registered, in the
+        body of a step of ck.steps() that has not ended: a restore would skip the batch that was drawn for that step."""
         numbers, parts = check_metrics(metrics, self.events), self._parts
         steps, link = parts.steps, parts.saver.link
         if parts.updates.pending:
@@ -311,14 +332,15 @@ class Checkpointer:
 
     @_working
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
-        """Returns when the newest snapshot taken here has reached `level`. Errors: SaveFailed."""
+        """Waits until the newest snapshot that this rank took has reached `level`; returns at once if there is none.
+        Errors: SaveFailed; UsageError for an unknown level."""
         saver = self._parts.saver
         if saver.last is not None:
             saver.wait(saver.last, level, timeout_s)
 
     @property
     def receipt(self) -> dict[str, Any]:
-        """What this run came to so far; also logged in one line at the end."""
+        """The figures of this run so far. They are also logged in one line at the end."""
         self._update_receipt()
         return self._receipt.to_dict()
 
@@ -340,7 +362,8 @@ class Checkpointer:
         return self
 
     def _check_entry(self) -> None:
-        if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        # The same test as in multiprocessing itself.
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise UsageError(
                 "a process that multiprocessing has spawned is importing this script, and would take the place of the "
                 'job that has spawned it: put what trains below `if __name__ == "__main__":`'
@@ -358,8 +381,8 @@ class Checkpointer:
     def _begin(
         self, settings: Settings, last: contextlib.ExitStack, ends: list[Callable[[], object]], began_s: float
     ) -> None:
-        """`last`: what is of use until nothing more happens. What is begun is appended to `ends`, each before anything
-        of it would have to be ended: Ctrl-C may come in between."""
+        """Enters the job. `last`: closed after everything else. `ends`: gets the function that ends each part, before
+        that part begins: Ctrl-C may come in between."""
         lines = self._write_events(settings.events, last)
         tasks = Tasks("trainer", pool_size=4)
         ends.append(tasks.close)
@@ -368,7 +391,8 @@ class Checkpointer:
             saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, ends)
         except Superseded as exc:
             self._leave_superseded(str(exc))
-        try:  # the agent has taken us in
+        # From here on this rank is a member of the job.
+        try:
             updates = StepTracking(self.state, lambda: saver.walk, self.events)
             ends.append(updates.close)
             updates.begin(found.tick.step)
@@ -389,7 +413,7 @@ class Checkpointer:
             raise
 
     def _take_up(self, parts: _Parts, found: entry.RestoreResult, began_s: float) -> None:
-        """From here on it is entered, and goes on from what was found."""
+        """Marks this object as entered, and records what was restored."""
         link = parts.saver.link
         self._entered = parts
         self._was_entered = True
@@ -399,7 +423,8 @@ class Checkpointer:
         self._receipt.start_step = parts.steps.start
         self._receipt.restored_from = self.restored.source
         self._receipt.entry_s = time.monotonic() - began_s
-        link.levels.begin()  # what entering took is not unsaved time
+        # The time that entering took does not count as unsaved.
+        link.levels.begin()
         link.enter(parts.steps.start + 1)
         self._update_receipt()
         if self.restored.identity is not None:
@@ -408,29 +433,35 @@ class Checkpointer:
             advise_interval(self._policy, self._limits, self.events)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        parts = self._entered or self._parts  # no call where it is entered: Ctrl-C is heard in one
-        if parts.saver.forked:  # all that there is to close belongs to the parent
+        # `self._parts` is a call, in which Ctrl-C could be raised.
+        parts = self._entered or self._parts
+        # In a forked child all resources belong to the parent.
+        if parts.saver.forked:
             self._entered = None
             return
         failure: CkptError | None = None
-        # sys.exit(0) in the loop is a way to end it. Leave has a code of its own.
+        # sys.exit(0) in the loop is a normal end. Leave has another code.
         ends_normally = error is None or (isinstance(error, SystemExit) and not error.code)
-        self._at_work = True  # to the end
+        # Stays set: from here on users call nothing any more.
+        self._at_work = True
         try:
             if ends_normally:
                 failure = self._finish_normally()
             else:
-                parts.saver.quiet()  # takes no snapshot: the state may be half a step old
+                # No snapshot is taken: half a step may be in the state.
+                parts.saver.quiet()
                 failure = parts.parting.finish_early(self._limits.exit_s)
         except Leave:
             raise
-        except BaseException:  # Ctrl-C
-            parts.saver.link.give_up()  # else the agent would wait for us to come back
+        except BaseException:
+            # Ctrl-C. Else the agent would wait for this rank to come back.
+            parts.saver.link.give_up()
             raise
         finally:
             try:
                 end_all(parts.ends)
-            except KeyboardInterrupt:  # between two of them, maybe, or before the first
+            except KeyboardInterrupt:
+                # It may have come before the first call or between two: the rest is still in the list.
                 end_all(parts.ends)
                 raise
         if failure is not None:
@@ -440,7 +471,8 @@ class Checkpointer:
                 raise CommitFailed(str(failure)) from failure
 
     def _write_events(self, path: Path | None, closing: contextlib.ExitStack) -> JsonLines | None:
-        """To the file that CKPT_EVENTS names, until `closing`. What the agent tells it writes there itself."""
+        """Adds a sink for the file that CKPT_EVENTS names, until `closing` is closed. The agent writes its own events
+        there."""
         if path is None:
             return None
         about = {"by": "trainer", "url": shown(self.url), "host": socket.gethostname(), "pid": os.getpid()}
@@ -451,8 +483,10 @@ class Checkpointer:
         return lines
 
     def _finish_normally(self) -> CkptError | None:
-        """Saves the last step unless it is saved, and waits for its commit. A step that was restored from memory, and
-        that the store does not have, is saved: nobody else may be left to commit it."""
+        """Saves the last step unless it is saved, and waits for its commit. Returns the failure, if any. Errors: Leave.
+
+        A step that was restored from memory and is not in the store is saved too: no other process may be left to
+        commit it."""
         parts = self._parts
         parting, steps = parts.parting, parts.steps
         try:
@@ -474,10 +508,10 @@ class Checkpointer:
         return parting.leave("normal", deadline)
 
     def _save_last(self, deadline: float) -> CkptError | None:
-        """Until then, on the monotonic clock. Errors: Leave."""
+        """Saves the last step. `deadline`: on the monotonic clock. Returns the failure, if any. Errors: Leave."""
         parts = self._parts
         link, steps, parting, tries = parts.saver.link, parts.steps, parts.parting, 0
-        # The last boundary may have been saved, and the state have moved on since: an epoch is counted behind it.
+        # The state may have changed since the last boundary was saved, for example by an epoch counter behind the loop.
         saver = parts.saver
         is_behind = steps.sub or saver.asked == steps.tick or saver.has_moved(steps.tick, deadline)
         tick = steps.next_tick() if is_behind else steps.tick
@@ -493,23 +527,27 @@ class Checkpointer:
                 return parting.leave("normal", deadline)
             except CkptError as exc:
                 failure = exc
-            if link.superseded_by is not None:  # which cuts off what waits
+            # Being superseded ends the wait above, too.
+            if link.superseded_by is not None:
                 self._leave_superseded(link.superseded_by)
             if isinstance(failure, NotStaged) and tries < EXIT_TRIES:
                 tries += 1
-                tick = steps.next_tick()  # all ranks see that it was given up, or that others ask for a later one
+                # All ranks see that the snapshot was given up, or that others ask for a later version.
+                tick = steps.next_tick()
             elif not isinstance(failure, AgentError):
                 return parting.leave("normal", deadline) or parting.unsaved(tick, failure)
             elif link.is_given_up:
                 break
-            else:  # it is being started again; what it held is handed over
+            else:
+                # The agent is being started again, and the arenas are handed over to it.
                 parts.tasks.stopping.wait(ASK_AGAIN_S)
                 if link.restarts != restarts:
                     tick = steps.next_tick()
         return failure
 
     def _leave_torn(self, why: str) -> CkptError | None:
-        """As by an exception: takes no snapshot. The last step is lost, unless it was saved before that update."""
+        """Leaves without a snapshot, as after an exception: half an update may be in the state. Returns the failure, if
+        any: CommitFailed if the last step was not saved before that update."""
         parts = self._parts
         parts.saver.quiet()
         failure = parts.parting.finish_early(self._limits.exit_s)
@@ -520,13 +558,14 @@ class Checkpointer:
     # -- inside
 
     def _save_due(self) -> None:
-        """The save of the step that has just ended, which the policy names, asked for by all ranks. Where it fails
-        training goes on: an event says so, and the receipt counts it. Errors: Leave."""
+        """Saves the step that has just ended, because the policy names it; all ranks do. If the save fails, training
+        goes on: an event reports the failure, and the receipt counts it. Errors: Leave."""
         parts = self._parts
         parts.due.take()
         link, tick, receipt = parts.saver.link, parts.steps.tick, self._receipt
         began_s, missed, until_s = time.monotonic(), receipt.missed, None
-        if self._limits.unsaved_s is not None:  # beyond that the block is left
+        # After unsaved_s without a commit the block is left anyway.
+        if self._limits.unsaved_s is not None:
             until_s = min(began_s + self._limits.exit_s, link.levels.committed_s + self._limits.unsaved_s)
         try:
             self._save_now("due", tick, {}, until_s)
@@ -537,8 +576,9 @@ class Checkpointer:
             self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
 
     def _rehearse(self) -> None:
-        """Saves step 1, so that there is a checkpoint from before the kill to compare, and the step of the kill, which
-        comes here however quick the script is. Goes on where nobody kills."""
+        """For `ckpt rehearse`: saves step 1, to compare with after the kill, and later the step at which the process is
+        killed. It waits there for the kill, so that the script does not run past it. Training goes on if no kill comes.
+        """
         parts, tick = self._parts, self._parts.steps.next_tick()
         self._rehearsed = self._hold_at
         try:
@@ -551,8 +591,8 @@ class Checkpointer:
                 parts.tasks.stopping.wait(HOLD_S)
 
     def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> Tick:
-        """Asks for a slot together with all ranks, and takes the snapshot. Which tick holds the state, as for
-        `Saver.save`. Errors: CkptError; Leave."""
+        """Asks for a slot together with all ranks, and takes the snapshot. Returns the version that holds the state, as
+        `Saver.save` does. Errors: CkptError; Leave."""
         parts = self._parts
         link = parts.saver.link
         until_s = time.monotonic() + self._limits.exit_s if deadline is None else deadline
@@ -560,7 +600,8 @@ class Checkpointer:
         if why == "save" and not why_not:
             why_not = parts.updates.gradients.lost(tick.step) or parts.updates.find_swapped(tick.step)
         if why_not:
-            link.cannot_save(tick, why_not)  # the others would wait for this rank
+            # Else the other ranks would wait for this one.
+            link.cannot_save(tick, why_not)
             raise SaveFailed(why_not)
         try:
             held = parts.saver.save(why, tick, metrics, until_s)
@@ -572,7 +613,7 @@ class Checkpointer:
 
     @_working
     def _wait_here(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
-        """As `Saver.wait`, asked for by the user on the training thread."""
+        """`Saver.wait`, called by the user on the training thread."""
         self._parts.saver.wait(tick, level, timeout_s)
 
     def _leave_superseded(self, by: str) -> NoReturn:
@@ -590,7 +631,8 @@ class Checkpointer:
         return self._entered
 
     def _check_use(self) -> None:
-        saver = (self._entered or self._parts).saver  # as in `_end_step`
+        # For speed, as in `_end_step`.
+        saver = (self._entered or self._parts).saver
         if saver.forked:
             raise UsageError(
                 "a Checkpointer belongs to the process that entered it, not to a forked child: leave saving to the "
@@ -609,7 +651,7 @@ class Checkpointer:
             parts.updates.strangers.name(parts.saver.walk, [each.saver.walk for each in self._beside()])
 
     def _beside(self) -> list[_Parts]:
-        """Of the other Checkpointers that this process is in."""
+        """The parts of the other Checkpointers that this process has entered."""
         return [each._entered for each in _LIVE if each is not self and each._entered is not None]
 
     def _forget(self) -> None:
