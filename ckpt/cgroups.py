@@ -1,11 +1,11 @@
-"""Control groups: how much memory a process and those around it may have, and how much of it is in use. cgroups(7).
+"""Control groups: the memory limit of this process and of the groups around it, and how much is in use. See cgroups(7).
 
-Page cache is charged to the group that read the file, and stays until somebody needs the memory: a container that
-streams a data set from disk is always at its limit. What the kernel takes back before it refuses anything is not in
-use. That is what lies on its lists of file pages, as in MemAvailable of the whole machine. The active list counts, too,
-though tools that watch how much is needed for good speed (the kubelet) leave out the inactive one only: a data set that
-is read again for each epoch comes to lie on the active one. What has to be written to disk first is in use. So is
-shared memory, memfds and tmpfs among it: a group counts it as cache, and it is on no list of file pages.
+The kernel charges page cache to the group that read the file, and keeps it until memory is needed. So a container that
+streams a data set from disk is always at its limit. Memory that the kernel reclaims before it refuses anything does not
+count as used here. It is the file pages of both lists, as in MemAvailable of the whole machine.
+The active list counts as reclaimable too: a data set that is read again in each epoch comes to lie there. (Tools that
+watch performance, such as the kubelet, leave out only the inactive list.) Pages that must first be written to disk
+count as used. So does shared memory (memfds, tmpfs): a group counts it as cache, but it is on no list of file pages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _OWN = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What one version calls them. `limits`: the lowest counts: above a soft one (memory.high) nothing is refused, but
-    whoever takes memory is slowed down until some is given back, and ours cannot be. `file_pages`, `unwritten`: in
-    memory.stat, of a group and all in it."""
+    """The file names of one cgroup version. `limits`: files of limits, of which the lowest counts. Above a soft limit
+    (memory.high) nothing is refused, but allocation is slowed down until memory is freed, and ckpt cannot free its own.
+    `file_pages`, `unwritten`: entries of memory.stat, for a group and all groups in it."""
 
     limits: tuple[str, ...]
     used: str
@@ -48,22 +48,23 @@ V1 = Names(
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """One of them, which need not be there."""
+    """One control group, whose folder need not exist."""
 
     folder: Path
     names: Names
 
     def limit_bytes(self) -> int:
-        """Errors: ValueError where there is none."""
+        """The memory limit in bytes. Errors: ValueError if there is none."""
         found: list[int] = []
         for name in self.names.limits:
-            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            # The file may be missing, or say "max".
+            with contextlib.suppress(OSError, ValueError):
                 found.append(int(text(self.folder / name)))
         return min(found)
 
     def used_bytes(self) -> int:
-        """By the group and all in it, but for what is given back at once, where that is told. Errors: OSError,
-        ValueError."""
+        """The memory in use by the group and all groups in it, less what the kernel reclaims at once, if memory.stat
+        tells. Errors: OSError, ValueError."""
         return max(0, int(text(self.folder / self.names.used)) - self._given_back_bytes())
 
     def _given_back_bytes(self) -> int:
@@ -78,8 +79,9 @@ class ControlGroup:
 
 
 def groups(at: Path = CGROUPS, own: str | None = None) -> list[ControlGroup]:
-    """Our own (a service's, or a batch job's) and all that it is in, of both versions, the innermost first. In a
-    container ours is at the root. `at`: where they are mounted; `own`: /proc/self/cgroup."""
+    """This process's group (a service's or a batch job's) and all groups around it, of both versions, the innermost
+    first. In a container the own group is at the root. `at`: where cgroups are mounted. `own`: the content of
+    /proc/self/cgroup."""
     if own is None:
         own = ""
         with contextlib.suppress(OSError):
@@ -99,6 +101,6 @@ def _named(at: Path, own: str) -> Iterator[ControlGroup]:
 
 
 def text(path: Path) -> str:
-    """Of one of the kernel's files, as far as one is ever long. Errors: OSError."""
+    """The content of a small kernel file, at most FILE_BYTES_MAX bytes. Errors: OSError."""
     with open(path, "rb", buffering=0) as file:
         return file.read(FILE_BYTES_MAX).decode("ascii", "replace")

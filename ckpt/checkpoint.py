@@ -1,4 +1,4 @@
-"""One checkpoint in a store, as `ckpt.open` gives it: what it is, its tensors and its values."""
+"""One checkpoint in a store, as `ckpt.open` returns it: what it is, its tensors and its values."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all; from any thre
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`dtype`: torch's name of it. `coordinate`: of the rank whose copy it is; "" for a tensor of the job. `parts`: in
-    how many boxes it is stored. `bytes`: before it is compressed."""
+    """What is known of a tensor without reading it. `dtype`: torch's name of the dtype. `bytes`: the size before
+    compression. `coordinate`: the rank whose copy this is; "" for a tensor of the whole job. `parts`: the number of
+    stored boxes."""
 
     name: str
     dtype: str
@@ -42,15 +43,16 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """One checkpoint of a run. `step`: the last step that had ended. `label`: "300", or "300.1" for the first save,
-    poll or exit after step 300. `start`: the number of the start that saved it: 1, and one more with each restart.
-    `is_on_line`: whether a start may go on from it by itself.
+    """One checkpoint of a run. `step`: the last ended step. `label`: "300", or "300.1" for the first save, poll or exit
+    after step 300. `start`: the number of the start that saved it: 1, and one more with each restart. `is_on_line`:
+    whether it is in the branch history, so that a start may restore it by itself.
 
-    What is below reads the record when it is first asked for. Errors: NoCheckpoint where the checkpoint was retired
-    meanwhile; DamagedData names the object; NewerFormat; StorageError."""
+    The members below read the record when they are first used. Errors: NoCheckpoint if the checkpoint was retired
+    meanwhile; DamagedData, which names the object; NewerFormat; StorageError."""
 
     def __init__(self, run: Run, records: Sequence[CommitRef], is_on_line: bool) -> None:
-        """Use `ckpt.open`. `records`: its records, each complete, of which the first that can be read counts."""
+        """Use `ckpt.open`. `records`: the checkpoint's records, each complete; the first one that can be read is
+        used."""
         self._run, self.records, self.is_on_line = run, records, is_on_line
         self.ref = records[0]
         self._record: Record | None = None
@@ -68,7 +70,7 @@ class Checkpoint:
 
     @property
     def sub(self) -> int:
-        """0 at the end of the step; else the number of the save, poll or exit after it."""
+        """0 at the end of the step; else the number of the save, poll or exit after the step."""
         return self.ref.identity.tick.sub
 
     @property
@@ -81,7 +83,8 @@ class Checkpoint:
 
     @property
     def listed_s(self) -> float | None:
-        """When the store got the record, by its clock, in Unix seconds; None where it tells no times."""
+        """When the record reached the store, by the store's clock, in Unix seconds; None if the store tells no
+        times."""
         return self.ref.saved_s
 
     # --- from the record ----------------------------------------------------------------------------------------------
@@ -92,7 +95,8 @@ class Checkpoint:
 
     @cached_property
     def error(self) -> Exception | None:
-        """What is wrong with the record, or that the checkpoint was retired meanwhile; None where it can be read."""
+        """Why the record cannot be read, or that the checkpoint was retired meanwhile; None if the record can be
+        read."""
         try:
             self.use(lambda reader: None)
         except (DamagedData, NotFound, NoCheckpoint) as exc:
@@ -101,37 +105,38 @@ class Checkpoint:
 
     @property
     def time_s(self) -> float | None:
-        """When it was taken, in Unix seconds, as the record says; else as `listed_s`. Those differ in a copied run."""
+        """When the checkpoint was taken, in Unix seconds, as the record says; `listed_s` if the record does not say.
+        The two differ in a copied run."""
         return self.listed_s if self.record.taken_s is None else self.record.taken_s
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What `ck.save(metrics=)` was given."""
+        """The numbers that were given to `ck.save(metrics=)`."""
         return self.record.metrics
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Small facts: host, world size, versions, launch."""
+        """Small facts: host, world size, versions, launch id."""
         return self.record.about
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """The coordinates of the ranks that saved it."""
+        """The mesh coordinates of the ranks that saved the checkpoint."""
         return self.record.manifest.coordinates
 
     @property
     def bytes(self) -> int:
-        """The size of the state."""
+        """The size of the state, before compression."""
         return int(self.record.manifest.frames["length"].sum(dtype="u8"))
 
     @property
     def stored_bytes(self) -> int:
-        """What was written for it, compressed."""
+        """The bytes that were written for this checkpoint, after compression."""
         return self._placed_bytes[0]
 
     @property
     def shared_bytes(self) -> int:
-        """The stored size of frames that did not change, and lie in packs of earlier checkpoints."""
+        """The stored size of the unchanged frames, which lie in packs of earlier checkpoints."""
         return self._placed_bytes[1]
 
     @cached_property
@@ -144,27 +149,27 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """By name: "model.0.weight", "optim.state.0.weight.exp_avg", ... Of copies that ranks had of one tensor, those
-        that are equal are one tensor, and of a module's buffers the first rank's counts, as for a start on another
-        number of ranks. Other copies are called `name@coordinate`."""
+        """The tensors by name: "model.0.weight", "optim.state.0.weight.exp_avg", ... Equal copies of several ranks are
+        one tensor. Of a module's buffers the first rank's is taken, as by a start on another number of ranks. All other
+        copies are called `name@coordinate`."""
         return _infos(self._named.specs, self.record)
 
     @cached_property
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
-        """Everything that is stored: also each rank's copy of a tensor, by `name@coordinate`."""
+        """All tensors as stored: also each rank's own copy of a tensor, as `name@coordinate`."""
         from ckpt.store.tensor_stream import chosen, exported_name
 
         return _infos({exported_name(spec): spec for spec in chosen(self.record.manifest)}, self.record)
 
     def tensor(self, name: str, index: Index = ()) -> npt.NDArray[Any]:
-        """A tensor of `tensors` or `stored_tensors`, or a part of it, as a new NumPy array. The first ten rows:
+        """A tensor of `tensors` or `stored_tensors`, or a part of one, as a new NumPy array. The first ten rows:
         `tensor("model.0.weight", slice(10))`, or `tensor("model.0.weight", np.s_[:10, :])`.
 
-        `index`: integers, slices and `...`, as for an array; only the frames that hold that part are read. NumPy has no
-        bfloat16 and no float8: these come as float32, each value exactly; complex32 comes as complex64, and
-        float4_e2m1fn_x2 as the bytes of its pairs. `torch_tensor` gives the dtype that was saved.
+        `index`: integers, slices and `...`, as for an array. Only the frames that hold that part are read. NumPy lacks
+        some dtypes: bfloat16 and float8 come as float32, with exact values; complex32 comes as complex64;
+        float4_e2m1fn_x2 comes as the bytes of its pairs. `torch_tensor` returns the dtype that was saved.
 
-        Errors: UsageError for a name or an index that is not there."""
+        Errors: UsageError for a name or an index that does not exist."""
         from ckpt.store.tensors import as_numpy, read
 
         spec = self._spec(name)
@@ -178,9 +183,11 @@ class Checkpoint:
         return as_torch(self.use(lambda reader: read(reader, spec, index)), spec.dtype)
 
     def values(self, rank: str | None = None) -> Any:
-        """What was saved besides tensors, by its key in the state: counters, schedulers, and of optimizers the
-        `param_groups` with the names of their `params`. None stands where a tensor stood. `rank`: a coordinate out of
-        `ranks`, where ranks had different values; by default what all had in common, else the first rank's."""
+        """The saved values that are not tensors, by their key in the state: counters, schedulers, and the
+        `param_groups` of optimizers, with the names of their `params`. None stands in place of each tensor.
+
+        `rank`: one of `ranks`, if ranks had different values. By default: the common values if there are any, else the
+        first rank's."""
         from ckpt.store.trees import of_state
 
         found = self._values
@@ -189,7 +196,7 @@ class Checkpoint:
         return of_state(found.shared if rank is None else found.own_shared.get(self._known(rank), found.shared))
 
     def rank_values(self, rank: str) -> Any:
-        """What one rank has of its own: `loaders`, by their key in the state, and `generators`."""
+        """The values that belong to one rank alone: `loaders`, by their key in the state, and `generators`."""
         from ckpt.store.trees import of_rank
 
         return of_rank(self._values.own.get(self._known(rank)))
@@ -205,24 +212,25 @@ class Checkpoint:
         shard_bytes: int = 5 << 30,
         progress: Progress | None = None,
     ) -> Exported:
-        """Writes tensors to a .safetensors or .pt file, or to a folder: what `ckpt restore` does.
+        """Writes tensors to a .safetensors or .pt file, or to a folder, as `ckpt restore` does.
 
-        `only`: globs on names. `dtype`: what floating-point tensors become. `strip`: a prefix that is taken off names.
-        Errors: UsageError where `to` is there or an option does not fit; OSError; see export.export."""
+        `only`: globs on names. `dtype`: the dtype to which floating-point tensors are converted. `strip`: a prefix that
+        is removed from names. `shard_bytes`: the size of a file in a folder. Errors: UsageError if `to` exists or an
+        option does not fit; OSError; see export.export."""
         from ckpt.store.export import export
 
         how: Any = {"format": format, "only": only, "dtype": dtype, "strip": strip, "shard_bytes": shard_bytes}
         return self.use(lambda reader: export(reader, to, **how, progress=progress))
 
     def diff(self, other: Checkpoint, only: Sequence[str] = (), progress: Progress | None = None) -> Diff:
-        """What differs between this checkpoint and another one, of any run. `only`: globs on names of tensors."""
+        """The differences between this checkpoint and another one, of any run. `only`: globs on names of tensors."""
         from ckpt.store.diff import diff
 
         return self.use(lambda ours: other.use(lambda theirs: diff(ours, theirs, only, progress)))
 
     def use(self, work: Callable[[FrameReader], T]) -> T:
-        """The result of `work`, which reads frames. Where one record of the checkpoint is damaged the next one is
-        taken, and an event says that."""
+        """Calls `work` with a reader of frames, and returns its result. If one record of the checkpoint is damaged the
+        next one is used, and an event says so."""
         from ckpt.store.reader import FrameReader, any_readable
 
         def of(record: Record) -> T:
@@ -235,7 +243,8 @@ class Checkpoint:
                 try:
                     return of(known)
                 except (DamagedData, NotFound):
-                    self._record = None  # below it is said what is wrong, and another record may do
+                    # The call below reports the damage, and tries the other records.
+                    self._record = None
             return any_readable(self._run, self.records, of)
         except NewerFormat:
             raise

@@ -131,7 +131,7 @@ def _working(
 
 
 class Checkpointer:
-    """Saves and restores the state of a training loop: a context manager, which restores the newest checkpoint on entry.
+    """Saves and restores the state of a training loop: a context manager that restores the newest checkpoint on entry.
 
     url: where checkpoints are stored: a folder, s3://, gs://, az://, or any fsspec URL.
     state: a dict of modules, optimizers, schedulers, scalers, loaders, generators, tensors and plain values. `ck.state`

@@ -1,4 +1,4 @@
-"""Time as an object, so that what decides can be run under a manual clock."""
+"""A clock as an object, so that code which decides by time can run under a manual clock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Protocol
 
 
 class Clock(Protocol):
+    """A source of time that can also wait."""
+
     def now_s(self) -> float:
-        """Seconds on a monotonic clock; only differences mean anything."""
+        """Seconds on a monotonic clock. Only differences have a meaning."""
         ...
 
     def sleep_s(self, seconds: float) -> None: ...
 
 
 class SystemClock:
+    """The monotonic clock of this host."""
+
     def now_s(self) -> float:
         return time.monotonic()
 
@@ -24,7 +28,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that a test moves by hand; sleeping moves it."""
+    """A clock for tests, which only sleeping moves. Thread-safe."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

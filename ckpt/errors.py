@@ -1,30 +1,30 @@
-"""Every error that ckpt raises on purpose.
+"""The errors that ckpt raises on purpose, as one tree.
 
     CkptError
-    |- UsageError          the call or the option is wrong; the message says which choice there is
-    |- StateMismatch       the state and the checkpoint do not fit; every difference is named in one message
-    |- StorageError        the store did not do what it was asked
-    |  |- NotFound           no such object
-    |  |- AlreadyExists      put-if-absent found the key taken
-    |  |- AccessDenied       credentials or permission
-    |  |- TransientError     may succeed when tried again (503, reset, timeout); retried in one place only
-    |  `- Unsettled          nobody knows whether it happened; settle it by reading back
-    |- DamagedData         bytes that do not hash to what was recorded, or do not parse: names the object
-    |  |- MissingData        an object that a record names is not there, or not visible yet
-    |  `- NewerFormat        sound, but written by a newer ckpt: a start does not fall back behind it
-    |- NoCheckpoint        nothing restorable where it was looked for
+    |- UsageError          the call or an option is wrong; the message names the choices
+    |- StateMismatch       the state and the checkpoint do not fit; one message names every difference
+    |- StorageError        an operation of the store failed
+    |  |- NotFound           there is no such object
+    |  |- AlreadyExists      a put-if-absent found that the key exists
+    |  |- AccessDenied       wrong credentials or a missing permission
+    |  |- TransientError     a retry may succeed (503, reset, timeout); only one place in the code retries
+    |  `- Unsettled          unknown whether the operation was done; settle it by reading back
+    |- DamagedData         bytes that differ from the recorded hash, or do not parse; the message names the object
+    |  |- MissingData        an object that a record names does not exist, or is not visible yet
+    |  `- NewerFormat        sound, but written by a newer ckpt: a start does not fall back to an older checkpoint
+    |- NoCheckpoint        there is nothing to restore
     |- SaveFailed          a checkpoint did not reach the level that was waited for
-    |  |- NotStaged          ... nor will it ever reach any: that snapshot was given up; another one may
+    |  |- NotStaged          ... nor will it reach any level: its snapshot was given up; another one may succeed
     |  `- CommitFailed       ... at the end of the run
     |- Superseded          a newer start of the run owns the URL
     |- RunInUse            another living job writes to the URL
     `- AgentError          the agent could not be reached, started or understood
-       |- OtherVersion        ... it is of another release, and ends as soon as it may
-       `- NotLed             ... or waits for that of rank 0's node: later it may be
+       |- OtherVersion        ... it is of another release, and ends as soon as it can
+       `- NotLed             ... it waits for the agent of rank 0's node; a retry may succeed
 
-`Leave` is no error but a SystemExit: the job has been asked to go, and everything it could save is saved.
-Every class has a stable `kind`, which messages and JSON carry, so that an error crosses a process boundary.
-Foreign exceptions are translated where they enter (a backend, a socket), with `from exc`.
+`Leave` is a SystemExit and no error: the job was asked to leave, and everything it could save is saved.
+Every class has a stable `kind`. Messages and JSON carry the kind, so that an error can cross a process boundary.
+Foreign exceptions are translated, with `from exc`, at the place where they enter: a backend or a socket.
 """
 
 from __future__ import annotations
@@ -118,28 +118,29 @@ class NotLed(AgentError):
 
 
 class Leave(SystemExit):
-    """Raised out of the `with` block when the job is to go (a notice, or a newer start of the same run).
+    """Raised out of the `with` block when the job has to leave, because of a notice or a newer start of the same run.
 
-    `code` is the exit status (143 after a notice, 75 after being superseded).
-    """
+    `code` is the exit status: 143 after a notice, 75 after a newer start."""
 
 
 def _tree(cls: type[CkptError]) -> dict[str, type[CkptError]]:
     found = {kind: each for sub in cls.__subclasses__() for kind, each in _tree(sub).items()}
-    return {**found, cls.kind: cls}  # last: a subclass without a kind of its own is not what its parent is told as
+    # The class itself comes last, and so wins over a subclass that has no kind of its own.
+    return {**found, cls.kind: cls}
 
 
 def from_kind(kind: str, message: str) -> CkptError:
-    """The error of that kind, as it came over a socket; an unknown kind gives a plain CkptError."""
+    """The error of that kind, which came over a socket. An unknown kind gives a plain CkptError."""
     return _tree(CkptError).get(kind, CkptError)(message)
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether it has come into the midst of what was done, and not of it: Ctrl-C, an exit, or whatever a handler of a
-    signal has raised (a watchdog's alarm). Whoever waits for it is outside as well: no failure of ours may hide it."""
+    """Whether the exception was injected (Ctrl-C, an exit, a signal handler such as a watchdog's alarm) rather than
+    raised by the interrupted operation. An injected exception must reach the user: no failure of ckpt may hide it."""
     if not isinstance(error, Exception):
         return True
     handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
-    plain = [getattr(each, "func", each) for each in handlers]  # one may be a functools.partial
+    # A handler may be a functools.partial.
+    plain = [getattr(each, "func", each) for each in handlers]
     codes = {getattr(each, "__code__", None) or getattr(type(each).__call__, "__code__", None) for each in plain}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,7 +1,7 @@
-"""Events: what happened that a person may want to know, as one JSON object each.
+"""Events: facts that a person may want to know, each as one JSON object; and `JsonLines`, which writes them to a file.
 
-An event never influences what is decided. Sinks are called on the thread that emits and must not block; one that
-raises is not called again. `JsonLines` is the one that writes them to a file.
+No decision depends on an event. Sinks are called on the thread that emits, and must not block. A sink that raises is
+not called again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ckpt.types import counted
 
 log = logging.getLogger("ckpt")
 
-FILE_BYTES_MAX = 64 << 20  # then the file is renamed, and one older one is kept
-# What each snapshot or save may say again. The receipt counts what was not said loudly.
+FILE_BYTES_MAX = 64 << 20  # a full file is renamed; one older file is kept
+# Events that each snapshot or save may repeat. The receipt counts the repetitions, which are no warnings.
 REPEATED = frozenset({"metric.dropped", "save.failed", "snapshot.abandoned", "snapshot.failed"})
-SAID_MAX = 1000  # of their texts are remembered
-WAITING_MAX = 1000  # events that the disk has not taken yet; further ones are counted, not written
-FLUSH_S = 2.0  # how long closing waits for a disk that does not answer
+SAID_MAX = 1000  # messages of REPEATED that are remembered
+WAITING_MAX = 1000  # lines that wait for the disk; further ones are counted, not written
+FLUSH_S = 2.0  # how long closing waits for a disk that hangs
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`name` is stable and dotted ("commit.failed"); `loud` events also go to the log as warnings. `by_agent`: it
-    happened in the agent, and is told here."""
+    """One fact. `name`: stable and dotted ("commit.failed"). `loud`: it also goes to the log, as a warning. `by_agent`:
+    it happened in the agent, which has sent it here."""
 
     name: str
     message: str
@@ -50,7 +50,7 @@ class Event:
     by_agent: bool = False
 
     def to_json(self, about: Mapping[str, Any] | None = None) -> str:
-        """One line. `about`: further entries. What JSON has no number for is null."""
+        """One line of JSON. `about`: further entries. A float that JSON cannot express becomes null."""
         body = {
             "event": self.name,
             "message": self.message,
@@ -66,8 +66,10 @@ Sink = Callable[[Event], None]
 
 
 class Events:
-    """Hands each event to every sink, and to the log. One of REPEATED is loud once: when it comes again, and says the
-    same but for its numbers, it is not."""
+    """Hands each event to every sink and to the log.
+
+    An event of REPEATED is a warning once. When it comes again with the same message, but for its numbers, it is not.
+    """
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = list(sinks)
@@ -77,26 +79,29 @@ class Events:
         self._sinks.append(sink)
 
     def remove(self, sink: Sink) -> None:
-        with contextlib.suppress(ValueError):  # it had failed, and is gone already
+        # A sink that failed is gone already.
+        with contextlib.suppress(ValueError):
             self._sinks.remove(sink)
 
     def emit(self, name: str, message: str, *, loud: bool = False, **data: Any) -> None:
+        """Makes an event and hands it out."""
         self.tell(Event(name, message, loud, data))
 
     def tell(self, event: Event) -> None:
+        """Hands out an event. Errors: only an exception from outside (Ctrl-C, sys.exit()) on the main thread."""
         if event.loud and event.name in REPEATED:
             said = event.name, re.sub(r"\d+", "#", event.message)
             event = replace(event, loud=said not in self._said)
             if len(self._said) < SAID_MAX:
                 self._said.add(said)
         name, message, loud = event.name, event.message, event.loud
-        # Where a program has no logging of its own the message is all that is printed: it says who speaks.
+        # A program that does not set up logging prints only the message, so the message names ckpt.
         log.log(logging.WARNING if loud else logging.INFO, "ckpt: %s", message.removeprefix("ckpt: "))
         for sink in list(self._sinks):
             try:
                 sink(event)
             except BaseException as exc:
-                # Ctrl-C and sys.exit() are the user's where they end the process; elsewhere a thread of ours would end.
+                # On the main thread Ctrl-C and sys.exit() must reach the user. On others they would end a ckpt thread.
                 if is_from_outside(exc) and threading.current_thread() is threading.main_thread():
                     raise
                 log.exception("ckpt: a sink failed at the event %s; it is not called any more", name)
@@ -106,10 +111,10 @@ class Events:
 class JsonLines:
     """A sink that appends each event to a file, one JSON object a line.
 
-    Several processes may append to one file, as long as it lies on a disk of this host: each line is one write. The
-    file is renamed to PATH.1, over the one before, when it has FILE_BYTES_MAX bytes. Writing is done by a thread: a
-    disk that hangs, is full or gone costs lines, of which the log and the next line that can be written tell, and
-    nothing else. `about`: entries of every line; those that are known later only are set with `also`."""
+    Several processes may append to one file on a disk of this host: each line is one write. At FILE_BYTES_MAX bytes the
+    file is renamed to PATH.1, which replaces an older one. A thread writes. If the disk hangs, is full or is gone,
+    lines are lost and nothing else; the log and the next line that can be written report the loss. `about`: entries of
+    every line; `also` adds those that are known later."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
@@ -122,18 +127,19 @@ class JsonLines:
         self._tasks.start("write", self._write)
 
     def also(self, **about: Any) -> None:
-        """Entries of every line from now on."""
+        """Adds entries to every line from now on."""
         self.about = {**self.about, **about}
 
     def __call__(self, event: Event) -> None:
         if event.by_agent:
-            return  # it writes its own
+            return  # the agent writes its own events
         self._put(event)
 
     def close(self) -> None:
-        """What waits is written, for FLUSH_S at most; a disk that hangs keeps its thread until the process ends."""
+        """Writes the waiting lines, for at most FLUSH_S. If the disk hangs, the thread stays until the process ends."""
         self._tasks.stopping.set()
-        with contextlib.suppress(queue.Full):  # then the thread finds nothing more after what waits
+        # If the queue is full, the thread ends after the lines that wait, since `stopping` is set.
+        with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=FLUSH_S)
         try:
             self._tasks.close(FLUSH_S)
@@ -165,7 +171,7 @@ class JsonLines:
                 return
 
     def _append(self, line: bytes) -> None:
-        """Errors: OSError."""
+        """Writes one line. Errors: OSError."""
         fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
             if self._rotate(fd, len(line)):
@@ -173,17 +179,19 @@ class JsonLines:
             line = b"\n" + line if self._torn else line
             self._torn = False
             if os.write(fd, line) < len(line):
-                self._torn = True  # the next one begins a line of its own
+                # The next event begins a new line.
+                self._torn = True
                 raise OSError(errno.ENOSPC, "only a part of a line could be written")
         finally:
             os.close(fd)
 
     def _rotate(self, fd: int, count: int) -> bool:
-        """Whether the path names another file now, to be opened anew."""
+        """Renames a full file. Returns whether the path now names another file, which has to be opened."""
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or not info.st_size or info.st_size + count <= FILE_BYTES_MAX:
             return False
-        fcntl.flock(fd, fcntl.LOCK_EX)  # held by others for as long as a rename takes
+        # Other processes hold the lock only for a rename.
+        fcntl.flock(fd, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), info):
                 os.replace(self.path, self.path.with_name(f"{self.path.name}.1"))
@@ -191,7 +199,7 @@ class JsonLines:
 
 
 def finite(tree: Any) -> Any:
-    """As JSON may have it: what it has no number for (infinite, not a number) is null."""
+    """The same tree for JSON: infinite and NaN floats become None, dict keys strings, and tuples lists."""
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else None
     if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Python's cyclic collector, kept from running where a great many objects are made that stay."""
+"""A pause of Python's cyclic garbage collector, for code that makes very many objects that stay."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collecting() -> Iterator[None]:
-    """For work of a second at most that leaves few cycles: each look of the collector at all that a trainer or an
-    agent holds takes some 0.3 s, and thousands of new objects cause several. Also a decorator. Where two threads
-    overlap, the collector runs again from the end of the first that came."""
+    """A context manager, also a decorator, that turns the cyclic collector off. Use it for at most a second of work
+    that leaves few cycles. One full collection in a trainer or an agent takes some 0.3 s, and thousands of new objects
+    trigger several. If two threads overlap, the collector runs again once the first of them has ended."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,11 +1,10 @@
-"""`ckpt.open(url)`: the checkpoints of a run, read without a training job.
+"""`ckpt.open(url)`: reads the checkpoints of a run, without a training job.
 
 Guarantees:
-- Nothing at the URL is changed, but for the lease that `Reader.held` takes and gives back.
-- A listing is read when the reader is opened and at `refresh()`. A record is read when something of it is asked for,
-  and once. Of tensors only the frames are read that hold the part which is asked for.
-- Every byte that is given out has the hash that was recorded. Nothing is unpickled, and torch is not imported, unless a
-  torch tensor is asked for.
+- Nothing at the URL is changed, except the lease that `Reader.held` takes and gives back.
+- The listing is read when the reader is opened and at `refresh()`. A record is read once, when it is first needed. Of a
+  tensor, only the frames that hold the requested part are read.
+- All returned bytes have the hash that was recorded. Nothing is unpickled. torch is imported only for a torch tensor.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ if TYPE_CHECKING:
     from ckpt.store.run import Run, RunView
     from ckpt.store.verify import Unrecorded, Verified
 
-CONTACT_S = 15.0  # how long a store that does not answer at all is waited for
-RECORDS_MAX = 8  # read at once
+CONTACT_S = 15.0  # how long the first answer of a store is waited for
+RECORDS_MAX = 8  # records that are read at once
 DEPTH_MAX = 3
 FOLDERS_MAX = 2000
 
 
 def open(url: str | os.PathLike[str]) -> Reader:
-    """The run at that URL, for reading: a context manager, also a plain object with `close()`.
+    """Opens the run at that URL for reading. The reader is a context manager; `close()` closes it too.
 
-    A store that does not answer at all is given up after 15 s, or after CKPT_RETRY_S where that is set to something
-    else than its default. After the first answer a failing operation is tried again as long as in a run.
+    A store that does not answer at all is given up after 15 s, or after CKPT_RETRY_S if that differs from its default.
+    After the first answer a failing operation is retried for as long as in a training job.
 
-    Errors: UsageError for what is no URL; NoCheckpoint where no run has saved; StorageError."""
+    Errors: UsageError if the URL is not valid; NoCheckpoint if no run has saved there; StorageError."""
     reader = Reader(open_store(os.fspath(url)))
     try:
         reader.refresh()
@@ -53,7 +52,8 @@ def open(url: str | os.PathLike[str]) -> Reader:
 
 
 def open_store(url: str) -> Backend:
-    """The store at that URL, for somebody who waits. Whoever opens closes. Errors: UsageError."""
+    """Opens the store at that URL for a caller who waits, so it gives up early, as `open` does. The caller closes the
+    store. Errors: UsageError."""
     from ckpt import storage
     from ckpt.settings import read
 
@@ -63,8 +63,9 @@ def open_store(url: str) -> Backend:
 
 
 def runs_below(url: str | os.PathLike[str]) -> list[str]:
-    """The URLs of runs below a folder or bucket, sorted: up to DEPTH_MAX levels down, in up to FOLDERS_MAX folders. Not
-    looked at is what lies in a run, or in a folder that may not be read. Errors: UsageError; StorageError."""
+    """The URLs of the runs below a folder or bucket, sorted. At most DEPTH_MAX levels and FOLDERS_MAX folders are
+    looked at. Skipped are the insides of runs, and folders to which access is denied. Errors: UsageError; StorageError.
+    """
     backend = open_store(os.fspath(url))
     found: list[str] = []
     left, seen = [""], 0
@@ -86,11 +87,13 @@ def runs_below(url: str | os.PathLike[str]) -> list[str]:
 
 
 class Reader:
-    """A run at one URL. `checkpoints` are those of its line, oldest first: the last one is where the next start goes
-    on. `branches` are the rest, which no start goes on from by itself. Retired ones are in neither. Thread-safe."""
+    """A run at one URL. Thread-safe.
+
+    `checkpoints`: those of the branch history, oldest first; the next start goes on from the last one. `branches`: all
+    others, which no start restores by itself. Retired checkpoints are in neither."""
 
     def __init__(self, backend: Backend) -> None:
-        """Owns the backend from now on. Use `ckpt.open`."""
+        """Use `ckpt.open`. The reader owns the backend from now on."""
         from ckpt.store.run import Run
 
         self.url = backend.url
@@ -107,11 +110,12 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Checkpoints of this reader cannot be read any more. May be called again."""
+        """Closes the store: checkpoints of this reader cannot be read any more. May be called again."""
         self._backend.close()
 
     def refresh(self) -> None:
-        """Lists anew. Checkpoints that were handed out before stay as they are. Errors: StorageError."""
+        """Reads the listing again. Checkpoint objects that were handed out before do not change. Errors:
+        StorageError."""
         self.view = self.run.view()
         records = self.view.records
         self.checkpoints = tuple(Checkpoint(self.run, records[ref.identity], True) for ref in self.view.line)
@@ -119,19 +123,20 @@ class Reader:
 
     @property
     def newest(self) -> Checkpoint:
-        """The last of the line. Errors: NoCheckpoint."""
+        """The last checkpoint of the branch history. Errors: NoCheckpoint."""
         if not self.checkpoints:
             raise self.none_yet
         return self.checkpoints[-1]
 
     @property
     def none_yet(self) -> NoCheckpoint:
-        """The error that the line has no checkpoint."""
+        """The error that says that the branch history has no checkpoint."""
         return NoCheckpoint(f"{shown(self.url)}: the run has no checkpoint yet{self._or_branches}")
 
     def find(self, which: str | int) -> Checkpoint:
-        """A step: that checkpoint of the line; of several at one step the newest. "300.1", as `label` says it: exactly
-        that one. An identity: any checkpoint, on a branch too. Errors: NoCheckpoint names the newest."""
+        """The checkpoint that `which` names. A step: the newest checkpoint of that step in the branch history. A label
+        such as "300.1": exactly that one. An identity: any checkpoint, on a branch too. Errors: NoCheckpoint, which
+        names the newest ones."""
         which = str(which)
         for each in reversed([*self.branches, *self.checkpoints]):
             if which == each.identity:
@@ -148,12 +153,12 @@ class Reader:
         )
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint:
-        """The checkpoint of the line whose metric, as given to `ck.save(metrics=)`, is the lowest (or highest). Of
-        equal ones the newest; NaN is none. Reads all records. Passed over are those that cannot be read, and
-        checkpoints of which a pack is missing or cut short.
+        """The checkpoint of the branch history with the lowest (or highest) `metric`, as given to `ck.save(metrics=)`.
+        Of equal ones it is the newest; NaN does not count. Reads all records. Skipped are checkpoints whose record
+        cannot be read, or of which a pack is missing or cut short.
 
-        Errors: NoCheckpoint where the line has none; UsageError where no checkpoint has that metric; DamagedData where
-        each that has it is passed over; StorageError."""
+        Errors: NoCheckpoint if the history is empty; UsageError if no checkpoint has the metric; DamagedData if every
+        checkpoint with the metric is skipped; StorageError."""
         from ckpt.store.prune import best_of, unknown_metric
         from ckpt.store.verify import check_whole
 
@@ -175,11 +180,11 @@ class Reader:
         raise damaged or unknown_metric(metric, known.values())
 
     def restorable(self, *, check: bool = False) -> Checkpoint | None:
-        """What the next start would restore from the store; None where it would begin from nothing. A checkpoint whose
-        record cannot be read, or of which a pack is missing or cut short, is passed over, as a start does, with a
-        warning. `check`: the data is read and hashed as well. What is only in an agent's memory is not seen here.
+        """The checkpoint that the next start would restore from the store; None if it would begin from nothing. As at a
+        start, a checkpoint is skipped with a warning if its record cannot be read, or if a pack is missing or cut
+        short. `check`: also read and hash the data. Checkpoints that are only in an agent's memory are not seen here.
 
-        Errors: DamagedData where there are checkpoints and none is sound; NewerFormat; StorageError."""
+        Errors: DamagedData if there are checkpoints but none is sound; NewerFormat; StorageError."""
         from ckpt.store.reader import newest_readable
         from ckpt.store.verify import check_whole
 
@@ -193,16 +198,16 @@ class Reader:
     def verify(
         self, checkpoints: Sequence[Checkpoint] | None = None, progress: Progress | None = None
     ) -> list[Verified]:
-        """Reads and hashes everything of these checkpoints, by default of the line: a report for each.
+        """Reads and hashes all data of these checkpoints, by default of the branch history. Returns a report for each.
 
-        Errors: StorageError where the store does not answer."""
+        Errors: StorageError if the store does not answer."""
         from ckpt.store.verify import verify
 
         chosen = self.checkpoints if checkpoints is None else checkpoints
         return verify(self.run, [ref for each in chosen for ref in each.records], progress)
 
     def unrecorded(self) -> list[Unrecorded]:
-        """Checkpoints whose packs are there and whose record is not, which no start can restore. Reads all records.
+        """Checkpoints whose packs exist without their record: no start can restore them. Reads all records.
 
         Errors: StorageError."""
         from ckpt.store.verify import unrecorded
@@ -214,8 +219,9 @@ class Reader:
 
     @contextmanager
     def held(self, checkpoints: Collection[Checkpoint] | None = None) -> Iterator[None]:
-        """While the block runs no prune deletes what these checkpoints (by default all) consist of. A lease at the URL
-        says so. Where none can be left, since the store may only be read or is full, a warning says that."""
+        """Keeps a lease at the URL for the time of the block: no prune deletes data of these checkpoints (by default
+        all). If the lease cannot be taken, since the store is read-only or full, a warning says so and the block runs
+        without it."""
         from ckpt.store.prune import LEASE_IDENTITIES_MAX, Lease
 
         chosen = (*self.checkpoints, *self.branches) if checkpoints is None else checkpoints
@@ -231,7 +237,8 @@ class Reader:
             yield
 
     def read_records(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Reads the records of these checkpoints, several at once. What is wrong with one is its `error`."""
+        """Reads the records of these checkpoints, several at once. A record that cannot be read is the checkpoint's
+        `error`."""
         from ckpt.store.run import in_parallel
 
         in_parallel(lambda each: each.error, checkpoints, RECORDS_MAX)

@@ -1,4 +1,4 @@
-"""What comes from the environment, in the only module that reads it: argument, then environment, then default.
+"""The settings of a process, in the only module that reads them from the environment: argument, environment, default.
 
 Cloud credentials are not here: the storage libraries read their own usual variables.
 """
@@ -16,48 +16,54 @@ from pathlib import Path
 
 from ckpt.errors import UsageError
 
-HEARTBEAT_S_MIN = 0.01  # each beat is a put
+HEARTBEAT_S_MIN = 0.01  # each heartbeat is a put
 
-# "given": only sources that somebody named (addresses, Slurm, a file, signals); the firmware is not asked for a cloud.
+# "given": only configured sources (addresses, Slurm, a file, signals); no cloud is looked for in the firmware.
 NOTICES = ("auto", "given", "off")
 SIGNALS = ("on", "off")
 ACKNOWLEDGE = ("off", "on")
 SIGNALS_S_MIN = 0.01
-NO_RUN = "none"  # torchrun's run id where --rdzv-id is not given
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's users choose SIGUSR1, submitit SIGUSR2
-# They mean something else, or cannot be heard.
+NO_RUN = "none"  # torchrun's run id without --rdzv-id
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # users of Slurm choose SIGUSR1, submitit SIGUSR2
+# Signals that mean something else, or that cannot be caught.
 NO_WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV)
-ORPHAN_LINGERS = 12  # CKPT_LINGER_S: how long an agent tries to commit what nobody will come for
+ORPHAN_LINGERS = 12  # how many CKPT_LINGER_S an agent keeps trying to commit orphaned checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`runtime_dir`: where sockets and locks live (one 0700 folder per user), an absolute path.
-    `launch`: the launch id; the same id is a restart and waits for nobody.
+    """The settings of one process. All paths are absolute, since the agent works in another folder.
+
+    `runtime_dir`: the folder of sockets and locks, 0700, one per user.
+    `launch`: the launch id. A start with the same id is a restart, and waits for no other job.
     `linger_s`: how long an agent whose trainers died keeps their memory for a restart.
-    `heartbeat_s`: how often a running epoch shows in the store that it lives.
-    `agent_log`: where the agent's standard error goes; None: a file in runtime_dir.
-    `retry_s`: how long a failing store operation is tried again.
-    `redirect`: (from, to): a Checkpointer of the one URL uses the other (`ckpt rehearse` runs a script beside its run).
-    `hold_at`: the step that a redirected Checkpointer saves and goes no further: a rehearsal kills it there; 0: none.
+    `heartbeat_s`: how often a running epoch writes a sign of life to the store.
+    `agent_log`: the file for the agent's standard error; None: a file in runtime_dir.
+    `retry_s`: how long a failing store operation is retried.
+    `redirect`: (from, to): a Checkpointer of the first URL uses the second (`ckpt rehearse` runs a script beside its
+    run).
+    `hold_at`: the step at which a redirected Checkpointer saves and waits to be killed by the rehearsal; 0: none.
     `restarts_left`: how often the launcher would start this job again if it failed now.
-    `notices`: whose word that this machine goes away is listened to; see NOTICES.
-    `notice_file`: a path whose appearance is such a word. `outcome_file`: where it is written what was saved when the
-    job left; None: a file in runtime_dir. Both are absolute.
-    `acknowledge`: whether a cloud may be told, once a job has left and is in the store, that what it plans for this
-    machine may begin at once; see ACKNOWLEDGE.
-    `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds; the latter holds for all of
-    `warnings`: the signals that are notices beside SIGTERM.
+    `notices`: which sources of preemption notices are used; see NOTICES.
+    `notice_file`: a path; when it appears, that is a notice.
+    `outcome_file`: the file that says what was saved when the job left; None: a file in runtime_dir.
+    `acknowledge`: whether the agent may tell a cloud that its planned event may begin at once, after the job has left
+    and is in the store; see ACKNOWLEDGE.
+    `sigterm_s`, `sigusr1_s`: seconds from that signal to the end of the process. `sigusr1_s` holds for all of
+    `warnings`.
+    `warnings`: the signals that are notices, besides SIGTERM.
     `domain`: the failure domains of this node, widest first, such as "zone-a/rack-7".
-    `events`: a file to which events are appended, one JSON object a line; absolute; None: none.
-    `metrics`: (host, port) at which the agent shows what Prometheus reads; the host an address, not a name; None: not.
-    `listen`: HOST:PORT at which this node's agent is reached by those of other nodes; "": any, on all interfaces.
-    `peers`: where the memory-only nodes listen that keep copies of this job: HOST:PORT,...; that of rank 0 counts.
-    `secret_file`: holds the run's secret (see docs/guides/nodes.md); None: rank 0 makes one.
-    `signals`: whether this node's signals are read, to foresee failures; see SIGNALS. `signals_s`: how often, seconds.
-    `signals_log`: a file to which they are appended, one JSON object a line; `predictor`: a model that was trained on
-    such; both absolute; None: none.
-    `slurm_job`, `slurm_end_s`: the Slurm job and the end of its allocation in Unix seconds; "" and None outside one."""
+    `events`: a file to which events are appended, one JSON object a line; None: none.
+    `metrics`: (host, port) at which the agent serves Prometheus; the host is an address, not a name; None: not served.
+    `listen`: HOST:PORT at which agents of other nodes reach this one; "": any port, on all interfaces.
+    `peers`: HOST:PORT of each memory-only node that keeps replicas of this job. Rank 0's setting counts.
+    `secret_file`: the file with the run's secret (see docs/guides/nodes.md); None: rank 0 makes a secret.
+    `signals`: whether this node's signals, of kernel and accelerators, are read to predict failures; see SIGNALS.
+    `signals_s`: how often they are read, in seconds.
+    `signals_log`: a file to which the signals are appended, one JSON object a line; None: none.
+    `predictor`: a model that was trained on such a log; None: none.
+    `slurm_job`, `slurm_end_s`: the Slurm job, and the end of its allocation in Unix seconds; "" and None outside Slurm.
+    """
 
     runtime_dir: Path
     launch: str
@@ -90,15 +96,18 @@ class Settings:
 
     @property
     def orphan_s(self) -> float:
-        """How long an agent keeps trying to commit what nobody will come for."""
+        """How long an agent keeps trying to commit checkpoints for which no trainer will come back."""
         return ORPHAN_LINGERS * self.linger_s
 
     def redirected(self, url: str) -> str:
+        """The URL to use for `url`: another one if `redirect` names it."""
         return self.redirect[1] if self.redirect is not None and url == self.redirect[0] else url
 
 
-STORE_VARIABLES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "AZURITE_", "S3_")  # what the storage libraries read
-STORE_FILES = (  # those of them that are paths
+# Prefixes of the variables that the storage libraries read.
+STORE_VARIABLES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "AZURITE_", "S3_")
+# Those of the variables that are paths.
+STORE_FILES = (
     *("AWS_CA_BUNDLE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"),
     *("GOOGLE_SERVICE_ACCOUNT_PATH", "AZURE_FEDERATED_TOKEN_FILE"),
@@ -106,8 +115,8 @@ STORE_FILES = (  # those of them that are paths
 
 
 def store_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that lead to the store, and what they say, wherever it is read: paths are absolute, since an
-    agent has another working directory. Errors: UsageError where an agent cannot be told."""
+    """The variables that lead to the store, with paths made absolute, as they are sent to agents. Errors: UsageError if
+    a variable cannot be sent."""
     found = _store_variables(os.environ if env is None else env)
     for name in found:
         _told(found, name)
@@ -120,7 +129,8 @@ def _store_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _told(env: Mapping[str, str], name: str) -> str:
-    """Of a variable that agents are told. It may be a secret, and is not shown. Errors: UsageError."""
+    """The value of a variable that is sent to agents. It may be a secret, so errors do not show it. Errors:
+    UsageError."""
     try:
         f"{name}{env[name]}".encode()
     except UnicodeEncodeError:
@@ -130,7 +140,7 @@ def _told(env: Mapping[str, str], name: str) -> str:
 
 
 def adopt_store_environment(wanted: Mapping[str, str]) -> bool:
-    """Makes it that of this process; whether it was another one."""
+    """Makes `wanted` the store variables of this process. Returns whether that changed any."""
     before = _store_variables(os.environ)
     for name in before.keys() - wanted.keys():
         del os.environ[name]
@@ -139,8 +149,8 @@ def adopt_store_environment(wanted: Mapping[str, str]) -> bool:
 
 
 def variables(names: Iterable[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Those of these variables that are set, for what reads its own usual ones (the clouds' metadata services).
-    Errors: UsageError."""
+    """Those of the named variables that are set. For code that reads a library's usual variables, such as those of the
+    clouds' metadata services. Errors: UsageError."""
     env = os.environ if env is None else env
     return {name: _told(env, name) for name in names if name in env}
 
@@ -178,7 +188,8 @@ def _one_of(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
 
 
 def _address(name: str, text: str) -> tuple[str, int]:
-    """A literal address: looking a name up may take long, and the agent's one thread has no time for that."""
+    """(host, port) to listen on. The host is a literal address: a name look-up could block the agent's one thread for
+    long."""
     import ipaddress
 
     host, colon, port = text.rpartition(":")
@@ -199,38 +210,40 @@ def _address(name: str, text: str) -> tuple[str, int]:
 
 
 def _warnings(named: str) -> tuple[signal.Signals, ...]:
-    """With the one that submitit was told to have Slurm send, "USR2" or "SIGUSR2"."""
+    """The signals that are warnings, with the one that submitit told Slurm to send: "USR2" or "SIGUSR2"."""
     number = signal.Signals.__members__.get("SIG" + named.removeprefix("SIG"))
     is_more = number is not None and number not in (*WARNINGS, *NO_WARNINGS)
     return (*WARNINGS, number) if number is not None and is_more else WARNINGS
 
 
 def _absolute(path: str) -> Path:
-    """The agent works in another folder than the trainer that started it, and must find the same place."""
+    """The path, made absolute: the agent works in another folder than the trainer that started it."""
     return Path(os.path.abspath(path))
 
 
 def _process_name(pid: int) -> str:
-    """Of that process alone: in containers many are process 1, and one that is started again is another start."""
+    """A name for exactly that process. Its start time is part of it: in many containers the process has the number 1,
+    and one that is started again is another start."""
     began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks since the boot
     return f"{os.uname().nodename}-pid-{pid}-{began}"
 
 
 def _launch(env: Mapping[str, str]) -> str:
-    """The launch id. torchrun that was given no run id calls it "none", which is that of any other job as well: then
-    it is named by torchrun's own process, our parent, which restarts of its workers have in common."""
+    """The launch id. Without a run id torchrun uses "none" for every job; then the id names torchrun's own process, our
+    parent, which all restarts of its workers have in common."""
     run = env.get("TORCHELASTIC_RUN_ID")
     named = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or (run if run != NO_RUN else "")
     if named:
         return named
     if run == NO_RUN:
-        with contextlib.suppress(OSError):  # it is gone, or hidden from us
+        # The parent may be gone, or hidden from this process.
+        with contextlib.suppress(OSError):
             return _process_name(os.getppid())
     return _process_name(os.getpid())
 
 
 def read(env: Mapping[str, str] | None = None) -> Settings:
-    """The settings of this process. Errors: UsageError names the variable that does not parse."""
+    """The settings of this process. Errors: UsageError, which names the variable that does not parse."""
     env = os.environ if env is None else env
     runtime = env.get("CKPT_RUNTIME_DIR") or os.path.join(env.get("XDG_RUNTIME_DIR") or "/tmp", f"ckpt-{os.getuid()}")
     log = env.get("CKPT_AGENT_LOG")

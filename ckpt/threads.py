@@ -1,12 +1,12 @@
-"""Threads with owners: the only place that starts a thread.
+"""Threads with owners. This is the only module that starts threads.
 
-A `Tasks` owns named daemon threads; closing it asks them to stop, joins them outside any lock, with a deadline, and
-fails loudly if one does not end. No thread outlives its owner unnoticed.
+A `Tasks` owns named daemon threads. Closing it asks them to stop, joins them outside any lock, and raises if one does
+not end in time. So no thread outlives its owner unnoticed.
 
-Where the training thread waits for other threads of ours, or hands them jobs, it does so by a `Condition`, `Flag` or
-`Outcome` from here: Ctrl-C, or what a handler of a signal raises, may come at any moment. Python's own are left locked
-by what comes between two of their lines, and the next who wants the lock waits for ever; or they end in an error of the
-lock's, which hides it (docs/decisions/0020).
+The training thread waits for other ckpt threads, or hands them jobs, only by a `Condition`, `Flag` or `Outcome` from
+here. Ctrl-C, or an exception of a signal handler, may come at any moment. If it comes between two lines of Python's own
+classes, their lock stays locked and the next waiter hangs; or an error of the lock hides the exception
+(docs/decisions/0020).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from ckpt.errors import CkptError
 
 T = TypeVar("T")
 
-BEGIN_S = 5.0  # for a new thread's first line
-LOOKS = 10  # within that
+BEGIN_S = 5.0  # until a new thread's first line has run
+LOOKS = 10  # how often that is checked
 
 
 class Condition(_thread.RLock, threading.Condition):  # type: ignore[misc]
-    """`with` is the lock's, which has no lines. Who waits holds it once."""
+    """A condition that no exception from outside leaves locked. Its `with` is that of the interpreter's RLock, which
+    has no Python lines. A waiter must hold the lock exactly once."""
 
     _release_save: Callable[[], object]
     _acquire_restore: Callable[[tuple[int, int]], None]
@@ -50,22 +51,26 @@ class Condition(_thread.RLock, threading.Condition):  # type: ignore[misc]
             self._release_save()
             is_told = waiter.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
         finally:
-            self._acquire_restore(held)  # nothing interrupts that
-            if waiter in self._waiters:  # nobody has told it
+            # One call, which nothing interrupts.
+            self._acquire_restore(held)
+            # A waiter that was not notified is still in the queue.
+            if waiter in self._waiters:
                 self._waiters.remove(waiter)
         return is_told
 
 
 class Flag(threading.Event):
+    """An Event that no exception from outside leaves locked."""
+
     def __init__(self) -> None:
         super().__init__()
         self._cond = Condition()
 
 
 class _Begun(Flag):
-    """Whether a thread has begun. One that gets no memory for its first line ends without a word to who started it,
-    and Python's own wait for that one would never end. A look that takes far longer than it should does not count: the
-    process stood still, or another thread has held the GIL, without which none begins."""
+    """Whether a thread has begun. A thread that gets no memory for its first line ends without a report, and Python's
+    own wait for it would never end. A look that takes far longer than planned does not count: the process was stopped,
+    or another thread held the GIL, without which no thread begins."""
 
     def wait(self, timeout: float | None = None) -> bool:
         left, look_s = LOOKS, BEGIN_S / LOOKS
@@ -78,20 +83,23 @@ class _Begun(Flag):
 
 
 class Outcome(Future[T]):
+    """A Future that no exception from outside leaves locked."""
+
     def __init__(self) -> None:
         super().__init__()
         self._condition = Condition()
 
     def settle(self) -> None:
-        """Waits until nobody is at it any more, whatever came of it. Of several: concurrent.futures.wait leaves locked
-        what it was interrupted in."""
+        """Waits until the job is over, whatever its result. Use it for several jobs too: an interrupted
+        concurrent.futures.wait leaves their locks locked."""
         with suppress(CancelledError):
             self.exception()
 
 
 def end_all(ends: list[Callable[[], object]]) -> None:
-    """Calls each, the last first, and takes it off the list once it is over: a second call goes on with the rest. One
-    that Ctrl-C ends, maybe before its first line, is called once more. Errors: Ctrl-C, or else the first."""
+    """Calls each function, the last first, and removes it from the list when it is over; a second call goes on with the
+    rest. A function that Ctrl-C ends, maybe before its first line, is called once more. Errors: Ctrl-C, or else the
+    first error."""
     failure: BaseException | None = None
     while ends:
         try:
@@ -109,15 +117,14 @@ def end_all(ends: list[Callable[[], object]]) -> None:
 
 
 class Tasks:
-    """Named threads and one bounded pool, closed together.
+    """Named threads and one bounded pool, which are closed together.
 
-    `start` runs a long-lived loop, which should watch `stopping`; `submit` runs a short job in the pool.
-    Thread-safe. After `close` both raise. What is at work when the interpreter ends is waited for, as in `close`: torch
-    aborts the process where a thread is stopped in the midst of it. A forked child has none of the threads or jobs.
-    """
+    `start` runs a long-lived loop, which should watch `stopping`; `submit` runs a short job in the pool. Thread-safe.
+    After `close` both raise. When the interpreter ends, running jobs are waited for, as in `close`: torch aborts the
+    process if a thread is stopped in the middle of its code. A forked child has none of the threads or jobs."""
 
     def __init__(self, name: str, pool_size: int = 0, begin: Callable[[], None] | None = None) -> None:
-        """`begin`: what each thread of the pool does first. What it raises is the error of the job that is next."""
+        """`begin`: runs first on each thread of the pool. If it raises, the thread's next job fails with that error."""
         self.name = name
         self.stopping = Flag()
         self._pool_size = pool_size
@@ -126,14 +133,17 @@ class Tasks:
         _ALL.add(self)
 
     def _forget(self) -> None:
-        self._lock = Condition()  # also told when a job comes, and when a thread ends
-        self._threads: list[threading.Thread] = []  # which run, or will once the lock is free
-        self._workers: list[threading.Thread] = []  # of the pool, the same
-        self._idle = 0  # so many of them wait for a job, or were told of one and have not taken it
+        # Also notified when a job comes and when a thread ends.
+        self._lock = Condition()
+        # Threads of `start`, and those of the pool, which run or will run once the lock is free.
+        self._threads: list[threading.Thread] = []
+        self._workers: list[threading.Thread] = []
+        # How many pool threads wait for a job, or were notified of one and have not taken it.
+        self._idle = 0
         self._jobs: deque[tuple[Outcome[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
 
     def start(self, label: str, target: Callable[[], None]) -> threading.Thread:
-        """Errors: CkptError once it is closed, and where no more threads are to be had."""
+        """Starts a thread. Errors: CkptError after `close`, or if the system gives no more threads."""
         with self._lock:
             if self.stopping.is_set():
                 raise CkptError(f"{self.name} is closed")
@@ -142,7 +152,8 @@ class Tasks:
     def _start(self, label: str, target: Callable[[], None], among: list[threading.Thread]) -> threading.Thread:
         def run() -> None:
             with self._lock:
-                if thread not in among:  # Ctrl-C came while it was started, or it comes too late
+                # Not listed: Ctrl-C interrupted the start, or the start took too long.
+                if thread not in among:
                     return
             try:
                 target()
@@ -152,7 +163,8 @@ class Tasks:
                     self._lock.notify_all()
 
         thread = threading.Thread(target=run, name=f"ckpt-{self.name}-{label}", daemon=True)
-        thread._started = _Begun()  # type: ignore[attr-defined]  # who starts it waits for that
+        # `Thread.start` waits for this event.
+        thread._started = _Begun()  # type: ignore[attr-defined]
         try:
             among.append(thread)
             thread.start()
@@ -166,9 +178,9 @@ class Tasks:
         return thread
 
     def submit(self, fn: Callable[..., T], *args: Any, into: list[Outcome[T]] | None = None) -> Outcome[T]:
-        """Where the pool gets no further thread, those that it has do it. `into`: gets the job before it can begin, so
-        that the caller knows of it where Ctrl-C keeps this from returning it. Errors: as `start`, where it has none;
-        what has not begun when this raises never does."""
+        """Queues a job. If the pool gets no further thread, its present threads do the job. `into`: gets the job before
+        it can begin, so that the caller knows of it even if Ctrl-C interrupts this call. Errors: as `start`, if the
+        pool has no thread. A job that has not begun when this raises never begins."""
         job = Outcome[T]()
         try:
             if into is not None:
@@ -201,10 +213,12 @@ class Tasks:
                     return
                 job = self._jobs.popleft()
             begin = _do(begin, *job)
-            del job  # it may be long until the next
+            # The next job may be long in coming: this one's memory is freed now.
+            del job
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Sets `stopping`, drops jobs that have not begun, and waits. Raises if a thread is still alive then."""
+        """Sets `stopping`, drops jobs that have not begun, and waits. Running pool jobs are waited for without a limit.
+        Errors: CkptError if a thread of `start` is alive after timeout_s."""
         deadline = time.monotonic() + timeout_s
         self._end_pool()
         alive = self._join(self._threads, max(0.0, deadline - time.monotonic()))
@@ -213,7 +227,8 @@ class Tasks:
 
     def _end_pool(self) -> None:
         self.stopping.set()
-        with self._lock:  # from here on nobody takes a job
+        # From here on no thread takes a job.
+        with self._lock:
             self._lock.notify_all()
         for job, _, _ in list(self._jobs):
             job.cancel()
@@ -221,15 +236,16 @@ class Tasks:
         self._join(self._workers)
 
     def _join(self, threads: list[threading.Thread], timeout_s: float | None = None) -> list[threading.Thread]:
-        """Those that have not ended by then. (What Ctrl-C ends a Thread.join of is taken for dead, up to Python
-        3.12.)"""
+        """Waits for the threads, and returns those that have not ended by then. It does not rely on Thread.join: up to
+        Python 3.12 a thread whose join was interrupted by Ctrl-C counts as dead."""
         with self._lock:
             others = [t for t in threads if t is not threading.current_thread()]
             self._lock.wait_for(lambda: set(others).isdisjoint(threads), timeout_s)
             alive = [t for t in others if t in threads]
         for thread in others:
             if thread not in alive:
-                thread.join()  # its last lines
+                # Its last lines may still run.
+                thread.join()
         return alive
 
     def __enter__(self) -> Self:
@@ -242,7 +258,7 @@ class Tasks:
 def _do(
     begin: Callable[[], None] | None, job: Outcome[T], fn: Callable[..., T], args: tuple[Any, ...]
 ) -> Callable[[], None] | None:
-    """`begin`, unless it is None, and then the job. Returns what is still to be done before the next."""
+    """Runs `begin`, unless it is None, and then the job. Returns the `begin` that the next job still has to run."""
     if not job.set_running_or_notify_cancel():
         return begin
     try:
@@ -252,7 +268,8 @@ def _do(
         result = fn(*args)
     except BaseException as exc:
         job.set_exception(exc)
-        del job, fn, args  # the error knows this frame: it would keep itself alive, and the memory that `fn` had
+        # The error refers to this frame: it would keep itself alive, and the memory that `fn` used.
+        del job, fn, args
     else:
         job.set_result(result)
     return begin
@@ -264,13 +281,15 @@ _ALL: weakref.WeakSet[Tasks] = weakref.WeakSet()
 @atexit.register
 def _end_pools() -> None:
     for tasks in list(_ALL):
-        if tasks._pool_size:  # also one that has done nothing yet
+        # Also a pool that has done nothing yet.
+        if tasks._pool_size:
             tasks._end_pool()
 
 
 def _in_child() -> None:
     for tasks in list(_ALL):
-        tasks.stopping._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that is not there may have held it
+        # A thread that does not exist in the child may have held the lock.
+        tasks.stopping._at_fork_reinit()  # type: ignore[attr-defined]
         tasks._forget()
 
 

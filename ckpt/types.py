@@ -1,4 +1,4 @@
-"""The words of the design as values: who (Epoch, Tick, Identity), what (Box, dtypes), how much.
+"""The words of the design as values: the names of checkpoints (Epoch, Tick, Identity), boxes of tensors, dtypes, sizes.
 
 Nothing here does I/O or imports torch.
 """
@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Bytes per element by dtype name (torch's names without "torch."). The position in this table is the dtype's
-# code in the durable format: append only.
+# Bytes per element by dtype name (torch's names without "torch."). A dtype's position in this table is its code in the
+# durable format: only append.
 ITEMSIZE: dict[str, int] = {
     "uint8": 1, "int8": 1, "bool": 1,
     "int16": 2, "int32": 4, "int64": 8,
@@ -26,29 +26,30 @@ ITEMSIZE: dict[str, int] = {
 DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
 DTYPE_CODE: dict[str, int] = {name: code for code, name in enumerate(DTYPES)}
 
-FRAME_BYTES = 4 << 20  # a frame's usual size; larger only where a checkpoint would exceed FRAMES_MAX
+FRAME_BYTES = 4 << 20  # a frame's usual size; larger only if a checkpoint would have more than FRAMES_MAX frames
 FRAME_BYTES_MAX = 1 << 30
 FRAMES_MAX = 1 << 18
 SMALL_BYTES = 1 << 20  # tensors below this are packed together into frames
 
-HERE = ""  # this node, where the nodes of a job are named
+HERE = ""  # the name of this node among the nodes of a job
 
-PATH_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # what may stand in a key or file name
+PATH_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # one part of a key, or a file name
 
 
 def counted(count: int, noun: str) -> str:
-    """For people: "1 step", "2 steps"."""
+    """A count with its noun, for people: "1 step", "2 steps"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Epoch:
-    """The branch of training that one (re)start begins: a number, and a nonce that keeps two starts apart
-    that took the same number without seeing each other. Written `00000007-0123456789abcdef`.
+    """The branch of training that one start or restart begins: a number and a nonce. Written
+    `00000007-0123456789abcdef`.
 
-    A nonce begins with the Unix time in seconds, so that of two such starts the later one is the newer, unless their
-    clocks differ by more than lies between them: else the claim of one that died could land late and be the newer by
-    chance, and what the next start has committed would be on a branch."""
+    The nonce keeps two starts apart that took the same number without seeing each other. It begins with the Unix time
+    in seconds. So the later one of two such starts is the newer, unless their clocks differ by more than the time
+    between them. Without the time, the claim of a dead start could land late and be the newer one by chance: the
+    commits of the next start would then be on a branch."""
 
     number: int
     nonce: str
@@ -70,8 +71,8 @@ class Epoch:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Tick:
-    """(step, sub): the last ended step, and a count of polls, saves and exit within it.
-    Written `000000001200.0000`."""
+    """A version: (step, sub). `step`: the last ended step. `sub`: a count of polls, saves and exit since that step
+    ended. Written `000000001200.0000`."""
 
     step: int
     sub: int = 0
@@ -81,7 +82,7 @@ class Tick:
 
     @property
     def label(self) -> str:
-        """For people: "300", or "300.1" for the first save, poll or exit after step 300 had ended."""
+        """For people: "300", or "300.1" for the first save, poll or exit after step 300 has ended."""
         return f"{self.step}.{self.sub}" if self.sub else str(self.step)
 
     @staticmethod
@@ -94,7 +95,7 @@ class Tick:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Identity:
-    """Names one checkpoint, at every level. Written `<epoch>-<tick>`, fit for a key."""
+    """The name of one checkpoint, at every level. Written `<epoch>-<tick>`, which is fit for a key."""
 
     epoch: Epoch
     tick: Tick
@@ -111,7 +112,7 @@ class Identity:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Box:
-    """A rectangular part of one tensor in its global coordinates, in elements. A 0-d tensor's box is ((), ())."""
+    """A rectangular part of one tensor, in elements of its global coordinates. The box of a 0-d tensor is ((), ())."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -125,7 +126,8 @@ class Box:
         return Box((0,) * len(shape), tuple(shape))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, in global coordinates; None where there is none (empty boxes meet nothing)."""
+        """The common part, in global coordinates; None if there is none. An empty box has no common part with any
+        box."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -134,7 +136,7 @@ class Box:
         return Box(low, shape) if all(n > 0 for n in shape) else None
 
     def within(self, shape: Sequence[int]) -> bool:
-        """Whether it lies inside a tensor of that global shape, with the same number of dimensions."""
+        """Whether the box lies inside a tensor of that global shape. The numbers of dimensions must be equal."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
             o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
         )
