@@ -39,8 +39,8 @@ FLUSH_S = 2.0  # how long closing waits for a disk that hangs
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One fact. `name`: stable and dotted ("commit.failed"). `loud`: it also goes to the log, as a warning. `by_agent`:
-    it happened in the agent, which has sent it here."""
+    """One fact. `name`: stable and dotted ("commit.failed"). `loud`: it is logged as a warning. `by_agent`: it happened
+    in the agent, which has sent it here."""
 
     name: str
     message: str

@@ -1,5 +1,7 @@
-"""Saves that the policy names by step: `ckpt.Every(steps=N)`. All ranks know N and count the same steps, so that each
-asks for the save by itself at the same boundary, as it does in `ck.save()`. Nobody announces it.
+"""The saves of `ckpt.Every(steps=N)`: which steps are due, and how long training waits for such a save.
+
+All ranks know N and count the same steps. So each rank asks for the save by itself at the same boundary, as in
+`ck.save()`, and nobody announces it.
 """
 
 from __future__ import annotations
@@ -13,38 +15,40 @@ from ckpt.ipc.client import Pending
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.save_options import Every
 
-SILENCE_S = 10.0  # how long a due save waits for an agent that gives no sign of life
+SILENCE_S = 10.0  # how long a due save waits for an agent that is silent
 
 
 class DueSaves:
-    """One rank's. `is_due`: a step has ended that the policy names, and its save was not asked for yet. It stays set
-    until `take`: a boundary at which nothing may be saved leaves the save to the next one."""
+    """The due saves of one rank. `is_due`: a step has ended that the policy names, and its save was not asked for yet.
+    It stays set until `take`: if nothing may be saved at one boundary, the save happens at the next one."""
 
     def __init__(self, policy: Every | Adaptive) -> None:
         self._every = policy.steps if isinstance(policy, Every) else None
         self.is_due = False
 
     def end(self, step: int) -> bool:
-        """That step has ended, counted from the run's first one. Whether a save is due at this boundary."""
+        """Notes that `step` (counted from the run's first one) has ended. Returns whether a save is due at this
+        boundary."""
         if self._every is not None and step % self._every == 0:
             self.is_due = True
         return self.is_due
 
     def take(self) -> None:
-        """The save is asked for now: whatever comes of it, the next one is that of a later step."""
+        """Notes that the save is asked for now. Whatever its result, the next save is that of a later step."""
         self.is_due = False
 
 
 class SavePatience:
-    """How long training waits for the answer to a due save: while the agent says each second that the save waits for a
-    slot or a rank. After SILENCE_S without such a word it goes on, and waits no more until that answer has come."""
+    """How long training waits for the answer to a due save. It waits while the agent reports, each second, that the
+    save waits for a slot or a rank. After SILENCE_S without such a report training goes on; it waits for no further
+    save until that answer has come."""
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._unanswered: Pending | None = None
 
     def ask(self, ask: Callable[[], Pending], until_s: float) -> dict[str, Any]:
-        """The answer to what `ask` sends, until then on the monotonic clock. Errors: CkptError."""
+        """The answer to the request that `ask` sends. `until_s`: on the monotonic clock. Errors: CkptError."""
         if self._unanswered is not None and not self._unanswered.future.done():
             raise AgentError("the agent has not answered an earlier save yet")
         self._unanswered = pending = ask()

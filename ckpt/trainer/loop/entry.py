@@ -1,7 +1,7 @@
-"""Entering the block: the ranks find one agent, agree on what to restore, and fill their state from it.
+"""The entry into the block: the ranks find their agents, agree on what to restore, and fill their state from it.
 
-The only collectives of a job are here: one gather of facts, one broadcast of each decision, one agreement on each
-outcome. Once a candidate was tried, entering ends in a restored checkpoint or in an error, never in a fresh start.
+All collectives of a job happen here: one gather of facts, one broadcast of each decision, one agreement on each
+outcome. Once a candidate was tried, the entry ends in a restored checkpoint or in an error, never in a fresh start.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ from ckpt.types import Identity, Tick
 T = TypeVar("T")
 
 ALIKE = "all ranks must construct the Checkpointer alike"
-SILENCE_S = 900.0  # in which a start gets further, or fails. The agent lists the store, and may watch another job
+# A start fails after so long without progress. The agent lists the store, and may watch another job.
+SILENCE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """Rank 0's agent's word, for all: which epoch begins, and from which candidate."""
+    """The decision of rank 0's agent, for all ranks: which epoch begins, and from which candidate."""
 
     fields: dict[str, Any]
     manifest: bytes
@@ -81,8 +82,8 @@ class StartDecision:
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[T]):
-    """What came of a part of restoring a candidate. `failure`: "" when it went well on every rank, and only then
-    there is a `value`."""
+    """The outcome, agreed by all ranks, of one part of restoring a candidate. `failure`: "" if the part went well on
+    every rank; only then there is a `value`."""
 
     value: T | None
     failure: str = ""
@@ -90,8 +91,8 @@ class Attempt(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What was restored. `level` "none": nothing. `steps_lost`: see `Receipt`. `stored`: whether the store has it,
-    wherever it came from."""
+    """What was restored. `level`: "none" if nothing was. `sources`: bytes read on this rank, by level. `steps_lost`:
+    see `RunReport`. `stored`: whether the checkpoint is in the store, from wherever it was read."""
 
     tick: Tick
     level: Any
@@ -110,8 +111,8 @@ def enter(
     receipt: RunReport,
     ends: list[Callable[[], object]],
 ) -> tuple[Saver, RestoreResult]:
-    """Runs on every rank. What has to be ended is appended to `ends`. Errors: those of ckpt.Checkpointer, on all
-    ranks."""
+    """Enters the job, on every rank. `ends`: gets a function for everything that has to be ended. Errors: those of
+    ckpt.Checkpointer, on all ranks."""
     group = collective.open_group(asked.process_group, events)
     coordinate = _agree_on_coordinate(group, asked, events)
     saver = collective.together(
@@ -180,15 +181,17 @@ def _join_and_restore(
     collective.together(group, lambda: saver.link.request("restored", done, SILENCE_S) if group.rank == 0 else None)
     is_told = collective.together(group, lambda: saver.settle(found.tick))
     if not is_told and (found.identity is not None or asked.init is not None):
-        saver.doubt()  # the agent knows what was there before
+        # The agent has the hashes of the state before the restore.
+        saver.doubt()
     return found
 
 
 def _agree_on_coordinate(group: collective.RankGroup, asked: UserOptions, events: Events) -> Coordinate:
-    """This rank's, in the mesh that all ranks are in. Each finds one in its own part of the state: where these are not
-    the same (a pipeline of which one stage is sharded), the ranks are told apart by their numbers, at each start.
+    """This rank's coordinate, in a mesh that all ranks share. Each rank finds a mesh in its own part of the state. If
+    these differ (a pipeline of which one stage is sharded), the ranks are named by their numbers instead, at each
+    start.
 
-    Errors: UsageError where a mesh was given."""
+    Errors: UsageError if the meshes differ and mesh= was given."""
     mine = collective.together(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
     said = [msgpack.unpackb(each) for each in group.gather(msgpack.packb([mine.mesh, asked.mesh is not None]))]
     other = next((rank for rank, (mesh, _) in enumerate(said) if mesh != said[0][0]), None)
@@ -232,10 +235,12 @@ def _prepare(
 
 
 def _facts(asked: UserOptions, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
-    """Errors: UsageError where an agent could not be told of the store, which one of the ranks does."""
+    """What this rank tells all others. Errors: UsageError if the store's variables could not be sent to an agent, as
+    one of the ranks will do."""
     store_environment()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    network = os.stat("/proc/self/ns/net").st_ino  # hosts of their own on one machine
+    # Each network namespace of a machine counts as a host of its own.
+    network = os.stat("/proc/self/ns/net").st_ino
     packed: bytes = msgpack.packb(
         {
             "url": asked.url,
@@ -258,7 +263,8 @@ def _options(asked: UserOptions) -> dict[str, Any]:
 
 
 def _differing(one: Any, other: Any, name: str = "options") -> tuple[str, Any, Any] | None:
-    """The first that differs of two ranks' options, as `limits.memory`: as a whole where it is of another kind."""
+    """The first option in which two ranks differ, by name such as `limits.memory`, and both values; None: none. Options
+    of different kinds are compared as a whole."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         inside = f"{name}." if name != "options" else ""
         return next(filter(None, (_differing(one[key], other[key], inside + key) for key in one)), None)
@@ -266,7 +272,7 @@ def _differing(one: Any, other: Any, name: str = "options") -> tuple[str, Any, A
 
 
 def _check_facts(facts: list[dict[str, Any]]) -> None:
-    """All ranks hold the same facts and come to the same end. Errors: UsageError."""
+    """Compares the ranks' facts. All ranks have the same facts, and so raise the same error. Errors: UsageError."""
     first = facts[0]
     for rank, said in enumerate(facts):
         whole = ((name, first[name], said[name]) for name in ("url", "state") if first[name] != said[name])
@@ -284,9 +290,11 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
 
 
 def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
-    """Of what rank 0's node alone is asked for: the launcher may have rank 0 on any other at the next start."""
+    """Warns of settings that differ between ranks and that only count on rank 0's node: at the next start the launcher
+    may place rank 0 on any other node."""
     for name, variable in (("peers", "CKPT_PEERS"), ("secret", "CKPT_SECRET_FILE")):
-        found = [{*said[name]} if name == "peers" else said[name] for said in facts]  # in whichever order
+        # The order of peers does not matter.
+        found = [{*said[name]} if name == "peers" else said[name] for said in facts]
         rank = next((rank for rank, each in enumerate(found) if each != found[0]), None)
         if rank is not None:
             events.emit(
@@ -303,9 +311,9 @@ def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
 def _nodes(
     group: collective.RankGroup, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes, and there is no
-    secret by which agents of earlier starts could be asked what they hold. Else the agents are told to listen, and
-    their names, addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
+    """The job's nodes with their names, addresses and ranks, rank 0's first; the agents are told to listen. The list is
+    empty if one agent serves all ranks, rank 0 names no memory-only nodes, and there is no secret with which agents of
+    earlier starts could be asked for their checkpoints. Errors: AgentError, UsageError."""
     _, former = max((each for said in facts if (each := said["known"])), default=("", b""))
     if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"] or former):
         return []
@@ -327,8 +335,8 @@ def _nodes(
 
 
 def _secret(settings: Settings, former: bytes) -> bytes:
-    """Runs on rank 0. `former`: that of the newest start of which an agent is left; b"": there is none. Errors:
-    UsageError."""
+    """The run's secret, on rank 0. `former`: the secret of the newest start of which an agent is left; b"" if there is
+    none. Errors: UsageError."""
     for each in settings.peers:
         Address.parse(each, "CKPT_PEERS")
     if settings.peers and settings.secret_file is None:
@@ -342,8 +350,8 @@ def _secret(settings: Settings, former: bytes) -> bytes:
 def _ask(
     group: collective.RankGroup, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
 ) -> StartDecision:
-    """For as long as the agent says that the start gets further. The other ranks hear so meanwhile: a collective of
-    theirs does not wait for longer than one silence."""
+    """Asks rank 0's agent, and returns the decision on all ranks. The wait has no limit while the agent reports
+    progress. The other ranks get an empty answer after each SILENCE_S, so that no collective of theirs lasts longer."""
     pending: Pending | None = None
 
     def wait() -> bytes:
@@ -370,8 +378,8 @@ def _restore(
     saver: Saver,
     decision: StartDecision,
 ) -> tuple[RestoreResult, StartDecision]:
-    """What was restored, and the decision that led to it. In whatever mode the block is entered, the tensors that are
-    made for it can be trained with later."""
+    """What was restored, and the decision that led to it. Inference mode is off, so that tensors made here can be
+    trained, in whatever mode the block is entered."""
     failures: list[str] = []
     overwritten = restore.Overwritten(saver.walker)
     for struck in decision.fields.get("struck") or []:
@@ -408,8 +416,8 @@ def _restore(
 
 
 def _fill_from(init: str, group: collective.RankGroup, strict: bool, events: Events, saver: Saver) -> None:
-    """The weights of `init=`; each rank's modules may be other ones. Errors: those of `load_weights`; StateMismatch
-    where no rank has a place for any of them."""
+    """Loads the weights of `init=`. Each rank may have other modules. Errors: those of `load_weights`; StateMismatch if
+    none of the weights fits a module of any rank."""
     loaded = collective.together(group, lambda: load_weights(init, saver.walker, strict))
     mine = msgpack.packb([loaded.filled, list(loaded.unfit.values())])
     every = [msgpack.unpackb(data) for data in group.gather(mine)]
@@ -441,7 +449,7 @@ def _try(
     manifest_data: bytes,
     overwritten: restore.Overwritten,
 ) -> tuple[str, dict[str, int]]:
-    """One candidate: why it cannot be restored ("" when it was), and the bytes by level they came from."""
+    """Tries one candidate. Returns why it cannot be restored ("" if it was), and the bytes read, by level."""
 
     def read() -> tuple[Manifest, RestorePlan, dict[str, int]]:
         manifest = decode_manifest(manifest_data)
@@ -468,8 +476,8 @@ def _try(
 
 
 def _attempt(group: collective.RankGroup, work: Callable[[], T]) -> Attempt[T]:
-    """Runs `work` on every rank. Data that cannot be had is a failure of the candidate, for all ranks; any other error
-    is raised on all."""
+    """Runs `work` on every rank. If data is damaged or missing on one rank, the candidate has failed on all ranks. Any
+    other error is raised on all."""
 
     def trying() -> Attempt[T]:
         try:

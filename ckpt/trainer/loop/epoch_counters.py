@@ -1,10 +1,12 @@
-"""Whether an epoch is counted before the state may be saved with the epoch's data at its end.
+"""A check whether the loop counts an epoch too late: after a point where the state may be saved with its data at the
+end.
 
-1. A poll, a save or a boundary comes while a loader of torchdata's is at the end of a pass. A restart from there begins
-   the next pass.
-2. At the boundary after that the loader is within its next pass.
-3. At the boundary after that one a whole number of the state is one more than at 1., and the same as at 2.: it counts
-   epochs, not steps. At 1. it had not been counted, so that the next pass would be counted as the same epoch.
+1. A poll, a save or a boundary comes while a torchdata loader is at the end of a pass. A restart from there begins the
+   next pass.
+2. At the boundary after that, the loader is within its next pass.
+3. At the boundary after that one, some whole number of the state is one more than at 1, and the same as at 2. So it
+   counts epochs, not steps, and at 1 the ended epoch was not counted. A restart from there would count the next pass as
+   the same epoch.
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from ckpt.trainer.state import value_trees
 from ckpt.trainer.state.loaders import place
 from ckpt.trainer.state.names import join
 
-ENDS_MAX = 3  # passes that are looked at
-LOOKS_MAX = 1000  # ends that may turn out to be of loaders that are not drawn from
+ENDS_MAX = 3  # ends of passes that are checked
+LOOKS_MAX = 1000  # ends that are looked at; most may belong to loaders from which nobody draws
 COUNTERS_MAX = 1000
 
 
 class EpochCounters:
-    """Of `state`. `is_pending`: the next boundary is of use. `is_done`: nothing more is looked for."""
+    """The check for one `state`. `is_pending`: the next boundary is needed. `is_done`: the check is over."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.is_pending = self.is_done = False
         self._state = state
         self._ends = self._looks = 0
-        self._ended: dict[int, object] = {}  # by index of the loader, the pass that had ended
+        self._ended: dict[int, object] = {}  # the pass that had ended, by index of the loader
         self._found: list[dict[str, int]] = []
 
     def look(self, loaders: Sequence[Any]) -> None:
-        """At a poll or a save, and at a boundary."""
+        """Step 1, at a poll, a save or a boundary."""
         if self.is_done or self.is_pending:
             return
         places = enumerate(map(place, loaders))
@@ -42,7 +44,7 @@ class EpochCounters:
             self._looks += 1
 
     def boundary(self, loaders: Sequence[Any]) -> str:
-        """The name of a number that counts epochs too late; "" where none is known to do so."""
+        """Steps 2 and 3. Returns the name of a number that counts epochs too late; "" if none is known."""
         late = ""
         if self.is_pending:
             if len(self._found) == 1 and not self._has_begun(loaders):
@@ -60,7 +62,7 @@ class EpochCounters:
         return late
 
     def _has_begun(self, loaders: Sequence[Any]) -> bool:
-        """Whether one that had ended its pass is within another one."""
+        """Whether a loader that had ended its pass is within another pass."""
         for index, one in self._ended.items():
             stands = place(loaders[index])
             if stands is not None and stands.one is not one and not stands.at_end:
@@ -69,7 +71,7 @@ class EpochCounters:
 
 
 def counters(state: dict[str, Any]) -> dict[str, int]:
-    """The whole numbers among the plain values of a state, by name; not too many."""
+    """The whole numbers among the plain values of a state, by name; at most COUNTERS_MAX."""
     found: dict[str, int] = {}
     _collect(state, "", 0, found)
     return found

@@ -1,8 +1,8 @@
-"""Gradients at a boundary that wait for an update: no snapshot is taken there, for gradients are never saved.
+"""Gradients that wait for an update. No snapshot is taken at such a boundary, since gradients are never saved.
 
-A step that ends with an optimizer's update has nothing to lose, whatever gradients stay set. The first step that ends
-without one has the gradients remembered from then on, at each boundary with an update: of a later step without one
-they count where they are others by then, or were written to.
+A step that ends with an optimizer's update has nothing to lose, whatever gradients stay set. From the first step that
+ends without an update, the gradients are remembered at each boundary with an update. At a later step without an update,
+gradients wait if they differ from those, or were written to.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from ckpt.trainer.state.shard import live_parts
 from ckpt.types import counted
 
-# A gradient and how often it was written to; None: there is none.
+# A gradient and its version counter; None: there is no gradient.
 _Seen = tuple[weakref.ref[torch.Tensor], int] | None
 
 
 class Gradients:
-    """Those of what `optimizers()`, registered ones, train. `is_by_hand()`: whether the parameters change though no
-    optimizer has been seen to step: then nobody knows which gradients were used.
+    """The gradients of the parameters that the registered `optimizers()` train. `is_by_hand()`: whether the parameters
+    change although no optimizer was seen to step; then nobody knows which gradients were used.
 
-    `is_watching`: whether a step has ended without an update. `last`: the newest step with one. `every`: the number of
-    steps from the one before; 0: unknown."""
+    `is_watching`: whether a step has ended without an update. `last`: the newest step with an update. `every`: the
+    number of steps from the update before to `last`; 0: unknown."""
 
     def __init__(self, optimizers: Callable[[], Sequence[Optimizer]], is_by_hand: Callable[[], bool]) -> None:
         self.is_watching = False
@@ -40,14 +40,14 @@ class Gradients:
         self._known = list(map(_seen, self._params()))
 
     def updated(self, step: int) -> None:
-        """That step has ended with an update."""
+        """Notes that `step` has ended with an update."""
         self.every, self.last = step - self.last, step
         if self.is_watching:
             self._known = list(map(_seen, self._params()))
 
     def lost(self, step: int) -> str:
-        """Why the end of that step, the last one, is not saved; "" where no gradient waits. Gradients that are all
-        zero, or not finite, count for nothing: they were cleared, or a scaler has passed over them."""
+        """Why the end of `step`, the last one, cannot be saved; "" if no gradient waits. Gradients that are all zero or
+        not finite do not count: they were cleared, or a scaler has skipped them."""
         if step == self.last or not self._is_new() or not self._are_of_use() or self._is_by_hand():
             return ""
         return (
@@ -60,8 +60,8 @@ class Gradients:
         return (param for each in self._optimizers() for group in each.param_groups for param in group["params"])
 
     def _is_new(self) -> bool:
-        """Whether there is a gradient that was not there at the last boundary with an update. Looks no further than to
-        the first."""
+        """Whether a gradient is there that was not there at the last boundary with an update. Stops at the first
+        one."""
         params = list(self._params())
         known = self._known if len(self._known) == len(params) else [None] * len(params)
         pairs = ((param.grad, was) for param, was in zip(params, known, strict=True))
@@ -95,6 +95,6 @@ def _version(local: torch.Tensor) -> int:
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
-    """What is written to: of a DTensor the local part."""
+    """The tensor that is written to: the local part of a DTensor."""
     found: torch.Tensor = getattr(grad, "_local_tensor", grad)
     return found

@@ -1,6 +1,7 @@
-"""What the running loop shows of its data: what a restart would repeat or skip.
+"""Warnings about data that a restart would repeat or skip, from how the loaders move in the running loop.
 
-`LoaderWatch` compares where the loaders of the state stand at the first boundaries. Each finding is one loud event:
+`LoaderWatch` compares the positions of the state's loaders at the first boundaries. Each finding is one event, as a
+warning:
 
 - `loader.missing`: the state has no loader;
 - `loader.early`: the loop draws from an iterator that was made before the block;
@@ -9,8 +10,8 @@
 - `loader.inexact`: a loader's iterable dataset has no state;
 - `epoch.repeated`: an epoch is counted after a save, a poll or a step's end that comes when its data has ended.
 
-A loader of torchdata's is looked at without asking it for its state. One of another make is asked, at three boundaries
-and on all ranks: they may gather it together.
+The position of a torchdata loader is read without asking it for its state. A loader of another make is asked for its
+state at three boundaries, on all ranks, since it may gather the state in a collective.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from ckpt.trainer.state.loaders import LoaderPosition, place
 from ckpt.trainer.state.names import some
 from ckpt.trainer.state.state_nodes import LoaderNode, ObjectNode, OptimizerNode, StateNode
 
-ASKED_AT = (1, 2, 16)  # steps after the start, at which loaders of other makes are asked for their state
+ASKED_AT = (1, 2, 16)  # steps after the start at which loaders of other makes are asked for their state
 LAST = ASKED_AT[-1]
-ALIKE = 4  # times the batches of a step: so many steps in a row draw the same number, before it is their usual one
-DRAWS_MAX = 64  # steps in which they may come to do so
+# A number of batches n per step is the usual one after ALIKE * n steps in a row that draw n.
+ALIKE = 4
+DRAWS_MAX = 64  # steps in which that has to happen
 GUIDE = "(docs/guides/loops.md)"
 
 
 class LoaderWatch:
-    """Of the loaders in `state`. Made before the state is restored; `begin` comes after that. From then on the training
-    thread tells it of boundaries, as long as it `is_open`, and of polls and saves. It never fails: what it does not
-    understand ends it."""
+    """Watches the loaders in `state`. It is made before the state is restored; `begin` comes after the restore. From
+    then on the training thread reports boundaries, as long as the watch `is_open`, and polls and saves. It never fails:
+    an error of a loader ends the watch."""
 
     def __init__(self, state: dict[str, Any], events: Events) -> None:
         self.is_open = True
@@ -58,7 +60,7 @@ class LoaderWatch:
             self._early = [early for node in self._nodes() if (early := _Early.find(node)) is not None]
 
     def begin(self, is_told: bool) -> None:
-        """The state is restored. `is_told`: this rank says what is found."""
+        """The state is restored. `is_told`: this rank emits the findings."""
         with self._ending():
             self._is_told = is_told
             found = self._nodes()
@@ -68,7 +70,7 @@ class LoaderWatch:
             self._counted = counters(self._state)
 
     def boundary(self) -> None:
-        """A step has ended."""
+        """Notes that a step has ended."""
         with self._ending():
             self._steps += 1
             self._look()
@@ -80,7 +82,7 @@ class LoaderWatch:
             self.is_open = self._steps < LAST or undecided or ends.is_pending or (is_wrapped and not ends.is_done)
 
     def between(self) -> None:
-        """A poll or a save comes after a step has ended."""
+        """Notes a poll or a save after a step has ended."""
         if self._watched and not self._epochs.is_done:
             with self._ending():
                 self._epochs.look(self._loaders())
@@ -108,7 +110,8 @@ class LoaderWatch:
                 return
         for each in self._watched:
             if self._steps <= LAST and each.look(self._steps) and loaders.is_stateless(each.loader):
-                each.draws = None  # after a restart its batches are counted twice
+                # After a restart this loader counts its batches twice.
+                each.draws = None
                 self._emit("loader.inexact", f"{each.path}: {loaders.STATELESS}", loader=each.path)
             if ahead := each.count():
                 self._emit(
@@ -141,8 +144,8 @@ class LoaderWatch:
         )
 
     def _is_without_data(self) -> bool:
-        """Whether an optimizer is trained, and nothing of the state can say how far the data is read: no loader, no
-        object of the user's, no number that is counted with the steps."""
+        """Whether an optimizer trains, but nothing in the state can hold the position of the data: no loader, no object
+        of the user's, no number that is counted with the steps."""
         found = state_nodes.find(self._state)
         objects = [node.value for node in found if isinstance(node, ObjectNode)]
         return (
@@ -164,7 +167,7 @@ class LoaderWatch:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Ends the watch where something fails: a loader has code of its own, and the state is the user's to change."""
+        """Ends the watch if something fails: a loader runs code of its own, and the user may change the state."""
         try:
             yield
         except Exception as exc:
@@ -175,7 +178,7 @@ class LoaderWatch:
 
 @dataclass(frozen=True, slots=True)
 class _Early:
-    """An iterator over a loader of torchdata's, from before the block; `stood`: where."""
+    """An iterator over a torchdata loader, made before the block. `stood`: its position then."""
 
     path: str
     iterator: ref[Any]
@@ -189,7 +192,8 @@ class _Early:
         return cls(node.path, ref(iterator), LoaderPosition(iterator._sampler_iter, iterator._num_yielded))
 
     def is_drawn_from(self) -> bool:
-        """Within the same pass: persistent workers keep the iterator for the next ones."""
+        """Whether the iterator has moved within the same pass. Persistent workers keep the iterator for later
+        passes."""
         iterator = self.iterator()
         if iterator is None or iterator._sampler_iter is not self.stood.one:
             return False
@@ -197,8 +201,8 @@ class _Early:
 
 
 class _Watched:
-    """A loader of the state in the first steps. `draws`: how many batches each step has drawn; None: nothing more is to
-    be learned of that. `usual`: how many the last step has drawn."""
+    """A loader of the state in the first steps. `draws`: how many batches each step has drawn; None: counting is over.
+    `usual`: how many the last step has drawn."""
 
     def __init__(self, node: StateNode) -> None:
         self.path = node.path
@@ -209,7 +213,7 @@ class _Watched:
         self._first: LoaderPosition | bytes | None = place(self.loader)
         if isinstance(self._first, LoaderPosition):
             self.draws = []
-            # Where a pass had begun before the block, the loop begins one of its own.
+            # If a pass had begun before the block, the loop begins a new one.
             self._last = self._first if self._first.one is None else LoaderPosition(None, 0)
 
     @property
@@ -217,7 +221,7 @@ class _Watched:
         return self._node.value
 
     def look(self, step: int) -> bool:
-        """Whether it is one of torchdata's, and is seen to move for the first time."""
+        """Whether the loader is torchdata's and has just been seen to move for the first time."""
         if self.has_moved:
             return False
         now = place(self.loader)
@@ -230,11 +234,11 @@ class _Watched:
         return self.has_moved and now is not None
 
     def count(self) -> int:
-        """How many batches more were drawn by now than the steps draw, once that is known; 0: none, or not known."""
+        """How many batches more were drawn than the steps use, once that is known; 0: none, or not known."""
         if self.draws is None:
             return 0
         drawn = self._drawn(most=max(self.draws, default=0))
-        # What waits was drawn first. Where a later step draws more, the steps differ, or pass over batches.
+        # Batches that wait were drawn in the first steps. If a later step draws more, the steps differ or skip batches.
         if drawn is None or len(self.draws) == DRAWS_MAX or (self.draws and drawn > self.draws[-1]):
             self.draws = None
             return 0
@@ -247,14 +251,16 @@ class _Watched:
         return max(0, ahead)
 
     def _drawn(self, most: int) -> int | None:
-        """Since the last boundary; None where that cannot be told. `most`: what a step has drawn so far."""
+        """The batches drawn since the last boundary; None if that is unknown. `most`: the most that one step has drawn
+        so far."""
         last, now = self._last, place(self.loader)
         if now is None:
             return None
         self._last = now
         if last.one is None or now.one is last.one:
             return now.batches - last.batches if now.batches >= last.batches else now.batches
-        total = loaders.length(self.loader)  # another pass: what was left of the last one, and the new one's
+        # Another pass has begun: the rest of the last pass counts, and the new one's batches.
+        total = loaders.length(self.loader)
         if total is None or total - last.batches > most:
             return None
         return total - last.batches + now.batches

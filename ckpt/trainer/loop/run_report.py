@@ -1,4 +1,4 @@
-"""What a run (or a restore) came to: one line for people, one JSON object for programs."""
+"""The report of what a run (or a restore) did: one line for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ckpt.events import REPEATED, Event
 from ckpt.types import counted
 
-# Events that say that the safe path was taken, or an older or smaller thing than was wanted: their words are the why.
+# Events of fallbacks: the safe path was taken, or something older or smaller than wanted. Their messages say why.
 FALLEN = frozenset(
     {
         "claim.postponed",
@@ -27,15 +27,15 @@ FALLEN = frozenset(
         "store.lost",
     }
 )
-FALLEN_MAX = 50  # different ones that are kept
-WAITED_S = 0.1  # waits in all that are not worth a word
-WORDS_MAX = 500  # characters of each
+FALLEN_MAX = 50  # different messages that are kept
+WAITED_S = 0.1  # a shorter wait in all is not mentioned
+WORDS_MAX = 500  # characters of each message
 
 
 @dataclass(slots=True)
 class CommittedBytes:
-    """What the job's commits came to, in bytes: of the state, as written, and referred to since they had not changed.
-    Known on the rank that the agent tells of the job, the lowest one."""
+    """The job's commits and their bytes: of the state, as written, and as unchanged data that the commits refer to.
+    Known only on the rank to which the agent reports the job, the lowest one."""
 
     commits: int = 0
     raw_bytes: int = 0
@@ -45,13 +45,19 @@ class CommittedBytes:
 
 @dataclass(slots=True)
 class RunReport:
-    """`entry_s`: how long entering took. `missed`: snapshots that were asked for here, and not taken. `passed`:
-    checkpoints that were due, and that the agent could not have: no slot was free, or the store failed. `waited_s`: how
-    long training stood still in saves until there was a slot, which the store's speed decides. `stalls_s`: how long
-    training stood still for each snapshot. `staged_bytes`: of this rank's snapshots in this host's memory.
-    `read_bytes`: what was restored on this rank, by the level that it came from. `proven`: what was trusted because
-    this run showed it (hashes, lazy copies, replicas). `fell_back`: what was not, and why. `steps_lost`: that the
-    former run had ended and that have to be done again, as far as anybody who is left knows; None where nobody does."""
+    """The figures of one rank's run.
+
+    `steps_lost`: steps that the former run had ended and that have to be done again; None: no process is left that
+    knows.
+    `entry_s`: how long entering took. `snapshots`, `missed`: snapshots asked for here that were taken, and that were
+    not.
+    `passed`: due checkpoints that the agent skipped, since no slot was free or the store failed.
+    `waited_s`: how long training waited in saves for a free slot, which depends on the store's speed.
+    `stalls_s`: how long training stood still for each snapshot.
+    `staged_bytes`: bytes of this rank's snapshots in this host's memory.
+    `read_bytes`: bytes restored on this rank, by the level they came from.
+    `proven`: what was trusted because this run verified it (hashes, background copies, replicas).
+    `fell_back`: what was not trusted, and why."""
 
     start_step: int = 0
     end_step: int = 0
@@ -70,11 +76,12 @@ class RunReport:
     proven: list[str] = field(default_factory=list)
     fell_back: list[str] = field(default_factory=list)
     agent_restarts: int = 0
-    fallen: list[str] = field(default_factory=list)  # what events said of it
-    repeated: Counter[str] = field(default_factory=Counter)  # by event: how often it came again, and was not loud
+    fallen: list[str] = field(default_factory=list)  # messages of fallback events
+    # How often each event was repeated without a further warning.
+    repeated: Counter[str] = field(default_factory=Counter)
 
     def hear(self, event: Event) -> None:
-        """A sink: counts commits, and remembers what fell back. On the thread that emits."""
+        """An event sink: counts commits, and remembers fallbacks. Runs on the thread that emits."""
         if event.name == "commit.done":
             self.committed.commits += 1
             self.committed.raw_bytes += int(event.data.get("raw_bytes", 0))
@@ -92,7 +99,7 @@ class RunReport:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Training stands still inside."""
+        """Adds the time in the block to `waited_s`."""
         began_s = time.perf_counter()
         try:
             yield
@@ -101,7 +108,7 @@ class RunReport:
 
     @property
     def bytes_by_level(self) -> dict[str, int]:
-        """What reached each level, and what came from each."""
+        """The bytes that reached each level, and those that were restored from each."""
         found = {f"restored from {level}": count for level, count in sorted(self.read_bytes.items())}
         if self.snapshots:
             found["local"] = self.staged_bytes
@@ -139,14 +146,23 @@ class RunReport:
         return json.dumps(self.to_dict())
 
     def restored_line(self) -> str:
-        """One line at the start of a run that goes on, without a line break."""
-        return self._one_line(f"ckpt: {self._began()}, in {self.entry_s:.2f} s{self._slow_path()}")
+        """One line for the start of a run that was restored."""
+        lost = self._lost()
+        read = ", ".join(f"{_size(count)} {level}" for level, count in sorted(self.read_bytes.items()))
+        return (
+            f"ckpt: restored {self.restored_from}{lost}; {read or 'no bytes read'}, entered in {self.entry_s:.2f} s"
+            f"{self._trust()}"
+        )
 
     def line(self) -> str:
-        """One line at the exit, without a line break."""
-        ran = f"ended at step {self.end_step}" if self.end_step > self.start_step else "no step was made"
-        committed = (
-            "nothing is committed" if self.committed_step is None else f"step {self.committed_step} is committed"
+        """One line for the end of the run, without a line break."""
+        body = self.to_dict()
+        ran = f"steps {self.start_step + 1}..{self.end_step}" if self.end_step > self.start_step else "no steps"
+        lost = self._lost()
+        stall = (
+            ""
+            if body["stall_ms_median"] is None
+            else f", stall {body['stall_ms_median']:.1f} ms (at most {body['stall_ms_max']:.1f})"
         )
         stored = f", {_size(self.committed.stored_bytes)} stored" if self.committed.commits else ""
         again = [f"{name} {counted(count, 'time')}" for name, count in sorted(self.repeated.items())]

@@ -1,7 +1,7 @@
-"""Taking this rank's snapshots: at appointments, explicit saves and the exit.
+"""The saver of one rank: takes its snapshots, at appointments, explicit saves and the exit.
 
-One thread of its own (the stager) waits for copies that still run, seals the arena and reports; so the training thread
-stands still only for what must be copied at the boundary. Every round is answered once: `staged` or `missed`.
+A thread of its own, the stager, waits for copies in the background, seals the arena and reports. So training stands
+still only for what must be copied at the boundary. Every save attempt is answered once: `staged` or `missed`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from ckpt.trainer.state import names, state_nodes
 from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
 from ckpt.types import Epoch, Identity, Tick
 
-NAMES_BYTES_MAX = 32 << 10  # of all metrics of a save: they have to fit into a message
-MOVES_MIN = 2  # a tensor that was found elsewhere so often is a new one at each step, and that is said
-UNSETTLED_MAX = 3  # appointments in a row that a state with another structure each time misses before that is said
+NAMES_BYTES_MAX = 32 << 10  # names of all metrics of a save: they have to fit into a message
+MOVES_MIN = 2  # a tensor that has moved so often is reported as a new one at each step
+UNSETTLED_MAX = 3  # a warning after so many missed appointments in a row, each with another structure
 
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """A snapshot on its way into the arena of a slot, which is held until it is over. `nth`: among the receipt's
-    stalls. `stood_s`: how long training stood still for what came before the copy."""
+    """A snapshot that is being copied into the arena of a slot. The slot is held until the copy is over. `round`: the
+    number of the save attempt. `nth`: the index in the report's `stalls_s`. `stood_s`: how long training stood still
+    before the copy."""
 
     round: int
     number: int
@@ -66,11 +67,11 @@ class _Filling:
 
 
 class Saver:
-    """Owns the link, the walk and the stager thread of one rank. Its methods are called by the training thread only.
+    """Owns the link, the walk and the stager thread of one rank. Only the training thread calls its methods, unless
+    they say otherwise.
 
-    `terms` is set once the epoch is known; before that nothing can be appointed. `settled`: the step after which `walk`
-    was last seen to be of the state.
-    """
+    `link.terms` is set once the epoch is known; before that nothing can be appointed. `settled`: the step after which
+    `walk` was last seen to match the state."""
 
     def __init__(
         self,
@@ -95,17 +96,17 @@ class Saver:
         self._replicas = ReplicaTally()
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
         self._idle = Condition()
-        self._open: set[Snapshot] = set()  # that the stager has not finished
-        self.asked: Tick | None = None  # the newest tick that a save was asked for
+        self._open: set[Snapshot] = set()  # snapshots that the stager has not finished
+        self.asked: Tick | None = None  # the newest version for which a save was asked
         self._last: Tick | None = None
         self._patience = SavePatience()
-        self._kept: _Filling | None = None  # that of `last`, without its values
-        self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
+        self._kept: _Filling | None = None  # the filling of `last`, without its values
+        self._offered = True  # whether the agent knows the present walk, or will learn it at the join
         self._is_first_step = True
-        self._doubted = False  # whether what the agent was told of replicas may not hold any more
-        self._samples: Samples | None = None  # of the present walk and plan
-        self._moves: Counter[str] = Counter()  # how often a tensor was found in other memory
-        self._unsettled = 0  # appointments in a row that were missed since the structure had changed
+        self._doubted = False  # whether the replica hashes that the agent has may be out of date
+        self._samples: Samples | None = None  # for the present walk and plan
+        self._moves: Counter[str] = Counter()  # how often each tensor was found in other memory
+        self._unsettled = 0  # missed appointments in a row, since the structure had changed
         self.thread = threading.current_thread()
         self.forked = False
         self._tasks = tasks
@@ -114,23 +115,23 @@ class Saver:
         self._tasks.start("stager", self._stage)
 
     def make_offer(self, tick: Tick, positions: bool = True) -> StateOffer:
-        """The present walk, as the agent is told of it. Hashes only where other ranks may hold the same.
-        positions: whether loaders are asked for theirs, which must not be before they were restored."""
+        """The present walk, as it is described to the agent. It has hashes only if other ranks may hold replicas.
+        `positions`: whether loaders are asked for theirs, which is forbidden before they are restored."""
         shared, own = self.walker.values(self.walk, positions)
         size = sum(map(len, state_nodes.encode(shared, own, self.walk.scan.constants)))
         hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
         return StateOffer(self.walk.layout, hashes, tick, size)
 
     def doubt(self) -> None:
-        """The state was changed in a way that may end the likeness of replicas: at its restore, and in the first step,
-        since what begins the same on all ranks need not stay so. They are hashed anew before the next snapshot."""
+        """Has replicas hashed anew before the next snapshot: tensors that were equal on all ranks may differ from now
+        on. That is so after a restore, and after the first step."""
         self._doubted = self._replicated
 
     def settle(self, tick: Tick) -> bool:
-        """Tells the agent of a changed structure, or of replicas that were doubted; whether there was anything to tell.
-        Tensors of the same names and shapes in other memory are none: the next snapshot reads them there.
+        """Tells the agent of a changed structure, or of doubted replicas. Returns whether there was anything to tell.
+        Tensors of the same names and shapes in other memory need no message: the next snapshot reads them there.
 
-        Errors: SaveFailed when the state cannot be saved as it is now."""
+        Errors: SaveFailed if the state cannot be saved as it is now."""
         try:
             if self.walker.changed(self.walk):
                 self._follow(self.walker.walk())
@@ -141,7 +142,8 @@ class Saver:
             self.link.offer(self.make_offer(tick))
         except UsageError as exc:
             raise SaveFailed(f"the state has become one that cannot be saved: {exc}") from exc
-        except Exception as exc:  # of an object of the user's, in its state_dict()
+        except Exception as exc:
+            # An object of the user's has failed in its state_dict().
             if is_from_outside(exc):
                 raise
             raise SaveFailed(f"the state could not be read: {type(exc).__name__}: {exc}") from exc
@@ -149,16 +151,17 @@ class Saver:
         return True
 
     def save(self, why: str, tick: Tick, metrics: dict[str, float], until_s: float) -> Tick:
-        """Asks for a slot together with all ranks, until then on the monotonic clock, and takes the snapshot. Which
-        tick holds the state: at the exit an earlier one of the same step does, where no rank's state has changed since.
-        `why`: "save", "due" (the policy names that step) or "exit". Errors: CkptError."""
+        """Asks for a slot together with all ranks, and takes the snapshot. Returns the version that holds the state: at
+        the exit it may be an earlier one of the same step, if no rank's state has changed since. `why`: "save", "due"
+        (the policy names that step) or "exit". `until_s`: on the monotonic clock. Errors: CkptError."""
         link, self.asked = self.link, tick
         try:
-            # What was taken before is reported before: the agent may give its slot to this one.
+            # An earlier snapshot is reported first: the agent may give its slot to this one.
             self.quiet(max(1.0, until_s - time.monotonic()))
             self.settle(tick)
             same = self._find_same(tick) if why == "exit" else None
-        except BaseException as exc:  # Ctrl-C too: the others would wait for this rank
+        except BaseException as exc:
+            # At Ctrl-C too: else the other ranks would wait for this one.
             link.cannot_save(tick, str(exc) or "interrupted")
             raise
         fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
@@ -169,12 +172,12 @@ class Saver:
         try:
             with self.receipt.waiting():
                 answer = self._ask(fields, until_s)
-            # Or all ranks have staged that very tick already, as where it was appointed, or the same state before.
+            # `saved`: all ranks have staged this very version already (by an appointment), or the same state before.
             held = Tick.parse(str(answer["tick"])) if answer["saved"] else tick
             link.levels.expect(held)
             missed = "" if answer["saved"] else self.take(int(answer["round"]), int(answer["slot"]), tick, metrics)
         except BaseException as exc:
-            # The others may come to it only now, and to another agent; at the end all ask again.
+            # Other ranks may ask only now, and another agent. At the exit all ranks ask again.
             if why != "exit" and not isinstance(exc, Superseded):
                 link.cannot_save(tick, str(exc) or "interrupted")
             raise
@@ -183,27 +186,28 @@ class Saver:
         return held
 
     def _ask(self, fields: dict[str, Any], until_s: float) -> dict[str, Any]:
-        """The answer. Errors: CkptError."""
+        """The agent's answer. Errors: CkptError."""
         if fields["why"] == "due":
             return self._patience.ask(lambda: self.link.ask("save", fields), until_s)
         return self.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
 
     def has_moved(self, tick: Tick, until_s: float) -> bool:
-        """Whether a snapshot was taken here at that very tick, and the state has changed since, as far as can be told
-        until then on the monotonic clock."""
+        """Whether a snapshot of exactly that version was taken here and the state has changed since. If that is not
+        known by `until_s`, on the monotonic clock, it counts as changed."""
         if self._kept is None or self._kept.tick != tick:
             return False
         try:
             self.quiet(max(1.0, until_s - time.monotonic()))
             return self.walker.changed(self.walk) or self._find_same(tick) is None
-        except Exception as exc:  # an object of the user's, in its state_dict(): the snapshot will say so
+        except Exception as exc:
+            # An object of the user's has failed in its state_dict(): the snapshot will report it.
             if is_from_outside(exc):
                 raise
             return True
 
     def _find_same(self, tick: Tick) -> Tick | None:
-        """The newest tick of that step that was taken here, where the state is still, byte for byte, what lies in its
-        arena: the tensors that this rank has staged, and all values. None: there is none, or something has changed."""
+        """The newest version of that step that was taken here, if the state still equals its arena byte for byte: the
+        tensors that this rank has staged, and all values. None: there is no such version, or something has changed."""
         kept = self._kept
         if kept is None or kept.tick.step != tick.step or self.link.slots.by_number.get(kept.number) is not kept.slot:
             return None
@@ -215,7 +219,8 @@ class Saver:
             encoded = state_nodes.encode(*self.walker.values(self.walk), self.walk.scan.constants)
             same = _digests(*encoded) == (kept.shared, kept.own) and self._snapshotter.is_same(kept.number)
             return kept.tick if same else None
-        except Exception as exc:  # an object of the user's, in its state_dict(): the snapshot will say so
+        except Exception as exc:
+            # As in `has_moved`.
             if is_from_outside(exc):
                 raise
             return None
@@ -223,11 +228,12 @@ class Saver:
             kept.slot.let_go(tick)
 
     def wait(self, tick: Tick, level: Level, timeout_s: float | None, why: str = "save") -> None:
-        """On any thread. Returns when that tick has reached `level`. `why`: as for `save`. Errors: SaveFailed;
-        UsageError."""
+        """Waits until that version has reached `level`. Any thread may call it. `why`: as for `save`. Errors:
+        SaveFailed; UsageError."""
         check_time(timeout_s)
         began_s = time.monotonic()
-        if threading.current_thread() is self.thread:  # nobody else could end copies that run under the step
+        # No other thread could end copies that run under the step.
+        if threading.current_thread() is self.thread:
             self.quiet(timeout_s)
         if level == "store":
             self.link.want(tick, why)
@@ -235,14 +241,17 @@ class Saver:
         self.link.levels.wait(tick, level, left_s)
 
     def take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float] | None = None) -> str:
-        """Takes the snapshot of `tick` into slot `number`. Why it was not taken; "" when it was."""
+        """Takes the snapshot of `tick` into slot `number`, for save attempt `round_`. Returns why it was not taken; ""
+        if it was."""
         try:
             why = self._take(round_, number, tick, metrics or {})
         except BaseException as exc:
-            if is_from_outside(exc):  # the others must not wait for us
+            # The other ranks must not wait for this one.
+            if is_from_outside(exc):
                 self.missed(round_, tick, "interrupted")
                 raise
-            why = self._not_staged(tick, exc)  # a save that fails never fails training
+            # A save that fails never fails training.
+            why = self._not_staged(tick, exc)
         if why:
             self.missed(round_, tick, why)
         return why
@@ -265,15 +274,18 @@ class Saver:
                 self.link.offer(self.make_offer(tick))
                 return "values"
             self._open.add(filling.snapshot)
-            is_under_way = True  # Ctrl-C is heard before this line, and next when the stager has it
+            # Ctrl-C can come before this line, and then only after the stager has the filling.
+            is_under_way = True
             self._fillings.put(filling)
             shared, own = _digests(filling.shared, filling.own)
             self._kept = replace(filling, shared=shared, own=own, about=b"", samples=None)
         finally:
-            if not is_under_way:  # else the stager lets go of it
+            # Once under way, the stager lets go of the slot.
+            if not is_under_way:
                 if filling is not None:
                     self._open.discard(filling.snapshot)
-                self._snapshotter.poll()  # Ctrl-C behind the snapshot: nothing may write into it any more
+                # After a Ctrl-C behind the snapshot nothing may write into the arena any more.
+                self._snapshotter.poll()
                 slot.let_go(tick)
         self.link.levels.expect(tick)
         self._last = tick
@@ -289,13 +301,14 @@ class Saver:
         metrics: dict[str, float],
         started_s: float,
     ) -> _Filling | None:
-        """None: the values have outgrown the arena."""
+        """Starts the copy. None: the values have become too large for the arena."""
         assert self.link.terms is not None
         if not self._snapshotter.bindings.is_bound(number, self.walk, plan.staging):
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         trees = self.walker.values(self.walk)
         if strays := self.walker.strays(self.walk, trees[0]):
-            self._follow(self.walker.walk())  # for the next one
+            # The next snapshot can succeed.
+            self._follow(self.walker.walk())
             self.settle(tick)
             raise SaveFailed(
                 f"{names.some(strays)} came into the state while it was read: between two steps an object has to give "
@@ -312,33 +325,37 @@ class Saver:
         with self.link.standing_still():
             snapshot = self._snapshotter.take(number)
         stalls_s = self.receipt.stalls_s
-        stalls_s.append(time.perf_counter() - started_s)  # as far as it is known by now
+        # The stall as known by now; the stager completes it.
+        stalls_s.append(time.perf_counter() - started_s)
         nth = len(stalls_s) - 1
         return _Filling(round_, number, slot, plan, tick, nth, stood_s, snapshot, shared, own, about, samples)
 
     def late(self, round_: int, step: int) -> None:
-        """Answers an appointment whose tick has passed."""
+        """Answers an appointment whose version has passed."""
         self.missed(round_, Tick(step), "late")
 
     def missed(self, round_: int, tick: Tick, why: str, updates: tuple[int, int] | None = None) -> None:
-        """Answers an appointment that is not kept. `updates`: where one has to come first, a step with one,
-        and how many steps there are from one to the next."""
+        """Answers an appointment that is not kept. `updates`: given if the appointment needs a step with an update: a
+        recent such step, and the number of steps from one to the next."""
         self.receipt.missed += 1
         about = {"round": round_, "tick": str(tick), "why": why[:500]}
         self.link.report("missed", about if updates is None else {**about, "updates": updates})
 
     def boundary(self, step: int) -> None:
-        """That step has ended: copies that ran under it are looked at and done."""
+        """Notes that `step` has ended: copies that ran under the step are checked and finished."""
         self._snapshotter.boundary()
-        if self._is_first_step:  # an optimizer's state appears in it, and what began the same on all ranks differs
+        # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ.
+        if self._is_first_step:
             self.doubt()
             self._is_first_step = False
-            with contextlib.suppress(SaveFailed):  # the next snapshot will say it
+            # The next snapshot reports a failure.
+            with contextlib.suppress(SaveFailed):
                 self.settle(Tick(step))
 
     def quiet(self, timeout_s: float | None = None) -> None:
-        """Returns once no snapshot is on its way into an arena. On another thread it waits for the training thread to
-        come to its next boundary. Errors: SaveFailed if one still is after timeout_s."""
+        """Waits until no snapshot is being copied into an arena. On the training thread it ends the copy itself; on
+        another thread it waits until the training thread comes to its next boundary. Errors: SaveFailed after
+        timeout_s."""
         if threading.current_thread() is self.thread:
             self._snapshotter.poll()
         with self._idle:
@@ -347,48 +364,50 @@ class Saver:
 
     @property
     def is_looking(self) -> bool:
-        """Whether the training thread, which asks, is in the middle of ending a copy."""
+        """Whether the calling training thread is in the middle of ending a copy, as in a signal handler."""
         return self._snapshotter.is_looking
 
     @property
     def last(self) -> Tick | None:
-        """The newest tick taken here, whatever became of it."""
+        """The newest version that was taken here, whatever became of it."""
         return self._last
 
     def poll(self) -> None:
-        """Ends copies that run under the step; says nothing of what comes next."""
+        """Ends copies that run under the step, and promises nothing about what comes next."""
         self._snapshotter.poll()
 
     def fence(self) -> None:
-        """Waits for copies that run under the step."""
+        """Waits for copies that run under the step, before a change by hand."""
         self._snapshotter.fence()
 
     def prove(self, receipt: RunReport) -> None:
-        """Puts down what was trusted, and what was not and why."""
+        """Puts into the report what was verified in this run, and what was not and why."""
         hashed = ["the hashes of all frames read"] if receipt.read_bytes else []
         receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replicas.proven()]
         found = self._snapshotter.fell_back(), self._replicas.fell_back(), self._moving()
         receipt.fell_back = [*itertools.chain(*found), *receipt.fallen]
 
     def close(self) -> None:
-        """Lets what is under way into the arenas finish, then ends the stager, the copies and the link; so a second
-        call, where Ctrl-C has ended the first."""
-        with contextlib.ExitStack() as ends:  # the next one too, where Ctrl-C ends a wait
+        """Lets running copies into the arenas finish, then ends the stager, the copies and the link. May be called
+        again, if Ctrl-C has ended the first call."""
+        # A stack: if Ctrl-C ends one wait, the next parts are ended all the same.
+        with contextlib.ExitStack() as ends:
             ends.callback(self.link.close)
             ends.callback(self._snapshotter.close)
             ends.callback(self._fillings.put, None)
             self.quiet()
 
     def abandon_in_child(self) -> None:
+        """In a forked child: lets go of what belongs to the parent."""
         self.forked = True
         self.link.abandon_in_child()
 
     # -- inside
 
     def _follow(self, walk: Walk) -> None:
-        """The state is not where it was. With the same structure what was granted stands, and only where it lies is
-        new; else it has to be offered anew. So it has where another rank may hold the same of a tensor that never moved
-        before: it may be another one from here on (`load_state_dict` on one rank only)."""
+        """Takes over a new walk: the state has another structure, or lies in other memory. With the same structure the
+        granted slots stay valid; else the state has to be offered anew. It also is if a tensor that other ranks may
+        hold too has moved for the first time: it may differ from now on (`load_state_dict` on one rank only)."""
         before = self.walk
         moved = _moved(before, walk)
         alike = walk.layout == before.layout and walk.replica == before.replica
@@ -399,7 +418,8 @@ class Saver:
         self._moves.update(moved)
 
     def _note_unsettled(self, before: Layout) -> None:
-        """An appointment was missed, and the structure was `before` at the former one."""
+        """Counts appointments in a row that were missed since the structure had changed, and warns once. `before`: the
+        structure at the former appointment."""
         self._unsettled = self._unsettled + 1 if self.walk.layout is not before else 0
         if self._unsettled == UNSETTLED_MAX:
             changed = names.some(sorted({e.name for e in set(self.walk.layout.entries) ^ set(before.entries)}))
@@ -408,22 +428,26 @@ class Saver:
             self.events.emit("state.unsettled", text, loud=True)
 
     def _moving(self) -> list[str]:
+        """The tensors that move at each snapshot, in words."""
         moving = sorted(name for name, count in self._moves.items() if count >= MOVES_MIN)
         return [f"{names.some(moving)} found in other memory at each snapshot, and read anew"] if moving else []
 
     def _bind(self, number: int, plan: Plan, data: memoryview) -> None:
-        """For copies of the state as it lies now. Where its structure is another one by now nothing is bound: the plan
-        holds no longer. The training thread looks before each snapshot, for the state may lie elsewhere by then."""
+        """Prepares copies of the state, as it lies now, into a slot. If the structure has changed the plan is out of
+        date, and nothing is bound. Since the state may also move, the training thread checks before each snapshot."""
         walk = self.walk
         if walk.layout is plan.offered:
             self._snapshotter.bindings.bind(number, walk, plan.staging, data)
             if self._replicated:
-                self._samples_of(walk, plan.declaration.layout)  # now, and not while training stands still
+                # Prepared here, and not while training stands still.
+                self._samples_of(walk, plan.declaration.layout)
 
     def _sample(self, tick: Tick, layout: Layout) -> TakenSamples | None:
-        """A little of what other ranks should hold alike, as it is at the boundary: at all ranks the same."""
+        """A few elements of the tensors that other ranks should hold alike, at the boundary; the same elements on all
+        ranks."""
         samples = self._samples_of(self.walk, layout)
-        return samples.take(zlib.crc32(str(tick).encode()))  # scattered: saved steps have factors in common
+        # A checksum scatters the choice: saved steps have common factors.
+        return samples.take(zlib.crc32(str(tick).encode()))
 
     def _samples_of(self, walk: Walk, layout: Layout) -> Samples:
         known = self._samples
@@ -436,7 +460,8 @@ class Saver:
             with self._closing(filling.snapshot):
                 try:
                     self._finish(filling)
-                except Exception as exc:  # this thread goes on, and nobody waits for that round
+                except Exception as exc:
+                    # This thread goes on, and the save attempt is answered.
                     self.missed(filling.round, filling.tick, self._not_staged(filling.tick, exc))
 
     @contextlib.contextmanager
@@ -456,7 +481,8 @@ class Saver:
             if not why and self.link.terms is not None:
                 why = self._seal(filling, self.link.terms)
         finally:
-            filling.slot.let_go(filling.tick)  # before it is said: the agent may appoint the slot again at once
+            # Before the report: the agent may appoint the slot again at once.
+            filling.slot.let_go(filling.tick)
         if why:
             self.receipt.missed += 1
             self.link.levels.put(filling.tick, "local", False, why)
@@ -497,7 +523,7 @@ class Saver:
         return ""
 
     def _not_staged(self, tick: Tick, error: BaseException) -> str:
-        """Says so. Why, in words."""
+        """Emits an event that the step was not staged. Returns the reason in words."""
         why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
         self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
         return why
@@ -508,7 +534,8 @@ def _digests(shared: bytes, own: bytes) -> tuple[bytes, bytes]:
 
 
 def _moved(before: Walk, now: Walk) -> set[str]:
-    """The tensors that were there before, in other memory. Both walks keep theirs alive, so that addresses tell."""
+    """The names of tensors that exist in both walks, in different memory. Both walks keep their tensors alive, so that
+    equal addresses mean the same memory."""
     places = dict(zip((entry.name for entry in before.layout.entries), before.tensors, strict=True))
     names_now = (entry.name for entry in now.layout.entries)
     pairs = ((name, places.get(name), live) for name, live in zip(names_now, now.tensors, strict=True))
@@ -520,8 +547,8 @@ def _addresses(tensors: Collection[torch.Tensor]) -> list[int]:
 
 
 def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:
-    """Leaves out what is not finite, with an event: a loss that diverged is no reason not to save.
-    Errors: UsageError for what is no number, and for more of them than a checkpoint keeps."""
+    """The metrics as floats. Those that are not finite are left out, with an event: a loss that diverged must not
+    prevent a save. Errors: UsageError for a value that is no number, and for more than a checkpoint keeps."""
     found, name = {}, None
     try:
         for name, value in (metrics or {}).items():
@@ -532,7 +559,8 @@ def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, f
                 found[name] = number
             else:
                 events.emit("metric.dropped", f"ckpt: {name}={number} is not kept with the checkpoint", loud=True)
-    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # the last: tensors of several numbers
+    # RuntimeError: a tensor of several numbers.
+    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError):
         which = f"; {name!r} has none" if isinstance(name, str) else ""
         raise UsageError(f"ck.save(metrics=): a dict of names and numbers that a float can hold{which}") from None
     sizes = [len(name.encode(errors="surrogatepass")) for name in found]

@@ -1,6 +1,6 @@
-"""Where the training loop is: the steps that have ended, and what is appointed for there.
+"""The position of the training loop: which steps have ended, and which appointments are due there.
 
-A step is one optimizer update. The training thread alone counts, and keeps appointments.
+A step is one optimizer update. Only the training thread counts steps and keeps appointments.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ckpt.types import Tick
 
 
 class Steps:
-    """Counts from `start`, the restored step. `ended`: the last step that has. `sub`: how many polls and saves have
-    come since."""
+    """Counts the steps from `start`, the restored one. `ended`: the last ended step. `sub`: how many polls and saves
+    have come since that step ended."""
 
     def __init__(self, start: int, saver: Saver, updates: StepTracking, watch: LoaderWatch, events: Events) -> None:
         self.start = self.ended = start
@@ -32,18 +32,19 @@ class Steps:
         self._watch = watch
         self._events = events
         self._loop: object = None  # the newest one
-        self._in_body = False  # of a loop
-        self._ended_in_body = False  # its step
+        self._in_body = False  # whether the loop's body is running
+        self._ended_in_body = False  # whether that body has ended its step
 
     def end(self) -> int:
-        """The next step has ended. Which it is."""
+        """Counts the end of the next step. Returns its number."""
         updates, step = self._updates, self.ended + 1
         if updates.elsewhere is not None and updates.pending:
-            updates.elsewhere = None  # a scaler has skipped the step of one that is in the state
+            # A registered optimizer trains, too: a scaler has skipped its step.
+            updates.elsewhere = None
         collected = updates.collect() if updates.scalers else ()
         if updates.ended or updates.scalers or not updates.is_idle:
             updates.note(step)
-        # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
+        # No call in these lines, so no Ctrl-C between them: if the user caught it, an update would count twice.
         updates.ended, updates.fenced, updates.collected = 0, False, collected
         updates.strangers.boundaries += 1
         self.ended, self.sub, self._ended_in_body = step, 0, True
@@ -52,7 +53,8 @@ class Steps:
         return step
 
     def loop(self, last: int, end: Callable[[], None]) -> Iterator[int]:
-        """Yields each step up to `last`. `end` has one counted, which the body may have done. Errors: UsageError."""
+        """Yields each step up to `last`. `end` counts the end of a step; the loop's body may have called it already.
+        Errors: UsageError."""
         if self.leave_loop():
             end()
         self._loop = loop = object()
@@ -67,11 +69,11 @@ class Steps:
                 end()
 
     def leave_loop(self) -> bool:
-        """Whether it was left after an update that no step has ended, which makes one. Where it was before the update,
-        what was drawn for the step is lost, and said."""
+        """Whether the loop was left after an update that no step has ended; that update then counts as a step. If the
+        loop was left before the update, the data that was drawn for the step is lost, and an event says so."""
         updates = self._updates
         begun, self._in_body = self._is_in_step, False
-        # Before a step has ended here nothing tells that updates are steps.
+        # Until a first step has ended, an update outside ck.steps() need not be a step.
         if (updates.pending and (begun or self.any_ended)) or (updates.fenced and updates.by_hand and begun):
             return True
         if begun and self._saver.walk.has_loaders:
@@ -81,7 +83,7 @@ class Steps:
         return False
 
     def next_tick(self) -> Tick:
-        """Of a poll, a save or the exit, which is begun."""
+        """Begins the version of a poll, a save or the exit, and returns it."""
         self._watch.between()
         self.sub += 1
         self._saver.link.enter(self.ended + 1, self.sub)
@@ -98,17 +100,17 @@ class Steps:
 
     @property
     def may_have_drawn(self) -> bool:
-        """Whether a loader may be ahead of the last boundary."""
+        """Whether a registered loader may be ahead of the last boundary."""
         return self._is_in_step and self._saver.walk.has_loaders
 
     @property
     def _is_in_step(self) -> bool:
-        """Whether the body of a loop is in a step that has not ended."""
+        """Whether the loop's body is in a step that has not ended."""
         return self._in_body and not self._ended_in_body
 
 
 class Appointments:
-    """Keeps what the control page appoints, or says that it was missed; each once."""
+    """Keeps each appointment of the control page once, or answers that it was missed."""
 
     def __init__(self, steps: Steps, saver: Saver, updates: StepTracking, parting: Shutdown) -> None:
         self._steps = steps
@@ -116,21 +118,22 @@ class Appointments:
         self._link = saver.link
         self._updates = updates
         self._parting = parting
-        self._looked: list[int] = []  # words of the control page
-        self._answered: set[int] = set()  # those of them that are done with
-        self._due_step: float = math.inf  # before it no other is due
+        self._looked: list[int] = []  # the control words as last read
+        self._answered: set[int] = set()  # control words that were answered
+        self._due_step: float = math.inf  # no other appointment is due before this step
 
     def look(self) -> None:
-        """The loop is at a boundary, or at a poll. Errors: Leave, where an appointment is to leave after."""
+        """Reads the control page, at a boundary or a poll. Errors: Leave, if the job leaves after an appointment."""
         steps = self._steps
         words = self._link.look(steps.ended, steps.sub)
         if words != self._looked or steps.ended >= self._due_step:
             self._serve(words)
 
     def _serve(self, words: list[int]) -> None:
-        """Does what these appoint for now, and sees when the next is due."""
+        """Keeps the appointments that are due, and notes when the next one is."""
         steps, due_step = self._steps, math.inf
-        if any(words):  # else there may be no agent just now, and the same one may be back
+        # All zero: there may be no agent just now, and the same words may come back with it.
+        if any(words):
             self._answered &= set(words)
         for word in words:
             told = ControlWord.unpack(word) if word not in self._answered else None
@@ -142,10 +145,11 @@ class Appointments:
                 continue
             self._answered.add(word)
             self._keep(told, place)
-        self._looked, self._due_step = words, due_step  # after Ctrl-C they are looked at once more
+        # Set last, so that after a Ctrl-C the words are served again.
+        self._looked, self._due_step = words, due_step
 
     def _keep(self, told: ControlWord, place: RankPlace) -> None:
-        """An appointment that is due, or past."""
+        """Answers one appointment that is due or past."""
         saver, tick, updates = self._saver, self._steps.tick, self._updates
         if place is RankPlace.LATE:
             saver.late(told.round, tick.step)
@@ -161,14 +165,14 @@ class Appointments:
                 raise Leave(NOTICE_CODE)
 
     def _is_amid(self, tick: Tick) -> bool:
-        """Whether a poll is where nothing can be taken: as at all others up to the next boundary."""
+        """Whether no snapshot can be taken at this poll, nor at any other poll before the next boundary."""
         updates = self._updates
         begun = updates.pending or self._steps.may_have_drawn
         return bool(begun or updates.find_waiting(tick.step) or updates.find_swapped(tick.step))
 
 
 def whole(number: SupportsIndex) -> int | None:
-    """Of any kind that counts, NumPy's too, but no truth value; None: it is none."""
+    """`number` as an int; None if it is no whole number. NumPy's integers count, booleans do not."""
     try:
         return None if isinstance(number, bool) else operator.index(number)
     except TypeError:
