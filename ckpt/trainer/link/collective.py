@@ -1,7 +1,7 @@
-"""What the ranks say to each other, only inside `__enter__`: gathers of bytes, never of pickled objects.
+"""Collectives of the ranks, only inside `__enter__`: gathers of bytes, never of pickled objects.
 
-These run on a gloo group of their own with our deadline, so that a long restore on one rank trips no watchdog of the
-user's group, and no collective of the user's can be mistaken for ours.
+They run on a gloo group of ckpt's own, with its own deadline. So a long restore on one rank trips no watchdog of the
+user's group, and a collective of the user's cannot be mixed up with one of ckpt's.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from ckpt.trainer.state.names import some
 T = TypeVar("T")
 
 ENTER_TIMEOUT_S = 1800.0
-SAY_S = 60.0  # then those that have entered name those that have not
+SAY_S = 60.0  # after this wait the missing ranks are named
 
 
 class RankGroup(Protocol):
+    """The ranks that enter together."""
+
     rank: int
     world: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on every rank."""
+        """The bytes of every rank, in the order of ranks, on every rank."""
         ...
 
 
@@ -47,22 +49,24 @@ class Alone:
 
 
 class TorchGroup:
-    """The ranks of a torch process group. All of them construct it together."""
+    """The ranks of a torch process group. All of them construct this object together."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, events: Events) -> None:
         ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
         missing = self._meet(ranks)
-        if missing and missing[: self.rank] == list(range(self.rank)):  # the first that is there says so
+        # The lowest rank that has entered emits the event.
+        if missing and missing[: self.rank] == list(range(self.rank)):
             events.emit("enter.waiting", _waiting_for(missing, self.world), loud=True, ranks=missing)
         with self._agreeing():
             self._group = _gloo(ranks)
         _ENTRIES[ranks] += 1
 
     def _meet(self, ranks: tuple[int, ...]) -> list[int]:
-        """Returns when all have entered, or after SAY_S, and then those that have not: making the group waits for
-        ENTER_TIMEOUT_S without a word. Nobody is missing where torch's store cannot say so."""
+        """Waits until all ranks have entered, for SAY_S at most, and returns those that have not. Making the gloo group
+        would wait for ENTER_TIMEOUT_S without a message. The list is empty if torch's store cannot tell. Errors:
+        UsageError if the ranks have made different numbers of process groups."""
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:  # MPI has none
             return []
@@ -85,11 +89,13 @@ class TorchGroup:
                 raise
         try:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
-        except RuntimeError:  # there is no store any more, which making the group finds
+        except RuntimeError:
+            # The store is gone: making the group will report it.
             return []
 
     def gather(self, data: bytes) -> list[bytes]:
-        with self._agreeing(), torch.device("cpu"):  # whatever the user's default is: gloo's own, and NumPy's
+        # gloo and NumPy need the CPU, whatever the user's default device is.
+        with self._agreeing(), torch.device("cpu"):
             mine = torch.tensor([len(data)], dtype=torch.int64)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(sizes, mine, group=self._group)
@@ -120,13 +126,13 @@ def _waiting_for(missing: list[int], world: int) -> str:
     )
 
 
-# How often these ranks have entered. Of numbers, so that their hash is the same in all processes.
+# How often these ranks have entered. The keys are of numbers, whose hash is the same in all processes.
 _ENTRIES: Counter[tuple[int, ...]] = Counter()
 
-# Our groups, by the job's default group and by ranks. torch keeps them until the user destroys its groups, and they are
-# not made anew meanwhile: torch names a group after its ranks, and one that is made again after it was destroyed finds
-# the addresses of the former in the store. No reference of ours keeps one alive for longer: its threads have to end
-# before the interpreter does.
+# ckpt's own groups, by the job's default group and by ranks. torch keeps them until the user destroys its groups, and
+# they are not made again meanwhile: torch names a group after its ranks, and a group that is made again would find the
+# addresses of the destroyed one in the store. The references are weak: a group's threads have to end before the
+# interpreter does.
 _Groups = weakref.WeakValueDictionary[tuple[int, ...], Any]
 _GROUPS: weakref.WeakKeyDictionary[Any, _Groups] = weakref.WeakKeyDictionary()
 
@@ -136,8 +142,8 @@ def _gloo(ranks: tuple[int, ...]) -> Any:
     group = groups.get(ranks)
     if group is None:
         timeout = datetime.timedelta(seconds=ENTER_TIMEOUT_S)
-        # A group that only some ranks make is named after how many its ranks are in. That differs where the user has
-        # groups of some ranks, and then they would wait for each other.
+        # torch names a group that only some ranks make after the number of groups its ranks are in. That number differs
+        # between ranks if the user has groups of some ranks: they would wait for each other.
         group = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=not _are_all(ranks))
         groups[ranks] = group
     return group
@@ -148,7 +154,7 @@ def _made() -> _Groups:
 
 
 def _next_name(ranks: tuple[int, ...]) -> str:
-    """After what torch names our group of these ranks; "" where it is there already."""
+    """The number after which torch names ckpt's group of these ranks; "" if the group exists already."""
     if ranks in _made():
         return ""
     world: Any = dist.distributed_c10d._world
@@ -160,8 +166,8 @@ def _are_all(ranks: tuple[int, ...]) -> bool:
 
 
 def open_group(process_group: dist.ProcessGroup | None, events: Events) -> RankGroup:
-    """The job's ranks: `process_group`, else the default group, else this process alone. `events`: where ranks that do
-    not come are named. Errors: UsageError."""
+    """The job's ranks: `process_group`, else the default group, else this process alone. `events`: gets the warning
+    about missing ranks. Errors: UsageError."""
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
             raise UsageError("process_group= was given, but torch.distributed is not initialized")
@@ -177,8 +183,8 @@ def open_group(process_group: dist.ProcessGroup | None, events: Events) -> RankG
 
 
 def together(group: RankGroup, work: Callable[[], T]) -> T:
-    """Runs `work` on every rank; all ranks return, or all raise: a rank that failed its own error, the others that of
-    the lowest rank that failed. So nobody waits in a gather for one who has left with an exception."""
+    """Runs `work` on every rank. All ranks return, or all raise: a rank that failed raises its own error, the others
+    that of the lowest failed rank. So no rank waits in a gather for a rank that has left with an exception."""
     result: T | None = None
     failure: Exception | None = None
     verdict = b""
@@ -199,6 +205,6 @@ def together(group: RankGroup, work: Callable[[], T]) -> T:
 
 
 def from_first(group: RankGroup, work: Callable[[], bytes]) -> bytes:
-    """Rank 0 runs `work`; every rank returns its bytes, or all raise what it raised."""
+    """Runs `work` on rank 0. Every rank returns its bytes, or all raise its error."""
     data = together(group, work if group.rank == 0 else bytes)
     return group.gather(data if group.rank == 0 else b"")[0]

@@ -1,9 +1,9 @@
-"""The trainer's link to its agent: what is said to it, what it says, and another one where it dies.
+"""The trainer's link to its agent: what it tells the agent, what the agent tells it, and how it gets another agent.
 
 Guarantees:
 - The step path reads a few words of shared memory and never waits for the agent.
-- When the agent dies, nothing is appointed until another one serves, started by whoever notices first; the arenas are
-  handed over to it, and what they hold is not lost.
+- When the agent dies, nothing is appointed until another one serves. The first trainer that notices starts it. The
+  arenas are handed over to the new agent, and what they hold is not lost.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ckpt.trainer.link.slots import Plan, Slots, StateOffer, hashes_but
 from ckpt.types import Epoch, Identity, Tick
 
 RECONNECT_TRIES = 20
-AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, until nothing more is saved
-RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
-SERVED_S = 60.0  # one that was there for so long has got something done, be there nothing to save meanwhile
+AWAY_S = 600.0  # how long this node's agent may be cut off from rank 0's before saving is given up
+RESTARTS_IN_VAIN = 8  # agents are given up after so many deaths in a row without progress
+SERVED_S = 60.0  # an agent that has served for so long counts as progress, even if nothing was saved
 _NOTHING_APPOINTED = memoryview(bytearray(8 * SLOTS_MAX)).cast("Q")
 
 
 @dataclass(frozen=True, slots=True)
 class JoinTerms:
-    """What this rank says of itself whenever it joins an agent. `nodes`: see `Link.listen`; none where all ranks are on
-    one, with neither memory-only nodes named (`peers`: where those listen) nor a secret's file."""
+    """What this rank tells each agent that it joins. `peers`: the addresses of memory-only nodes. `nodes`: see
+    `Link.listen`; empty if all ranks are on one node, with neither memory-only nodes nor a secret file."""
 
     epoch: str
     rank: int
@@ -57,14 +57,14 @@ class JoinTerms:
 
     @property
     def is_led(self) -> bool:
-        """Whether the agent of another node, rank 0's, coordinates the job."""
+        """Whether the coordinator is the agent of another node, that of rank 0."""
         return bool(self.nodes) and self.rank not in self.nodes[0]["ranks"]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The agent's word that no boundary is to be had any more: end where you are. `wait`: for what is being saved.
-    `by_s`: until when, on the monotonic clock."""
+    """The agent's message that no further boundary can be expected: end the process where it is. `wait`: first wait for
+    running saves. `by_s`: the deadline, on the monotonic clock."""
 
     why: str
     wait: bool
@@ -73,8 +73,8 @@ class End:
 
 @dataclass(slots=True)
 class Link:
-    """One rank's end. `bind`, `unbind`: see Slots. `quiet()` returns once no snapshot is being written. All are given
-    by the snapshot side."""
+    """One rank's end of the connection. `bind`, `unbind`: see Slots. `quiet()` returns once no snapshot is being
+    written. All three come from the snapshot side."""
 
     url: str
     settings: Settings
@@ -94,19 +94,19 @@ class Link:
     fetching: queue.SimpleQueue[messages.Message | None] | None = None
     terms: JoinTerms | None = None
     restarts: int = 0
-    _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint, or was there for long
-    _back_s: float = 0.0  # since when it is there
-    _left: str = ""  # the incarnation of the agent that was there last and lost: that one may live
+    _in_vain: int = 0  # restarts of the agent since it last reported on a checkpoint, or served for long
+    _back_s: float = 0.0  # since when the present agent is connected
+    _left: str = ""  # the incarnation of the agent that was lost last; it may still live
     _connection: client.Connection | None = None
-    _listening: dict[str, Any] | None = None  # how the agent was told to listen
+    _listening: dict[str, Any] | None = None  # the fields of the last `listen` request
     _page: ControlPage | None = None
     _old_pages: list[ControlPage] = field(default_factory=list)
     _entered: tuple[int, int] = (0, 0)
-    _wanted: tuple[Tick, str] | None = None  # that somebody waits for until it is in the store, and why
-    _gave_up: dict[str, str] | None = None  # the newest save that this rank does not ask for, or no longer does
-    _looked: tuple[int, int, list[int]] = (0, 0, [])  # the last boundary, and the words that were seen there
-    _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # notices, and when they were told
-    _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
+    _wanted: tuple[Tick, str] | None = None  # the version that somebody waits for in the store, and why
+    _gave_up: dict[str, str] | None = None  # the newest save that this rank cannot do, or has given up
+    _looked: tuple[int, int, list[int]] = (0, 0, [])  # the last boundary, and the control words seen there
+    _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # when the notices below were told, and the notices
+    _left_by: int = 0  # the save attempt after which an agent that has died told the ranks to leave
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _closed: bool = False
     _given_up: bool = False
@@ -120,7 +120,7 @@ class Link:
     # -- entering
 
     def connect(self) -> None:
-        """Errors: AgentError."""
+        """Connects to this node's agent, and starts one if there is none. Errors: AgentError."""
         self.slots.calm.set()
         say = self._on_message, self._on_lost
         self._connection = agent_process.meet(self.url, self.settings, self.tasks, self.events, *say)
@@ -134,6 +134,7 @@ class Link:
 
     @property
     def agent(self) -> str:
+        """The incarnation of the connected agent. Errors: AgentError."""
         return self.connection.incarnation
 
     @property
@@ -142,8 +143,8 @@ class Link:
         return self.connection.secret
 
     def listen(self, secret: bytes) -> dict[str, Any]:
-        """Has the agent take part in a job of several nodes: its name, addresses, domains and link. Errors: AgentError,
-        UsageError."""
+        """Has the agent take part in a job of several nodes. Returns this node: its name, addresses, failure domains,
+        link speed and host. Errors: AgentError, UsageError."""
         if self.settings.listen:
             Address.parse(self.settings.listen, "CKPT_LISTEN")
         wanted = {"secret": secret, "at": self.settings.listen, "name": ""}
@@ -204,23 +205,26 @@ class Link:
             self.words = page.words
             if old is not None:
                 self._left_by = old.leaves() or self._left_by
-                self._old_pages.append(old)  # the training thread may be reading it
+                # Closed later: the training thread may be reading it.
+                self._old_pages.append(old)
 
     def _still_standing(self) -> list[dict[str, Any]]:
-        """The notices that the agent had heard on this node, which the next one may not hear again."""
+        """The notices that the agent had heard on this node: the next agent may not hear them again."""
         told_s, notices = self._standing
         gone_s = time.monotonic() - told_s
         return [{**each, "left_s": float(each["left_s"]) - gone_s} for each in notices]
 
     @property
     def _verdict(self) -> int:
-        """The round by which an agent has told this rank to leave; 0: none has."""
+        """The save attempt after which an agent has told this rank to leave; 0: none has."""
         with self._lock:
             return (self._page.leaves() if self._page is not None else 0) or self._left_by
 
     # -- what the step path needs
 
     def enter(self, step: int, sub: int = 0) -> None:
+        """Shows on the control page that this rank is in `step`, and how often it has polled or saved since the step
+        before."""
         self._entered = step, sub
         page = self._page
         if page is not None and self.terms is not None:
@@ -228,8 +232,8 @@ class Link:
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """While training stands still for a copy, or waits for what is restored, threads that prepare other arenas give
-        way, here and in the agent: they would take half of the memory's bandwidth."""
+        """In the block, while training stands still for a copy or a restore, threads that prepare other arenas pause,
+        here and in the agent: they would take half of the memory bandwidth."""
         page, terms = self._page, self.terms
         self.slots.calm.clear()
         try:
@@ -242,28 +246,31 @@ class Link:
             self.slots.calm.set()
 
     def look(self, step: int, sub: int) -> list[int]:
-        """The words of the control page as they are at that boundary, after `enter`."""
+        """The control words at that boundary, after `enter`."""
         words: list[int] = self.words.tolist()
         self._looked = step, sub, words
         return words
 
     def _awaited(self, word: int) -> None:
-        """Other ranks hold there. Where this one is past it, and has not seen the appointment, it does not come."""
+        """Other ranks hold at that appointment. If this rank is past it and has not seen it, it answers that it is
+        late."""
         step, sub, seen = self._looked
         told = ControlWord.unpack(word)
         if told is not None and word not in seen and told.place(step, sub) is not RankPlace.EARLY:
             self.on_late(told.round, told.step)
 
     def _publish(self) -> None:
-        """On the page of an agent that was started again: this rank may not come to another step, where the others wait
-        for that agent. The training thread may enter one meanwhile."""
+        """Shows this rank's position on the page of a new agent. It may not come to another step, where the other ranks
+        wait for that agent. The training thread may enter a step meanwhile, so this repeats until the position stands.
+        """
         page, terms, told = self._page, self.terms, (0, 0)
         while page is not None and terms is not None and told != self._entered:
             told = self._entered
             page.enter(terms.rank, *told)
 
     def offer(self, offer: StateOffer) -> None:
-        """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
+        """Tells the agent of another structure, or other replicas. No slot is warm for it until the agent has divided
+        it."""
         self.slots.offer(offer)
         self._notify(
             "layout",
@@ -272,36 +279,39 @@ class Link:
         )
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
+        """Sends `staged` or `missed`. If the agent dies the message is lost, and the next agent counts the version as
+        missed."""
         self._notify(kind, fields)
 
     def cannot_save(self, tick: Tick, why: str) -> None:
-        """This rank does not come to that save, or waits for it no longer: the others are not to wait for it, nor is an
-        agent that knows nothing of it."""
+        """Says that this rank does not come to that save, or has stopped waiting for it: the other ranks must not wait
+        for it. A later agent is told as well."""
         self._gave_up = {"tick": str(tick), "why": why[:1000]}
         self._notify("unsavable", self._gave_up)
 
     def request(
         self, kind: str, fields: dict[str, Any], timeout_s: float | None, blobs: Sequence[bytes] = ()
     ) -> messages.Message:
+        """Sends a request and returns the answer. Errors: AgentError; the error with which the agent answers."""
         return self.connection.request(kind, fields, blobs=blobs, timeout_s=timeout_s)
 
     def ask(self, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> client.Pending:
-        """As `request`, whose answer is waited for elsewhere."""
+        """As `request`, but returns at once; the caller waits for the pending answer."""
         return self.connection.ask(kind, fields, blobs=blobs)
 
     def leave(self, outcome: str, timeout_s: float, **more: Any) -> messages.Message:
-        """Waits for what is under way; from here on the agent's end is expected. Errors: as `request`."""
+        """Tells the agent that this rank leaves, and waits for running saves. From here on the agent's end is expected.
+        Errors: as `request`."""
         with self._lock:
             self._closed = True
         return self.connection.request("leave", {"outcome": outcome, **more}, timeout_s=timeout_s)
 
     def leave_saved(self, why: str, until_s: float, by_s: float, notices: list[str]) -> messages.Message:
-        """As `leave`, because of a notice: the machine may be gone soon, so nobody comes later for what is staged.
-        Where the agent dies meanwhile another one is started, is handed the arenas, and saves what is in them.
-        `why`: of an end; "" in order. `until_s`: how long to wait; `by_s`: the deadline; on the monotonic clock.
-        `notices`: what came here.
-        Errors: as `request`; AgentError too where no other agent is to be had."""
+        """As `leave`, because of a notice: the machine may be gone soon, so nobody comes later for what is staged. If
+        the agent dies meanwhile another one is started, gets the arenas, and saves what they hold.
+        `why`: why the process is ended; "" if it leaves in order. `until_s`: how long to wait; `by_s`: the deadline;
+        both on the monotonic clock. `notices`: those that came here.
+        Errors: as `request`; AgentError too if no other agent can be had."""
         while True:
             connection, now_s = self._connection, time.monotonic()
             newest = self.levels.newest("store")
@@ -311,28 +321,31 @@ class Link:
                 return self.leave("notice", max(0.0, until_s - now_s), **told)
             except AgentError as exc:
                 if (connection is not None and connection.is_open) or time.monotonic() >= until_s:
-                    raise  # it lives, and is too slow or refuses
+                    # The agent lives, and is too slow or refuses.
+                    raise
                 self._find_agent(until_s, exc)
 
     def give_up(self) -> None:
-        """Entering has failed: says so, and waits for nothing."""
+        """Tells the agent that entering has failed, and does not wait."""
         with contextlib.suppress(CkptError):
             self.leave("exception", 0.0)
 
     def is_verdict(self, round_: int) -> bool:
-        """Whether the agent, dead or alive, has decided that the ranks leave by that round."""
+        """Whether the agent, dead or alive, has decided that the ranks leave after that save attempt."""
         with self._lock:
             return round_ in (self._left_by, self._page.leaves() if self._page is not None else 0)
 
     def want(self, tick: Tick, why: str) -> None:
-        """Somebody waits until that snapshot is in the store. A hint, also for the next agent. `why`: of the save."""
+        """Tells the agent that somebody waits for that version to reach the store. It is a hint, repeated to the next
+        agent. `why`: as for `Saver.save`."""
         self._wanted = tick, why
         self._notify("wanted", {"tick": str(tick), "why": why})
 
     def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         connection = self._connection
         if connection is not None:
-            with contextlib.suppress(AgentError):  # `_on_lost` deals with it
+            # `_on_lost` handles the loss of the agent.
+            with contextlib.suppress(AgentError):
                 connection.notify(kind, fields, blobs=blobs or [])
 
     # -- what the agent says
@@ -370,7 +383,8 @@ class Link:
         elif message.kind == "recovered":
             known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
             self.levels.fail_unknown(known, "the agent was lost before all ranks had staged it")
-            if self._wanted is not None:  # which an agent that has not looked at it yet would not understand
+            # Repeated only now: before the recovery the new agent would not know the version.
+            if self._wanted is not None:
                 self.want(*self._wanted)
         elif message.kind == "event":
             told, data = (str(fields["name"]), str(fields["message"])), dict(fields.get("data") or {})
@@ -381,19 +395,19 @@ class Link:
 
     @property
     def is_back(self) -> bool:
-        """Whether an agent is there that knows this rank."""
+        """Whether an agent is connected that knows this rank."""
         with self._lock:
             return self._connection is not None and self._connection.is_open and not self._reconnecting
 
     @property
     def has_agent(self) -> bool:
-        """Whether one is connected, though it may know nothing of this rank."""
+        """Whether an agent is connected, even one that knows nothing of this rank."""
         connection = self._connection
         return connection is not None and connection.is_open
 
     @property
     def is_given_up(self) -> bool:
-        """Whether none will be again."""
+        """Whether no agent will be connected again."""
         return self._given_up or self._closed or self.superseded_by is not None
 
     def _on_lost(self, why: str) -> None:
@@ -414,14 +428,15 @@ class Link:
             self.levels.fail_all(f"the agent is gone ({why})")
         if restart:
             text = f"the agent is gone ({why}); starting it again"
-            if self.terms is not None and self.terms.is_led:  # it closes the connection where it has lost that, too
+            # An agent also closes the connection when it has lost rank 0's agent.
+            if self.terms is not None and self.terms.is_led:
                 text = f"the agent is gone, or cut off from that of rank 0's node ({why}); connecting again"
             self.events.emit("agent.lost", f"ckpt: {text}. Training goes on", loud=True)
             self.tasks.start("reconnect", self._reconnect)
 
     def _reconnect(self) -> None:
-        """One such thread at a time: two would take each other's place at the agent for ever. It ends where this rank
-        leaves."""
+        """Connects to another agent. Only one such thread runs at a time: two would take each other's place at the
+        agent for ever. It ends when this rank leaves."""
         self.quiet()
         self._in_vain += 1
         delay_s = 0.05 * 2 ** (self._in_vain - 1)
@@ -446,7 +461,8 @@ class Link:
             with self._lock:
                 connection = self._connection
                 if connection is None or not connection.is_open:
-                    continue  # it went away again, and `_on_lost` left that to us
+                    # The agent is gone again, and `_on_lost` has left it to this thread.
+                    continue
                 self._reconnecting, self._back_s = False, time.monotonic()
             self.restarts += 1
             how = "is the same as before" if connection.incarnation == self._left else "was started again"
@@ -461,8 +477,8 @@ class Link:
             self.events.emit("agent.given_up", "ckpt: no agent; nothing more will be saved by this job", loud=True)
 
     def _look_for_wanted(self) -> None:
-        """What somebody waits for may be in the store, and nobody left to say so: whoever has put it there is dead, and
-        the other ranks, without whom the next agent knows of nothing, have heard it and left."""
+        """Looks whether a version that somebody waits for is in the store, with no process left to report it. The agent
+        that stored it may be dead. The next agent knows of it only through the other ranks, and these may have left."""
         wanted, terms, connection = self._wanted, self.terms, self._connection
         if wanted is None or terms is None or connection is None or self.levels.level(wanted[0]) == "store":
             return
@@ -474,18 +490,20 @@ class Link:
 
     def _rejoin(self) -> None:
         self.connect()
-        if self._listening is not None:  # where and as whom the other nodes know it
+        # The same address and name, by which the other nodes know this one.
+        if self._listening is not None:
             self.connection.request("listen", self._listening)
         self._join(resume=True)
 
     def _find_agent(self, until_s: float, why: AgentError) -> None:
-        """Another one for a rank that leaves. Errors: AgentError where there is none by then; Superseded."""
+        """Connects to another agent for a rank that leaves. Errors: AgentError if there is none by then; Superseded."""
         text = f"ckpt: the agent is gone ({why}); starting it again, so that what is staged is saved"
         self.events.emit("agent.lost", text, loud=True)
         delay_s = 0.05
         for _ in range(RECONNECT_TRIES):
             try:
-                if not self._reconnecting:  # else that thread is about to see that this rank leaves
+                # Else the reconnecting thread is about to see that this rank leaves, and ends.
+                if not self._reconnecting:
                     if not self.is_back:
                         self._rejoin()
                         self.restarts += 1

@@ -1,4 +1,4 @@
-"""What the user asked for, checked before anything is begun; and what to say of it on entry."""
+"""The user's options: checked before anything begins, and turned into plain values for the agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CODECS = ("auto", "raw", "zstd", "planes")
 
 @dataclass(frozen=True, slots=True)
 class UserOptions:
-    """`options`: what the agent needs of policy, keep, limits and codec. Errors: UsageError."""
+    """The options of a Checkpointer. `options`: what the agent needs of policy, keep, limits, codec and peers, as plain
+    values. Errors: UsageError."""
 
     url: str
     state: dict[str, Any]
@@ -49,7 +50,7 @@ def find_url(url: object, settings: Settings) -> str:
 
 
 def find_init(init: object) -> str | None:
-    """Errors: UsageError."""
+    """The value of init= as a string, or None. Errors: UsageError."""
     where = os.fspath(init) if isinstance(init, os.PathLike) else init
     if where is None or isinstance(where, str):
         return where
@@ -59,7 +60,7 @@ def find_init(init: object) -> str | None:
 
 
 def check_state(state: object) -> None:
-    """Errors: UsageError where it is no dict of names."""
+    """Errors: UsageError if `state` is not a dict whose keys are names."""
     if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
         raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
 
@@ -67,7 +68,7 @@ def check_state(state: object) -> None:
 def make_options(
     policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str, peers: Replicas | Parity | None
 ) -> dict[str, Any]:
-    """Plain values, as they travel. Errors: UsageError."""
+    """The options for the agent as plain values, as they are sent. Errors: UsageError."""
     if codec not in CODECS:
         raise UsageError(f"codec={codec!r}: one of {', '.join(CODECS)}")
     if not isinstance(policy, Every | Adaptive):
@@ -97,8 +98,8 @@ def make_options(
 
 
 def advise_interval(policy: Every | Adaptive, limits: Limits, events: Events) -> None:
-    """A loud event where the interval that was given is one at which the job leaves before the next commit.
-    ckpt.Adaptive keeps to what it may."""
+    """Warns if the given interval is so long that the job leaves (Limits(unsaved_s=)) before the next commit.
+    ckpt.Adaptive itself keeps within the limit."""
     seconds = policy.seconds if isinstance(policy, Every) else None
     if limits.unsaved_s is not None and seconds is not None and seconds >= limits.unsaved_s:
         every = f"a commit every {seconds:g} s (ckpt.Every), and this job leaves after {limits.unsaved_s:g} s without "

@@ -1,10 +1,11 @@
-"""The slots of one rank: what was offered of its state, the plan that was made of that, and the arenas that are ready.
+"""The slots of one rank: the state that was offered, the plan that the agent made for it, and the arenas that are
+ready.
 
 Guarantees:
-- An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and
-  only by this process.
-- What is bound, declared and filled in an arena is of one plan: whoever does it holds the slot.
-- The agent is told that a slot is warm once its arena is ready for the present plan, and nobody holds it.
+- An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and only
+  by this process.
+- What is bound, declared and filled in an arena belongs to one plan: the thread that does it holds the slot.
+- The agent is told that a slot is warm once its arena is ready for the present plan and nobody holds the slot.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from ckpt.types import Tick
 
 log = logging.getLogger("ckpt")
 
-HELD_S = 0.01  # until a slot that a snapshot is on its way into is looked at again
-DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
+HELD_S = 0.01  # between attempts to hold a slot that a snapshot holds
+DIFFERS = (1 << 64) - 1  # the first half of a hash that only says that the tensor differs
 
 
 @dataclass(frozen=True, slots=True)
 class StateOffer:
-    """A state as the agent knows it: its layout, the hashes of what may be replicated, the tick they are of."""
+    """A state as the agent knows it: its layout, hashes of what may be replicated, and the version they belong to."""
 
     layout: Layout
     hashes: bytes
@@ -47,7 +48,8 @@ class StateOffer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A division as it concerns this rank. `offered`: the layout that it is of, the very object that the rank gave."""
+    """The part of a division that concerns this rank. `offered`: the layout that was divided, the same object that the
+    rank offered."""
 
     offered: Layout
     declaration: Declaration
@@ -60,11 +62,12 @@ class Plan:
 
 @dataclass(slots=True)
 class RankSlot:
-    """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies.
+    """One slot. `plan`: the plan for which its arena is bound and warm; None until then. `declared`: the position of
+    the declaration in the arena.
 
-    It has one user at a time, who holds it: whoever makes its arena ready, or fills it, until that is sealed. So what
-    is bound, declared and filled is always of one plan. Who holds it is known by an object, for whom Ctrl-C keeps from
-    hearing that he does."""
+    A slot has one holder at a time: the thread that makes the arena ready, or fills it, until the arena is sealed. So
+    what is bound, declared and filled always belongs to one plan. A holder is known by an object that it chooses, so
+    that it still holds the slot if Ctrl-C swallows the answer."""
 
     arena: Arena
     plan: Plan | None = None
@@ -74,14 +77,14 @@ class RankSlot:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def hold(self, by: object) -> bool:
-        """Whether it is held by that one now. Does not wait."""
+        """Tries to take the slot, without waiting. Returns whether `by` holds it now."""
         with self._lock:
             if self._holder is None:
                 self._holder = by
             return self._holder is by
 
     def let_go(self, by: object) -> None:
-        """On any thread, by whoever holds it, or may."""
+        """Gives the slot back, on any thread. Does nothing unless `by` holds it."""
         with self._lock:
             if self._holder is not by:
                 return
@@ -91,7 +94,8 @@ class RankSlot:
             then()
 
     def end(self, then: Callable[[], None]) -> None:
-        """Nobody comes to hold it any more; `then` is called once nobody does, maybe by who lets go of it."""
+        """Lets nobody hold the slot any more. `then` is called once the slot is free, perhaps on the holder's
+        thread."""
         with self._lock:
             if self._holder is not None:
                 self._at_end = then
@@ -101,12 +105,13 @@ class RankSlot:
 
 
 class Slots:
-    """`bind(number, plan, data)` prepares the copies into an arena; it runs on a thread of `tasks`. `unbind(number,
-    view)` drops them again, where that is the arena that they go into. `tell` says something to the agent, if there is
-    one.
+    """The slots of one rank, and what they are made ready for.
 
-    `by_number`: those that were granted. `offered`: what the agent is to divide. `differing`: tensors that ceased to be
-    replicas since, as a plan said. `calm`: cleared while training stands still for a copy."""
+    `bind(number, plan, data)` prepares the copies into an arena; it runs on a thread of `tasks`. `unbind(number, view)`
+    drops them again, if they go into that arena. `tell` sends a message to the agent, if there is one.
+
+    `by_number`: the granted slots. `offered`: the state that the agent is to divide. `differing`: tensors that are no
+    replicas any more, according to a later plan. `calm`: cleared while training stands still for a copy."""
 
     def __init__(
         self,
@@ -127,13 +132,13 @@ class Slots:
         self._binding: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def offer(self, offer: StateOffer) -> None:
-        """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
+        """Takes over another structure, or other replicas. No slot is warm for it until the agent has divided it."""
         with self._lock:
             self.offered, self.differing = offer, frozenset()
             self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Nothing is warm until there is another one."""
+        """Drops the plan: no slot is warm until another plan comes."""
         with self._lock:
             self._plan = None
             for slot in self.by_number.values():
@@ -141,11 +146,12 @@ class Slots:
 
     @no_collecting()
     def on_plan(self, message: messages.Message, rank: int, world: int, coordinate: str) -> None:
-        """The agent's word `plan`: how the offer is divided, as it concerns that rank."""
+        """Handles the message `plan`: how the offer is divided for that rank."""
         layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
         offer = self.offered
         if offer is None or not _same_shapes(layout, offer.layout):
-            return  # made for a structure that is gone: the plan for the present one follows
+            # The plan is for an old structure; the plan for the present one follows.
+            return
         staging = stage(layout, share, int(message.fields["frame_bytes"]))
         declaration = Declaration(rank, world, coordinate, str(message.fields["division"]), layout, staging)
         plan = Plan(offer.layout, declaration, encode(declaration))
@@ -155,7 +161,7 @@ class Slots:
                 self.differing = frozenset(entry.name for entry in layout.entries if entry.owner)
 
     def on_arena(self, message: messages.Message) -> None:
-        """The agent's word `arena`: of that slot, maybe a new one. It is made ready on another thread."""
+        """Handles the message `arena`: the grant of a slot, maybe with a new arena. Another thread makes it ready."""
         number = int(message.fields["slot"])
         with self._lock:
             if message.fds:
@@ -170,7 +176,8 @@ class Slots:
         self._tasks.submit(self._prepare, number, slot, plan)
 
     def on_close_arena(self, message: messages.Message) -> None:
-        """The agent's word `close-arena`: nothing is taken into that slot before another arena of it is granted."""
+        """Handles the message `close-arena`: no snapshot is taken into that slot until another arena of it is
+        granted."""
         number = int(message.fields["slot"])
         with self._lock:
             slot = self.by_number.pop(number, None)
@@ -186,32 +193,37 @@ class Slots:
             slot.arena.close()
 
     def _prepare(self, number: int, slot: RankSlot, plan: Plan) -> None:
-        while not slot.hold(plan):  # a snapshot into it may not be over: the agent can take an appointment back
+        # A snapshot may still hold the slot: the agent can take an appointment back.
+        while not slot.hold(plan):
             if not self._is_present(number, slot, plan) or self._tasks.stopping.wait(HELD_S):
                 return
         try:
             is_ready = self._warm(number, slot, plan)
-        except (CkptError, OSError, RuntimeError) as exc:  # RuntimeError: torch, when memory cannot be page-locked
+        except (CkptError, OSError, RuntimeError) as exc:
+            # RuntimeError: torch cannot page-lock memory.
             self._events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
             return
         finally:
             slot.let_go(plan)
-        if is_ready:  # said only now: the slot may be appointed at once
+        # Told only now that nobody holds the slot: the agent may appoint it at once.
+        if is_ready:
             self._tell("warm", {"slot": number, "division": plan.declaration.division})
 
     def _warm(self, number: int, slot: RankSlot, plan: Plan) -> bool:
-        """Whether the slot, which is held, is ready for that plan, and the plan still the present one."""
+        """Makes a held slot ready for that plan. Returns whether it is, and the plan is still the present one."""
         with self._lock:
             if not self._is_present(number, slot, plan):
                 return False
             ready = slot.plan
             if ready is not None and ready.offered is plan.offered and ready.encoded == plan.encoded:
-                return True  # it is granted again since other ranks came back, and may hold a snapshot by now
+                # The slot is granted again since other ranks came back. It may contain a snapshot by now.
+                return True
             slot.plan = None
         slot.arena.warm(lambda: self.calm.wait(GIVE_WAY_S))
         slot.arena.begin_fill()
         slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
-        with self._binding[number]:  # another thread may still bind one that has gone: not after this
+        # Another thread may still bind a plan that is gone; it must not do so after this one.
+        with self._binding[number]:
             if not self._is_present(number, slot, plan):
                 return False
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
@@ -230,7 +242,7 @@ class Slots:
         self.by_number.clear()
 
     def abandon_in_child(self) -> None:
-        """In a forked child: lets go of what would keep the arenas' memory."""
+        """In a forked child: lets go of the arenas, so that their memory can be freed."""
         try:
             abandon_in_child()
         except OSError as exc:
@@ -239,7 +251,7 @@ class Slots:
 
 
 def _same_shapes(layout: Layout, walked: Layout) -> bool:
-    """Equal but for who owns what, which is the agent's finding."""
+    """Whether the layouts are equal except for the owners, which the agent has found."""
     return len(layout.entries) == len(walked.entries) and all(
         replace(a, owner=b.owner) == b for a, b in zip(layout.entries, walked.entries, strict=True)
     )
@@ -250,8 +262,8 @@ def hashes_blob(hashes: np.ndarray[Any, Any]) -> bytes:
 
 
 def hashes_but(offer: StateOffer, differing: Collection[str], rank: int) -> bytes:
-    """The hashes of an offer that is made again, to an agent that does not know what differs by now: of these tensors
-    they are old, and such are given that no other rank gives."""
+    """The hashes of an offer that is repeated, for an agent that does not know which tensors differ by now. The old
+    hashes of the differing tensors are replaced by values that no other rank sends."""
     if not (offer.hashes and differing):
         return offer.hashes
     hashes = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2).copy()

@@ -301,7 +301,7 @@ class Saver:
         metrics: dict[str, float],
         started_s: float,
     ) -> _Filling | None:
-        """Starts the copy. None: the values have become too large for the arena."""
+        """Fills the arena of the slot. Returns None if the values have become too large for the arena."""
         assert self.link.terms is not None
         if not self._snapshotter.bindings.is_bound(number, self.walk, plan.staging):
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
@@ -335,8 +335,8 @@ class Saver:
         self.missed(round_, Tick(step), "late")
 
     def missed(self, round_: int, tick: Tick, why: str, updates: tuple[int, int] | None = None) -> None:
-        """Answers an appointment that is not kept. `updates`: given if the appointment needs a step with an update: a
-        recent such step, and the number of steps from one to the next."""
+        """Answers an appointment that is not kept. `updates`: if the snapshot has to wait for a step with an update:
+        the newest such step, and the number of steps from one to the next."""
         self.receipt.missed += 1
         about = {"round": round_, "tick": str(tick), "why": why[:500]}
         self.link.report("missed", about if updates is None else {**about, "updates": updates})

@@ -1,9 +1,9 @@
-"""Leaving, as one rank sees it: signals, the verdict on a last snapshot, and how long to wait at the exit.
+"""The shutdown of one rank: signals, the verdict on a last snapshot, and how long to wait at the exit.
 
-A signal is told to the agent by a thread, since the training thread may sit in a collective for minutes. What follows
-is decided there, for all ranks: a last appointment, which the training thread keeps at its next boundary; or that there
-is none to be had. Then this thread ends the process where it is, with the code 143, for nothing in the training thread
-could: torchrun sends SIGTERM to restart, too, and a rank in a collective with a dead one would sit there to the end.
+A thread tells the agent of a signal, since the training thread may sit in a collective for minutes. The agent then
+decides for all ranks. Either it appoints a last snapshot, which the training thread keeps at its next boundary. Or it
+says that no boundary can be expected: then the thread ends the process where it is, with code 143. The training thread
+could not: torchrun sends SIGTERM to restart, too, and a rank would sit for ever in a collective with a dead rank.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ckpt.trainer.link.link import End, Link
 from ckpt.types import Tick
 
 NOTICE_CODE = 143
-RESERVE_S = 1.0  # before a deadline, for the interpreter to end
-AGAIN_S = 0.2  # until a notice is told again that no agent heard
+RESERVE_S = 1.0  # kept before a deadline, for the interpreter to end
+AGAIN_S = 0.2  # between attempts to reach an agent
 TELL_S = 10.0
-LEAST_S = 1.0  # an agent is waited for so long at least
+LEAST_S = 1.0  # the shortest wait for an agent's answer
 
 
 class Shutdown:
-    """`begin` and `close` are for the training thread; it is the main thread of the process, or signals are not heard.
-    `leave_by_s`: until when this rank has to be gone, on the monotonic clock; inf where nobody said so."""
+    """`begin` and `close` are for the training thread. Signals are heard only if that is the main thread of the
+    process. `leave_by_s`: when this rank must be gone, on the monotonic clock; inf if there is no deadline."""
 
     def __init__(self, link: Link, tasks: Tasks, events: Events, settings: Settings) -> None:
         self.leave_by_s = math.inf
@@ -47,16 +47,17 @@ class Shutdown:
         self._settings = settings
         self._restart_follows = settings.restarts_left > 0
         self._signals: Signals | None = None
-        self._came: dict[str, float] = {}  # signals by their names, and until when each leaves, on the monotonic clock
-        self._stop = Flag()  # listening; other threads of `tasks` may still be needed then
+        self._came: dict[str, float] = {}  # the deadline of each signal that came, by its name, on the monotonic clock
+        self._stop = Flag()  # ends only the listening; other threads of `tasks` may still be needed
         self._changed = Condition()
-        self._at_work = False  # whether the thread that tells and ends is there
+        self._at_work = False  # whether the thread of `_run` exists
         self._exiting = False
         self._told_to_leave = False
         self._closed = False
-        self._leaving = threading.Lock()  # the agent answers one request to leave of each rank
+        self._leaving = threading.Lock()  # the agent answers only one request to leave per rank
 
     def begin(self) -> None:
+        """Starts to listen for signals (unless notices are off), and for what the agent says of the end."""
         self._link.on_end = self._on_end
         self._link.on_leave_by = self._on_leave_by
         if self._settings.notices == "off":
@@ -74,29 +75,31 @@ class Shutdown:
         self._tasks.start("signals", lambda: signals.listen(self._stop, self._on_signal, self._on_repeat))
 
     def held(self, round_: int) -> bool:
-        """Waits, without a bound of its own, for the verdict on a last appointment: a held rank never goes on by a
-        time-out, since the others may have left. Whether to leave."""
+        """Waits for the verdict on the last appointment. Returns whether to leave. The wait has no time-out: the other
+        ranks may have left, so a held rank never goes on by itself."""
         leave, by_s = self._verdict(round_)
         if not leave:
             return False
         if by_s is not None:
             self._told_to_leave = True
             self._bring_forward(by_s)
-        if self._signals is not None:  # they have been acted upon, and are not delivered again
+        # These signals were acted on, and are not delivered again.
+        if self._signals is not None:
             for number in (signal.SIGTERM, *self._settings.warnings):
                 self._signals.consume(number)
         return True
 
     def _verdict(self, round_: int) -> tuple[bool, float | None]:
-        """Whether to leave, and until when. An agent that dies has told nobody to leave, or has written that it did;
-        the next one knows nothing of that round, and says: go on. Where none comes any more, ranks on other nodes may
-        have been told to leave: the job is broken anyway, and what this one has is staged."""
+        """(whether to leave, the deadline). An agent that dies has told no rank to leave, or has written on the control
+        page that it did. The next agent knows nothing of that save attempt, and answers: go on. If no agent comes any
+        more, ranks on other nodes may have been told to leave. The job is broken then, and this rank's state is staged:
+        it leaves."""
         while True:
             try:
                 said = self._link.request("held", {"round": round_}, None).fields
             except AgentError:
                 if self._link.is_verdict(round_):
-                    return True, math.inf  # the deadline went with it
+                    return True, math.inf  # the deadline is lost with the agent
                 while not self._link.is_back:
                     if self._link.is_given_up:
                         terms = self._link.terms
@@ -106,16 +109,18 @@ class Shutdown:
                 return bool(said["leave"]), said.get("by_s")
 
     def exits(self, exit_s: float) -> float:
-        """The training thread is at the end of the block. Until when it may wait there, on the monotonic clock."""
+        """Notes that the training thread is at the end of the block. Returns until when it may wait there, on the
+        monotonic clock."""
         with self._changed:
             self._exiting = True
         return min(time.monotonic() + exit_s, self.leave_by_s - RESERVE_S)
 
     def finish_early(self, exit_s: float) -> CkptError | None:
-        """The block was left by an exception. Lets what is under way finish; what did not, if anything."""
+        """Lets running saves finish, after an exception has left the block. Returns the failure, if any."""
         until_s = self.exits(exit_s)
         if self._restart_follows and not self._told_to_leave:
-            return None  # the agent goes on without us, and a restart must not wait for it
+            # The agent goes on without this rank, and a restart must not be delayed.
+            return None
         if self._link.levels.are_open:
             left_s = max(0.0, until_s - time.monotonic())
             text = f"ckpt: waiting up to {left_s:.0f} s for what is being saved (ckpt.Limits(exit_s=))"
@@ -123,10 +128,12 @@ class Shutdown:
         return self.leave("notice" if self._told_to_leave else "exception", until_s)
 
     def leave(self, outcome: str, until_s: float) -> CkptError | None:
-        """Tells the agent, and waits for what is under way. What did not reach the store, if anything."""
+        """Tells the agent that this rank leaves, and waits for running saves. Returns the failure if something did not
+        reach the store."""
         try:
             if outcome == "notice":
-                with self._leaving:  # for ever where the other thread ends the process
+                # If the other thread holds the lock, it ends the process, and this wait never returns.
+                with self._leaving:
                     said = self._leave_saved("", until_s)
             else:
                 said = self._link.leave(outcome, max(1.0, until_s - time.monotonic())).fields
@@ -136,7 +143,8 @@ class Shutdown:
         return SaveFailed(str(error)) if outcome != "normal" and error else None
 
     def unsaved(self, tick: Tick, failure: CkptError) -> CommitFailed | None:
-        """What to raise where waiting for `tick` ended by that failure; None: it is in the store all the same."""
+        """The error to raise if the wait for `tick` ended with `failure`; None if the version is in the store all the
+        same."""
         levels = self._link.levels
         newest = levels.newest("store")
         if newest is not None and newest >= tick:
@@ -150,7 +158,8 @@ class Shutdown:
         return CommitFailed(text)
 
     def _leave_saved(self, why: str, until_s: float) -> dict[str, Any]:
-        """What the agent answers. Where there is none any more rank 0 says what was saved, in its place."""
+        """The agent's answer to a leave after a notice. If there is no agent any more, rank 0 writes the outcome file
+        itself."""
         by_s = self.leave_by_s if self.leave_by_s < math.inf else until_s
         try:
             return self._link.leave_saved(why, max(until_s, time.monotonic() + LEAST_S), by_s, self._names()).fields
@@ -160,7 +169,7 @@ class Shutdown:
             raise
 
     def _names(self) -> list[str]:
-        """Of what came here, as an outcome names them."""
+        """The notices that came here, named as in an outcome."""
         return sorted(f"{SIGNAL} {key}" for key in self._came)
 
     def _write_outcome(self, why: str, left_s: float, error: AgentError) -> None:
@@ -189,7 +198,7 @@ class Shutdown:
         self._events.emit("notice.outcome", outcome_file.text_of(body), loud=True, **body)
 
     def end_threads(self) -> None:
-        """Before their owner waits for them."""
+        """Ends the threads of this object, before their owner waits for them."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -198,7 +207,8 @@ class Shutdown:
             self._signals.wake()
 
     def close(self) -> None:
-        """The last thing of all: handlers are as they were, and a signal that nobody has acted upon is delivered."""
+        """Comes after everything else: restores the signal handlers, and delivers a signal on which nobody has
+        acted."""
         if self._signals is not None:
             self._signals.__exit__(None, None, None)
             self._signals = None
@@ -209,7 +219,8 @@ class Shutdown:
         if not isinstance(word, Notice):
             return
         if self._signals is not None and (number := signal.Signals[word.key]) in self._settings.warnings:
-            self._signals.consume(number)  # it says nothing but that: to whom else should it be delivered?
+            # The signal has no other meaning, so it is not delivered again.
+            self._signals.consume(number)
         by_s = time.monotonic() + word.left_s
         self._bring_forward(by_s)
         with self._changed:
@@ -220,12 +231,13 @@ class Shutdown:
         _end_process(f"{number.name} came again")
 
     def _on_end(self, end: End) -> None:
-        """On the thread that reads the socket."""
+        """The agent says that no boundary can be expected. Runs on the thread that reads the socket."""
         self._bring_forward(end.by_s)
         self._attend()
 
     def _on_leave_by(self, by_s: float) -> None:
-        """The same. The training thread may be waiting already, for longer."""
+        """The agent gives a deadline. Runs on the thread that reads the socket. The training thread may already be in a
+        longer wait."""
         self._bring_forward(by_s)
         self._attend()
 
@@ -240,13 +252,14 @@ class Shutdown:
             if self._at_work or self._closed:
                 return
             self._at_work = True
-        with contextlib.suppress(CkptError):  # closed meanwhile
+        # `tasks` may be closed meanwhile.
+        with contextlib.suppress(CkptError):
             self._tasks.start("parting", self._run)
 
     def _run(self) -> None:
-        """Tells the agent what came, again after its restart, and ends the process where the agent says so, or where
-        the deadline comes."""
-        heard = (-1, 0)  # the restarts of the agent, and how many notices it was told
+        """Tells the agent of the signals that came, again after its restart. Ends the process when the agent says so,
+        or at the deadline."""
+        heard = (-1, 0)  # restarts of the agent when it was last told, and how many signals it was told of
         while True:
             with self._changed:
                 came, by_s, exiting, closed = dict(self._came), self.leave_by_s, self._exiting, self._closed
@@ -268,24 +281,27 @@ class Shutdown:
         restarts = self._link.restarts
         try:
             for key, by_s in came.items():
-                told = {"key": key, "left_s": by_s - time.monotonic()}  # other hosts have other clocks
+                # Seconds that are left, since clocks of hosts differ.
+                told = {"key": key, "left_s": by_s - time.monotonic()}
                 self._link.request("notice", told, TELL_S)
         except CkptError:
-            return heard  # there is no agent just now
+            # There is no agent just now.
+            return heard
         return restarts, len(came)
 
     def _end_here(self, end: End) -> None:
         if end.wait and not self._restart_follows:
             with self._leaving, contextlib.suppress(CkptError):
                 if self._exiting:
-                    return  # the training thread came to the end of the block meanwhile, and has waited
+                    # The training thread came to the end of the block meanwhile, and has waited.
+                    return
                 self._leave_saved(end.why, self.leave_by_s - RESERVE_S)
                 _end_process(end.why)
         _end_process(end.why)
 
 
 def _end_process(why: str) -> None:
-    """At once, whatever the other threads do and hold: nothing here may wait for a lock."""
+    """Ends the process at once, whatever other threads do and hold. Nothing here may wait for a lock."""
     with contextlib.suppress(OSError):
         os.write(2, f"ckpt: leaving at once: {why}\n".encode(errors="replace"))
     os._exit(NOTICE_CODE)

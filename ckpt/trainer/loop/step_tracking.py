@@ -1,6 +1,8 @@
-"""Whether an optimizer of the state has stepped since the last boundary, or was left in the middle of its step: what a
-break, a save and a poll depend on. A step that a GradScaler of the state has skipped, since the gradients were not
-finite, is such a step as well: the loop that goes on counts it."""
+"""The optimizer steps since the last boundary: whether one has ended, and whether one was left in its middle.
+
+Breaks, saves and polls depend on it. A step that a GradScaler of the state has skipped, since the gradients were not
+finite, counts as well: the loop goes on and counts it.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,21 @@ from ckpt.trainer.state.state_nodes import ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.state.state_walk import Walk
 
 T = TypeVar("T")
-HELD_MAX = 1000  # in a collection, among which optimizers are looked for: a longer one is of data
+HELD_MAX = 1000  # a longer collection holds data, and is not searched for optimizers
 
 
 class StepTracking:
-    """From `begin` to `close`, counts steps of the optimizers in `state` and of those, inside wrappers or not
-    registered at all, that own one of its tensors; and of those that an object in it holds and gives copies of.
+    """Counts optimizer steps, from `begin` to `close`: of the optimizers in `state`; of optimizers, inside wrappers or
+    not registered, that own one of its tensors; and of those that an object in the state holds and saves copies of.
     `walk()`: the present walk.
 
-    Since the last boundary: `ended`, how many steps have; `fenced`, whether changes by hand were announced;
-    `collected`, what each of `scalers` was collecting of one step then. `by_hand`: no optimizer has stepped yet, so
-    that updates are such changes. `is_idle`: `note` has nothing to do before the next update. `elsewhere`: one that
-    owns nothing of the state has, and none that does or was to. Its hooks are to come after those that wait for a copy,
-    and after those of the user: an exception there has changed nothing."""
+    Since the last boundary: `ended`: how many steps have ended; `fenced`: whether changes by hand were announced;
+    `collected`: what each of `scalers` was collecting, at the boundary, for one step; `elsewhere`: an optimizer that
+    has stepped and owns nothing of the state, while none of the state has stepped or was to.
+    `by_hand`: no optimizer of the state has ever stepped, so updates are made by hand. `is_idle`: `note` has nothing to
+    do before the next update.
+    The hooks run after those that wait for a copy, and after the user's own: an exception in those has changed nothing.
+    """
 
     def __init__(self, state: dict[str, Any], walk: Callable[[], Walk], events: Events) -> None:
         self.ended = 0
@@ -58,17 +62,18 @@ class StepTracking:
         self._walk = walk
         self._events = events
         self._said_torn = self._said_elsewhere = self._said_waiting = self._said_swapped = False
-        # Not held: what has left the state is to be free, also where no optimizer steps any more.
+        # Weak references: what has left the state is freed, even if no optimizer steps any more.
         self._followed: ref[Walk] | None = None
         self._followed_parts: list[ref[Optimizer | nn.Module]] = []
         self._storages: frozenset[int] = frozenset()
         self._hooks: list[RemovableHandle] = []
-        self._known: dict[int, tuple[ref[Optimizer], bool]] = {}  # by id: some have no hash, or are equal to others
-        self._last: dict[int, RemovableHandle] = {}  # by id: the hook that comes after all others of that optimizer
-        self._begun: list[Optimizer] = []  # one for each step that has not ended: on threads, or within each other
+        # By id, since some optimizers have no hash or equal others: whether each one's steps count.
+        self._known: dict[int, tuple[ref[Optimizer], bool]] = {}
+        self._last: dict[int, RemovableHandle] = {}  # the last hook of each optimizer, by id
+        self._begun: list[Optimizer] = []  # one per step that has not ended: on several threads, or nested
 
     def begin(self, step: int = 0) -> None:
-        """`step`: the restored one."""
+        """Installs the hooks. `step`: the restored step."""
         self._first = self.weights.begin()
         self.gradients.begin(step)
         self._hooks.append(register_optimizer_step_pre_hook(self._announce))
@@ -81,8 +86,8 @@ class StepTracking:
             hook.remove()
 
     def collect(self) -> Sequence[object]:
-        """`collected`, as it is now. A scaler's update(), also of a step that it skipped, begins another one; None: the
-        scaler is in the midst of a step."""
+        """The present value for `collected`. A scaler's update(), also after a step that it skipped, begins another
+        collection. None: the scaler is in the middle of a step."""
         found = (getattr(scaler, "_per_optimizer_states", None) for scaler in self.scalers)
         return [None if each else each for each in found]
 
@@ -97,7 +102,7 @@ class StepTracking:
 
     @property
     def torn(self) -> str:
-        """Why the state is no whole one; "" where it is. What an exception has left stays so, whatever steps follow."""
+        """Why the state may hold half an update; "" if it does not. Later steps do not mend a torn state."""
         for optimizer in self._begun[:1]:
             return (
                 f"{type(optimizer).__name__}.step() has begun and not ended, as by an exception in it: a part of that "
@@ -107,7 +112,7 @@ class StepTracking:
         return ""
 
     def find_torn(self) -> str:
-        """`torn`, and an event says it, once."""
+        """`torn`, which an event reports once."""
         torn = self.torn
         if torn and not self._said_torn:
             self._said_torn = True
@@ -115,7 +120,7 @@ class StepTracking:
         return torn
 
     def note(self, step: int) -> None:
-        """That step ends, with an update or without one."""
+        """Notes that `step` ends, with an update or without one."""
         has_updated = self.pending > 0
         if has_updated:
             self.gradients.updated(step)
@@ -125,11 +130,11 @@ class StepTracking:
         self.is_idle = not (has_updated or self.weights.is_watching)
 
     def watch(self) -> None:
-        """A poll or a save has come: there will be others."""
+        """Notes a poll or a save: more may come."""
         self.weights.is_watching, self.is_idle = True, False
 
     def find_waiting(self, step: int) -> str:
-        """`Gradients.lost` at the end of that step, the last one; and an event says so, once."""
+        """`Gradients.lost` at the end of `step`, the last one; an event reports it once."""
         why = self.gradients.lost(step)
         if why and not self._said_waiting:
             self._said_waiting = True
@@ -138,7 +143,7 @@ class StepTracking:
         return why
 
     def find_swapped(self, step: int) -> str:
-        """Why what is in the state now is not saved as the end of that step, the last one, or ""; and an event says so,
+        """Why the present state is not that of the end of `step`, the last one; "" if it is. An event reports it
         once."""
         if not self.weights.are_swapped:
             return ""
@@ -153,9 +158,10 @@ class StepTracking:
         return why
 
     def find_elsewhere(self, others: Iterable[StepTracking]) -> None:
-        """At a boundary: an event says, once, that the loop trains something else than what is saved, here or by
-        `others`, those of other Checkpointers in this process. Not where an object of the user's in it has that one,
-        with weights of its own, nor where it has none of torch's, so that an object may."""
+        """At a boundary: warns once if the loop trains what is not saved, neither here nor by `others`, the other
+        Checkpointers of this process. There is no warning if an object of the user's in the state holds the optimizer,
+        with weights of its own. Nor is there one if the state has no torch optimizer, since such an object may hold the
+        weights."""
         optimizer, self.elsewhere = self.elsewhere, None
         everyone = [self, *others]
         if optimizer is None or any(each._is_ours(optimizer) for each in everyone):
@@ -172,7 +178,7 @@ class StepTracking:
             self._events.emit("optimizer.not_registered", text, loud=True)
 
     def _announce(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The first hook of a step has the last one begin it."""
+        """The first hook of a step. It makes `_begin` the last hook."""
         if not self._is_ours(optimizer):
             return
         last = self._last.get(id(optimizer))
@@ -198,11 +204,12 @@ class StepTracking:
         if self._followed is None or self._followed() is not self._walk():
             self._follow()
         known = self._known_of(optimizer)
-        if not known and not self._is_followed(self._parts()):  # one that was ours stays so until the next walk
+        # An optimizer that counted still does until the next walk.
+        if not known and not self._is_followed(self._parts()):
             self._follow()
             known = self._known_of(optimizer)
         if known is None:
-            # One within another may find the parameters elsewhere, where the outer one has put them.
+            # An inner optimizer may see other parameter objects, which the outer one has put in place.
             around = storages(param for each in self._begun for param in params_of(each))
             known = owns_any(optimizer, self._storages | around)
             self._known[id(optimizer)] = ref(optimizer), known
@@ -213,14 +220,16 @@ class StepTracking:
         return found[1] if found is not None and found[0]() is optimizer else None
 
     def _parts(self) -> list[Optimizer | nn.Module]:
-        """Of the state. What is made anew is assigned there, and steps before it is walked."""
+        """The optimizers and modules in the dict itself. A new one that is assigned there may step before the next
+        walk."""
         return _find((Optimizer, nn.Module), self._state, set())
 
     def _walked(self) -> list[Optimizer | nn.Module]:
-        """Those in the places where the walk has found such, at each boundary: no plain value is looked at."""
+        """The optimizers and modules at the places where the walk found some. It runs at each boundary, and looks at no
+        plain value."""
         try:
             found = [node.value for node in self._walk().scan.nodes if isinstance(node, (ModuleNode, OptimizerNode))]
-        except LookupError:  # one has left the state
+        except LookupError:  # an object has left the state
             return self._parts()
         return [each for each in found if isinstance(each, (Optimizer, nn.Module))]
 
@@ -229,7 +238,7 @@ class StepTracking:
         return len(parts) == len(followed) and all(one() is other for one, other in zip(followed, parts, strict=True))
 
     def _follow(self) -> None:
-        """The walk is another one, or the state. Asks no object for its own."""
+        """Takes over a new walk or a changed state. Asks no object for its state."""
         walk, parts = self._walk(), self._parts()
         self._followed, self._followed_parts = ref(walk), [*map(ref, parts)]
         params = (param for each in parts if isinstance(each, nn.Module) for param in each.parameters())
@@ -237,13 +246,15 @@ class StepTracking:
         self._known = {id(each): (ref(each), True) for each in parts if isinstance(each, Optimizer)}
         self.strangers.pass_over(known for known, _ in self._known.values())
         for node in walk.scan.nodes:
-            if isinstance(node, ObjectNode) and walk.scan.found[node.path]:  # else it saves no weights of its own
+            # Only objects that save weights of their own.
+            if isinstance(node, ObjectNode) and walk.scan.found[node.path]:
                 held = _held_by(node)
                 if not any(owns_any(each, self._storages) for each in held):
                     self._known.update((id(each), (ref(each), True)) for each in held)
         scalers = _find(GradScaler, self._state, set())
         if [*map(id, scalers)] != [*map(id, self.scalers)]:
-            self.scalers, self.collected = scalers, ()  # of these nothing is known before the next boundary
+            # Before the next boundary nothing is known of the new scalers.
+            self.scalers, self.collected = scalers, ()
 
 
 def _has_updated(scaler: GradScaler, collected: object) -> bool:
@@ -251,13 +262,14 @@ def _has_updated(scaler: GradScaler, collected: object) -> bool:
 
 
 def _held_by(node: ObjectNode) -> list[Optimizer]:
-    """By an object of the user's, as its attributes or in a collection there."""
+    """The optimizers that an object of the user's has as an attribute, or in a collection that is an attribute."""
     try:
         held = [*vars(node.value).values()]
         for each in [each for each in held if isinstance(each, (dict, list, tuple)) and len(each) <= HELD_MAX]:
             held += each.values() if isinstance(each, dict) else each
         return [each for each in held if isinstance(each, Optimizer)]
-    except Exception as exc:  # it may have left the state, and what lies there has code of its own
+    except Exception as exc:
+        # The object may have left the state, and attributes may run code of the user's.
         if is_from_outside(exc):
             raise
         return []
@@ -268,8 +280,10 @@ def _find(kind: type[T] | tuple[type[T], ...], value: Any, seen: set[int]) -> li
         return [value]
     if not isinstance(value, (dict, list, tuple)) or id(value) in seen:
         return []
-    seen.add(id(value))  # a state that contains itself is refused later, by name
-    items = list(value.values()) if isinstance(value, dict) else value  # a copy: any thread steps
+    # A state that contains itself is refused later, by name.
+    seen.add(id(value))
+    # A copy: any thread may step.
+    items = list(value.values()) if isinstance(value, dict) else value
     if set(map(type, items)) <= value_trees.PLAIN:
         return []
     return [found for item in items for found in _find(kind, item, seen)]

@@ -1,4 +1,4 @@
-"""Optimizers that train a part of the state and are not saved with it, so that a restart would not bring them back."""
+"""Optimizers that train a part of the state but are not saved with it: a restart would lose what they have gathered."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from ckpt.trainer.state.shard import storages
 from ckpt.trainer.state.state_walk import Walk
 from ckpt.types import counted
 
-SEARCHED_MAX = 100_000  # of what hangs on the state, for what may hold an optimizer
-SEALED = (str, bytes, type, ModuleType, Tensor, nn.Module, Optimizer, LRScheduler)  # in which nothing is searched
+SEARCHED_MAX = 100_000  # objects that are searched for optimizers, reachable from the state
+# Types whose insides are not searched.
+SEALED = (str, bytes, type, ModuleType, Tensor, nn.Module, Optimizer, LRScheduler)
 
 
 class UnregisteredOptimizers:
-    """Meets the optimizers that train a part of the state. `boundaries`: how many there were. `due`: those that are to
-    be looked at, which have stepped in a second step: one that is made anew for each step is not to come back. `open`:
-    those that nothing was found to hold, by their role: once for all of a class that train the same, as one that is
-    made anew every few steps is no other."""
+    """Finds the optimizers that train a part of the state and are not saved.
+
+    `boundaries`: how many boundaries there were. `due`: optimizers to examine, which have stepped in a second step: one
+    that is made anew for each step need not be restored. `open`: examined optimizers that no object was found to hold,
+    by role. One entry stands for all of a class that train the same parameters, since an optimizer that is made anew
+    every few steps counts as the same."""
 
     def __init__(self, events: Events) -> None:
         self.boundaries = 0
         self.due: list[Optimizer] = []
         self.open: dict[tuple[type, int], ref[Optimizer]] = {}
         self._events = events
-        # By id, after which boundary it has stepped first; None: done with. Some have no hash, or are equal to others.
+        # The boundary after which each optimizer first stepped; None: done. By id: some have no hash or equal others.
         self._met: dict[int, tuple[ref[Optimizer], int | None]] = {}
         self._looked_at: set[tuple[type, int]] = set()
 
     def pass_over(self, optimizers: Iterable[ref[Optimizer]]) -> None:
-        """They are in the state by themselves."""
+        """Marks optimizers that are in the state themselves: they are never examined."""
         for each in optimizers:
             if (optimizer := each()) is not None:
                 self._met[id(optimizer)] = each, None
 
     def stepped(self, optimizer: Optimizer) -> None:
+        """Notes a step of an optimizer that trains a part of the state."""
         met, first = self._met.get(id(optimizer), (None, None))
         if met is None or met() is not optimizer:
             self._met[id(optimizer)] = ref(optimizer), self.boundaries
@@ -52,8 +56,9 @@ class UnregisteredOptimizers:
             self.due.append(optimizer)
 
     def look(self, states: Iterable[dict[str, Any]]) -> None:
-        """At a boundary. Leaves open what no object holds in one of these, the states of all Checkpointers of this
-        process. What an object may have copies of is its own affair."""
+        """At a boundary: examines the due optimizers. `states`: those of all Checkpointers of this process. An
+        optimizer stays open if no object in these states holds it. An object that holds one may save it in its own way.
+        """
         due, self.due = self.due, []
         kept = [each for each in due if _tensors(each) and _role(each) not in self._looked_at]
         held, is_searched = find_held(kept, states) if kept else (set(), True)
@@ -61,10 +66,10 @@ class UnregisteredOptimizers:
             self.open.update((_role(each), ref(each)) for each in kept if id(each) not in held)
 
     def name(self, walk: Walk, others: Iterable[Walk]) -> None:
-        """An event for those of `open` whose state would not come back with what was walked; such as one that was not
-        registered, or that another optimizer steps for itself. `walk`: of now, made for a snapshot; one more would ask
-        objects for their state where other ranks do not, and they may do so together. `others`: of other
-        Checkpointers."""
+        """Emits an event for the optimizers of `open` whose state the walk does not contain, such as an optimizer that
+        was not registered or that another optimizer steps. `walk`: the present one, made for a snapshot. A further walk
+        would ask objects for their state when other ranks do not, although they may do so in a collective. `others`:
+        walks of other Checkpointers."""
         found = {role: optimizer for role, each in self.open.items() if (optimizer := each()) is not None}
         self.open = {}
         self._looked_at.update(found)
@@ -95,9 +100,9 @@ def _role(optimizer: Optimizer) -> tuple[type, int]:
 
 
 def find_held(optimizers: Sequence[Optimizer], states: Iterable[dict[str, Any]]) -> tuple[set[int], bool]:
-    """By id, those that an object of these states holds, and so may save in a way of its own; and whether all was
-    searched. A scheduler does not, a module neither, and what an optimizer saves of another one is in the walk. One
-    search for all: there may be one for each parameter."""
+    """The optimizers, by id, that an object of these states holds and so may save in its own way; and whether
+    everything was searched. Schedulers and modules do not count as holders. An optimizer that saves another one does so
+    in the walk. One search serves all optimizers: there may be one for each parameter."""
     sought, found = set(map(id, optimizers)), set[int]()
     seen: set[int] = set()
     held: list[Any] = [*states]
@@ -112,7 +117,8 @@ def find_held(optimizers: Sequence[Optimizer], states: Iterable[dict[str, Any]])
             inner = value if isinstance(value, (dict, list, tuple, set)) else getattr(value, "__dict__", {})
             if len(inner) <= SEARCHED_MAX:
                 held += inner.values() if isinstance(inner, dict) else inner
-    except Exception as exc:  # what may lie in a state has code of its own
+    except Exception as exc:
+        # Objects in a state run code of their own.
         if is_from_outside(exc):
             raise
         return found, False

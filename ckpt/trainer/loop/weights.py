@@ -1,10 +1,10 @@
-"""Whether the parameters of the state are those of the last boundary: else averaged weights may have been swapped in.
+"""A check whether the state's parameters are still those of the last boundary, or others such as averaged weights.
 
-A glance reads some elements of up to GLANCED_MAX parameters, spread over those that the optimizers of the state train:
-an average that moves on between two steps is none of them. Where they train none of the modules' own (as where they
-hold copies of higher precision), all parameters count. So the swap of a whole model is found, however it is done; what
-changes a few parameters or a few elements may be missed. A glance takes some 15 us on the host. On a device no boundary
-waits for it.
+A glance reads some elements of up to GLANCED_MAX parameters, spread over those that the optimizers of the state train.
+An average that is updated between two steps is not among those. If the optimizers train none of the modules' own
+parameters, as when they hold copies of higher precision, all parameters count. So the swap of a whole model is found,
+however it is done. A change of a few parameters or elements may be missed. A glance takes some 15 us on the host. On a
+device no boundary waits for it.
 """
 
 from __future__ import annotations
@@ -27,60 +27,64 @@ from ckpt.trainer.state.shard import live_parts
 
 GLANCED_MAX = 16
 
-# What was read, by device and kind.
+# The elements that were read, by device and dtype.
 Glance = Sequence[Tensor]
 
 
 class Weights:
     """The parameters of `parts()`, the modules and optimizers of the state. For the training thread.
 
-    A boundary with an update is remembered; where `is_watching`, since polls or saves come, each one is. What comes
-    after any other is not compared, nor what comes after other parts have taken their place in the state."""
+    Boundaries with an update are remembered; if `is_watching`, because polls or saves come, all boundaries are. After a
+    boundary that is not remembered nothing is compared, nor after other parts have taken their place in the state."""
 
     def __init__(self, parts: Callable[[], Sequence[Optimizer | nn.Module]]) -> None:
         self.is_watching = False
         self._parts = parts
         self._last: Glance | None = None  # at the last boundary
-        self._of: list[weakref.ref[Any]] = []  # whose parameters `_homes` are, and are gathered by `_gathering`
+        self._of: list[weakref.ref[Any]] = []  # the parts to which `_homes` and `_gathering` belong
         self._homes: list[Callable[[], Any]] = []
         self._gathering: list[Any] = []
-        self._places: list[int] = []  # of which `_reads` are
+        self._places: list[int] = []  # the addresses to which `_reads` belong
         self._reads: list[list[Callable[[], Tensor]]] = []
 
     def begin(self) -> Glance:
-        """Training begins: that is a boundary."""
+        """Takes the first glance: the start of training is a boundary."""
         self._last = found = self.glance()
         return found
 
     def end(self, has_updated: bool) -> None:
-        """A step has ended."""
+        """Notes that a step has ended."""
         if has_updated or self.is_watching:
             self._last = self.glance()
         elif self._last is not None:
             self._last = None
-            self._forget()  # what leaves the state is free, also where no optimizer steps any more
+            # What leaves the state is freed, even if no optimizer steps any more.
+            self._forget()
 
     @property
     def are_swapped(self) -> bool:
-        """Whether others are in the state than at the last boundary, as far as that is known."""
+        """Whether the parameters differ from those of the last boundary, as far as is known."""
         now = self.glance()
         return self._last is not None and not are_alike(self._last, now)
 
     def glance(self) -> Glance:
+        """Reads the elements now."""
         parts = self._parts()
         if len(parts) != len(self._of) or not all(one() is part for one, part in zip(self._of, parts, strict=True)):
             self._look_at(parts)
-        for module in self._gathering:  # else what is gathered for a forward pass is no parameter of the optimizer's
+        # Parameters that were gathered for a forward pass are not those of the optimizer.
+        for module in self._gathering:
             module.reshard()
         local = [_local(_get(home)) for home in self._homes]
         places = [0 if part is None else _at(part) for part in local]
-        with plain():  # of what was detached nothing records a gradient
+        with plain():  # no gradient is recorded
             if places != self._places:
                 self._places, self._reads = places, _reads(part for part in local if part is not None and _at(part))
             return [torch.cat([read() for read in reads]) for reads in self._reads]
 
     def _look_at(self, parts: Sequence[Optimizer | nn.Module]) -> None:
-        trained: dict[int, Callable[[], Any]] = {}  # by the parameter that is there, of which each is glanced at once
+        # Places of parameters, by the parameter's id: each parameter is read once.
+        trained: dict[int, Callable[[], Any]] = {}
         held: dict[int, Callable[[], Any]] = {}
         for part in (part for part in parts if isinstance(part, Optimizer)):
             for group in part.param_groups:
@@ -104,6 +108,7 @@ class Weights:
 
 
 def are_alike(one: Glance, other: Glance) -> bool:
+    """Whether two glances are equal."""
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
@@ -120,7 +125,7 @@ def _in_module(root: nn.Module, path: Sequence[str], key: str) -> Any:
 
 
 def _get(home: Callable[[], Any]) -> Tensor | None:
-    """The parameter that is there; None for none."""
+    """The parameter at that place; None if there is none."""
     try:
         found = home()
     except (LookupError, AttributeError):  # modules were exchanged
@@ -129,7 +134,8 @@ def _get(home: Callable[[], Any]) -> Tensor | None:
 
 
 def _local(param: Tensor | None) -> Tensor | None:
-    """What this rank holds of it; None for nothing, and for kinds that have bytes elsewhere or have none."""
+    """This rank's part of a parameter; None if there is none, or for types whose data is absent or not in the tensor
+    itself."""
     part = param
     if param is not None and type(param) not in _KINDS:
         part = next(iter(live_parts(param)), None)
@@ -137,7 +143,7 @@ def _local(param: Tensor | None) -> Tensor | None:
 
 
 def _reads(parts: Iterator[Tensor]) -> list[list[Callable[[], Tensor]]]:
-    """What is read together, by device and kind."""
+    """The reads, grouped by device and dtype: each group is read together."""
     groups: dict[tuple[torch.device, torch.dtype], list[Callable[[], Tensor]]] = defaultdict(list)
     for now, read in map(line, parts):
         groups[now.device, now.dtype].append(read)

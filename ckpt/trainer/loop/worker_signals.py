@@ -1,9 +1,9 @@
-"""The workers of loaders, while a signal goes round that is meant for the job.
+"""A shield for the workers of loaders against signals that are meant for the job.
 
-Slurm and systemd signal every process, and torchrun the process group of each rank: workers, too. torch has a worker
-die by a SIGTERM that is not its parent's, and the training thread fail by that death, in the middle of the step at
-whose end all were to leave. So a worker heeds SIGTERM from its parent only, which ends by it what does not end itself,
-and what is a warning to the job (SIGUSR1, SIGUSR2) from nobody.
+Slurm and systemd signal every process, and torchrun the process group of each rank, and so workers too. In torch a
+worker dies by a SIGTERM that is not its parent's, and its death is an error in the training thread. That would happen
+in the middle of the step at whose end all ranks were to leave. So a worker obeys SIGTERM only from its parent, which so
+ends workers that do not end by themselves. It ignores the warnings to the job (SIGUSR1, SIGUSR2) from anybody.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from ckpt.preemption.signals import is_caught
 from ckpt.threads import Tasks
 from ckpt.trainer.state.state_nodes import LoaderNode, StateNode, held_loader
 
-LOOK_S = 1.0  # until a worker is gone whose trainer has died: nobody else's signal ends it any more
+LOOK_S = 1.0  # how often a worker looks whether its trainer has died: no other signal ends the worker
 
 
 def shield_worker(worker_id: int) -> None:
-    """For `worker_init_fn` of a DataLoader that is not in the state: a signal that reaches every process ends none of
-    its workers. Call it in a `worker_init_fn` of your own; whoever starts a process in a worker finds SIGTERM blocked
-    there."""
+    """Shields a loader's workers: a signal that reaches every process ends none of them. It is a `worker_init_fn` for a
+    DataLoader that is not in the state; call it in a `worker_init_fn` of your own. A process that is started in a
+    worker begins with SIGTERM blocked."""
     parent = multiprocessing.parent_process()
     if parent is None:
-        return  # this is no worker
+        return  # this process is no worker
     for number in settings.read().warnings:
         if signal.getsignal(number) == signal.SIG_DFL and not is_caught(number):
             signal.signal(number, signal.SIG_IGN)
 
-    above = os.getppid()  # the server's, where workers come from a forkserver
+    # With a forkserver this is the server's process.
+    above = os.getppid()
 
     def heed() -> None:
         came: signal.struct_siginfo | None = None
@@ -46,14 +47,15 @@ def shield_worker(worker_id: int) -> None:
             came = signal.sigtimedwait({signal.SIGTERM}, LOOK_S)
         os._exit(0)  # as torch's own handler does
 
-    # Blocked first: the thread inherits that, and only so it is told who has sent it.
+    # Blocked before the thread starts, so that the thread inherits that: only then sigtimedwait names the sender.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     Tasks("worker").start("signals", heed)
 
 
 @dataclass(frozen=True, slots=True)
 class Shielded:
-    """A `worker_init_fn`: `first`, if there is one, then `shield_worker`. To be pickled, where workers are spawned."""
+    """A `worker_init_fn` that calls `first`, if there is one, and then `shield_worker`. Spawned workers need it
+    pickled."""
 
     first: Callable[[int], object] | None
 
@@ -65,9 +67,10 @@ class Shielded:
 
 @contextlib.contextmanager
 def shielded(found: Sequence[StateNode], events: Events) -> Iterator[None]:
-    """Inside the block the loaders among the nodes of a state shield their new workers; after it they are as they were.
-    One loud event for each that has workers already."""
-    before = _unshielded(found, events)  # whatever had a name here would live as long as the block
+    """In the block, loaders among the nodes of a state shield their new workers; after it they are as before. For each
+    loader that has workers already, an event warns."""
+    # A call, since local names here would keep objects alive as long as the block.
+    before = _unshielded(found, events)
     for loader, first in before:
         loader.worker_init_fn = Shielded(first)
     try:
@@ -79,7 +82,7 @@ def shielded(found: Sequence[StateNode], events: Events) -> Iterator[None]:
 
 
 def _unshielded(found: Sequence[StateNode], events: Events) -> list[tuple[DataLoader[Any], Any]]:
-    """Each with its own `worker_init_fn`."""
+    """The loaders to shield, each with its own `worker_init_fn`."""
     before: list[tuple[DataLoader[Any], Any]] = []
     for node in found:
         loader = held_loader(node.value)
