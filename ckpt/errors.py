@@ -34,6 +34,8 @@ import traceback
 
 
 class CkptError(Exception):
+    """The base of all errors of ckpt. `kind`: a stable name of the class."""
+
     kind = "error"
 
 

@@ -180,9 +180,10 @@ class Reader:
         raise damaged or unknown_metric(metric, known.values())
 
     def restorable(self, *, check: bool = False) -> Checkpoint | None:
-        """The checkpoint that the next start would restore from the store; None if it would begin from nothing. As at a
-        start, a checkpoint is skipped with a warning if its record cannot be read, or if a pack is missing or cut
-        short. `check`: also read and hash the data. Checkpoints that are only in an agent's memory are not seen here.
+        """The checkpoint that the next start would restore from the store; None if it would begin from nothing. As a
+        start does, this skips, with a warning, a checkpoint whose record cannot be read, or of which a pack is missing
+        or cut short. `check`: also read and hash the data. Checkpoints that are only in an agent's memory are not seen
+        here.
 
         Errors: DamagedData if there are checkpoints but none is sound; NewerFormat; StorageError."""
         from ckpt.store.reader import newest_readable

@@ -59,6 +59,7 @@ class Epoch:
 
     @staticmethod
     def parse(text: str) -> Epoch:
+        """Errors: ValueError."""
         match = re.fullmatch(r"([0-9]{8})-([0-9a-f]{16})", text)
         if match is None:
             raise ValueError(f"not an epoch: {text[:80]!r}")
@@ -87,6 +88,7 @@ class Tick:
 
     @staticmethod
     def parse(text: str) -> Tick:
+        """Errors: ValueError."""
         match = re.fullmatch(r"([0-9]{12})\.([0-9]{4,9})", text)
         if match is None:
             raise ValueError(f"not a tick: {text[:80]!r}")
@@ -105,6 +107,7 @@ class Identity:
 
     @staticmethod
     def parse(text: str) -> Identity:
+        """Errors: ValueError."""
         if text[25:26] != "-":
             raise ValueError(f"not an identity: {text[:80]!r}")
         return Identity(Epoch.parse(text[:25]), Tick.parse(text[26:]))

@@ -1,7 +1,7 @@
 """Collectives of the ranks, only inside `__enter__`: gathers of bytes, never of pickled objects.
 
 They run on a gloo group of ckpt's own, with its own deadline. So a long restore on one rank trips no watchdog of the
-user's group, and a collective of the user's cannot be mixed up with one of ckpt's.
+user's group. Nor can a collective of the user's be mixed up with one of ckpt's.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ class Link:
 
     @property
     def connection(self) -> client.Connection:
+        """The present connection. Errors: AgentError if there is no agent."""
         if self._connection is None:
             state = "it could not be started again" if self._given_up else "it is being started again"
             raise AgentError(f"there is no agent at present; {state}")
@@ -527,6 +528,7 @@ class Link:
             self._connection = None
 
     def close(self) -> None:
+        """Ends the connection, and releases the arenas and control pages."""
         with self._lock:
             self._closed = True
             self.words = _NOTHING_APPOINTED

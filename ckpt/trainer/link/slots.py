@@ -1,5 +1,4 @@
-"""The slots of one rank: the state that was offered, the plan that the agent made for it, and the arenas that are
-ready.
+"""The slots of one rank: the offered state, the plan that the agent made for it, and the arenas that are ready.
 
 Guarantees:
 - An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and only
@@ -66,8 +65,8 @@ class RankSlot:
     the declaration in the arena.
 
     A slot has one holder at a time: the thread that makes the arena ready, or fills it, until the arena is sealed. So
-    what is bound, declared and filled always belongs to one plan. A holder is known by an object that it chooses, so
-    that it still holds the slot if Ctrl-C swallows the answer."""
+    what is bound, declared and filled always belongs to one plan. A holder is known by an object that it chooses: so it
+    can let go even if Ctrl-C has swallowed the answer of `hold`."""
 
     arena: Arena
     plan: Plan | None = None

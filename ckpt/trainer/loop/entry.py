@@ -312,7 +312,7 @@ def _nodes(
     group: collective.RankGroup, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The job's nodes with their names, addresses and ranks, rank 0's first; the agents are told to listen. The list is
-    empty if one agent serves all ranks, rank 0 names no memory-only nodes, and there is no secret with which agents of
+    empty for one agent without memory-only nodes (as rank 0 names them) and without a secret. With a secret, agents of
     earlier starts could be asked for their checkpoints. Errors: AgentError, UsageError."""
     _, former = max((each for said in facts if (each := said["known"])), default=("", b""))
     if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"] or former):

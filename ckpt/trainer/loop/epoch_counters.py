@@ -1,5 +1,4 @@
-"""A check whether the loop counts an epoch too late: after a point where the state may be saved with its data at the
-end.
+"""A check whether the loop counts an epoch too late: the state may be saved when the data has ended, but not the count.
 
 1. A poll, a save or a boundary comes while a torchdata loader is at the end of a pass. A restart from there begins the
    next pass.

@@ -82,6 +82,7 @@ class StepTracking:
         self.collected = self.collect()
 
     def close(self) -> None:
+        """Removes the hooks."""
         for hook in (*self._hooks, *self._last.values()):
             hook.remove()
 
@@ -220,8 +221,8 @@ class StepTracking:
         return found[1] if found is not None and found[0]() is optimizer else None
 
     def _parts(self) -> list[Optimizer | nn.Module]:
-        """The optimizers and modules in the dict itself. A new one that is assigned there may step before the next
-        walk."""
+        """The optimizers and modules in the state's dicts and lists. A new one that is assigned there may step before
+        the next walk."""
         return _find((Optimizer, nn.Module), self._state, set())
 
     def _walked(self) -> list[Optimizer | nn.Module]:

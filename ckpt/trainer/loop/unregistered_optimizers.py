@@ -28,8 +28,8 @@ class UnregisteredOptimizers:
 
     `boundaries`: how many boundaries there were. `due`: optimizers to examine, which have stepped in a second step: one
     that is made anew for each step need not be restored. `open`: examined optimizers that no object was found to hold,
-    by role. One entry stands for all of a class that train the same parameters, since an optimizer that is made anew
-    every few steps counts as the same."""
+    by role. One entry stands for all of a class that train the same parameters: an optimizer may be made anew every few
+    steps."""
 
     def __init__(self, events: Events) -> None:
         self.boundaries = 0
@@ -66,10 +66,10 @@ class UnregisteredOptimizers:
             self.open.update((_role(each), ref(each)) for each in kept if id(each) not in held)
 
     def name(self, walk: Walk, others: Iterable[Walk]) -> None:
-        """Emits an event for the optimizers of `open` whose state the walk does not contain, such as an optimizer that
-        was not registered or that another optimizer steps. `walk`: the present one, made for a snapshot. A further walk
-        would ask objects for their state when other ranks do not, although they may do so in a collective. `others`:
-        walks of other Checkpointers."""
+        """Emits an event for the optimizers of `open` whose state is not in the walk. Such an optimizer was not
+        registered, or another optimizer steps it. `walk`: the present one, made for a snapshot. A further walk would
+        ask objects for their state when other ranks do not, although they may do so in a collective. `others`: walks of
+        other Checkpointers."""
         found = {role: optimizer for role, each in self.open.items() if (optimizer := each()) is not None}
         self.open = {}
         self._looked_at.update(found)
