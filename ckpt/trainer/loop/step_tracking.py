@@ -32,17 +32,19 @@ HELD_MAX = 1000  # a longer collection holds data, and is not searched for optim
 
 
 class StepTracking:
-    """Counts optimizer steps, from `begin` to `close`: of the optimizers in `state`; of optimizers, inside wrappers or
-    not registered, that own one of its tensors; and of those that an object in the state holds and saves copies of.
-    `walk()`: the present walk.
+    """Counts the steps of optimizers, from `begin` to `close`. `walk()`: the present walk. These optimizers count:
+    - those in `state`;
+    - those that own a tensor of the state, inside wrappers or not registered;
+    - those that an object in the state holds and saves copies of.
 
-    Since the last boundary: `ended`: how many steps have ended; `fenced`: whether changes by hand were announced;
-    `collected`: what each of `scalers` was collecting, at the boundary, for one step; `elsewhere`: an optimizer that
-    has stepped and owns nothing of the state, while none of the state has stepped or was to.
-    `by_hand`: no optimizer of the state has ever stepped, so updates are made by hand. `is_idle`: `note` has nothing to
-    do before the next update.
-    The hooks run after those that wait for a copy, and after the user's own: an exception in those has changed nothing.
-    """
+    Facts since the last boundary:
+    - `ended`: how many steps have ended; `fenced`: whether changes by hand were announced;
+    - `collected`: what each of `scalers` was collecting for one step, as of the boundary;
+    - `elsewhere`: an optimizer that has stepped and owns nothing of the state, while none that counts has or was to.
+
+    `by_hand`: no optimizer that counts has ever stepped, so updates are made by hand. `is_idle`: `note` has nothing to
+    do before the next update. The hooks run after those that wait for a copy, and after the user's own: an exception in
+    those has changed nothing."""
 
     def __init__(self, state: dict[str, Any], walk: Callable[[], Walk], events: Events) -> None:
         self.ended = 0
