@@ -53,7 +53,7 @@ class RunReport:
     not.
     `passed`: due checkpoints that the agent skipped, since no slot was free or the store failed.
     `waited_s`: how long training waited in saves for a free slot, which depends on the store's speed.
-    `stalls_s`: how long training stood still for each snapshot.
+    `stalls_s`: how long training paused for each snapshot.
     `staged_bytes`: bytes of this rank's snapshots in this host's memory.
     `read_bytes`: bytes restored on this rank, by the level they came from.
     `proven`: what was trusted because this run verified it (hashes, background copies, replicas).
@@ -108,7 +108,7 @@ class RunReport:
 
     @property
     def bytes_by_level(self) -> dict[str, int]:
-        """The bytes that reached each level, and those that were restored from each."""
+        """What reached each level, and what came from each."""
         found = {f"restored from {level}": count for level, count in sorted(self.read_bytes.items())}
         if self.snapshots:
             found["local"] = self.staged_bytes
@@ -146,23 +146,14 @@ class RunReport:
         return json.dumps(self.to_dict())
 
     def restored_line(self) -> str:
-        """One line for the start of a run that was restored."""
-        lost = self._lost()
-        read = ", ".join(f"{_size(count)} {level}" for level, count in sorted(self.read_bytes.items()))
-        return (
-            f"ckpt: restored {self.restored_from}{lost}; {read or 'no bytes read'}, entered in {self.entry_s:.2f} s"
-            f"{self._trust()}"
-        )
+        """One line at the start of a run that goes on, without a line break."""
+        return self._one_line(f"ckpt: {self._began()}, in {self.entry_s:.2f} s{self._slow_path()}")
 
     def line(self) -> str:
-        """One line for the end of the run, without a line break."""
-        body = self.to_dict()
-        ran = f"steps {self.start_step + 1}..{self.end_step}" if self.end_step > self.start_step else "no steps"
-        lost = self._lost()
-        stall = (
-            ""
-            if body["stall_ms_median"] is None
-            else f", stall {body['stall_ms_median']:.1f} ms (at most {body['stall_ms_max']:.1f})"
+        """One line at the exit, without a line break."""
+        ran = f"ended at step {self.end_step}" if self.end_step > self.start_step else "no step was made"
+        committed = (
+            "nothing is committed" if self.committed_step is None else f"step {self.committed_step} is committed"
         )
         stored = f", {_size(self.committed.stored_bytes)} stored" if self.committed.commits else ""
         again = [f"{name} {counted(count, 'time')}" for name, count in sorted(self.repeated.items())]
