@@ -22,7 +22,7 @@ import ckpt
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SHORTER = {"10_000": "3", "2000": "3", "range(10**6)": "range(3)"}  # loops
+SHORTER = {"10_000": "3", "2000": "3", "steps(400)": "steps(3)", "range(10**6)": "range(3)"}  # loops
 # By a line of theirs, those that cannot run here.
 ELSEWHERE = {
     "with Join([model]):": "needs several ranks",
