@@ -1,4 +1,4 @@
-"""Addresses of agents, and what every TCP connection between them is set to."""
+"""The addresses of agents, and the socket options, time-outs and receive loops of TCP connections between agents."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from dataclasses import dataclass
 
 from ckpt.errors import AgentError, UsageError
 
-SILENT_S = 20.0  # unacknowledged bytes older than that end a connection, and so does a peer that says nothing
+# A connection ends when sent bytes stay unacknowledged this long, or the peer is silent this long.
+SILENT_S = 20.0
 
-SLOWEST_BYTES = 64 << 10  # what a connection moves at least in the time that `wait_at_most` gives one call
+# The least that a connection must move within the limit of one call (see `wait_at_most`).
+SLOWEST_BYTES = 64 << 10
 
-_PROBE_S, _PROBES = 5, 3  # once a connection has been idle for SILENT_S
+_PROBE_S, _PROBES = 5, 3  # keepalive probes, after SILENT_S without traffic
 _TIMEVAL = struct.Struct("ll")
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Address:
-    """Where an agent listens. `host`: a name or a literal IPv4 or IPv6 address without brackets."""
+    """The address at which an agent listens. `host`: a name, or a literal IPv4 or IPv6 address without brackets."""
 
     host: str
     port: int
@@ -31,7 +33,9 @@ class Address:
 
     @staticmethod
     def parse(text: str, variable: str = "") -> Address:
-        """From "HOST:PORT" or "[IPV6]:PORT". `variable`: which says so. Errors: UsageError."""
+        """The address in "HOST:PORT" or "[IPV6]:PORT". `variable`: the setting it comes from, for the error.
+
+        Errors: UsageError if the text is no address."""
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]+)):(\d{1,5})", text)
         if match is None or int(match[3]) > 65535:
             where = f"{variable}: " if variable else ""
@@ -41,15 +45,16 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class SocketAddress:
-    """An address as the kernel takes it."""
+    """A resolved address, as the kernel takes it."""
 
     family: int
     sockaddr: tuple[str | int | bytes, ...]
 
 
 def resolve(address: Address, passive: bool = False) -> list[SocketAddress]:
-    """Where that address leads, best first. A name may take many seconds to look up: not for the main thread, unless
-    the host is a literal. `passive`: to listen there. Errors: AgentError."""
+    """The socket addresses of `address`, best first. `passive`: for listening. Errors: AgentError if the look-up fails.
+
+    A look-up of a name may block for many seconds; on the main thread use it only for literal hosts."""
     flags = socket.AI_PASSIVE if passive else 0
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
@@ -59,7 +64,8 @@ def resolve(address: Address, passive: bool = False) -> list[SocketAddress]:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small messages; an end that is gone is noticed within about SILENT_S, whether we send or wait."""
+    """Sets the options of a TCP connection: small messages are sent at once, and a dead peer is noticed within about
+    SILENT_S, both while sending and while waiting."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S))
@@ -69,8 +75,9 @@ def tune(sock: socket.socket) -> None:
 
 
 def wait_at_most(sock: socket.socket, seconds: float) -> None:
-    """Makes it blocking, in the kernel and each call no longer than that: then BlockingIOError, or less than asked for.
-    A Python time-out would ask twice for each piece, and give no whole ones."""
+    """Makes the socket blocking, with a kernel time-out for each call: then BlockingIOError, or a short count.
+
+    A Python time-out would cost an extra system call per piece, and would return pieces that are not whole."""
     sock.setblocking(True)
     limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -78,8 +85,10 @@ def wait_at_most(sock: socket.socket, seconds: float) -> None:
 
 
 def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
-    """From a socket that `wait_at_most` was called for. Errors: EOFError at the end; TimeoutError where fewer than
-    SLOWEST_BYTES, and not all, came in that time, and again: who sends a byte now and then holds nobody up; OSError."""
+    """Receives `nbytes` bytes. `wait_at_most` must have been called for the socket.
+
+    Errors: EOFError at the end of the connection; OSError; TimeoutError if nothing arrives in one call, or twice fewer
+    than SLOWEST_BYTES. So a peer that sends a byte now and then is given up, too."""
     room = bytearray(nbytes)
     view, is_short = memoryview(room), False
     while view:
@@ -92,14 +101,17 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
         if got < len(view) and got < SLOWEST_BYTES:
             if is_short:
                 raise TimeoutError("the peer sent too little in time")
-            is_short = True  # a signal can have ended it early, and the end of the connection is seen next time
+            # The first short call is forgiven: a signal may have ended it early. The next call sees a closed
+            # connection.
+            is_short = True
         view = view[got:]
     return room
 
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
-    """On a socket that `wait_at_most` was called for. Errors: TimeoutError where fewer than SLOWEST_BYTES moved in that
-    time; OSError."""
+    """Sends all of `data`. `wait_at_most` must have been called for the socket.
+
+    Errors: TimeoutError if a call moves fewer than SLOWEST_BYTES, and not all that is left; OSError."""
     left = len(data)
     while left:
         try:
@@ -114,25 +126,26 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
 
 
 class SocketReceiver:
-    """Fills memory from a socket that `wait_at_most` was called for, and of which nothing else is read.
+    """Receives bytes from a socket into memory. `wait_at_most` must have been called for the socket, and nothing else
+    may read from it.
 
-    The kernel is asked to wake us once what is wanted is there as a whole, not for each few packets of it: on loopback
-    that is a fifth of what both ends spend."""
+    The kernel wakes the thread when all wanted bytes are there, not for every few packets. On loopback this saves a
+    fifth of the CPU time of both ends."""
 
     def __init__(self, sock: socket.socket, stall_s: float) -> None:
-        """`stall_s`: in which SLOWEST_BYTES have to come, or what is left of a piece."""
+        """`stall_s`: the time in which SLOWEST_BYTES, or the rest of a piece, must arrive."""
         self._sock, self._stall_ms = sock, max(1, int(stall_s * 1000))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._low_bytes = 0
 
     def fill(self, room: memoryview) -> None:
-        """Errors: TimeoutError where too little came in that time, so that a peer that dribbles is given up as one that
-        is silent; EOFError; OSError."""
+        """Fills `room`. Errors: TimeoutError if too little arrives within `stall_s`; EOFError; OSError."""
         left = len(room)
         while left:
             self._wake_at(left)
-            in_time = bool(self._poll.poll(self._stall_ms))  # with less than that where its buffers hold no more
+            # The poll may end with less than `left` bytes, if the kernel's buffer holds no more.
+            in_time = bool(self._poll.poll(self._stall_ms))
             try:
                 got = self._sock.recv_into(room, left, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -150,9 +163,9 @@ class SocketReceiver:
 
 
 def cut(sock: socket.socket) -> None:
-    """Wakes whoever waits in a call on it; who owns it closes it."""
+    """Shuts the socket down, which wakes threads that wait in a call on it. The owner of the socket closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
-PIECE_BYTES = 2 << 20  # moved with one call where nothing limits: measured best on loopback
+PIECE_BYTES = 2 << 20  # moved by one call without a rate limit; the fastest on loopback

@@ -1,13 +1,13 @@
-"""A trainer's first words with its agent, and what it does where that agent is of no use to it.
+"""The agent process as a trainer sees it: connects to a working agent, and replaces an agent that is no use.
 
-- One of another version of the messages makes way where nobody needs it: what it has reaches the store first, as far as
-  it had not yet, and it ends; this waits for that, and starts another. What lay in its memory is gone then, and comes
-  from the store.
-- One that hangs is ended, since it holds the run's lock and no other could be started. That takes more than silence:
-  its main thread, whose one task is to answer, has not run at all for as long as a word lay there for it. One that was
-  stopped by a signal is told to go on first, since its memory may be all that there is. The arenas of trainers that
-  live are theirs as well, and they hand them to the next agent; what only the hung one had is lost with it. So is one
-  that takes no connection any more, since as many wait for it as it lets.
+- An agent with another version of the messages ends by itself once no trainer needs it. It commits its checkpoint
+  first. `meet` waits for that and starts a new agent. The old agent's memory is lost; its checkpoint is in the store.
+- An agent that hangs is killed, because it holds the run lock. Silence alone is no proof. An agent hangs if its main
+  thread, which only answers messages, used no CPU time while a message waited for it.
+- An agent that was stopped by a signal is continued first, since its memory may be the only copy.
+- An agent whose backlog of connections stays full is treated like one that hangs.
+
+Living trainers hold the arenas, too, and hand them to the next agent. Data that only the killed agent held is lost.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ckpt.settings import Settings
 from ckpt.storage.names import shown
 from ckpt.threads import Tasks
 
-HELLO_S = 20.0  # for an answer, before it is looked whether the agent hangs
-BUSY_S = 120.0  # for an answer of one that does not
-MAKES_WAY_S = 600.0  # for what is being committed
-END_S = 30.0  # after SIGKILL
+HELLO_S = 20.0  # the wait for an answer, before the agent is checked for a hang
+BUSY_S = 120.0  # the wait for an agent that is busy, but does not hang
+MAKES_WAY_S = 600.0  # the wait for an agent of another version, which may be committing
+END_S = 30.0  # the wait after SIGKILL
 _PROGRAM = b"ckpt.agent.node.main"
 _UCRED = struct.Struct("3i")
 
@@ -48,7 +48,9 @@ def meet(
     hello_s: float = HELLO_S,
     busy_s: float = BUSY_S,
 ) -> client.Connection:
-    """A connection to an agent that has answered; see above. Errors: AgentError."""
+    """A connection to an agent that has answered hello. It replaces the agent if needed, as the module says.
+
+    Errors: AgentError; OtherVersion if an agent of another version does not end in time."""
     busy_until_s = time.monotonic() + busy_s
     while True:
         try:
@@ -73,7 +75,7 @@ def meet(
                 if agent is None or time.monotonic() > busy_until_s:
                     raise
                 if agent.is_gone(0.0):
-                    continue  # it was just ending
+                    continue
                 if not isinstance(exc.__cause__, TimeoutError):
                     raise
                 if before_ns is not None and agent.ran_ns() == before_ns:
@@ -81,7 +83,8 @@ def meet(
 
 
 def _end_deaf(url: str, settings: Settings, events: Events, hello_s: float, why: AgentError) -> None:
-    """One that takes no connection in all that time. Errors: `why` where it cannot be seen; as `_revive_or_end`."""
+    """Ends an agent that accepts no connection for `hello_s`, if it hangs. Errors: `why` if the agent's process cannot
+    be seen; those of `_revive_or_end`."""
     place = client.places(url, settings)
     agent = _Agent.that_holds(place.run_lock)
     if agent is None:
@@ -98,8 +101,9 @@ def _end_deaf(url: str, settings: Settings, events: Events, hello_s: float, why:
 
 
 def _is_deaf(place: client.AgentPaths) -> bool:
-    """Whether as many wait for it as it lets, still. One that has taken them, and has nothing else to do, does not run
-    either."""
+    """Whether the agent's backlog of connections is still full.
+
+    This check is needed beside the CPU time: an idle agent that accepted all connections uses no CPU time, too."""
     try:
         sock = client.connect_nowait(place)
     except AgentError as exc:
@@ -110,21 +114,22 @@ def _is_deaf(place: client.AgentPaths) -> bool:
 
 
 def pid_of(sock: socket.socket) -> int:
-    """Of the process that listens at the other end; 0 where it is in another pid namespace."""
+    """The pid of the process that listens at the other end; 0 if it is in another pid namespace."""
     pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(pid)
 
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """The process at the other end of a connection, which is the one that listens there."""
+    """An agent's process. The caller that gets one closes `pidfd`."""
 
     pid: int
     pidfd: int
 
     @staticmethod
     def of(sock: socket.socket) -> _Agent | None:
-        """None where it cannot be seen from here, as in another pid namespace. The caller closes `pidfd`."""
+        """The process that listens at the other end of `sock`; None if it cannot be seen, as in another pid
+        namespace."""
         pid = pid_of(sock)
         try:
             return _Agent(pid, os.pidfd_open(pid))
@@ -133,8 +138,9 @@ class _Agent:
 
     @staticmethod
     def that_holds(lock: Path) -> _Agent | None:
-        """The one that a trainer has started, and that has this run's lock; None where none is seen. Its command line
-        does not say so: in another container the same path is another file. The caller closes `pidfd`."""
+        """The agent process that has this lock file open; None if there is none to be seen.
+
+        The path in its command line is no proof, since in another container the same path is another file."""
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             if _PROGRAM in _words(pid) and _has_open(pid, lock):
                 with contextlib.suppress(OSError):
@@ -145,7 +151,8 @@ class _Agent:
         return bool(select.select([self.pidfd], [], [], timeout_s)[0])
 
     def ran_ns(self) -> int | None:
-        """How long its main thread has run on a processor, as far as the kernel says; None where it waits for one."""
+        """CPU time that its main thread has used, in ns; None if the thread is running or runnable, or the kernel does
+        not say."""
         if self.state() == "R":
             return None
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -153,13 +160,13 @@ class _Agent:
         return None
 
     def state(self) -> str:
-        """As the kernel names it: T is stopped. "" where that is not known."""
+        """The state of the process as the kernel names it ("T": stopped); "" if unknown."""
         with contextlib.suppress(OSError, IndexError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return ""
 
     def is_ours(self) -> bool:
-        """Whether it is one that a trainer of this user has started."""
+        """Whether it is an agent that belongs to this user."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}").stat().st_uid == os.getuid() and _PROGRAM in _words(self.pid)
         return False
@@ -170,24 +177,25 @@ class _Agent:
 
 
 def _words(pid: int) -> list[bytes]:
-    """The command line of a process; none where it cannot be read."""
+    """The words of a process' command line; none if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return []
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Whether that process has that file open; not where that cannot be seen."""
+    """Whether that process is seen to have that file open."""
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
+            # OSError: the descriptor was closed meanwhile.
+            with contextlib.suppress(OSError):
                 if fd.samefile(path):
                     return True
     return False
 
 
 def _await_way(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
-    """Errors: OtherVersion where it does not end in time."""
+    """Waits until an agent of another version has ended. Errors: OtherVersion if it does not end in MAKES_WAY_S."""
     text = f"ckpt: the agent of {shown(url)} (process {agent.pid}) is of another release and makes way, once what it"
     events.emit("agent.replaced", f"{text} has is in the store: waiting up to {MAKES_WAY_S:g} s", loud=True)
     if not agent.is_gone(MAKES_WAY_S):
@@ -195,7 +203,8 @@ def _await_way(agent: _Agent, url: str, events: Events, why: OtherVersion) -> No
 
 
 def _revive_or_end(agent: _Agent, url: str, events: Events, patience_s: float) -> None:
-    """Errors: AgentError where it is not ours to end, or does not."""
+    """Continues a stopped agent; kills one that hangs. Errors: AgentError if the agent is not this user's, or does not
+    end."""
     what = f"the agent of {shown(url)} (process {agent.pid}) has not answered, nor run at all, for {patience_s:g} s"
     if not agent.is_ours():
         raise AgentError(f"{what}; it is none that a trainer of yours has started: look what it waits for, or end it")

@@ -1,13 +1,13 @@
-"""An arena: one memfd in which one rank's shards lie packed, with a first page that says what it holds.
+"""An arena: one memfd that holds one rank's packed shards, with a first page that describes its content.
 
     0        header page: the trainer's half [0, 2048), written last, zeroed when a fill begins;
              the agent's half [2048, 4096): where the frame hashes are, written once they are known
     4096     data region; Staging offsets are relative to it
     then     declaration | shared values | own values | about | frame hashes, each 64-aligned, as the header says
 
-One writer at a time: the trainer that was granted it until `staged`, then the agent. A mapping cannot be revoked, so
-the agent grants an arena to one trainer incarnation and again only when that process is dead. The memfd is sealed
-against shrinking: a truncation would kill a training process by SIGBUS.
+An arena has one writer at a time: first the trainer that holds the grant, and after `staged` the agent. A mapping
+cannot be revoked. So the agent grants an arena to one trainer incarnation, and to another only after that process is
+dead. The memfd is sealed against shrinking, since a truncation would kill a training process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from ckpt.types import Epoch, Identity, Tick
 
 PAGE = 4096
 DATA_AT = PAGE
-WARM_BYTES = 16 << 20  # some 5 ms of work where pages are fresh
-GIVE_WAY_S = 0.2  # at most, before each of these, while training stands still
+# The unit in which memory is touched: about 5 ms of work on fresh pages.
+WARM_BYTES = 16 << 20
+# The longest pause before each unit, to give way to a rank that copies while its training is paused.
+GIVE_WAY_S = 0.2
 _MAGIC = b"CKPTARN1"
-STEP_MAX = 10**12 - 1  # what a tick's written form has room for
+STEP_MAX = 10**12 - 1  # the largest step that the text form of a version can hold
 _AGENT_AT = 2048
 _AGENT_MAGIC = b"CKPTHASH"
 # magic, epoch number, nonce, step, sub, rank, world, data bytes, then (offset, length) of the four parts
@@ -43,8 +45,8 @@ _TRAINER_HALF = struct.Struct("<8sQ16sQIIIQ8Q")
 _AGENT_HALF = struct.Struct("<8sQQ16s")  # magic, offset, length, xxh3-128 of the hash table
 
 _NAME = "ckpt-arena"
-_SHOWN = f"/memfd:{_NAME} (deleted)"  # by the kernel
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # as on x86 and ARM
+_SHOWN = f"/memfd:{_NAME} (deleted)"  # the name that /proc shows
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # values on x86 and ARM
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _mmap.restype = ctypes.c_void_p
@@ -54,7 +56,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a staged arena says of itself. Parts are (offset, length) within the memfd."""
+    """The description that a sealed arena holds. Parts are (offset, length) within the memfd."""
 
     identity: Identity
     rank: int
@@ -75,35 +77,35 @@ def align(offset: int, to: int = 64) -> int:
 
 
 def arena_bytes(data_bytes: int, frames: int, declaration_bytes: int, values_bytes: int) -> int:
-    """How large an arena has to be: data, declaration, values (with room to double, at least 1 MiB), hashes."""
+    """The size that an arena needs, in bytes: data, declaration, values (room to double, at least 1 MiB), hashes."""
     room = max(1 << 20, 2 * values_bytes)
     return align(DATA_AT + align(data_bytes) + align(declaration_bytes) + room + 16 * frames + 256, mmap.PAGESIZE)
 
 
 def created_bytes(size: int) -> int:
-    """Of an arena that is made for so many."""
+    """The size of the arena that `Arena.create(size)` makes, in bytes."""
     return align(max(size, PAGE), mmap.PAGESIZE)
 
 
 class Arena:
-    """Owns a descriptor and its shared mapping. Not thread-safe; see the module for who writes when."""
+    """One arena; owns its descriptor and its shared mapping. Not thread-safe; the module says who writes when."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over the descriptor."""
+        """Takes over the descriptor. Errors: AgentError if the memfd is smaller than one page; OSError; ValueError."""
         self.fd = fd
         self.bytes = os.fstat(fd).st_size
         if self.bytes < PAGE:
             raise AgentError(f"an arena of {self.bytes} bytes has no room for its header")
         self._map = mmap.mmap(fd, self.bytes)
-        # Where the kernel gives huge pages to shared memory that asks for them (shmem_enabled: advise), a new mapping
-        # costs next to nothing. Elsewhere a restore spends a third of its time on page faults and unmapping.
-        with contextlib.suppress(OSError):  # a kernel without them
+        # Huge pages (shmem_enabled: advise) make a new mapping almost free. Without them a restore spends a third of
+        # its time on page faults and unmapping. A kernel without huge pages raises OSError.
+        with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """A new one of `created_bytes`, its pages not yet touched. Errors: OSError."""
+        """A new arena of `created_bytes(size)`, whose pages are not touched yet. Errors: OSError."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, created_bytes(size))
@@ -115,9 +117,9 @@ class Arena:
 
     @classmethod
     def adopt(cls, fd: int) -> Arena:
-        """One that came over a socket; the descriptor is closed where it is refused.
+        """The arena of a descriptor that came over a socket. A refused descriptor is closed.
 
-        Errors: AgentError if it could be truncated under us, or cannot be mapped and written."""
+        Errors: AgentError if the descriptor is not sealed against shrinking, or cannot be mapped."""
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise AgentError("a descriptor given as an arena is not sealed against shrinking")
@@ -131,13 +133,14 @@ class Arena:
 
     @property
     def to_take_bytes(self) -> int:
-        """Of its pages that nobody has touched, which the machine still has."""
+        """The bytes of pages that were never touched: memory that the arena will still take from the machine."""
         return max(0, self.bytes - 512 * os.fstat(self.fd).st_blocks)
 
     def warm(self, between: Callable[[], object] = lambda: None) -> None:
-        """Touches every page, so that no later write waits for one: a fresh page costs ten times a warm one.
-        Keeps the content; the arena must have no other writer meanwhile. Runs outside the GIL; `between` is called
-        every WARM_BYTES, and may wait."""
+        """Touches every page, so that later writes are fast: a fresh page costs ten times a warm one.
+
+        The content stays. The arena must have no other writer meanwhile. Touching runs outside the GIL. `between` is
+        called before every WARM_BYTES, and may wait."""
         pages = np.frombuffer(self._map, dtype=np.uint8)
         for at in range(0, len(pages), WARM_BYTES):
             between()
@@ -145,7 +148,7 @@ class Arena:
             np.bitwise_or(some, 0, out=some)
 
     def data(self, offset: int, length: int) -> memoryview:
-        """Bytes of the data region."""
+        """A view of the data region, `offset` bytes from its start."""
         return self.view[DATA_AT + offset : DATA_AT + offset + length]
 
     def part(self, place: tuple[int, int]) -> memoryview:
@@ -154,17 +157,17 @@ class Arena:
     # -- the trainer's half
 
     def begin_fill(self) -> None:
-        """From here on it holds nothing, until `seal`."""
+        """Clears the header: the arena holds no snapshot from now until `seal`."""
         self.view[:PAGE] = bytes(PAGE)
 
     def write_declaration(self, data_bytes: int, declaration: bytes) -> tuple[int, int]:
-        """Puts the declaration behind the data region; its place stays the same until it is written anew."""
+        """Writes the declaration behind the data region; returns its (offset, length), valid until the next call."""
         at = align(DATA_AT + data_bytes)
         self._put(at, declaration)
         return at, len(declaration)
 
     def values_room(self, declaration: tuple[int, int], frames: int) -> int:
-        """How many bytes of shared values, own values and about fit behind the declaration."""
+        """The bytes that are free behind the declaration for shared values, own values and about."""
         return self.bytes - align(sum(declaration)) - align(16 * frames) - 256
 
     def seal(
@@ -178,7 +181,7 @@ class Arena:
         own: bytes,
         about: bytes,
     ) -> Header:
-        """Writes the values and, last, the header: from here on it holds `identity`."""
+        """Writes the values and then the header. From now on the arena holds the snapshot `identity`."""
         at = align(sum(declaration))
         places = []
         for part in (shared, own, about):
@@ -203,7 +206,7 @@ class Arena:
     # -- the agent's half
 
     def header(self) -> Header:
-        """Errors: DamagedData when nothing is sealed in it, or the header is not sound."""
+        """The header. Errors: DamagedData if the arena holds no sealed snapshot, or the header is malformed."""
         half = bytes(self.view[: _TRAINER_HALF.size])
         digest = bytes(self.view[_TRAINER_HALF.size : _TRAINER_HALF.size + 16])
         if half[:8] != _MAGIC or xxhash.xxh3_128_digest(half) != digest:
@@ -221,7 +224,8 @@ class Arena:
         return Header(Identity(epoch, Tick(step, sub)), rank, world, data_bytes, *places)
 
     def write_hashes(self, header: Header, hashes: npt.NDArray[np.uint64]) -> None:
-        """Keeps the frame hashes with the frames, so that they outlive the agent. hashes: (frames, 2), hi and lo."""
+        """Stores the frame hashes in the arena, so that they outlive the agent. `hashes`: shape (frames, 2), (hi,
+        lo)."""
         at = align(max(offset + length for offset, length in header.parts))
         table = np.ascontiguousarray(hashes, dtype="<u8").tobytes()
         self._put(at, table)
@@ -229,7 +233,8 @@ class Arena:
         self.view[_AGENT_AT : _AGENT_AT + len(half)] = half
 
     def hashes(self) -> npt.NDArray[np.uint64] | None:
-        """(frames, 2), or None where none were written since the arena was filled."""
+        """The frame hashes, shape (frames, 2); None if none were written since the arena was filled, or they are
+        damaged."""
         magic, at, length, digest = _AGENT_HALF.unpack_from(self.view, _AGENT_AT)
         if magic != _AGENT_MAGIC or at + length > self.bytes or length % 16:
             return None
@@ -239,8 +244,8 @@ class Arena:
         return np.frombuffer(table, dtype="<u8").reshape(-1, 2).astype(np.uint64)
 
     def tail(self) -> tuple[int, int]:
-        """What lies behind the data of a sealed and hashed arena: offset and length, from the first part to the end of
-        the hashes. Errors: DamagedData."""
+        """(offset, length) of everything behind the data of a sealed and hashed arena: from the first part to the end
+        of the hashes. Errors: DamagedData if the arena is not sealed or has no hashes."""
         header = self.header()
         magic, at, length, _ = _AGENT_HALF.unpack_from(self.view, _AGENT_AT)
         if magic != _AGENT_MAGIC or at + length > self.bytes:
@@ -249,23 +254,26 @@ class Arena:
         return first, at + length - first
 
     def page(self) -> bytes:
-        """Its first page: what makes an arena with the same bytes behind it hold the same."""
+        """A copy of the first page. Another arena with this page and the same bytes behind it holds the same
+        snapshot."""
         return bytes(self.view[:PAGE])
 
     def set_page(self, page: bytes) -> None:
-        """Written last. Errors: AgentError."""
+        """Writes the first page. Call it after all other bytes. Errors: AgentError if `page` has a wrong length."""
         if len(page) != PAGE:
             raise AgentError(f"the first page of an arena has {len(page)} bytes instead of {PAGE}")
         self.view[:PAGE] = page
 
     def close(self) -> None:
-        """Unmaps and closes; views that others still hold keep the mapping alive until they are dropped."""
+        """Unmaps and closes the arena. Views that callers still hold keep the mapping alive until they are dropped."""
         if self.fd >= 0:
             self.view.release()
-            with contextlib.suppress(BufferError):  # a caller's view is alive: the mapping goes with that
+            # BufferError: a caller holds a view. The mapping ends with that view.
+            with contextlib.suppress(BufferError):
                 self._map.close()
             fd, self.fd = self.fd, -1
-            del self._map  # it has a descriptor of its own
+            # The mapping holds a descriptor of its own.
+            del self._map
             os.close(fd)
 
     def _put(self, at: int, data: bytes) -> None:
@@ -275,11 +283,15 @@ class Arena:
 
 
 def abandon_in_child() -> None:
-    """In a forked child: no memory of its parent's arenas stays here, whoever had them there, or had just received
-    them. Views of it are of other pages then, which take none until they are written to. Errors: OSError."""
+    """Releases the memory of all arenas of the parent process; call it in a forked child.
+
+    It finds descriptors and mappings in /proc, so it also releases arenas that no object owns yet. Existing views
+    then show anonymous pages, which take no memory until they are written. Errors: OSError."""
     nothing, failed = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), 0
-    for name in os.listdir("/proc/self/fd"):  # a mapping has one of its own, which it closes with its last view
-        with contextlib.suppress(OSError):  # that of the list itself
+    # Descriptors are replaced, not closed: a mapping has a descriptor of its own and closes it with its last view.
+    for name in os.listdir("/proc/self/fd"):
+        # OSError: the descriptor of the listing itself, which is closed by now.
+        with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}") == _SHOWN:
                 os.dup2(nothing, int(name), inheritable=False)
     os.close(nothing)

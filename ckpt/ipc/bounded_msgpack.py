@@ -1,8 +1,8 @@
-"""What another agent has packed into a blob, taken out of it within bounds.
+"""A msgpack decoder with bounded memory, for blobs that other processes packed.
 
-msgpack's own limits are for one array or map: a blob of empty lists within lists becomes some sixty times as much
-memory, and an array may say of itself that it is long, and have memory set aside, before one of its values is there. So
-the heads are read first: all that is there, and all that is promised, counts. https://github.com/msgpack/msgpack/spec
+The limits of msgpack itself hold for one array or map. Nested empty lists can still take sixty times the memory of the
+blob, and an array header can reserve memory for values that never come. So this module first reads all headers, and
+counts both the values present and the values promised. The format: https://github.com/msgpack/msgpack/spec
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import msgpack
 
 from ckpt.errors import AgentError
 
-OBJECTS_MAX = 1 << 20  # in one blob, all levels together: some 100 MiB of Python's objects at most
+OBJECTS_MAX = 1 << 20  # values in one blob, all levels together: at most about 100 MiB of Python objects
 
 
 def unpacked(blob: bytes, what: str, objects_max: int = OBJECTS_MAX) -> Any:
-    """What was packed: at most so many values, those within others counted, no extension types, and keys that are text
-    or bytes. `what` it is to be. Errors: AgentError that names it."""
+    """The value that a blob holds. `what`: names the blob in errors. `objects_max`: limit of values, nested ones too.
+
+    Errors: AgentError if the blob is malformed, has too many values, an extension type, or a map key that is neither
+    text nor bytes."""
     if not _within(blob, objects_max):
         raise AgentError(f"{what} has more than {objects_max} values, others than may be, or is not all there")
     try:
@@ -28,14 +30,14 @@ def unpacked(blob: bytes, what: str, objects_max: int = OBJECTS_MAX) -> Any:
 
 
 def _within(blob: bytes, objects_max: int) -> bool:
-    """Whether it is one value, and no more come with it. Looks at no more heads than that, whatever is said."""
+    """Whether the blob is exactly one whole value of at most `objects_max` values. Reads at most that many headers."""
     at, end, left, count = 0, len(blob), 1, 1
     while left and at < end and count <= objects_max:
         head = blob[at]
         at += 1
         left -= 1
         more = 0
-        if head < 0x80 or head >= 0xE0:  # a small number
+        if head < 0x80 or head >= 0xE0:  # a small integer
             continue
         if head < 0x90:
             more = 2 * (head & 15)
@@ -51,14 +53,16 @@ def _within(blob: bytes, objects_max: int) -> bool:
         elif (width := _FIXED.get(head)) is not None:
             at += width
         else:
-            return False  # an extension type: what of it is a value is not looked at
+            return False  # an extension type, or an unused header byte
         left += more
         count += more
     return not left and at == end and count <= objects_max
 
 
-_COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}  # arrays and maps: bytes of their length
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bytes and text
+# By header byte, the width in bytes of the length field: of arrays and maps; of bytes and text. Of fixed-size values,
+# the bytes that follow the header.
+_COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _FIXED = {
     0xC0: 0,
     0xC2: 0,

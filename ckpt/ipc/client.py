@@ -1,9 +1,9 @@
-"""The trainer's (or a tool's) end of the socket: find the agent, start it if there is none, talk to it.
+"""The client of an agent, used by trainers and tools: finds the agent, starts one if there is none, exchanges messages.
 
-There is one agent per (user, node, store URL). Its socket and locks live in one 0700 folder of the user. Who finds no
-agent takes the start lock, looks again, spawns one in a session of its own, and waits for it to say that it serves:
-so n ranks that start together make one agent. The agent itself holds the run lock for as long as it lives, and only
-under it unlinks a stale socket.
+There is one agent per (user, node, store URL). Its socket and locks are in one folder of the user, mode 0700. A client
+that finds no agent takes the start lock, looks again, spawns an agent in a new session and waits until it serves. So
+n ranks that start together start one agent. The agent holds the run lock as long as it lives. It unlinks a stale
+socket only while it holds this lock.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from ckpt.settings import Settings
 from ckpt.storage.names import shown
 from ckpt.threads import Flag, Outcome, Tasks
 
-VERSION = 1  # of the messages; an agent of another version makes way once nobody needs it (see replacing)
+# The version of the messages. An agent of another version ends once no trainer needs it (see agent_process).
+VERSION = 1
 START_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 120.0
-ACCEPT_S = 10.0  # one that is at work takes connections at once, however many come
+# A working agent accepts connections at once, even many of them.
+ACCEPT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPaths:
-    """Where one agent's files are. `socket` stays under the 107 bytes a Unix address may have."""
+    """The paths of one agent's files. `socket` has at most 107 bytes, the limit of a Unix address."""
 
     folder: Path
     socket: Path
@@ -51,8 +53,10 @@ class AgentPaths:
 
 
 def places(url: str, settings: Settings) -> AgentPaths:
-    """Makes the folder. Errors: AgentError when it is not the user's alone, or the path is too long; UsageError where
-    the URL is no UTF-8, as all that agents say is."""
+    """The paths of the agent of `url`; makes their folder.
+
+    Errors: AgentError if the folder cannot be made, is not private to the user, or the path is too long; UsageError if
+    the URL is no UTF-8."""
     folder = settings.runtime_dir
     try:
         named = url.encode()
@@ -77,12 +81,13 @@ def places(url: str, settings: Settings) -> AgentPaths:
 
 
 def connect_nowait(place: AgentPaths) -> socket.socket | None:
-    """A connection, or None where no agent listens. Errors: AgentError; from a TimeoutError where as many connections
-    as it lets wait do so already, and none is taken within ACCEPT_S."""
+    """A connection to the agent, or None if no agent listens.
+
+    Errors: AgentError; its cause is a TimeoutError if the agent's backlog stays full for ACCEPT_S."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     until_s = time.monotonic() + ACCEPT_S
     try:
-        # The kernel would wait as well, but not any more once a signal has come: Python takes that for a connection.
+        # A blocking connect would end at a signal, and Python would take that for a connection. So this loop waits.
         sock.setblocking(False)
         while True:
             try:
@@ -107,8 +112,9 @@ def connect_nowait(place: AgentPaths) -> socket.socket | None:
 
 
 def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) -> socket.socket:
-    """A connection to the agent of `url`, started if there is none. Errors: AgentError with the end of its log; as
-    `connect_nowait`."""
+    """A connection to the agent of `url`; starts the agent if there is none.
+
+    Errors: AgentError, with the end of the agent's log if the agent failed to start; those of `connect_nowait`."""
     place = places(url, settings)
     deadline = time.monotonic() + timeout_s
     sock = connect_nowait(place)
@@ -117,7 +123,8 @@ def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) ->
     with _locked(place.start_lock, deadline):
         while (sock := connect_nowait(place)) is None:
             if not _spawn(url, place, deadline):
-                time.sleep(0.05)  # an agent that is just ending still holds the run lock
+                # An agent that is just ending still holds the run lock.
+                time.sleep(0.05)
             if time.monotonic() > deadline:
                 raise AgentError(f"no agent served {shown(url)} within {timeout_s:g} s; see {place.log}")
     return sock
@@ -144,18 +151,19 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
 
 
 def _spawn(url: str, place: AgentPaths, deadline: float) -> bool:
-    """True once it serves; False when another agent still holds the run lock (it says "busy")."""
+    """Starts an agent. True once it serves; False if another agent holds the run lock (the new one says "busy")."""
     import ckpt
 
     package_dir = os.fspath(Path(ckpt.__file__).parent.parent)
     path = os.pathsep.join(p for p in (package_dir, os.environ.get("PYTHONPATH", "")) if p)
     command = [
-        *("/bin/sh", "-c", '"$@" &', "sh"),  # the shell ends at once: the agent is no child of the trainer's
+        # The shell ends at once, so the agent is no child of the trainer.
+        *("/bin/sh", "-c", '"$@" &', "sh"),
         *(sys.executable, "-P", "-m", "ckpt.agent.node.main", "--url", url, "--socket", os.fspath(place.socket)),
         *("--lock", os.fspath(place.run_lock), "--log", os.fspath(place.log), "--ready-fd"),
     ]
     ready_read, low = os.pipe()
-    # Above those of the standard streams, which the agent has others under: a trainer without any has them to give.
+    # A trainer without standard streams could get one of their numbers here. The agent needs those for its own streams.
     ready_write = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(low)
     try:
@@ -200,24 +208,24 @@ def _read_ready(fd: int, deadline: float) -> str:
 
 
 class Pending:
-    """A request that is not answered yet. One thread waits for it, and calls `forget` once it does not any more."""
+    """A request without an answer yet. One thread waits for the answer, and calls `forget` when it stops waiting."""
 
     def __init__(self, connection: Connection, request_id: int, kind: str) -> None:
         self.id = request_id
         self.future = Outcome[messages.Message]()
-        self.moves = Flag()  # the agent has said so since it was looked at last
+        self.moves = Flag()  # the agent has reported progress since the last look
         self._connection, self._kind = connection, kind
 
     def answer(self, timeout_s: float | None) -> messages.Message:
-        """Errors: what the agent answers; AgentError when it is gone; TimeoutError."""
+        """The answer. Errors: the error that the agent answered; AgentError if the agent is gone; TimeoutError."""
         message = self.future.result(timeout_s)
         messages.raise_error(message)
         return message
 
     def wait_while_moving(self, timeout_s: float) -> messages.Message | None:
-        """The answer; None where it takes longer, and the agent has said in that time that it gets further.
+        """The answer; None if there is none within `timeout_s`, but the agent reported progress in that time.
 
-        Errors: as `answer`, but AgentError where it has not."""
+        Errors: those of `answer`; AgentError, instead of TimeoutError, if the agent reported no progress."""
         try:
             return self.answer(timeout_s)
         except TimeoutError as exc:
@@ -234,11 +242,11 @@ class Pending:
 
 
 class Connection:
-    """One connected socket with a reader thread: requests get their answers, all else goes to `on_message`.
+    """A connection to an agent, with a reader thread. Answers go to their requests, other messages to `on_message`.
 
-    `on_message` runs on the reader thread, in the order of arrival, and must not wait for an answer itself.
-    `on_lost` runs there once, when the agent is gone after it had answered hello, and is told how that was seen.
-    Thread-safe. After `close` every request raises AgentError.
+    `on_message` runs on the reader thread, in the order of arrival, and must not wait for an answer itself. `on_lost`
+    runs there once, with the reason, if the connection is lost after the agent answered hello. Thread-safe. After
+    `close` every request raises AgentError.
     """
 
     def __init__(
@@ -250,8 +258,10 @@ class Connection:
         role: str = "trainer",
         hello_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
-        """Errors: what the agent answers to hello; AgentError where it is gone, or where it does not answer within
-        `hello_s` seconds, from the TimeoutError then."""
+        """Says hello, and takes over the socket.
+
+        Errors: the error that the agent answered to hello; AgentError if the agent is gone, or does not answer within
+        `hello_s` (then its cause is a TimeoutError)."""
         self._sock = sock
         self._on_message = on_message
         self._on_lost = on_lost
@@ -264,11 +274,12 @@ class Connection:
         try:
             hello = self.request("hello", {"version": VERSION, "role": role}, timeout_s=hello_s)
         except BaseException:
-            self.close()  # nobody else will: there is no connection
+            self.close()
             raise
         self.incarnation = str(hello.fields["incarnation"])
         self.agent_pid = int(hello.fields["pid"])
-        self.secret: list[Any] | None = hello.fields["secret"]  # of the last start on several nodes, and its epoch
+        # The secret of the last start on several nodes, and the epoch of that start.
+        self.secret: list[Any] | None = hello.fields["secret"]
         self._made = True
 
     @property
@@ -283,9 +294,9 @@ class Connection:
         blobs: Sequence[bytes] = (),
         timeout_s: float | None = REQUEST_TIMEOUT_S,
     ) -> messages.Message:
-        """Sends and waits for the answer (timeout_s=None: as long as the agent lives).
+        """Sends a request and returns its answer. With timeout_s=None it waits as long as the agent lives.
 
-        Errors: what the agent answers; AgentError when it is gone or silent.
+        Errors: the error that the agent answered; AgentError if the agent is gone or does not answer in time.
         """
         pending = self.ask(kind, fields, fds, blobs)
         try:
@@ -304,7 +315,7 @@ class Connection:
         fds: Sequence[int] = (),
         blobs: Sequence[bytes] = (),
     ) -> Pending:
-        """Sends, and waits for nothing. Errors: AgentError when the agent is gone."""
+        """Sends a request and does not wait. Errors: AgentError if the agent is gone."""
         with self._lock:
             self._next_id += 1
             pending = Pending(self, self._next_id, kind)
@@ -321,16 +332,17 @@ class Connection:
             self._pending.pop(request_id, None)
 
     def status(self, timeout_s: float | None = REQUEST_TIMEOUT_S) -> dict[str, Any]:
-        """What the agent says of itself. Errors: as `request`."""
+        """The agent's status. Errors: those of `request` and `body_of`."""
         return body_of(self.request("status", timeout_s=timeout_s))
 
     def notify(self, kind: str, fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> None:
-        """Sends without an answer. Errors: AgentError when the agent is gone."""
+        """Sends a message that has no answer. Errors: AgentError if the agent is gone."""
         self._send({"t": kind, **fields}, fds, blobs)
 
     def close(self) -> None:
-        """Ends the connection and its thread; the agent takes it as the end of this trainer's interest. So does a
-        second call, where Ctrl-C has ended the first."""
+        """Ends the connection and its thread; the agent then treats this trainer as gone.
+
+        A second call finishes the work if Ctrl-C interrupted the first."""
         with self._lock:
             self._closed = True
         with contextlib.suppress(OSError):  # already gone
@@ -340,7 +352,7 @@ class Connection:
         self._sock.close()
 
     def abandon_in_child(self) -> None:
-        """In a forked child: lets go of the descriptor, so that it neither holds the socket nor speaks on it."""
+        """Closes the descriptor in a forked child, so that the child neither keeps the socket open nor uses it."""
         self._closed = True
         self._sock.close()
 
@@ -376,7 +388,7 @@ class Connection:
                 else:
                     self._on_message(message)
         except (OSError, CkptError) as exc:
-            why = f"{type(exc).__name__}: {exc}"  # the connection is of no more use
+            why = f"{type(exc).__name__}: {exc}"
         finally:
             self._fail_pending()
             with self._lock:
@@ -396,7 +408,8 @@ class Connection:
 
 
 def body_of(answer: messages.Message) -> dict[str, Any]:
-    """What an answer says that may be longer than a message. Errors: AgentError."""
+    """The body of an answer that travels as a blob, since it may be too long for a message. Errors: AgentError if it
+    cannot be read."""
     try:
         found = msgpack.unpackb(answer.blobs[0])
     except (LookupError, ValueError, msgpack.UnpackException) as exc:

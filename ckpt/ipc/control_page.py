@@ -1,13 +1,14 @@
-"""The control page: words by which the agent appoints snapshots, and where each rank is.
+"""The control page of one job: a shared memfd with which the agent appoints snapshots and each rank shows its position.
 
-One memfd per job. From byte 0 on there is a word for each slot, written by the agent and read by every trainer at each
-step; the line at byte 64 x (1 + rank) is written by that trainer and read by the agent. At byte 56 the agent puts the
-round by which all ranks leave, before it tells the first of them: should it die then, the others find it there. All are
-aligned 64-bit loads and stores, atomic on the machines we run on; no decision depends on the order of two of them.
+From byte 0 on there is one control word per slot. The agent writes it, and every trainer reads it at each step. The
+cache line at byte 64 x (1 + rank) is written by the trainer of that rank and read by the agent. Byte 56 holds the round
+(save attempt) after which all ranks leave. The agent writes this round before it tells the first rank, so the other
+ranks find it even if the agent dies. All accesses are aligned 64-bit loads and stores, which are atomic on the
+supported machines. No decision depends on the order of two of them.
 
     word = round << 44 | slot << 40 | kind << 36 | at        0: nothing is appointed
     at   = step, or for a poll after it (kind with POLL): (step mod 2^16) << 20 | poll
-    line = entered step << 20 | polls, saves since the last ended step; behind it when that was, and whether it copies
+    line = entered step << 20 | polls and saves since the last ended step; entry time in ns; whether the rank copies
 """
 
 from __future__ import annotations
@@ -26,28 +27,37 @@ ROUND_MAX = (1 << 20) - 1
 STEP_MAX = (1 << 36) - 1
 SUB_MAX = (1 << 20) - 1
 WORLD_MAX = 4096
-WAITING = "gradients wait for an update"  # why what is appointed at a step without one is missed
-AMID = "in the middle of a step"  # why what is appointed at a poll is missed, and would be at the next one
-_LEAVE = 7  # the word of the page that says by which round
-_POLL = 8  # in the kind
-_STEP_LOW = (1 << 16) - 1  # so much of its step is told with a poll: all ranks are known to be at it
+# Why a rank missed a snapshot that was appointed at the end of a step.
+WAITING = "gradients wait for an update"
+# Why a rank missed a snapshot that was appointed at a poll. The rank would miss the next poll, too.
+AMID = "in the middle of a step"
+_LEAVE = 7  # index of the 64-bit value at byte 56
+_POLL = 8  # flag in `kind`
+# A word for a poll has room for these low bits of the step only. They suffice, since all ranks are in that step.
+_STEP_LOW = (1 << 16) - 1
 
 
 class WordKind(enum.IntEnum):
-    TAKE = 1  # take a snapshot at that tick
-    HOLD = 2  # take it, and hold until the agent says leave or go on
+    """What the ranks do at the appointed version."""
+
+    TAKE = 1  # take a snapshot
+    HOLD = 2  # take a snapshot, then wait until the agent decides: leave or go on
 
 
 class RankPlace(enum.Enum):
-    EARLY = "early"  # the appointed tick is yet to come
+    """The position of the appointed version, as seen by one rank."""
+
+    EARLY = "early"  # still ahead of the rank
     DUE = "due"
-    LATE = "late"  # it will not come any more
+    LATE = "late"  # passed; the rank will not reach it
 
 
 @dataclass(frozen=True, slots=True)
 class ControlWord:
-    """`round`: 1..ROUND_MAX, compared for equality only. `slot`: which arenas. `step`, `sub`: at which tick; with sub 0
-    the end of that step. Of a word that was read, with sub > 0, `step` is only known modulo 2^16: ask `place`."""
+    """One appointment: a snapshot at version (`step`, `sub`) into the arenas of `slot`.
+
+    `round`: number of the save attempt, 1..ROUND_MAX, compared for equality only. `sub`: 0 means the end of that step.
+    A word that was read with `sub` > 0 knows `step` only modulo 2^16; use `place` to compare it."""
 
     round: int
     slot: int
@@ -56,6 +66,7 @@ class ControlWord:
     sub: int = 0
 
     def pack(self) -> int:
+        """The word as 64 bits. Errors: AgentError if a field is out of range."""
         ranges = (self.round, ROUND_MAX), (self.slot, SLOTS_MAX - 1), (self.step, STEP_MAX), (self.sub, SUB_MAX)
         if self.round == 0 or not all(0 <= value <= most for value, most in ranges):
             raise AgentError(f"an appointment out of range: {self}")
@@ -66,6 +77,7 @@ class ControlWord:
 
     @staticmethod
     def unpack(word: int) -> ControlWord | None:
+        """The appointment that a 64-bit word holds; None if it is 0."""
         if word == 0:
             return None
         kind, at = word >> 36 & 0xF, word & STEP_MAX
@@ -73,8 +85,8 @@ class ControlWord:
         return ControlWord(word >> 44, word >> 40 & 0xF, WordKind(kind & ~_POLL), step, sub)
 
     def place(self, step: int, sub: int) -> RankPlace:
-        """Where the appointed tick is, as seen by a rank that is at (step, sub), the last ended step and what came
-        since."""
+        """The position of the appointed version for a rank whose last ended step is `step`, with `sub` polls and saves
+        since then."""
         here, there = (step, sub), (self.step, self.sub)
         if self.sub:
             if step & _STEP_LOW != self.step:
@@ -84,8 +96,10 @@ class ControlWord:
 
 
 class ControlPage:
-    """Owns its mapping and its descriptor. `words`: those of the slots, as unsigned 64-bit integers: the trainer reads
-    them itself, since a call costs more than the loads."""
+    """The mapping of one control page; owns the mapping and the descriptor.
+
+    `words`: the control words of all slots, as unsigned 64-bit integers. The trainer reads them directly, since a
+    method call costs more than the loads."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -96,6 +110,7 @@ class ControlPage:
 
     @classmethod
     def create(cls, world: int) -> ControlPage:
+        """A new, empty page for a job of `world` ranks, sealed against resizing. Errors: AgentError above WORLD_MAX."""
         if not 0 < world <= WORLD_MAX:
             raise AgentError(f"a job of {world} ranks on one node; at most {WORLD_MAX}")
         size = -(-64 * (1 + world) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -105,7 +120,7 @@ class ControlPage:
         return cls(fd)
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
-        """What that slot is appointed for; None: nothing. Errors: AgentError for a word of another slot."""
+        """Writes the appointment of `slot`; None clears it. Errors: AgentError if `word` belongs to another slot."""
         if not 0 <= slot < SLOTS_MAX or (word is not None and word.slot != slot):
             raise AgentError(f"an appointment of slot {slot} that is none: {word}")
         self.words[slot] = word.pack() if word is not None else 0
@@ -114,38 +129,42 @@ class ControlPage:
         return [word for each in self.words if (word := ControlWord.unpack(each)) is not None]
 
     def leave(self, round_: int) -> None:
-        """The verdict of that round is: leave."""
+        """Publishes the verdict "leave" for save attempt `round_`."""
         self._page[_LEAVE] = round_
 
     def leaves(self) -> int:
-        """The round by which the ranks leave; 0: none."""
+        """The save attempt after which the ranks leave; 0: none."""
         return self._page[_LEAVE]
 
     def enter(self, rank: int, step: int, sub: int = 0) -> None:
-        """`rank` is in `step`, and has polled or saved `sub` times since the step before it ended. Since when, too, for
-        whoever asks how long that step still takes: a hint, which may belong to the step before."""
+        """Publishes that `rank` is in `step` and has polled or saved `sub` times since the previous step ended.
+
+        With `sub` 0 it also publishes the entry time, from which the agent estimates when the step ends. The time is a
+        hint: a reader may still see the one of the previous step."""
         if not sub:
             self._page[8 * (1 + rank) + 1] = time.monotonic_ns()
         self._page[8 * (1 + rank)] = step << 20 | min(sub, SUB_MAX)
 
     def entered(self, rank: int) -> int:
+        """The step that `rank` is in; 0: none yet."""
         return self._page[8 * (1 + rank)] >> 20
 
     def since_s(self, rank: int) -> float | None:
-        """When it entered that step, on the host's monotonic clock; None: none yet."""
+        """When `rank` entered its step, in seconds of the host's monotonic clock; None: no step yet."""
         at_ns = self._page[8 * (1 + rank) + 1]
         return at_ns / 1e9 if at_ns else None
 
     def copy(self, rank: int, begins: bool) -> None:
-        """Training of `rank` stands still for a copy, or goes on. A hint."""
+        """Publishes that training of `rank` pauses for a copy (`begins`), or goes on. A hint."""
         self._page[8 * (1 + rank) + 2] = begins
 
     @property
     def copies(self) -> bool:
-        """Whether training of some rank stands still for a copy."""
+        """Whether training of some rank is paused for a copy."""
         return any(self._page[8 + 2 :: 8])
 
     def polled(self, rank: int) -> int:
+        """How often `rank` polled or saved since the last ended step."""
         return self._page[8 * (1 + rank)] & SUB_MAX
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""On which machine a node is. Containers of one host are nodes of their own, and are lost together: so each node tells
-its host as the narrowest of its failure domains, below those that CKPT_DOMAIN names. Pure, but for `domains_here`.
+"""The failure domains of nodes: the ones that CKPT_DOMAIN names and, as the narrowest one, the host.
 
-The host is known by the kernel's boot id, which all containers on it have in common, whatever they are called.
+Containers on one host are separate nodes, but they are lost together. So each node reports its host as a failure
+domain. The kernel's boot id identifies the host, since all its containers share it. Only `domains_here` does I/O.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ Domains = Mapping[str, Sequence[str]]  # by node, widest first
 
 
 def domains_here(named: str, boot_id: Path = BOOT_ID) -> list[str]:
-    """This node's, widest first. `named`: with "/" between them, as CKPT_DOMAIN has them."""
+    """The failure domains of this node, widest first. `named`: the value of CKPT_DOMAIN, names separated by "/"."""
     found = [each for each in named.split("/") if each]
-    with contextlib.suppress(OSError):  # then each node counts as a host of its own
+    # Without a readable boot id each node counts as a host of its own.
+    with contextlib.suppress(OSError):
         found.append(HOST + hashlib.blake2b(boot_id.read_bytes().strip(), digest_size=6).hexdigest())
     return found
 
 
 def named(domains: Sequence[str]) -> Sequence[str]:
-    """Those of them that CKPT_DOMAIN names."""
+    """The domains that CKPT_DOMAIN named: all but the host."""
     return domains[:-1] if _host(domains) else domains
 
 
 def told_apart(domains: Domains) -> dict[str, tuple[str, ...]]:
-    """Without hosts that have one node only, which is a domain of its own anyway; and where all are on one host without
-    that: it says nothing of where to keep what."""
+    """The domains of each node, without the hosts that do not matter for placement.
+
+    A host is left out if it has only one node, since every node is a domain of its own. It is also left out if all
+    nodes are on it."""
     hosts = {node: _host(each) for node, each in domains.items()}
     count = Counter(hosts.values())
     useful = {host for host in count if host and 1 < count[host] < len(domains)}
@@ -43,7 +46,8 @@ def told_apart(domains: Domains) -> dict[str, tuple[str, ...]]:
 
 
 def lost_with_hosts(domains: Domains, placement: Placement) -> dict[str, list[str]]:
-    """By host: the nodes whose state goes with it. Only of hosts that have several nodes."""
+    """For each host with several nodes: the nodes whose state is lost when the host is lost. Hosts without a loss are
+    left out."""
     by_host: dict[str, list[str]] = {}
     for node, each in domains.items():
         by_host.setdefault(_host(each), []).append(node)
@@ -52,5 +56,5 @@ def lost_with_hosts(domains: Domains, placement: Placement) -> dict[str, list[st
 
 
 def _host(domains: Sequence[str]) -> str:
-    """ "": it has not told."""
+    """The host among a node's domains; "" if the node reported none."""
     return domains[-1] if domains and domains[-1].startswith(HOST) else ""

@@ -1,8 +1,8 @@
-"""Frames in the files of a local folder, which the ranks of this host read by themselves.
+"""The file list: tells a rank where frames lie in the files of a local store, so that the rank reads them itself.
 
-A rank on this host can open what its agent can. So its agent tells it where in which file each frame lies, and the rank
-reads the bytes into its tensors: no window, no copy more, and as many threads as the host has cores. The rank checks
-each frame. What it cannot read, or finds wrong, its agent reads.
+A rank on this host can open the same files as its agent. So it reads the bytes directly into its tensors, without the
+window and its copy, on as many threads as the host has cores. The rank verifies each frame. The agent reads the frames
+that the rank cannot read or finds damaged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.ipc.bounded_msgpack import unpacked
 from ckpt.ipc.messages import Message
 from ckpt.layout.layout import Array
 
-# One row a frame. `file`: its number in the list. `stored`, `length`: bytes there, and of the frame itself.
+# One row per frame. `file`: index of the file in the list. `stored`: bytes in the file. `length`: bytes when decoded.
 ROW = np.dtype(
     [
         *(("frame", "<u4"), ("file", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("length", "<u4")),
@@ -30,7 +30,7 @@ ROW = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class FileList:
-    """Files of a folder, and which frames lie in them: an array of ROW, in the order of the files."""
+    """Files of a folder, and the frames in them. `rows`: array of ROW, in order of (file, offset)."""
 
     folder: str
     names: list[str]
@@ -38,7 +38,7 @@ class FileList:
 
     @staticmethod
     def of(message: Message) -> FileList:
-        """What `blobs` has made of it. Errors: AgentError."""
+        """The list that `blobs` encoded into a message. Errors: AgentError if it is malformed."""
         try:
             named, rows = message.blobs
             folder, names = unpacked(named, "the list of files")
@@ -48,7 +48,8 @@ class FileList:
 
     @staticmethod
     def of_record(folder: str, record: Record, manifest: Manifest, frames: dict[int, int]) -> FileList:
-        """`frames`: by their numbers in `manifest`, those in the record's own."""
+        """The list of frames that a commit record stores. `frames`: frame number in `manifest` -> number in
+        `record`."""
         ours, theirs = (np.array(list(each), np.int64) for each in (frames.keys(), frames.values()))
         places, specs = record.places[theirs], manifest.frames[ours]
         rows = np.zeros(len(ours), ROW)
@@ -59,7 +60,9 @@ class FileList:
         return FileList(folder, names, rows[np.lexsort((rows["offset"], rows["file"]))])
 
     def only(self, frames: Collection[int]) -> FileList:
+        """The list without all other frames."""
         return replace(self, rows=self.rows[np.isin(self.rows["frame"], list(frames))])
 
     def blobs(self) -> list[bytes]:
+        """The list as blobs of a message."""
         return [msgpack.packb([self.folder, self.names]), self.rows.tobytes()]

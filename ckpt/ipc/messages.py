@@ -1,10 +1,9 @@
-"""Messages on the Unix socket between a trainer (or a tool) and its agent.
+"""The messages on the Unix socket between a trainer (or a tool) and its agent.
 
 One `SOCK_SEQPACKET` packet is one message: a msgpack map of at most MESSAGE_BYTES_MAX bytes, with at most FDS_MAX
-descriptors beside it. What is larger travels as a *blob*: a sealed memfd, so that a hostile sender can neither make
-the receiver allocate more than BLOB_BYTES_MAX nor change the bytes while they are read. Nothing is unpickled.
-
-The last descriptors of a packet are its blobs, as many as the map's `_blobs` says.
+descriptors. Larger data travels as a *blob*, which is a sealed memfd. The seal stops a hostile sender from changing the
+bytes while they are read. A blob has at most BLOB_BYTES_MAX bytes, which bounds the receiver's memory. Nothing is
+unpickled. The last descriptors of a packet are its blobs; the map's `_blobs` is their number.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 @dataclass(slots=True)
 class Message:
-    """`fields`: the map. `fds`: descriptors, now owned by the receiver: it closes what it does not keep. A program that
-    the receiver starts does not inherit them. `blobs`: the bytes of each blob, already closed."""
+    """A received message.
+
+    `fields`: the map. `fds`: descriptors, owned by the receiver, which closes those that it does not keep. Child
+    programs do not inherit them. `blobs`: the bytes of each blob, whose descriptor is already closed."""
 
     fields: dict[str, Any]
     fds: list[int] = field(default_factory=list)
@@ -42,6 +43,7 @@ class Message:
         return str(self.fields.get("t", ""))
 
     def close(self) -> None:
+        """Closes the descriptors that are still in `fds`."""
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
@@ -49,14 +51,16 @@ class Message:
 
 @dataclass(slots=True)
 class Packet:
-    """A message ready to be sent. `owned`: descriptors made for it, closed by `close` once it is sent or dropped."""
+    """A message ready to be sent. `owned`: the descriptors of its blobs; the sender calls `close` after sending or
+    dropping it."""
 
     data: bytes
     fds: list[int]
     owned: list[int]
 
     def send(self, sock: socket.socket) -> None:
-        """Sends it whole. Errors: BlockingIOError on a full non-blocking socket (nothing was sent); OSError."""
+        """Sends the whole packet. Errors: BlockingIOError if a non-blocking socket is full (nothing was sent);
+        OSError."""
         socket.send_fds(sock, [self.data], self.fds)
 
     def close(self) -> None:
@@ -66,7 +70,7 @@ class Packet:
 
 
 def pack(fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> Packet:
-    """Errors: AgentError when it is too large, which is a mistake of ours, not of a user's."""
+    """The packet of a message. Errors: AgentError if it is too large, which is a bug in ckpt, not a user's mistake."""
     if len(fds) + len(blobs) > FDS_MAX:
         raise AgentError(f"message {fields.get('t')!r} has {len(fds) + len(blobs)} descriptors; at most {FDS_MAX}")
     data = msgpack.packb({**fields, "_blobs": len(blobs)} if blobs else fields)
@@ -92,8 +96,10 @@ def send(sock: socket.socket, fields: dict[str, Any], fds: Sequence[int] = (), b
 
 
 def receive(sock: socket.socket) -> Message | None:
-    """The next message; None at the end of the connection. On a non-blocking socket: BlockingIOError when there is
-    none. Errors: AgentError for what does not parse; the caller drops that connection only."""
+    """The next message; None at the end of the connection.
+
+    Errors: BlockingIOError if a non-blocking socket has no message; AgentError if the message does not parse. The
+    caller then drops that connection only."""
     data, fds, flags = _receive_packet(sock)
     message = Message({}, fds)
     try:
@@ -124,14 +130,16 @@ def error_fields(request_id: int, error: BaseException) -> dict[str, Any]:
 
 
 def raise_error(message: Message) -> None:
-    """Raises what an error answer says; does nothing for a reply."""
+    """Raises the error that an error answer carries; does nothing for a reply."""
     if message.kind == "error":
         message.close()
         raise from_kind(str(message.fields.get("kind", "")), str(message.fields.get("message", "")))
 
 
 def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """What `socket.recv_fds` does, but for its flags, which it does not pass on: no other program gets these."""
+    """(data, descriptors, flags) of the next packet. Child programs do not inherit the descriptors.
+
+    `socket.recv_fds` cannot do that, since it ignores its flags argument."""
     room = socket.CMSG_LEN(FDS_MAX * array.array("i").itemsize)
     data, ancillary, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX + 1, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -142,7 +150,7 @@ def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int], int]:
 
 
 def unpack(data: bytes, what: str = "a message on the agent's socket") -> dict[str, Any]:
-    """The fields of a message, of bounded lengths, with a type. Errors: AgentError that begins with `what`."""
+    """The fields of a message: a map with a type, with bounded lengths. Errors: AgentError that begins with `what`."""
     try:
         fields = msgpack.unpackb(data, strict_map_key=True, max_array_len=1 << 15, max_map_len=1 << 12, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as exc:

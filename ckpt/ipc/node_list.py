@@ -1,4 +1,4 @@
-"""The nodes of a job, as its trainers name them to their agents: a blob, which has room for those of a large job."""
+"""The node list of a job: trainers send it to their agents as a blob, since a large job does not fit in a message."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Told = tuple[str, list[str], list[str], list[int], int, str]  # name, addresses,
 
 
 def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
-    """`nodes`: of each name, addresses, domains, ranks and, if they are known, link_bytes_s and host (see NodeAt); rank
-    0's first."""
+    """The node list as a blob. `nodes`: each with name, addresses, domains, ranks and, if known, link_bytes_s and host
+    (see NodeAt); the node of rank 0 first."""
     rows = [
         [
             *(node[key] for key in ("name", "addresses", "domains", "ranks")),
@@ -36,12 +36,12 @@ def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def leader_of(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The name of rank 0's agent; "": all ranks are on one node, and no blob goes with the message."""
+    """The name of rank 0's agent; "" if the list is empty, which means that all ranks are on one node."""
     return str(nodes[0]["name"]) if nodes else ""
 
 
 def decode_nodes(blob: bytes) -> list[Told]:
-    """Errors: UsageError for what is no such list, and what it says that is not sound."""
+    """The rows of a node list. Errors: UsageError if the blob is malformed or too large."""
     if len(blob) > BLOB_BYTES_MAX:
         raise UsageError(f"nodes takes {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
     try:
@@ -65,9 +65,11 @@ def decode_nodes(blob: bytes) -> list[Told]:
 
 @dataclass(frozen=True, slots=True)
 class NodeAt:
-    """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it.
-    `domains`: the failure domains that it lies in, widest first. `link_bytes_s`: what its link carries each way; 0:
-    that is not known. `host`: its name, if it has said that: for people."""
+    """One node of a job.
+
+    `name`: the name of its agent. `addresses`: where the agent listens, best first. `ranks`: the ranks on the node.
+    `domains`: its failure domains, widest first. `link_bytes_s`: speed of its link each way; 0: unknown. `host`: the
+    host name for people; "": unknown."""
 
     name: str
     addresses: tuple[Address, ...]
@@ -78,7 +80,9 @@ class NodeAt:
 
 
 def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
-    """What a trainer says of its job's nodes, that of rank 0 first. Errors: UsageError unless each rank is on one."""
+    """The nodes of a job of `world` ranks, the node of rank 0 first.
+
+    Errors: UsageError if the blob is malformed, names a node twice, or does not name each rank exactly once."""
     nodes = [
         NodeAt(
             name[:100],
@@ -98,6 +102,7 @@ def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
 
 
 def domains_told(domains: Sequence[str]) -> tuple[str, ...]:
-    """Of so many as may be told the widest, and always the narrowest: that is the node's machine (see agent.hosts)."""
+    """At most DOMAINS_MAX of the domains: the widest ones, and always the narrowest, which is the node's host (see
+    failure_domains)."""
     kept = domains if len(domains) <= DOMAINS_MAX else [*domains[: DOMAINS_MAX - 1], domains[-1]]
     return tuple(domain[:100] for domain in kept)

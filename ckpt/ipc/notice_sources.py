@@ -1,4 +1,4 @@
-"""Where a job wants notices to be looked for, as its trainers tell the agent."""
+"""The notice sources of a job: where the agent looks for preemption notices, as the job's trainers tell it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 from ckpt.errors import UsageError
 from ckpt.settings import NOTICES, Settings, variables
 
-SIGNAL = "signal"  # the source of a notice that a rank's signal made
+SIGNAL = "signal"  # the source of a notice that came as a signal to a rank
 FORMER = "a notice to an agent that has died"
-TEXT_MAX = 4096  # of a path or an address
+TEXT_MAX = 4096  # characters of a path or an address
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a job wants to be listened to. `mode`: of settings.NOTICES. `named`: (variable, value) pairs that say where
-    metadata services are. `file`: "" for none. `outcome`: where to write what a notice came to; "" beside the socket.
-    `acknowledge`: whether a cloud may be told that what it plans may begin, once everything is safe."""
+    """The notice sources of one job, and how the agent answers a notice.
+
+    `mode`: one of settings.NOTICES. `named`: (variable, value) pairs with the addresses of metadata services. `file`:
+    a path that signals a notice once it exists; "": none. `outcome`: path of the outcome file; "": beside the socket.
+    `acknowledge`: whether the agent may tell the cloud to start the planned event once the state is replicated."""
 
     mode: str = "off"
     named: tuple[tuple[str, str], ...] = ()
@@ -30,7 +32,7 @@ class Sources:
 
     @classmethod
     def of(cls, settings: Settings) -> Sources:
-        """As this process' environment says."""
+        """The sources that the environment of this process names."""
         outcome = str(settings.outcome_file or "")
         if settings.notices == "off":
             return cls(outcome=outcome)
@@ -47,12 +49,12 @@ class Sources:
         )
 
     def fields(self) -> dict[str, Any]:
-        """As they travel."""
+        """The sources as fields of a message."""
         return {name: getattr(self, name) for name in self.__slots__} | {"named": dict(self.named)}
 
     @classmethod
     def parse(cls, fields: Any) -> Sources:
-        """What `fields` made; None: nothing. Errors: UsageError."""
+        """The sources that `fields` encoded; none for None. Errors: UsageError if they are malformed."""
         if fields is None:
             return cls()
         if not isinstance(fields, dict) or not isinstance(fields.get("named"), dict):

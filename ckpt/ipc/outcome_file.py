@@ -1,5 +1,7 @@
-"""The file that says what a notice came to, where a launcher finds it: torchrun, for one, passes no worker's exit code
-on. The agent writes it, or the trainer where no agent is to be had any more."""
+"""The outcome file: tells a launcher how the job reacted to a preemption notice.
+
+Launchers such as torchrun do not pass on the exit code of a worker, so they read this file. The agent writes it; the
+trainer writes it if no agent is left."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from ckpt.types import Epoch
 
 
 def text_of(body: dict[str, Any]) -> str:
-    """One line for people. `body`: what `write` is given."""
+    """The outcome as one line for people. `body`: as given to `write`."""
     what = {
         "left": "the job leaves",
         "ended": "the job was ended where it was",
@@ -39,8 +41,9 @@ def text_of(body: dict[str, Any]) -> str:
 
 
 def write(path: Path, epoch: Epoch | str, launch: str, body: dict[str, Any]) -> None:
-    """Here and now: whoever waits for the answer may end the machine after it. Errors: OSError; FileExistsError where
-    something else than a regular file is there, which is not replaced."""
+    """Writes the outcome file atomically, before it returns: the machine may end right after the answer.
+
+    Errors: OSError; FileExistsError if `path` exists and is no regular file, which is never replaced."""
     tick = body["tick"]
     identity = f"{epoch}-{tick}" if tick is not None else None
     about = {"version": 1, "launch": launch, "identity": identity, "time_s": time.time()}

@@ -1,9 +1,9 @@
-"""The run's secret: who knows it may read and write the memory of the run's agents, nobody else.
+"""The secret of a run: a process must know it to read or write the memory of the run's agents.
 
-32 random bytes. Written as 64 hexadecimal digits, in a file that only its owner can read or in one line of standard
-input. Where neither is given rank 0 makes one at the first start, which travels with the job's own rendezvous; the next
-starts take that of the newest start that an agent of theirs was part of, so that those which are late for a start, or
-missing, can still be asked what they hold.
+The secret is 32 random bytes, written as 64 hexadecimal digits: in a file that only its owner can read, or in one line
+of standard input. If neither is given, rank 0 makes a secret at the first start and shares it over the job's
+rendezvous. Later starts reuse the secret of the newest start that one of their agents took part in. So they can still
+survey agents that join late or missed a start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.errors import UsageError
 from ckpt.settings import Settings
 
 SECRET_BYTES = 32
-_TEXT_MAX = 256  # of what is read: nobody's log file is mistaken for a secret and read whole
+_TEXT_MAX = 256  # bytes that are read, so that a large file given by mistake is not read whole
 _MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
@@ -29,31 +29,37 @@ def make() -> bytes:
 
 
 def for_run(settings: Settings, former: bytes) -> bytes:
-    """That of the file which the settings name, else that of a former start; a new one where that is b"". Errors: as
-    those of `read_file`."""
+    """The secret of the file that the settings name; else `former`, the secret of an earlier start; else a new one.
+
+    Errors: those of `read_file`."""
     return read_file(settings.secret_file) if settings.secret_file is not None else former or make()
 
 
 def told_apart(settings: Settings) -> str:
-    """By which others see whether they have the same, and which gives it away to nobody; "": no file is named."""
+    """A short hash of the secret file, by which ranks check that they have the same one; "" if no file is named.
+
+    The hash does not reveal the secret."""
     if settings.secret_file is None:
         return ""
     try:
         return hashlib.blake2b(read_file(settings.secret_file), digest_size=8).hexdigest()
-    except UsageError:  # it is one where this rank's counts
+    except UsageError:  # raised later, where the secret of this rank is needed
         return "cannot be read"
 
 
 def read_file(path: Path) -> bytes:
-    """Errors: UsageError where it cannot be read, is no regular file, belongs to another user, is open to others
-    than its owner, or holds no secret. The message never shows the content."""
+    """The secret in that file. The error message never shows the content.
+
+    Errors: UsageError if the file cannot be read, is no regular file, belongs to another user, is accessible to others
+    than its owner, or holds no secret."""
     try:
         # Without O_NONBLOCK, opening a FIFO that nobody writes to would never return.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as exc:
         raise UsageError(f"the secret cannot be read from {path}: {exc.strerror}; {_MAKE}") from exc
     try:
-        status = os.fstat(fd)  # of what was opened, not of what the name means by now
+        # The open file is checked, not the path, which may name another file by now.
+        status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{path} is no regular file, so the secret is not read from it; {_MAKE}")
         if status.st_uid != os.geteuid():
@@ -68,7 +74,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_stream(stream: BinaryIO) -> bytes:
-    """The first line of standard input. Errors: UsageError where it is no secret."""
+    """The secret in the first line of the stream. Errors: UsageError if the line holds no secret."""
     return _parse(stream.readline(_TEXT_MAX), "standard input")
 
 
