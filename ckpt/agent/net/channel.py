@@ -1,11 +1,12 @@
-"""A control connection to another agent, after the handshake: numbered, authentic messages, in order, until it ends.
+"""A control connection to another agent, after the handshake: carries authenticated messages in order until it ends.
 
-The agent's main thread drives it and never waits for it. It is let go, and its owner told, when anything arrives that
-is not authentic or not sound, when the peer has been silent for SILENT_S (both sides say that they live every BEAT_S),
-or when it does not take what is sent: nothing for SILENT_S, or OUTBOX_BYTES_MAX are waiting. Time in which this process
-stood still itself, as one that is stopped does, does not count. What was sent may be lost with the connection; an end
-proves nothing, for anybody can cut it. But what has arrived from a peer that is gone is heard, also where its end is
-found out by sending to it.
+The agent's main thread drives a channel and never blocks on it. A channel closes itself and tells its handler
+- when a record arrives that is not authentic, or a message that is malformed;
+- when the peer is silent for SILENT_S (both sides send a sign of life every BEAT_S);
+- when the peer takes nothing for SILENT_S, or more than OUTBOX_BYTES_MAX are waiting.
+Time in which this process itself was stopped does not count. Sent messages may be lost with the connection. The end of
+a connection proves nothing, since anybody on the network can cut it. Messages that arrived before the end are handled,
+also if the end is noticed while sending.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ log = logging.getLogger("ckpt")
 
 BEAT_S = 5.0
 OUTBOX_BYTES_MAX = framing.BLOB_BYTES_MAX + (8 << 20)
-AT_ONCE_BYTES = 1 << 20  # read or written of one peer before the others have their turn
-_SMALL = 64  # what a waiting message costs beside its bytes
+AT_ONCE_BYTES = 1 << 20  # read from or written to one peer before other peers get their turn
+_SMALL = 64  # overhead in bytes that is counted for each waiting payload
 
 
 class ChannelHandler(Protocol):
-    """Who is told. All of it runs on the main thread, and `closed` never from inside a call of the channel's."""
+    """Handles the events of a channel. Runs on the main thread; `closed` never runs inside a call to the channel."""
 
     def message(self, channel: Channel, message: Message) -> None:
-        """Errors: CkptError is answered where the message has an id; any other closes the connection."""
+        """Handles a message. A CkptError is sent back if the message has an id; any other error closes the channel."""
         ...
 
     def closed(self, channel: Channel, why: AgentError) -> None:
-        """It is gone, and not because `close` was called. Told once."""
+        """The channel has closed itself. Called once; not called after `Channel.close`."""
         ...
 
 
 class Channel:
-    """Takes over the socket. `peer`: the name that the other agent proved to have. Main thread only."""
+    """One control connection; owns the socket. `peer`: the authenticated name of the other agent. Main thread only."""
 
     def __init__(
         self, loop: Loop, sock: socket.socket, session: Session, receiver: ChannelHandler, clock: Clock | None = None
@@ -59,23 +60,24 @@ class Channel:
         self._assembler = framing.Assembler()
         self._outbox: collections.deque[framing.Payload] = collections.deque()
         self._outbox_bytes = 0
-        self._sending = memoryview(b"")  # what is left of the record that is being sent
+        self._sending = memoryview(b"")  # the rest of the record that is being sent
         self._room = bytearray(handshake.RECORD_HEADER_BYTES)
         self._got = 0
         self._heard_s = self._moved_s = self._said_s = self._beat_s = self._clock.now_s()
-        self._deaf = ""  # why it takes nothing any more
+        self._deaf = ""  # why nothing can be sent any more
         self._watched = 0
         self._watch()
         loop.later(BEAT_S, self._beat)
 
     @property
     def waiting_bytes(self) -> int:
-        """How much of what was to be sent is still here."""
+        """The bytes that wait to be sent."""
         return self._outbox_bytes + len(self._sending)
 
     def send(self, fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> None:
-        """Sends now, or when there is room; does nothing once the connection is gone. The blobs must not change until
-        they are sent. Errors: AgentError for a message that is larger than allowed."""
+        """Sends a message now, or when the socket has room; does nothing once the connection is gone.
+
+        The blobs must not change until they are sent. Errors: AgentError if the message is larger than allowed."""
         made = framing.payloads(fields, blobs)
         if not self.open or self._deaf:
             return
@@ -84,7 +86,8 @@ class Channel:
             self._outbox.append((kind, payload))
             self._outbox_bytes += len(payload) + _SMALL
         if idle:
-            self._moved_s = self._clock.now_s()  # nothing was to be moved before
+            # The peer's time to take something begins now, since nothing waited before.
+            self._moved_s = self._clock.now_s()
             self._flush()
         if self._outbox_bytes > OUTBOX_BYTES_MAX:
             self._lose(f"does not take what it is sent: {self._outbox_bytes} bytes wait")
@@ -96,7 +99,7 @@ class Channel:
         self.send(error_fields(request_id, error))
 
     def close(self) -> None:
-        """At once: what waits is dropped, and `Receiver.closed` is not called."""
+        """Closes the channel at once. Waiting messages are dropped, and `ChannelHandler.closed` is not called."""
         if self.open:
             self.open = False
             self._loop.unwatch(self._sock)
@@ -110,7 +113,7 @@ class Channel:
         self._outbox_bytes, self._sending = 0, memoryview(b"")
 
     def _hear_the_rest(self) -> None:
-        """It takes nothing any more; what it said before that is here, or lost."""
+        """Handles the messages that arrived before the peer stopped taking ours, then closes the channel."""
         self._read(OUTBOX_BYTES_MAX)
         self._lose(self._deaf)
 
@@ -127,12 +130,13 @@ class Channel:
             self._loop.watch(self._sock, events, self._on_ready)
 
     def _beat(self) -> None:
-        """Tells the peer that we live, and whether it does."""
+        """Sends a sign of life if the channel is idle, and closes the channel if the peer shows none."""
         if not self.open:
             return
         now_s = self._clock.now_s()
         late_s, self._beat_s = now_s - self._beat_s - BEAT_S, now_s
-        if late_s >= BEAT_S:  # we stood still ourselves: nobody was heard, since nobody listened
+        # This process was stopped itself, so it could not hear the peer.
+        if late_s >= BEAT_S:
             self._heard_s, self._moved_s = (min(now_s, each + late_s) for each in (self._heard_s, self._moved_s))
         if now_s - self._heard_s >= SILENT_S:
             self._lose(f"has been silent for {now_s - self._heard_s:.0f} s")
@@ -154,7 +158,7 @@ class Channel:
             self._read()
 
     def _flush(self) -> None:
-        """Sends what waits, as far as there is room and it is our turn."""
+        """Sends waiting records, until the socket is full or AT_ONCE_BYTES are sent."""
         room = AT_ONCE_BYTES
         try:
             while room > 0 and self._more():
@@ -163,16 +167,17 @@ class Channel:
                 self._moved_s = self._said_s = self._clock.now_s()
                 room -= sent
         except BlockingIOError:
-            pass  # it has to wait
+            pass  # the socket is full
         except OSError as exc:
             self._drop_waiting()
             self._deaf = f"cannot be sent to: {exc.strerror or exc}"
-            self._loop.post(self._hear_the_rest)  # not from here: one of its messages may be being handled
+            # Posted, since this may run inside the handler of one of the peer's messages.
+            self._loop.post(self._hear_the_rest)
             return
         self._watch()
 
     def _more(self) -> bool:
-        """Whether there is something to send. Records are numbered here, in the order in which they go out."""
+        """Whether there is something to send. Seals the next record, so records are numbered in sending order."""
         if not self._sending and self._outbox:
             kind, payload = self._outbox.popleft()
             self._outbox_bytes -= len(payload) + _SMALL
@@ -199,12 +204,13 @@ class Channel:
             self._lose(f"sent what is not sound: {exc}")
 
     def _took(self) -> None:
-        """What was waited for is here: the header of a record, or all of it."""
+        """Goes on after the awaited bytes have arrived: the header of a record, or the whole record."""
         if self._got == handshake.RECORD_HEADER_BYTES:
             self._room.extend(bytes(self._session.opener.rest_bytes(self._room)))
             return
         kind, payload = self._session.opener.open(self._room)
-        self._heard_s = self._clock.now_s()  # only what is authentic shows that the peer lives
+        # Only an authentic record shows that the peer lives.
+        self._heard_s = self._clock.now_s()
         self._room, self._got = bytearray(handshake.RECORD_HEADER_BYTES), 0
         message = self._assembler.add(kind, payload)
         if message is not None:

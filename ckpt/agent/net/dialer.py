@@ -1,7 +1,7 @@
-"""The beginning of a connection on the main thread: connecting, listening, and the handshake, none of which waits.
+"""The dialer and the listener: connect, accept and do the handshake on the agent's main thread, without blocking it.
 
-A stranger gets a closed connection: after HANDSHAKE_S, at its first wrong byte, or when HALF_OPEN_MAX others knocked
-after it. The oldest gives way, since an agent of ours is through within a few round trips.
+An incoming connection that is not from an agent of the run is closed: after HANDSHAKE_S, at its first wrong byte, or
+when HALF_OPEN_MAX newer ones wait. The oldest is closed first, since a genuine agent finishes within a few round trips.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ log = logging.getLogger("ckpt")
 CONNECT_S = 5.0
 HANDSHAKE_S = 5.0
 HALF_OPEN_MAX = 64
-SWEEP_S = 0.1  # between looks at who has not greeted in time
-AGAIN_S = 1.0  # until accepting is tried again after the machine had no room for it
-SAY_S = 60.0  # strangers are logged that often at most
+SWEEP_S = 0.1  # the least time between checks for overdue handshakes
+AGAIN_S = 1.0  # the pause before accepting again after `accept` failed
+SAY_S = 60.0  # the least time between log lines about refused connections
 _BACKLOG = 256
 
 
 class Loop(Protocol):
-    """The agent's main thread, as far as connections need it. `post` may be called from any thread."""
+    """The part of the agent's main loop that connections need. Only `post` may be called from any thread."""
 
     def watch(self, sock: socket.socket, events: int, what: Callable[[int], None]) -> None:
-        """Calls `what(events)` whenever the socket is ready for some of `events` (selectors.EVENT_READ, EVENT_WRITE);
-        a second call for the same socket takes the place of the first. `what` may be called once more after
-        `unwatch`, in the same round."""
+        """Calls `what(events)` whenever the socket is ready for some of `events` (selectors.EVENT_READ, EVENT_WRITE).
+
+        A second call for the same socket replaces the first. `what` may be called once more after `unwatch`, in the
+        same iteration of the loop."""
         ...
 
     def unwatch(self, sock: socket.socket) -> None: ...
 
     def post(self, what: Callable[[], None]) -> None:
-        """Runs it on the main thread, soon and in order."""
+        """Runs `what` on the main thread, soon; calls run in order."""
         ...
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Runs it on the main thread after so long; it cannot be called off."""
+        """Runs `what` on the main thread after `delay_s`. It cannot be cancelled."""
         ...
 
 
@@ -58,9 +59,11 @@ Failed = Callable[[AgentError], None]
 
 
 class Handshaking:
-    """One handshake under way. Exactly one of `done` and `failed` is called, later than the call that made this, unless
-    `cancel` comes first. `done` takes over the socket, non-blocking, with nothing of the next message read from it.
-    Who makes it calls `too_late` when it has lasted too long."""
+    """One handshake under way; owns the socket until `done`.
+
+    Exactly one of `done` and `failed` is called, unless `cancel` comes first, and never inside the constructor. `done`
+    takes over the socket, which is non-blocking; nothing after the handshake was read from it. The creator calls
+    `too_late` when the handshake has lasted too long."""
 
     def __init__(
         self, loop: Loop, sock: socket.socket, exchange: Dialler | Answerer, to: str, done: Done, failed: Failed
@@ -122,7 +125,8 @@ class Handshaking:
             self._got += got
             if self._got < len(self._room):
                 continue
-            if self._got == handshake.HEADER_BYTES:  # no message has an empty body
+            # Every message has a body, so this length means that only the header is here.
+            if self._got == handshake.HEADER_BYTES:
                 self._room.extend(bytes(handshake.body_bytes(self._room)))
                 if self._got < len(self._room):
                     continue
@@ -135,13 +139,15 @@ class Handshaking:
                 return
 
     def _say(self, message: bytes) -> None:
-        """A few hundred bytes into an empty buffer: there is room, or something is wrong with the connection."""
+        """Sends a handshake message. It has a few hundred bytes and the socket's buffer is empty, so a short send is an
+        error."""
         if message and self._sock.send(message) != len(message):
             raise OSError(errno.ENOBUFS, "there is no room to send")
 
 
 def dial(loop: Loop, place: SocketAddress, exchange: Dialler, done: Done, failed: Failed) -> Handshaking:
-    """Connects. Errors: AgentError where it fails at once, such as with no route; else `failed` hears of it."""
+    """Starts a connection and its handshake. Errors: AgentError if it fails at once, as without a route; later errors
+    go to `failed`."""
     to = f"the agent at {Address(str(place.sockaddr[0]), int(place.sockaddr[1]))}"
     try:
         sock = socket.socket(place.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -169,10 +175,10 @@ def _cannot_listen(address: Address, why: object) -> AgentError:
 
 
 class PeerListener:
-    """Owns a listening socket and the handshakes under way on it. Main thread only.
+    """A listening socket and the handshakes under way on it; owns them. Main thread only.
 
-    `made`: makes the answering side of one handshake. `done`: takes over each connection whose handshake has ended
-    well. `address`: where it listens, with the port that the kernel chose if 0 was asked for."""
+    `made`: makes the answering side of one handshake. `done`: takes over each connection whose handshake succeeded.
+    `address`: where it listens, with the port that the kernel chose if 0 was given."""
 
     def __init__(
         self,
@@ -182,10 +188,10 @@ class PeerListener:
         done: Done,
         clock: Clock | None = None,
     ) -> None:
-        """Errors: AgentError where it cannot listen there. The look-up of a host that is no literal is waited for."""
+        """Starts to listen. A host name (no literal) is looked up, which blocks. Errors: AgentError if it fails."""
         self._loop, self._made, self._done = loop, made, done
         self._clock = clock or SystemClock()
-        self._half_open: dict[int, tuple[Handshaking, float]] = {}  # and when it is too late; oldest first
+        self._half_open: dict[int, tuple[Handshaking, float]] = {}  # with its deadline; oldest first
         self._sweeping = False
         self._count = 0
         self._refused = 0
@@ -218,7 +224,8 @@ class PeerListener:
         self._half_open.clear()
 
     def _on_connect(self, events: int) -> None:
-        for _ in range(HALF_OPEN_MAX):  # then the others have their turn
+        # The bound gives other sockets of the loop their turn.
+        for _ in range(HALF_OPEN_MAX):
             if self._sock.fileno() < 0:
                 return
             try:
@@ -226,8 +233,9 @@ class PeerListener:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # the caller is gone again
-            except OSError as exc:  # no more descriptors: accepting at once again would keep the loop busy
+                continue  # the peer has closed the connection already
+            except OSError as exc:
+                # No more descriptors. Accepting again at once would keep the loop busy.
                 log.warning("connections of other agents cannot be accepted: %s", exc)
                 self._loop.unwatch(self._sock)
                 self._loop.later(AGAIN_S, self._listen_again)
@@ -266,7 +274,7 @@ class PeerListener:
             self._refuse(f"a caller from {host}: {exc}")
 
     def _sweep(self) -> None:
-        """One timer for all: thousands of strangers a second would leave thousands of timers."""
+        """Ends overdue handshakes. One timer serves all, since a flood of connections would leave a flood of timers."""
         now_s = self._clock.now_s()
         for greeting, end_s in list(self._half_open.values()):
             if end_s <= now_s:
@@ -277,7 +285,7 @@ class PeerListener:
             self._loop.later(max(end_s - now_s, SWEEP_S), self._sweep)
 
     def _refuse(self, why: str) -> None:
-        """Logs it, but a stranger does not fill the disk."""
+        """Logs a refused connection, at most once in SAY_S, so that strangers cannot fill the disk."""
         self._refused += 1
         now_s = self._clock.now_s()
         if self._said_s is None or now_s - self._said_s >= SAY_S:

@@ -1,8 +1,8 @@
-"""A control message as the payloads of records, and back: pure.
+"""The framing of control messages between agents: a message becomes payloads of records, and payloads a message. Pure.
 
-One payload of kind MESSAGE holds a msgpack map of at most MESSAGE_BYTES_MAX bytes. Where the map's `_blobs` says so,
-payloads of kind PART follow it, which are its blobs one after the other; nothing comes between them. So however large
-a blob is, no more than one part of it is held before its MAC is checked. Nothing is unpickled.
+A payload of kind MESSAGE holds a msgpack map of at most MESSAGE_BYTES_MAX bytes. Its blobs, if `_blobs` lists any,
+follow as payloads of kind PART, one blob after the other, with nothing in between. So at most one part of a blob is
+held before its MAC is checked. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt.errors import AgentError
 from ckpt.ipc.messages import Message, unpack
 
 MESSAGE_BYTES_MAX = 64 << 10
-BLOB_BYTES_MAX = 64 << 20  # of one message, together: the frames and hashes of 2^18 frames are 8 MiB
+BLOB_BYTES_MAX = 64 << 20  # all blobs of one message; a list of 2^18 frames with their hashes takes 8 MiB
 BLOBS_MAX = 8
 DEPTH_MAX = 16
 
@@ -27,7 +27,9 @@ Payload = tuple[int, bytes | memoryview]
 
 
 def payloads(fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> list[Payload]:
-    """What to send. Views of the blobs, not copies. Errors: AgentError when it is too large, a mistake of ours."""
+    """The payloads of a message. They are views of the blobs, not copies.
+
+    Errors: AgentError if the message is too large, which is a bug in ckpt."""
     sizes = [memoryview(blob).nbytes for blob in blobs]
     if len(sizes) > BLOBS_MAX or sum(sizes) > BLOB_BYTES_MAX:
         raise AgentError(f"message {fields.get('t')!r} has {len(sizes)} blobs of {sum(sizes)} bytes in all: too much")
@@ -43,7 +45,7 @@ def _parts(view: memoryview) -> Iterator[Payload]:
 
 
 class Assembler:
-    """Puts messages together. Holds at most BLOB_BYTES_MAX, and only what was received."""
+    """Assembles messages from payloads. Holds only received bytes, at most BLOB_BYTES_MAX of blobs."""
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] | None = None
@@ -52,7 +54,9 @@ class Assembler:
         self._blob = bytearray()
 
     def add(self, kind: int, payload: bytes) -> Message | None:
-        """The message that is whole with this payload. Errors: AgentError; then the connection is of no more use."""
+        """The message that this payload completes; None if it is not complete yet.
+
+        Errors: AgentError for a payload that is not allowed here; the caller then closes the connection."""
         if kind == MESSAGE and self._fields is None:
             self._fields = _fields(payload)
             self._sizes = _sizes(self._fields.pop("_blobs", []))
@@ -87,7 +91,7 @@ def _fields(data: bytes) -> dict[str, Any]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether it is nested deeper than so many levels: who handles it may walk it recursively."""
+    """Whether a value is nested deeper than `levels`. Handlers walk messages recursively, so the depth is limited."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value

@@ -1,22 +1,23 @@
-"""Who is at the other end, and that every message is theirs: pure functions of bytes.
+"""The handshake of two agents and the authentication of every later message: pure functions of bytes.
 
-Handshake, four messages; each begins with magic, kind, protocol version and length of its body:
+The handshake has four messages. Each begins with magic, kind, protocol version and the length of its body:
 
     dialler  -> listener   HELLO      nonce, role, run (names the secret)
     listener -> dialler    CHALLENGE  nonce
-    dialler  -> listener   PROOF      MAC, name of the dialler, what the connection is about
+    dialler  -> listener   PROOF      MAC, name of the dialler, subject of the connection
     listener -> dialler    ACCEPT     MAC, name of the listener
 
-Keys are HKDF-SHA256 (RFC 5869) of the run's secret: the salt is both nonces, the info is a label and the hash of HELLO
-and CHALLENGE as they were sent, so that versions, role and run are part of every key. There are four of them: one a
-proof, one a direction afterwards. Whoever has shown no proof learns a nonce and a version number, and no name.
-No epoch is in them: a connection outlives starts, and what is said of an epoch names it (see agent.authority).
+The keys are HKDF-SHA256 (RFC 5869) of the run's secret. The salt is both nonces. The info is a label and the hash of
+HELLO and CHALLENGE as they were sent, so versions, role and run are part of every key. There are four keys: one per
+proof, and one per direction for the time after. A peer without a valid proof learns a nonce and a version number, and
+no name. The keys do not depend on an epoch, because a connection outlives starts. A message about an epoch names the
+epoch (see permissions).
 
-After it each message is a *record*: length, kind, sequence number, payload, MAC (HMAC-SHA256 cut to 16 bytes, as RFC
-4868 has it) under its direction's key. A record that is changed, repeated, left out, moved, sent back or from another
-connection does not open. That the connection is cut is not seen here: its end proves nothing.
+After the handshake each message is a *record*: length, kind, sequence number, payload, MAC. The MAC is HMAC-SHA256 cut
+to 16 bytes (as in RFC 4868), under the key of its direction. A record that is changed, repeated, left out, reordered,
+reflected or taken from another connection does not open. A cut connection is not detected here: its end proves nothing.
 
-Nothing is encrypted. Nothing is negotiated either: a version is spoken by both sides, or the connection is not made.
+Nothing is encrypted. No version is negotiated: both sides speak the same version, or there is no connection.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ _PROOF_BYTES = 32
 
 
 class NotAuthentic(AgentError):
-    """The other end did not show that it knows the run's secret, or a message is not what it sent.
+    """The peer did not prove that it knows the run's secret, or a message is not authentic.
 
-    `answer`: what it may be told before the connection is closed: our version; who we are, if it is us; or nothing."""
+    `answer`: the bytes to send before the connection is closed: our version; our name, if we dialled ourselves; or
+    nothing."""
 
     kind = "not-authentic"
 
@@ -61,12 +63,14 @@ class NotAuthentic(AgentError):
 
 
 class Role(enum.IntEnum):
+    """The purpose of a connection: control messages, or the frames of one transfer."""
+
     CONTROL = 1
     DATA = 2
 
 
 def hkdf(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
-    """RFC 5869 with SHA-256. At most 8160 bytes."""
+    """A key of `length` bytes (at most 8160) by HKDF with SHA-256 (RFC 5869)."""
     extracted = hmac.digest(salt, secret, "sha256")
     block = result = b""
     for counter in range(1, -(-length // 32) + 1):
@@ -76,14 +80,14 @@ def hkdf(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
 
 
 class Sealer:
-    """Makes the records of one direction of one connection."""
+    """Makes the records of one direction of one connection, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._sequence = 0
 
     def seal(self, kind: int, payload: bytes | memoryview) -> bytes:
-        """`kind`: 0 .. 255. `payload`: at most PAYLOAD_BYTES_MAX."""
+        """The next record. `kind`: 0..255. `payload`: at most PAYLOAD_BYTES_MAX bytes, else ValueError."""
         if len(payload) > PAYLOAD_BYTES_MAX:
             raise ValueError(f"a payload of {len(payload)} bytes; at most {PAYLOAD_BYTES_MAX}")
         record = _RECORD.pack(len(payload), kind, self._sequence) + payload
@@ -92,7 +96,7 @@ class Sealer:
 
 
 class Opener:
-    """Opens the records of one direction, in order. After an error it opens nothing more."""
+    """Verifies the records of one direction, in order. After an error it opens nothing more."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -100,15 +104,17 @@ class Opener:
         self._broken = False
 
     def rest_bytes(self, header: bytes | bytearray) -> int:
-        """How many bytes follow these RECORD_HEADER_BYTES. Errors: NotAuthentic where more than allowed: the length
-        is believed before the MAC is known, so it bounds what a liar makes us hold."""
+        """The number of bytes that follow this record header of RECORD_HEADER_BYTES.
+
+        Errors: NotAuthentic if they are more than allowed. The length is used before the MAC is checked, so the limit
+        bounds the memory that a hostile peer can take."""
         length: int = _RECORD.unpack(header)[0]
         if length > PAYLOAD_BYTES_MAX:
             raise self._fail(f"says that it has {length} bytes; at most {PAYLOAD_BYTES_MAX}")
         return length + _MAC_BYTES
 
     def open(self, record: bytes | bytearray) -> tuple[int, bytes]:
-        """Kind and payload of a whole record. Errors: NotAuthentic."""
+        """Kind and payload of a whole record. Errors: NotAuthentic if it is not the peer's next record."""
         if self._broken:
             raise NotAuthentic("a message came after one that was not authentic")
         if len(record) < RECORD_HEADER_BYTES + _MAC_BYTES:
@@ -134,8 +140,8 @@ class Opener:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a handshake ended in. `peer`: the name that the other end proved to have; `about`: what the dialler said
-    the connection is for, "" on control connections."""
+    """The result of a successful handshake. `peer`: the authenticated name of the other agent. `about`: the subject
+    that the dialler named, which is the transfer on data connections, and "" on control connections."""
 
     role: Role
     run: str
@@ -146,12 +152,14 @@ class Session:
 
 
 def body_bytes(header: bytes | bytearray) -> int:
-    """How long the body is that follows these HEADER_BYTES of a handshake. Errors: NotAuthentic."""
+    """The length of the body that follows this handshake header of HEADER_BYTES.
+
+    Errors: NotAuthentic if the header is not ours, has another version, or the body is too long."""
     magic, kind, version, length = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise NotAuthentic("the other end of the connection is no ckpt agent")
     if version != VERSION:
-        # Only a HELLO is answered: two sides that answer each other's answers would not end.
+        # Only a HELLO is answered. Else two sides could answer each other's answers without end.
         answer = _HEADER.pack(_MAGIC, _CHALLENGE, VERSION, 0) if kind == _HELLO else b""
         what = f"the other agent speaks version {version} of the protocol, this one {VERSION}"
         raise NotAuthentic(f"{what}: install the same ckpt on all nodes", answer)
@@ -161,9 +169,9 @@ def body_bytes(header: bytes | bytearray) -> int:
 
 
 class Dialler:
-    """The side that connects. `first` is sent, then each answer goes through `step`, until `session` is there.
+    """The connecting side of a handshake. Send `first`, then pass each answer to `step` until `session` is set.
 
-    `me`: this agent's name. `expect`: the listener's, where it is known. Errors: ValueError for a name of more than
+    `me`: this agent's name. `expect`: the listener's name, if known. Errors: ValueError if a name has more than
     NAME_BYTES_MAX bytes."""
 
     def __init__(
@@ -177,7 +185,8 @@ class Dialler:
         self.first = _message(_HELLO, secrets.token_bytes(NONCE_BYTES) + bytes([role]) + _named(run))
 
     def step(self, message: bytes) -> bytes:
-        """What to answer to a whole message, header included. Errors: NotAuthentic; then the connection is closed."""
+        """The answer to a whole message, header included. Errors: NotAuthentic; the caller then closes the
+        connection."""
         if self.session is not None:
             raise NotAuthentic("the handshake is over")
         if self._keys is None:
@@ -197,7 +206,7 @@ class Dialler:
 
 
 class Answerer:
-    """The side that is connected to. `secret_of`: the secret of a run by its name, None where there is none."""
+    """The listening side of a handshake. `secret_of`: returns the secret of a run by its name; None if unknown."""
 
     def __init__(self, secret_of: Callable[[str], bytes | None], me: str) -> None:
         self.session: Session | None = None
@@ -207,8 +216,8 @@ class Answerer:
         self._run = ""
 
     def step(self, message: bytes) -> bytes:
-        """What to answer to a whole message, header included. Errors: NotAuthentic; its `answer` is sent, then the
-        connection is closed."""
+        """The answer to a whole message, header included. Errors: NotAuthentic; the caller then sends the error's
+        `answer` and closes the connection."""
         if self.session is not None:
             raise NotAuthentic("the handshake is over")
         if self._keys is None:
@@ -236,7 +245,7 @@ class Answerer:
 
 
 class _Keys:
-    """The keys of one connection, made of what both sides saw of HELLO and CHALLENGE."""
+    """The four keys of one connection, derived from the secret and from HELLO and CHALLENGE as both sides saw them."""
 
     def __init__(self, secret: bytes, hello: bytes, challenge: bytes) -> None:
         nonces = hello[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES] + challenge[HEADER_BYTES:]
@@ -279,7 +288,7 @@ def _named(name: str) -> bytes:
 
 
 def _names(data: bytes, count: int) -> list[str]:
-    """Exactly so many names, each with its length before it. Errors: NotAuthentic."""
+    """Exactly `count` names, each with its length before it. Errors: NotAuthentic if `data` is malformed."""
     names = []
     try:
         for _ in range(count):

@@ -1,6 +1,6 @@
-"""This agent among the others of its run: where it listens, whom it is connected to, and what is asked and answered.
+"""The peer network of an agent: its listener, its connections to other agents of the run, and requests on them.
 
-Nothing of it exists in a job of one node. Everything runs on the agent's main thread; names are looked up on another.
+A job on one node has no peer network. Everything runs on the agent's main thread, except the look-up of host names.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from ckpt.ipc.secret import SECRET_BYTES
 
 log = logging.getLogger("ckpt")
 
-SECRETS_MAX = 8  # each start has one, and what an earlier one began may still be under way
-AT_ONCE_S = 5.0  # two that dial each other within so long have done so at once
+SECRETS_MAX = 8  # each start may bring a new one, and work of earlier starts may still be under way
+AT_ONCE_S = 5.0  # two agents that dial each other within this time count as doing so at once
 ANYWHERE = Address("0.0.0.0", 0)
 EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that mean all interfaces
 
 
 class PeerMessageHandler(Protocol):
-    """Who is told of what other agents say."""
+    """Handles the messages of other agents."""
 
     def peer_message(self, channel: Channel, message: Message) -> None:
-        """Errors: CkptError is answered where the message has an id; any other closes the connection."""
+        """Handles a message. A CkptError is sent back if the message has an id; any other error closes the channel."""
         ...
 
     def peer_closed(self, channel: Channel) -> None: ...
 
 
 class PeerNetwork:
-    """Owns the listener, the channels and the transport. `me`: this agent's name."""
+    """The connections of this agent to others; owns the listeners, the channels and the transport. `me`: its name."""
 
     def __init__(
         self,
@@ -59,19 +59,22 @@ class PeerNetwork:
         clock: Clock | None = None,
         transport: MakeTransport = TcpTransport,
     ) -> None:
-        """`clock`: by which answers are waited for. `transport`: makes what moves frames."""
+        """`clock`: for the time-outs of requests. `transport`: makes the transport that moves frames."""
         self.me = me
         self._clock = clock or SystemClock()
         self.transport: Transport = transport(self._greet)
         self.limit_bytes_s: float | None = None
-        self.progress = Progress()  # of what other agents were asked
+        self.progress = Progress()  # of the requests to other agents
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
-        self._secrets: dict[str, bytes] = {}  # newest last
-        self._listeners: dict[Address, PeerListener] = {}  # by where they were to listen
+        self._secrets: dict[str, bytes] = {}  # by run, newest last
+        self._listeners: dict[Address, PeerListener] = {}  # by the address that was asked for
         self._channels: dict[str, Channel] = {}
-        self._called: dict[Channel, str] = {}  # by others, who have not said on it yet that it is the one they keep
+        # Channels that other agents dialled, with the peer's host. A peer dials all our addresses, and sends its first
+        # message on the channel that it keeps.
+        self._called: dict[Channel, str] = {}
         self._hosts: dict[str, str] = {}
-        self._dialled: dict[str, Channel] = {}  # by us, and only just
+        # By peer, channels that this agent dialled within the last AT_ONCE_S.
+        self._dialled: dict[str, Channel] = {}
         self._dialling: dict[str, _Dialling] = {}
         self._finding: dict[Address, _Finding] = {}
         self._asked: dict[int, PeerRequest] = {}
@@ -79,8 +82,10 @@ class PeerNetwork:
         self._numbers = itertools.count(1)
 
     def listen(self, secret: bytes, at: str) -> list[Address]:
-        """Who knows the secret may connect from here on; where to. `at`: where to listen; "": anywhere. Where we listen
-        already that goes on: the others know of it. Errors: AgentError; UsageError."""
+        """Lets agents that know the secret connect; returns the addresses to reach this agent.
+
+        `at`: the address to listen on; "": any. Existing listeners stay open, since other agents know their addresses.
+        Errors: AgentError if it cannot listen there; UsageError for a malformed secret or address."""
         if len(secret) != SECRET_BYTES:
             raise UsageError(f"the run's secret has {len(secret)} bytes instead of {SECRET_BYTES}")
         run = run_of(secret)
@@ -93,32 +98,33 @@ class PeerNetwork:
             if wanted in (asked, listener.address):
                 return addresses_of(listener.address)
             if listener.address.port == wanted.port and listener.address.host in EVERYWHERE:
-                return addresses_of(wanted)  # it is heard there already
+                return addresses_of(wanted)  # this listener covers the address already
         made = PeerListener(self._loop, wanted, lambda: Answerer(self._secrets.get, self.me), self._greeted)
         self._listeners[wanted] = made
         return addresses_of(made.address)
 
     @property
     def run(self) -> str:
-        """What handshakes call the newest secret; "" before there is one."""
+        """The name of the newest secret in handshakes; "" before there is one."""
         return next(reversed(self._secrets), "")
 
     @property
     def secret(self) -> bytes:
-        """The newest one; b"" before there is one."""
+        """The newest secret; b"" before there is one."""
         return self._secrets.get(self.run, b"")
 
     @property
     def waiting(self) -> bool:
-        """Whether something is still to be sent."""
+        """Whether some channel has bytes to send."""
         return any(channel.waiting_bytes for channel in self._channels.values())
 
     def channel(self, name: str) -> Channel | None:
-        """The connection to that agent, if there is one."""
+        """The channel to that agent; None if there is none."""
         return self._channels.get(name)
 
     def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
-        """Until there is a connection to that agent: `then("")`, later than this call; or with why there is none."""
+        """Connects to an agent, unless a channel exists. Calls `then("")`, or `then(why)` on failure; never inside this
+        call."""
         if node.name in self._channels:
             self._loop.post(lambda: then(""))
         elif node.name in self._dialling:
@@ -130,8 +136,8 @@ class PeerNetwork:
             )
 
     def find(self, address: Address, then: Callable[[str, str], None]) -> None:
-        """Until there is a connection to whoever listens there and knows the secret: `then(its name, "")`, later than
-        this call; or `then("", why)`."""
+        """Connects to the agent at `address`, whose name is not known yet. Calls `then(its name, "")`, or
+        `then("", why)` on failure; never inside this call."""
         if address in self._finding:
             self._finding[address].then.append(then)
             return
@@ -147,7 +153,8 @@ class PeerNetwork:
                 each(name, error)
 
         def done(sock: socket.socket, session: Session) -> None:
-            if over() or session.peer in self._channels:  # the latter: by another address
+            # A channel may exist already, by another address.
+            if over() or session.peer in self._channels:
                 sock.close()
             else:
                 channel = Channel(self._loop, sock, session, self)
@@ -176,24 +183,25 @@ class PeerNetwork:
         self._bulk.run(Lane.FRONT, lambda: _look_up([address]), lambda found: looked(found.result()))
 
     def addresses(self, node: NodeAt) -> list[Address]:
-        """Where that agent may be found, first those of the host that we are connected to."""
+        """The addresses of that agent. Those on the host that its channel leads to come first."""
         host = self._hosts.get(node.name)
         return sorted(node.addresses, key=lambda address: address.host != host)
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """What transfers that no start waits for may take, each way. Errors: ValueError."""
+        """Limits the bytes per second of all transfers that are not urgent, in each direction. Errors: ValueError."""
         self.transport.set_rate(bytes_per_s)
         self.limit_bytes_s = bytes_per_s
 
     def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """A hint: lost where there is no connection."""
+        """Sends a hint. It is lost if there is no channel to the agent."""
         channel = self._channels.get(name)
         if channel is not None:
             channel.send(fields, blobs)
 
     def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """`then` hears the answer and "", or None and what went wrong; later than this call. It is waited for as long
-        as it moves (`agent.moving`)."""
+        """Sends a request. Calls `then(answer, "")`, or `then(None, why)` on failure; never inside this call.
+
+        The request may take as long as the peer reports progress (see the module progress)."""
         channel = self._channels.get(name)
         if channel is None:
             self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))
@@ -258,7 +266,7 @@ class PeerNetwork:
             asked.then(message, error)
 
     def _look_soon(self) -> None:
-        """One timer for all questions: there may be many a second."""
+        """Starts the timer for overdue requests. One timer serves all, since there may be many requests a second."""
         if not self._looking:
             self._looking = True
             self._loop.later(LOOK_S, self._look)
@@ -275,7 +283,7 @@ class PeerNetwork:
                 self._answered(number, None, f"agent {asked.channel.peer} has not answered in time")
 
     def _greet(self, about: str, peer: str) -> Dialler:
-        """For a transfer."""
+        """The dialling side of a handshake for the transfer `about` from agent `peer`."""
         run, secret = next(reversed(self._secrets.items()))
         return Dialler(secret, run, Role.DATA, self.me, about, peer)
 
@@ -287,9 +295,10 @@ class PeerNetwork:
             self._called[Channel(self._loop, sock, session, self)] = host
 
     def _keep_called(self, channel: Channel, host: str) -> bool:
-        """Another agent says that this is the one it keeps: of several addresses that lead here it has chosen one.
-        Whether we keep it too. It takes the place of one before, whose end may not have been noticed; but where both
-        have dialled at once, and each has told the other so, that stays which was dialled by the lower name."""
+        """Keeps a channel that another agent dialled and has chosen for its messages. Returns whether it is kept.
+
+        It replaces an older channel to that agent, whose end may not have been noticed yet. If both agents dialled each
+        other at once, the channel that the agent with the lower name dialled stays."""
         old = self._channels.get(channel.peer)
         at_once = old is not None and self._dialled.get(channel.peer) is old
         if at_once and self.me < channel.peer:
@@ -324,14 +333,15 @@ class PeerNetwork:
             self._answered(number, None, str(why))
 
     def _dial(self, dialling: _Dialling, places: list[SocketAddress]) -> None:
-        """All addresses at once: some lead nowhere, or to somebody else, and which is not known."""
+        """Dials all addresses at once, since some may lead nowhere or to another agent."""
         node = dialling.node
         run, secret = next(reversed(self._secrets.items()))
 
         def done(sock: socket.socket, session: Session) -> None:
             if self._dialling.pop(node.name, None) is dialling:
                 dialling.cancel()
-                if node.name in self._channels:  # it has dialled us meanwhile, and does not know of this one
+                # The peer has dialled this agent meanwhile, and does not know of this connection yet.
+                if node.name in self._channels:
                     sock.close()
                 else:
                     channel = Channel(self._loop, sock, session, self)
@@ -359,7 +369,7 @@ class PeerNetwork:
 
 
 class _Dialling:
-    """Attempts at one agent, under way. `then`: who waits for one to succeed."""
+    """The attempts to connect to one agent. `then`: the callbacks that wait for the result."""
 
     def __init__(self, node: NodeAt, then: list[Callable[[str], None]]) -> None:
         self.node = node
@@ -377,7 +387,7 @@ class _Dialling:
 
 
 class _Finding:
-    """The same at an address, of which it is not known whose it is. `places`: how many are tried."""
+    """The attempts to connect to an agent whose name is unknown. `places`: how many socket addresses are tried."""
 
     def __init__(self, then: list[Callable[[str, str], None]]) -> None:
         self.then = then
@@ -391,12 +401,13 @@ class _Finding:
 
 
 def run_of(secret: bytes) -> str:
-    """The name under which a handshake speaks of that secret; it says nothing of it."""
+    """The name of a secret in handshakes: a hash that does not reveal the secret."""
     return hashlib.blake2b(secret, digest_size=8, person=b"ckpt-run").hexdigest()
 
 
 def addresses_of(at: Address) -> list[Address]:
-    """Where others may find who listens there: on all interfaces, those that lead out of this host first."""
+    """The addresses at which others reach a listener at `at`. For "all interfaces" they are this host's addresses, the
+    loopback ones last."""
     if at.host not in EVERYWHERE:
         return [at]
     found: list[tuple[int, Address]] = []
@@ -410,12 +421,12 @@ def addresses_of(at: Address) -> list[Address]:
 
 
 def link_bytes_s(address: Address) -> int:
-    """What the link that this host has that address on carries each way, as the system says (psutil); 0 where it says
-    nothing, as of the loopback."""
+    """The speed of the network link with that address, in bytes/s each way, as the system reports it; 0 if unknown, as
+    for the loopback."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == address.host for each in addresses):
             stats = psutil.net_if_stats().get(name)
-            return stats.speed * 1_000_000 // 8 if stats is not None else 0  # Mbit/s, 0 where it is not known
+            return stats.speed * 1_000_000 // 8 if stats is not None else 0  # Mbit/s; 0: unknown
     return 0
 
 

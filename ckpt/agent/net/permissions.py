@@ -1,10 +1,14 @@
-"""Who may say what to another agent. That a peer knows the run's secret is proven before anything is heard of it; here
-is what else is asked of it. Pure.
+"""The permissions of agents: which peer may send which kind of message. Pure.
 
-ANYONE may ask what only tells. AWAITED: a rank of this node waits for a start. ASKED: a start of it has asked what lies
-here. LEADS: it coordinates the epoch that is named. DROPS: it does, and no newer start stands in the way (see Fence).
-SERVES: it coordinates some epoch that this node has a part in, or a start that has asked what lies here. MEMBER: it has
-ranks in the job that is named, which is coordinated here. OWNER: it ends only what it has begun itself.
+The handshake has already proved that the peer knows the run's secret. Each kind of message needs one condition more:
+- ANYONE: none; the message only asks for information.
+- AWAITED: a rank of this node waits for a start.
+- ASKED: a start of the peer has surveyed this node.
+- LEADS: the peer coordinates the epoch that the message names, and this node has a part in it.
+- DROPS: as LEADS, and no newer start forbids it (see InventoryLease). Such messages may evict something.
+- SERVES: the peer coordinates some epoch that this node has a part in, or its start has surveyed this node.
+- MEMBER: the peer has ranks in the named job, which this agent coordinates.
+- OWNER: none here; the message affects only what the peer itself has begun.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from ckpt.types import Epoch, Identity
 
 
 class Who(enum.Enum):
+    """The condition that a message's sender must meet; see the module."""
+
     ANYONE = "anyone"
     AWAITED = "awaited"
     ASKED = "asked"
@@ -28,29 +34,33 @@ class Who(enum.Enum):
 
 
 _SAID = {
-    Who.ANYONE: ("look", "parts", "borrow"),  # the latter is refused, unless to a memory-only node
+    Who.ANYONE: ("look", "parts", "borrow"),  # only memory-only nodes accept "borrow"
     Who.AWAITED: ("start",),
     Who.ASKED: ("outcome", "serve"),
     Who.DROPS: ("keep", "kept", "unkeep", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
     Who.SERVES: ("publish", "lend", "rebuild", "write", "keeps"),
     Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
-    Who.OWNER: ("unserve", "unwrite", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known
+    # SharedRead, which handles the last two, knows its nodes.
+    Who.OWNER: ("unserve", "unwrite", "withdraw", "bring", "brought"),
 }
 _WHO = {kind: who for who, kinds in _SAID.items() for kind in kinds}
-OF_AN_EPOCH = frozenset(("keep", "kept", "stripe", "forget"))  # who says that has begun it
+# A peer that sends one of these has begun the epoch that it names.
+OF_AN_EPOCH = frozenset(("keep", "kept", "stripe", "forget"))
 
 
 def who_says(fields: Mapping[str, Any]) -> Who:
-    """Errors: LookupError."""
+    """The condition for the message with these fields. Errors: LookupError if it has no type."""
     if fields["t"] == "keep" and fields.get("again"):
-        return Who.SERVES  # of an older epoch, for which nothing goes
+        # A replica of an older epoch; nothing is evicted for it.
+        return Who.SERVES
     if fields["t"] == "word" and fields.get("word") == 0:
-        return Who.LEADS  # nothing is appointed
+        # The message only clears an appointment.
+        return Who.LEADS
     return _WHO.get(str(fields["t"]), Who.LEADS)
 
 
 def epoch_of(fields: Mapping[str, Any]) -> Epoch:
-    """The epoch that it names. Errors: ValueError, LookupError."""
+    """The epoch that a message names. Errors: ValueError, LookupError."""
     if "epoch" in fields:
         return Epoch.parse(str(fields["epoch"]))
     return Identity.parse(str(fields["identity"])).epoch

@@ -1,9 +1,9 @@
-"""Requests that take as long as they have bytes: who has asked waits as long as it is told that they get further.
+"""The progress of long requests between agents: a request may take as long as it makes progress.
 
-Whoever works on one says so every SAY_S in which something has moved (message `moving`); who has asked gives it up once
-ANSWER_S have gone by since the question, or since the last such word. So no size is too large, and what is stuck ends.
-An agent that is gone or hangs is noticed by its connection, and a transfer that stands still by itself, much earlier.
-Main thread only, but for `Progress.moved`.
+The agent that works on a request sends `moving` every SAY_S in which some work was done. The agent that asked gives the
+request up ANSWER_S after the request or the last `moving`. So no size is too large, and a stuck request ends. Two
+failures are noticed much earlier: a dead or hanging agent by its connection, and a stalled transfer by itself. Main
+thread only, except `Progress.moved`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
     from ckpt.ipc.messages import Message
 
-ANSWER_S = 600.0  # more than any piece of work takes that says nothing
+ANSWER_S = 600.0  # longer than any work that does not report progress
 SAY_S = 20.0
-LOOK_S = 20.0  # how often who has asked looks at the time
+LOOK_S = 20.0  # between two looks for requests that are overdue
 
 Then = Callable[["Message | None", str], None]
 
 
 class Progress:
-    """How far some kind of work has come, in pieces of any size: whether it moves is all that is read of it."""
+    """A counter of finished pieces of one kind of work. Readers only check whether it changes; pieces have any size."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def moved(self, _: object = None) -> None:
-        """Any thread. Two at once may count as one."""
+        """Counts one piece. Any thread; two concurrent calls may count as one."""
         self.count += 1
 
 
 class ProgressReport:
-    """Says that a request goes on, until `end`, or until its connection has ended. `progress`: of all work of that kind
-    here, so that one which waits for its turn goes on as long as others do."""
+    """Sends `moving` for one request until `end`, or until the connection has ended.
+
+    `progress`: counts all work of that kind on this agent. So a request that waits for its turn stays alive while
+    others make progress."""
 
     def __init__(
         self, channel: Channel, request_id: int, progress: Progress, later: Callable[[float, Callable[[], None]], None]
@@ -47,7 +49,7 @@ class ProgressReport:
         later(SAY_S, self._say)
 
     def end(self) -> None:
-        """It is answered."""
+        """Stops the reports: the request is answered."""
         self._over = True
 
     def _say(self) -> None:
@@ -61,7 +63,7 @@ class ProgressReport:
 
 @dataclass(slots=True)
 class PeerRequest:
-    """A question to an agent. `then` hears its answer. `due_s`: when it is given up."""
+    """A request to another agent. `then` is called with its answer. `due_s`: when the request is given up."""
 
     channel: Channel
     then: Then

@@ -1,4 +1,4 @@
-"""How fast bytes may go, so that training's own traffic is not disturbed."""
+"""The rate limit of transfers: leaves bandwidth to the traffic of the training itself."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.ipc.addresses import PIECE_BYTES
 
 PIECE_BYTES_MIN = 16 << 10
-PIECE_S = 0.02  # a piece takes no longer than that, so that a limited flow is even
-BURST_S = 0.05  # what was not used before may be made up for: a sleep ends late now and then
-SLICE_S = 0.1  # who waits looks that often whether it is to stop
+PIECE_S = 0.02  # the longest time of one piece, so that a limited flow is even
+BURST_S = 0.05  # unused time that may be made up for, since a sleep can end late
+SLICE_S = 0.1  # between a waiter's checks whether to stop
 
 
 class Bucket:
     """A token bucket that all transfers of one direction share. Thread-safe.
 
-    In any T seconds at most `bytes_per_s * (T + BURST_S)` bytes and one piece are let through."""
+    In any T seconds it lets through at most `bytes_per_s * (T + BURST_S)` bytes plus one piece."""
 
     def __init__(self, bytes_per_s: float | None = None, clock: Clock | None = None) -> None:
-        """None: no limit."""
+        """`bytes_per_s`: the limit; None: no limit. Errors: ValueError if it is not positive and finite."""
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._rate = _checked(bytes_per_s)
         self._paid_until_s = self._clock.now_s()
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        """Counts for what is taken from now on."""
+        """Changes the limit for bytes that are taken from now on. Errors: ValueError, as in the constructor."""
         with self._lock:
             self._rate = _checked(bytes_per_s)
 
     @property
     def piece_bytes(self) -> int:
-        """How much to move at once."""
+        """How many bytes to move with one call."""
         rate = self._rate
         if rate is None:
             return PIECE_BYTES
         return max(PIECE_BYTES_MIN, min(PIECE_BYTES, int(rate * PIECE_S)))
 
     def take(self, nbytes: int) -> float:
-        """Counts them; in how many seconds they may be moved."""
+        """Counts `nbytes`; returns the seconds until they may be moved."""
         with self._lock:
             if self._rate is None:
                 return 0.0
@@ -50,7 +50,7 @@ class Bucket:
             return max(0.0, begin_s - now_s)
 
     def wait(self, nbytes: int, stopped: Callable[[], bool]) -> None:
-        """Takes them and returns when they may be moved, or within SLICE_S after `stopped` says so."""
+        """Counts `nbytes` and blocks until they may be moved, or until at most SLICE_S after `stopped()` is true."""
         if self._rate is None:
             return
         due_s = self.take(nbytes)

@@ -1,7 +1,7 @@
-"""Fetching over TCP: the receiver's side of `bulk`, which says what is spoken on a data connection.
+"""The receiver's side of transfers over TCP. The module tcp_sender describes the protocol of a data connection.
 
-Everything here happens on threads, of the lowest priority unless a start waits for it, in calls that release the GIL:
-one recv_into a piece once it is there, xxh3 over it while it is in the cache.
+All work runs on threads, which have the lowest priority unless a start waits for the frames. The expensive calls
+release the GIL: one recv_into per piece once the piece has arrived, and xxh3 over the piece while it is in the cache.
 """
 
 from __future__ import annotations
@@ -35,19 +35,23 @@ log = logging.getLogger("ckpt")
 WANT, GO, BUSY = 1, 2, 3  # kinds of the records on a data connection
 NUMBER = struct.Struct(">I")
 COUNT = struct.Struct(">Q")
-# Asked for and not yet here, on one connection; asked again below half of it.
+# The most that is requested and still on its way, on one connection. Below half of it, more is requested.
 ASK_BYTES, ASK_FRAMES = 32 << 20, STREAM_FRAMES
-CUTS_MAX = 20  # connections that brought something, but no frame to its end: then a transfer fails
-PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # before a connection is made anew; half of it to one and a half
+# A transfer fails after so many connections that brought bytes, but no whole frame.
+CUTS_MAX = 20
+# The pause before a reconnect, times a random factor of 0.5 to 1.5.
+PAUSE_S, PAUSE_S_MAX = 0.05, 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FetchTerms:
-    """How an agent fetches. `greet`: makes the dialling side of a handshake for role DATA, given what it is about and
-    the name of the peer. `stall_s`: in which a connection moves SLOWEST_BYTES, or is given up. `patience_s`: a
-    transfer fails when for so long nothing has come, and the sender has not been seen to serve others either, and a
-    connection then fails. `nice`: at the lowest priority. `reached`: by name of a peer, the address that led there
-    last, in any transfer."""
+    """The parameters of an agent's fetches.
+
+    `greet(offer, peer)`: makes the dialling side of a handshake for role DATA. `inward`: the rate limit. `connections`:
+    per transfer. `stall_s`: a connection is given up if it moves fewer than SLOWEST_BYTES in this time. `patience_s`: a
+    transfer fails when a connection fails and, for this long, no bytes came and the sender served no other receiver.
+    `nice`: whether threads run at the lowest priority. `reached`: the last working address of each peer, by name,
+    shared by all transfers."""
 
     greet: Callable[[str, str], Dialler]
     inward: Bucket
@@ -60,9 +64,10 @@ class FetchTerms:
 
 @dataclass(slots=True)
 class Dial:
-    """Makes connections that give frames of the offer `name` of the agent `peer`. `addresses`: where that listens.
-    `keep`: given each socket before it is waited for; may refuse it by OSError. `drop`: given it back, to close it,
-    where it came to nothing."""
+    """Makes data connections for the offer `name` of agent `peer`.
+
+    `addresses`: where the peer listens. `keep`: called with each socket before it blocks; may refuse it with OSError.
+    `drop`: called with a socket that failed, to close it."""
 
     terms: FetchTerms
     peer: str
@@ -72,10 +77,12 @@ class Dial:
     drop: Callable[[socket.socket], None]
 
     def connect(self) -> tuple[socket.socket, Session]:
-        """Errors: _TurnedAway where it serves as many as it can; OSError, EOFError, AgentError."""
+        """A connection after GO, and its session. Errors: _TurnedAway if the sender is busy; OSError, EOFError,
+        AgentError."""
         error: Exception | None = None
         known = self.terms.reached.get(self.peer)
-        for address in sorted(self.addresses, key=lambda each: each != known):  # others may take CONNECT_S, each time
+        # The last working address comes first, since a wrong one may cost CONNECT_S each time.
+        for address in sorted(self.addresses, key=lambda each: each != known):
             try:
                 return self._connect_to(address)
             except (OSError, EOFError, AgentError) as exc:
@@ -92,7 +99,8 @@ class Dial:
                 sock.settimeout(CONNECT_S)
                 sock.connect(place.sockaddr)
                 session = self._greet(sock)
-                self.terms.reached[self.peer] = address  # also where it turns us away: that is tried again
+                # The address is right even if the sender is busy, so it is noted before GO.
+                self.terms.reached[self.peer] = address
                 _await_turn(sock, session)
                 wait_at_most(sock, self.terms.stall_s)
                 return sock, session
@@ -114,7 +122,8 @@ class Dial:
 
 
 class TcpFetch:
-    """See Fetch. Its threads share the ledger: each connects, asks, receives, and connects again when it was cut."""
+    """A Fetch over TCP. Its threads share the ledger. Each one connects, requests and receives frames, and reconnects
+    after a cut."""
 
     def __init__(
         self,
@@ -137,17 +146,19 @@ class TcpFetch:
         self._target, self._landed = target.cast("B"), landed
         self._places = frames.places()
         self._ledger = ledger
-        self._changed = threading.Condition()  # guards what follows, and the ledger
+        self._changed = threading.Condition()  # guards the ledger and the fields below
         self._error: Exception | None = None
         self._socks: set[socket.socket] = set()
         self._threads = 0
-        self._cuts = 0  # connections that brought something and ended since a frame was whole
+        # Connections that brought bytes and ended, since the last whole frame.
+        self._cuts = 0
         self._moved_s = time.monotonic()
-        self._others = -1  # what the sender had given others when it turned us away last
-        self._others_s = self._moved_s  # when that was news
+        # The number of pieces that the sender's last BUSY named, and when that number last changed.
+        self._others = -1
+        self._others_s = self._moved_s
 
     def start(self, tasks: Tasks) -> None:
-        """Where `tasks` are closed, `done` says so."""
+        """Starts the threads. If `tasks` are closed, `done` fails."""
         count = min(self._terms.connections, len(self._ledger.missing))
         if not count:
             self.done.set_result(None)
@@ -214,18 +225,18 @@ class TcpFetch:
             self._leave()
 
     def _await_work(self) -> bool:
-        """Until something is to be asked for; False when it is over."""
+        """Waits until there are frames to request; False once the transfer is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._ledger.waiting > 0)
             return not self._over
 
     def _trouble(self, error: Exception, moved: bool, pause_s: float) -> None:
-        """A connection failed: waits a little, unless this has gone on for too long."""
+        """Pauses after a failed connection, or fails the transfer if there was no progress for too long."""
         with self._changed:
             idle_s = time.monotonic() - max(self._moved_s, self._others_s)
             self._cuts += moved
             if idle_s < self._terms.patience_s and self._cuts < CUTS_MAX:
-                # Not all at once, where a sender has turned away many at once.
+                # The random factor spreads the retries of many receivers that a busy sender refused together.
                 self._changed.wait_for(lambda: self._over, pause_s * random.uniform(0.5, 1.5))
                 return
         what = f"{self._name} could not be got from agent {self._peer} at {', '.join(map(str, self._dial.addresses))}"
@@ -234,25 +245,27 @@ class TcpFetch:
         self._fail(AgentError(f"{what}: {how}; the last: {error}{there}"))
 
     def _note_others(self, count: int) -> None:
-        """The sender has given others so much: our turn comes as long as that grows."""
+        """Notes the pieces that a busy sender has sent to others. While the number grows, this transfer waits its
+        turn."""
         with self._changed:
             if count != self._others:
                 self._others, self._others_s = count, time.monotonic()
 
     def _leave(self) -> None:
-        """The last thread settles it: every connection is closed by then."""
+        """Ends a thread. The last one settles `done`; every connection is closed by then."""
         with self._changed:
             self._threads -= 1
             last, error = self._threads == 0, self._error
             if last:
-                self._target = memoryview(b"")  # nothing of ours keeps the memory mapped
+                self._target = memoryview(b"")  # so that the memory can be unmapped
         if last and error is not None:
             self.done.set_exception(error)
         elif last:
             self.done.set_result(None)
 
     def _use_connection(self, asked: collections.deque[int]) -> None:
-        """Connects and receives until nothing is left to ask for. `asked`: asked for and not here, oldest first."""
+        """Connects and receives until nothing is left to request. `asked`: requested frames that are not here yet,
+        oldest first."""
         sock, session = self._dial.connect()
         try:
             receiver = SocketReceiver(sock, self._terms.stall_s)
@@ -274,7 +287,7 @@ class TcpFetch:
             sock.close()
 
     def _ask(self, sock: socket.socket, session: Session, asked: collections.deque[int]) -> bool:
-        """Asks for more where too little is on its way; whether anything is."""
+        """Requests more frames if too few are on their way. Returns whether any are."""
         room = ASK_BYTES - sum(self._places[number][1] for number in asked)
         if asked and (room < ASK_BYTES // 2 or len(asked) > ASK_FRAMES // 2):
             return True
@@ -308,7 +321,8 @@ class TcpFetch:
                     self._changed.notify_all()
         if not right:
             log.warning("frame %d of %s came damaged from agent %s", number, self._name, self._peer)
-            raise _WrongHash("a frame came damaged")  # what else comes on this connection is not to be trusted
+            # The rest of this connection is not trusted either.
+            raise _WrongHash("a frame came damaged")
         if self._landed is not None:
             try:
                 self._landed(number)
@@ -318,12 +332,12 @@ class TcpFetch:
 
 
 def ask_for(sock: socket.socket, session: Session, numbers: Sequence[int]) -> None:
-    """At most ASK_FRAMES, by the numbers of the offer. Errors: OSError."""
+    """Requests frames by their numbers in the offer, at most ASK_FRAMES. Errors: OSError."""
     send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(map(NUMBER.pack, numbers)))))
 
 
 def _await_turn(sock: socket.socket, session: Session) -> None:
-    """The sender's first word. Errors: _TurnedAway; OSError, EOFError, AgentError."""
+    """Receives the sender's GO. Errors: _TurnedAway if it is BUSY instead; OSError, EOFError, AgentError."""
     header = receive_exactly(sock, handshake.RECORD_HEADER_BYTES)
     kind, payload = session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
     if kind == BUSY and len(payload) == COUNT.size:
@@ -333,7 +347,7 @@ def _await_turn(sock: socket.socket, session: Session) -> None:
 
 
 class _TurnedAway(Exception):
-    """The sender serves as many as it can. `count`: of pieces that it has given others."""
+    """The sender serves as many connections as it can. `count`: pieces that it has sent to all peers."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"it serves others, and has given them {count} pieces")
@@ -341,12 +355,12 @@ class _TurnedAway(Exception):
 
 
 class _WrongHash(Exception):
-    """A frame that has another hash than was announced; it is asked for again on a new connection."""
+    """A frame has another hash than announced; it is requested again on a new connection."""
 
 
 def settled_by_us() -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # nobody else can cancel it
+    future.set_running_or_notify_cancel()  # from now on `cancel` has no effect
     return future
 
 

@@ -1,10 +1,11 @@
-"""The transport over TCP: some connections for each transfer, bytes straight from memory to memory.
+"""The transport over TCP, with the sender's side of a transfer. The receiver's side is tcp_receiver.
 
-A data connection has the handshake of every other, which names the transfer. Then the sender says that it serves it,
-or that it serves as many others as it can, and how much it has given them so far: the receiver tries again, for as long
-as that grows. A receiver that is served (`pull`) sends records with the numbers of the frames it wants, and the sender
-sends their bytes and nothing else: the receiver knows lengths and hashes already. All records are under the MAC of the
-connection. A sender that cannot or will not serve closes it.
+Each transfer uses a few connections, and bytes go straight from memory to memory. A data connection begins with the
+usual handshake, which names the transfer. Then the sender answers GO, or BUSY if it already serves as many connections
+as it can. BUSY carries the number of pieces sent so far; the receiver tries again while that number grows. After GO the
+receiver sends records (WANT) with the numbers of frames. The sender replies with the raw bytes of these frames, since
+the receiver knows their lengths and hashes. All records have the connection's MAC; the raw bytes have none. A sender
+that does not have the offer closes the connection.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from ckpt.threads import Tasks
 
 log = logging.getLogger("ckpt")
 
-CONNECTIONS = 2  # of one transfer: on loopback and 10 Gbit/s a third one gains nothing
-SERVED_MAX = 64  # connections that this agent serves at a time; more are told so, and try again
+CONNECTIONS = 2  # per transfer; on loopback and 10 Gbit/s a third one gains nothing
+SERVED_MAX = 64  # connections that this agent serves at a time; further ones get BUSY and try again
 STALL_S = 30.0
 PATIENCE_S = 30.0
 
@@ -51,17 +52,17 @@ PATIENCE_S = 30.0
 @dataclass(slots=True)
 class _Offer:
     source: memoryview
-    places: list[tuple[int, int]]  # of the frames: offset, length
+    places: list[tuple[int, int]]  # (offset, length) of each frame
     urgent: bool
     socks: set[socket.socket] = field(default_factory=set)
-    gone: Future[None] | None = None  # once it is withdrawn
+    gone: Future[None] | None = None  # set once the offer is withdrawn
 
     def is_gone(self) -> bool:
         return self.gone is not None
 
 
 class TcpTransport:
-    """See Transport. `accept` takes the connections that a Listener got for role DATA."""
+    """The Transport over TCP. `accept` takes the connections that a PeerListener got for role DATA."""
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ class TcpTransport:
         patience_s: float = PATIENCE_S,
         served_max: int = SERVED_MAX,
     ) -> None:
-        """The other arguments are those of Terms. `clock`: of the bandwidth limit. `served_max`: connections that are
-        served at a time."""
+        """`bytes_per_s`: see `set_rate`. `clock`: the clock of the rate limit. `served_max`: connections served at a
+        time. The other arguments are those of FetchTerms."""
         self._outward, self._inward = Bucket(bytes_per_s, clock), Bucket(bytes_per_s, clock)
         self._unlimited = Bucket(None, clock)
         self._terms = FetchTerms(greet, self._inward, connections, stall_s, patience_s)
@@ -83,9 +84,11 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
         self._fetches: set[TcpFetch] = set()
-        self._dialling: set[socket.socket] | None = set()  # of streams that are not there yet; None: closed
+        # The sockets of streams that are being connected; None once the transport is closed.
+        self._dialling: set[socket.socket] | None = set()
         self._served, self._served_max = 0, served_max
-        self._given = 0  # pieces, to anybody. Two at once may count as one
+        # Pieces sent, to all peers. Two concurrent ones may count as one.
+        self._given = 0
 
     def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
         if len(name.encode()) > handshake.NAME_BYTES_MAX:
@@ -185,7 +188,7 @@ class TcpTransport:
         self._tasks.close()
 
     def accept(self, sock: socket.socket, session: Session) -> None:
-        """Serves that connection on a thread of its own, or closes it. Does not wait. Takes over the socket."""
+        """Serves a connection on its own thread, or closes it. Takes over the socket. Does not wait."""
         with self._lock:
             offer = self._offers.get(session.about)
             is_busy = self._served >= self._served_max
@@ -193,14 +196,15 @@ class TcpTransport:
                 offer.socks.add(sock)
                 self._served += 1
         if offer is None or is_busy:
-            with contextlib.suppress(OSError):  # it is gone again
+            # OSError: the peer has closed the connection already.
+            with contextlib.suppress(OSError):
                 if offer is not None:
                     sock.send(session.sealer.seal(BUSY, COUNT.pack(self._given)))
             sock.close()
             return
         try:
             self._tasks.start("serve", lambda: self._serve(sock, session, offer))
-        except CkptError:  # closed meanwhile
+        except CkptError:  # the transport was closed meanwhile
             self._served_out(sock, offer)
 
     def _serve(self, sock: socket.socket, session: Session, offer: _Offer) -> None:
@@ -213,7 +217,7 @@ class TcpTransport:
                 for number in _wanted(sock, session, len(offer.places)):
                     self._send(sock, offer, number)
         except EOFError:
-            pass  # the receiver has what it wanted, or comes again
+            pass  # the receiver has all it needs, or will reconnect
         except (OSError, CkptError) as exc:
             if offer.gone is None:
                 log.info("agent %s is not served %s any more: %s", session.peer, session.about, exc)
@@ -235,7 +239,8 @@ class TcpTransport:
 
     def _served_out(self, sock: socket.socket, offer: _Offer) -> None:
         with self._lock:
-            sock.close()  # under the lock: its number may be another's at once, and `withdraw` cuts by number
+            # Closed under the lock: its number may be reused at once, and `withdraw` shuts sockets down by number.
+            sock.close()
             offer.socks.discard(sock)
             self._served -= 1
             gone = offer.gone if not offer.socks else None
@@ -244,7 +249,9 @@ class TcpTransport:
 
 
 def _wanted(sock: socket.socket, session: Session, count: int) -> list[int]:
-    """The next record's frame numbers. Errors: EOFError, OSError, NotAuthentic, AgentError."""
+    """The frame numbers of the receiver's next request. `count`: frames of the offer.
+
+    Errors: EOFError at the end; OSError; NotAuthentic; AgentError if the request is malformed."""
     header = receive_exactly(sock, handshake.RECORD_HEADER_BYTES)
     kind, payload = session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
     if kind != WANT or len(payload) % NUMBER.size or len(payload) > ASK_FRAMES * NUMBER.size:

@@ -1,9 +1,9 @@
-"""Moving frames from one agent's memory to another's: what any transport has to do, and the pure part of doing it.
+"""The transport interface, which moves frames from one agent's memory to another's, and its pure parts.
 
-The receiver drives. Whoever has frames offers them under a name; whoever wants them fetches them into its own memory,
-asks for what is missing, checks each frame's hash where it landed, and knows alone what it has. So a transfer is
-resumed by asking on, from the same peer or another one, and the sender keeps no account of it. The names, lengths and
-hashes come over the control channel, under its MAC; so does the receiver's word that it holds all of them.
+The receiver drives a transfer. The sender offers frames under a name. The receiver fetches them into its own memory,
+asks for missing frames and verifies each frame's hash in place. Only the receiver knows which frames it has. So it
+resumes a transfer by asking for the rest, from the same peer or another, and the sender keeps no state. Names, lengths
+and hashes come over the authenticated control channel, and so does the receiver's message that it holds all frames.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ckpt.types import FRAME_BYTES_MAX, FRAMES_MAX
 if TYPE_CHECKING:
     from ckpt.agent.net.handshake import Dialler, Session
 
-STREAM_FRAMES = 512  # of one stream, which asks for all of them at once
-WRONG_MAX = 3  # how often one frame may arrive with another hash
+STREAM_FRAMES = 512  # the most frames of one stream, which asks for all of them at once
+WRONG_MAX = 3  # a transfer fails when one frame has arrived this often with a wrong hash
 
 U64 = npt.NDArray[np.uint64]
 _COUNT = struct.Struct("<4sI")
@@ -36,8 +36,9 @@ _MAGIC = b"CKFR"
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a transfer, by number: where each lies in the memory of the side at hand (bytes from its start),
-    how long it is, and its xxh3-128, shape (n, 2), high half first. Make it by `placed` or `decode`, which check."""
+    """The frames of a transfer, by number: offset in this side's memory, length (both in bytes), and xxh3-128 hash.
+
+    `hashes`: shape (n, 2), high half first. Make it by `placed` or `decode`, which check the values."""
 
     offsets: U64
     lengths: U64
@@ -48,8 +49,10 @@ class Frames:
 
     @staticmethod
     def placed(offsets: U64, lengths: U64, hashes: U64, room_bytes: int) -> Frames:
-        """Errors: AgentError where a frame is empty, too long, reaches beyond `room_bytes` or into another frame: what
-        was checked in one frame must not be overwritten by the next."""
+        """Frames in a memory of `room_bytes`.
+
+        Errors: AgentError if a frame is empty, too long, reaches beyond the memory, or overlaps another one. An overlap
+        would overwrite bytes that were already verified."""
         offsets, lengths = offsets.astype(np.uint64), lengths.astype(np.uint64)
         count = len(lengths)
         if count > FRAMES_MAX or offsets.shape != (count,) or hashes.shape != (count, 2):
@@ -66,21 +69,21 @@ class Frames:
         return Frames(offsets, lengths, hashes.astype(np.uint64))
 
     def at(self, offsets: U64, room_bytes: int) -> Frames:
-        """The same frames elsewhere. Errors: as `placed`."""
+        """The same frames at other offsets. Errors: those of `placed`."""
         return Frames.placed(offsets, self.lengths, self.hashes, room_bytes)
 
     def places(self) -> list[tuple[int, int]]:
-        """Offset and length of each."""
+        """(offset, length) of each frame, in bytes."""
         return list(zip(self.offsets.tolist(), self.lengths.tolist(), strict=True))
 
     def encode(self) -> bytes:
-        """As a blob of a message: 32 bytes a frame."""
+        """The frames as a blob of a message, 32 bytes per frame."""
         columns = (self.offsets, self.lengths, self.hashes)
         return _COUNT.pack(_MAGIC, len(self)) + b"".join(column.astype("<u8").tobytes() for column in columns)
 
     @staticmethod
     def decode(blob: bytes, room_bytes: int) -> Frames:
-        """Errors: AgentError for what is malformed, and as `placed`."""
+        """The frames that `encode` wrote. Errors: AgentError if the blob is malformed; those of `placed`."""
         if len(blob) < _COUNT.size:
             raise AgentError("a list of frames is cut short")
         magic, count = _COUNT.unpack_from(blob)
@@ -91,10 +94,10 @@ class Frames:
 
 
 class Ledger:
-    """What one transfer has and lacks. Not thread-safe."""
+    """The state of one transfer: which frames are in place, missing, or not requested yet. Not thread-safe."""
 
     def __init__(self, name: str, frames: Frames, only: Iterable[int] | None = None) -> None:
-        """`only`: the numbers of the frames that are wanted; all by default."""
+        """`only`: the numbers of the wanted frames; all by default. Errors: AgentError if one is out of range."""
         self._name = name
         self._lengths = frames.lengths.tolist()
         self._expected = frames.hashes.tolist()
@@ -114,11 +117,12 @@ class Ledger:
 
     @property
     def waiting(self) -> int:
-        """How many frames nobody has been asked for."""
+        """The number of missing frames that are not requested on any connection."""
         return len(self._todo)
 
     def take(self, count: int, nbytes: int) -> list[int]:
-        """What to ask for next: up to so many frames, of so many bytes, or one."""
+        """The next frames to request: at most `count`, and no further one once `nbytes` are reached; at least one if
+        any is waiting."""
         taken: list[int] = []
         while self._todo and len(taken) < count and (nbytes > 0 or not taken):
             taken.append(self._todo.popleft())
@@ -126,11 +130,13 @@ class Ledger:
         return taken
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """They were asked for on a connection that is gone; they come first next time."""
+        """Puts back requested frames whose connection is gone. `take` returns them first."""
         self._todo.extendleft(sorted((number for number in numbers if number in self._missing), reverse=True))
 
     def landed(self, number: int, value: tuple[int, int]) -> bool:
-        """Whether the frame that has arrived is the right one. Errors: DamagedData when it was wrong too often."""
+        """Whether an arrived frame has the expected hash; `value`: its hash. If so, it counts as in place.
+
+        Errors: DamagedData once the frame was wrong WRONG_MAX times."""
         if list(value) == self._expected[number]:
             self._missing.discard(number)
             return True
@@ -147,30 +153,34 @@ class Fetch(Protocol):
 
     @property
     def done(self) -> Future[None]:
-        """Settled once all frames are in place and checked, or with what went wrong (AgentError, DamagedData). By then
-        nothing writes to the memory any more, and every connection that did is closed: it may be used again."""
+        """Settled once all frames are in place and verified, or with the error (AgentError, DamagedData).
+
+        By then all connections are closed and nothing writes to the memory, so the memory may be used again."""
         ...
 
     def missing(self) -> list[int]:
-        """The frames that are not in place and checked; the others stay good when the transfer fails. Any thread."""
+        """The frames that are not in place and verified. The other frames stay valid if the transfer fails. Any
+        thread."""
         ...
 
     def cancel(self) -> None:
-        """Ends it soon, with AgentError in `done`; does nothing after its end. Does not wait. Any thread."""
+        """Ends the transfer soon, with AgentError in `done`; does nothing after its end. Does not wait. Any thread."""
         ...
 
 
 class Transport(Protocol):
-    """Thread-safe; only `close` waits for anything."""
+    """Moves frames between this agent and others. Thread-safe; only `close` blocks."""
 
     def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
-        """From here on agents of the run may fetch these frames of `source`, which must not change. `urgent`: a start
-        waits for them: at normal priority, and outside the rate.
-        Errors: AgentError where the name is taken or too long, or a frame is not in `source`."""
+        """Lets agents of the run fetch these frames of `source`, which must not change until `withdraw` has settled.
+
+        `urgent`: a start waits for the frames, so they are sent at normal priority and without the rate limit.
+        Errors: AgentError if the name is taken or too long, or a frame is not in `source`."""
         ...
 
     def withdraw(self, name: str) -> Future[None]:
-        """Ends an offer and cuts off who reads it; settled when nobody reads it any more. At once if there is none."""
+        """Ends an offer and cuts its readers off. Settled when nothing reads `source` any more; at once if the offer is
+        unknown."""
         ...
 
     def fetch(
@@ -185,34 +195,38 @@ class Transport(Protocol):
         urgent: bool = False,
         numbers: Sequence[int] | None = None,
     ) -> Fetch:
-        """Brings the frames (or `only` these) of the offer `name` of the agent `peer` into `target`. `addresses`: where
-        that listens, best first. `landed`: told of each that is in place and checked, on a thread of the transport.
-        `urgent`: as of an offer. `numbers`: what the offer calls each of `frames`, where these are not all that it
-        has. Cut connections are made anew as long as frames keep arriving. Errors: AgentError."""
+        """Fetches the frames (or `only` these) of the offer `name` of agent `peer` into `target`.
+
+        `addresses`: where the peer listens, best first. `landed`: called with the number of each frame that is in place
+        and verified, on a thread of the transport. `urgent`: as in `offer`. `numbers`: the offer's number of each of
+        `frames`, if `frames` is a part of the offer. Cut connections are reopened while frames keep arriving.
+        Errors: AgentError."""
         ...
 
     def stream(
         self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]
     ) -> Future[socket.socket]:
-        """A connection from which come the bytes of these frames of the offer `name` of the agent `peer`, in this
-        order, and nothing else: for who reads them into memory of his own, and checks them. A start waits for them. It
-        may end before they are all there; then the rest is fetched. At most STREAM_FRAMES. Whoever waits owns the
-        socket; a call on it waits no longer than the transport's own. AgentError or OSError in the future where there
-        is none to be had; a transport that moves bytes by other ways has none. Errors: CkptError once it is closed."""
+        """A connection that delivers the bytes of these frames of the offer `name` of agent `peer`, in this order, and
+        nothing else. At most STREAM_FRAMES frames.
+
+        It serves a rank that reads the frames into its own memory and verifies them while a start waits; so it is
+        urgent. The connection may end early; then fetch the rest. The caller owns the socket, whose calls have the
+        transport's time-out. The future fails with AgentError or OSError if there is no connection; a transport that
+        does not use sockets always fails so. Errors: CkptError if the transport is closed."""
         ...
 
     def accept(self, sock: socket.socket, session: Session) -> None:
-        """Another agent's transport has connected to this agent's listener, for a transfer. Takes over the socket: one
-        that moves frames by other ways closes it. Does not wait."""
+        """Takes over a data connection that another agent made to this agent's listener. Does not wait. A transport
+        that does not use sockets closes it."""
         ...
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        """How many bytes a second may leave this agent, and as many reach it, in all transfers together but urgent
-        ones. None: no limit."""
+        """Limits the bytes per second that leave this agent, and those that reach it, over all transfers that are not
+        urgent. None: no limit."""
         ...
 
     def close(self) -> None:
-        """Ends everything and waits for it."""
+        """Ends all transfers and offers, and waits for their threads."""
         ...
 
 
@@ -220,5 +234,5 @@ class MakeTransport(Protocol):
     """Makes an agent's transport."""
 
     def __call__(self, greet: Callable[[str, str], Dialler]) -> Transport:
-        """`greet(name of an offer, peer)`: how a connection to that agent's listener begins, if it needs one."""
+        """`greet(name of an offer, peer)`: makes the handshake for a connection to that peer's listener."""
         ...
