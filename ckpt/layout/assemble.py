@@ -1,15 +1,15 @@
-"""From what every rank staged for one tick to one manifest.
+"""The assembly of a manifest: combines the snapshots that all ranks staged for one version into one manifest.
 
 Guarantees:
-- complete by coverage: a manifest comes out only when every byte of every box that any rank declared is staged by
-  somebody, and the declared boxes of each tensor of the job cover its global shape. Else Incomplete names what lacks;
-- nothing is taken for a replica that is not: of a box that several ranks staged whole, one copy is kept only when all
-  their bytes are equal. Else, as also where boxes of a tensor overlap in part, or dtype or global shape differ, the
-  tensor is stored once for each rank, owned by it, and named in `disagreed`;
-- the lowest rank that staged a box whole is its source, so that equal input gives equal manifests.
+- Complete by coverage. Each byte of each declared box must be staged by some rank. The declared boxes of each tensor of
+  the job must cover its global shape. Otherwise Incomplete names the tensors or ranks that are missing.
+- Only equal copies are merged. If several ranks staged the same box whole, one copy is kept only if all are equal byte
+  for byte. Otherwise the tensor is stored once per rank, owned by the rank, and named in `disagreed`. The same is done
+  if boxes of a tensor overlap in part, or ranks declare different dtypes or global shapes.
+- Deterministic. The source of a box is the lowest rank that staged it whole, so equal input gives equal manifests.
 
-A rank's own tensor of which it holds all is one tensor with that owner. One of which it holds parts is a tensor for
-each part, of the part's shape, whose owner is written "<coordinate>@<offset>" (`part_owner`).
+If a rank holds all of a tensor that it owns, this is one tensor with that owner. If it holds only parts, each part is a
+tensor of the part's shape, with the owner "<coordinate>@<offset>" (`part_owner`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from ckpt.layout.layout import Array, Declaration, are_apart, covers
 from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, ITEMSIZE, Box
 
 SOURCE = np.dtype([("rank", "<u4"), ("region", "u1"), ("frame", "<u4")])
-DATA, SHARED, OWN = 0, 1, 2  # regions: a data frame of that rank's staging; its shared values blob; its own one
+# Regions: a data frame of the rank's staging; the rank's blob of shared values; its blob of own values.
+DATA, SHARED, OWN = 0, 1, 2
 
 NAMED_MAX = 20
 
 
 class Incomplete(CkptError):
-    """Not all that was declared for the tick is staged. `missing`: up to 20 names of tensors (or ranks)."""
+    """Some bytes that ranks declared for this version are not staged. `missing`: up to 20 names of tensors or ranks."""
 
     kind = "incomplete"
 
@@ -46,7 +47,7 @@ class Incomplete(CkptError):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A values blob as a frame of its own: the xxh3-128 of its bytes (16, big-endian) and their number."""
+    """A values blob, which is a frame of its own. `hash`: its xxh3-128, 16 bytes big-endian. `length`: in bytes."""
 
     hash: bytes
     length: int
@@ -54,7 +55,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What one rank staged. `hashes`: (frames, 2) uint64, the frames' xxh3-128 as (hi, lo)."""
+    """The snapshot that one rank staged. `hashes`: the frames' xxh3-128 as (hi, lo), shape (frames, 2), uint64."""
 
     declaration: Declaration
     hashes: npt.NDArray[np.uint64]
@@ -64,7 +65,8 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """`sources`: array of SOURCE, one per frame of the manifest. `disagreed`: the names stored per rank."""
+    """A manifest and where its frames are. `sources`: array of SOURCE, one per frame of the manifest. `disagreed`: the
+    names of tensors that are stored per rank because the ranks' copies differ."""
 
     manifest: Manifest
     sources: Array
@@ -72,18 +74,18 @@ class Assembled:
 
 
 def part_owner(coordinate: str, box: Box) -> str:
-    """The owner of a tensor that is one part of a rank's own tensor: such as "rank=3@0,128"."""
+    """The owner of one part of a rank's own tensor, such as "rank=3@0,128"."""
     return f"{coordinate}@{','.join(map(str, box.offset))}"
 
 
 @no_collecting()
 def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
-    """The manifest of one tick's Staged, one per rank (in any order).
+    """The manifest of one version. `staged`: one per rank, in any order.
 
-    `read` gives staged bytes. It is called only for boxes that several ranks staged whole into frames whose hashes
-    differ: what else lies in such a frame may be what differs. Without it those boxes count as differing.
-    Errors: Incomplete; UsageError for two ranks with one coordinate; CkptError for ranks of different divisions;
-    DamagedData for a declaration that contradicts itself.
+    `read` returns staged bytes. It is called only for a box that several ranks staged whole into frames with different
+    hashes: other bytes of these frames may be the ones that differ. Without `read` the box counts as differing.
+    Errors: Incomplete; UsageError if two ranks have one coordinate; CkptError if ranks used different divisions or a
+    declaration is not allowed; DamagedData if a declaration contradicts itself.
     """
     ranks = _by_rank(staged)
     tensors, cells = _declared(ranks)
@@ -116,7 +118,8 @@ def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
 
 
 def _by_rank(staged: Sequence[Staged]) -> list[Staged]:
-    """In order of rank, every rank once, all of one division, each coordinate once."""
+    """The snapshots in order of rank. Checks that every rank is there once, with one division and its own
+    coordinate."""
     if not staged:
         raise Incomplete("no rank has staged anything")
     ranks = sorted(staged, key=lambda s: s.declaration.rank)
@@ -151,7 +154,7 @@ def _by_rank(staged: Sequence[Staged]) -> list[Staged]:
 
 @dataclass(slots=True)
 class _Tensor:
-    """One (name, owner, dtype, shape) as the ranks declare it. `cells`: the number of each box that any rank holds.
+    """One (name, owner, dtype, shape) that ranks declare. `cells`: the cell number of each box that any rank holds.
     `entries`: (rank, entry) of each declaration."""
 
     name: str
@@ -205,12 +208,12 @@ class _BlobAt:
     region: int
 
 
-# What fills a box: a group of rows (one rank's copy), rows of several ranks, a values blob, or nothing (no bytes).
+# The source of a box: a group of rows (one rank's copy), rows of several ranks, a values blob, or None (no bytes).
 _Fill = int | Ints | _BlobAt | None
 
 
 class _Output:
-    """Collects tensors, their boxes and what fills these; numbers them when all are there."""
+    """Collects tensors, their boxes and the source of each box; `finish` numbers them."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -218,13 +221,13 @@ class _Output:
         self._tensors: list[tuple[TensorSpec, list[tuple[Box, _Fill]]]] = []
 
     def add_shared(self, tensor: _Tensor, boxes: Sequence[Box]) -> bool:
-        """A tensor of the job, of these boxes. False where not all their bytes are staged."""
+        """Adds a tensor of the job with these boxes. False if some of their bytes are not staged."""
         return self._add(
             tensor, tensor.shape, "", [(box, box) for box in (sorted(boxes) if boxes[1:] else boxes)], None
         )
 
     def add_owned(self, tensor: _Tensor, rank: int, coordinate: str, boxes: Sequence[Box]) -> bool:
-        """A tensor as this rank holds it. False where not all its bytes are staged."""
+        """Adds a tensor as this rank holds it. False if some of its bytes are not staged."""
         boxes = sorted(box for box in boxes if box.size)
         if are_apart(boxes) and covers(boxes, tensor.shape):
             return self._add(tensor, tensor.shape, coordinate, [(box, box) for box in boxes], rank)
@@ -234,7 +237,7 @@ class _Output:
         )
 
     def add_values(self, ranks: Sequence[Staged]) -> None:
-        """The shared values once if they are the same on all ranks, else per rank; the ranks' own values."""
+        """Adds the shared values, once if they are equal on all ranks, else per rank; and each rank's own values."""
         for rank, staged in enumerate(ranks):
             coordinate = staged.declaration.coordinate
             self._add_blob(RANK_VALUES, coordinate, _BlobAt(staged.own, rank, OWN))
@@ -276,8 +279,8 @@ class _Output:
     def _add(
         self, tensor: _Tensor, shape: tuple[int, ...], owner: str, boxes: Sequence[tuple[Box, Box]], rank: int | None
     ) -> bool:
-        """`boxes`: as it comes out and as it was declared. Filled from `rank` where it staged a box whole, else from
-        whoever staged it."""
+        """Adds a tensor. `boxes`: pairs (box in the manifest, declared box). The source of a box is `rank` if it staged
+        the box whole, else the ranks that staged it. False if some bytes are not staged."""
         filled: list[tuple[Box, _Fill]] = []
         for box, declared in boxes:
             cell = tensor.cells[declared]
@@ -303,7 +306,7 @@ class _Output:
 
 
 def _gather(rows: Rows, row: Ints, box: Ints, blobs: Sequence[tuple[int, _BlobAt]]) -> tuple[Array, Array, Array]:
-    """(frames, sources, extents) of the rows, each filling a part of its box, and of the blobs, each filling one."""
+    """(frames, sources, extents) of the rows and the blobs. Each row fills a part of its box, each blob a whole box."""
     used = np.zeros(len(rows.frames), np.bool_)
     used[rows.frame[row]] = True
     kept = np.flatnonzero(used)

@@ -1,7 +1,7 @@
-"""All ranks' segments as one table: which rank staged which bytes of which box, and which copies are equal.
+"""The coverage table: the segments of all ranks, by box and rank, and the comparison of copies of the same box.
 
-A *cell* is one declared box of one tensor; ranks that declare equal boxes share the cell. Cells, ranks and frames are
-numbers here, rows are vectors: a checkpoint has up to 2^18 frames.
+A *cell* is one declared box of one tensor. Ranks that declare equal boxes share a cell. Cells, ranks and frames are
+numbers, and rows are NumPy vectors, since a checkpoint has up to 2^18 frames.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from ckpt.layout.layout import Array, Staging
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Read = Callable[[int, int, int], Any]  # (rank, offset in its data region, length) -> a buffer with those staged bytes
+# (rank, offset in the rank's data region, length) -> a buffer with those staged bytes
+Read = Callable[[int, int, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class BoxCells:
-    """`size`: bytes of each cell. `of_box`: per rank, the cell of each of its boxes in order of (entry, box);
-    `first_box`: per rank, the position of each entry's first box there, and the number of boxes at the end."""
+    """The cells of all declared boxes.
+
+    `size`: bytes of each cell. `of_box`: per rank, the cell of each box, in order of (entry, box). `first_box`: per
+    rank, the index into `of_box` of each entry's first box; at the end the number of boxes."""
 
     size: Ints
     of_box: tuple[Ints, ...]
@@ -34,12 +37,12 @@ class BoxCells:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Segments sorted by (cell, rank, start). `start`, `length`: bytes of the cell; `frame`: numbered over all ranks;
-    `offset`: within the frame.
+    """The segments of all ranks, one row each, sorted by (cell, rank, start).
 
-    A *group* is the run of rows [first, stop) of one (cell, rank), `key` = cell * world + rank; `whole` where they are
-    all of the cell. `lowest`: of each cell, the whole group of the lowest rank, or -1. `tiles`: of each cell that no
-    rank staged whole but all together staged exactly once, its rows in order of start.
+    `start`, `length`: byte range in the cell. `frame`: numbered over all ranks. `offset`: bytes into the frame.
+    A *group* is the run of rows [first, stop) of one (cell, rank). `key` = cell * world + rank. `whole`: whether the
+    group is the whole cell. `lowest`: for each cell, the whole group of the lowest rank, or -1. `tiles`: the rows, in
+    order of start, of each cell that no rank staged whole, but all ranks together staged exactly once.
     """
 
     world: int
@@ -55,24 +58,24 @@ class Rows:
     whole: Bools
     lowest: Ints
     tiles: dict[int, Ints]
-    frames: Array  # of FRAME
-    frame_at: Ints  # each frame's offset in the data region of its rank
-    frame_base: Ints  # each rank's first frame, and the number of all at the end
+    frames: Array  # array of FRAME
+    frame_at: Ints  # offset of each frame in its rank's data region
+    frame_base: Ints  # first frame of each rank; at the end the number of all frames
 
     def whole_group(self, cell: int, rank: int) -> int:
-        """The group of that rank where it staged the cell whole, or -1."""
+        """The group of `rank` if it staged the whole cell, else -1."""
         key = cell * self.world + rank
         group = int(np.searchsorted(self.key, key))
         return group if group < len(self.key) and self.key[group] == key and self.whole[group] else -1
 
     def of_groups(self, groups: Ints) -> tuple[Ints, Ints]:
-        """The rows of these groups, end to end, and how many each has."""
+        """(the rows of these groups, end to end; the number of rows of each group)."""
         count = self.stop[groups] - self.first[groups]
         return np.repeat(self.first[groups] - (np.cumsum(count) - count), count) + np.arange(int(count.sum())), count
 
 
 def rows_of(stagings: Sequence[Staging], hashes: Sequence[npt.NDArray[np.uint64]], cells: BoxCells) -> Rows:
-    """The table of all ranks' stagings. Errors: DamagedData where one does not fit its rank's layout."""
+    """The table of all ranks' stagings. Errors: DamagedData if a staging does not fit its rank's layout or hashes."""
     world = len(stagings)
     frame_base = np.cumsum([0] + [len(staging.frames) for staging in stagings])
     parts = [_columns(rank, staging, cells, int(frame_base[rank])) for rank, staging in enumerate(stagings)]
@@ -83,7 +86,8 @@ def rows_of(stagings: Sequence[Staging], hashes: Sequence[npt.NDArray[np.uint64]
     key = cell * world + rank
     first, stop, whole = _runs(key, start, length, cells.size[cell])
     lowest = np.full(len(cells.size), -1, np.int64)
-    groups = np.flatnonzero(whole)[::-1]  # the last assignment stays: the lowest rank's
+    # In reverse order, so that the last assignment to a cell is the one of its lowest rank.
+    groups = np.flatnonzero(whole)[::-1]
     lowest[cell[first[groups]]] = groups
     return Rows(
         world=world, cell=cell, rank=rank, start=start, length=length, frame=frame, offset=offset,
@@ -96,10 +100,10 @@ def rows_of(stagings: Sequence[Staging], hashes: Sequence[npt.NDArray[np.uint64]
 
 
 def differing_cells(rows: Rows, read: Read | None) -> Iterator[int]:
-    """Cells that several ranks staged whole, and not all with the same bytes.
+    """The cells that several ranks staged whole, but with different bytes. A cell may come more than once.
 
-    Equal frames prove equal bytes; where the frames differ, `read` decides, and without it the cell counts as
-    differing.
+    Equal frames prove equal bytes. If frames differ, the bytes are compared with `read`. Without `read` the cell counts
+    as differing.
     """
     other = np.flatnonzero(rows.whole)
     one = rows.lowest[rows.cell[rows.first[other]]]
@@ -111,7 +115,8 @@ def differing_cells(rows: Rows, read: Read | None) -> Iterator[int]:
 
 
 def _columns(rank: int, staging: Staging, cells: BoxCells, frame_base: int) -> tuple[Ints, ...]:
-    """One rank's segments as (cell, rank, start, length, frame, offset), once they are seen to make sense."""
+    """One rank's segments as columns (cell, rank, start, length, frame, offset). Errors: DamagedData if they do not fit
+    the rank's layout."""
     entry, box, start, length, offset, frame = (
         staging.segments[name].astype(np.int64) for name in ("entry", "box", "start", "length", "offset", "frame")
     )
@@ -138,7 +143,7 @@ def _frames(rank: int, staging: Staging, hashes: npt.NDArray[np.uint64]) -> Arra
 
 
 def _runs(key: Ints, start: Ints, length: Ints, size: Ints) -> tuple[Ints, Ints, Bools]:
-    """Runs of rows with equal key: (first row, row after the last, whether they lead from byte 0 to `size`)."""
+    """Runs of rows with equal key: (first row, row after the last, whether the run covers bytes 0 to `size` once)."""
     if not len(key):
         return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_)
     first = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
@@ -157,7 +162,7 @@ def _tiles(cell: Ints, start: Ints, length: Ints, size: Ints, lowest: Ints) -> d
 
 
 def _proven(rows: Rows, one: Ints, other: Ints) -> Bools:
-    """Of pairs of groups, those whose equality follows from the hashes of the frames that they lie in."""
+    """For each pair of groups, whether the hashes of their frames prove that they are equal."""
     alike = np.flatnonzero(rows.stop[one] - rows.first[one] == rows.stop[other] - rows.first[other])
     i, count = rows.of_groups(one[alike])
     j, _ = rows.of_groups(other[alike])
@@ -171,7 +176,7 @@ def _proven(rows: Rows, one: Ints, other: Ints) -> Bools:
 
 
 def _equal_bytes(rows: Rows, one: int, other: int, read: Read) -> bool:
-    """Compares two groups of one cell, both whole, run by run."""
+    """Whether two whole groups of one cell have equal bytes. Compares run by run."""
 
     def bytes_of(row: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
         at = int(rows.frame_at[rows.frame[row]] + rows.offset[row] + start - rows.start[row])

@@ -1,13 +1,12 @@
-"""Who stages what: every rank's share of what the ranks hold together.
+"""The division: decides which rank stages which part of the tensors that several ranks hold.
 
-What several ranks hold with equal bytes is divided among them; everything else each rank stages whole, which is always
-right and only costs bytes. Guarantees of `divide`:
-- cover: every byte of every declared box is staged by at least one rank that declares it;
-- equal: no rank's bytes can be lowered by giving them to another that holds them too, but for one frame at each end
-  of its runs;
-- sticky: a run ends where a rank's quota of the cumulated bytes ends, so that b bytes more or fewer somewhere move at
-  most about b bytes across each boundary;
-- pure: equal input gives equal shares, in whatever order sets and dicts happen to be.
+Boxes whose bytes are equal on several ranks are divided among these ranks. Each rank stages all its other boxes whole,
+which is always correct and only costs bytes. Guarantees of `divide`:
+- cover: at least one rank that declares a box stages each byte of it;
+- balanced: no bytes can move to a less loaded rank that holds them too, except for one frame at each end of a run;
+- stable: runs end where a rank's quota of the cumulated bytes ends. So a change of b bytes somewhere moves at most
+  about b bytes across each boundary;
+- pure: equal input gives equal shares, whatever the order of sets and dicts.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from ckpt.layout.layout import Entry, Layout, Part, Share, are_apart, covers
 from ckpt.types import ITEMSIZE, Box
 
 Key = tuple[str, str, Box]  # name, owner, box
-Hashes = npt.NDArray[np.uint64]  # (boxes of a layout in order of (entry, box), 2): xxh3-128; (0, 0): not hashed
+# The xxh3-128 of each box of a layout, shape (boxes in order of (entry, box), 2). A row (0, 0): not hashed.
+Hashes = npt.NDArray[np.uint64]
 
-BALANCE_ROUNDS = 16  # one is enough where the groups of holders are nested or apart
+BALANCE_ROUNDS = 16  # one round suffices if the groups of holders are nested or disjoint
 
 
 def undivided(layout: Layout) -> Share:
-    """The safe path: all that the rank holds."""
-    return tuple(
-        Part(entry, box, 0, size) for entry, box, size in _boxes(layout) if size
-    )  # an empty box has no bytes to stage
+    """The share of a rank that stages everything it holds: the safe path. Empty boxes are left out."""
+    return tuple(Part(entry, box, 0, size) for entry, box, size in _boxes(layout) if size)
 
 
 def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int) -> list[Share]:
-    """Every rank's share. `agreed`: the boxes whose bytes are known equal on all ranks that declare them.
+    """The share of every rank. `agreed`: the boxes whose bytes are known to be equal on all ranks that declare them.
 
-    An agreed box is divided among exactly its declarers: it is cut at multiples of `frame_bytes` into at most one run
-    a rank, so that a smaller one goes whole to one of them. Takes about 4 us per box that a rank declares.
+    An agreed box is divided among exactly the ranks that declare it. It is cut at multiples of `frame_bytes` into at
+    most one run per rank, so a smaller box goes whole to one rank. Takes about 4 us per declared box and rank.
     """
     parts: list[list[tuple[int, int, int, int]]] = [[] for _ in layouts]
     loads = [0] * len(layouts)
     common: dict[Key, _AgreedBox] = {}
     seen: dict[int, _Sorted] = {}
     for rank, layout in enumerate(layouts):
-        if (known := seen.get(id(layout))) is not None:  # what this loop would find again, without its look-ups
+        # Ranks that share a layout object reuse its sorted boxes.
+        if (known := seen.get(id(layout))) is not None:
             for divided, e, b in known.shared:
                 divided.holders.append((rank, e, b))
             parts[rank] += known.alone
@@ -74,11 +73,13 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
                 continue
             found.alone.append((e, b, 0, size))
             found.alone_bytes += size
-        found.alone = list(found.alone)  # the rank's own list grows with its part of what is shared
+        # A copy, since the rank's own list gets the rank's parts of agreed boxes later.
+        found.alone = list(found.alone)
         loads[rank] += found.alone_bytes
 
     groups: dict[tuple[int, ...], list[_AgreedBox]] = defaultdict(list)
-    for item in common.values():  # those of one group come from its lowest rank's layout, hence in canonical order
+    # The boxes of one group come from the layout of its lowest rank, so they are in canonical order.
+    for item in common.values():
         groups[tuple(rank for rank, _, _ in item.holders)].append(item)
     order = sorted(groups, key=lambda ranks: (len(ranks), ranks))
     quotas = _quotas(loads, [(ranks, sum(item.size for item in groups[ranks])) for ranks in order])
@@ -89,12 +90,12 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
 
 
 def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key], set[tuple[str, str]]]:
-    """What the ranks' hashes say: (boxes equal on all, at least two, ranks that declare them; tensors that differ).
+    """(agreed boxes, differing tensors), from the ranks' hashes.
 
-    A tensor (name, owner) differs where two ranks declare another dtype or global shape, or hashed other bytes for
-    one box. A row (0, 0) is a box that its rank did not hash: it is neither agreed nor does it differ; an empty array
-    stands for such rows.
-    Errors: UsageError when a rank's hashes are not one row per box.
+    A box is agreed if at least two ranks declare it and its bytes are equal on all of them. A tensor (name, owner)
+    differs if two ranks declare different dtypes or global shapes for it, or have different hashes for one box. A row
+    (0, 0) means that the rank did not hash the box; such a box is not agreed, and does not make its tensor differ. An
+    empty array means (0, 0) for all boxes. Errors: UsageError if a rank's hashes are not one row per box.
     """
     kinds: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     first: dict[Key, list[int]] = {}
@@ -110,7 +111,7 @@ def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key]
             )
         same = next((n for n, (one, its) in enumerate(said) if one is layout and np.array_equal(its, array)), None)
         if same in again:
-            continue  # a third rank that says the same adds nothing
+            continue  # a third rank with the same hashes changes nothing
         if same is not None:
             again.add(same)
         else:
@@ -134,13 +135,15 @@ def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key]
                     if row != [0, 0] and known != [0, 0]:
                         differing.add(tensor)
                     elif known == [0, 0]:
-                        first[key] = row  # so that a third rank is compared with a hash, not with its absence
+                        # A third rank is then compared with a hash.
+                        first[key] = row
     return {key for key, same in equal.items() if same and key[:2] not in differing}, differing
 
 
 def with_holes(layouts: Sequence[Layout]) -> list[str]:
-    """The tensors of the job of which some part is held by no rank, sorted: no checkpoint of them would be whole. Not
-    those that are saved per rank, as where boxes overlap in part, or ranks give one name different shapes."""
+    """The sorted names of the job's tensors that have a part which no rank holds. A checkpoint could not be complete.
+
+    Tensors that are saved per rank are left out: their boxes overlap in part, or ranks declare different shapes."""
     kinds: defaultdict[str, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
     boxes: defaultdict[str, set[Box]] = defaultdict(set)
     for layout in {id(layout): layout for layout in layouts}.values():
@@ -158,8 +161,8 @@ def with_holes(layouts: Sequence[Layout]) -> list[str]:
 
 
 def owned(layout: Layout, names: Collection[str], coordinate: str) -> Layout:
-    """The layout with the job's tensors of these names made the rank's own: itself where there are none. Entries keep
-    their places."""
+    """The layout, with the job's tensors of these names changed into tensors that the rank owns. Entries keep their
+    places. Returns `layout` itself if `names` is empty."""
     if not names:
         return layout
     return Layout(
@@ -171,7 +174,7 @@ def owned(layout: Layout, names: Collection[str], coordinate: str) -> Layout:
 
 
 def division_id(layouts: Sequence[Layout], shares: Sequence[Share]) -> str:
-    """16 hex digits that name a division: other layouts or shares have another one."""
+    """The id of a division: 16 hex digits, a hash of all layouts and shares."""
     digest = hashlib.blake2b(digest_size=8)
     told: dict[int, tuple[bytes, bytes]] = {}
     for layout, share in zip(layouts, shares, strict=True):
@@ -186,7 +189,7 @@ def division_id(layouts: Sequence[Layout], shares: Sequence[Share]) -> str:
 
 
 def _told(layout: Layout) -> tuple[bytes, bytes]:
-    """All that a layout says, as words and as numbers."""
+    """The whole content of a layout as bytes: (its texts, its numbers)."""
     words: list[str] = []
     numbers: list[int] = []
     for entry in layout.entries:
@@ -200,7 +203,7 @@ def _told(layout: Layout) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class _AgreedBox:
-    """An agreed box: one entry that declares it, its bytes, and where each of its holders lists it."""
+    """An agreed box. `entry`: one entry that declares it. `size`: its bytes. `holders`: where each holder lists it."""
 
     entry: Entry
     size: int
@@ -209,7 +212,8 @@ class _AgreedBox:
 
 @dataclass(slots=True)
 class _Sorted:
-    """One layout's boxes: those that are divided among their holders, and what each rank that holds it stages alone."""
+    """The boxes of one layout. `shared`: agreed boxes, which are divided among their holders. `alone`: the parts that
+    each rank with this layout stages by itself."""
 
     shared: list[tuple[_AgreedBox, int, int]]  # item, entry, box
     alone: list[tuple[int, int, int, int]]
@@ -225,11 +229,11 @@ def _boxes(layout: Layout) -> Iterator[tuple[int, int, int]]:
 
 
 def _quotas(loads: Sequence[int], groups: Sequence[tuple[tuple[int, ...], int]]) -> list[list[int]]:
-    """For each group (its ranks, its bytes): how many of its bytes each of its ranks takes, so that all ranks'
-    loads become as equal as they can. `loads`: what each rank stages alone.
+    """For each group (its ranks, its bytes): how many bytes each of its ranks takes, so that all loads become as equal
+    as possible. `loads`: the bytes that each rank stages alone.
 
-    Each group in turn is poured over its ranks like water while the others stand still; repeated, this finds the least
-    sum of squares (block coordinate descent on a convex function).
+    Each group in turn is poured over its ranks like water, while the other groups stay fixed. Repeated, this finds the
+    least sum of squares (block coordinate descent on a convex function).
     """
     level = list(loads)
     quotas = [[0] * len(ranks) for ranks, _ in groups]
@@ -247,7 +251,7 @@ def _quotas(loads: Sequence[int], groups: Sequence[tuple[tuple[int, ...], int]])
 
 
 def _pour(size: int, levels: Sequence[int]) -> list[int]:
-    """`size` in whole numbers over `levels`, lowest first, until the surface is even."""
+    """How much of `size` each level gets, in whole numbers, if it is poured over `levels` until the surface is even."""
     order = sorted(range(len(levels)), key=lambda i: (levels[i], i))
     total, wet = size, 0
     for i in order:
@@ -265,14 +269,15 @@ def _pour(size: int, levels: Sequence[int]) -> list[int]:
 def _cut(
     items: Sequence[_AgreedBox], quota: Sequence[int], frame_bytes: int
 ) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
-    """A group's items, laid end to end and cut where the quotas end: (rank, (entry, box, start, stop)) each.
+    """The parts of a group's boxes, as (rank, (entry, box, start, stop)). The boxes are laid end to end and cut where
+    the quotas end.
 
-    A frame that a boundary falls into goes to the side that has its middle; so does a box smaller than a frame.
+    If a boundary falls into a frame, or into a box smaller than a frame, the side that has its middle gets all of it.
     """
     ends = np.cumsum(np.array(quota, np.int64))
     sizes = np.array([item.size for item in items], np.int64)
     begins = np.cumsum(sizes) - sizes
-    holders = np.searchsorted(ends, begins, side="right")  # of each item's first byte
+    holders = np.searchsorted(ends, begins, side="right")  # the holder of each box's first byte
     bounds = ends.tolist()
     for item, begin, k in zip(items, begins.tolist(), holders.tolist(), strict=True):
         start = 0
@@ -286,7 +291,7 @@ def _cut(
 
 
 def _frame_end(at: int, size: int, frame_bytes: int) -> int:
-    """The end of the last frame of a box of `size` bytes whose middle lies before byte `at`; 0 if there is none."""
+    """The end of the last frame whose middle lies before byte `at`, in a box of `size` bytes; 0 if there is none."""
     last = (size - 1) // frame_bytes * frame_bytes
     if 2 * at >= last + size:
         return size

@@ -1,4 +1,4 @@
-"""Filling NumPy arrays from frames as `reshard.cuts` says: for readers without torch."""
+"""The gather step of readers without torch: fills NumPy arrays from frames, by the cuts of `reshard.cuts`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ckpt.layout.reshard import Cut, per_dimension
 
 
 def apply_cuts(cuts: Iterable[Cut], frame: int, data: npt.NDArray[np.uint8], outs: Sequence[npt.NDArray[Any]]) -> None:
-    """Copies what the cuts take from frame number `frame`, whose raw bytes `data` is (one dimension, contiguous).
+    """Copies the cuts of frame number `frame` into `outs`. Cuts of other frames are skipped.
 
-    `outs`: an array for each want, of its box's shape, and of any dtype of the checkpoint's element size (such as
-    uint16 for bfloat16). Errors: DamagedData for a cut that reaches out of the frame.
+    `data`: the raw bytes of the frame, one dimension, contiguous. `outs`: an array for each want, of its box's shape.
+    Its dtype may be any of the checkpoint's element size, such as uint16 for bfloat16. Errors: DamagedData if a cut
+    reaches out of the frame.
     """
     for cut in cuts:
         if cut.frame == frame:

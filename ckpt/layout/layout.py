@@ -1,6 +1,6 @@
-"""A rank's layout: what it holds of the state. And what is derived from all ranks' layouts.
+"""The data types of this package: a rank's layout (which boxes of which tensors it holds) and its staging in an arena.
 
-Pure values; no torch. A box's bytes are those of a contiguous row-major tensor of the box's shape.
+Pure values; no torch. The bytes of a box are those of a contiguous row-major tensor of the box's shape.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Array = npt.NDArray[np.void]
 class Entry:
     """One tensor as one rank holds it.
 
-    `name`: canonical ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg").
-    `shape`: the global shape. `boxes`: the parts this rank holds (one; several for strided shards; none for a rank
-    that holds nothing of it). `owner`: "" for a tensor that belongs to the whole job; else the coordinate of the rank
-    whose own it is (equal names with different values).
+    `name`: canonical ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"). `shape`: the global shape.
+    `boxes`: the parts that this rank holds: one; several for strided shards; none if it holds nothing of the tensor.
+    `owner`: "" for a tensor of the whole job. Else the coordinate of the rank that owns the tensor: other ranks may
+    have a tensor of that name with other values.
     """
 
     name: str
@@ -35,15 +35,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Layout:
-    """All entries of one rank, sorted by (name, owner), each pair once. Ranks whose layouts are equal may share one:
-    what is derived from several layouts is then derived once for each object."""
+    """All entries of one rank, sorted by (name, owner), each pair once.
+
+    Ranks with equal layouts may share one object. Functions of many layouts then do their work once per object."""
 
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A byte range [start, stop) of one box of one entry (indices into a Layout) that a rank stages."""
+    """The bytes [start, stop) of one box of one entry, which a rank stages. `entry`, `box`: indices into a Layout."""
 
     entry: int
     box: int
@@ -51,10 +52,11 @@ class Part:
     stop: int
 
 
-Share = tuple[Part, ...]  # what one rank stages, in canonical order: one division gives every rank one
+# The parts that one rank stages, in canonical order. A division gives every rank one share.
+Share = tuple[Part, ...]
 
 
-# How a rank's share lies in its arena's data region. Offsets are relative to the region's start.
+# One run of a share in the arena's data region.
 SEGMENT = np.dtype(
     [
         ("entry", "<u4"),
@@ -65,14 +67,16 @@ SEGMENT = np.dtype(
         ("frame", "<u4"),
     ]
 )
-# A frame is the run of the data region [offset, offset + length); it holds elements of one dtype only.
+# One frame: the run [offset, offset + length) of the data region. It holds elements of one dtype only.
 STAGED_FRAME = np.dtype([("offset", "<u8"), ("length", "<u4"), ("dtype", "u1")])
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """`segments`: array of SEGMENT, each within one frame. `frames`: array of STAGED_FRAME, each starting at a
-    multiple of 4096 (large tensors) or 64 (packed small ones). `data_bytes`: the size of the data region."""
+    """The placement of a rank's share in its arena's data region.
+
+    `segments`: array of SEGMENT, each within one frame. `frames`: array of STAGED_FRAME, each at a multiple of 4096
+    (large tensors) or 64 (packed small ones). `data_bytes`: size of the data region."""
 
     segments: Array
     frames: Array
@@ -81,10 +85,10 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a rank's arena says of itself: enough to restore from it with no other source.
+    """The description of a rank's snapshot, stored in its arena. It suffices to restore from the arena alone.
 
-    `division`: the hash that names the division its share came from. `coordinate`: the rank's mesh coordinate, such as
-    "rank=3" or "dp=1,tp=0". `coordinates` of the whole group are known from all ranks' declarations.
+    `division`: the id of the division that the rank's share came from (`division.division_id`). `coordinate`: the
+    rank's mesh coordinate, such as "rank=3" or "dp=1,tp=0".
     """
 
     rank: int
@@ -96,7 +100,7 @@ class Declaration:
 
 
 def are_apart(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes (none empty) share an element. Sweeps along the dimension with the most offsets."""
+    """Whether no two boxes share an element. No box may be empty. Sweeps along the dimension with the most offsets."""
     if len(boxes) < 2:
         return True
     along = max(range(len(boxes[0].offset)), key=lambda d: len({box.offset[d] for box in boxes}))
@@ -112,5 +116,5 @@ def are_apart(boxes: Sequence[Box]) -> bool:
 
 
 def covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes that lie apart, within the shape, cover it."""
+    """Whether the boxes cover the shape. They must lie within the shape and not overlap."""
     return sum(box.size for box in boxes) == Box.whole(shape).size

@@ -1,5 +1,7 @@
-"""Which node of a job reads which frame of a checkpoint from the store: each is read by one, its home, and given to the
-others. A pure function of the frames and the number of nodes, so that every node has the same answer."""
+"""The read sharding of a restore: decides which node reads which frame from the store.
+
+One node, the frame's *home*, reads a frame and gives it to the other nodes. The result is a pure function of the frames
+and the number of nodes, so every node computes the same."""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ReadSharding:
-    """By frame: `same`: the first frame that has the same bytes, which stands for it here. `nodes`: its home, by the
-    node's place in the job; -1: it has none. `offsets`: where it lies in its home's memory. `sizes`: bytes of that
-    memory, by node."""
+    """The home of each frame.
+
+    By frame: `same`: the first frame with the same bytes, which replaces it here. `nodes`: index of its home among the
+    job's nodes; -1: none. `offsets`: bytes into its home's memory. By node: `sizes`: bytes of that memory."""
 
     same: Numbers
     nodes: Numbers
@@ -26,14 +29,16 @@ class ReadSharding:
     sizes: tuple[int, ...]
 
     def of(self, node: int) -> Numbers:
-        """The frames that lie in that node's memory, ascending, and so are their offsets."""
+        """The frames in the memory of `node`, in ascending order; their offsets ascend, too."""
         return np.flatnonzero((self.nodes == node) & (self.same == np.arange(len(self.same))))
 
 
 def homes(frames: npt.NDArray[Any], count: int, only: Numbers | None = None) -> ReadSharding:
-    """`frames`: of a manifest, which have hash_hi, hash_lo and length. `count`: of the nodes. Each gets a run of frames
-    (those lie near one another in the store) of a `count`th of all bytes, give or take a frame. Frames of equal bytes
-    are at one home, once. `only`: the frames that have one; all by default. Errors: UsageError without nodes."""
+    """The read sharding of a manifest's frames over `count` nodes.
+
+    Each node gets one run of frames with 1/`count` of all bytes, give or take a frame; neighbours lie close together in
+    the store. Frames with equal bytes have one home and are kept once. `frames`: array with hash_hi, hash_lo, length.
+    `only`: the frames that get a home; all by default. Errors: UsageError if `count` is less than 1."""
     if count < 1:
         raise UsageError(f"frames are read by nodes, and there are {count}")
     numbers = np.arange(len(frames)) if only is None else only
@@ -48,7 +53,7 @@ def _homes(frames: npt.NDArray[Any], count: int) -> tuple[Numbers, Numbers, Numb
     counted = np.where(same == np.arange(len(frames)), frames["length"], 0).astype(np.int64)
     stops = np.cumsum(counted)
     total = int(stops[-1]) if len(stops) else 0
-    middles = 2 * stops - counted  # twice that, so that it is whole
+    middles = 2 * stops - counted  # twice the middle, so that it is a whole number
     nodes = np.minimum(middles * count // max(1, 2 * total), count - 1)[same]
     sizes = np.bincount(nodes, counted, count).astype(np.int64)
     starts = np.cumsum(sizes) - sizes
@@ -57,7 +62,7 @@ def _homes(frames: npt.NDArray[Any], count: int) -> tuple[Numbers, Numbers, Numb
 
 def _same(frames: npt.NDArray[Any]) -> Numbers:
     columns = [np.ascontiguousarray(frames[name]) for name in ("hash_hi", "hash_lo", "length")]
-    order = np.lexsort(columns)  # stable: the first of a group is its lowest
+    order = np.lexsort(columns)  # stable, so the first frame of a group has the lowest number
     new = np.ones(len(frames), bool)
     new[1:] = np.any([column[order][1:] != column[order][:-1] for column in columns], axis=0)
     same = np.empty(len(frames), np.int64)

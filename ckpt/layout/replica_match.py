@@ -1,8 +1,8 @@
-"""Which of the tensors that ranks saved as their own are the same on all of them after all.
+"""The replica match of a restore: finds tensors that were saved per rank, but are equal on all ranks.
 
-On another mesh no rank is any of those that saved: a tensor of which each had one of its own can be given to nobody
-there without dropping the others' values. But what was saved per rank is not always different: replicas that differed
-once are saved so from then on, and may have become equal again. Those go on as what they are, a tensor of the job.
+After a restart with another mesh, the new ranks do not match the old ones. A per-rank tensor could then be restored
+only by dropping the values of all other ranks. But per-rank tensors can be equal: replicas that differed once are saved
+per rank from then on, and may have become equal again. Such tensors are restored as tensors of the job.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from ckpt.format.manifest import Manifest
 from ckpt.types import ITEMSIZE, SMALL_BYTES
 
-Frames = Callable[
-    [Collection[int]], Mapping[int, bytes | bytearray]
-]  # their raw bytes; all ranks ask for the same, in turn
+# Reads the raw bytes of frames, by number. All ranks call it with the same frames in the same order.
+Frames = Callable[[Collection[int]], Mapping[int, bytes | bytearray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One rank's. `form`: what two that are compared must have in common."""
+    """One rank's copy of a tensor. `form`: dtype, shape and boxes, which must be equal for a match; None: not whole."""
 
     owner: str
     form: Any
@@ -37,10 +36,10 @@ class _Copy:
 
 
 def alike(manifest: Manifest, frames: Frames) -> dict[str, str]:
-    """By name, the first rank that has it: tensors of which all ranks that have one of their own have the same bytes.
+    """The tensors that have equal bytes on all ranks that own one: name -> owner of the first copy.
 
-    Large ones have frames of their own, whose hashes say it. Small ones lie among others: their frames are read, first
-    those of two ranks, then the rest of what is still equal. Parts of a tensor never count as alike."""
+    Large tensors have frames of their own and are compared by hash. Small tensors share frames with others, so their
+    frames are read: first those of two ranks, then the others if these two are equal. Parts of a tensor never match."""
     copies = _copies(manifest)
     hashes = list(zip(manifest.frames["hash_hi"].tolist(), manifest.frames["hash_lo"].tolist(), strict=True))
     found: dict[str, str] = {}
@@ -61,7 +60,7 @@ def alike(manifest: Manifest, frames: Frames) -> dict[str, str]:
 
 
 def first_owners(manifest: Manifest, wanted: Collection[str]) -> dict[str, str]:
-    """By name, the first rank that saved a whole one of its own."""
+    """The first owner that saved a whole tensor of its own, by name, for the `wanted` names."""
     found: dict[str, str] = {}
     for spec in manifest.tensors:
         if spec.owner and "@" not in spec.owner and spec.name in wanted:
@@ -70,7 +69,7 @@ def first_owners(manifest: Manifest, wanted: Collection[str]) -> dict[str, str]:
 
 
 def _copies(manifest: Manifest) -> dict[str, list[_Copy]]:
-    """Whole tensors with an owner, by name."""
+    """The copies of tensors that have owners, by name; only names whose copies are all whole."""
     runs: dict[int, list[_Run]] = {}
     columns = (manifest.extents[key].tolist() for key in ("box", "start", "length", "offset", "frame"))
     for box, *run in zip(*columns, strict=True):

@@ -1,9 +1,9 @@
-"""Which frames hold the boxes that are wanted, and how each frame is cut.
+"""Resharding: finds the frames that hold the wanted boxes, and how to cut each frame.
 
-A frame holds a run of a row-major box. Where the wanted box has the same rows, whole ones, the run lands in it as a run
-(the usual case: the same sharding, or another one along the first dimension). Otherwise the run is at most 2 * ndim - 1
-sub-boxes (the end of a row, whole rows, the beginning of a row, in each dimension); each of them, met with the wanted
-box, is a strided view of the frame. No bytes are touched here.
+A frame holds a run of a row-major box. If the wanted box has the same whole rows, the run lands in it as a run. This is
+the usual case: the same sharding, or another one along the first dimension. Otherwise the run consists of at most
+2 * ndim - 1 sub-boxes: the end of a row, whole rows and the beginning of a row, in each dimension. The part of a
+sub-box that lies in the wanted box is a strided view of the frame. This module touches no data bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ckpt.types import ITEMSIZE, Box
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A box of one tensor. `shape`: the global one. `owner`: "" for a tensor of the job, else a rank's coordinate."""
+    """A wanted box of one tensor. `shape`: the global shape. `owner`: "" for a tensor of the job, else a rank's
+    coordinate."""
 
     name: str
     owner: str
@@ -35,11 +36,12 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A strided view of a frame that is a part of a wanted box.
+    """A strided view of a frame that fills a part of a wanted box.
 
-    `offset`: bytes into the frame, of the first element. `shape`, `strides` (elements): of the view. `want`: index
-    into the wants. `at`: where the view goes in the wanted box, elements. These have one number per dimension; or one
-    in all, for a run: `shape` elements that follow one another in the frame, and row-major in the box.
+    `offset`: the view's first element, bytes into the frame. `shape`, `strides`: of the view, in elements. `want`:
+    index into the wants. `at`: where the view goes in the wanted box, in elements. `shape`, `strides` and `at` have one
+    number per dimension. For a run they have one number in all: the elements are contiguous in the frame, and in
+    row-major order in the box.
     """
 
     frame: int
@@ -52,8 +54,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Names of tensors, each sorted: `missing` in the checkpoint; `extra` in it and not wanted; `reshaped` (other
-    global shape); `retyped` (other dtype). `lines`: the same for people, one line each with the shapes and dtypes."""
+    """The differences between wants and checkpoint, as sorted names of tensors. It is true if there is any difference.
+
+    `missing`: not in the checkpoint. `extra`: only in the checkpoint. `reshaped`: other global shape. `retyped`: other
+    dtype. `lines`: the same for people, one line per difference."""
 
     missing: tuple[str, ...]
     extra: tuple[str, ...]
@@ -69,7 +73,7 @@ class Mismatch:
 
 
 def match(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
-    """Where the wants and the checkpoint do not fit. A tensor that another rank owns is not `extra`."""
+    """The differences between the wants and the checkpoint. A tensor that another rank owns is not `extra`."""
     index = _index(manifest)
     lines: dict[tuple[str, str], str] = {}
     met: set[int] = set()
@@ -99,10 +103,10 @@ def match(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
 
 @no_collecting()
 def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
-    """How the frames fill the wanted boxes, exactly once; sorted by frame.
+    """The cuts that fill the wanted boxes exactly once, sorted by frame.
 
-    Errors: StateMismatch for a want that is missing or has another global shape (its dtype is not looked at: views
-    are in the checkpoint's elements); DamagedData for a manifest that does not cover what it says.
+    A want's dtype is ignored: cuts count the checkpoint's elements. Errors: StateMismatch if a want is missing or has
+    another global shape; DamagedData if the manifest's frames do not cover its tensors.
     """
     index = _index(manifest)
     boxes_of: dict[int, list[int]] = {}
@@ -130,8 +134,9 @@ def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
 
 
 def whole_run(cuts_of_frame: Sequence[Cut], itemsize: int, frame_bytes: int) -> int | None:
-    """Where all bytes of a frame are one run of one wanted box: the element of the box, row-major, at which it begins.
-    None otherwise. Such a frame can be copied at once, and hashed where it landed."""
+    """The element of the wanted box (row-major) at which a frame begins, if all its bytes are one run of that box.
+
+    None otherwise. Such a frame can be copied with one call, and hashed in place."""
     cut = cuts_of_frame[0]
     if len(cuts_of_frame) > 1 or cut.strides != (1,) or cut.offset or cut.shape[0] * itemsize != frame_bytes:
         return None
@@ -139,7 +144,7 @@ def whole_run(cuts_of_frame: Sequence[Cut], itemsize: int, frame_bytes: int) -> 
 
 
 class _Extents:
-    """The manifest's extents as lists, and where each box's begin."""
+    """The manifest's extents as lists. `first`: the first extent of each box; at the end the number of extents."""
 
     def __init__(self, manifest: Manifest) -> None:
         extents = manifest.extents
@@ -157,7 +162,7 @@ def _cuts_of_box(extents: _Extents, number: int, box: Box, itemsize: int, want: 
 
 
 def _runs(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
-    """The two boxes have the same rows, whole ones."""
+    """The cuts if both boxes have the same whole rows: runs."""
     row = math.prod(box.shape[1:])
     ahead = box.offset[0] - wanted.offset[0] if box.shape else 0
     rows, wanted_rows = (box.shape[0], wanted.shape[0]) if box.shape else (1, 1)
@@ -192,7 +197,8 @@ def _parts(extents: _Extents, number: int, box: Box, itemsize: int, want: int, w
 
 
 def _elements(extents: _Extents, number: int, itemsize: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """The extents of a box that may hold its elements `first` to `last`: (extent, first element, end)."""
+    """The extents of a box that may hold its elements `first` to `last`: (extent, first element, end). Errors:
+    DamagedData if an extent cuts an element."""
     begin, end = extents.first[number], extents.first[number + 1]
     if end - begin > 1:
         begin = max(begin, bisect_right(extents.start, first * itemsize, begin, end) - 1)
@@ -206,8 +212,8 @@ def _elements(extents: _Extents, number: int, itemsize: int, first: int, last: i
 
 
 def per_dimension(cut: Cut, shape: tuple[int, ...], itemsize: int) -> Iterator[Cut]:
-    """A cut of a box of that shape, as cuts with one number per dimension: what memory needs in which the box is no
-    run."""
+    """The same cut as cuts with one number per dimension. They are needed if the box is not contiguous in memory.
+    `shape`: of the wanted box."""
     if len(cut.at) != 1 or len(shape) == 1:
         yield cut
         return
@@ -218,7 +224,7 @@ def per_dimension(cut: Cut, shape: tuple[int, ...], itemsize: int) -> Iterator[C
 
 
 def _sub_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements [start, stop) of a row-major box as sub-boxes (offset, shape), in order, none empty."""
+    """The elements [start, stop) of a row-major box as sub-boxes (offset, shape): in order, none empty."""
     if start >= stop:
         return
     if not shape:
@@ -252,7 +258,7 @@ def _index(manifest: Manifest) -> dict[tuple[str, str], int]:
 
 
 def _find(manifest: Manifest, index: dict[tuple[str, str], int], want: Want) -> int | None:
-    """The tensor that a want means: of that name and owner, or the part that the owner held at the wanted box."""
+    """The index of the tensor that a want names: by name and owner, or the owner's part at the wanted box."""
     place = index.get((want.name, want.owner))
     if place is None and want.owner:
         place = index.get((want.name, part_owner(want.owner, want.box)))
@@ -260,7 +266,7 @@ def _find(manifest: Manifest, index: dict[tuple[str, str], int], want: Want) -> 
 
 
 def _shape_in(spec: TensorSpec, want: Want) -> tuple[int, ...]:
-    """The shape that the checkpoint's tensor must have: a part's is the wanted box's."""
+    """The shape that the checkpoint's tensor must have. A part has the shape of the wanted box."""
     return want.shape if spec.owner == want.owner else want.box.shape
 
 

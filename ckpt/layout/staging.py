@@ -1,8 +1,8 @@
-"""Where a share lies in an arena: a pure function of (layout, share, frame size), the same in trainer and agent.
+"""The staging: places a rank's share in its arena. A pure function of (layout, share, frame size).
 
-Large boxes come first, in frames of their own that are cut at multiples of `frame_bytes` of the box, whatever the
-share: an unchanged large tensor keeps its frames when the division changes. Small ones follow, by dtype and then in
-canonical order, packed end to end into frames.
+Trainer and agent compute the same staging. Large boxes come first, in frames of their own. These are cut at multiples
+of `frame_bytes` of the box, whatever the share, so an unchanged large tensor keeps its frames when the division
+changes. Small boxes follow, sorted by dtype and then in canonical order, packed end to end into frames.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LINE = 64  # packed frames begin at cache lines
 
 
 def frame_bytes_for(total_bytes: int) -> int:
-    """The frame size for a checkpoint of so many bytes: FRAME_BYTES, doubled until FRAMES_MAX is out of reach.
+    """The frame size for a checkpoint of `total_bytes`: FRAME_BYTES, doubled until FRAMES_MAX cannot be exceeded.
 
-    The worst case is tensors just not small, of a quarter of a frame each: eight times fewer frames than FRAMES_MAX
-    by size leave room for that, and as much again for packed frames, tails and values.
-    Errors: UsageError above 32 TiB, where a frame would exceed FRAME_BYTES_MAX.
+    In the worst case every tensor is just too large to be packed and takes a quarter of a frame. So the size is chosen
+    for FRAMES_MAX / 8 full frames. This leaves room for the worst case, and again as much for packed frames, tails and
+    values. Errors: UsageError above 32 TiB, where a frame would exceed FRAME_BYTES_MAX.
     """
     frame_bytes = FRAME_BYTES
     while total_bytes > frame_bytes * (FRAMES_MAX // 8):
@@ -39,14 +39,14 @@ def frame_bytes_for(total_bytes: int) -> int:
 
 
 def small_bytes_for(frame_bytes: int) -> int:
-    """Boxes below this are packed together: SMALL_BYTES for usual frames, in proportion for larger ones."""
+    """The size below which boxes are packed together: SMALL_BYTES for usual frames, in proportion for larger ones."""
     return SMALL_BYTES * frame_bytes // FRAME_BYTES
 
 
 def stage(layout: Layout, share: Share, frame_bytes: int) -> Staging:
-    """Where each byte range of the share lies. Segments and frames are in order of their offsets.
+    """The staging of a share. Segments and frames are in order of their offsets. Takes about 3 us per part.
 
-    `frame_bytes`: a multiple of 64, at most FRAME_BYTES_MAX. Takes about 3 us per part.
+    `frame_bytes`: a multiple of 64, at most FRAME_BYTES_MAX, else UsageError.
     """
     if frame_bytes % LINE or not 0 < frame_bytes <= FRAME_BYTES_MAX:
         raise UsageError(f"frames of {frame_bytes} bytes: a multiple of {LINE} up to {FRAME_BYTES_MAX} is needed")
@@ -95,7 +95,7 @@ def stage(layout: Layout, share: Share, frame_bytes: int) -> Staging:
 
 
 def _cut(start: Ints, stop: Ints, frame_bytes: int) -> tuple[Ints, Ints, Ints]:
-    """Byte ranges cut at the multiples of `frame_bytes`: (which range, start, stop) of each piece, in order."""
+    """The pieces of byte ranges that are cut at multiples of `frame_bytes`: (index of the range, start, stop)."""
     first = start // frame_bytes
     count = -(-stop // frame_bytes) - first
     which = np.repeat(np.arange(len(start)), count)
@@ -104,13 +104,13 @@ def _cut(start: Ints, stop: Ints, frame_bytes: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _offsets(length: Ints, align: int, base: int) -> Ints:
-    """Where runs of these lengths begin when each starts at a multiple of `align` (as `base` is)."""
+    """The offsets of runs of these lengths, each at the next multiple of `align`. `base` must be such a multiple."""
     room = -(-length // align) * align
     return base + np.cumsum(room) - room
 
 
 def _pack(codes: Ints, length: Ints, frame_bytes: int) -> Ints:
-    """The first member of each packed frame: as many as fit, of one dtype. `codes` are sorted."""
+    """The first member of each packed frame. A frame takes as many members of one dtype as fit. `codes` are sorted."""
     ends = np.cumsum(length)
     kind_ends = np.searchsorted(codes, codes, side="right")
     firsts = []
