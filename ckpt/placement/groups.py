@@ -1,22 +1,23 @@
-"""Which nodes are put together, so that what is lost together is apart.
+"""The grouping of nodes: forms groups of given sizes, such that nodes that may be lost together are in different
+groups.
 
-Groups of given sizes, of any nodes. In this order of importance:
-1. the widest failure domains first, then the narrower ones: as few pairs of one domain in one group as can be;
-2. memory-only nodes in different groups;
-3. as few different combinations of domains as can be: whole domains are paired, since losing two domains costs
-   something only where they are combined (Cidon et al. 2013, USENIX ATC, "Copysets: reducing the frequency of data
-   loss in cloud storage"; here the sets are of domains);
-4. the least probability that some group loses state: the riskiest nodes with the safest;
-5. the least largest time that a member needs to send its bytes to another, then the least sum of those times.
+The goals, most important first:
+1. As few pairs of nodes as possible share a failure domain within a group; the widest domains count first.
+2. Memory-only nodes are in different groups.
+3. There are as few different combinations of domains as possible. Whole domains are paired, since the loss of two
+   domains costs something only if some group combines them (Cidon et al. 2013, USENIX ATC, "Copysets: reducing the
+   frequency of data loss in cloud storage"; here the sets are of domains).
+4. The probability that some group loses state is least: the riskiest nodes are grouped with the safest.
+5. The longest time that a member needs to send its bytes to another is least, then the sum of these times.
 
-Nodes sorted by domain and dealt to the groups in turn give the best of 1: G groups of equal sizes get at most
-ceil(s / G) of the s nodes of a domain, which are neighbours, at every level at once; and with equal domains whole
-ones are paired. What is left (sizes that differ, risks, links) is improved by swaps until no swap of two nodes helps,
-or EXCHANGES_MAX were tried.
+Nodes sorted by domain and dealt to the groups in turn are optimal for goal 1. The s nodes of a domain are neighbours in
+this order. So each of G groups of equal size gets at most ceil(s / G) of them. This holds at every level at once. With
+equal domains, whole domains are paired. The rest (unequal sizes, risks, links) is improved by swaps of two nodes, until
+no swap helps or EXCHANGES_MAX were tried.
 
-Stable: with the groups of `before`, a group whose nodes are all still there stays as it is, unless the sizes of the
-groups have to change, or the newcomers cannot be fitted in as well (by 1 and 2) as a new arrangement would do.
-Deterministic, whatever the order of the nodes: ties go by id.
+With `before` the result is stable: a group whose nodes are all still there stays. There are two exceptions: the group
+sizes have to change, or a new arrangement fits newcomers better by goals 1 and 2. The result does not depend on the
+order of the nodes: ties go by id.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from fractions import Fraction
 
 from ckpt.errors import UsageError
 
-EXCHANGES_MAX = 8_000  # of 1 to 150 us each
-_BETTER = 1 - 1e-9  # a float has to fall by more than rounding
+EXCHANGES_MAX = 8_000  # tried swaps, 1 to 150 us each
+_BETTER = 1 - 1e-9  # an improvement must exceed rounding errors
 
 Ids = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementNode:
-    """A node as placement sees it. `id`: unique. `bytes`: its own state, of one checkpoint. `lend_bytes`: memory
-    that others' state may take, all generations together. `domains`: the failure domains that it lies in, widest
-    first (site, rack); a node is always one of its own. `risk`: the probability that it is lost while a checkpoint is
-    the newest, None: not known, taken as the mean of those known. `up_bytes_s`, `down_bytes_s`: what its link
-    carries, None: not known, taken as no limit. `trains`: False for a memory-only node, which has no state.
+    """A node as placement sees it.
 
-    Errors: UsageError."""
+    `id`: unique. `bytes`: its own state in one checkpoint. `lend_bytes`: memory for replicas of others' state, all
+    generations together. `domains`: its failure domains, widest first (site, rack); each node is also a domain of its
+    own. `risk`: the probability that the node is lost while a checkpoint is the newest; None: unknown, the mean of the
+    known ones is used. `up_bytes_s`, `down_bytes_s`: speed of its link; None: unknown, no limit is assumed. `trains`:
+    False for a memory-only node, which has no state. Errors: UsageError if a value is out of range."""
 
     id: str
     bytes: int = 0
@@ -69,22 +70,22 @@ class PlacementNode:
             raise UsageError(f"node {self.id}: a link of {self.up_bytes_s} up and {self.down_bytes_s} down")
 
     def domain(self, level: int) -> Ids:
-        """Its domain at a level, as a path; below its narrowest one, the node itself."""
+        """Its domain at a level, as a path; the node itself at levels below its narrowest domain."""
         return self.domains[: level + 1] if level < len(self.domains) else (*self.domains, "\0" + self.id)
 
 
 def levels(nodes: Iterable[PlacementNode]) -> int:
-    """How many levels of domains there are, nodes not counted."""
+    """The number of levels of domains, without the level of single nodes."""
     return max((len(node.domains) for node in nodes), default=0)
 
 
 def shared(nodes: Sequence[PlacementNode], depth: int) -> tuple[int, ...]:
-    """For each level, widest first, how many pairs of these nodes lie in one domain."""
+    """The number of pairs of these nodes that share a domain, for each level, widest first."""
     return _pairs_alike([[node.domain(level) for level in range(depth)] for node in nodes])
 
 
 def send_s(sender: PlacementNode, receiver: PlacementNode, nbytes: int | None = None) -> float:
-    """Seconds to send `nbytes` (by default the sender's state) over both links, in seconds; 0 where neither is
+    """The seconds to send `nbytes` (by default the sender's state) over the slower of both links; 0 if neither is
     known."""
     speeds = [speed for speed in (sender.up_bytes_s, receiver.down_bytes_s) if speed is not None]
     return (sender.bytes if nbytes is None else nbytes) / min(speeds) if speeds else 0.0
@@ -93,9 +94,10 @@ def send_s(sender: PlacementNode, receiver: PlacementNode, nbytes: int | None = 
 def grouped(
     nodes: Sequence[PlacementNode], sizes: Sequence[int], survives: int, before: Sequence[Ids] = ()
 ) -> list[Ids]:
-    """All nodes, in groups of these sizes, of which any `survives` nodes may be lost; members and groups sorted.
+    """All nodes in groups of these sizes; members and groups are sorted.
 
-    Errors: UsageError where the sizes do not add up to the number of nodes."""
+    `survives`: how many nodes of a group may be lost without a loss of state. `before`: the current groups. Errors:
+    UsageError if the sizes do not add up to the number of nodes, or two nodes have one id."""
     if sum(sizes) != len(nodes) or any(size < 1 for size in sizes):
         raise UsageError(f"groups of {list(sizes)} do not hold {len(nodes)} nodes")
     if not nodes:
@@ -111,12 +113,13 @@ def grouped(
     return sorted(tuple(sorted(group)) for group in best)
 
 
-Cost = tuple[tuple[int, ...], int, float, float, float]  # 1 and 2; combinations; risk; largest seconds; their sum
+# Goals 1 and 2; combinations; risk; longest seconds; sum of seconds.
+Cost = tuple[tuple[int, ...], int, float, float, float]
 Signature = tuple[tuple[Ids, ...], ...]
 
 
 class _Field:
-    """The nodes, and what groups of them cost. Groups are lists of ids here."""
+    """The nodes and the cost of groups of them. Groups are lists of ids here."""
 
     def __init__(self, nodes: Sequence[PlacementNode], survives: int) -> None:
         self.nodes = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
@@ -124,7 +127,7 @@ class _Field:
             raise UsageError("two nodes have the same id")
         self.survives = survives
         self.depth = levels(nodes)
-        # What should not meet in a group: at each level the same domain, and after that two memory-only nodes.
+        # Nodes of one group should have different labels: a domain per level, then one label for all memory-only nodes.
         self.labels = {
             id: (*(node.domain(level) for level in range(self.depth)), (id,) if node.trains else ("\0",))
             for id, node in self.nodes.items()
@@ -136,8 +139,10 @@ class _Field:
         self.timed = any(node.up_bytes_s or node.down_bytes_s for node in nodes)
 
     def orders(self, rows_of: int) -> list[list[str]]:
-        """Orders worth dealing from, each with the nodes of a domain next to each other: by name; with unequal risks
-        also from the safest domain to the riskiest, and so with every other row turned round."""
+        """The orders from which nodes are dealt. In each, the nodes of a domain are neighbours.
+
+        They are: by name; and with unequal risks also from the safest domain to the riskiest, plain and with every
+        other row reversed."""
         found = [sorted(self.nodes, key=lambda id: (self.nodes[id].domains, id))]
         if self.unequal:
             means = {
@@ -162,7 +167,7 @@ class _Field:
         return [(domain, list(members)) for domain, members in itertools.groupby(ordered, lambda node: key[node.id])]
 
     def dealt(self, order: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-        """In turns; a larger group takes part more often, as evenly as can be."""
+        """The groups after dealing the nodes in turns. A larger group gets more turns, spread as evenly as possible."""
         turns = sorted(
             (Fraction(2 * (k * len(sizes) + g) + 1, 2 * len(sizes) * size), g)
             for g, size in enumerate(sizes)
@@ -174,7 +179,8 @@ class _Field:
         return groups
 
     def repaired(self, before: Sequence[Ids], sizes: Sequence[int]) -> list[list[str]]:
-        """The groups of before without who has left; newcomers, and who has no place any more, fill what is free."""
+        """The groups of `before` without the nodes that left. Newcomers, and nodes that no longer fit, fill the free
+        places."""
         groups = sorted(
             (left for group in before if (left := [id for id in group if id in self.nodes])),
             key=lambda group: (-len(group), group),
@@ -193,7 +199,8 @@ class _Field:
         return groups
 
     def improved(self, groups: list[list[str]], safety_only: bool = False) -> list[list[str]]:
-        """Swaps of two nodes of two groups, as long as one makes the cost less (`safety_only`: of 1 and 2)."""
+        """The groups after swaps of two nodes of two groups, as long as a swap lowers the cost. `safety_only`: only the
+        cost of goals 1 and 2 counts. Changes `groups`."""
         signatures = Counter(map(self._signature, groups))
         tries = 0
         better = not self._is_settled(groups, safety_only)
@@ -231,7 +238,7 @@ class _Field:
         )
 
     def _is_settled(self, groups: Sequence[Sequence[str]], safety_only: bool) -> bool:
-        """Whether no swap can help: nothing but 1 and 2 matters, and they are as good as an even spread makes them."""
+        """Whether no swap can help: only goals 1 and 2 matter, and the groups are as good as an even spread."""
         if not safety_only and (self.unequal or self.timed):
             return False
 
@@ -243,8 +250,8 @@ class _Field:
         return self.cost(groups)[0] == tuple(sum(map(least, counts.values())) for counts in alike)
 
     def _safety_change(self, pair: tuple[list[str], list[str]], i: int, j: int) -> int:
-        """What a swap of the i-th of one and the j-th of the other changes in the pairs that should not be: the first
-        number that is not 0, in order of importance."""
+        """How a swap of the i-th node of one group and the j-th of the other changes the number of pairs with equal
+        labels: the first change that is not 0, in order of importance; 0 if there is none."""
         one, other = pair
         leaves, comes = self.labels[one[i]], self.labels[other[j]]
         for level, (x, y) in enumerate(zip(leaves, comes, strict=True)):
@@ -262,7 +269,7 @@ class _Field:
         now: tuple[list[str], list[str]],
         signatures: Counter[Signature],
     ) -> bool:
-        """Whether two groups are better so, where they are equally good by 1 and 2."""
+        """Whether the two groups `then` are better than `now` by goals 3 to 5, if they are equal by goals 1 and 2."""
         changed: Counter[Signature] = Counter(map(self._signature, then))
         changed.subtract(map(self._signature, now))
         combinations = sum((signatures[key] + more > 0) - (signatures[key] > 0) for key, more in changed.items())
@@ -271,11 +278,11 @@ class _Field:
         return _is_less(self._risk_and_times(then), self._risk_and_times(now))
 
     def _signature(self, group: Sequence[str]) -> Signature:
-        """The domains that are combined in it, at each level."""
+        """The combination of domains in a group, at each level."""
         return tuple(tuple(sorted(self.labels[id][level] for id in group)) for level in range(self.depth))
 
     def _loss(self, group: Sequence[str]) -> float:
-        """Minus the logarithm of the probability that the group keeps its state: groups add up."""
+        """Minus the logarithm of the probability that the group keeps its state. These values add up over groups."""
         lost = more_lost([self.risk[id] for id in group], self.survives) if self.unequal else 0.0
         return -math.log1p(-lost) if lost < 1 else math.inf
 
@@ -287,7 +294,7 @@ class _Field:
 
 
 def more_lost(risks: Sequence[float], survives: int) -> float:
-    """The probability that more than `survives` of the nodes are lost."""
+    """The probability that more than `survives` of the nodes are lost, from the probability of each."""
     chances = [1.0]
     for risk in risks:
         chances = [a * (1 - risk) + b * risk for a, b in zip((*chances, 0.0), (0.0, *chances), strict=True)]
@@ -299,7 +306,7 @@ def _swapped(one: Sequence[str], other: Sequence[str], i: int, j: int) -> tuple[
 
 
 def _is_less(then: Sequence[float], now: Sequence[float]) -> bool:
-    """Lexicographically, and by more than rounding, so that swaps come to an end."""
+    """Whether `then` is lexicographically less than `now`, by more than rounding errors; so swaps come to an end."""
     for a, b in zip(then, now, strict=True):
         if a < b * _BETTER:
             return True
@@ -309,6 +316,6 @@ def _is_less(then: Sequence[float], now: Sequence[float]) -> bool:
 
 
 def _pairs_alike(labels: Sequence[Sequence[Ids]]) -> tuple[int, ...]:
-    """For each level, how many pairs have the same label."""
+    """The number of pairs with equal labels, for each level."""
     columns = zip(*labels, strict=True)
     return tuple(sum(n * (n - 1) // 2 for n in Counter(column).values()) for column in columns)

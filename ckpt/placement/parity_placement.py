@@ -1,11 +1,14 @@
-"""Which nodes keep parity together, within what each node lends.
+"""The placement of parity: decides which nodes form parity groups, within the memory that they lend.
 
-Groups (placement/groups.py) of data + parity nodes, as many as need be. Where the numbers do not divide, groups are
-shorter, as if members without data were missing, down to parity + 1 nodes: that takes more memory, parity / (nodes -
-parity) of a state at each, and survives more. Where that memory is not lent, the groups are longer. A group that cannot
-keep its parity even so is widened by other nodes with room as helpers (a memory-only node may help several), then keeps
-one parity in place of two, then none. A checkpoint of which a single state has none is lost with its node: so where
-some would have none, no group has more than one, and where that does not suffice either they are as long as it takes.
+The groups (placement/groups.py) have data + parity nodes. If the number of nodes does not divide, groups are shorter,
+down to parity + 1 nodes. A short group needs more memory, parity / (nodes - parity) of a state at each node, and
+survives more. If that memory is not lent, the groups are longer. If a group still cannot keep its parity, these steps
+follow until it can:
+1. Other nodes with room join as helpers. A memory-only node may help several groups.
+2. The group keeps one parity instead of two.
+3. The group keeps none.
+A checkpoint is lost with any node whose state has no parity. So if some group would have none, no group gets more than
+one parity. If this does not suffice, all groups become as long as necessary.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from ckpt.placement.stripes import Stripe, stripes
 
 @dataclass(frozen=True, slots=True)
 class ParityGroup:
-    """Nodes that were put together. With parity: of which any `parity` may be lost; `stripes` says who keeps what,
-    by index into `members`, for the sizes that were given. A checkpoint's stripes are made anew from its own sizes,
-    by plan.stripes. `helpers`: members that keep parity here, and whose own state is in another group."""
+    """A group of nodes. With parity, any `parity` of its members may be lost.
+
+    `stripes`: the parity that each member keeps, by index into `members`, for the planned sizes. `rebuild.stripes_of`
+    fits them to the sizes of a checkpoint. `helpers`: members that only keep parity; their own state is in another
+    group."""
 
     members: Ids
     parity: int = 0
@@ -37,8 +42,10 @@ class ParityGroup:
 def place_parity(
     nodes: Mapping[str, PlacementNode], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
 ) -> list[ParityGroup]:
-    """Every node in one group, and some as helpers in others. `nodes` by id, sorted. `room`: bytes that each node has
-    left for one generation; what is placed is taken from it."""
+    """The parity groups. Every node is in one group, and may be a helper in others.
+
+    `nodes`: by id, sorted. `room`: free bytes of each node for one generation; placed parity is subtracted from it.
+    `before`: the current groups."""
     best: tuple[int, list[ParityGroup], dict[str, int]] | None = None
     for in_group, kept in _milder(data + parity, parity, len(nodes)):
         left = dict(room)
@@ -54,7 +61,7 @@ def place_parity(
 
 
 def _milder(whole: int, parity: int, count: int) -> Iterator[tuple[int, int]]:
-    """How many nodes a group has, and how much parity: as asked for, then with less of it, then longer."""
+    """The options to try, as (nodes of a group, parity): as requested, then with less parity, then longer groups."""
     yield from ((whole, kept) for kept in range(parity, 0, -1))
     while whole < count:
         whole = min(2 * whole, count)
@@ -64,7 +71,7 @@ def _milder(whole: int, parity: int, count: int) -> Iterator[tuple[int, int]]:
 def _placed(
     nodes: Mapping[str, PlacementNode], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
 ) -> list[ParityGroup]:
-    """As much parity as can be of the groups one after the other."""
+    """The groups with as much parity as possible, from one size of groups. Takes the memory from `room`."""
     whole = data + parity
     parity = min(parity, len(nodes) - 1)
     if parity < 1:
@@ -84,19 +91,20 @@ def _placed(
 def _striped(
     nodes: Mapping[str, PlacementNode], room: Mapping[str, int], members: Ids, helpers: Ids, parity: int
 ) -> ParityGroup:
-    """With as much parity as that, or none."""
+    """The group with `parity`, or without any if the room does not suffice."""
     sizes = [0 if id in helpers else nodes[id].bytes for id in members]
     found = stripes(sizes, [room[id] for id in members], parity)
     return ParityGroup(members) if found is None else ParityGroup(members, parity, found, helpers)
 
 
 def _helped(nodes: Mapping[str, PlacementNode], room: dict[str, int], group: ParityGroup, parity: int) -> ParityGroup:
-    """With helpers, or less parity; taken from the room."""
+    """The group with helpers, or with less parity. Takes the memory from `room`."""
     depth = levels(nodes.values())
     every = tuple(id for id, left in room.items() if left and id not in group.members)
     for fewer in range(parity, 0, -1):
+        # A quick test with all helpers at once: adding them one by one would take minutes for a hundred nodes.
         if not _striped(nodes, room, (*group.members, *every), every, fewer).parity:
-            continue  # not one by one: of a hundred nodes that takes minutes
+            continue
         members, helpers = group.members, Ids()
         found = _striped(nodes, room, members, helpers, fewer)
         while not found.parity:

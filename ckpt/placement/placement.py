@@ -1,25 +1,25 @@
-"""Which nodes keep which node's state in memory: the options, and the one pure function that answers.
+"""The placement of replicas: decides which nodes keep copies or parity of which node's state in memory. Pure.
 
 Guarantees of `place`, for any number of nodes:
-- each node's state survives the loss of any `losses` nodes, its own among them, as its `Kept` says; where that is
-  less than was asked for, a Shortfall says so, with the reason;
-- nobody keeps its own state for others, or more than it lends (in all generations at once);
-- no copy is left out while some node has room for it; parity is left out only where its group, widened by every node
-  with room, cannot keep it;
-- what is lent goes evenly: a first copy of each state comes before a second of any, and one parity of all before two of
-  some, for a checkpoint of which one state is kept by nobody is lost with its node (packing is hard: where states
-  differ in size it may be missed);
-- with copies, a memory-only node that lends enough keeps one of each state; where none does a note says so;
-- what is lost together is apart as far as can be (placement/groups.py); with copies, one lies outside the owner's
-  domain, at each level, wherever a node outside has room;
-- deterministic, whatever the order of the nodes; with `before`, stable: a group whose nodes are all still there stays
-  as it is, unless sizes have to change or all could be safer otherwise.
+- Each node's state survives the loss of any `losses` nodes, its own among them; its `Kept` names the number. If that is
+  less than requested, a Shortfall names the reason.
+- A node keeps no replica of its own state, and never more than it lends (over all generations).
+- A copy is left out only if no node has room for it. Parity is left out only if its group, widened by every node with
+  room, cannot keep it.
+- Memory goes evenly: each state gets a first copy before any gets a second, and each group one parity before any gets
+  two. A checkpoint is lost with a node whose state has no replica. (With states of different sizes an existing solution
+  may be missed, since packing is hard.)
+- With copies, a memory-only node that lends enough keeps a copy of each state. If none does, a note says so.
+- Nodes that may be lost together are kept apart as far as possible (placement/groups.py). With copies, one copy lies
+  outside the owner's domain, at each level, wherever a node outside has room.
+- The result does not depend on the order of the nodes. With `before` it is stable: a group whose nodes are all still
+  there stays, unless group sizes have to change or another grouping is safer.
 
-Copies: groups of m = n + 1 nodes in which everyone keeps everyone's state; where m does not divide the number of
-nodes, the last group takes in the rest and is a ring, each state on its owner and the next n (the mixed strategy of
-Gemini, Wang et al. 2023, SOSP). Memory-only nodes that keep a copy of everything are no part of these groups, and each
-makes them smaller by one. Parity: groups of data + parity nodes that keep parity of each other's states
-(placement/parity_placement.py, placement/stripes.py). Other memory-only nodes are members that have nothing to lose.
+Copies: in a group of m = n + 1 nodes every node keeps the state of every other. If m does not divide the number of
+nodes, the last group takes the rest and is a ring: each state lies on its owner and the next n nodes (the mixed
+strategy of Gemini, Wang et al. 2023, SOSP). Memory-only nodes that keep a copy of every state are outside these groups;
+each of them makes the groups smaller by one. Parity: groups of data + parity nodes keep parity of each other's states
+(placement/parity_placement.py, placement/stripes.py). All other memory-only nodes are members without state.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from ckpt.placement.parity_placement import ParityGroup, place_parity
 from ckpt.placement.replica_placement import place_copies
 from ckpt.placement.stripes import PARITY_MAX
 
-GENERATIONS = 2  # one is kept until the next is complete in the whole group
-NODES_MAX = 64  # of a group as it is asked for
+GENERATIONS = 2  # one generation is kept until the next is complete in the whole group
+NODES_MAX = 64  # the largest n, data or parity that an option may have
 _GENERATIONS_MAX = 16
-SPARED_MAX = 3  # that are tried one after the other: each takes as long as `place`
+SPARED_MAX = 3  # nodes that `place_sparing` tries one by one; each try takes as long as `place`
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """`n` further copies of each node's state, each on another node. Any n nodes may be lost. Errors: UsageError."""
+    """The option to keep `n` further copies of each node's state, each on another node. Any n nodes may be lost.
+
+    Errors: UsageError if n is out of range."""
 
     n: int = 1
 
@@ -52,9 +54,11 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Groups of `data` + `parity` nodes keep parity of each other's state (1: XOR; 2: two parities), which takes
-    `parity` / `data` of a state at each of them. Any `parity` nodes of a group may be lost. It saves memory against
-    `parity` copies, not traffic. Errors: UsageError."""
+    """The option to keep parity: groups of `data` + `parity` nodes keep parity of each other's state.
+
+    `parity`: 1 (XOR) or 2. Any `parity` nodes of a group may be lost. Each node lends `parity` / `data` of a state.
+    This
+    needs less memory than `parity` copies, but as much traffic. Errors: UsageError if a number is out of range."""
 
     data: int
     parity: int = 1
@@ -66,8 +70,8 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One node's state: how many losses of any nodes, its own among them, it survives; and, with Replicas, the
-    `holders` of its copies. Where it is striped, `Placement.groups` says."""
+    """The protection of one node's state. `losses`: the number of nodes that may be lost, whichever they are, its own
+    among them. `holders`: with Replicas, the nodes that keep its copies. With Parity see `Placement.groups`."""
 
     node: str
     losses: int
@@ -76,9 +80,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A node's part in one checkpoint, bytes: its own state; what it keeps for others, of one generation and of all;
-    what it lends; what it sends and receives. And the seconds that its link needs for that: None where neither its
-    own speed nor that of whom it exchanges with is known."""
+    """A node's part in one checkpoint, in bytes.
+
+    `own_bytes`: its state. `keeps_bytes`, `keeps_all_bytes`: replicas that it keeps for others, of one generation and
+    of all. `seconds`: the time that its link needs to send and receive; None if no link speed is known."""
 
     node: str
     own_bytes: int
@@ -92,7 +97,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """`node`'s state survives `got` losses where `asked` were asked for, and why."""
+    """The state of `node` survives only `got` losses instead of the `asked` ones. `why`: the reason, for people."""
 
     node: str
     asked: int
@@ -102,8 +107,10 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`kept`, `loads`, `shortfalls`: sorted by node. `exposed`: domains ("site/rack") of several nodes whose loss at
-    once, with nodes left elsewhere, would lose state. `notes`: where groups are not as asked for, for people."""
+    """The result of `place`.
+
+    `kept`, `loads`, `shortfalls`: sorted by node. `exposed`: domains ("site/rack") of several, but not all, nodes whose
+    loss at once would lose state. `notes`: where groups differ from the option, for people."""
 
     option: Replicas | Parity
     kept: tuple[Kept, ...]
@@ -114,7 +121,7 @@ class Placement:
     notes: tuple[str, ...]
 
     def lost(self, gone: Collection[str]) -> frozenset[str]:
-        """The nodes whose state is lost when these nodes are lost at once, exactly."""
+        """Exactly the nodes whose state is lost when the `gone` nodes are lost at once."""
         return _lost(self.kept, self.groups, gone)
 
 
@@ -124,10 +131,10 @@ def place(
     before: Placement | None = None,
     generations: int = GENERATIONS,
 ) -> Placement:
-    """Who keeps whose state. `before`: what was placed until now, under whichever option. `generations`: how many
-    checkpoints of others a node keeps at once.
+    """The placement of all nodes' states.
 
-    Errors: UsageError where two nodes have one id."""
+    `before`: the current placement, which may have another option. `generations`: how many checkpoints of other nodes a
+    node keeps at once. Errors: UsageError if two nodes have one id."""
     return _place(nodes, option, before, generations, frozenset())
 
 
@@ -138,7 +145,7 @@ def _place(
     generations: int,
     spared: Collection[str],
 ) -> Placement:
-    """`spared`: those that keep nothing, whatever they lend."""
+    """As `place`. `spared`: nodes that keep no replicas, whatever they lend."""
     _whole("generations", generations, 1, _GENERATIONS_MAX)
     by_id = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
     if len(by_id) != len(nodes):
@@ -176,12 +183,13 @@ def place_sparing(
     before: Placement | None = None,
     generations: int = GENERATIONS,
 ) -> Placement:
-    """As `place`, but these nodes keep no copies, all or else as many of the first SPARED_MAX as can be, in that order:
-    as long as each state survives as many losses, and no state is lost with a domain, or with these nodes at once, that
-    would not be so otherwise. With parity it is `place`: there every member's own state is needed to make the others'
-    again, whoever keeps the parity.
+    """As `place`, but the `spared` nodes keep no copies, if the states stay as safe without them.
 
-    Errors: UsageError, as `place`."""
+    It spares all of them, or else as many of the first SPARED_MAX as possible, in that order. "As safe" means: each
+    state survives as many losses, and no further state is lost with a domain, or with all spared nodes at once. With
+    Parity it equals `place`, since a rebuild needs the own state of every member, whichever nodes keep the parity.
+
+    Errors: those of `place`."""
     chosen = place(nodes, option, before, generations)
     if not spared or not isinstance(option, Replicas):
         return chosen
@@ -199,7 +207,7 @@ def place_sparing(
 
 
 def _is_as_safe(one: Placement, other: Placement, together: Sequence[Collection[str]]) -> bool:
-    """For each state. `together`: nodes that may be lost at once."""
+    """Whether each state is as safe in `one` as in `other`. `together`: sets of nodes that may be lost at once."""
     survives = all(a.losses >= b.losses for a, b in zip(one.kept, other.kept, strict=True))
     return survives and all(one.lost(gone) <= other.lost(gone) for gone in together)
 
@@ -249,7 +257,7 @@ def _notes(option: Replicas | Parity, groups: Sequence[ParityGroup]) -> Iterator
 
 
 def _partial(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept]) -> Iterator[str]:
-    """Memory-only nodes are there, and none of them keeps all."""
+    """A note if there are memory-only nodes, but none of them keeps a copy of every state."""
     stable = [node for node in nodes.values() if not node.trains]
     if len(kept) > 1 and stable and not any(all(node.id in state.holders for state in kept) for node in stable):
         needed, most = sum(nodes[state.node].bytes for state in kept), max(node.lend_bytes for node in stable)
@@ -295,7 +303,7 @@ def _loads(
 def _flows(
     nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], groups: Sequence[ParityGroup]
 ) -> Iterator[tuple[str, str, int]]:
-    """Who sends whom how many bytes of its state in one checkpoint."""
+    """The transfers of one checkpoint: (sender, receiver, bytes)."""
     for state in kept:
         for holder in state.holders:
             yield state.node, holder, nodes[state.node].bytes
@@ -312,7 +320,7 @@ def _exposed(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], groups: S
 
 
 def _lost_at_once(nodes: Collection[PlacementNode]) -> Iterator[tuple[str, list[str]]]:
-    """The domains of several nodes, with nodes left elsewhere: what they are called, and who lies in them."""
+    """The domains that have several, but not all, nodes: (name, ids of the nodes in it)."""
     for level in range(levels(nodes)):
         domains: dict[Ids, list[str]] = {}
         for node in nodes:

@@ -1,10 +1,10 @@
-"""Which ranks' snapshots can be made again from parity, and from which bytes: what plan.stripes does for a placement,
-carried over to one checkpoint.
+"""The rebuild plan: decides which ranks' snapshots can be rebuilt from parity, and from which bytes. Pure.
 
-What a rank staged is a row of bytes (its frames, end to end). What a node has is those of its ranks, one after the
-other; a part of a stripe is bytes of that, which are `Run`s of one rank or several. A stripe says of itself what it is
-made of, so that nobody has to know any more who was where: a byte of it is known where its rank is held by somebody,
-and unknown where not; and as many unknown bytes come back as there are parities.
+It applies the stripes of a placement (placement/stripes.py) to one checkpoint. The staged frames of a rank, end to end,
+are a row of bytes. The data of a node is the rows of its ranks, one after the other. So a part of a stripe consists of
+`StagedRun`s of one or more ranks. A stripe names its own sources, so a rebuild does not need to know which rank was on
+which node. A byte of a source is known if some node holds the rank's snapshot. At one place of a stripe, as many
+unknown bytes can be rebuilt as parities are held.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ STRIPE_BYTES_MAX = 1 << 60
 
 @dataclass(frozen=True, order=True, slots=True)
 class StagedRun:
-    """Bytes [start, stop) of what that rank staged."""
+    """The bytes [start, stop) of the data that a rank staged."""
 
     rank: int
     start: int
     stop: int
 
 
-Source = tuple[StagedRun, ...]  # laid end to end from the stripe's first byte on, and followed by zeros
+# Runs laid end to end from the stripe's first byte on, padded with zeros.
+Source = tuple[StagedRun, ...]
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Striped:
-    """A stripe of `length` bytes. The place of a source among `sources` is its weight in the parity. Errors: UsageError
-    for what cannot be: so no message makes one."""
+    """A stripe of `length` bytes. The index of a source in `sources` determines its weight in the parity.
+
+    Errors: UsageError for impossible values, so that no message can create such a stripe."""
 
     length: int
     sources: tuple[Source, ...]
@@ -54,19 +56,21 @@ class Striped:
         return frozenset(run.rank for source in self.sources for run in source)
 
     def rows(self) -> list[list[list[int]]]:
-        """Its sources, for a message."""
+        """Its sources, as fields of a message."""
         return [[[run.rank, run.start, run.stop] for run in source] for source in self.sources]
 
     @staticmethod
     def of(length: int, rows: Sequence[Sequence[Sequence[int]]]) -> Striped:
-        """Errors: UsageError, ValueError, TypeError, OverflowError."""
+        """The stripe whose `rows` came in a message. Errors: UsageError, ValueError, TypeError, OverflowError."""
         return Striped(int(length), tuple(tuple(StagedRun(*map(int, run)) for run in source) for source in rows))
 
 
 @dataclass(frozen=True, slots=True)
 class StripeWindow:
-    """Bytes [start, stop) of a stripe, within which no run begins or ends. `runs`: by the place of their source, what
-    lies there; sources that ended before are zeros. `unknown`: places of those whose rank nobody holds."""
+    """The bytes [start, stop) of a stripe, within which no run begins or ends.
+
+    `runs`: by index of the source, the bytes that lie there; sources that ended before are left out (zeros).
+    `unknown`: indices of the sources whose rank no node holds."""
 
     striped: Striped
     start: int
@@ -75,7 +79,7 @@ class StripeWindow:
     unknown: tuple[int, ...]
 
     def cut(self, most: int) -> Iterator[StripeWindow]:
-        """In parts of at most so many bytes."""
+        """The window in parts of at most `most` bytes."""
         for start in range(self.start, self.stop, most):
             stop, past = min(start + most, self.stop), start - self.start
             runs = {
@@ -88,10 +92,10 @@ class StripeWindow:
 def stripes_of(
     planned: Sequence[Stripe], sizes: Sequence[Sequence[tuple[int, int]]]
 ) -> list[tuple[Striped, tuple[int, ...]]]:
-    """The stripes of one checkpoint, each with its holders, from those that were planned for a group. `sizes`: of each
-    member, (rank, bytes) in order: no more in all than was planned for, since what is planned is what is kept free.
+    """The stripes of one checkpoint with their holders, from the stripes `planned` for a group.
 
-    Errors: UsageError where a member has more."""
+    `sizes`: for each member, (rank, staged bytes) in order. Errors: UsageError if a member staged more bytes than were
+    planned for it, since only the planned memory is kept free."""
     room = [0] * len(sizes)
     for stripe in planned:
         for part in stripe.parts:
@@ -120,7 +124,7 @@ def _runs(part: StripePart, sizes: Sequence[tuple[int, int]]) -> Source:
 
 
 def windows(striped: Striped, missing: Collection[int]) -> Iterator[StripeWindow]:
-    """All of a stripe, where these ranks are held by nobody."""
+    """The windows that make up a stripe. `missing`: the ranks that no node holds."""
     begins: list[tuple[int, int, StagedRun]] = []  # (first byte of the stripe, place of the source, run)
     bounds = {0}
     for place, source in enumerate(striped.sources):
@@ -130,7 +134,7 @@ def windows(striped: Striped, missing: Collection[int]) -> Iterator[StripeWindow
             at += run.stop - run.start
             bounds.add(at)
     begins.sort(reverse=True)
-    here: dict[int, tuple[int, StagedRun]] = {}  # the last one of each source that has begun
+    here: dict[int, tuple[int, StagedRun]] = {}  # by source, the last run that has begun, with its first byte
     for start, stop in itertools.pairwise(sorted(bounds)):
         while begins and begins[-1][0] == start:
             first, place, run = begins.pop()
@@ -144,7 +148,7 @@ def windows(striped: Striped, missing: Collection[int]) -> Iterator[StripeWindow
 
 
 def solvable(missing: Collection[int], rows: Mapping[Striped, Collection[int]]) -> Iterator[StripeWindow]:
-    """Where bytes of these ranks can be made again. `rows`: which parities of each stripe are held."""
+    """The windows in which bytes of the `missing` ranks can be rebuilt. `rows`: for each stripe, the parities held."""
     missing = frozenset(missing)
     for striped, held in rows.items():
         if missing.isdisjoint(striped.ranks):
@@ -157,8 +161,8 @@ def solvable(missing: Collection[int], rows: Mapping[Striped, Collection[int]]) 
 def rebuildable(
     missing: Collection[int], sizes: Mapping[int, int], rows: Mapping[Striped, Collection[int]]
 ) -> frozenset[int]:
-    """Which of these ranks, that nobody holds, can be made again as a whole. `sizes`: bytes that a rank staged, of all
-    that are known; of others nothing can."""
+    """The ranks among `missing` whose snapshots can be rebuilt whole. `missing`: the ranks that no node holds. `sizes`:
+    staged bytes by rank; a rank without a known size cannot be rebuilt. `rows`: as in `solvable`."""
     found: dict[int, list[tuple[int, int]]] = {rank: [] for rank in missing}
     for window in solvable(missing, rows):
         for place in window.unknown:
@@ -173,8 +177,10 @@ def protected(
     rows: Mapping[Striped, Mapping[int, Collection[str]]],
     losses: int,
 ) -> frozenset[int]:
-    """Ranks that any so many nodes may be lost of, by parity alone. `holders`: by rank, which nodes have what it
-    staged; `rows`: of each stripe, which nodes keep which parity. It may leave out ranks of which that is so, too."""
+    """The ranks whose snapshots survive the loss of any `losses` nodes by parity alone. It may miss some of them.
+
+    `holders`: by rank, the nodes that have its snapshot. `sizes`: staged bytes by rank. `rows`: for each stripe and
+    parity, the nodes that keep it."""
     found: dict[int, list[tuple[int, int]]] = {}
     for striped, held in rows.items():
         at = Counter(name for names in held.values() for name in set(names))
@@ -190,9 +196,10 @@ def protected(
 def _needed(
     source: Source, holders: Mapping[int, Collection[str]], losses: int, at: Mapping[str, int]
 ) -> frozenset[str]:
-    """Nodes of which one is lost wherever so many are and bytes of the source with them. Of several that have a rank's
-    snapshot, as where it was made again though its node is there, that is one; the one with the least of the stripe,
-    by `at`."""
+    """Nodes of which at least one is lost whenever `losses` nodes are lost and bytes of the source with them.
+
+    A rank's snapshot may be on several nodes, as after a rebuild. Then one of them suffices: the node with the least
+    of the stripe, by `at`."""
     found: frozenset[str] = frozenset()
     weak = [names for run in source if 0 < len(names := frozenset(holders.get(run.rank, ()))) <= losses]
     for names in [frozenset.intersection(*weak), *weak] if weak else []:

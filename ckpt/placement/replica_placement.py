@@ -1,13 +1,13 @@
-"""Who keeps copies of whose state, within what each node lends.
+"""The placement of copies: decides which nodes keep copies of which node's state, within the memory that they lend.
 
-Groups (placement/groups.py) say what is best; then room decides. At the end, for `place_copies`:
-- a first copy of each state comes before a second of any, and so on;
-- no copy is left out while a node that does not keep that state yet has room for it (it may exist all the same: packing
-  states of different sizes at best is hard, and only one other copy is moved out of the way at a time);
-- all copies of a state lie in its owner's domain, at any level, only where no node outside has room;
-- a memory-only node that has room for the states of all keeps a copy of each, as many such nodes as there are copies:
-  when every node that trains is lost it can bring all back, and commit it, where parts here and there could not. But
-  one in a domain of a node that trains does so only where nobody outside that domain lends.
+The groups (placement/groups.py) propose holders; then free memory decides. Guarantees of `place_copies`:
+- Each state gets a first copy before any gets a second, and so on.
+- A copy is left out only if no further node has room for it. (A better packing may exist: packing states of different
+  sizes is hard, and only one other copy is moved out of the way at a time.)
+- All copies of a state lie in its owner's domain, at any level, only if no node outside has room.
+- A memory-only node with room for all states keeps a copy of each; as many nodes do so as there are copies. If all
+  nodes that train are lost, such a node can restore and commit the whole checkpoint, which scattered copies could not.
+  A node that shares a domain with a node that trains does this only if no node outside that domain lends memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ckpt.placement.groups import Ids, PlacementNode, grouped, levels, send_s, s
 def place_copies(
     nodes: Mapping[str, PlacementNode], room: dict[str, int], further: int, before: Sequence[Ids]
 ) -> tuple[list[Ids], dict[str, list[str]]]:
-    """(the groups, each in the order of its ring; the holders of each node that trains), at most `further` each.
+    """(the groups, each in the order of its ring; by node that trains, the holders of its copies, at most `further`).
 
-    `nodes` by id, sorted, at least one. `room`: bytes that each node has left for one generation; what is placed is
-    taken from it.
+    `nodes`: by id, sorted, at least one. `room`: free bytes of each node for one generation; placed copies are
+    subtracted from it. `before`: the current groups.
     """
     wanted = min(further, len(nodes) - 1)
     plan = _Copies(nodes, room, wanted)
@@ -34,7 +34,8 @@ def place_copies(
     count = len(rest) // copies
     sizes = [copies] * (count - 1) + [len(rest) - copies * (count - 1)]
     groups = [plan.ring(group, copies) for group in grouped(rest, sizes, copies - 1, before)]
-    for further_on in range(1, copies):  # a first copy of each before a second of any
+    # Each state gets a first copy before any gets a second.
+    for further_on in range(1, copies):
         for group in groups:
             for i, owner in enumerate(group):
                 if owner in plan.holders:
@@ -45,6 +46,8 @@ def place_copies(
 
 
 class _Copies:
+    """The placement under way: the holders of each state, and the room that is left."""
+
     def __init__(self, nodes: Mapping[str, PlacementNode], room: dict[str, int], wanted: int) -> None:
         self.nodes = nodes
         self.room = room
@@ -52,10 +55,10 @@ class _Copies:
         self.depth = levels(nodes.values())
         self.usual = statistics.fmean([n.risk for n in nodes.values() if n.risk is not None] or [0.0])
         self.holders: dict[str, list[str]] = {node.id: [] for node in nodes.values() if node.trains}
-        self.whole: list[str] = []  # memory-only nodes that keep a copy of each state
+        self.whole: list[str] = []  # memory-only nodes that keep a copy of every state
 
     def keep_whole(self) -> list[str]:
-        """Those that do: the least likely to be lost first."""
+        """Chooses the memory-only nodes that keep a copy of every state, those with the lowest risk first."""
         needed = sum(self.nodes[owner].bytes for owner in self.holders)
         stable = [node for node in self.nodes.values() if not node.trains and self.room[node.id] >= needed > 0]
         for node in sorted(stable, key=lambda node: (self.usual if node.risk is None else node.risk, node.id)):
@@ -66,7 +69,7 @@ class _Copies:
         return self.whole
 
     def _is_apart(self, node: PlacementNode) -> bool:
-        """Whether it lies outside the domains of all that train, at each level, as far as anybody who lends does."""
+        """Whether the node shares no domain with a node that trains, except a domain outside which no node lends."""
         return all(
             node.domain(level) != self.nodes[owner].domain(level)
             or not any(self.nodes[id].domain(level) != node.domain(level) and self.room[id] for id in self.nodes)
@@ -75,12 +78,13 @@ class _Copies:
         )
 
     def ring(self, group: Ids, copies: int) -> Ids:
-        """The members in an order in which neighbours, as many as one state lies on, share few domains."""
+        """The members, ordered so that any `copies` neighbours, which hold one state, share few domains."""
         if len(group) <= copies:
             return group
         left, ring = list(group), list[str]()
         while left:
-            closing = ring[: max(copies - len(left), 0)]  # the ring's beginning, as its end comes near
+            # Near its end the ring has its beginning as a neighbour.
+            closing = ring[: max(copies - len(left), 0)]
             near = [self.nodes[id] for id in (*(ring[1 - copies :] if copies > 1 else ()), *closing)]
             tops = [self.nodes[id].domain(0) for id in left]
             costs = [
@@ -92,9 +96,10 @@ class _Copies:
         return tuple(ring)
 
     def settle(self) -> None:
-        """Copies that are missing, and copies that should lie elsewhere, until neither can be helped. Comes to an end:
-        the number of copies only grows, between two that come in they are spread more evenly, and then each move leaves
-        fewer domains exposed."""
+        """Adds missing copies, and moves copies out of the owner's domain, until neither is possible.
+
+        It ends: the number of copies never falls. While it stays the same, copies get spread more evenly, and after
+        that each move leaves fewer domains exposed."""
         more = True
         while more:
             more = sum(self.fill(count) for count in range(1, self.wanted + 1)) > 0
@@ -104,8 +109,9 @@ class _Copies:
                 more = more or moved > 0
 
     def fill(self, count: int) -> int:
-        """One more copy of each state that has less than so many, where one can be had; how many came."""
-        by_size = sorted(self.holders, key=lambda id: -self.nodes[id].bytes)  # the largest is hardest to find room for
+        """Adds one copy to each state that has fewer than `count`, if possible. Returns how many were added."""
+        # The largest state comes first, since room for it is hardest to find.
+        by_size = sorted(self.holders, key=lambda id: -self.nodes[id].bytes)
         return sum(len(self.holders[owner]) < count and self._one_more(owner) for owner in by_size)
 
     def keep_if_room(self, owner: str, holder: str) -> bool:
@@ -116,12 +122,15 @@ class _Copies:
         return True
 
     def _one_more(self, owner: str) -> bool:
-        """One more copy where one is missing: on a node with room, else where a copy of another state can make room, by
-        lying elsewhere, or not at all where of that one there are two more."""
+        """Adds one copy of the owner's state: on a node with room, else in place of a copy of another state.
+
+        The other copy moves to another node. If it cannot, it is dropped, but only if its state has at least two copies
+        more than the owner's."""
         size, count = self.nodes[owner].bytes, len(self.holders[owner])
         if free := self._with_room(owner):
             return self.keep_if_room(owner, self._best(owner, free))
-        most = max(self.room.values())  # not one by one: of hundreds of nodes that takes a minute
+        # A quick test with the largest room: looking at each node would take a minute for hundreds of nodes.
+        most = max(self.room.values())
         for elsewhere in (True, False):
             for other, held in self.holders.items():
                 instead = self._with_room(other) if elsewhere and self.nodes[other].bytes <= most else []
@@ -137,7 +146,7 @@ class _Copies:
         return False
 
     def _one_outside(self, owner: str, level: int) -> bool:
-        """Where all copies lie in the owner's domain, one moves out, if a node outside has room."""
+        """Moves one copy out of the owner's domain if all lie in it and a node outside has room. Whether it did."""
         domain, held = self.nodes[owner].domain(level), self.holders[owner]
         if not held or any(self.nodes[id].domain(level) != domain for id in held):
             return False
@@ -152,7 +161,7 @@ class _Copies:
         return [id for id, room in self.room.items() if id not in taken and room >= self.nodes[owner].bytes]
 
     def _best(self, owner: str, among: Sequence[str]) -> str:
-        """By domains shared with who has it already, risk, seconds, room left."""
+        """The best new holder: by domains shared with the owner and the holders, then risk, seconds, and room left."""
 
         def strain(id: str) -> tuple[tuple[int, ...], float, float, int, str]:
             node = self.nodes[id]

@@ -1,15 +1,15 @@
-"""Which plain copies make up for holders that were lost: one pure function.
+"""The re-replication plan: decides which copies replace the ones on lost nodes. One pure function.
 
-After nodes have gone, some ranks' snapshots of a checkpoint lie on fewer nodes than was asked for. Guarantees of
+After a loss of nodes, some ranks' snapshots of a checkpoint lie on fewer nodes than requested. Guarantees of
 `reprotect`, for any holders and nodes:
-- it copies only from a node that has the snapshot to one that has not, and each snapshot to each node at most once;
-- no node is given more than it lends;
-- where everyone lends enough, each snapshot that somebody has is in the end on copies + 1 nodes, or on all that train
-  and those that have it;
-- deterministic, whatever the order of what is given.
-Who keeps it is left to `placement.place`, so that what is lost together stays apart here too: what is short of copies
-counts as the state of the node that gives it, which is, of those that have it, one that has failed in that least often,
-and of these the one with the least to give so far.
+- A snapshot is copied only from a node that has it to one that does not, and to each node at most once.
+- No node gets more than it lends.
+- If all nodes lend enough, each snapshot that some node has gets to copies + 1 nodes. With too few nodes it gets to all
+  nodes that train or have it already.
+- The result does not depend on the order of the arguments.
+`placement.place` chooses the new holders, so that nodes that may be lost together stay apart. For this choice a
+snapshot that lacks copies counts as the state of its source. The source is the holder that failed least often to give
+the snapshot; among equals, the holder with the least bytes to give so far.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reprotection:
-    """`short`: ranks that stay on fewer nodes than could be, for want of memory."""
+    """The plan: copies to make. `short`: ranks whose snapshots get fewer copies than requested, for lack of memory."""
 
     copies: tuple[Copy, ...]
     short: tuple[int, ...]
@@ -47,12 +47,14 @@ def reprotect(
     copies: int,
     failed: Mapping[tuple[int, str], int] = NONE_FAILED,
 ) -> Reprotection:
-    """`holders`: by rank, which nodes have its snapshot; those that are not among `nodes` are gone. `sizes`: of the
-    snapshots, bytes. `nodes`: what each lends counts for this alone, and its own state not at all; those that do not
-    train are asked for what they have and lend nothing. `copies`: how many further ones each snapshot is to have.
-    `failed`: by rank and node that has its snapshot, how often that did not give it.
+    """The plan that restores the requested number of copies.
 
-    Errors: UsageError where two nodes have one id, or copies is less than 1."""
+    `holders`: by rank, the nodes that have its snapshot; nodes that are not in `nodes` are lost. `sizes`: bytes of each
+    rank's snapshot. `nodes`: `lend_bytes` is memory for these copies alone, and `bytes` is ignored. Nodes that do not
+    train only give snapshots; the caller sets their `lend_bytes` to 0. `copies`: further copies of each snapshot.
+    `failed`: by (rank, holder), how often the holder failed to give the snapshot.
+
+    Errors: UsageError if two nodes have one id, or copies is less than 1."""
     ids = {node.id for node in nodes}
     held = {rank: sorted(ids.intersection(names)) for rank, names in sorted(holders.items())}
     train = {node.id for node in nodes if node.trains}

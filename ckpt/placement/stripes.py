@@ -1,18 +1,18 @@
-"""Where parity lies within one group of nodes, by bytes: who keeps how much, over which parts of the others' data.
+"""The stripes of a parity group: decides how much parity each node keeps, over which bytes of the others' data. Pure.
 
-The group shares an axis of L bytes. Node j keeps parity for q_j bytes of the axis, and its own s_j bytes lie on the
-axis where it keeps none. Each byte of the axis has exactly p keepers (P, and with p = 2 also Q), so that any p nodes
-may be lost: a byte of the axis that loses a data member or a keeper loses only one of its parts to each lost node.
+The group shares an axis of L bytes. Node j keeps parity for q_j bytes of the axis. Its own s_j bytes of data lie on the
+rest of the axis. Each byte of the axis has exactly p holders of parity (P, and with p = 2 also Q). A lost node takes at
+most one part (data or parity) of each byte of the axis. So any p nodes may be lost.
 
     sum of q_j = p L,    q_j <= room_j,    q_j + s_j <= L
 
-The least L for which such q exist takes the least memory, p L in all. Equal nodes get L = s n / (n - p) and
-q = s p / (n - p), which is what rotating the parity over them gives; nodes without data (memory-only ones, or the
-zero members of a short group) take parity first; a node with little room takes little. The intervals come from
-McNaughton's wrap-around rule (1959, "Scheduling with deadlines and loss functions"): the q_j laid end to end over p
-rows of length L put no node twice at one place, since no q_j exceeds L; and they cut the axis into at most n stripes.
+The least L with a solution q needs the least memory, p L in all. Equal nodes get L = s n / (n - p) and
+q = s p / (n - p), the same as rotating parity. Nodes without data (memory-only nodes, or the missing members of a short
+group) take parity first. A node with little room takes little. The intervals come from McNaughton's wrap-around rule
+(1959, "Scheduling with deadlines and loss functions"): the q_j are laid end to end over p rows of length L. No node is
+twice at one place of the axis, since no q_j exceeds L. The axis is cut into at most n stripes.
 
-Sizes are in whole units of CUT_BYTES. Everything is a pure function of the order and numbers given.
+Sizes are in whole units of CUT_BYTES. The result depends only on the numbers given and their order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 from ckpt.errors import UsageError
 
-CUT_BYTES = 4096  # data is cut at multiples of it: pages, and whole words for the codec
+CUT_BYTES = 4096  # data is cut at multiples of this: whole pages, and whole machine words for the codec
 PARITY_MAX = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StripePart:
-    """Bytes [start, stop) of a member's data, which lie at the beginning of the stripe. `member`: index."""
+    """The bytes [start, stop) of a member's data, which lie at the beginning of the stripe. `member`: index."""
 
     member: int
     start: int
@@ -38,8 +38,10 @@ class StripePart:
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """`length` bytes of parity at each of `holders` (indices of members: who keeps P, then who keeps Q), made of
-    `parts`, at most one a member, each as if followed by zeros up to `length`. A holder has no part."""
+    """A stripe: `length` bytes of parity at each holder, made of `parts`.
+
+    `holders`: indices of the members that keep P and Q, in this order. `parts`: at most one per member, and none of a
+    holder; shorter parts count as padded with zeros."""
 
     length: int
     holders: tuple[int, ...]
@@ -47,12 +49,11 @@ class Stripe:
 
 
 def stripes(sizes: Sequence[int], rooms: Sequence[int], parity: int) -> tuple[Stripe, ...] | None:
-    """The stripes of a group whose members have `sizes` bytes of data and keep parity of at most `rooms` bytes.
+    """The stripes of a group whose members have `sizes` bytes of data and keep at most `rooms` bytes of parity.
 
     Each byte of every member lies in exactly one stripe; any `parity` members may be lost. A stripe's length may
-    exceed its longest part by less than CUT_BYTES. () where there is no data; None where the rooms do not suffice or
-    there are not more members than `parity`.
-    Errors: UsageError for a negative number, or a parity that is not 1 or 2.
+    exceed its longest part by less than CUT_BYTES. () if there is no data. None if the rooms do not suffice, or there
+    are at most `parity` members. Errors: UsageError for a negative number, or a parity other than 1 or 2.
     """
     if len(sizes) != len(rooms) or any(number < 0 for number in (*sizes, *rooms)):
         raise UsageError("the sizes and rooms of a group are one number of bytes for each member, at least 0")
@@ -70,10 +71,10 @@ def stripes(sizes: Sequence[int], rooms: Sequence[int], parity: int) -> tuple[St
 
 
 def _least_length(units: Sequence[int], caps: Sequence[int], parity: int) -> int | None:
-    """The least L of at least the largest unit with sum(min(cap, L - unit)) >= parity * L. None: there is none.
+    """The least L >= max(units) with sum(min(cap, L - unit)) >= parity * L; None if there is none.
 
-    The difference of both sides is concave in L with kinks at unit + cap: the first kink where it is not negative
-    bounds L from above, and up to there it is linear.
+    The difference of both sides is concave in L, with kinks at unit + cap. The first kink where it is not negative
+    bounds L from above. Between the kink before and this one the difference is linear, so a binary search finds L.
     """
 
     def suffices(length: int) -> bool:
@@ -94,7 +95,7 @@ def _least_length(units: Sequence[int], caps: Sequence[int], parity: int) -> int
 
 
 def _even(most: Sequence[int], total: int) -> list[int]:
-    """At most `most` each and `total` in all, the largest as small as can be."""
+    """Numbers of at most `most` each that add up to `total`, with the largest as small as possible."""
     left, kept = total, [0] * len(most)
     for count, i in enumerate(sorted(range(len(most)), key=lambda i: (most[i], i))):
         kept[i] = min(most[i], -(-left // (len(most) - count)))
@@ -103,7 +104,7 @@ def _even(most: Sequence[int], total: int) -> list[int]:
 
 
 def _intervals(kept: Sequence[int], length: int) -> list[list[tuple[int, int]]]:
-    """For each row of the axis (P, Q): (member, where it ends), in order. McNaughton's rule."""
+    """For each row of the axis (P, Q): (member, end of its interval), in order. McNaughton's rule."""
     rows: list[list[tuple[int, int]]] = [[]]
     at = 0
     for member, amount in enumerate(kept):
