@@ -1,4 +1,4 @@
-"""The agent process as a trainer sees it: connects to a working agent, and replaces an agent that is no use.
+"""The agent process as a trainer sees it: `meet` connects to a working agent, and replaces one that cannot serve.
 
 - An agent with another version of the messages ends by itself once no trainer needs it. It commits its checkpoint
   first. `meet` waits for that and starts a new agent. The old agent's memory is lost; its checkpoint is in the store.

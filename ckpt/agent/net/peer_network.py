@@ -67,7 +67,7 @@ class PeerNetwork:
         self.progress = Progress()  # of the requests to other agents
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
         self._secrets: dict[str, bytes] = {}  # by run, newest last
-        self._listeners: dict[Address, PeerListener] = {}  # by the address that was asked for
+        self._listeners: dict[Address, PeerListener] = {}  # by requested address
         self._channels: dict[str, Channel] = {}
         # Channels that other agents dialled, with the peer's host. A peer dials all our addresses, and sends its first
         # message on the channel that it keeps.

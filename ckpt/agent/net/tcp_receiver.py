@@ -35,7 +35,7 @@ log = logging.getLogger("ckpt")
 WANT, GO, BUSY = 1, 2, 3  # kinds of the records on a data connection
 NUMBER = struct.Struct(">I")
 COUNT = struct.Struct(">Q")
-# The most that is requested and still on its way, on one connection. Below half of it, more is requested.
+# The most to have requested and not yet received, on one connection. Below half of it, more is requested.
 ASK_BYTES, ASK_FRAMES = 32 << 20, STREAM_FRAMES
 # A transfer fails after so many connections that brought bytes, but no whole frame.
 CUTS_MAX = 20

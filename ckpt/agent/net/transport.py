@@ -221,8 +221,7 @@ class Transport(Protocol):
         ...
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        """Limits the bytes per second that leave this agent, and those that reach it, over all transfers that are not
-        urgent. None: no limit."""
+        """Limits the bytes per second in each direction, over all transfers that are not urgent. None: no limit."""
         ...
 
     def close(self) -> None:
