@@ -1,7 +1,7 @@
 """The agent process as a trainer sees it: `meet` connects to a working agent, and replaces one that cannot serve.
 
-- An agent with another version of the messages ends by itself once no trainer needs it. It commits its checkpoint
-  first. `meet` waits for that and starts a new agent. The old agent's memory is lost; its checkpoint is in the store.
+- An agent with another version of the messages ends by itself, if no trainer needs it. It first commits its newest
+  checkpoint. `meet` waits for that and starts a new agent. The old agent's memory is lost; a restore reads the store.
 - An agent that hangs is killed, because it holds the run lock. Silence alone is no proof. An agent hangs if its main
   thread, which only answers messages, used no CPU time while a message waited for it.
 - An agent that was stopped by a signal is continued first, since its memory may be the only copy.

@@ -33,7 +33,7 @@ from ckpt.settings import Settings
 from ckpt.storage.names import shown
 from ckpt.threads import Flag, Outcome, Tasks
 
-# The version of the messages. An agent of another version ends once no trainer needs it (see agent_process).
+# The version of the messages. An agent of another version ends if no trainer needs it (see agent_process).
 VERSION = 1
 START_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 120.0

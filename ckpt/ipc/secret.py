@@ -48,9 +48,10 @@ def told_apart(settings: Settings) -> str:
 
 
 def read_file(path: Path) -> bytes:
-    """The secret in that file. Errors: UsageError, which never shows the content, if the file
-    - cannot be read, is no regular file, or holds no secret;
-    - belongs to another user, or is accessible to others than its owner."""
+    """The secret in that file. Error messages never show the content.
+
+    Errors: UsageError if the file cannot be read, is no regular file, or holds no secret; also if it belongs to another
+    user, or others can access it."""
     try:
         # Without O_NONBLOCK, opening a FIFO that nobody writes to would never return.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

@@ -1,5 +1,4 @@
-"""The grouping of nodes: forms groups of given sizes, such that nodes that may be lost together are in different
-groups.
+"""The grouping of nodes: forms groups of given sizes, and puts nodes that may be lost together into different groups.
 
 The goals, most important first:
 1. As few pairs of nodes as possible share a failure domain within a group; the widest domains count first.

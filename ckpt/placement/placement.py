@@ -56,9 +56,8 @@ class Replicas:
 class Parity:
     """The option to keep parity: groups of `data` + `parity` nodes keep parity of each other's state.
 
-    `parity`: 1 (XOR) or 2. Any `parity` nodes of a group may be lost. Each node lends `parity` / `data` of a state.
-    This
-    needs less memory than `parity` copies, but as much traffic. Errors: UsageError if a number is out of range."""
+    `parity`: 1 (XOR) or 2. Any `parity` nodes of a group may be lost. Parity takes `parity` / `data` of a state at each
+    node: less memory than `parity` copies, but as much traffic. Errors: UsageError if a number is out of range."""
 
     data: int
     parity: int = 1

@@ -1,9 +1,10 @@
 """A control connection to another agent, after the handshake: carries authenticated messages in order until it ends.
 
-The agent's main thread drives a channel and never blocks on it. A channel closes itself and tells its handler
-- when a record arrives that is not authentic, or a message that is malformed;
-- when the peer is silent for SILENT_S (both sides send a sign of life every BEAT_S);
-- when the peer takes nothing for SILENT_S, or more than OUTBOX_BYTES_MAX are waiting.
+The agent's main thread drives a channel and never blocks on it. A channel closes itself and tells its handler if
+- a record is not authentic, or a message is malformed;
+- the peer is silent for SILENT_S (both sides send a sign of life every BEAT_S);
+- the peer takes nothing for SILENT_S, or more than OUTBOX_BYTES_MAX are waiting.
+
 Time in which this process itself was stopped does not count. Sent messages may be lost with the connection. The end of
 a connection proves nothing, since anybody on the network can cut it. Messages that arrived before the end are handled,
 also if the end is noticed while sending.

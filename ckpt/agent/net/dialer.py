@@ -91,6 +91,7 @@ class Handshaking:
         self._loop.unwatch(self._sock)
 
     def too_late(self) -> None:
+        """Fails the handshake, unless it has ended."""
         what = "could not be reached" if self._connecting else "did not greet"
         self._fail(AgentError(f"{self._to} {what} in time"))
 

@@ -44,7 +44,9 @@ class PeerMessageHandler(Protocol):
         """Handles a message. A CkptError is sent back if the message has an id; any other error closes the channel."""
         ...
 
-    def peer_closed(self, channel: Channel) -> None: ...
+    def peer_closed(self, channel: Channel) -> None:
+        """The channel has ended or was replaced by a newer one. Requests on it have failed by now."""
+        ...
 
 
 class PeerNetwork:
@@ -226,7 +228,7 @@ class PeerNetwork:
         self._asked.clear()
         self.transport.close()
 
-    # -- what the channels tell
+    # -- ChannelHandler
 
     def message(self, channel: Channel, message: Message) -> None:
         if channel in self._called and not self._keep_called(channel, self._called.pop(channel)):

@@ -70,4 +70,5 @@ class PeerRequest:
     due_s: float
 
     def moves(self, now_s: float) -> None:
+        """Moves the deadline: the peer has reported progress."""
         self.due_s = now_s + ANSWER_S

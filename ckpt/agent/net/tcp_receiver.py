@@ -359,10 +359,12 @@ class _WrongHash(Exception):
 
 
 def settled_by_us() -> Future[Any]:
+    """A new future that its receiver cannot cancel."""
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # from now on `cancel` has no effect
+    future.set_running_or_notify_cancel()
     return future
 
 
 def be_nice() -> None:
+    """Gives the calling thread the lowest priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
