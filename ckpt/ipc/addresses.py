@@ -33,9 +33,8 @@ class Address:
 
     @staticmethod
     def parse(text: str, variable: str = "") -> Address:
-        """The address in "HOST:PORT" or "[IPV6]:PORT". `variable`: the setting it comes from, for the error.
-
-        Errors: UsageError if the text is no address."""
+        """The address in "HOST:PORT" or "[IPV6]:PORT". `variable`: the setting it comes from, for the error. Errors:
+        UsageError if the text is no address."""
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]+)):(\d{1,5})", text)
         if match is None or int(match[3]) > 65535:
             where = f"{variable}: " if variable else ""
@@ -53,7 +52,6 @@ class SocketAddress:
 
 def resolve(address: Address, passive: bool = False) -> list[SocketAddress]:
     """The socket addresses of `address`, best first. `passive`: for listening. Errors: AgentError if the look-up fails.
-
     A look-up of a name may block for many seconds; on the main thread use it only for literal hosts."""
     flags = socket.AI_PASSIVE if passive else 0
     try:
@@ -75,9 +73,8 @@ def tune(sock: socket.socket) -> None:
 
 
 def wait_at_most(sock: socket.socket, seconds: float) -> None:
-    """Makes the socket blocking, with a kernel time-out for each call: then BlockingIOError, or a short count.
-
-    A Python time-out would cost an extra system call per piece, and would return pieces that are not whole."""
+    """Makes the socket blocking, with a kernel time-out for each call: then BlockingIOError, or a short count. A Python
+    time-out would cost an extra system call per piece, and would return pieces that are not whole."""
     sock.setblocking(True)
     limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -109,9 +106,8 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
 
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
-    """Sends all of `data`. `wait_at_most` must have been called for the socket.
-
-    Errors: TimeoutError if a call moves fewer than SLOWEST_BYTES, and not all that is left; OSError."""
+    """Sends all of `data`. `wait_at_most` must have been called for the socket. Errors: TimeoutError if a call moves
+    fewer than SLOWEST_BYTES, and not all that is left; OSError."""
     left = len(data)
     while left:
         try:

@@ -48,9 +48,8 @@ def meet(
     hello_s: float = HELLO_S,
     busy_s: float = BUSY_S,
 ) -> client.Connection:
-    """A connection to an agent that has answered hello. It replaces the agent if needed, as the module says.
-
-    Errors: AgentError; OtherVersion if an agent of another version does not end in time."""
+    """A connection to an agent that has answered hello. It replaces the agent if needed, as the module says. Errors:
+    AgentError; OtherVersion if an agent of another version does not end in time."""
     busy_until_s = time.monotonic() + busy_s
     while True:
         try:
@@ -101,9 +100,8 @@ def _end_deaf(url: str, settings: Settings, events: Events, hello_s: float, why:
 
 
 def _is_deaf(place: client.AgentPaths) -> bool:
-    """Whether the agent's backlog of connections is still full.
-
-    This check is needed beside the CPU time: an idle agent that accepted all connections uses no CPU time, too."""
+    """Whether the agent's backlog of connections is still full. This check is needed beside the CPU time: an idle agent
+    that accepted all connections uses no CPU time, too."""
     try:
         sock = client.connect_nowait(place)
     except AgentError as exc:
@@ -138,9 +136,8 @@ class _Agent:
 
     @staticmethod
     def that_holds(lock: Path) -> _Agent | None:
-        """The agent process that has this lock file open; None if there is none to be seen.
-
-        The path in its command line is no proof, since in another container the same path is another file."""
+        """The agent process that has this lock file open; None if there is none to be seen. The path in its command
+        line is no proof, since in another container the same path is another file."""
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             if _PROGRAM in _words(pid) and _has_open(pid, lock):
                 with contextlib.suppress(OSError):

@@ -117,9 +117,8 @@ class Arena:
 
     @classmethod
     def adopt(cls, fd: int) -> Arena:
-        """The arena of a descriptor that came over a socket. A refused descriptor is closed.
-
-        Errors: AgentError if the descriptor is not sealed against shrinking, or cannot be mapped."""
+        """The arena of a descriptor that came over a socket. A refused descriptor is closed. Errors: AgentError if the
+        descriptor is not sealed against shrinking, or cannot be mapped."""
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise AgentError("a descriptor given as an arena is not sealed against shrinking")

@@ -53,10 +53,8 @@ class AgentPaths:
 
 
 def places(url: str, settings: Settings) -> AgentPaths:
-    """The paths of the agent of `url`; makes their folder.
-
-    Errors: AgentError if the folder cannot be made, is not private to the user, or the path is too long; UsageError if
-    the URL is no UTF-8."""
+    """The paths of the agent of `url`; makes their folder. Errors: AgentError if the folder cannot be made, is not
+    private to the user, or the path is too long; UsageError if the URL is no UTF-8."""
     folder = settings.runtime_dir
     try:
         named = url.encode()
@@ -81,9 +79,8 @@ def places(url: str, settings: Settings) -> AgentPaths:
 
 
 def connect_nowait(place: AgentPaths) -> socket.socket | None:
-    """A connection to the agent, or None if no agent listens.
-
-    Errors: AgentError; its cause is a TimeoutError if the agent's backlog stays full for ACCEPT_S."""
+    """A connection to the agent, or None if no agent listens. Errors: AgentError; its cause is a TimeoutError if the
+    agent's backlog stays full for ACCEPT_S."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     until_s = time.monotonic() + ACCEPT_S
     try:
@@ -112,9 +109,8 @@ def connect_nowait(place: AgentPaths) -> socket.socket | None:
 
 
 def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) -> socket.socket:
-    """A connection to the agent of `url`; starts the agent if there is none.
-
-    Errors: AgentError, with the end of the agent's log if the agent failed to start; those of `connect_nowait`."""
+    """A connection to the agent of `url`; starts the agent if there is none. Errors: AgentError, with the end of the
+    agent's log if the agent failed to start; those of `connect_nowait`."""
     place = places(url, settings)
     deadline = time.monotonic() + timeout_s
     sock = connect_nowait(place)
@@ -223,9 +219,8 @@ class Pending:
         return message
 
     def wait_while_moving(self, timeout_s: float) -> messages.Message | None:
-        """The answer; None if there is none within `timeout_s`, but the agent reported progress in that time.
-
-        Errors: those of `answer`; AgentError, instead of TimeoutError, if the agent reported no progress."""
+        """The answer; None if there is none within `timeout_s`, but the agent reported progress in that time. Errors:
+        those of `answer`; AgentError, instead of TimeoutError, if the agent reported no progress."""
         try:
             return self.answer(timeout_s)
         except TimeoutError as exc:
@@ -258,10 +253,8 @@ class Connection:
         role: str = "trainer",
         hello_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
-        """Says hello, and takes over the socket.
-
-        Errors: the error that the agent answered to hello; AgentError if the agent is gone, or does not answer within
-        `hello_s` (then its cause is a TimeoutError)."""
+        """Says hello, and takes over the socket. Errors: the error that the agent answered to hello; AgentError if the
+        agent is gone, or does not answer within `hello_s` (then its cause is a TimeoutError)."""
         self._sock = sock
         self._on_message = on_message
         self._on_lost = on_lost
@@ -340,9 +333,8 @@ class Connection:
         self._send({"t": kind, **fields}, fds, blobs)
 
     def close(self) -> None:
-        """Ends the connection and its thread; the agent then treats this trainer as gone.
-
-        A second call finishes the work if Ctrl-C interrupted the first."""
+        """Ends the connection and its thread; the agent then treats this trainer as gone. A second call finishes the
+        work if Ctrl-C interrupted the first."""
         with self._lock:
             self._closed = True
         with contextlib.suppress(OSError):  # already gone

@@ -96,10 +96,8 @@ class ControlWord:
 
 
 class ControlPage:
-    """The mapping of one control page; owns the mapping and the descriptor.
-
-    `words`: the control words of all slots, as unsigned 64-bit integers. The trainer reads them directly, since a
-    method call costs more than the loads."""
+    """The mapping of one control page; owns the mapping and the descriptor. `words`: the control words of all slots, as
+    unsigned 64-bit integers. The trainer reads them directly, since a method call costs more than the loads."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -35,10 +35,8 @@ def named(domains: Sequence[str]) -> Sequence[str]:
 
 
 def told_apart(domains: Domains) -> dict[str, tuple[str, ...]]:
-    """The domains of each node, without the hosts that do not matter for placement.
-
-    A host is left out if it has only one node, since every node is a domain of its own. It is also left out if all
-    nodes are on it."""
+    """The domains of each node, without the hosts that do not matter for placement. A host is left out if it has only
+    one node, since every node is a domain of its own. It is also left out if all nodes are on it."""
     hosts = {node: _host(each) for node, each in domains.items()}
     count = Counter(hosts.values())
     useful = {host for host in count if host and 1 < count[host] < len(domains)}

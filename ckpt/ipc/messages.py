@@ -96,10 +96,8 @@ def send(sock: socket.socket, fields: dict[str, Any], fds: Sequence[int] = (), b
 
 
 def receive(sock: socket.socket) -> Message | None:
-    """The next message; None at the end of the connection.
-
-    Errors: BlockingIOError if a non-blocking socket has no message; AgentError if the message does not parse. The
-    caller then drops that connection only."""
+    """The next message; None at the end of the connection. Errors: BlockingIOError if a non-blocking socket has no
+    message; AgentError if the message does not parse. The caller then drops that connection only."""
     data, fds, flags = _receive_packet(sock)
     message = Message({}, fds)
     try:
@@ -137,9 +135,8 @@ def raise_error(message: Message) -> None:
 
 
 def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """(data, descriptors, flags) of the next packet. Child programs do not inherit the descriptors.
-
-    `socket.recv_fds` cannot do that, since it ignores its flags argument."""
+    """(data, descriptors, flags) of the next packet. Child programs do not inherit the descriptors. `socket.recv_fds`
+    cannot do that, since it ignores its flags argument."""
     room = socket.CMSG_LEN(FDS_MAX * array.array("i").itemsize)
     data, ancillary, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX + 1, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")

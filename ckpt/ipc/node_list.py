@@ -80,9 +80,8 @@ class NodeAt:
 
 
 def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
-    """The nodes of a job of `world` ranks, the node of rank 0 first.
-
-    Errors: UsageError if the blob is malformed, names a node twice, or does not name each rank exactly once."""
+    """The nodes of a job of `world` ranks, the node of rank 0 first. Errors: UsageError if the blob is malformed, names
+    a node twice, or does not name each rank exactly once."""
     nodes = [
         NodeAt(
             name[:100],

@@ -41,9 +41,8 @@ def text_of(body: dict[str, Any]) -> str:
 
 
 def write(path: Path, epoch: Epoch | str, launch: str, body: dict[str, Any]) -> None:
-    """Writes the outcome file atomically, before it returns: the machine may end right after the answer.
-
-    Errors: OSError; FileExistsError if `path` exists and is no regular file, which is never replaced."""
+    """Writes the outcome file atomically, before it returns: the machine may end right after the answer. Errors:
+    OSError; FileExistsError if `path` exists and is no regular file, which is never replaced."""
     tick = body["tick"]
     identity = f"{epoch}-{tick}" if tick is not None else None
     about = {"version": 1, "launch": launch, "identity": identity, "time_s": time.time()}

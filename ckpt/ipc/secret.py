@@ -30,15 +30,13 @@ def make() -> bytes:
 
 def for_run(settings: Settings, former: bytes) -> bytes:
     """The secret of the file that the settings name; else `former`, the secret of an earlier start; else a new one.
-
     Errors: those of `read_file`."""
     return read_file(settings.secret_file) if settings.secret_file is not None else former or make()
 
 
 def told_apart(settings: Settings) -> str:
-    """A short hash of the secret file, by which ranks check that they have the same one; "" if no file is named.
-
-    The hash does not reveal the secret."""
+    """A short hash of the secret file, by which ranks check that they have the same one; "" if no file is named. The
+    hash does not reveal the secret."""
     if settings.secret_file is None:
         return ""
     try:
@@ -48,10 +46,8 @@ def told_apart(settings: Settings) -> str:
 
 
 def read_file(path: Path) -> bytes:
-    """The secret in that file. Error messages never show the content.
-
-    Errors: UsageError if the file cannot be read, is no regular file, or holds no secret; also if it belongs to another
-    user, or others can access it."""
+    """The secret in that file. Error messages never show the content. Errors: UsageError if the file cannot be read, is
+    no regular file, or holds no secret; also if it belongs to another user, or others can access it."""
     try:
         # Without O_NONBLOCK, opening a FIFO that nobody writes to would never return.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

@@ -142,7 +142,6 @@ def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key]
 
 def with_holes(layouts: Sequence[Layout]) -> list[str]:
     """The sorted names of the job's tensors that have a part which no rank holds. A checkpoint could not be complete.
-
     Tensors that are saved per rank are left out: their boxes overlap in part, or ranks declare different shapes."""
     kinds: defaultdict[str, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
     boxes: defaultdict[str, set[Box]] = defaultdict(set)

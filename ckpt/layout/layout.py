@@ -35,9 +35,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Layout:
-    """All entries of one rank, sorted by (name, owner), each pair once.
-
-    Ranks with equal layouts may share one object. Functions of many layouts then do their work once per object."""
+    """All entries of one rank, sorted by (name, owner), each pair once. Ranks with equal layouts may share one object.
+    Functions of many layouts then do their work once per object."""
 
     entries: tuple[Entry, ...]
 

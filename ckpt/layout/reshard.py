@@ -134,9 +134,8 @@ def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
 
 
 def whole_run(cuts_of_frame: Sequence[Cut], itemsize: int, frame_bytes: int) -> int | None:
-    """The element of the wanted box (row-major) at which a frame begins, if all its bytes are one run of that box.
-
-    None otherwise. Such a frame can be copied with one call, and hashed in place."""
+    """The element of the wanted box (row-major) at which a frame begins, if all its bytes are one run of that box. None
+    otherwise. Such a frame can be copied with one call, and hashed in place."""
     cut = cuts_of_frame[0]
     if len(cuts_of_frame) > 1 or cut.strides != (1,) or cut.offset or cut.shape[0] * itemsize != frame_bytes:
         return None

@@ -138,10 +138,8 @@ class _Field:
         self.timed = any(node.up_bytes_s or node.down_bytes_s for node in nodes)
 
     def orders(self, rows_of: int) -> list[list[str]]:
-        """The orders from which nodes are dealt. In each, the nodes of a domain are neighbours.
-
-        They are: by name; and with unequal risks also from the safest domain to the riskiest, plain and with every
-        other row reversed."""
+        """The orders from which nodes are dealt. In each, the nodes of a domain are neighbours. They are: by name; and
+        with unequal risks also from the safest domain to the riskiest, plain and with every other row reversed."""
         found = [sorted(self.nodes, key=lambda id: (self.nodes[id].domains, id))]
         if self.unequal:
             means = {

@@ -42,10 +42,8 @@ class ParityGroup:
 def place_parity(
     nodes: Mapping[str, PlacementNode], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
 ) -> list[ParityGroup]:
-    """The parity groups. Every node is in one group, and may be a helper in others.
-
-    `nodes`: by id, sorted. `room`: free bytes of each node for one generation; placed parity is subtracted from it.
-    `before`: the current groups."""
+    """The parity groups. Every node is in one group, and may be a helper in others. `nodes`: by id, sorted. `room`:
+    free bytes of each node for one generation; placed parity is subtracted from it. `before`: the current groups."""
     best: tuple[int, list[ParityGroup], dict[str, int]] | None = None
     for in_group, kept in _milder(data + parity, parity, len(nodes)):
         left = dict(room)

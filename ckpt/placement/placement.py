@@ -43,7 +43,6 @@ SPARED_MAX = 3  # nodes that `place_sparing` tries one by one; each try takes as
 @dataclass(frozen=True, slots=True)
 class Replicas:
     """The option to keep `n` further copies of each node's state, each on another node. Any n nodes may be lost.
-
     Errors: UsageError if n is out of range."""
 
     n: int = 1

@@ -35,9 +35,8 @@ Source = tuple[StagedRun, ...]
 
 @dataclass(frozen=True, order=True, slots=True)
 class Striped:
-    """A stripe of `length` bytes. The index of a source in `sources` determines its weight in the parity.
-
-    Errors: UsageError for impossible values, so that no message can create such a stripe."""
+    """A stripe of `length` bytes. The index of a source in `sources` determines its weight in the parity. Errors:
+    UsageError for impossible values, so that no message can create such a stripe."""
 
     length: int
     sources: tuple[Source, ...]

@@ -76,9 +76,8 @@ class Channel:
         return self._outbox_bytes + len(self._sending)
 
     def send(self, fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> None:
-        """Sends a message now, or when the socket has room; does nothing once the connection is gone.
-
-        The blobs must not change until they are sent. Errors: AgentError if the message is larger than allowed."""
+        """Sends a message now, or when the socket has room; does nothing once the connection is gone. The blobs must
+        not change until they are sent. Errors: AgentError if the message is larger than allowed."""
         made = framing.payloads(fields, blobs)
         if not self.open or self._deaf:
             return

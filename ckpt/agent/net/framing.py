@@ -27,9 +27,8 @@ Payload = tuple[int, bytes | memoryview]
 
 
 def payloads(fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> list[Payload]:
-    """The payloads of a message. They are views of the blobs, not copies.
-
-    Errors: AgentError if the message is too large, which is a bug in ckpt."""
+    """The payloads of a message. They are views of the blobs, not copies. Errors: AgentError if the message is too
+    large, which is a bug in ckpt."""
     sizes = [memoryview(blob).nbytes for blob in blobs]
     if len(sizes) > BLOBS_MAX or sum(sizes) > BLOB_BYTES_MAX:
         raise AgentError(f"message {fields.get('t')!r} has {len(sizes)} blobs of {sum(sizes)} bytes in all: too much")
@@ -54,9 +53,8 @@ class Assembler:
         self._blob = bytearray()
 
     def add(self, kind: int, payload: bytes) -> Message | None:
-        """The message that this payload completes; None if it is not complete yet.
-
-        Errors: AgentError for a payload that is not allowed here; the caller then closes the connection."""
+        """The message that this payload completes; None if it is not complete yet. Errors: AgentError for a payload
+        that is not allowed here; the caller then closes the connection."""
         if kind == MESSAGE and self._fields is None:
             self._fields = _fields(payload)
             self._sizes = _sizes(self._fields.pop("_blobs", []))

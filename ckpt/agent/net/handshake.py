@@ -49,10 +49,8 @@ _PROOF_BYTES = 32
 
 
 class NotAuthentic(AgentError):
-    """The peer did not prove that it knows the run's secret, or a message is not authentic.
-
-    `answer`: the bytes to send before the connection is closed: our version; our name, if we dialled ourselves; or
-    nothing."""
+    """The peer did not prove that it knows the run's secret, or a message is not authentic. `answer`: the bytes to send
+    before the connection is closed: our version; our name, if we dialled ourselves; or nothing."""
 
     kind = "not-authentic"
 
@@ -151,9 +149,8 @@ class Session:
 
 
 def body_bytes(header: bytes | bytearray) -> int:
-    """The length of the body that follows this handshake header of HEADER_BYTES.
-
-    Errors: NotAuthentic if the header is not ours, has another version, or the body is too long."""
+    """The length of the body that follows this handshake header of HEADER_BYTES. Errors: NotAuthentic if the header is
+    not ours, has another version, or the body is too long."""
     magic, kind, version, length = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise NotAuthentic("the other end of the connection is no ckpt agent")

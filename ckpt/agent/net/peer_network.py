@@ -201,9 +201,8 @@ class PeerNetwork:
             channel.send(fields, blobs)
 
     def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """Sends a request. Calls `then(answer, "")`, or `then(None, why)` on failure; never inside this call.
-
-        The request may take as long as the peer reports progress (see the module progress)."""
+        """Sends a request. Calls `then(answer, "")`, or `then(None, why)` on failure; never inside this call. The
+        request may take as long as the peer reports progress (see the module progress)."""
         channel = self._channels.get(name)
         if channel is None:
             self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))

@@ -35,10 +35,8 @@ class Progress:
 
 
 class ProgressReport:
-    """Sends `moving` for one request until `end`, or until the connection has ended.
-
-    `progress`: counts all work of that kind on this agent. So a request that waits for its turn stays alive while
-    others make progress."""
+    """Sends `moving` for one request until `end`, or until the connection has ended. `progress`: counts all work of
+    that kind on this agent. So a request that waits for its turn stays alive while others make progress."""
 
     def __init__(
         self, channel: Channel, request_id: int, progress: Progress, later: Callable[[float, Callable[[], None]], None]

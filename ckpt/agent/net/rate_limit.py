@@ -15,9 +15,8 @@ SLICE_S = 0.1  # between a waiter's checks whether to stop
 
 
 class Bucket:
-    """A token bucket that all transfers of one direction share. Thread-safe.
-
-    In any T seconds it lets through at most `bytes_per_s * (T + BURST_S)` bytes plus one piece."""
+    """A token bucket that all transfers of one direction share. Thread-safe. In any T seconds it lets through at most
+    `bytes_per_s * (T + BURST_S)` bytes plus one piece."""
 
     def __init__(self, bytes_per_s: float | None = None, clock: Clock | None = None) -> None:
         """`bytes_per_s`: the limit; None: no limit. Errors: ValueError if it is not positive and finite."""

@@ -249,9 +249,8 @@ class TcpTransport:
 
 
 def _wanted(sock: socket.socket, session: Session, count: int) -> list[int]:
-    """The frame numbers of the receiver's next request. `count`: frames of the offer.
-
-    Errors: EOFError at the end; OSError; NotAuthentic; AgentError if the request is malformed."""
+    """The frame numbers of the receiver's next request. `count`: frames of the offer. Errors: EOFError at the end;
+    OSError; NotAuthentic; AgentError if the request is malformed."""
     header = receive_exactly(sock, handshake.RECORD_HEADER_BYTES)
     kind, payload = session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
     if kind != WANT or len(payload) % NUMBER.size or len(payload) > ASK_FRAMES * NUMBER.size:

@@ -37,7 +37,6 @@ _MAGIC = b"CKFR"
 @dataclass(frozen=True, slots=True)
 class Frames:
     """The frames of a transfer, by number: offset in this side's memory, length (both in bytes), and xxh3-128 hash.
-
     `hashes`: shape (n, 2), high half first. Make it by `placed` or `decode`, which check the values."""
 
     offsets: U64
@@ -49,10 +48,8 @@ class Frames:
 
     @staticmethod
     def placed(offsets: U64, lengths: U64, hashes: U64, room_bytes: int) -> Frames:
-        """Frames in a memory of `room_bytes`.
-
-        Errors: AgentError if a frame is empty, too long, reaches beyond the memory, or overlaps another one. An overlap
-        would overwrite bytes that were already verified."""
+        """Frames in a memory of `room_bytes`. Errors: AgentError if a frame is empty, too long, reaches beyond the
+        memory, or overlaps another one. An overlap would overwrite bytes that were already verified."""
         offsets, lengths = offsets.astype(np.uint64), lengths.astype(np.uint64)
         count = len(lengths)
         if count > FRAMES_MAX or offsets.shape != (count,) or hashes.shape != (count, 2):
@@ -134,9 +131,8 @@ class Ledger:
         self._todo.extendleft(sorted((number for number in numbers if number in self._missing), reverse=True))
 
     def landed(self, number: int, value: tuple[int, int]) -> bool:
-        """Whether an arrived frame has the expected hash; `value`: its hash. If so, it counts as in place.
-
-        Errors: DamagedData once the frame was wrong WRONG_MAX times."""
+        """Whether an arrived frame has the expected hash; `value`: its hash. If so, it counts as in place. Errors:
+        DamagedData once the frame was wrong WRONG_MAX times."""
         if list(value) == self._expected[number]:
             self._missing.discard(number)
             return True
@@ -153,9 +149,8 @@ class Fetch(Protocol):
 
     @property
     def done(self) -> Future[None]:
-        """Settled once all frames are in place and verified, or with the error (AgentError, DamagedData).
-
-        By then all connections are closed and nothing writes to the memory, so the memory may be used again."""
+        """Settled once all frames are in place and verified, or with the error (AgentError, DamagedData). By then all
+        connections are closed and nothing writes to the memory, so the memory may be used again."""
         ...
 
     def missing(self) -> list[int]:
