@@ -140,7 +140,7 @@ class Driver:
         self.decide()
 
     def copy(self, error: str = "") -> str:
-        """Other nodes have what is on its way to them, or could not get it. As `Group.replicated` returns."""
+        """Other nodes have what is on its way to them, or could not get it. As `Scheduler.replicated` returns."""
         return self.group.replicated(self.group.replicating or 0, error, self.now_s)
 
     def save(self, tick: Tick, why: Why = Why.SAVE, ranks: range | None = None) -> None:
