@@ -1,4 +1,4 @@
-"""The adaptive policy's limits, as the user gives them, and its decision, as it is shown.
+"""The values of the adaptive policy: the user's limits, and the decision as it is shown.
 
 The user gives limits, never intervals. `interval_solver.decide` takes the cheapest intervals within the limits.
 """

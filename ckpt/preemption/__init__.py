@@ -1,7 +1,9 @@
 """The listeners for notices that this machine will go away: clouds, Slurm, signals and a file.
 
 Start with notice.py, which defines a notice and what each listener promises. detect.py chooses the listeners that fit
-this machine. Imports only the base modules of ckpt. Names are loaded on first use (PEP 562).
+this machine. For a new cloud: add a module with its listener, and name it in detect.py and in the table below. What the
+agent does about a notice is in agent/preemption. Imports only the base modules of ckpt. Names are loaded on first use
+(PEP 562).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Commit of a checkpoint: writes its frames into packs, then puts one record. The record's put makes the checkpoint
 exist.
 
-Order of writes: first all packs of the attempt, in parallel. When the last pack is stored, `check` (is this epoch
-superseded?) and the look for tombstones; then the record. So after a crash the store holds either a whole checkpoint,
+Order of writes: first all packs of the attempt, in parallel. When the last pack is stored, three checks: are the
+other writers' packs there, is this epoch superseded (`check`), is the base retired? Then the record. So after a crash the store holds either a whole checkpoint,
 or only packs that nothing refers to.
 
 Must-invariants:

@@ -1,4 +1,6 @@
-"""The orphan commit: a node commits a checkpoint whose coordinator is lost and that this node keeps, wholly or in part.
+"""The orphan commit: judges whether a checkpoint without a coordinator is still needed, and commits it.
+
+Two modules decide when: node/orphan_committer.py on the nodes of a job, node/memory_node.py on a memory-only node.
 
 An orphan commit and any start or commit at the same time are safe side by side:
 - Every key contains its writer's name, and the record refers to no other checkpoint's packs. A second record of one

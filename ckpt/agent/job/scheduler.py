@@ -1,8 +1,8 @@
-"""The scheduler of one job: decides which version to snapshot and into which slot, and what to replicate and commit.
+"""The scheduler of one job: decides at which version to take a snapshot, into which slot, and what to replicate and commit.
 
 It is a pure state machine without I/O, threads or a clock. Facts come in as method calls that only record.
 `decide(now_s, steps)` looks at all facts and returns a list of actions. The agent carries them out and reports their
-outcomes as facts. Invariants:
+outcomes as facts. How often to save comes from state/cost_model.py. Invariants:
 - A slot holds one save attempt, and an attempt one version. A new attempt gets only a free slot. A slot is not free
   while its attempt is open or a lease on it is held.
 - An attempt is complete only when every rank staged it for the same version, slot and division, and it was assembled.

@@ -1,4 +1,4 @@
-"""The orphan committer: commits the newest orphaned checkpoint of a job of several nodes, from the nodes that are left.
+"""The orphan committer: decides when, and from which remaining nodes, an orphaned checkpoint of a job is committed.
 
 A checkpoint is orphaned when its coordinator is lost, no rank trains on these nodes, and no start comes for it.
 Checkpoints of earlier starts count too. The nodes take turns in the job's order (`CommitTurns`). The node whose turn it

@@ -1,4 +1,7 @@
-"""The replica store of one node: keeps copies and parity for peers, evicts them, and offers snapshots to peers.
+"""The replica store of one node: keeps copies and parity for peers, and offers snapshots to peers.
+
+It evicts when it is told: by a coordinator (`make_room`, `before`, `unkeep`), by a start (`epochs_before`), and by
+node_memory.py when memory runs short (`forget`).
 
 A copy is an arena with the same bytes as the original, and is used like the original. Every frame is verified by its
 hash on arrival. The first page says what the arena holds; it is written last, so a partial copy is never taken for a

@@ -2,4 +2,5 @@
 
 It may import the packages below it: agent.replication, agent.snapshots, agent.net, agent.preemption, agent.state,
 agent.runtime, ipc, and lower. Start with restore_session.py, which chooses a source for each frame.
+Parity is no source there: collect.py has lost snapshots rebuilt in memory before the session begins.
 """

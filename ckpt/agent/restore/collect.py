@@ -1,4 +1,7 @@
-"""The collector of a checkpoint in memory: finds out where its frames lie, and has lost parts rebuilt from parity."""
+"""The collector of a checkpoint in memory: finds out where its frames lie, and has lost parts rebuilt from parity.
+
+It runs before a restore session, and before an orphan commit.
+"""
 
 from __future__ import annotations
 

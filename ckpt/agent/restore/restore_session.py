@@ -4,7 +4,8 @@ The sources, in order:
 1. This node's memory: the rank gets the place of the frame, and maps the arena.
 2. A peer (peer_source.py): the frame passes through a window of shared memory, once for all ranks here. A frame that
    only one rank wants goes to that rank directly (direct_stream.py).
-3. The store, if the job has several nodes: one node reads each frame for all nodes (shared_read.py).
+3. The store, if no node's memory has the frame and the job has several nodes: one node reads each frame for all nodes
+   (shared_read.py). A frame that its peers failed to give skips this source.
 4. The store (store_source.py), through the window. The ranks read the files of a local folder themselves.
 
 A cell of the window is reused after every rank that was given its frame has acknowledged it. The ranks verify each

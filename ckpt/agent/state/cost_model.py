@@ -1,4 +1,4 @@
-"""The cost model of one job: measures its costs and failures, and decides how often it saves.
+"""The cost model of one job: measures its costs and failures, and gets the intervals from policy/interval_solver.py.
 Pure: the caller passes every time.
 
 The costs come from events that happen anyway: stalls, commits, and the steps published when a commit begins and ends.

@@ -1,4 +1,6 @@
-"""Data loaders with a state: their positions, and a warning on entry for each loader whose restart is not exact.
+"""Data loaders with a state: reads their positions, and tells which restarts are not exact.
+
+What shows while the loop runs is in loop/loader_watch.py, which emits the warnings of this module, too.
 
 All rules here are about torchdata's StatefulDataLoader. For a sampler without a state, it restores the position by
 drawing as many indices again. It draws one number (its workers' seed) for every new iterator, so a restart within an
