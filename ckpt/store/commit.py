@@ -2,8 +2,8 @@
 exist.
 
 Order of writes: first all packs of the attempt, in parallel. When the last pack is stored, three checks: are the
-other writers' packs there, is this epoch superseded (`check`), is the base retired? Then the record. So after a crash the store holds either a whole checkpoint,
-or only packs that nothing refers to.
+other writers' packs there, is this epoch superseded (`check`), is the base retired? Then the record. So after a crash
+the store holds either a whole checkpoint, or only packs that nothing refers to.
 
 Must-invariants:
 - No key is ever written by two attempts. Each further attempt at an identity takes a new writer name.

@@ -1,4 +1,4 @@
-"""The scheduler of one job: decides at which version to take a snapshot, into which slot, and what to replicate and commit.
+"""The scheduler of one job: decides when to take a snapshot, into which slot, and what to replicate and commit.
 
 It is a pure state machine without I/O, threads or a clock. Facts come in as method calls that only record.
 `decide(now_s, steps)` looks at all facts and returns a list of actions. The agent carries them out and reports their
