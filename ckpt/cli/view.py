@@ -188,7 +188,8 @@ def _lending(lent: Facts) -> Iterator[Row]:
 
 def _ranks(ranks: list[str]) -> str:
     counts = {state: ranks.count(state) for state in ("here", "left", "dead")}
-    rest = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != "here")
+    words = {"left": "have left", "dead": "dead"}
+    rest = ", ".join(f"{counts[state]} {word}" for state, word in words.items() if counts[state])
     return counted(len(ranks), "rank") + (f" ({rest})" if rest else "")
 
 
@@ -291,7 +292,7 @@ def _costs(account: Facts) -> Iterator[Row]:
     if account["failures"]:
         text = f"{account['failures']}: {counted(account['lost_steps'], 'step')} lost ({span(account['lost_s'])})"
         if account["phase"] in ("down", "starting"):
-            text += ", and what training will go on without"
+            text += "; those of this failure are known once training goes on"
         if account["recoveries"]["number"]:
             text += f"; until training went on {_each(account['recoveries'])}"
         yield "losses", text, "yellow"

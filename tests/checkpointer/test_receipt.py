@@ -113,11 +113,11 @@ def test_what_fell_back_is_bounded_and_in_one_line() -> None:
 
 def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> None:
     receipt = RunReport(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
-    for line in (receipt.restored_line(), receipt.line()):
-        assert line.startswith("ckpt: resumed at step 2 from the store, 7 steps to redo")
+    assert receipt.restored_line().startswith("ckpt: resumed at step 2 from the store, 7 steps to redo")
+    assert receipt.line().startswith("ckpt: resumed at step 2 from the store, 7 steps redone;")
     receipt.steps_lost = receipt.snapshots = receipt.committed.commits = 1
     assert ", 1 step to redo" in receipt.restored_line()
-    for part in (", 1 step to redo; ", "; 1 checkpoint; ", ", 0.0 KiB stored"):
+    for part in (", 1 step redone; ", "; 1 checkpoint; ", ", 0.0 KiB stored"):
         assert part in receipt.line()
 
 

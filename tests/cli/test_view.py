@@ -116,7 +116,7 @@ def test_the_newest_event_stays_longer_than_those_before_it() -> None:
 @pytest.mark.parametrize("phase", ["idle", "starting", "training", "ending", "down"])
 def test_that_more_may_be_lost_is_said_only_until_training_goes_on(phase: str) -> None:
     (losses,) = [text for name, text, _ in view._costs({**ACCOUNT, "phase": phase}) if name == "losses"]
-    assert ("what training will go on without" in losses) == (phase in ("starting", "down"))
+    assert ("known once training goes on" in losses) == (phase in ("starting", "down"))
 
 
 def test_a_high_terminal_shows_everything() -> None:

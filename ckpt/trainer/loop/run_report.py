@@ -147,7 +147,7 @@ class RunReport:
 
     def restored_line(self) -> str:
         """One line at the start of a run that goes on, without a line break."""
-        return self._one_line(f"ckpt: {self._began()}, in {self.entry_s:.2f} s{self._slow_path()}")
+        return self._one_line(f"ckpt: {self._began('to redo')}, in {self.entry_s:.2f} s{self._slow_path()}")
 
     def line(self) -> str:
         """One line at the exit, without a line break."""
@@ -159,13 +159,13 @@ class RunReport:
         again = [f"{name} {counted(count, 'time')}" for name, count in sorted(self.repeated.items())]
         repeated = f"; repeated: {', '.join(again)}" if again else ""
         return self._one_line(
-            f"ckpt: {self._began()}; {ran}; {self._taken()}; {committed}{stored}{self._slow_path()}{repeated}"
+            f"ckpt: {self._began('redone')}; {ran}; {self._taken()}; {committed}{stored}{self._slow_path()}{repeated}"
         )
 
-    def _began(self) -> str:
+    def _began(self, lost_steps: str) -> str:
         if self.restored_from == "nothing":
             return f"started at step {self.start_step}"
-        lost = "" if self.steps_lost is None else f", {counted(self.steps_lost, 'step')} to redo"
+        lost = "" if self.steps_lost is None else f", {counted(self.steps_lost, 'step')} {lost_steps}"
         return f"{'resumed at' if self.start_step else 'started from'} {self.restored_from}{lost}"
 
     def _taken(self) -> str:

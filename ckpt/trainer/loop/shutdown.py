@@ -117,13 +117,15 @@ class Shutdown:
 
     def finish_early(self, exit_s: float) -> CkptError | None:
         """Lets running saves finish, after an exception has left the block. Returns the failure, if any."""
+        began_s = time.monotonic()
         until_s = self.exits(exit_s)
         if self._restart_follows and not self._told_to_leave:
             # The agent goes on without this rank, and a restart must not be delayed.
             return None
         if self._link.levels.are_open:
             left_s = max(0.0, until_s - time.monotonic())
-            text = f"ckpt: waiting up to {left_s:.0f} s for what is being saved (ckpt.Limits(exit_s=))"
+            bound = "the notice's deadline" if until_s < began_s + exit_s else "ckpt.Limits(exit_s=)"
+            text = f"ckpt: waiting up to {left_s:.0f} s for what is being saved (by {bound})"
             self._events.emit("exit.waiting", text, loud=True)
         return self.leave("notice" if self._told_to_leave else "exception", until_s)
 
