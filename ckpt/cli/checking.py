@@ -153,12 +153,12 @@ def diff(
         # One of them is on a branch.
         if names[0] == names[1] and one.identity != two.identity:
             names = [each.identity for each in (one, two)]
-        _say_diff(found, *names)
+        _say_diff(found, *names, with_values=not only)
     if not found.is_equal:
         raise typer.Exit(Exit.DIFFERENT)
 
 
-def _say_diff(found: Diff, *steps: str) -> None:
+def _say_diff(found: Diff, *steps: str, with_values: bool) -> None:
     if found.changed:
         rows = [
             (
@@ -182,7 +182,7 @@ def _say_diff(found: Diff, *steps: str) -> None:
     differ = len(found.changed) + len(found.added) + len(found.removed) + len(found.retyped)
     out.say(
         f"step {steps[0]} and step {steps[1]}: {counted(len(found.equal), 'tensor')} equal, {differ} differing; "
-        f"{counted(len(found.values), 'value')} differing"
+        + (f"{counted(len(found.values), 'value')} differing" if with_values else "values not compared (--only)")
     )
 
 

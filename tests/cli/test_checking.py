@@ -325,6 +325,8 @@ def test_diff_says_values_as_the_user_calls_them(tmp_path: Path, monkeypatch: py
         "rank=0 loader.at: 1 -> 2",
         "step 1 and step 2: 3 tensors equal, 0 differing; 6 values differing",
     ]
+    only = ckpt(monkeypatch, "diff", tmp_path, "1", "--only", "*").out.splitlines()
+    assert only == ["step 1 and step 2: 3 tensors equal, 0 differing; values not compared (--only)"]
 
 
 def test_diff_tells_checkpoints_of_one_step_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

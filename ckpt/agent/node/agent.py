@@ -384,13 +384,14 @@ class Agent(OrphanCommitter):
 
     def _end_s(self, now_s: float) -> float | None:
         """When the agent may end (monotonic seconds); None: not before something happens."""
-        waiting = any(peer.role != "tool" and not self._involved(peer) for peer in self._server.peers)
+        waiting = any(peer.role not in ("", "tool") and not self._involved(peer) for peer in self._server.peers)
         jobs = self._jobs()
         busy = any(job.needed for job in jobs) or self._is_followed
         if self._start is not None or waiting or busy or self._left_over() is not None:
             self._idle_since_s = now_s
             return None
-        if self._attempt is not None:
+        # A connection without its hello yet may be a trainer's. It may be a tool's, too, so the idle time goes on.
+        if self._attempt is not None or any(not peer.role for peer in self._server.peers):
             return None
         # After a job's regular end nobody comes back for what is kept of it.
         ended = bool(jobs) and jobs[-1].came_to_its_end

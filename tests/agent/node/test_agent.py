@@ -595,6 +595,24 @@ def test_a_killed_job_without_a_successor_is_committed_and_the_agent_ends(url: s
     assert committed_steps(url)[-1] == last
 
 
+def test_tools_that_ask_a_lingering_agent_do_not_keep_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_LINGER_S", "3")
+    job, _ = start_processes(url, 1)
+    train_processes(job)
+    job[0].tell(do="die")
+    job[0].end()
+    place, asked = client.places(url, read()), 0
+    until_s = time.monotonic() + 30
+    while (sock := client.connect_nowait(place)) is not None:
+        assert time.monotonic() < until_s, f"asked {asked} times in 30 s, and it is still there"
+        with Tasks("tool") as tasks, contextlib.suppress(AgentError):
+            tool = client.Connection(sock, tasks, messages.Message.close, lambda why: None, role="tool")
+            asked += bool(tool.status())
+            tool.close()
+        time.sleep(0.5)
+    assert asked > 2
+
+
 def test_an_agent_that_is_killed_is_started_again_and_takes_over_the_arenas(
     url: str, ranks: Callable[..., list[FakeRank]]
 ) -> None:
