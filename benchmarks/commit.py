@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 import obstore
-from obstore.store import S3Store
 
 from benchmarks.report import Row, forget_peak, parser, peak_bytes, report
+from benchmarks.store import direct_store
 from ckpt import storage
 from ckpt.format.frames import hash_frames
 from ckpt.format.manifest import EXTENT, FRAME, Manifest, TensorSpec
@@ -92,8 +92,7 @@ class Bench:
     """One server, one state, and what each call on it has cost so far."""
 
     def __init__(self, server: Server, size: Size) -> None:
-        options = {"client_options": {"allow_http": True, "timeout": "600s"}, "retry_config": {"max_retries": 0}}
-        self.direct = S3Store(server.bucket, prefix="obstore", unsigned_payload=True, **options)  # type: ignore[arg-type]
+        self.direct = direct_store(server, "obstore")
         obstore.put(self.direct, "first", b"")  # rclone answers 500 when two puts make one folder at once
         self.ours = storage.open(f"s3://{server.bucket}/ckpt")
         self.size = size

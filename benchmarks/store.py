@@ -76,11 +76,16 @@ def main() -> int:
     return report("store", rows, args)
 
 
+def direct_store(server: Server, prefix: str) -> S3Store:
+    """obstore's own store of that server, below `prefix`: without retries, as ours has its own around it."""
+    options = {"client_options": {"allow_http": True, "timeout": "600s"}, "retry_config": {"max_retries": 0}}
+    return S3Store(server.bucket, prefix=prefix, unsigned_payload=True, **options)  # type: ignore[arg-type]
+
+
 def measure(server: Server, size: Size) -> list[Row]:
     for name, value in server.environment().items():
         os.environ[name] = value
-    options = {"client_options": {"allow_http": True, "timeout": "600s"}, "retry_config": {"max_retries": 0}}
-    direct = S3Store(server.bucket, prefix="bench", unsigned_payload=True, **options)
+    direct = direct_store(server, "bench")
     ours = storage.open(f"s3://{server.bucket}/bench")
     data = [memoryview(bytearray(os.urandom(size.object_bytes))) for _ in range(size.objects)]
     keys = [f"data/{n}" for n in range(size.objects)]

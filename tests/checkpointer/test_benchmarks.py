@@ -23,7 +23,7 @@ from tests.checkpointer.scripts import ROOT
         "many",
         "agent",
         "restore",
-        "entering",
+        "entry",
         "peak",
         "restart",
         "peer",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.commit.store_client import options_from
-from ckpt.agent.snapshots.inventory import texts
+from ckpt.agent.snapshots.inventory import claim_told, texts
 from ckpt.ipc.bounded_msgpack import unpacked
 from ckpt.types import Epoch
 
@@ -60,7 +60,6 @@ class CommitTerms:
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> CommitTerms:
         """The terms in a message's fields. Errors: UsageError, ValueError, TypeError, LookupError."""
-        from ckpt.agent.snapshots.inventory import claim_told
         from ckpt.store.lineage import Claim
 
         told = claim_told(Epoch.parse(str(fields["epoch"])), fields)

@@ -18,11 +18,11 @@ from ckpt.errors import UsageError
 from ckpt.events import Event
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt, domains_told
 from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
-    from ckpt.ipc.node_list import NodeAt
 
 log = logging.getLogger("ckpt")
 
@@ -240,8 +240,6 @@ class MemoryNodeClients:
 
     def _take(self, address: Address, answer: Message) -> str:
         """Records what the node lends; returns the error if it lends nothing, else ""."""
-        from ckpt.ipc.node_list import NodeAt, domains_told
-
         try:
             lends = answer.fields.get("lends")
             if type(lends) is not int or lends < 0:

@@ -26,6 +26,7 @@ from ckpt.agent.state.retention_rule import Begun
 from ckpt.errors import AgentError, Superseded
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
 from ckpt.settings import Settings
 from ckpt.storage.names import shown
 from ckpt.types import Epoch, Identity
@@ -147,8 +148,6 @@ class MemoryNode(Agent):
         return name == self._loan.leader and epoch in (self._loan.epoch, None)
 
     def _borrow(self, channel: Channel, message: Message) -> None:
-        from ckpt.ipc.node_list import NodeAt
-
         terms = CommitTerms.decode(message.blobs[0])
         agents = terms.claim.agents
         self._server.called.learn(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)

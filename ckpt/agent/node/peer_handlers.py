@@ -37,6 +37,7 @@ from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, WantedPart
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
 from ckpt.ipc.notice_sources import Sources
 from ckpt.preemption.notice import Notice, Withdrawn, Word
 from ckpt.settings import Settings
@@ -392,7 +393,6 @@ class PeerHandlers(ClusterStartup):
     def _keep(self, channel: Channel, message: Message) -> None:
         """Keeps replicas of another node's snapshots. They evict older ones, unless they are a re-replication."""
         from ckpt.ipc.addresses import Address
-        from ckpt.ipc.node_list import NodeAt
 
         fields, network = message.fields, self.network
         assert network is not None  # the message came through it

@@ -14,11 +14,11 @@ from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
 
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.agent.node.startup_state import Start
-    from ckpt.ipc.node_list import NodeAt
     from ckpt.store.run import RunView
 
 log = logging.getLogger("ckpt")
@@ -32,8 +32,6 @@ PATIENCE_S = 5.0
 def former_nodes(view: RunView, run: str, known: Collection[str]) -> list[NodeAt]:
     """The agents that the newest claims name, but for the `known` ones. `run`: the name of the run's secret; claims
     with another one are skipped."""
-    from ckpt.ipc.node_list import NodeAt
-
     found: dict[str, NodeAt] = {}
     for claim in sorted(view.claims, key=lambda claim: claim.epoch)[: -CLAIMS - 1 : -1]:
         for name, texts in claim.agents if claim.run == run else ():

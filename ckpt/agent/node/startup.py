@@ -42,6 +42,7 @@ from ckpt.errors import (
 from ckpt.events import Event
 from ckpt.ipc.control_page import WORLD_MAX
 from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt, nodes_from
 from ckpt.settings import Settings, adopt_store_environment
 from ckpt.storage.failure import none_restorable
 from ckpt.storage.names import shown
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from ckpt.agent.snapshots.manifest_gather import FramePlaces
     from ckpt.format.manifest import Manifest
     from ckpt.ipc.addresses import Address
-    from ckpt.ipc.node_list import NodeAt
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
 
@@ -130,8 +130,6 @@ class Startup(NodeMemory):
         """The nodes of the job's ranks; () for a job of one node. Errors: UsageError."""
         if not message.fields.get("leader"):
             return ()
-        from ckpt.ipc.node_list import nodes_from
-
         nodes = nodes_from(message.blobs[-1], int(message.fields["world"]))
         self._server.called.learn(nodes)
         return nodes

@@ -29,6 +29,7 @@ from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.rebuild import Striped, rebuildable
 from ckpt.types import Identity
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 CHUNKS_MAX = 4096  # parity chunks named in one message
 PARITY = "parity"  # the source name, in ReplicaStore.attempted, of chunks made here
-KINDS = ("stripe", "lend", "rebuild")
+
 
 Then = Callable[[list[bytes], str], None]
 
@@ -317,8 +318,6 @@ class ParityService:
 
     def _addresses(self, node: str, where: Where) -> tuple[Address, ...]:
         """Errors: AgentError."""
-        from ckpt.ipc.node_list import NodeAt
-
         network = self._network()
         if network is None or node not in where.nodes:
             raise AgentError(f"nothing says where agent {node} is")

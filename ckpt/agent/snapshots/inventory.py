@@ -225,8 +225,6 @@ class Inventory:
     def parse(fields: Mapping[str, Any]) -> Inventory:
         """The inventory in another agent's `fields`, with holder "".
         Errors: AgentError, UsageError, ValueError, TypeError, LookupError."""
-        from ckpt.agent.snapshots.inventory import claim_told
-
         found = Inventory()
         told_parities = fields.get("parities", [])
         if max(len(fields["arenas"]), len(told_parities)) > ARENAS_MAX or len(fields["epochs"]) > EPOCHS_MAX:

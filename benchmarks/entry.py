@@ -1,6 +1,6 @@
 """How long does a start take to get its state back: from a local folder, from S3, and from this host's memory?
 
-    python -m benchmarks.entering [--small] [--server rclone|ceph] [--json FILE]
+    python -m benchmarks.entry [--small] [--server rclone|ceph] [--json FILE]
 
 A trainer in a process of its own has its state in memory, enters the block, and gets it back. Entering is timed whole:
 the agent's start (not for memory, where it lives), the listing, the claim, the reading. Beside each in the same run is
@@ -24,14 +24,13 @@ from pathlib import Path
 import obstore
 import torch
 import torch.distributed.checkpoint as dcp
-from obstore.store import S3Store
 from torch import nn
 
 import ckpt
 from benchmarks.memcpy import memfd
 from benchmarks.report import Row, parser, report
 from benchmarks.stall import job
-from benchmarks.store import SERVERS
+from benchmarks.store import SERVERS, direct_store
 from ckpt.format.frames import frame_hash
 from tests import ceph
 from tests.servers import Server
@@ -115,7 +114,7 @@ def bare_s(folder: str) -> float:
             length = min(PIECE_BYTES, size - at)
             pieces.append((fds[-1], at, target[done : done + length]))
             done += length
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(_read, pieces))
     spent_s = time.perf_counter() - began_s
     for fd in fds:
@@ -132,8 +131,7 @@ def _read(piece: tuple[int, int, memoryview]) -> None:
 
 def gets_s(server: Server, prefix: str) -> float:
     """obstore's own gets of the packs below `prefix`: in ranges, or whole where the server knows none."""
-    options = {"client_options": {"allow_http": True, "timeout": "600s"}, "retry_config": {"max_retries": 0}}
-    store = S3Store(server.bucket, prefix=prefix, **options)  # type: ignore[arg-type]
+    store = direct_store(server, prefix)
     packs = [(each["path"], each["size"]) for part in obstore.list(store) for each in part]
     packs = [(path, size) for path, size in packs if path.endswith(".pack")]
     step = max(size for _, size in packs) if server.name == "rclone" else GET_BYTES
@@ -172,7 +170,7 @@ class HashAndCopy:
 def run(call: str, runtime: str, linger_s: int = 0) -> float:
     """The seconds that a process of its own prints. Its agent ends after it, unless it lingers, and is waited for."""
     env = {**os.environ, "CKPT_RUNTIME_DIR": runtime, "CKPT_LINGER_S": str(linger_s)}
-    code = f"from benchmarks.entering import load, load_dcp, save, save_dcp; {call}"
+    code = f"from benchmarks.entry import load, load_dcp, save, save_dcp; {call}"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, check=True, cwd=Path(__file__).parents[1], env=env, stdout=subprocess.PIPE)
     while not linger_s and any(Path(runtime).glob("*.sock")):
@@ -244,7 +242,7 @@ def main() -> int:
             server = args.server or ("rclone" if args.small or ceph.why_not() else "ceph")
             rows += of_s3(server, folder, total, rounds)
     print(f"{total >> 20} MiB, medians of {rounds}")
-    return report("entering", rows, args)
+    return report("entry", rows, args)
 
 
 if __name__ == "__main__":
