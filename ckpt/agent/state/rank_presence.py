@@ -6,7 +6,7 @@ Every decision reads the summary, and a job may have thousands of ranks: it is c
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -58,15 +58,18 @@ class Seen:
     all_gone: bool
 
 
-class RankStates(Sequence[RankState]):
+class RankStates:
     """The states of all ranks of a job, by rank."""
 
     def __init__(self, world: int) -> None:
         self._each = [RankState(rank, members=self) for rank in range(world)]
         self._seen: Seen | None = None
 
-    def __getitem__(self, rank: Any) -> Any:
+    def __getitem__(self, rank: int) -> RankState:
         return self._each[rank]
+
+    def __iter__(self) -> Iterator[RankState]:
+        return iter(self._each)
 
     def __len__(self) -> int:
         return len(self._each)

@@ -102,7 +102,7 @@ class Saver:
         self._patience = SavePatience()
         self._kept: _Filling | None = None  # the filling of `last`, without its values
         self._offered = True  # whether the agent knows the present walk, or will learn it at the join
-        self._is_first_step = True
+        self._first_steps = 2  # of which the boundary is still to come
         self._doubted = False  # whether the replica hashes that the agent has may be out of date
         self._samples: Samples | None = None  # for the present walk and plan
         self._moves: Counter[str] = Counter()  # how often each tensor was found in other memory
@@ -344,10 +344,12 @@ class Saver:
     def boundary(self, step: int) -> None:
         """Notes that `step` has ended: copies that ran under the step are checked and finished."""
         self._snapshotter.boundary()
-        # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ.
-        if self._is_first_step:
-            self.doubt()
-            self._is_first_step = False
+        # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ. After the
+        # second one this walk says which optimizers are not saved. All ranks ask their objects at the same boundaries.
+        if self._first_steps:
+            if self._first_steps == 2:
+                self.doubt()
+            self._first_steps -= 1
             # The next snapshot reports a failure.
             with contextlib.suppress(SaveFailed):
                 self.settle(Tick(step))
