@@ -210,8 +210,8 @@ class Checkpointer:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a Checkpointer cannot be copied or sent to another process: leave it out of what is (a loader's dataset, "
-            "what a spawned process is given)"
+            "a Checkpointer cannot be copied or sent to another process: do not keep it in a loader's dataset, and do "
+            "not pass it to a spawned process"
         )
 
     @property
@@ -269,8 +269,8 @@ class Checkpointer:
         unsaved_s = self._limits.unsaved_s
         if unsaved_s is not None and time.monotonic() - link.levels.committed_s > unsaved_s:
             raise SaveFailed(
-                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)): it is away, or one commit "
-                f"takes longer than that; run `ckpt doctor {shown(self.url)}`"
+                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)): the store does not "
+                f"answer, or one commit takes longer than that; run `ckpt doctor {shown(self.url)}`"
             )
 
     @_working
@@ -315,9 +315,10 @@ class Checkpointer:
             )
         if steps.may_have_drawn:
             raise UsageError(
-                f"ck.save() in step {steps.ended + 1}, which has not ended, after a batch may have been drawn for it, "
-                "which a restart would skip: call ck.step() first, at the end of the step's body. Behind a loop that "
-                "ended with its loader step() would count one step too many: have the body say ck.step() and ck.save()"
+                f"ck.save() in step {steps.ended + 1}, which has not ended. A batch may have been drawn for that step, "
+                "and a restart would skip it: call ck.step() first, at the end of the step's body. After a loop that "
+                "ended with its loader, ck.step() would count one step too many: call ck.step() and ck.save() in the "
+                "loop's body"
             )
         tick = steps.next_tick()
         parts.updates.watch()
@@ -356,8 +357,11 @@ class Checkpointer:
         last, ends = contextlib.ExitStack(), list[Callable[[], object]]()
         try:
             self._begin(settings, last, ends, began_s)
-        except BaseException:
+        except BaseException as exc:
             end_all([last.close, *ends] if self._entered is None else self._entered.ends)
+            # The message says all: people see their own line and the message, not how ckpt came to it.
+            if isinstance(exc, UsageError):
+                raise exc.with_traceback(None) from exc.__cause__
             raise
         return self
 
@@ -365,8 +369,8 @@ class Checkpointer:
         # The same test as in multiprocessing itself.
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise UsageError(
-                "a process that multiprocessing has spawned is importing this script, and would take the place of the "
-                'job that has spawned it: put what trains below `if __name__ == "__main__":`'
+                "a process that multiprocessing has spawned is importing this script, and would start the job a second "
+                'time: put the training code below `if __name__ == "__main__":`'
             )
         if self._entered is not None:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
@@ -502,7 +506,7 @@ class Checkpointer:
             parting.finish_early(self._limits.exit_s)
             raise
         if pending:
-            text = f"ckpt: {pending} optimizer updates and not one ended step: nothing of them is saved. "
+            text = f"ckpt: {pending} optimizer updates, but not one ended step: none of them is saved. "
             text += "Loop over ck.steps(...), or call ck.step() after each update"
             self.events.emit("step.none", text, loud=True)
         return parting.leave("normal", deadline)

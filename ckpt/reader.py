@@ -148,7 +148,7 @@ class Reader:
             raise self.none_yet
         near = ", ".join(each.label for each in self.checkpoints[-8:])
         raise NoCheckpoint(
-            f"{shown(self.url)}: no checkpoint {which!r:.80} on the line of the run; the newest are "
+            f"{shown(self.url)}: no checkpoint {which!r:.80} in the history of the run; the newest are "
             f"{near}{self._or_branches}"
         )
 

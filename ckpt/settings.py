@@ -135,7 +135,7 @@ def _told(env: Mapping[str, str], name: str) -> str:
         f"{name}{env[name]}".encode()
     except UnicodeEncodeError:
         shown = name.encode(errors="backslashreplace").decode()
-        raise UsageError(f"{shown} is no UTF-8, as all that agents are told is; change or unset it") from None
+        raise UsageError(f"{shown} is no UTF-8; change or unset it") from None
     return env[name]
 
 
@@ -204,7 +204,7 @@ def _address(name: str, text: str) -> tuple[str, int]:
     if not right:
         raise UsageError(
             f"{name}={text[:200]!r} is no address to listen on; unset it or give :PORT (this host only), 0.0.0.0:PORT "
-            "or [::]:PORT (whoever can reach it)"
+            "or [::]:PORT (all that can reach it)"
         )
     return bare, int(port)
 

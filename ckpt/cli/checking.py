@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def verify(
     url: out.Url,
     which: out.Which = None,
-    newest: Annotated[bool, typer.Option("--newest", help="Only the newest of the line.")] = False,
+    newest: Annotated[bool, typer.Option("--newest", help="Only the newest checkpoint.")] = False,
     every: Annotated[bool, typer.Option("--all", "-a", help="Branches too.")] = False,
     json: out.Json = False,
 ) -> None:
@@ -72,7 +72,7 @@ def _unrecorded(each: Unrecorded) -> str:
     name = f"step {each.identity.tick.label}, {each.identity}"
     if each.is_lost:
         return f"DAMAGED {name}: {what}, though other checkpoints refer to it: its record was removed"
-    return f"{name}: {what}: a commit that never ended, or its record was removed; a prune lets it go"
+    return f"{name}: {what}: a commit that never ended, or its record was removed; `ckpt prune` deletes it"
 
 
 def _wrong_claims(view: RunView) -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ def _wrong_claims(view: RunView) -> list[tuple[str, str]]:
     broken = view.lineage.broken(newest) if newest is not None else None
     wrong = dict(view.damaged)
     if broken is not None:
-        wrong.setdefault(keys.epoch_key(broken), "it is missing: the line begins there, what came before is a branch")
+        wrong.setdefault(keys.epoch_key(broken), "it is missing: history begins there, and what is older is a branch")
     return sorted(wrong.items())
 
 
@@ -128,9 +128,9 @@ def _say(results: list[Verified]) -> None:
 
 def diff(
     url: out.Url,
-    first: Annotated[str, typer.Argument(metavar="STEP", help="A step of the line, or an identity.")],
+    first: Annotated[str, typer.Argument(metavar="STEP", help="A step, or an identity.")],
     second: Annotated[str | None, typer.Argument(metavar="[STEP]", help="The other one; default: the newest.")] = None,
-    other: Annotated[str | None, typer.Option("--other", metavar="URL", help="Look for the second one there.")] = None,
+    other: Annotated[str | None, typer.Option("--other", metavar="URL", help="The second one is there.")] = None,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
     json: out.Json = False,
 ) -> None:

@@ -110,7 +110,7 @@ def _socket_folder_problems(folder: os.PathLike[str]) -> list[str]:
     except FileNotFoundError:
         return []
     if info.st_uid != os.getuid() or info.st_mode & 0o077:
-        return [f"{folder} must be yours alone (mode 0700): mend it, or set CKPT_RUNTIME_DIR"]
+        return [f"{folder} must be yours alone: run chmod 700 on it, or set CKPT_RUNTIME_DIR to another folder"]
     return []
 
 

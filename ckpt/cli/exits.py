@@ -42,7 +42,7 @@ MEANING: dict[Exit, str] = {
     Exit.UNFORESEEN: "a fault of ckpt itself: please report it with what is on standard error",
     Exit.HUNG_UP: "ended by SIGHUP: its terminal is gone",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
-    Exit.UNREAD: "whoever read what it printed has seen enough, as in `ckpt ls URL | head`",
+    Exit.UNREAD: "the reader of its output has closed it, as in `ckpt ls URL | head`",
     Exit.TERMINATED: "ended by SIGTERM",
 }
 

@@ -47,7 +47,8 @@ def the_agent(url: str) -> socket.socket:
     sock = find_agent(url)
     if sock is None:
         raise AgentError(
-            f"no agent serves {shown(url)} for you on this host; one runs beside each job, on the job's host"
+            f"no agent serves {shown(url)} for you on this host (an agent is the process beside a job that saves its "
+            "checkpoints). Run this command on the job's host, as the job's user"
         )
     return sock
 
@@ -57,7 +58,7 @@ def preempt(
     deadline_s: Annotated[
         float, typer.Option("--deadline-s", help="Seconds that the job has left.", min=0.0, callback=out.seconds)
     ] = 30.0,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Take it back: the job goes on.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Withdraw the request: the job goes on.")] = False,
     json: out.Json = False,
 ) -> None:
     """Ask the running job to save and leave, as a notice of preemption would."""

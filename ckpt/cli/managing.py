@@ -29,7 +29,7 @@ SILENT_S = 2.0  # how long a prune waits for the agent before it says so
 def branch(
     url: out.Url,
     at: Annotated[str, typer.Option("--at", metavar="STEP", help="The step, or identity, to go on from.")],
-    take_over: Annotated[bool, typer.Option("--take-over", help="Even though a living job writes there.")] = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="Even if a living job writes there.")] = False,
     json: out.Json = False,
 ) -> None:
     """Let the next starts go on from an older checkpoint.
@@ -53,12 +53,12 @@ def prune(
     last: Annotated[int | None, typer.Option("--last", help="Keep so many of the newest.")] = None,
     every: Annotated[int | None, typer.Option("--every", help="Keep steps that are a multiple of this.")] = None,
     best: Annotated[str | None, typer.Option("--best", metavar="METRIC:min|max", help="Keep the best one.")] = None,
-    also: Annotated[list[str] | None, typer.Option("--also", metavar="STEP", help="Let this one go, too.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, it is only said what would be done.")] = False,
-    now: Annotated[bool, typer.Option("--now", help="For a full disk: delete at once, without the grace.")] = False,
+    also: Annotated[list[str] | None, typer.Option("--also", metavar="STEP", help="Retire this one as well.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it. Else only print what would be done.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="For a full disk: delete without a grace period.")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="With --yes: read and hash the newest first: others may be needed."),
+        typer.Option("--check/--no-check", help="With --yes: first verify the newest checkpoint."),
     ] = True,
     json: out.Json = False,
 ) -> None:
@@ -76,8 +76,8 @@ def prune(
     elif now:
         sock.close()
         raise UsageError(
-            f"--now: an agent serves {shown(url)} here, and may be at work on what goes, also for a while after its "
-            "job. Prune without --now: where the disk is full, the agent deletes at once"
+            f"--now: an agent serves {shown(url)} here. It may still use what would be deleted, even shortly after its "
+            "job has ended. Prune without --now: if the disk is full, the agent deletes at once"
         )
     else:
         with live.talk(sock) as agent:  # the agent is the one decider of a running job
@@ -123,7 +123,7 @@ def _prune_closed(
             try:
                 run.watch_other(view, LAUNCH, read().heartbeat_s)
             except RunInUse as exc:
-                text = f"{exc}. It need not stop for a prune: run that on its host, where its agent does it"
+                text = f"{exc}. The job need not stop for that: prune on the job's host, where its agent does it"
                 raise RunInUse(text) from exc
             view = run.view()
         pruner = Pruner(run, None, grace_s=NO_GRACE_S if now else GRACE_S)
@@ -170,9 +170,9 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
     if not found.is_good:
         why = naming(found.problems[0].key, found.problems[0].what)
         raise DamagedData(
-            f"step {found.ref.identity.tick.label}, the newest of {shown(url)}, is damaged ({why})"
-            ": nothing was let go, since what is older may be what the run has left. Let the damaged one go first "
-            "(ckpt branch to an older step, then ckpt prune --also), or give --no-check"
+            f"step {found.ref.identity.tick.label}, the newest of {shown(url)}, is damaged ({why}). Nothing was "
+            "retired: older checkpoints may be all that the run has left. First retire the damaged one (ckpt branch to "
+            "an older step, then ckpt prune --also), or give --no-check"
         )
 
 
@@ -202,13 +202,13 @@ def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
     done = "" if yes else "would be "
     for name, text in (
         ("retire", f"{done}retired:"),
-        ("abandoned", f"{done}retired, as commits that never happened:"),
-        ("waiting", "waiting for their grace to end, or for who reads them:"),
+        ("abandoned", f"{done}retired, as abandoned commits:"),
+        ("waiting", "waiting for the end of their grace period, or for their readers:"),
     ):
         _say_list(text, map(_named, body.get(name, ())))
     deleted = [*body.get("records", ()), *body.get("packs", ())]
     _say_list(f"{done}deleted:", _by_checkpoint(deleted, body.get("leases", ())))
-    _say_list("not counted as kept, not being whole (see ckpt verify):", map(_named, body.get("damaged", ())))
+    _say_list("damaged, so not counted as kept (see ckpt verify):", map(_named, body.get("damaged", ())))
     if body.get("blocked"):
         out.say(f"no data can be deleted: {body['blocked']}")
     if aborted := body.get("uploads_aborted"):
@@ -222,7 +222,7 @@ def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
     if not now:
         out.say(f"deleted by a prune {body['grace_s']:.0f} s after it was retired, or later: {out.size(later)}")
     if body.get("retire"):
-        out.say("what is retired is restored and listed no more")
+        out.say("a retired checkpoint is no longer listed or restored")
     if not yes:
         out.say("nothing was changed; --yes does it")
 

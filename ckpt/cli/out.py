@@ -28,9 +28,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Url = Annotated[str, typer.Argument(metavar="URL", help="Where the run saves: a path, s3://bucket/run, ...")]
 Which = Annotated[
     str | None,
-    typer.Option(
-        "--step", metavar="STEP", help="A step of the line as `ckpt ls` shows it (300, 300.1), or a full identity."
-    ),
+    typer.Option("--step", metavar="STEP", help="A step as `ckpt ls` shows it (300, 300.1), or a full identity."),
 ]
 
 

@@ -120,4 +120,4 @@ def _say(recorded: Recorded, found: PredictorScore) -> None:
     if score.lead_s is not None:
         out.say(f"lead       {span(score.lead_s)} before the failure, usually")
     proven = "yes" if score.proven else f"no, by {counted(score.seen, 'outcome')}"
-    out.say(f"proven     {proven}; in a job it proves itself anew before anything follows from it")
+    out.say(f"proven     {proven}; a job acts on it only once it has proven itself there")

@@ -203,7 +203,7 @@ def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
             kill_all(process.pid, agents=True)
             process.wait()
     if status != 0:
-        raise CkptError(f"the script failed with exit status {status}; rehearse what runs through by itself")
+        raise CkptError(f"the script failed with exit status {status}; first make it run to its end by itself")
 
 
 def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout_s: float) -> int:

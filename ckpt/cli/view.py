@@ -46,10 +46,10 @@ COLUMN_GAP = 3
 LEVELS = ("local", "peer", "store")
 WHERE = {"local": "this host's memory", "peer": "other hosts' memory", "store": "the store", "none": "nothing"}
 STATES = {
-    "appointed": "step {step} is appointed (taken by {staged} of {ranks}), for {for_}",
-    "hashed": "step {step} is hashed, for {for_}",
-    "copied": "step {step} is put into other nodes' memory",
-    "committed": "step {step} is written, for {for_}",
+    "appointed": "step {step} is being taken (by {staged} of {ranks} so far), for {for_}",
+    "hashed": "step {step} is being hashed, for {for_}",
+    "copied": "step {step} is being copied to other nodes' memory",
+    "committed": "step {step} is being written, for {for_}",
     "failed": "step {step} could not be written",
 }
 PARTS = ("stall", "lost", "recovery", "starting", "ending")
@@ -71,6 +71,9 @@ def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
     if status.get("pid") is None:
         return _rows(_of_store(status))
     job, account = status.get("job"), status.get("account")
+    # The coordinator has the account. What this agent has is of a time when it was the coordinator.
+    if status.get("following") and (job is None or job["superseded_by"]):
+        job = account = None
     nodes = status.get("nodes") or {}
     parts: list[RenderableType] = [_rows(_head(status, job, account), hidden, nodes)]
     if account is not None and job is not None:
@@ -130,7 +133,7 @@ def _of_store(status: Facts) -> Iterator[Row]:
         when = out.ago(found["saved"]) if found["saved"] else "at an unknown time"
         count = counted(found["checkpoints"], "checkpoint")
         yield "store", f"step {found['step']}, saved {when}: the next start goes on from it; {count} in all", ""
-    how = "has ended" if found["closed"] else "has not ended: it runs elsewhere, or died with its host"
+    how = "has ended" if found["closed"] else "has not ended: it runs on another host, or died with its host"
     yield "epoch", f"{found['epoch']} {how}", ""
 
 
@@ -324,7 +327,7 @@ def _memory(plan: Facts | None) -> Iterator[Row]:
         uses = ", ".join(f"{name} {out.size(row[f'{name}_bytes'])}" for name in ("slots", "kept", "copies", "buffers"))
         text = f"{row['node']}: {uses}: {out.size(row['total_bytes'])} of {out.size(row['allowed_bytes'])}"
         if row["sends_bytes"] or row["receives_bytes"]:
-            text += f"; each time sends {out.size(row['sends_bytes'])}, gets {out.size(row['receives_bytes'])}"
+            text += f"; sends {out.size(row['sends_bytes'])} and gets {out.size(row['receives_bytes'])} each time"
         yield "", text, "" if row["total_bytes"] <= row["allowed_bytes"] else "yellow"
     left_out = len(rows) - len(rows[:NODES]) + plan["nodes_left_out"]
     if left_out:
@@ -347,39 +350,40 @@ def _lenders(lenders: list[Facts]) -> Iterator[Row]:
 
 def _notices(notices: Facts) -> Iterator[Row]:
     for number, each in enumerate(notices["standing"]):
-        sure = "goes away" if each["certain"] else "may go away"
+        nodes = [f"node {name}" if name else "this machine" for name in each["nodes"]]
+        machines = nodes[0] if len(nodes) == 1 else f"{', '.join(nodes[:NODES])}{', ...' * (len(nodes) > NODES)}"
+        go = f"go{'es' * (len(nodes) == 1)} away" if each["certain"] else "may go away"
         # The relay adds the node's name to the key: see agent.preemption.notice_relay.
-        key, on, node = each["key"].partition(" on node ")
-        machine = f"node {node}" if on else "this machine"
-        text = f"{machine} {sure} in {each['left_s']:.0f} s ({each['source']} {key})"
+        key = each["key"].partition(" on node ")[0]
+        text = f"{machines} {go} in {each['left_s']:.0f} s ({each['source']} {key})"
         if not number:
             text += f"; course: {notices['course']}, {notices['needs_s']:.0f} s are needed"
         yield "notices" * (not number), text, "red" if each["certain"] else "yellow"
 
 
 def _predictions(found: Facts | None) -> Iterator[Row]:
-    """Rows for the quality of each source of predictions. A source without outcomes is only named."""
+    """Rows for the alarms and the quality of each proven source of predictions. The other sources are only counted:
+    nothing follows from their alarms."""
     if not found or not found["sources"]:
         return
     number = 0
+    proven = {name: source for name, source in found["sources"].items() if source["proven"]}
     for each in found["standing"]:
-        where = f"node {each['node']}" if each["node"] else "this machine"
-        proven = found["sources"][each["source"]]["proven"]
-        then = "" if proven else ", which is not proven: nothing follows"
-        yield "foreseen" * (not number), f"{where} may fail, says {each['source']}{then}", "red" if proven else "yellow"
-        number += 1
-    unseen = []
-    for name, source in found["sources"].items():
-        if not source["outcomes"]:
-            unseen.append(name)
+        if each["source"] not in proven:
             continue
+        where = f"node {each['node']}" if each["node"] else "this machine"
+        yield "foreseen" * (not number), f"{where} may fail, says {each['source']}", "red"
+        number += 1
+    for name, source in proven.items():
         alarms = counted(round(source["false"]), "false alarm")
         missed = counted(round(source["missed"]), "failure")
-        text = f"{name}: {'proven' if source['proven'] else 'not proven'}, {counted(source['outcomes'], 'outcome')} "
+        text = f"{name}: proven, {counted(source['outcomes'], 'outcome')} "
         text += f"({source['true']:.0f} true, {source['late']:.0f} late, {alarms}, {missed} missed); "
         text += f"precision at least {source['precision']:.0%}, recall {source['recall']:.0%}"
         text += f", lead {span(source['lead_s'])}" if source["lead_s"] is not None else ""
         yield "foreseen" * (not number), text, ""
         number += 1
-    if unseen:
-        yield "foreseen" * (not number), f"nothing seen yet of {', '.join(unseen)}", ""
+    if rest := len(found["sources"]) - len(proven):
+        text = f"{counted(rest, 'other source')} of predictions, not" if proven else ""
+        text = text or f"{counted(rest, 'source')} of predictions, {'not' if rest == 1 else 'none'}"
+        yield "foreseen" * (not number), f"{text} proven yet (--json)", ""

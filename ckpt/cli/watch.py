@@ -38,15 +38,15 @@ def watch(
     job: Annotated[
         str | None, typer.Option("--job", metavar="LAUNCH", help="The job of that launch id that runs here.")
     ] = None,
-    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two looks, .1 to 86400.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two updates, .1 to 86400.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     json: out.Json = False,
 ) -> None:
     """Show what a run's agent is doing: levels, rates, what it costs and why. Ctrl-C ends it."""
     if url is not None and job is not None:
         raise UsageError("give a URL or --job, not both")
     if not EVERY_MIN_S <= every_s <= EVERY_MAX_S:
-        raise UsageError(f"--every-s {every_s}: from {EVERY_MIN_S:g} to {EVERY_MAX_S:g} seconds")
+        raise UsageError(f"--every-s {every_s}: give {EVERY_MIN_S:g} to {EVERY_MAX_S:g} seconds")
     found = url if url is not None else _url_of(job)
     with contextlib.closing(Looker(found)) as looker, _shown(json, once) as show, _quiet_when_unread():
         while True:
@@ -152,11 +152,12 @@ def _url_of(launch: str | None) -> str:
         named = f" with the launch id {launch!r}" if launch is not None else ""
         others = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in running)
         none = f"no agent of yours {'on this host answers' if silent else 'runs on this host'}{named}"
+        none += " (an agent is the process beside a job that saves its checkpoints)" if not (running or silent) else ""
         none += f"; there is {others}" if others else ""
         raise AgentError(f"{none}{_silent(silent)}. Name the URL")
     if len(found) > 1 or (silent and launch is None):
         names = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in found)
-        several = f"several agents run on this host, name a URL, or a launch with --job: {names}"
+        several = f"several agents run on this host; name one by its URL, or by its launch with --job: {names}"
         raise UsageError(f"{several}{_silent(silent)}")
     return found[0][0]
 
@@ -165,9 +166,9 @@ def _what_then(pid: int) -> str:
     """What a person can do about a silent agent. `pid`: 0 if its process is not visible from here."""
     it = str(pid) if pid else "PID"
     return (
-        f"Its process{f' {pid}' if pid else ''} was stopped, hangs or has too much to do: a job trains on beside it, "
-        f"and saves nothing. `kill -CONT {it}` wakes one that was stopped; where that does not help, `kill -KILL {it}` "
-        "ends it, with what only its memory has, and the ranks of a job start another"
+        f"Its process{f' {pid}' if pid else ''} was stopped, hangs or is overloaded: a job trains on beside it, but "
+        f"saves nothing. `kill -CONT {it}` wakes a stopped process. If that does not help, `kill -KILL {it}` ends it. "
+        "Then what only its memory holds is lost, and the ranks of a job start a new agent"
     )
 
 

@@ -204,7 +204,7 @@ def _revive_or_end(agent: _Agent, url: str, events: Events, patience_s: float) -
     end."""
     what = f"the agent of {shown(url)} (process {agent.pid}) has not answered, nor run at all, for {patience_s:g} s"
     if not agent.is_ours():
-        raise AgentError(f"{what}; it is none that a trainer of yours has started: look what it waits for, or end it")
+        raise AgentError(f"{what}; no trainer of yours has started it: see what it waits for, or end it")
     if agent.state() == "T":
         events.emit("agent.hung", f"ckpt: {what}: it was stopped by a signal, and is told to go on", loud=True)
         agent.signal(signal.SIGCONT)

@@ -64,16 +64,17 @@ def places(url: str, settings: Settings) -> AgentPaths:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
     except OSError as exc:
-        raise AgentError(f"cannot make the folder for sockets {folder}: {exc}; set CKPT_RUNTIME_DIR") from exc
+        text = f"cannot make the folder for ckpt's sockets, {folder}: {exc}; set CKPT_RUNTIME_DIR to another folder"
+        raise AgentError(text) from exc
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise AgentError(
             f"{folder} must be a folder of your own with mode 0700 (it is mode {info.st_mode & 0o777:o}, "
-            f"owner {info.st_uid}); mend it or set CKPT_RUNTIME_DIR"
+            f"owner {info.st_uid}); run chmod 700 on it, or set CKPT_RUNTIME_DIR to another folder for ckpt's sockets"
         )
     name = "agent-" + hashlib.sha256(named).hexdigest()[:16]
     sock = folder / f"{name}.sock"
     if len(os.fsencode(sock)) > 107:
-        raise AgentError(f"the socket path {sock} is longer than 107 bytes; set CKPT_RUNTIME_DIR to a shorter folder")
+        raise AgentError(f"the socket path {sock} is longer than 107 bytes; set CKPT_RUNTIME_DIR to a shorter path")
     log = settings.agent_log or folder / f"{name}.log"
     return AgentPaths(folder, sock, folder / f"{name}.lock", folder / f"{name}.start", log)
 
@@ -131,7 +132,8 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as exc:  # a read-only file system, or a full one
-        raise AgentError(f"cannot start an agent in the folder for sockets: {exc}; set CKPT_RUNTIME_DIR") from exc
+        text = f"cannot start an agent in the folder for ckpt's sockets: {exc}; set CKPT_RUNTIME_DIR to another folder"
+        raise AgentError(text) from exc
     try:
         while True:
             try:

@@ -224,8 +224,8 @@ class Committer:
         Errors: SaveFailed names the first pack that is missing or has another size."""
         for key, why in self._not_there(packs).items():
             raise SaveFailed(
-                f"another node says it has put {key}: {why}. All nodes have to reach one store by this URL: a folder "
-                "is one that they share"
+                f"another node says it has put {key}: {why}. All nodes have to reach the same store by this URL: a "
+                "folder has to be shared by all nodes"
             )
 
     def _not_there(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:

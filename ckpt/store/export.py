@@ -123,8 +123,8 @@ def _format_of(to: str | os.PathLike[str]) -> Format:
         return "torch"
     if path.suffix and not path.is_dir() and not os.fspath(to).endswith("/"):
         raise UsageError(
-            f"{path}: nothing is known of the ending {path.suffix}; give a file that ends in .safetensors, .pt or "
-            ".pth, or a folder, whose name has no ending or a / behind it; or say the format"
+            f"{path}: the ending {path.suffix} is not known; give a file that ends in .safetensors, .pt or .pth, a "
+            "folder (its name has no ending, or a / at its end), or the format"
         )
     return "sharded"
 

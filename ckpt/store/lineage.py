@@ -246,8 +246,8 @@ def broken_line(epoch: Epoch) -> DamagedData:
     """The error for an epoch whose beginning is unknown, so that nothing is left of its branch history."""
     return DamagedData(
         f"nothing says what epoch {epoch} went on from (its claim, epochs/{epoch}, is missing or damaged), so the "
-        "run's line cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all, ckpt "
-        "branch)"
+        "run's history cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all, "
+        "ckpt branch)"
     )
 
 

@@ -152,8 +152,8 @@ class Pruner:
         blocked = lease_problem or (self._why_blocked(view, unread_one, unread, retire) if unread_one else "")
         if math.inf in view.retired.values():
             blocked = blocked or (
-                f"{self.run.backend.url} tells no times, so nothing is ever known to be older than the grace; give "
-                "another URL of it that tells them"
+                f"{self.run.backend.url} does not say how old its objects are, so the end of the grace period is not "
+                "known; give another URL of that store that says so"
             )
 
         gone_later = retire | set(view.retired)
@@ -267,12 +267,12 @@ class Pruner:
         """Why an unread record blocks all deletion (its packs are unknown): what is wrong with it, and what to do."""
         wrong, identity = unread[ref], ref.identity
         if identity in view.retired or identity in retire:
-            return f"{wrong}. It goes itself: a prune after its grace can delete"
+            return f"{wrong}. Nothing is to do: a prune after its grace period can delete"
         if isinstance(wrong, NewerFormat):
             return f"{wrong}. Prune with that ckpt"
         if view.line and identity == view.line[-1].identity:
             return f"{wrong}. It is the newest: ckpt branch to an older step, then ckpt prune --also {identity}"
-        return f"{wrong}. To let it go, too: ckpt prune --also {identity}"
+        return f"{wrong}. To retire it as well: ckpt prune --also {identity}"
 
     def _checked(self, also: Collection[Identity], view: RunView) -> set[Identity]:
         committed = {ref.identity for ref in view.commits}

@@ -111,8 +111,8 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
         if newer is not None and (not left or left[0].identity != newer[0]):
             step = newer[0].tick.step
             raise NewerFormat(
-                f"{run.backend.url}: step {step}, the newest that is left, was saved by a newer ckpt ({newer[1]}); "
-                "what is older is not taken instead. Install that ckpt here, too"
+                f"{run.backend.url}: step {step}, the newest that is left, was saved by a newer ckpt ({newer[1]}). "
+                "An older one is not taken instead. Install that ckpt here as well"
             ) from newer[1]
         if not left:
             if struck:

@@ -239,7 +239,7 @@ def test_a_folder_for_sockets_in_which_nothing_can_be_made_is_an_error_that_says
     tmp_path: Path, runtime_dir: Path
 ) -> None:
     client.places(canonical(str(tmp_path / "run")), read()).start_lock.mkdir()  # for root no folder is read-only
-    with pytest.raises(ckpt.AgentError, match=r"folder for sockets: .*; set CKPT_RUNTIME_DIR"):
+    with pytest.raises(ckpt.AgentError, match=r"folder for ckpt's sockets: .*; set CKPT_RUNTIME_DIR"):
         ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}).__enter__()
 
 

@@ -65,7 +65,7 @@ def grown(tmp_path: Path) -> Path:
 def test_what_the_next_candidate_does_not_fill_is_never_left_as_the_damaged_one_had_it(
     grown: Path, strict: bool
 ) -> None:
-    with pytest.raises(ckpt.StateMismatch, match=r"A newer one was tried before and is damaged: a.*ckpt branch"):
+    with pytest.raises(ckpt.StateMismatch, match=r"A newer checkpoint was tried before and is damaged: a.*ckpt branch"):
         start(grown, filled(a=-1.0, z=0.0), strict=strict)
 
 

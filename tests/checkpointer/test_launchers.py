@@ -155,7 +155,7 @@ def test_what_is_started_again_on_a_machine_that_goes_trains_on_until_it_has_gon
     word.write_text(f"+{lead_s}")
     script.wait_for(lambda line: line.get("event") == "notice.outcome")
     first = left_in_the_store(tmp_path)["step"]
-    script.wait_for(lambda line: line.get("event") == "notice" and "answered before" in line["message"])
+    script.wait_for(lambda line: line.get("event") == "notice" and "does not leave again" in line["message"])
     script.wait_for(lambda line: line.get("event") == "commit.done" and f"step {first} " not in line["message"])
     assert restored(script.lines())[2:] == [(1, first)] * 2, "and nobody has left again"
     assert time.time() < word.stat().st_mtime + lead_s, "one more checkpoint before the machine goes"

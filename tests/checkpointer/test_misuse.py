@@ -156,6 +156,14 @@ def test_all_objects_that_cannot_be_saved_are_named_at_once(tmp_path: Path) -> N
         ckpt.Checkpointer(tmp_path, loaders).__enter__()
 
 
+def test_a_state_that_is_refused_shows_the_users_own_line_and_not_how_ckpt_came_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.UsageError, match="a torch DataLoader, which has no position") as caught:
+        ckpt.Checkpointer(tmp_path, {"loader": torch.utils.data.DataLoader([1])}).__enter__()
+    assert [entry.name for entry in caught.traceback][1:] == ["__enter__"]
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -868,7 +876,7 @@ def test_a_forked_child_keeps_none_of_the_memory_that_its_parent_saves_to(tmp_pa
 
 def test_a_checkpointer_that_is_sent_to_another_process_is_named(tmp_path: Path) -> None:
     for send in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(ckpt.UsageError, match="leave it out of what is"):
+        with pytest.raises(ckpt.UsageError, match="do not keep it in a loader"):
             send(ckpt.Checkpointer(tmp_path, {"x": 1}))
 
 
@@ -988,7 +996,7 @@ def test_a_loop_that_ends_no_step_is_told_that_nothing_is_saved(tmp_path: Path) 
             job.train(step)
     (said,) = [event for event in told if event.name == "step.none"]
     assert said.loud
-    assert "3 optimizer updates and not one ended step" in said.message
+    assert "3 optimizer updates, but not one ended step" in said.message
     wait_agent_gone(tmp_path / "run")
 
 

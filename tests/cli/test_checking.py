@@ -272,7 +272,7 @@ def test_bytes_behind_the_end_of_a_pack_are_named(tmp_path: Path, monkeypatch: p
     assert said.code == Exit.DIFFERENT
     assert f"step 40: DAMAGED {pack.relative_to(tmp_path)}: it has {pack.stat().st_size} bytes" in said.out
     said = ckpt(monkeypatch, "prune", tmp_path, "--last=1").out
-    assert f"not counted as kept, not being whole (see ckpt verify):\n  step 40, {saved[-1]}\n" in said
+    assert f"damaged, so not counted as kept (see ckpt verify):\n  step 40, {saved[-1]}\n" in said
 
 
 def test_diff_says_which_tensors_differ_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,6 @@ def test_a_run_that_another_host_keeps_alive_is_not_changed(tmp_path: Path, monk
             said = ckpt(monkeypatch, *words)
             assert said.code == 5
             assert "in use" in said.err
-            assert ("on its host, where its agent does it" in said.err) == (words[0] == "prune")
+            assert ("on the job's host, where its agent does it" in said.err) == (words[0] == "prune")
         assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1").code == 0  # only looking disturbs nobody
         assert ckpt(monkeypatch, "branch", tmp_path, "--at", "10", "--take-over").code == 0

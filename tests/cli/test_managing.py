@@ -55,7 +55,7 @@ def test_prune_now_deletes_at_once_but_for_what_a_reader_holds(tmp_path: Path, m
         assert said.code == 0, said.err
         assert max(map(len, said.out.splitlines())) <= 80
         assert f"  step 10, {saved[0]}: 1 record, " in said.out
-        assert f"waiting for their grace to end, or for who reads them:\n  step 20, {saved[1]}" in said.out
+        assert f"waiting for the end of their grace period, or for their readers:\n  step 20, {saved[1]}" in said.out
         assert not (tmp_path / "data" / str(saved[0])).exists() or not list(
             (tmp_path / "data" / str(saved[0])).iterdir()
         )
@@ -90,7 +90,7 @@ def test_prune_lets_nothing_go_where_the_newest_is_damaged(tmp_path: Path, monke
     said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
     assert said.code == Exit.DIFFERENT
     assert "step 40" in said.err
-    assert "nothing was let go" in said.err
+    assert "Nothing was retired" in said.err
     assert _files(tmp_path) == before
     assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes", "--no-check").code == 0
     assert _steps(monkeypatch, tmp_path) == [40]

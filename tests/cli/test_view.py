@@ -58,7 +58,7 @@ JOB: dict[str, Any] = {
         "bound": "the machine",
     },
     "notices": {
-        "standing": [{"left_s": 25.0, "certain": True, "source": "aws", "key": "spot"}],
+        "standing": [{"left_s": 25.0, "certain": True, "source": "aws", "key": "spot", "nodes": [""]}],
         "course": "commit",
         "needs_s": 12.0,
     },
@@ -102,7 +102,7 @@ def test_of_one_of_a_kind_it_speaks_as_of_one() -> None:
     job = {**JOB, "ranks": ["here"], "under_way": [way], "intervals": {"local": every}}
     job["memory"] = {**JOB["memory"], "slots": 1}
     text = view.text({**STATUS, "account": {**ACCOUNT, "lost_steps": 1}, "job": job}, 200)
-    assert "step 2 is appointed (taken by 0 of 1 rank), for 1 s" in text
+    assert "step 2 is being taken (by 0 of 1 rank so far), for 1 s" in text
     for part in (", 1 rank\n", "every 1 step ", "1 slot of", "1: 1 step lost (10 s)"):
         assert part in text, text
 
@@ -143,7 +143,7 @@ def test_of_several_nodes_each_has_a_line_with_its_memory_and_traffic_up_to_a_fe
     nodes = [{"node": f"n{number}", "allowed_bytes": 1 << 30, "bound": "", **row} for number in range(12)]
     job = {**JOB, "memory": {**JOB["memory"], "nodes": nodes, "nodes_left_out": 100}}
     lines = view.text({**STATUS, "job": job}, 200).splitlines()
-    shown = [line for line in lines if "each time sends 1.0 MiB, gets 1.0 MiB" in line]
+    shown = [line for line in lines if "sends 1.0 MiB and gets 1.0 MiB each time" in line]
     assert len(shown) == view.NODES
     assert "copies 1.0 MiB" in shown[0]
     assert any("and 104 more nodes" in line for line in lines)
@@ -209,14 +209,28 @@ def test_who_is_cut_off_from_the_coordinator_is_named_and_what_follows() -> None
 
 
 def test_a_notice_to_another_node_is_not_said_to_be_one_to_this_machine() -> None:
-    one = {"left_s": 25.0, "certain": True, "source": "aws", "key": f"spot on node {2:016x}"}
-    notices = {**JOB["notices"], "standing": [one]}
-    nodes = {f"{2:016x}": "node gpu-2 (ranks 4-7)"}
+    two = f"{2:016x}"
+    one = {"left_s": 25.0, "certain": True, "source": "aws", "key": f"spot on node {two}", "nodes": [two]}
+    # Ranks of several nodes got one signal: its key names no node.
+    signal = {**one, "source": "signal", "key": "SIGTERM"}
+    standing = [one, signal, {**signal, "nodes": ["", two]}]
+    nodes = {two: "node gpu-2 (ranks 4-7)"}
+    notices = {**JOB["notices"], "standing": standing}
     text = view.text({**STATUS, "nodes": nodes, "job": {**JOB, "notices": notices}}, 200)
     assert "node gpu-2 (ranks 4-7) goes away in 25 s (aws spot); course" in text
+    assert " node gpu-2 (ranks 4-7) goes away in 25 s (signal SIGTERM)" in text
+    assert "this machine, node gpu-2 (ranks 4-7) go away in 25 s (signal SIGTERM)" in text
 
 
 FOLLOWS = {"epoch": "e", "ranks": [1], "coordinator": "a", "connected": True}
+
+
+@pytest.mark.parametrize("job", [None, {**JOB, "superseded_by": "e, begun on other nodes"}])
+def test_a_former_coordinator_does_not_show_its_old_account_as_that_of_the_job(job: dict[str, Any] | None) -> None:
+    text = view.text({**STATUS, "job": job, "following": [FOLLOWS]}, 200)
+    assert "watch it at its coordinator, a\n" in text
+    for row in ("goodput", "losses", "commits", "store", "launch"):
+        assert f"\n{row}" not in text
 
 
 @pytest.mark.parametrize("more", [{"following": [FOLLOWS]}, {}])
@@ -227,4 +241,4 @@ def test_of_a_node_that_leads_no_job_nothing_is_counted_as_if_it_saved_nothing(m
     assert "0 complete" not in text
     assert "0 done" not in text
     once = {**none, "commits": {"number": 1, "seconds": 2.0, "last_s": 2.0}}  # of what others left
-    assert "1 done" in view.text({**STATUS, "job": None, "account": once, **more}, 200)
+    assert ("1 done" in view.text({**STATUS, "job": None, "account": once, **more}, 200)) == (not more)

@@ -301,10 +301,12 @@ def test_what_is_foreseen_and_by_which_sources_is_shown(tmp_path: Path, monkeypa
             "memory": {**SOURCE, **seen, "proven": True},
             "io": SOURCE,
             "hazard": {**SOURCE, "outcomes": 1, "missed": 1.0},
+            "net": {**SOURCE, **seen, "proven": True},
         },
         "standing": [
             {"node": "", "source": "memory", "for_s": 3.0},
-            {"node": "b\x1b[31m", "source": "hazard", "for_s": 3.0},
+            {"node": "b\x1b[31m", "source": "net", "for_s": 3.0},
+            {"node": "", "source": "hazard", "for_s": 3.0},
         ],
     }
     with an_agent(tmp_path, {"status": {"job": None, "pid": 1, "predictions": predictions}}):
@@ -314,13 +316,28 @@ def test_what_is_foreseen_and_by_which_sources_is_shown(tmp_path: Path, monkeypa
     assert [line.startswith("foreseen") for line in found].count(True) == 1
     assert said == [
         "this machine may fail, says memory",
-        "node b?[31m may fail, says hazard, which is not proven: nothing follows",
-        "memory: proven, 41 outcomes (32 true, 0 late, 4 false alarms, 2 failures missed); precision at least 78%, "
-        "recall 81%, lead 95 s",
-        "hazard: not proven, 1 outcome (0 true, 0 late, 0 false alarms, 1 failure missed); precision at least 0%, "
-        "recall 0%",
-        "nothing seen yet of io",
+        "node b?[31m may fail, says net",
+        *(
+            f"{name}: proven, 41 outcomes (32 true, 0 late, 4 false alarms, 2 failures missed); precision at least "
+            "78%, recall 81%, lead 95 s"
+            for name in ("memory", "net")
+        ),
+        "2 other sources of predictions, not proven yet (--json)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "1 source of predictions, not"), (6, "6 sources of predictions, none")]
+)
+def test_sources_of_which_none_is_proven_take_one_line(
+    count: int, said: str, tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    sources = {f"s{number}": {**SOURCE, "outcomes": 1, "missed": 1.0} for number in range(count)}
+    predictions = {"reading": True, "sources": sources, "standing": [{"node": "", "source": "s0", "for_s": 3.0}]}
+    with an_agent(tmp_path, {"status": {"job": None, "pid": 1, "predictions": predictions}}):
+        found = ckpt(monkeypatch, "watch", tmp_path, "--once").out.splitlines()
+    assert found[-1].removeprefix("foreseen").strip() == f"{said} proven yet (--json)"
+    assert found[-1].startswith("foreseen")
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -165,7 +165,7 @@ class Alarms:
             if probability is None and score.alarms:
                 probability = (score.true + score.late) / score.alarms
             where = f"node {node}" if node else "this node"
-            what = "it is acted on" if score.proven else "this source is not proven, and nothing follows"
+            what = "the job acts on it" if score.proven else "this source is not proven, and nothing follows"
             said = "" if probability is None else f" with a probability of {probability:.0%}"
             facts = {
                 "node": node,

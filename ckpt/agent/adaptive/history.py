@@ -116,7 +116,7 @@ class LearntHistory:
 
     def _tell(self, refused: str) -> None:
         if refused:
-            self._events.emit("policy.refused", f"ckpt: what the job had learnt before is not all known now: {refused}")
+            self._events.emit("policy.refused", f"ckpt: a part of what the job had learnt is not known now: {refused}")
 
 
 def read_learnt(store: StoreClient) -> list[Any]:

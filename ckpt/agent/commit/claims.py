@@ -187,9 +187,9 @@ class Claims:
         went_on = f"went on from step {claim.parent.tick.label}" if claim.parent is not None else "began from nothing"
         url = shown(self._url)
         text = (
-            f"ckpt: {url} has {counted(len(passed), 'checkpoint')}, step {newest.tick.label} of epoch "
-            f"{newest.epoch.number} the newest, that this start did not find in the listing, or that came later: this "
-            f"job {went_on} instead. To go back: stop this job, run ckpt branch {url} --at {newest}, and start again"
+            f"ckpt: {url} has {counted(len(passed), 'checkpoint')} that this start did not find in the listing, or "
+            f"that came later. The newest is step {newest.tick.label} of epoch {newest.epoch.number}; this job "
+            f"{went_on} instead. To go back: stop this job, run ckpt branch {url} --at {newest}, and start again"
         )
         parent = str(claim.parent) if claim.parent is not None else None
         facts = {"newest": str(newest), "count": len(passed), "parent": parent}

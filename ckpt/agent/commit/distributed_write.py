@@ -213,7 +213,7 @@ class DistributedWrite:
         """Asks the next node in `part.names`; returns False if there is none."""
         if not part.names:
             return False
-        log.warning("%s; another one that has a copy, or makes one, does", why)
+        log.warning("%s; another node that has a copy, or makes one, writes it", why)
         self._have_written(part, part.names.pop(0))
         return True
 

@@ -48,8 +48,8 @@ class OrphanCheckpoint:
 class OrphanVerdict(enum.Enum):
     COMMIT = "to be committed"
     CLAIM = "to be committed, once its epoch is claimed"
-    DONE = "committed, or the line has a newer one"
-    OVER = "not on the line of the run any more, or retired"
+    DONE = "committed, or superseded by a newer commit"
+    OVER = "no longer in the history of the run, or retired"
 
 
 def judge(view: RunView, claim: Claim, identity: Identity) -> OrphanVerdict:

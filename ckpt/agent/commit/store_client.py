@@ -344,7 +344,7 @@ class StoreClient:
         if claimed and epoch not in epochs:
             self.claims.lost(epoch)
             self._base = self._unsure = None
-            text = f"{shown(self.url)} has lost what was in it; the next save writes everything anew"
+            text = f"{shown(self.url)} has lost its content; the next save writes everything anew"
             self.events.emit("store.lost", f"ckpt: {text}", loud=True)
             raise LostStore(text)
         self.claims.check_newer(run, epoch, epochs)

@@ -367,7 +367,7 @@ class Job(AgentRestart):
         self.group.missed(rank, number, f"{what} between the ranks")
         self.group.layout(rank)
         what = names[0] if len(names) == 1 else f"{len(names)} tensors, {', '.join(names[:5])}"
-        text = f"no more the same on all ranks, as it was: {what}. From now on each rank saves its own"
+        text = f"not the same on all ranks any more: {what}. From now on each rank saves its own"
         self.emit("replica.differs", text, True, {"tensor": names[0], "names": names[:NAMES_MAX]})
 
     def ended(self, peer: AnyPeer) -> None:
@@ -404,8 +404,8 @@ class Job(AgentRestart):
             self.group.copies_lost(name, lost)
         if tick in lost and tick is not None and self._services.account.unprotected() is not None:
             facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}
-            text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: agent {name} is gone or "
-            text += "cut off, and its copies may be gone; they are made again when that can be"
+            text = f"step {tick.step} has fewer copies in other nodes' memory than was asked for: agent {name} is gone "
+            text += "or cut off, and its copies may be lost. They are made again as soon as possible"
             self.emit("replica.lost", text, True, facts)
 
     def parent_is_safe(self, is_safe: bool) -> None:
@@ -480,11 +480,15 @@ class Job(AgentRestart):
     def hear(self, word: Word, when: When = When.IN_TIME, node: str = "") -> None:
         """Passes a notice on to the scheduler, which decides what follows, and reports it to people. `node`: the node
         that it concerns; "" is this one."""
-        name, machine = (word.source, word.key), f"node {node}" if node else "this machine"
-        known = name in self.group.notices
+        name = word.source, word.key
+        known = self.group.notices.get(name)
+        if isinstance(word, Withdrawn):
+            # An operator takes back a notice from any node.
+            node = min(known.nodes) if known is not None else node
+        machine = f"node {node}" if node else "this machine"
         if isinstance(word, Withdrawn):
             self.group.withdrawn(*name)
-            if known:
+            if known is not None:
                 text = f"{word.source} {bare(word.key, node)}: {machine} stays after all"
                 self.emit("notice.withdrawn", text, True, {"source": word.source, "key": word.key})
             return
@@ -492,13 +496,13 @@ class Job(AgentRestart):
         left_s = word.left_s
         told = StandingNotice(*name, now_s + left_s, now_s, word.certain, when, frozenset({node}))
         when = self.group.warn(told).when
-        if known and word.source == SIGNAL:
+        if known is not None and word.source == SIGNAL:
             return  # another rank got the signal too
         what = f"{machine} goes away" if word.certain else f"{machine} may go away"
         leaves = word.certain and when is not When.NOT_AGAIN
         then = "the job saves and leaves before" if leaves else "one more checkpoint is taken"
         if when is When.NOT_AGAIN:
-            then = "what it asks for has been answered before, and nobody leaves by it again; " + then
+            then = "the job has left because of this notice before, and does not leave again; " + then
         facts = {"source": word.source, "key": word.key, "left_s": round(left_s, 1), "certain": word.certain}
         text = f"{what} in {max(0.0, left_s):.1f} s ({word.message}): {then}"
         self.emit("notice", text, left_s < SOON_S, facts)
@@ -517,6 +521,8 @@ class Job(AgentRestart):
                     "key": each.key,
                     "certain": each.certain,
                     "left_s": round(each.deadline_s - now_s, 1),
+                    # "" is this node.
+                    "nodes": sorted(each.nodes),
                 }
                 for each in sorted(group.notices.values(), key=lambda each: each.deadline_s)
             ],

@@ -281,7 +281,7 @@ class JobExecutor(JobCommits):
         if changed or copies != self._told_copies:
             most = max(copies.values(), default=0)
             more = f"; up to {most >> 20:,} MiB for other nodes" if most else ""
-            more += "" if self.plan.slots else "; nothing is saved as long as not one fits: free some, or save less"
+            more += "" if self.plan.slots else "; nothing is saved until one fits: free memory, or save less"
             self.emit(
                 "memory.plan",
                 f"memory: {self.plan}{more}",
@@ -320,7 +320,7 @@ class JobExecutor(JobCommits):
 
         def found_safe(found: SafeCheckpoint | None) -> None:
             if found is None:
-                ended("a node that may keep what is safe has not said what it has")
+                ended("a node that may have copies has not said which")
                 return
             newest, kept = found.newest, []
             for node in self.nodes if newest is not None else ():
@@ -355,7 +355,7 @@ class JobExecutor(JobCommits):
         if "peer" not in account.safe or account.safe["peer"][0] != tick:
             return
         account.unprotected()
-        text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: {why}"
+        text = f"step {tick.step} has fewer copies in other nodes' memory than was asked for: {why}"
         self.emit("replica.lost", text, True, {"identity": str(identity)})
 
     def _unkeep(self) -> None:
@@ -383,11 +383,11 @@ class JobExecutor(JobCommits):
 
     def _fewer(self, slot: int, why: str) -> None:
         had = self.group.slots_had
-        message = f"slot {slot} cannot be had ({why}): in use: {counted(had, 'slot')}"
+        message = f"there is no memory for slot {slot} ({why}); in use: {counted(had, 'slot')}"
         self.emit("memory.short", message, had < self._least_slots)
         self._least_slots = min(had, self._least_slots)
         self._not_before_s, self._planned_parts = time.monotonic() + FULL_S, {}  # less was free than planned
-        self.group.fewer_slots(had, f"not one arena fits into memory: {why}; free some, or save less")
+        self.group.fewer_slots(had, f"not one arena fits into memory: {why}; free memory, or save less")
         self.group.made(slot, ())
 
     def _assemble(self, slot: int, number: int, tick: Tick) -> None:
@@ -446,7 +446,7 @@ class JobExecutor(JobCommits):
     def _acknowledge(self, source: str, key: str, node: str) -> None:
         def ended(error: str) -> None:
             self.group.acknowledged()
-            what = f"{source} was told that {key} may begin: the job has left, and is in the store"
+            what = f"{source} was told that {key} may begin: the job has left, and its checkpoint is in the store"
             text = f"{source} was not told that {key} may begin: {error}" if error else what
             facts = {"source": source, "key": key, "error": error}
             self.emit("notice.unacknowledged" if error else "notice.acknowledged", text, not error, facts)

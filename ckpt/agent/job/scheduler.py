@@ -123,7 +123,7 @@ class Scheduler(ExitVote):
             elif waiting and now_s - round_.opened_s >= LOST_S:
                 silent = [r for r in waiting if steps[r] >= round_.tick.step + LOST_STEPS]
                 if silent:
-                    self._abandon(slot, round_, f"rank {silent[0]} is past it and has said nothing", now_s)
+                    self._abandon(slot, round_, f"rank {silent[0]} has passed that step without an answer", now_s)
 
     def _judge_holds(self, now_s: float) -> None:
         """Decides for each open hold whether the ranks leave or go on. In this order:
@@ -339,7 +339,7 @@ class Scheduler(ExitVote):
             rank = next(m.rank for m in self.members if m.presence is not Presence.HERE)
             self._refuse_saves("save-failed", f"rank {rank} {self._fate(rank)}: no rank can save without it")
         elif (away := self._away_for_dues(now_s)) is not None:
-            self._refuse_saves("save-failed", f"rank {away} is not to be reached, and training does not wait for it")
+            self._refuse_saves("save-failed", f"rank {away} cannot be reached, and training does not wait for it")
         elif self._is_exit_behind():
             self._refuse_behind()
         elif len({save.tick for save in saves.values()}) > 1:

@@ -114,14 +114,14 @@ class ClusterStartup(Startup):
             return self._frozen.due_s
         text = f"no snapshot of this job has been taken for {BOUND_S:.0f} s"
         if kind == "frozen":
-            text += ", and what it keeps in memory stays"
+            text += ", and none is dropped from memory"
             why = self.fence.refusal(HERE, job.epoch, now_s)
             then = f"it goes on once that start has restored or failed, or its agent was gone for {BOUND_S:.0f} s"
             if job.epoch < self.fence.floor:
-                then = "start it again, and it takes a larger number"
+                then = "start the job again"
         else:
             why = f"cut off from the agent of rank 0's node: {', '.join(cut_off)}"
-            then = "training goes on, and saving once that is connected again; ckpt watch there says if its agent hangs"
+            then = "training goes on, and saving goes on once it is connected; run ckpt watch there to see if it hangs"
         job.emit("job.frozen", f"{text}: {why}; {then}", True, {"reason": why})
         return None
 

@@ -104,7 +104,7 @@ def lend(url: str, settings: Settings, terms: MemoryNodeOptions, listening: Call
     if lock is None:
         raise AgentError(
             f"an agent of {shown(url)} runs on this machine already: that of a job, or another `ckpt agent`. Lend "
-            "memory on another machine, or set CKPT_RUNTIME_DIR"
+            "memory on another machine, or set CKPT_RUNTIME_DIR to another folder for this agent's socket"
         )
     try:
         server = EventLoop(place.socket)

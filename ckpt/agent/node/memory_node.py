@@ -247,7 +247,7 @@ class MemoryNode(Agent):
         if message.fields["role"] == "trainer":
             raise AgentError(
                 f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and serves no trainer"
-                ": start the job on another machine, or with another CKPT_RUNTIME_DIR"
+                ": start the job on another machine, or with another CKPT_RUNTIME_DIR (the folder of agents' sockets)"
             )
         super()._hello(peer, message)
 
@@ -255,7 +255,7 @@ class MemoryNode(Agent):
         if message.kind == "prune":
             raise AgentError(
                 f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and deletes nothing: "
-                "prune on another machine, or with another CKPT_RUNTIME_DIR"
+                "prune on another machine, or with another CKPT_RUNTIME_DIR (the folder of agents' sockets)"
             )
         super()._tool(peer, message)
 

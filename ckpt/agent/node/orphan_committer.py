@@ -84,7 +84,7 @@ class OrphanCommitter(PeerHandlers):
         other = self.network is None or by != self.network.me
         # Of two nodes that survey each other, the one with the lower name goes on.
         if left and other and self._attempt is not None and by > self._attempt.network.me:
-            raise AgentError("this node is at it itself")
+            raise AgentError("this node is already committing it")
         # Such a job could take no snapshot until the outcome.
         if left and other and any(job.needed for job in self._jobs()):
             raise AgentError("a job that is coordinated here goes on")

@@ -192,7 +192,7 @@ class Startup(NodeMemory):
             self._fail_start(start, error)
             return
         else:
-            log.warning("the store does not answer; this node's memory has to do: %s", error)
+            log.warning("the store does not answer; the start uses this node's memory alone: %s", error)
         start.listed = True
 
     def _answer_start(self) -> None:
@@ -254,8 +254,8 @@ class Startup(NodeMemory):
             except NewerFormat as exc:
                 raise NewerFormat(
                     f"step {candidate.identity.tick.step}, the newest of {shown(self.url)} that is left, was saved by "
-                    f"a newer ckpt ({exc}); what is older is not gone on from instead. Install that ckpt here, too, or "
-                    f"go back on purpose: ckpt branch {shown(self.url)} --at STEP"
+                    f"a newer ckpt ({exc}). An older checkpoint is not taken instead. Install that ckpt here as well, "
+                    f"or go back on purpose: ckpt branch {shown(self.url)} --at STEP"
                 ) from exc
             except (DamagedData, NotFound) as exc:
                 damaged[candidate.identity] = str(exc)

@@ -247,7 +247,8 @@ class ReplicationManager:
             text += f", not {each.asked} as was asked for ({each.why})"
         if not least:
             unkept = [kept.node for kept in placement.kept if not kept.losses]
-            text = f"nobody has memory for {', '.join(unkept[:HOLDERS_SHOWN])}, and no checkpoint outlives that"
+            text = f"no node has memory for the state of {', '.join(unkept[:HOLDERS_SHOWN])}: if that is lost, so is "
+            text += "every checkpoint in memory"
         notes = "".join(f"; {note}" for note in [*self.warnings, *placement.notes][:3])
         how = f"each node keeps up to {most >> 20:,} MiB for others, and sends up to {sends >> 20:,} MiB each time"
         return f"{'parity' if parity else 'copies'}: {text}; {how}{notes}"
@@ -258,11 +259,12 @@ class ReplicationManager:
         if self.placement is None or not self.protects:
             return []
         found = [
-            f"{', '.join(names[:HOLDERS_SHOWN])} and who keeps their state are on one machine, and it is lost with that"
+            f"{', '.join(names[:HOLDERS_SHOWN])} and the nodes that keep their state are on one machine: if it is "
+            "lost, so is that state"
             for _, names in sorted(self.with_hosts.items())
         ]
         domains = [each for each in self.placement.exposed if each.rpartition("/")[2] not in self.with_hosts]
-        found += [f"where {each} is lost as a whole, so is state that lies nowhere else" for each in domains]
+        found += [f"if {each} is lost as a whole, so is state that is nowhere else" for each in domains]
         if self._unnamed:
             ranks = ", ".join(map(str, self._unnamed[:HOLDERS_SHOWN]))
             which = f"those of ranks {ranks}" if len(self._unnamed) > 1 else f"that of rank {ranks}"

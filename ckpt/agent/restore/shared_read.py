@@ -211,7 +211,7 @@ class SharedRead:
         """Emits the event once, however many nodes ask."""
         if not self._told and not self._closed:
             self._told = True
-            text = f"step {self._identity.tick.step} is read by each node for itself, as far as this one was to read it"
+            text = f"each node reads for itself the part of step {self._identity.tick.step} that this node was to read"
             text = f"{text} for all: {why}"
             self._tell_ranks(Event("restore.unshared", text, False, {"identity": str(self._identity)}))
 

@@ -314,7 +314,8 @@ class Accounting:
         at_s = self._marks[-1].at_s
         if at_s is None and age_s is not None:
             at_s = now_s - age_s
-        safe = {each: found for each, found in self.safe.items() if found[0] < tick and each != "local"}
+        # What other nodes still have of older checkpoints is not known: a node may have been lost.
+        safe = {each: found for each, found in self.safe.items() if found[0] < tick and each == "store"}
         if level != "none":
             safe[level] = (tick, at_s)
         store = self.safe.get("store")

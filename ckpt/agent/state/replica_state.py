@@ -15,10 +15,10 @@ from ckpt.placement.placement import Kept
 from ckpt.types import Tick
 
 UNKEPT = "no other node has memory for a part of it"
-ROOMLESS = "no other node has room for any of it any more"
-OUTDONE = "a newer one is safe in other nodes' memory already"
-FOUND_LESS = "less of it was found in other nodes' memory than they are to keep"
-LOST = "an agent that had a part of it already was lost meanwhile"
+ROOMLESS = "no other node has memory left for any of it"
+OUTDONE = "a newer one is in other nodes' memory already"
+FOUND_LESS = "fewer copies were found in other nodes' memory than were asked for"
+LOST = "an agent that had a part of it was lost meanwhile"
 
 
 class ReplicaState(JobFacts):

@@ -79,9 +79,9 @@ class TorchGroup:
             if store.add(alike, 0) < self.world:
                 how = "have made" if _are_all(ranks) else "are in"
                 raise UsageError(
-                    f"the ranks that enter {how} different numbers of torch process groups, and torch names another "
-                    "one of these ranks after that number: they would wait for each other in vain. Enter before the "
-                    "others are made, or make as many on each of these ranks"
+                    f"the ranks that enter {how} different numbers of torch process groups. torch names a new group "
+                    "after that number, so these ranks would wait for each other in vain. Enter before the other "
+                    "groups are made, or make equally many groups on each of these ranks"
                 )
             return []
         except RuntimeError as exc:

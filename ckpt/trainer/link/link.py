@@ -475,7 +475,8 @@ class Link:
             self._given_up = True
         self.levels.fail_all("the agent could not be started again")
         if not self._closed:
-            self.events.emit("agent.given_up", "ckpt: no agent; nothing more will be saved by this job", loud=True)
+            text = "ckpt: the agent, which saves for this job, could not be started again. This job saves nothing more"
+            self.events.emit("agent.given_up", f"{text}: start it again", loud=True)
 
     def _look_for_wanted(self) -> None:
         """Looks whether a version that somebody waits for is in the store, with no process left to report it. The agent

@@ -299,8 +299,8 @@ def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
         if rank is not None:
             events.emit(
                 "nodes.differ",
-                f"ckpt: {variable} of rank {rank} is not what rank 0 has, which counts. The next start may have rank 0 "
-                "on any of the nodes, and find no memory-only node then, or nothing of what others hold: set it on all "
+                f"ckpt: {variable} of rank {rank} is not that of rank 0, which counts. The next start may have rank 0 "
+                "on another node. Then it may not find the memory-only nodes, or what other nodes hold. Set it on all "
                 f"nodes, to {'the same' if name == 'peers' else 'a file of the same secret'}",
                 loud=True,
                 variable=variable,
@@ -321,8 +321,9 @@ def _nodes(
     if group.rank == 0 and len(set(hosts.values())) < len(hosts):
         saver.events.emit(
             "nodes.one_host",
-            "ckpt: ranks of one machine found different agents, and count as nodes of their own: give all ranks of a "
-            "machine the same CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user",
+            "ckpt: ranks of one machine found different agents (the processes that save their checkpoints), and count "
+            "as different nodes. Run all ranks of a machine as one user and with the same CKPT_RUNTIME_DIR or "
+            "XDG_RUNTIME_DIR, the folder of the agents' sockets",
             loud=True,
         )
     run_secret = collective.from_first(group, lambda: _secret(settings, former))
@@ -470,8 +471,8 @@ def _try(
         restore.tell_overruled(events, targets.overruled)
     if targets.dropped:
         names = ", ".join(targets.dropped)
-        text = f"ckpt: the generators {names} are not restored: this process has none of these so far. Where it is to "
-        events.emit("generator.dropped", f"{text}go on with them, call torch.cuda.init() before the block", loud=True)
+        text = f"ckpt: the generators {names} are not restored: this process does not have them yet. To go on with "
+        events.emit("generator.dropped", f"{text}them, call torch.cuda.init() before the block", loud=True)
     return "", {level: sources.get(level, 0) + filled.value.get(level, 0) for level in {*sources, *filled.value}}
 
 

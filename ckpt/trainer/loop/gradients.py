@@ -52,8 +52,8 @@ class Gradients:
             return ""
         return (
             f"the gradients of {counted(step - self.last, 'step')} wait for an optimizer's update, and gradients are "
-            "not saved: a restart from there would lose them. Have a step of ckpt be one update: call ck.step() after "
-            "optimizer.step() only, or draw all micro-batches in one round of ck.steps()"
+            "not saved: a restart from there would lose them. Make each step one update: call ck.step() only after "
+            "optimizer.step(), or draw all micro-batches in one iteration of ck.steps()"
         )
 
     def _params(self) -> Iterator[torch.Tensor]:

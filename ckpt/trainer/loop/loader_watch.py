@@ -94,16 +94,16 @@ class LoaderWatch:
         if self._steps == 1 and self._is_without_data():
             self._emit(
                 "loader.missing",
-                "the state has no loader: a restart goes on at its step, but what the loop reads in order begins at "
-                f"its first batch again, unless the script finds the place. Give the state the loader {GUIDE}",
+                "the state has no loader: after a restart the steps go on, but the data begins at its first batch "
+                f"again, unless the script skips to the right place. Put the loader into the state {GUIDE}",
             )
         for early in self._early:
             if early.is_drawn_from():
                 self._early, self._watched = [], []
                 self._emit(
                     "loader.early",
-                    f"{early.path}: the loop draws from an iterator that was made before the block, and knows nothing "
-                    "of what is restored: every restart begins at its first batch again. Make it in the block "
+                    f"{early.path}: the loop draws from an iterator that was made before the block, and that is not "
+                    "restored: every restart begins at its first batch again. Make the iterator in the block "
                     f"(batches = iter(loader)) {GUIDE}",
                     loader=early.path,
                 )
@@ -116,10 +116,9 @@ class LoaderWatch:
             if ahead := each.count():
                 self._emit(
                     "loader.ahead",
-                    f"{each.path}: more batches were drawn, by {ahead}, than the steps take ({each.usual} "
-                    "each). If they wait for their steps, a restart skips them: put ck.steps(n) "
-                    "first in zip(); where something prefetches, have it count what it hands out, and register that "
-                    f"instead {GUIDE}",
+                    f"{each.path}: {ahead} more batches were drawn than the steps take ({each.usual} each). If these "
+                    "batches wait for their steps, a restart skips them. Put ck.steps(n) first in zip(). If something "
+                    f"prefetches, let it count what it hands out, and register it instead of the loader {GUIDE}",
                     loader=each.path,
                     batches=ahead,
                 )
@@ -136,10 +135,10 @@ class LoaderWatch:
     def _say_repeated(self, name: str) -> None:
         self._emit(
             "epoch.repeated",
-            f"state[{name!r}] was counted behind a place where the state may be saved, and the epoch's data had ended "
-            "there: a restart from it makes that epoch again. Count it where the data ends: in a generator that the "
-            "loop draws from, behind its `yield from loader`; or, where each batch is a step, first behind the loop. "
-            f"Where that loader is Accelerate's, count it in the last step of the epoch {GUIDE}",
+            f"state[{name!r}] is counted too late: the epoch's data had ended, and the state could be saved before "
+            "the count. A restart from there repeats that epoch. Count where the data ends: in a generator that the "
+            "loop draws from, after its `yield from loader`. If each batch is a step, count directly after the loop. "
+            f"With a loader of Accelerate's, count in the last step of the epoch {GUIDE}",
             counter=name,
         )
 

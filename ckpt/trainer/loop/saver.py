@@ -311,8 +311,8 @@ class Saver:
             self._follow(self.walker.walk())
             self.settle(tick)
             raise SaveFailed(
-                f"{names.some(strays)} came into the state while it was read: between two steps an object has to give "
-                "the same each time it is asked"
+                f"{names.some(strays)} came into the state while it was read: between two steps, an object's "
+                "state_dict() has to return the same each time"
             )
         shared, own = state_nodes.encode(*trees, self.walk.scan.constants)
         about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
@@ -344,8 +344,8 @@ class Saver:
     def boundary(self, step: int) -> None:
         """Notes that `step` has ended: copies that ran under the step are checked and finished."""
         self._snapshotter.boundary()
-        # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ. After the
-        # second one this walk says which optimizers are not saved. All ranks ask their objects at the same boundaries.
+        # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ. The walk
+        # after the second one says which optimizers are not saved. All ranks ask their objects at the same boundaries.
         if self._first_steps:
             if self._first_steps == 2:
                 self.doubt()
@@ -425,7 +425,7 @@ class Saver:
         self._unsettled = self._unsettled + 1 if self.walk.layout is not before else 0
         if self._unsettled == UNSETTLED_MAX:
             changed = names.some(sorted({e.name for e in set(self.walk.layout.entries) ^ set(before.entries)}))
-            text = f"ckpt: no checkpoint is taken while the structure of the state changes each time ({changed}): keep "
+            text = f"ckpt: no checkpoint is taken while the structure of the state changes each time ({changed}). Keep "
             text += "the shapes and the number of its tensors, or call ck.save(), which waits"
             self.events.emit("state.unsettled", text, loud=True)
 

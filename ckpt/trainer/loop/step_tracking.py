@@ -108,9 +108,9 @@ class StepTracking:
         """Why the state may hold half an update; "" if it does not. Later steps do not mend a torn state."""
         for optimizer in self._begun[:1]:
             return (
-                f"{type(optimizer).__name__}.step() has begun and not ended, as by an exception in it: a part of that "
-                "update may be in the state, which is not saved any more. Start again from the newest checkpoint; what "
-                "may fail belongs before step(), not into its closure"
+                f"{type(optimizer).__name__}.step() has begun and not ended, for instance because of an exception in "
+                "it. The state may hold a part of that update, so it is not saved any more. Start again from the "
+                "newest checkpoint. Do what may fail before step(), not in its closure"
             )
         return ""
 
@@ -151,9 +151,9 @@ class StepTracking:
         if not self.weights.are_swapped:
             return ""
         why = (
-            f"the parameters are not those of the end of step {step}, as where averaged weights are swapped in for an "
-            "evaluation; the newest snapshot before counts. Swap back before ck.poll() or ck.save(); a change that is "
-            "to stay belongs before ck.step()"
+            f"the parameters are not those of the end of step {step}, for instance because averaged weights are "
+            "swapped in for an evaluation. The newest earlier snapshot counts. Swap back before ck.poll() or "
+            "ck.save(). Make a change that is to stay before ck.step()"
         )
         if not self._said_swapped:
             self._said_swapped = True
@@ -174,9 +174,9 @@ class StepTracking:
             return
         if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
             text = (
-                "ckpt: the loop trains what is not in the state: a step has ended, and only an optimizer has stepped "
-                "that is not in it and has nothing of it. What that trains is not saved: give the Checkpointer the "
-                "model and optimizer that the loop uses; where they were made anew since, assign them in ck.state"
+                "ckpt: the loop trains what is not in the state. The only optimizer that has stepped is not in the "
+                "state, and trains nothing in it. What it trains is not saved. Give the Checkpointer the model and the "
+                "optimizer that the loop uses. If the script has made new ones since, assign them in ck.state"
             )
             self._events.emit("optimizer.not_registered", text, loud=True)
 

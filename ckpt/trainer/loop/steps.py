@@ -77,8 +77,8 @@ class Steps:
         if (updates.pending and (begun or self.any_ended)) or (updates.fenced and updates.by_hand and begun):
             return True
         if begun and self._saver.walk.has_loaders:
-            text = f"ckpt: left in step {self.ended + 1} before its update: a batch that was drawn for it is not "
-            text += "trained, and is passed over after a restart (at the end of a loader none was drawn)"
+            text = f"ckpt: the loop was left in step {self.ended + 1}, before its update. A batch that was drawn for "
+            text += "that step is not trained, and a restart skips it (at the end of a loader none was drawn)"
             self._events.emit("step.unfinished", text, loud=True)
         return False
 

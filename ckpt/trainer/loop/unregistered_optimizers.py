@@ -84,7 +84,7 @@ class UnregisteredOptimizers:
         self._events.emit(
             "optimizer.unsaved",
             f"ckpt: the {kind} that trains {name} is not in the state{more}: a restart begins with a new one, "
-            "without what this one has gathered. Register it as well",
+            "and this one's state is lost. Put it into the state as well",
             loud=True,
             optimizer=kind,
             tensor=name,

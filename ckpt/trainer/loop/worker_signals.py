@@ -91,9 +91,9 @@ def _unshielded(found: Sequence[StateNode], events: Events) -> list[tuple[DataLo
         if loader.worker_init_fn is shield_worker:
             continue
         if getattr(loader, "_iterator", None) is not None:
-            text = f"ckpt: {node.path}: its workers were started before the block: a signal that reaches them as well "
-            text += "(torchrun and Slurm send such) ends them, and the job before it has saved. Make the iterator "
-            text += "inside the block, or give the loader worker_init_fn=ckpt.shield_worker"
+            text = f"ckpt: {node.path}: its workers were started before the block. A signal that also reaches them "
+            text += "(torchrun and Slurm send such signals) ends them, and then the job, before it has saved. Make "
+            text += "the iterator inside the block, or give the loader worker_init_fn=ckpt.shield_worker"
             events.emit("loader.unshielded", text, loud=True, loader=node.path)
         before.append((loader, loader.worker_init_fn))
     return before

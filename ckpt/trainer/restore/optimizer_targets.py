@@ -162,7 +162,7 @@ class OptimizerTargets:
     def _parameter(self, view: OptimizerView, param: Param, stored: str | None, saved: OptimizerTree) -> None:
         """Plans the state of one parameter. Tensors of the saved shape and dtype stay the same objects."""
         if stored is None:
-            self.wants.missing(state_path(view.path, param.name))
+            self.wants.missing(state_path(view.path, param.name), what="optimizer state")
             return
         prefix, skeleton = state_path(view.path, stored), saved.state[stored]
         found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
@@ -224,7 +224,7 @@ class OptimizerTargets:
         those of the parameter. `flags`: the saved hyper-parameters."""
         found = self.wants.find(name, pieces.boxes)
         if found is None:
-            self.wants.missing(name)
+            self.wants.missing(name, what="tensor")
             return None
         tensor, parted = live, self.wants.is_parted(name, pieces.boxes)
         fits = isinstance(live, torch.Tensor) and found.fits(self.wants.cutter.pieces(param.like(live), name))

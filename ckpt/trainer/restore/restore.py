@@ -158,10 +158,10 @@ def check_match(
     does_not_match = f"the state does not match the checkpoint of step {identity.tick.label}: {text}. "
     if beside or (spoilt and lines and asked.strict):
         raise StateMismatch(
-            f"{does_not_match if lines else ''}A newer one was tried before and is damaged: {some(beside or spoilt)} "
-            "now hold what could be read of that, and what they held is lost. Run "
-            f"`ckpt branch {shown(asked.url)} --at {identity}`, so that the damaged one is not tried again, and start "
-            "a new process, with a state that matches this one, or with strict=False"
+            f"{does_not_match if lines else ''}A newer checkpoint was tried before and is damaged: "
+            f"{some(beside or spoilt)} now hold what could be read of it, and what they held is lost. Run "
+            f"`ckpt branch {shown(asked.url)} --at {identity}`, so that the damaged one is not tried again. Then start "
+            f"a new process, with a state that matches step {identity.tick.label}, or with strict=False"
         )
     if lines and asked.strict:
         raise StateMismatch(
@@ -172,8 +172,8 @@ def check_match(
         events.emit("restore.mismatch", f"ckpt: strict=False: {text}", loud=True, lines=lines)
     if firsts and group.rank == 0:
         text = (
-            f"ckpt: the values of {some(firsts)} were not the same on the ranks that saved step {identity.tick.label}, "
-            "which held other parts of the state, or were others than these: the first rank's are taken"
+            f"ckpt: the values of {some(firsts)} were not the same on the ranks that saved step {identity.tick.label}. "
+            "These ranks are not the present ones, or held other parts of the state: the first rank's values are taken"
         )
         events.emit("restore.differed", text, loud=True, names=firsts)
 

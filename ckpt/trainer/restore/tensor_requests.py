@@ -14,9 +14,10 @@ from ckpt.layout.assemble import part_owner
 from ckpt.layout.reshard import Mismatch, Want
 from ckpt.trainer.state import value_trees
 from ckpt.trainer.state.names import some
+from ckpt.trainer.state.optimizers import state_path
 from ckpt.trainer.state.saved_values import Shared, Tree
 from ckpt.trainer.state.shard import DTYPES, Cutter, Pieces, Shard, changing, is_dtensor
-from ckpt.types import Box
+from ckpt.types import Box, counted
 
 ONLY = "only in the checkpoint: "  # the prefix of a difference that is an extra name
 
@@ -67,6 +68,8 @@ class TensorRequests:
     tensors: list[torch.Tensor] = field(default_factory=list)
     installs: list[Callable[[], None]] = field(default_factory=list)
     lines: dict[tuple[str, str], str] = field(default_factory=dict)
+    # Of names that the checkpoint has for no rank: what each would be, such as "tensor".
+    absent: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     overruled: list[str] = field(default_factory=list)  # hyper-parameters of the script that were replaced, in words
     cutter: Cutter = field(default_factory=Cutter)
@@ -91,14 +94,17 @@ class TensorRequests:
         """Notes a difference; only the first one of each kind and name counts. `line`: the difference in words."""
         self.lines.setdefault((kind, name), line)
 
-    def missing(self, name: str, why: str = "") -> None:
+    def missing(self, name: str, why: str = "", what: str = "") -> None:
+        """Notes a name that the checkpoint lacks. `what`: its noun, if it may share a line with its module's others."""
+        if what and not why and name not in self.names:
+            self.absent[name] = what
         if not why and name in self.names:
-            why = f", where it is other ranks' own and none of it that of {self.coordinate}"
+            why = f", where only other ranks than {self.coordinate} have one of their own"
             if self.coordinate is None:
                 owners = sorted({owner.partition("@")[0] for held, owner in self.specs if held == name})
                 why = (
-                    f", where it is other ranks' own, of another mesh, and not the same on all of {some(owners)}: only "
-                    "as many ranks of that mesh can have it back"
+                    f", where the ranks of another mesh each have their own, and {some(owners)} differ: only as many "
+                    "ranks of that mesh can have it back"
                 )
         self.differ("missing", name, f"{name} is missing in the checkpoint{why}")
 
@@ -140,8 +146,26 @@ class TensorRequests:
         for kind, name in sorted(self.lines):
             kinds[kind].append(name)
         missing, extra_names, reshaped, retyped = (tuple(found) for found in kinds.values())
-        lines = tuple(line for _, line in sorted(self.lines.items()))
-        return Mismatch(missing, extra_names, reshaped, retyped, lines)
+        groups = self._absent_groups()
+        grouped = {("missing", name) for group in groups.values() for name in group}
+        lines = {key: line for key, line in self.lines.items() if key not in grouped}
+        for (prefix, what), group in groups.items():
+            lines["missing", prefix] = f"{prefix}.*: {counted(len(group), what)}, not in the checkpoint"
+        return Mismatch(missing, extra_names, reshaped, retyped, tuple(line for _, line in sorted(lines.items())))
+
+    def _absent_groups(self) -> dict[tuple[str, str], list[str]]:
+        """The absent names by (prefix, noun): the shortest prefix below which the checkpoint has nothing. Single names
+        are left out."""
+        stored = [
+            state_path(path, name) for path, optimizer in self.saved.optimizers.items() for name in optimizer.state
+        ]
+        held = {prefix for name in (*self.names, *stored) for prefix in _prefixes(name)} if self.absent else set()
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, what in self.absent.items():
+            prefix = next((each for each in _prefixes(name) if each not in held), None)
+            if prefix is not None:
+                groups.setdefault((prefix, what), []).append(name)
+        return {key: group for key, group in groups.items() if len(group) > 1}
 
     # ------------------------------------------------------------------------------------------------------ tensors
 
@@ -180,7 +204,7 @@ class TensorRequests:
         found = self.find(name, pieces.boxes)
         if found is None:
             if pieces.boxes or name not in self.names:
-                self.missing(name)
+                self.missing(name, what="tensor")
             return False
         self.used.add(found.name)
         for shape, saved in found.shapes(pieces):
@@ -202,7 +226,7 @@ class TensorRequests:
         whole, on the CPU. Its dimensions lie in memory as they were saved."""
         found = self.find(name)
         if found is None or found.shape is None:
-            self.missing(name)
+            self.missing(name, what="tensor")
             return None
         dtype, order = dtype_of(found), self.order(found, len(found.shape))
         if isinstance(like, Shard) and like.global_shape == found.shape:
@@ -243,6 +267,11 @@ class TensorRequests:
 
         self.installs.append(copy_back)
         return whole
+
+
+def _prefixes(name: str) -> list[str]:
+    """The names of what holds `name`, the outermost first."""
+    return [name[:at] for at, letter in enumerate(name) if letter == "."]
 
 
 def dtype_of(found: SavedTensor) -> torch.dtype:

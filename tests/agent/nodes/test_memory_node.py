@@ -446,7 +446,7 @@ def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_ot
     placed = [event for event in rank.events if event["name"] == "replication.placed"]
     assert placed[-1]["loud"]
     (large_node,) = [name for name in cluster.status(2)["nodes"].values() if "(ranks 0-2)" in name]
-    assert f"nobody has memory for {large_node}, and no checkpoint" in placed[-1]["message"]
+    assert f"no node has memory for the state of {large_node}: if" in placed[-1]["message"]
     assert cluster.status(2)["account"]["safe"].get("peer") is None
 
 

@@ -461,7 +461,7 @@ def test_what_fewer_nodes_than_were_asked_for_bear_is_said(option: Replicas | Pa
             "a_b_",
             ["CKPT_DOMAIN is set on other nodes and not on those of ranks 1, 3: each counts as a domain of its own"],
         ),
-        ("aaab", ["where a is lost as a whole, so is state that lies nowhere else"]),
+        ("aaab", ["if a is lost as a whole, so is state that is nowhere else"]),
     ],
 )
 def test_domains_that_are_named_on_some_nodes_only_or_take_state_with_them_are_told(

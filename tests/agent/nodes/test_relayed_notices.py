@@ -97,6 +97,10 @@ def standing(cluster: Cluster) -> list[str]:
     return [each["source"] for each in cluster.status(0)["job"]["notices"]["standing"]]
 
 
+def withdrawn(cluster: Cluster) -> list[str]:
+    return [event["message"] for rank in cluster.job for event in rank.events if event["name"] == "notice.withdrawn"]
+
+
 def await_standing(cluster: Cluster, wanted: list[str]) -> None:
     deadline = time.monotonic() + BOUND_S
     while (found := standing(cluster)) != wanted:
@@ -130,7 +134,7 @@ def test_a_launcher_that_starts_it_again_there_does_not_have_it_leave_again(job:
         """To the lowest rank that had come by then."""
         return [event["message"] for rank in job.job for event in rank.events if event["name"] == "notice"]
 
-    until(lambda: any("answered before" in message for message in told()))
+    until(lambda: any("does not leave again" in message for message in told()))
     train(job.job, job.job[0].step + 20)
     assert job.status(0)["job"]["notices"]["course"] == "stay"
     assert job.save("store")
@@ -156,11 +160,25 @@ def test_what_an_operator_asked_for_on_one_node_may_be_taken_back_on_any(
     cluster.start(0, 1)
     preempt(cluster, asked)
     step = cluster.job[0].await_word(WordKind.HOLD)
+    notices = cluster.status(0)["job"]["notices"]["standing"]
+    other = cluster.status(1)["name"]
+    assert [each["nodes"] for each in notices] == [[other if asked else ""]]
     preempt(cluster, cancelled, cancel=True)
     await_standing(cluster, [])
+    until(lambda: bool(withdrawn(cluster)))
+    assert [("this machine" in each) for each in withdrawn(cluster)] == [not asked]
     train(cluster.job, step + 3)
     assert cluster.save("store")
     assert standing(cluster) == []
+
+
+def test_a_signal_to_a_rank_of_another_node_is_shown_as_one_to_that_node(cluster: Cluster) -> None:
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
+    cluster.start(0, 1)
+    cluster.job[1].request("notice", {"key": "SIGTERM", "left_s": 60.0})
+    await_standing(cluster, ["signal"])
+    (notice,) = cluster.status(0)["job"]["notices"]["standing"]
+    assert notice["nodes"] == [cluster.status(1)["name"]]
 
 
 @pytest.mark.parametrize("asked", [0, 1])
@@ -176,8 +194,7 @@ def test_what_an_operator_asked_for_stands_though_the_agent_that_was_asked_dies(
     await_standing(cluster, ["test"])
     together(cluster.job, lambda rank: rank.enter(rank.step + 1))
     leave(cluster)
-    withdrawn = [event for rank in cluster.job for event in rank.events if event["name"] == "notice.withdrawn"]
-    assert not withdrawn
+    assert not withdrawn(cluster)
     assert len({answer["committed"] for answer in together(cluster.job, lambda rank: rank.leave("notice"))}) == 1
 
 

@@ -230,6 +230,21 @@ def test_what_other_nodes_have_lost_is_not_safe_there_until_they_have_it_again()
     assert run.facts()["safe"]["peer"]["step"] == 10
 
 
+def test_after_a_start_no_older_step_counts_as_replicated_until_it_is_found() -> None:
+    run = Run()
+    run.start()
+    run.train(10)
+    run.snapshot(commit=True)
+    run.account.replicated(FIRST, Tick(10), 100)
+    run.train(10)
+    run.snapshot(commit=True)
+    run.wait(0, Phase.DOWN)
+    run.start(20, "store", SECOND)
+    assert set(run.facts()["safe"]) == {"store"}
+    run.account.found("peer", FIRST, Tick(10))
+    assert run.facts()["safe"]["peer"]["step"] == 10
+
+
 def test_what_a_start_goes_on_from_is_safe_in_other_nodes_memory_once_it_is_found_to_be_there_again() -> None:
     run = Run()
     run.step = 500

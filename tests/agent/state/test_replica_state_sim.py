@@ -450,7 +450,7 @@ class Sim:
 
         def found_safe(found: SafeCheckpoint | None) -> None:
             if found is None:
-                ended("a node that may keep what is safe has not said what it has")
+                ended("a node that may have copies has not said which")
                 return
             newest, kept = found.newest, []
             for rank, node in enumerate(TRAIN if newest is not None else ()):

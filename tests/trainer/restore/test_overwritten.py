@@ -82,7 +82,7 @@ def test_what_was_overwritten_on_one_rank_is_an_error_on_all(strict: bool) -> No
     with ThreadPoolExecutor(WORLD) as ranks:
         first, second = ranks.map(enter, range(WORLD))
     assert first == second
-    assert "A newer one was tried before and is damaged: a now" in first
+    assert "A newer checkpoint was tried before and is damaged: a now" in first
     assert "Nothing was changed" not in first
 
 
