@@ -47,16 +47,16 @@ from ckpt.errors import (
     UsageError,
 )
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import lost, make_room
-from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key, shown
+from ckpt.storage.failure import connection_error, full_store_hint
+from ckpt.storage.names import PARTS_MAX, TEMPORARY_PREFIX, check_key, check_prefix, check_range, is_key, redact_url
 
 PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos", "memory"}
-_AGAIN = {
+_TRANSIENT_ERRNOS = {
     *(errno.EAGAIN, errno.EBUSY, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH),
     errno.EREMOTEIO,  # s3fs raises it for a 500
     *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
 }
-_AGAIN_NAMES = {
+_TRANSIENT_NAMES = {
     *("EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "HTTPClientError"),
     *("ClientConnectionError", "ServerDisconnectedError", "ServerTimeoutError", "ClientPayloadError", "FSTimeoutError"),
     *("IncompleteRead", "ResponseParserError"),
@@ -66,8 +66,8 @@ _AGAIN_NAMES = {
 }
 # The answers of an HTTP server that has no PUT.
 _READ_ONLY = {405, 501}
-_NO_LEAVE = {"NoCredentialsError", "ClientAuthenticationError", "AuthenticationException"}
-_MODIFIED = (
+_DENIED_NAMES = {"NoCredentialsError", "ClientAuthenticationError", "AuthenticationException"}
+_TIME_FIELDS = (
     *("mtime", "LastModified", "last_modified", "modified", "modify", "modificationTime"),
     *("updated", "created", "timeModified"),
 )
@@ -83,7 +83,7 @@ def open_fsspec(url: str) -> FsspecBackend:
     try:
         kind = fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as exc:
-        raise _unknown(url, exc) from exc
+        raise _unknown_url_error(url, exc) from exc
     made = FsspecBackend(url, protocol, kind)
     with suppress(TransientError):  # the first operation tries again
         made.connect()
@@ -94,23 +94,23 @@ class FsspecBackend:
     """A Backend (see ckpt.storage.contract) on one fsspec file system, which is made anew after an error."""
 
     def __init__(self, url: str, protocol: str, kind: type[Any]) -> None:
-        self.url = shown(url)  # without the password, for messages
-        self._with_password = url
+        self.url = redact_url(url)  # without the password, for messages
+        self._url_with_password = url
         # None until connected, and after an error that may have left the file system unusable.
         self._fs: Any = None
         self._root = kind._strip_protocol(url.removeprefix("fsspec+")).rstrip("/")
         self._is_put_atomic = protocol in PUT_IS_ATOMIC
         self._is_s3 = protocol in ("s3", "s3a")
         # A file system that is not asynchronous may have one connection. Threads would take each other's replies on it.
-        self._has_one = not kind.async_impl
-        self._turn: Any = threading.RLock() if self._has_one else nullcontext()
+        self._has_one_connection = not kind.async_impl
+        self._connection_lock: Any = threading.RLock() if self._has_one_connection else nullcontext()
 
     def connect(self) -> None:
         """Makes the file system, which may connect at once. Errors: UsageError; StorageError."""
         try:
-            filesystem, _ = url_to_fs(self._with_password.removeprefix("fsspec+"), skip_instance_cache=True)
+            filesystem, _ = url_to_fs(self._url_with_password.removeprefix("fsspec+"), skip_instance_cache=True)
         except (ImportError, ValueError, TypeError) as exc:
-            raise _unknown(self.url, exc) from exc
+            raise _unknown_url_error(self.url, exc) from exc
         except Exception as exc:
             raise _error(self.url, "connect", exc) from exc
         if isinstance(getattr(filesystem, "dircache", None), DirCache):  # SFTP's has no such option
@@ -130,7 +130,7 @@ class FsspecBackend:
     ) -> None:
         path = self._path(key)
         data = b"".join(chunks)
-        with self._translated(f"put {key}"):
+        with self._translate_errors(f"put {key}"):
             if self._is_put_atomic:
                 self._fs.pipe_file(path, data, mode="create" if mode is PutMode.IF_ABSENT else "overwrite")
                 return
@@ -138,7 +138,7 @@ class FsspecBackend:
                 raise AlreadyExists(f"{self.url}: {key} is there already")
             folder = posixpath.dirname(path)
             self._fs.makedirs(folder, exist_ok=True)
-            temporary = posixpath.join(folder, TEMPORARY + secrets.token_hex(8))
+            temporary = posixpath.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
             try:
                 self._fs.pipe_file(temporary, data)
                 self._fs.mv(temporary, path)
@@ -162,7 +162,7 @@ class FsspecBackend:
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._translated(f"head {key}"):
+        with self._translate_errors(f"head {key}"):
             self._fs.invalidate_cache(self._fs._parent(path))
             found = self._fs.info(path)
         if found["type"] != "file":
@@ -175,7 +175,7 @@ class FsspecBackend:
 
     def folders(self, prefix: str) -> Sequence[str]:
         path = f"{self._root}/{check_prefix(prefix)}".rstrip("/")
-        with self._translated(f"look below {prefix}"):
+        with self._translate_errors(f"look below {prefix}"):
             try:
                 found = self._fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -186,7 +186,7 @@ class FsspecBackend:
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
-            with self._translated(f"delete {key}"), suppress(FileNotFoundError):
+            with self._translate_errors(f"delete {key}"), suppress(FileNotFoundError):
                 self._fs.rm_file(path)
 
     def abort_uploads(
@@ -199,8 +199,8 @@ class FsspecBackend:
         before_s = self.now_s() - older_than_s
         ended = 0
         for path, found in (each for prefix in prefixes for each in self._find(check_prefix(prefix))):
-            if posixpath.basename(path).startswith(TEMPORARY) and self._info(path, found).modified_s < before_s:
-                with self._translated(f"delete {path}"), suppress(FileNotFoundError):
+            if posixpath.basename(path).startswith(TEMPORARY_PREFIX) and self._info(path, found).modified_s < before_s:
+                with self._translate_errors(f"delete {path}"), suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._root}/{path}")
                     ended += 1
         return ended
@@ -218,9 +218,9 @@ class FsspecBackend:
     def close(self) -> None:
         """Drops the file system, and with it its connection and SFTP's thread."""
         # Otherwise an operation still uses the file system.
-        if self._has_one and self._turn.acquire(blocking=False):
+        if self._has_one_connection and self._connection_lock.acquire(blocking=False):
             self._fs = None
-            self._turn.release()
+            self._connection_lock.release()
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -229,7 +229,7 @@ class FsspecBackend:
         if length == 0:
             return b""
         try:
-            with self._translated(f"get {key}"):
+            with self._translate_errors(f"get {key}"):
                 data = bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))
         except (NotFound, AccessDenied, TransientError):
             raise
@@ -242,7 +242,7 @@ class FsspecBackend:
             data = data[start : start + length]
         if len(data) != length:
             self._check_end(key, start + length)
-            raise lost(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
+            raise connection_error(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
         return data
 
     def _check_end(self, key: str, stop: int) -> None:
@@ -252,7 +252,7 @@ class FsspecBackend:
 
     def _find(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The files below the prefix, by their path below the root."""
-        with self._translated(f"list {prefix}"):
+        with self._translate_errors(f"list {prefix}"):
             folder = self._fs._strip_protocol(f"{self._root}/{prefix}".rstrip("/"))
             head = self._fs._strip_protocol(self._root) + "/"
             self._fs.invalidate_cache()
@@ -265,7 +265,7 @@ class FsspecBackend:
         try:
             found = self._fs.ls(folder, detail=True)
         except OSError as exc:
-            if isinstance(_reason(exc, around), FileNotFoundError) or exc.errno == errno.ENOENT:
+            if isinstance(_root_cause(exc, around), FileNotFoundError) or exc.errno == errno.ENOENT:
                 return
             raise
         for each in found:
@@ -280,10 +280,10 @@ class FsspecBackend:
         return ObjectInfo(key, int(found["size"] or 0), modified_s, version.strip('"'))
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         """Translates every exception of a file system into ours: fsspec promises no particular classes."""
         around = sys.exception()
-        with self._turn:
+        with self._connection_lock:
             if self._fs is None:
                 self.connect()
             try:
@@ -291,35 +291,35 @@ class FsspecBackend:
             except CkptError:
                 raise
             except Exception as exc:
-                error = _error(self.url, what, _reason(exc, around))
-                if self._has_one and not isinstance(error, (NotFound, AlreadyExists, AccessDenied)):
+                error = _error(self.url, what, _root_cause(exc, around))
+                if self._has_one_connection and not isinstance(error, (NotFound, AlreadyExists, AccessDenied)):
                     self._fs = None
                 raise error from exc
 
 
-def _unknown(url: str, why: Exception) -> UsageError:
-    told = f"{shown(url)}: fsspec cannot open it: {why}"
+def _unknown_url_error(url: str, why: Exception) -> UsageError:
+    told = f"{redact_url(url)}: fsspec cannot open it: {why}"
     return UsageError(f"{told}; give a URL that it knows, or install what it lacks")
 
 
-def _reason(exc: BaseException, around: BaseException | None) -> BaseException:
+def _root_cause(exc: BaseException, around: BaseException | None) -> BaseException:
     """The real cause of an exception. FTP's listing reports any reply of the server as a missing file, even a 421,
     which closes the connection; the real reply is in the context. `around`: the exception handled before, which is no
     part of the cause."""
     each: BaseException | None = exc
     while each is not None and each is not around:
-        if _may_pass(each):
+        if _is_transient(each):
             return each
         each = each.__cause__ or each.__context__
     return exc
 
 
-def _may_pass(exc: BaseException) -> bool:
+def _is_transient(exc: BaseException) -> bool:
     """Whether a retry may succeed."""
-    if isinstance(exc, TimeoutError | ConnectionError | EOFError) or type(exc).__name__ in _AGAIN_NAMES:
+    if isinstance(exc, TimeoutError | ConnectionError | EOFError) or type(exc).__name__ in _TRANSIENT_NAMES:
         return True
     # paramiko's error has no errno.
-    return isinstance(exc, OSError) and (exc.errno in _AGAIN or str(exc) == "Socket is closed")
+    return isinstance(exc, OSError) and (exc.errno in _TRANSIENT_ERRNOS or str(exc) == "Socket is closed")
 
 
 def _error(url: str, what: str, exc: BaseException) -> CkptError:
@@ -330,19 +330,19 @@ def _error(url: str, what: str, exc: BaseException) -> CkptError:
         return NotFound(told)
     if isinstance(exc, FileExistsError):
         return AlreadyExists(told)
-    if isinstance(exc, PermissionError) or type(exc).__name__ in _NO_LEAVE or str(exc).startswith("530 "):  # FTP
+    if isinstance(exc, PermissionError) or type(exc).__name__ in _DENIED_NAMES or str(exc).startswith("530 "):  # FTP
         return AccessDenied(f"{told}; check the credentials, and what they allow there")
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-        return StorageError(f"{told}; {make_room(url)}")
+        return StorageError(f"{told}; {full_store_hint(url)}")
     writes = what.startswith(("put ", "delete "))
     if isinstance(exc, NotImplementedError) or (writes and getattr(exc, "status", None) in _READ_ONLY):
         return StorageError(f"{told}; what is at this URL can only be read: give one that can be written")
-    return TransientError(told) if _may_pass(exc) else StorageError(told)
+    return TransientError(told) if _is_transient(exc) else StorageError(told)
 
 
 def _modified_s(found: Mapping[str, Any]) -> float:
     """The modification time, Unix seconds. Infinity if there is no valid time: such an object never counts as old."""
-    told = ((name, _seconds(found[name])) for name in _MODIFIED if found.get(name) is not None)
+    told = ((name, _seconds(found[name])) for name in _TIME_FIELDS if found.get(name) is not None)
     return next((each / 1000 if name in _MILLISECONDS else each for name, each in told if each > 0), math.inf)
 
 

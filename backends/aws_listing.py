@@ -15,7 +15,7 @@ import botocore.session  # type: ignore[import-untyped]
 
 from ckpt.errors import NotFound, UsageError
 from ckpt.storage.contract import ObjectInfo
-from ckpt.storage.failure import from_reply, lost
+from ckpt.storage.failure import connection_error, error_of_reply
 
 
 def list_objects(url: str, bucket: str, prefix: str, config: Mapping[str, Any], below: str) -> list[ObjectInfo]:
@@ -77,7 +77,7 @@ def _abort(client: Any, bucket: str, upload: Mapping[str, Any], url: str) -> boo
 def _error(url: str, what: str, exc: botocore.exceptions.ClientError) -> Exception:
     reply = exc.response
     text = f"<Code>{reply['Error'].get('Code', '')}</Code><Message>{reply['Error'].get('Message', '')}</Message>"
-    return from_reply(url, what, reply["ResponseMetadata"]["HTTPStatusCode"], text)
+    return error_of_reply(url, what, reply["ResponseMetadata"]["HTTPStatusCode"], text)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def _client(url: str, what: str, config: Mapping[str, Any]) -> Iterator[Any]:
     """A client while the block runs. Its errors are translated to ours: UsageError if botocore cannot use the
     environment and ~/.aws."""
     try:
-        client = _made(config)
+        client = _make_client(config)
     except (botocore.exceptions.BotoCoreError, ValueError) as exc:
         told = f"{url}: {what}: {exc}; check the AWS variables, ~/.aws/config and ~/.aws/credentials"
         raise UsageError(told) from exc
@@ -94,12 +94,12 @@ def _client(url: str, what: str, config: Mapping[str, Any]) -> Iterator[Any]:
     except botocore.exceptions.ClientError as exc:
         raise _error(url, what, exc) from exc
     except botocore.exceptions.BotoCoreError as exc:
-        raise lost(url, what, exc) from exc
+        raise connection_error(url, what, exc) from exc
     finally:
         client.close()
 
 
-def _made(config: Mapping[str, Any]) -> Any:
+def _make_client(config: Mapping[str, Any]) -> Any:
     """A client that takes its credentials from where S3Store takes them. So AWS_PROFILE may name a missing profile if
     variables give credentials. One try per request, since the retries are ours."""
     no_profile = {} if "credential_provider" in config else {"profile": (None, None, None, None)}

@@ -41,9 +41,9 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from ckpt.backends.signed_http import SignedHttp
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, NotFound, StorageError, UsageError
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import check_wanted, from_reply, lost
+from ckpt.storage.failure import check_not_cancelled, connection_error, error_of_reply
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
-from ckpt.types import counted
+from ckpt.types import format_count
 
 SINGLE_BYTES_MAX = 128 << 20
 PART_BYTES = 32 << 20
@@ -68,7 +68,7 @@ _ENDPOINTS = {
 }
 _GOOGLE = "https://storage.googleapis.com"
 _LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|localhost|\[::1\])(:|/|$)")
-_TO_SET = (
+_CREDENTIALS_HINT = (
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE "
     "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
 )
@@ -92,7 +92,7 @@ _PROVIDERS = {
 _NO_BUCKET = re.compile(
     r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|The specified (?:bucket|container) does not exist"
 )
-_BEHIND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter: obstore's error for a 206
+_RANGE_BEYOND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter: obstore's error for a 206
 _STATUS = re.compile(r"status code: (\d{3})|Bulk delete request failed.*\(code: (\d{3})\)")  # the latter: Azure
 # The outcome for one key of an S3 bulk delete whose reply was itself a 200.
 _NOT_DELETED = re.compile(
@@ -182,18 +182,18 @@ class CloudBackend:
         self._prefix = prefix
         self._config = config
         # Whether the store has ever answered. From then on missing credentials count as a transient fault.
-        self._is_known = False
+        self._has_answered = False
         self.single_bytes_max = SINGLE_BYTES_MAX
         self.part_bytes = PART_BYTES
         options = {**config.pop("client_options", {}), "connect_timeout": "10s"}
-        small, bulk = datetime.timedelta(seconds=timeout_s), datetime.timedelta(seconds=BULK_TIMEOUT_S)
+        small, workers = datetime.timedelta(seconds=timeout_s), datetime.timedelta(seconds=BULK_TIMEOUT_S)
         # A read time-out also runs while a request is being sent, so only the store object for downloads has one.
-        self._small = self._store(options | {"timeout": small}, 0)
-        self._up = self._store(options | {"timeout": bulk}, 0)
-        self._parts = self._store(options | {"timeout": bulk}, 2)
-        self._down = self._store(options | {"timeout": bulk, "read_timeout": small}, 0)
-        self._by_hand = SignedHttp(self._sign, self._failed, timeout_s, options.get("root_certificate"))
-        self._is_ranged = True  # until the store answers a ranged get with 200
+        self._small_store = self._make_store(options | {"timeout": small}, 0)
+        self._upload_store = self._make_store(options | {"timeout": workers}, 0)
+        self._multipart_store = self._make_store(options | {"timeout": workers}, 2)
+        self._download_store = self._make_store(options | {"timeout": workers, "read_timeout": small}, 0)
+        self._signed_http = SignedHttp(self._sign, self._error_of_reply, timeout_s, options.get("root_certificate"))
+        self._has_ranged_gets = True  # until the store answers a ranged get with 200
 
     def put(
         self,
@@ -205,28 +205,28 @@ class CloudBackend:
         check_key(key)
         views = [view for chunk in chunks if (view := memoryview(chunk).cast("B"))]
         size = sum(len(view) for view in views)
-        with self._translated(f"put {key}"):
+        with self._translate_errors(f"put {key}"):
             if mode is PutMode.IF_ABSENT:
-                obstore.put(self._up, key, views or b"", mode="create", use_multipart=False)
+                obstore.put(self._upload_store, key, views or b"", mode="create", use_multipart=False)
             elif size <= SMALL_BYTES_MAX:
-                obstore.put(self._small, key, views or b"", use_multipart=False)
+                obstore.put(self._small_store, key, views or b"", use_multipart=False)
             elif size <= self.single_bytes_max:
-                self._put_large(self._up, key, views, cancel, use_multipart=False)
+                self._put_large(self._upload_store, key, views, cancel, use_multipart=False)
             else:
                 part = max(self.part_bytes, -(-size // PARTS_MAX))
                 how = {"use_multipart": True, "chunk_size": part, "max_concurrency": PARTS_AT_ONCE}
-                self._put_large(self._parts, key, views, cancel, **how)
+                self._put_large(self._multipart_store, key, views, cancel, **how)
 
     def get(self, key: str, size_max: int) -> bytes:
         check_key(key)
-        with self._translated(f"get {key}"):
-            reply = obstore.get(self._down, key)
+        with self._translate_errors(f"get {key}"):
+            reply = obstore.get(self._download_store, key)
             size = reply.meta["size"]
             if size > size_max:
                 raise DamagedData(f"{self.url}: {key} has {size} bytes where at most {size_max} are expected")
             data = reply.bytes().to_bytes()
         if len(data) != size:
-            raise lost(self.url, f"get {key}", f"{len(data)} bytes of {size} came")
+            raise connection_error(self.url, f"get {key}", f"{len(data)} bytes of {size} came")
         return data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
@@ -235,43 +235,43 @@ class CloudBackend:
         if length == 0:
             self._check_end(key, start)
             return b""
-        if self._is_ranged:
+        if self._has_ranged_gets:
             try:
-                with self._translated(f"get {key}"):
-                    data = memoryview(obstore.get_range(self._down, key, start=start, length=length))
+                with self._translate_errors(f"get {key}"):
+                    data = memoryview(obstore.get_range(self._download_store, key, start=start, length=length))
             except _NotPartial:
-                self._is_ranged = False
+                self._has_ranged_gets = False
             except StorageError as exc:
-                if isinstance(exc.__cause__, BaseError) and _BEHIND_END.search(str(exc.__cause__)):
+                if isinstance(exc.__cause__, BaseError) and _RANGE_BEYOND_END.search(str(exc.__cause__)):
                     self._check_end(key, start + length)
                 raise
             else:
                 if len(data) != length:
                     self._check_end(key, start + length)
-                    raise lost(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
+                    raise connection_error(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
                 return data
-        return self._by_hand.get_range(key, start, length)
+        return self._signed_http.get_range(key, start, length)
 
     def head(self, key: str) -> ObjectInfo:
         check_key(key)
         try:
-            with self._translated(f"head {key}"):
-                return self._info(obstore.head(self._small, key))
+            with self._translate_errors(f"head {key}"):
+                return self._info(obstore.head(self._small_store, key))
         except NotFound:
             # A reply to HEAD has no body, so a missing bucket looks like a missing object. A GET tells them apart.
-            with self._translated(f"get {key}"):
-                return self._info(obstore.get(self._small, key).meta)
+            with self._translate_errors(f"get {key}"):
+                return self._info(obstore.get(self._small_store, key).meta)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        found = [info for info in self._listed(prefix) if is_key(info.key)]
+        found = [info for info in self._list_objects(prefix) if is_key(info.key)]
         found.sort(key=lambda info: info.key)  # not every store lists in order
         return iter(found)
 
     def folders(self, prefix: str) -> Sequence[str]:
         check_prefix(prefix)
-        with self._translated(f"look below {prefix}"):
-            found = obstore.list_with_delimiter(self._small, prefix.rstrip("/") or None)["common_prefixes"]
+        with self._translate_errors(f"look below {prefix}"):
+            found = obstore.list_with_delimiter(self._small_store, prefix.rstrip("/") or None)["common_prefixes"]
         names = (each.rstrip("/").rpartition("/")[2] for each in found)
         return sorted(name for name in names if is_key(name))
 
@@ -280,8 +280,8 @@ class CloudBackend:
         if not each:
             return
         try:
-            with self._translated(f"delete {counted(len(each), 'object')}"):
-                obstore.delete(self._small, each)
+            with self._translate_errors(f"delete {format_count(len(each), 'object')}"):
+                obstore.delete(self._small_store, each)
         except NotFound:  # gs and az delete one by one, and stop at the first missing one
             for key in each:
                 self._delete_one(key)
@@ -293,11 +293,11 @@ class CloudBackend:
             return 0
         from ckpt.backends.aws_listing import abort_uploads
 
-        return abort_uploads(*self._at, self.now_s() - older_than_s, prefixes, is_ours)
+        return abort_uploads(*self._location, self.now_s() - older_than_s, prefixes, is_ours)
 
     def now_s(self) -> float:
         """The Date header of a reply; if there is none, the modification time of a new object."""
-        date_s = self._by_hand.date_s(self._clock_url)
+        date_s = self._signed_http.date_s(self._clock_url)
         if date_s is not None:
             return date_s
         key = f"clock/{secrets.token_hex(8)}"
@@ -308,7 +308,7 @@ class CloudBackend:
             self.delete([key])
 
     def close(self) -> None:
-        self._by_hand.close()
+        self._signed_http.close()
 
     def _put_large(
         self, store: Any, key: str, views: Sequence[memoryview], cancel: threading.Event | None, **how: Any
@@ -322,7 +322,7 @@ class CloudBackend:
             task = asyncio.ensure_future(obstore.put_async(store, key, views, **how))
             try:
                 while not (await asyncio.wait({task}, timeout=CANCEL_S))[0]:
-                    check_wanted(cancel, self.url, key)
+                    check_not_cancelled(cancel, self.url, key)
             except StorageError as exc:
                 task.cancel()  # this closes the connection
                 await asyncio.wait({task})
@@ -339,8 +339,8 @@ class CloudBackend:
         finally:
             del failed
 
-    def _store(self, client_options: dict[str, Any], retries: int) -> Any:
-        with self._translated("open", asks=False):
+    def _make_store(self, client_options: dict[str, Any], retries: int) -> Any:
+        with self._translate_errors("open", asks=False):
             return _STORES[self._scheme](
                 self._bucket,
                 prefix=self._prefix or None,
@@ -349,26 +349,26 @@ class CloudBackend:
                 **self._config,
             )
 
-    def _listed(self, prefix: str) -> Sequence[ObjectInfo]:
+    def _list_objects(self, prefix: str) -> Sequence[ObjectInfo]:
         """All objects below a prefix, also those that are not keys."""
         try:
-            with self._translated(f"list {prefix}"):
-                chunks = obstore.list(self._small, prefix.rstrip("/") or None, chunk_size=LIST_CHUNK)
+            with self._translate_errors(f"list {prefix}"):
+                chunks = obstore.list(self._small_store, prefix.rstrip("/") or None, chunk_size=LIST_CHUNK)
                 return [self._info(meta) for chunk in chunks for meta in chunk]
         except _NoPath:
             if self._scheme != "s3":
                 raise
         from ckpt.backends.aws_listing import list_objects
 
-        return list_objects(*self._at, prefix)
+        return list_objects(*self._location, prefix)
 
     @property
-    def _at(self) -> tuple[str, str, str, dict[str, Any]]:
+    def _location(self) -> tuple[str, str, str, dict[str, Any]]:
         return self.url, self._bucket, self._prefix, self._config
 
     def _sign(self, method: str, key: str) -> str:
-        with self._translated(f"sign a request for {key}", asks=False):
-            return str(obstore.sign(self._small, method, key, datetime.timedelta(minutes=15)))  # type: ignore[call-overload]
+        with self._translate_errors(f"sign a request for {key}", asks=False):
+            return str(obstore.sign(self._small_store, method, key, datetime.timedelta(minutes=15)))  # type: ignore[call-overload]
 
     def _clock_url(self) -> str:
         """A URL for a request whose reply has the time; any reply has. For gs it is not signed: without a key at hand,
@@ -389,13 +389,13 @@ class CloudBackend:
 
     def _delete_one(self, key: str) -> None:
         try:
-            with self._translated(f"delete {key}"):
-                obstore.delete(self._small, key)
+            with self._translate_errors(f"delete {key}"):
+                obstore.delete(self._small_store, key)
         except NotFound:
             pass
 
     @contextmanager
-    def _translated(self, what: str, *, asks: bool = True) -> Iterator[None]:
+    def _translate_errors(self, what: str, *, asks: bool = True) -> Iterator[None]:
         """Translates obstore's errors into ours. Only their text carries the server's reply. `asks`: whether the block
         asks the store. If so, success means that the store answers and accepts our credentials."""
         try:
@@ -407,7 +407,7 @@ class CloudBackend:
             if type(exc).__name__ != "PanicException":
                 raise
             raise StorageError(f"{self.url}: {what}: the store's reply makes no sense to obstore: {exc}") from exc
-        self._is_known |= asks
+        self._has_answered |= asks
 
     def _error(self, what: str, exc: Exception, asks: bool = True) -> CkptError:
         if isinstance(exc, CkptError):
@@ -422,18 +422,18 @@ class CloudBackend:
         if "non-partial response" in text:
             return _NotPartial(said)
         if _METADATA_SERVICE.search(text):
-            if self._is_known:
-                return lost(self.url, what, f"the credentials could not be renewed: {said}")
+            if self._has_answered:
+                return connection_error(self.url, what, f"the credentials could not be renewed: {said}")
             service = _SERVICE.search(said)
             where = f" at {service[0]}" if service is not None else ""
             return AccessDenied(
                 f"{self.url}: no credentials were found. Asked were {_PROVIDERS[self._scheme]}, and last the role of "
-                f"this machine, by its metadata service{where}, which gave none. Set {_TO_SET}"
+                f"this machine, by its metadata service{where}, which gave none. Set {_CREDENTIALS_HINT}"
             )
         if status := _STATUS.search(text):
-            return self._failed(what, int(status[1] or status[2]), said)
+            return self._error_of_reply(what, int(status[1] or status[2]), said)
         if code := _NOT_DELETED.search(said):
-            return self._failed(what, _CODES.get(code[1] or code[2], 400), said)
+            return self._error_of_reply(what, _CODES.get(code[1] or code[2], 400), said)
         if isinstance(exc, AlreadyExistsError):
             return AlreadyExists(f"{self.url}: {what}: it is there already")
         if isinstance(exc, FileNotFoundError):
@@ -447,18 +447,18 @@ class CloudBackend:
             return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check {names}{more} ({said})")
         if "HTTP error" in text:
             kinds = re.findall(r'(?:kind|error): "?([^",\n]+)"?,', text)
-            return lost(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")
+            return connection_error(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")
         if not asks:  # then only the environment can be wrong
-            return AccessDenied(f"{self.url}: {what}: {said}; set {_TO_SET}")
+            return AccessDenied(f"{self.url}: {what}: {said}; set {_CREDENTIALS_HINT}")
         return StorageError(f"{self.url}: {what}: {said}")
 
-    def _failed(self, what: str, status: int, text: str) -> CkptError:
+    def _error_of_reply(self, what: str, status: int, text: str) -> CkptError:
         """The error for a reply that is not a success."""
         if _NO_BUCKET.search(text):
             return StorageError(
                 f"{self.url}: there is no bucket {self._bucket}; create it, or check the URL and the endpoint"
             )
-        return from_reply(self.url, what, status, text)
+        return error_of_reply(self.url, what, status, text)
 
 
 def _await_release(views: Sequence[memoryview]) -> None:

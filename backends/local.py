@@ -36,9 +36,9 @@ from ckpt.errors import (
 )
 from ckpt.storage.buffers import read_buffer
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import check_wanted, make_room
-from ckpt.storage.files import opened, read_into
-from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
+from ckpt.storage.failure import check_not_cancelled, full_store_hint
+from ckpt.storage.files import open_file, read_into
+from ckpt.storage.names import PARTS_MAX, TEMPORARY_PREFIX, check_key, check_prefix, check_range, is_key
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ DIRECT_BUFFER_BYTES = 2 << 20  # one huge page: aligned for any block size
 BLOCK_BYTES = 4096
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_AGAIN = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE}
+_TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -65,7 +65,7 @@ class LocalBackend:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._durable: set[str] = set()  # folders whose own name is known to be on the disk
+        self._durable_folders: set[str] = set()  # folders whose own name is known to be on the disk
         self._lock = threading.Lock()  # guards making folders and _durable
 
     def put(
@@ -77,10 +77,10 @@ class LocalBackend:
     ) -> None:
         path = self._path(key)
 
-        check = functools.partial(check_wanted, cancel, self.url, key)
+        check = functools.partial(check_not_cancelled, cancel, self.url, key)
 
-        with self._translated("write", path):
-            temporary, fd = self._temporary(os.path.dirname(path))
+        with self._translate_errors("write", path):
+            temporary, fd = self._create_temporary(os.path.dirname(path))
             try:
                 try:
                     _write(fd, chunks, check)
@@ -98,7 +98,7 @@ class LocalBackend:
 
     def get(self, key: str, size_max: int) -> bytes:
         path = self._path(key)
-        with self._translated("read", path), self._opened(path) as (fd, size):
+        with self._translate_errors("read", path), self._open_file(path) as (fd, size):
             if size > size_max:
                 raise DamagedData(f"{path} has {size} bytes where at most {size_max} are expected")
             parts = []
@@ -110,7 +110,7 @@ class LocalBackend:
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         check_range(start, length)
         path = self._path(key)
-        with self._translated("read", path), self._opened(path) as (fd, size):
+        with self._translate_errors("read", path), self._open_file(path) as (fd, size):
             if start + length > size:
                 raise DamagedData(f"{path} ends at byte {size}; bytes {start} to {start + length} were asked for")
             out = read_buffer(length)
@@ -119,15 +119,15 @@ class LocalBackend:
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._translated("look at", path):
-            found = self._seen(path, os.lstat)
+        with self._translate_errors("look at", path):
+            found = self._retry_refreshed(path, os.lstat)
         if not stat.S_ISREG(found.st_mode):
             raise NotFound(f"{path} is not a file")
         return _info(key, found)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = os.path.join(self.url, check_prefix(prefix))
-        self._refresh(folder)
+        self._refresh_cache(folder)
         for path, found in self._walk(folder):
             key = os.path.relpath(path, self.url)
             if is_key(key):
@@ -135,7 +135,7 @@ class LocalBackend:
 
     def folders(self, prefix: str) -> Sequence[str]:
         folder = os.path.join(self.url, check_prefix(prefix))
-        with self._translated("list", folder):
+        with self._translate_errors("list", folder):
             try:
                 with os.scandir(folder) as entries:
                     return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and is_key(e.name))
@@ -146,12 +146,12 @@ class LocalBackend:
         folders = set()
         for key in keys:
             path = self._path(key)
-            with self._translated("delete", path):
+            with self._translate_errors("delete", path):
                 if _unlink(path):
                     folders.add(os.path.dirname(path))
         for folder in folders:
-            with self._translated("delete from", folder):
-                self._sweep(folder)
+            with self._translate_errors("delete from", folder):
+                self._remove_empty_folders(folder)
 
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
@@ -160,14 +160,14 @@ class LocalBackend:
         ended = 0
         folders = [os.path.join(self.url, check_prefix(prefix)) for prefix in prefixes]
         for path, found in (each for folder in folders for each in self._walk(folder)):
-            if os.path.basename(path).startswith(TEMPORARY) and found.st_mtime < before_s:
-                with self._translated("delete", path):
+            if os.path.basename(path).startswith(TEMPORARY_PREFIX) and found.st_mtime < before_s:
+                with self._translate_errors("delete", path):
                     ended += _unlink(path)
         return ended
 
     def now_s(self) -> float:
         """The file system's clock (a file server's may differ), from a new file's time; else this machine's clock."""
-        path = os.path.join(self.url, TEMPORARY + secrets.token_hex(8))
+        path = os.path.join(self.url, TEMPORARY_PREFIX + secrets.token_hex(8))
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         # The folder is missing, read-only or full. Then nothing is written whose age would matter.
@@ -185,19 +185,19 @@ class LocalBackend:
     def _path(self, key: str) -> str:
         return os.path.join(self.url, check_key(key))
 
-    def _seen(self, path: str, look: Callable[[str], T]) -> T:
+    def _retry_refreshed(self, path: str, look: Callable[[str], T]) -> T:
         """The result of `look`. Before a file counts as missing, the file system's cache is refreshed."""
         try:
             return look(path)
         except FileNotFoundError:
-            self._refresh(os.path.dirname(path))
+            self._refresh_cache(os.path.dirname(path))
             return look(path)
 
-    def _opened(self, path: str) -> AbstractContextManager[tuple[int, int]]:
-        self._seen(path, os.lstat)
-        return opened(path)
+    def _open_file(self, path: str) -> AbstractContextManager[tuple[int, int]]:
+        self._retry_refreshed(path, os.lstat)
+        return open_file(path)
 
-    def _refresh(self, folder: str) -> None:
+    def _refresh_cache(self, folder: str) -> None:
         """Opens the folders on the path to `folder`, from the parent of the store down. An NFS client caches for up to
         a minute that a name is missing. It asks its server again about a folder that is opened."""
         at = os.path.dirname(self.url)
@@ -207,10 +207,10 @@ class LocalBackend:
             with suppress(OSError):
                 os.close(os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
-    def _temporary(self, folder: str) -> tuple[str, int]:
+    def _create_temporary(self, folder: str) -> tuple[str, int]:
         """A new file in that folder, which is made if missing. Another process that deletes the folder's last object
         also removes the folder; then it is made again."""
-        path = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
+        path = os.path.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for _ in range(100):
             try:
@@ -220,21 +220,21 @@ class LocalBackend:
             except FileNotFoundError as exc:
                 error = exc
                 with self._lock:
-                    self._durable.clear()
+                    self._durable_folders.clear()
         raise StorageError(
             f"{folder} cannot be made, or is removed again and again meanwhile: {error.strerror}; give another path"
         ) from error
 
     def _make_folder(self, folder: str) -> None:
         """Makes the folder and its missing parents, each durable before its children. The caller holds the lock."""
-        if folder in self._durable:
+        if folder in self._durable_folders:
             return
         if folder.startswith(self.url + "/") or not os.path.isdir(folder):
             above = os.path.dirname(folder)
             self._make_folder(above)
-            _make_one(folder)
+            _make_directory(folder)
             _sync_folder(above)
-        self._durable.add(folder)
+        self._durable_folders.add(folder)
 
     def _publish(self, temporary: str, path: str, mode: PutMode) -> None:
         if mode is PutMode.OVERWRITE:
@@ -254,7 +254,7 @@ class LocalBackend:
             return
         _unlink(temporary)
 
-    def _sweep(self, folder: str) -> None:
+    def _remove_empty_folders(self, folder: str) -> None:
         """Makes deletions durable, and removes folders that they have emptied."""
         while folder != self.url:
             try:
@@ -267,12 +267,12 @@ class LocalBackend:
                     raise
                 return
             with self._lock:
-                self._durable.discard(folder)
+                self._durable_folders.discard(folder)
             folder = os.path.dirname(folder)
 
     def _walk(self, folder: str, depth: int = 0) -> Iterator[tuple[str, os.stat_result]]:
         """All regular files below the folder, in key order. Files that vanish meanwhile are left out."""
-        with self._translated("list", folder):
+        with self._translate_errors("list", folder):
             try:
                 with os.scandir(folder) as entries:
                     found = sorted(entries, key=lambda e: e.name + "/" if e.is_dir(follow_symlinks=False) else e.name)
@@ -296,7 +296,7 @@ class LocalBackend:
                 yield entry.path, status
 
     @contextmanager
-    def _translated(self, what: str, path: str) -> Iterator[None]:
+    def _translate_errors(self, what: str, path: str) -> Iterator[None]:
         """Translates an OSError into ours."""
         try:
             yield
@@ -308,10 +308,10 @@ class LocalBackend:
         if exc.errno == errno.ENOENT:
             return NotFound(f"there is no {path}")
         if exc.errno in _FULL:
-            return StorageError(f"{failed}; {_free(self.url)} MiB are free: {make_room(self.url)}")
+            return StorageError(f"{failed}; {_free_mib(self.url)} MiB are free: {full_store_hint(self.url)}")
         if exc.errno in _DENIED:
             return AccessDenied(f"{failed}; user {os.geteuid()} needs to read and write there")
-        if exc.errno in _AGAIN:
+        if exc.errno in _TRANSIENT_ERRNOS:
             return TransientError(failed)
         if exc.errno == errno.ENAMETOOLONG:
             return StorageError(f"{failed}; give a shorter path")
@@ -346,7 +346,7 @@ def _write_cached(fd: int, views: list[memoryview], check: Callable[[], None]) -
     first = 0
     while first < len(views):
         check()
-        done = os.writev(fd, _at_most(views[first : first + WRITEV_CHUNKS_MAX], WRITEV_BYTES_MAX))
+        done = os.writev(fd, _limit_views(views[first : first + WRITEV_CHUNKS_MAX], WRITEV_BYTES_MAX))
         while first < len(views) and done >= len(views[first]):
             done -= len(views[first])
             first += 1
@@ -354,7 +354,7 @@ def _write_cached(fd: int, views: list[memoryview], check: Callable[[], None]) -
             views[first] = views[first][done:]
 
 
-def _at_most(views: Sequence[memoryview], left: int) -> list[memoryview]:
+def _limit_views(views: Sequence[memoryview], left: int) -> list[memoryview]:
     """The first `left` bytes of the views."""
     taken = []
     for view in views:
@@ -410,7 +410,7 @@ def _info(key: str, found: os.stat_result) -> ObjectInfo:
     )
 
 
-def _make_one(folder: str) -> None:
+def _make_directory(folder: str) -> None:
     try:
         os.mkdir(folder)
     except FileExistsError:
@@ -439,7 +439,7 @@ def _unlink(path: str) -> bool:
     return True
 
 
-def _free(folder: str) -> int:
+def _free_mib(folder: str) -> int:
     """MiB free on the disk of that folder, or of the parent that will hold it."""
     while not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from ckpt.errors import CkptError, DamagedData, StorageError
 from ckpt.storage.buffers import read_buffer
-from ckpt.storage.failure import lost
+from ckpt.storage.failure import connection_error
 
 IDLE_MAX = 32
 ERROR_BYTES_MAX = 64 << 10
@@ -41,10 +41,10 @@ class SignedHttp:
         roots: bytes | None = None,
     ) -> None:
         self._sign = sign
-        self._failed = failed
+        self._error_of_reply = failed
         self._timeout_s = timeout_s
         self._roots = roots
-        self._trust: ssl.SSLContext | None = None
+        self._ssl_context: ssl.SSLContext | None = None
         self._idle: list[tuple[str, http.client.HTTPConnection]] = []
         self._is_closed = False
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class SignedHttp:
             if reply.status == 416:
                 raise DamagedData(f"{key} ends before byte {start + length}")
             if reply.status not in (200, 206):
-                raise self._failed(what, reply.status, reply.read(ERROR_BYTES_MAX).decode(errors="replace"))
+                raise self._error_of_reply(what, reply.status, reply.read(ERROR_BYTES_MAX).decode(errors="replace"))
             given = reply.getheader("Content-Range")
             if given is None:
                 self._skip(_host(url), what, reply, start)
@@ -72,7 +72,7 @@ class SignedHttp:
             if done < length and given is None and not reply.length:
                 raise DamagedData(f"{key} ends at byte {start + done}, before {start + length}")
             if done < length:
-                raise lost(_host(url), what, f"{done} bytes of {length} came")
+                raise connection_error(_host(url), what, f"{done} bytes of {length} came")
         return out
 
     def date_s(self, url: Callable[[], str]) -> float | None:
@@ -106,7 +106,7 @@ class SignedHttp:
                 yield reply
                 is_reusable = reply.isclosed() and not reply.will_close
             except (OSError, http.client.HTTPException) as exc:
-                raise lost(host, what, repr(exc)) from exc
+                raise connection_error(host, what, repr(exc)) from exc
             if is_reusable:
                 with self._lock:
                     if len(self._idle) < IDLE_MAX and not self._is_closed:
@@ -127,11 +127,11 @@ class SignedHttp:
         if parsed.scheme != "https":
             return http.client.HTTPConnection(parsed.netloc, timeout=self._timeout_s)
         with self._lock:
-            if self._trust is None:  # reading the system's certificates takes 10 ms
-                self._trust = ssl.create_default_context()
+            if self._ssl_context is None:  # reading the system's certificates takes 10 ms
+                self._ssl_context = ssl.create_default_context()
                 if self._roots is not None:
-                    self._trust.load_verify_locations(cadata=self._roots.decode("ascii"))
-        return http.client.HTTPSConnection(parsed.netloc, timeout=self._timeout_s, context=self._trust)
+                    self._ssl_context.load_verify_locations(cadata=self._roots.decode("ascii"))
+        return http.client.HTTPSConnection(parsed.netloc, timeout=self._timeout_s, context=self._ssl_context)
 
     @staticmethod
     def _skip(host: str, what: str, reply: http.client.HTTPResponse, count: int) -> None:
@@ -141,7 +141,7 @@ class SignedHttp:
             got = reply.readinto(drop[: min(count - at, SKIP_BYTES)])
             # http.client does not report a body that ends before its Content-Length.
             if not got and reply.length:
-                raise lost(host, what, f"the reply broke off after {at} bytes")
+                raise connection_error(host, what, f"the reply broke off after {at} bytes")
             if not got:
                 raise DamagedData(f"{what}: it ends at byte {at}, before {count}")
             at += got

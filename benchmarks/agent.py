@@ -12,19 +12,19 @@ import psutil
 
 from benchmarks.report import Row, parser, report
 from ckpt.ipc import client
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.threads import Tasks
 
 
 def main() -> int:
     args = parser(__doc__).parse_args()
-    rounds, idle_s = (2, 1.0) if args.small else (7, 10.0)
+    attempts, idle_s = (2, 1.0) if args.small else (7, 10.0)
     starts, resident, idle = [], [], []
-    for _ in range(rounds):
+    for _ in range(attempts):
         with tempfile.TemporaryDirectory() as folder, Tasks("bench") as tasks:
             os.environ["CKPT_RUNTIME_DIR"] = f"{folder}/run"
             started = time.perf_counter()
-            sock = client.connect(f"{folder}/store", read())
+            sock = client.connect(f"{folder}/store", read_settings())
             connection = client.Connection(sock, tasks, lambda m: m.close(), lambda why: None, role="tool")
             starts.append(time.perf_counter() - started)
             process = psutil.Process(connection.agent_pid)

@@ -35,7 +35,7 @@ from ckpt.layout.layout import STAGED_FRAME
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.packs import PUTS_MAX
 from ckpt.store.reader import GET_BYTES, GETS_MAX, FrameReader, open_record
-from ckpt.types import DTYPE_CODE, FRAME_BYTES, Box, Epoch, Identity, Tick
+from ckpt.types import DTYPE_CODE, FRAME_BYTES, Box, Epoch, Identity, Version
 from tests import ceph, servers
 from tests.servers import Server
 
@@ -122,7 +122,7 @@ class Bench:
     def commit(self, number: int) -> None:
         view, length = memoryview(self.memory), self.size.frame_bytes
         committer = Committer(self.ours, f"w{number}", "raw", pack_bytes=self.size.pack_bytes)
-        identity = Identity(Epoch(1, "0" * 16), Tick(number))
+        identity = Identity(Epoch(1, "0" * 16), Version(number))
         self._done = committer.commit(
             identity, self.manifest, lambda i: view[i * length : (i + 1) * length], check=lambda: None
         )

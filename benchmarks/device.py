@@ -8,7 +8,7 @@ the whole of ckpt, the agent idle:
 - eager: what training stands still for, as the device sees it; and what three steps take longer with a snapshot than
   without. A step: matrix products for one and a half times as long as the copy, then the optimizer. The host is a step
   ahead of the device, as in training.
-- lazy: the same once late copies are proven: the copy runs under the products of the next step.
+- lazy: the same once deferred copies are proven: the copy runs under the products of the next step.
 - many: a snapshot of 20,000 small tensors.
 - starting: the longest of the steps in which the arenas are made and page-locked, against a usual one.
 - restore: from this host's memory onto the device, hashes included.

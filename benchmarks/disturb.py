@@ -53,7 +53,7 @@ def receives(there: Connection, nbytes: int, address: Address, blob: bytes) -> N
         while not there.poll():
             target[:: 1 << 16] = bytes(len(target[:: 1 << 16]))  # so that each has to bring the bytes
             fetch = node.transport.fetch("sender", [address], peer.NAME, target, frames)
-            while not fetch.done.done() and not there.poll(0.02):
+            while not fetch.completion.done() and not there.poll(0.02):
                 pass
             came += nbytes - sum(int(frames.lengths[each]) for each in fetch.missing())
             fetch.cancel()

@@ -59,7 +59,7 @@ def worker(folder: str, mib: int, step_s: float) -> None:
     def read() -> None:
         link, words = ck._parts.saver.link, list[int]()
         while not stop.wait(READ_S):
-            found = link.words.tolist()
+            found = link.control_words.tolist()
             seen.extend((word, time.monotonic()) for word in found if word and word not in words)
             words = found
 

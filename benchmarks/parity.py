@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from benchmarks.report import Row, parser, report
 from ckpt.format import parity
-from ckpt.format.parity import add, solve
+from ckpt.format.parity import add_data, solve_lost
 from ckpt.types import FRAME_BYTES
 
 XOR_BAR, GB_S_BAR = 0.5, 1.0
@@ -47,7 +47,7 @@ class Stripe:
     def add(self, targets: dict[parity.Row, Bytes], row: parity.Row, members: Sequence[int]) -> None:
         for at in self.frames:
             frames = {member: self.data[member][at : at + self.frame_bytes].data for member in members}
-            add(targets[row].data, at, frames, row, self.scratch)
+            add_data(targets[row].data, at, frames, row, self.scratch)
 
     def make(self, *rows: parity.Row, in_turns: bool = False) -> None:
         for row in rows:
@@ -59,7 +59,7 @@ class Stripe:
         for row in rows:
             np.copyto(self.left[row], self.made[row])
             self.add(self.left, row, [member for member in range(len(self.data)) if member not in lost])
-        found = solve(lost, {row: self.left[row].data for row in rows}, self.scratch)
+        found = solve_lost(lost, {row: self.left[row].data for row in rows}, self.scratch)
         return [np.frombuffer(data, np.uint8) for data in found]
 
     def copy(self) -> None:

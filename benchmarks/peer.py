@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.report import Row as Figure
 from benchmarks.report import parser, report
-from ckpt.agent.net.tcp_receiver import be_nice
+from ckpt.agent.net.tcp_receiver import lower_thread_priority
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.parity_worker import FrameOrigin, ParityWorker
 from ckpt.agent.snapshots.described import ParityChunkName
@@ -37,7 +37,7 @@ from ckpt.format.parity import Row
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import Arena
 from ckpt.placement.rebuild import Source, StagedRun, Striped
-from ckpt.types import FRAME_BYTES, Epoch, Identity, Tick
+from ckpt.types import FRAME_BYTES, Epoch, Identity, Version
 from tests.agent.net.loop import Node, TurnedLoop
 
 SPEED_BAR, CPU_BAR = 0.85, 0.4
@@ -65,7 +65,11 @@ def main() -> int:
         arena.warm()
         for turn in range(rounds + 1):
             both = [
-                (ours, costs, lambda: node.transport.fetch("sender", [address], NAME, target, frames).done.result(300)),
+                (
+                    ours,
+                    costs,
+                    lambda: node.transport.fetch("sender", [address], NAME, target, frames).completion.result(300),
+                ),
                 (plain, plain_costs, lambda: receive_plainly(target, address.host, port)),
             ]
             both += [
@@ -104,9 +108,9 @@ def _make_parity(node: Node, address: Address, frames: Frames, row: Row, nbytes:
     sources: tuple[Source, ...] = ((StagedRun(0, 0, nbytes),),)
     if row is Row.Q:  # of the first member Q is the same as P; here that one has nothing but a byte of the second
         sources = ((StagedRun(0, 0, 1),), (StagedRun(0, 0, nbytes),))
-    name = ParityChunkName(Identity(Epoch(1, "0" * 16), Tick(1)), row, Striped(nbytes, sources))
+    name = ParityChunkName(Identity(Epoch(1, "0" * 16), Version(1)), row, Striped(nbytes, sources))
     origin = FrameOrigin(NAME, frames, "sender", (address,))
-    ParityWorker(node.transport).make(name, 1, {0: origin}, {}, kept)
+    ParityWorker(node.transport).encode_chunk(name, 1, {0: origin}, {}, kept)
 
 
 def _measured(there: Connection, work: Callable[[], object]) -> tuple[float, float]:
@@ -143,7 +147,7 @@ def receive_plainly(target: memoryview, host: str, port: int, nice: bool = True)
 
 def _receive(target: memoryview, host: str, port: int, half: int, nice: bool) -> None:
     if nice:
-        be_nice()
+        lower_thread_priority()
     with socket.create_connection((host, port)) as sock:
         sock.sendall(bytes([half, nice]))
         while target:
@@ -165,7 +169,7 @@ def offer(there: Connection, nbytes: int) -> None:
     offsets = np.arange(0, nbytes, FRAME_BYTES, dtype=np.uint64)
     lengths = np.full(len(offsets), FRAME_BYTES, np.uint64)
     hashes = np.array([frame_hash(source[at : at + FRAME_BYTES]) for at in offsets.tolist()], np.uint64)
-    frames = Frames.placed(offsets, lengths, hashes, nbytes)
+    frames = Frames.from_columns(offsets, lengths, hashes, nbytes)
     loop = TurnedLoop()
     node = Node(loop, "sender")
     node.transport.offer(NAME, source, frames)
@@ -202,7 +206,7 @@ def _send(sock: socket.socket, source: memoryview) -> None:
         half = len(source) // 2
         number, nice = sock.recv(2, socket.MSG_WAITALL)
         if nice:
-            be_nice()
+            lower_thread_priority()
         at = number * half
         for start in range(at, at + half, PIECE_BYTES):
             sock.sendall(source[start : start + PIECE_BYTES])

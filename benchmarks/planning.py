@@ -18,15 +18,15 @@ import numpy as np
 
 from benchmarks.report import Row, median_s, parser, report
 from benchmarks.walk import make_state
-from ckpt.agent.snapshots.division import Division, RankContents, layout_from, make_division
+from ckpt.agent.snapshots.division import Division, RankContents, make_division, parse_layout
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
-from ckpt.gc_pause import no_collecting
+from ckpt.gc_pause import pause_gc
 from ckpt.layout.assemble import Blob, Staged, assemble
-from ckpt.layout.division import Hashes, agree, divide, division_id, undivided
+from ckpt.layout.division import Hashes, divide, division_id, find_agreed, whole_share
 from ckpt.layout.layout import Declaration, Entry, Layout, Share
-from ckpt.layout.reshard import Want, cuts, match
+from ckpt.layout.reshard import Want, find_mismatch, plan_cuts
 from ckpt.layout.staging import stage
-from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.mesh_coordinate import find_coordinate
 from ckpt.trainer.state.state_walk import StateWalker, hash_walk
 from ckpt.types import FRAME_BYTES, Box
 
@@ -48,7 +48,7 @@ def planning(count: int, rounds: int) -> list[Row]:
     them; and sharded, as FSDP has them, so that no layout is another's. Arenas are made and filled with nothing here:
     that is not planning, and training goes on meanwhile."""
     state = make_state(count)
-    walker = StateWalker(state, coordinate(state, 0, WORLD))
+    walker = StateWalker(state, find_coordinate(state, 0, WORLD))
     walk = walker.walk()
     walk_s = median_s(walker.walk, rounds)
     hash_s = median_s(lambda: hash_walk(walk), rounds)
@@ -62,7 +62,8 @@ def planning(count: int, rounds: int) -> list[Row]:
 
         def held(blobs: list[bytes] = blobs, hashed: Hashes = hashed) -> list[RankContents]:
             return [
-                RankContents(f"rank={rank}", layout_from(blob), hashed, "1", 1 << 16) for rank, blob in enumerate(blobs)
+                RankContents(f"rank={rank}", parse_layout(blob), hashed, "1", 1 << 16)
+                for rank, blob in enumerate(blobs)
             ]
 
         decode_s = median_s(held, rounds)  # before anybody keeps what is decoded: then it is not decoded again
@@ -70,9 +71,9 @@ def planning(count: int, rounds: int) -> list[Row]:
         division = make_division(ranks, None)
         divide_s = median_s(lambda ranks=ranks: make_division(ranks, None), rounds)  # type: ignore[misc]
 
-        @no_collecting()  # as the trainer does
+        @pause_gc()  # as the trainer does
         def understand(division: Division = division) -> None:
-            layout, share = decode_layout(division.plans[0][0]), decode_share(division.plans[0][1])
+            layout, share = decode_layout(division.encoded_plans[0][0]), decode_share(division.encoded_plans[0][1])
             staging = stage(layout, share, division.frame_bytes)
             encode(Declaration(0, WORLD, "rank=0", division.id, layout, staging))
 
@@ -107,16 +108,16 @@ def many_tensors(count: int, rounds: int) -> list[Row]:
     shape = (300,)
     entries = [Entry(f"model.layers.{i:06d}.weight", "float32", shape, (Box.whole(shape),)) for i in range(count)]
     layouts = [Layout(tuple(entries))] * WORLD
-    agreed, _ = agree(layouts, [np.ones((count, 2), np.uint64)] * WORLD)
+    agreed, _ = find_agreed(layouts, [np.ones((count, 2), np.uint64)] * WORLD)
     divided = staged(layouts, divide(layouts, agreed, FRAME_BYTES))
-    copies = staged(layouts, [undivided(layouts[0])] * WORLD)
+    copies = staged(layouts, [whole_share(layouts[0])] * WORLD)
     manifest = assemble(divided).manifest
     wants = [Want(entry.name, "", entry.dtype, entry.shape, entry.boxes[0]) for entry in entries]
     questions: list[tuple[str, str, Callable[[], object]]] = [
         ("assemble, divided", SAVE, lambda: assemble(divided)),
         ("assemble, undivided", SAVE, lambda: assemble(copies)),
-        ("match", RESTORE, lambda: match(manifest, wants)),
-        ("cut all", RESTORE, lambda: cuts(manifest, wants)),
+        ("match", RESTORE, lambda: find_mismatch(manifest, wants)),
+        ("cut all", RESTORE, lambda: plan_cuts(manifest, wants)),
     ]
     label = f"{count} tensors x {WORLD} ranks"
     return [Row(f"{label}: {question}", median_s(work, rounds), "s", bar, None) for question, bar, work in questions]
@@ -134,12 +135,12 @@ def many_frames(count: int, rounds: int) -> list[Row]:
         )
         for rank in range(WORLD)
     ]
-    snapshots = staged(layouts, [undivided(layout) for layout in layouts])
+    snapshots = staged(layouts, [whole_share(layout) for layout in layouts])
     manifest = assemble(snapshots).manifest
     entries = layouts[0].entries
     half = Box((0,), (WORLD * elements // 2,))
     wants = [Want(entry.name, "", entry.dtype, entry.shape, half) for entry in entries]
-    save, restore = (lambda: assemble(snapshots)), (lambda: cuts(manifest, wants))
+    save, restore = (lambda: assemble(snapshots)), (lambda: plan_cuts(manifest, wants))
     return [
         Row(f"{count} frames on {WORLD} ranks: assemble", median_s(save, rounds), "s", SAVE, None),
         Row(

@@ -112,21 +112,21 @@ class Learning:
         self.changes += (before.local_s, before.snapshots) != (self.chosen.local_s, self.chosen.snapshots)
 
     def ran(self, seconds: float) -> None:
-        self.known = self.known.ran(seconds)
+        self.known = self.known.with_uptime(seconds)
 
     def stalled(self, seconds: float) -> None:
-        self.known = self.known.stalled(seconds)
+        self.known = self.known.with_stall(seconds)
         if self.asked % ASK_EVERY == 0:
             self.ask()
         self.asked += 1
 
     def committed(self, seconds: float, slowdown: float) -> None:
-        self.known = self.known.committed(seconds, 1e9).stepped(100, 100.0)
-        self.known = self.known.stepped_beside_commit(100, 100 / (1 - slowdown))
+        self.known = self.known.with_commit(seconds, 1e9).with_steps(100, 100.0)
+        self.known = self.known.with_steps_beside_commit(100, 100 / (1 - slowdown))
         self.ask()
 
     def failed(self, failure: Failure) -> None:
-        self.known = self.known.failed(failure)
+        self.known = self.known.with_failure(failure)
         self.ask()
 
 
@@ -264,15 +264,15 @@ def asking() -> Row:
     def about(value: float) -> float:
         return value * math.exp(rng.gauss(0, 0.25))
 
-    known = Measurements().ran(1e4)
+    known = Measurements().with_uptime(1e4)
     for _ in range(64):
-        known = known.committed(about(40), 1e9).stepped(100, about(60)).stepped_beside_commit(50, about(31))
+        known = known.with_commit(about(40), 1e9).with_steps(100, about(60)).with_steps_beside_commit(50, about(31))
     stalls = [about(0.2) for _ in range(1000)]
 
     def ask() -> None:
         learnt, chosen = known, decide(known, LIMITS)
         for stall_s in stalls:
-            learnt = learnt.stalled(stall_s)
+            learnt = learnt.with_stall(stall_s)
             chosen = decide(learnt, LIMITS, current=chosen)
 
     each_s = timed(ask) / len(stalls)

@@ -20,10 +20,10 @@ import torch
 from benchmarks.memcpy import Pieces, Whole, memfd
 from benchmarks.report import Row, parser, report, timed
 from ckpt.events import Events
-from ckpt.layout.division import undivided
+from ckpt.layout.division import whole_share
 from ckpt.layout.staging import frame_bytes_for, stage
 from ckpt.trainer.snapshot.cpu_copier import CpuCopier
-from ckpt.trainer.snapshot.deferred_copy import PROOFS
+from ckpt.trainer.snapshot.deferred_copy import PROOFS_NEEDED
 from ckpt.trainer.snapshot.snapshot import Snapshotter
 from ckpt.trainer.state.mesh_coordinate import Coordinate
 from ckpt.trainer.state.state_walk import StateWalker
@@ -58,7 +58,7 @@ class Bound:
         self.walker = StateWalker(state, Coordinate(()), generators=False)
         self.walk = self.walker.walk()
         total = sum(t.nbytes for of_one in self.walk.tensors for t in of_one)
-        self.staging = stage(self.walk.layout, undivided(self.walk.layout), frame_bytes_for(total))
+        self.staging = stage(self.walk.layout, whole_share(self.walk.layout), frame_bytes_for(total))
         self.data = memfd(self.staging.data_bytes)
         self.snapshotter = Snapshotter(CpuCopier(threads), lazy, Events())
         self.snapshotter.bindings.bind(0, self.walk, self.staging, self.data)
@@ -67,7 +67,7 @@ class Bound:
         self.snapshotter.take(0).wait()
 
     def take_checked(self) -> None:
-        assert not self.walker.changed(self.walk)
+        assert not self.walker.has_changed(self.walk)
         self.take()
 
 
@@ -127,12 +127,12 @@ def lazy(total_bytes: int, threads: int, rounds: int, eager_s: float) -> list[Ro
             snapshot = one.snapshotter.take(0) if saves else None
             step(products)
             one.optimizer.step()
-            one.snapshotter.boundary()
+            one.snapshotter.note_boundary()
             if snapshot is not None:
-                assert snapshot.abandoned is None
+                assert snapshot.abandon_reason is None
                 stalls.append(snapshot.stall_s)
 
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             loop(True)
         stalls.clear()
         with_s, without_s = in_turns(rounds, lambda: loop(True), lambda: loop(False))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.report import Row, parser, report
-from ckpt.ipc.secret import make
+from ckpt.ipc.secret import make_secret
 from tests.nodes.jobs import Elastic, Ended, check_losses, check_memory
 from tests.nodes.lan import lan, why_not
 from tests.nodes.train import losses
@@ -53,7 +53,7 @@ def main() -> int:
         job = Elastic(net, Path(folder), 10_000_000, *options, nodes=(max(1, nodes - 1), nodes))
         secret = Path(folder, "secret")  # so that new nodes, where they start alone, find what is left of the others
         secret.touch(mode=0o600)
-        secret.write_text(make().hex())
+        secret.write_text(make_secret().hex())
         job.env["CKPT_SECRET_FILE"] = str(secret)
         patience = Patience(job)
         try:

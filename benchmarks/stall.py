@@ -155,7 +155,7 @@ def crowded(total_bytes: int, rounds: int) -> Row:
             handle.wait("store")
             without_s.append(timed(lambda: step(ck, optim, count)))
     longest, other = max(with_s), max(without_s)
-    text = "crowded: longest step with a late copy"
+    text = "crowded: longest step with a deferred copy"
     return Row(text, 1e3 * longest, "ms", "shown", None, 1e3 * other, longest / other)
 
 

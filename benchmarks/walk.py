@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.report import Row, median_s, parser, report
 from ckpt.trainer.state import state_nodes
-from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.mesh_coordinate import find_coordinate
 from ckpt.trainer.state.state_walk import StateWalker, hash_walk
 
 
@@ -33,19 +33,19 @@ def make_state(tensors: int) -> dict[str, Any]:
 
 def rows_of(tensors: int, repeats: int) -> list[Row]:
     state = make_state(tensors)
-    walker = StateWalker(state, coordinate(state, 0, 1))
+    walker = StateWalker(state, find_coordinate(state, 0, 1))
     walk = walker.walk()
     every = [tensor for line in walk.tensors for tensor in line]
-    assert not walker.changed(walk)
+    assert not walker.has_changed(walk)
 
     def encode() -> None:
-        state_nodes.encode(*walker.values(walk), walk.scan.constants)
+        state_nodes.encode_trees(*walker.values(walk), walk.scan.constants)
 
     pass_ms = 1e3 * median_s(lambda: [t.data_ptr() for t in every], repeats)
     questions: list[tuple[str, str, Callable[[], object]]] = [
         ("the walk", "part of planning", walker.walk),
         ("hashes of replicas", "part of planning", lambda: hash_walk(walk)),
-        ("has it changed?", "part of a save", lambda: walker.changed(walk)),
+        ("has it changed?", "part of a save", lambda: walker.has_changed(walk)),
         ("values, read and encoded", "part of a save", encode),
     ]
     rows = []

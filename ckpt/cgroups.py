@@ -17,19 +17,19 @@ from pathlib import Path
 
 FILE_BYTES_MAX = 1 << 16
 CGROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The file names of one cgroup version. `limits`: files of limits, of which the lowest counts. Above a soft limit
-    (memory.high) nothing is refused, but allocation is slowed down until memory is freed, and ckpt cannot free its own.
-    `file_pages`, `unwritten`: entries of memory.stat, for a group and all groups in it."""
+    """The file names of one cgroup version. `limit_files`: files of limits, of which the lowest counts. Above a soft
+    limit (memory.high) nothing is refused, but allocation is slowed down until memory is freed, and ckpt cannot free
+    its own. `file_pages`, `unwritten`: entries of memory.stat, for a group and all groups in it."""
 
-    limits: tuple[str, ...]
-    used: str
+    limit_files: tuple[str, ...]
+    usage_file: str
     file_pages: tuple[str, ...]
-    unwritten: tuple[str, ...]
+    dirty_pages: tuple[str, ...]
 
 
 V2 = Names(
@@ -56,40 +56,40 @@ class ControlGroup:
     def limit_bytes(self) -> int:
         """The memory limit in bytes. Errors: ValueError if there is none."""
         found: list[int] = []
-        for name in self.names.limits:
+        for name in self.names.limit_files:
             # The file may be missing, or say "max".
             with contextlib.suppress(OSError, ValueError):
-                found.append(int(text(self.folder / name)))
+                found.append(int(read_kernel_file(self.folder / name)))
         return min(found)
 
     def used_bytes(self) -> int:
         """The memory in use by the group and all groups in it, less what the kernel reclaims at once, if memory.stat
         tells. Errors: OSError, ValueError."""
-        return max(0, int(text(self.folder / self.names.used)) - self._given_back_bytes())
+        return max(0, int(read_kernel_file(self.folder / self.names.usage_file)) - self._reclaimable_bytes())
 
-    def _given_back_bytes(self) -> int:
+    def _reclaimable_bytes(self) -> int:
         stat: dict[str, int] = {}
         with contextlib.suppress(OSError, ValueError):
-            for line in text(self.folder / "memory.stat").splitlines():
+            for line in read_kernel_file(self.folder / "memory.stat").splitlines():
                 name, _, count = line.partition(" ")
-                if name in self.names.file_pages or name in self.names.unwritten:
+                if name in self.names.file_pages or name in self.names.dirty_pages:
                     stat[name] = int(count)
-        unwritten = sum(stat.get(name, 0) for name in self.names.unwritten)
+        unwritten = sum(stat.get(name, 0) for name in self.names.dirty_pages)
         return max(0, sum(stat.get(name, 0) for name in self.names.file_pages) - unwritten)
 
 
-def groups(at: Path = CGROUPS, own: str | None = None) -> list[ControlGroup]:
+def find_control_groups(at: Path = CGROUPS, own: str | None = None) -> list[ControlGroup]:
     """This process's group (a service's or a batch job's) and all groups around it, of both versions, the innermost
     first. In a container the own group is at the root. `at`: where cgroups are mounted. `own`: the content of
     /proc/self/cgroup."""
     if own is None:
         own = ""
         with contextlib.suppress(OSError):
-            own = text(_OWN)
-    return list(dict.fromkeys(_named(at, own)))
+            own = read_kernel_file(_OWN_CGROUP)
+    return list(dict.fromkeys(_iter_groups(at, own)))
 
 
-def _named(at: Path, own: str) -> Iterator[ControlGroup]:
+def _iter_groups(at: Path, own: str) -> Iterator[ControlGroup]:
     for line in own.splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if path and (not controllers or "memory" in controllers.split(",")):
@@ -100,7 +100,7 @@ def _named(at: Path, own: str) -> Iterator[ControlGroup]:
     yield ControlGroup(at / "memory", V1)
 
 
-def text(path: Path) -> str:
+def read_kernel_file(path: Path) -> str:
     """The content of a small kernel file, at most FILE_BYTES_MAX bytes. Errors: OSError."""
     with open(path, "rb", buffering=0) as file:
         return file.read(FILE_BYTES_MAX).decode("ascii", "replace")

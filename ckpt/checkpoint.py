@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt.store.diff import Diff
     from ckpt.store.export import Exported, Format
     from ckpt.store.lineage import CommitRef
-    from ckpt.store.reader import FrameReader
+    from ckpt.store.reader import FrameReader, Values
     from ckpt.store.run import Run
     from ckpt.store.tensors import Index, TensorIndex
 
@@ -66,16 +66,16 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        return self.ref.identity.tick.step
+        return self.ref.identity.version.step
 
     @property
     def sub(self) -> int:
         """0 at the end of the step; else the number of the save, poll or exit after the step."""
-        return self.ref.identity.tick.sub
+        return self.ref.identity.version.sub
 
     @property
     def label(self) -> str:
-        return self.ref.identity.tick.label
+        return self.ref.identity.version.label
 
     @property
     def start(self) -> int:
@@ -132,15 +132,15 @@ class Checkpoint:
     @property
     def stored_bytes(self) -> int:
         """The bytes that were written for this checkpoint, after compression."""
-        return self._placed_bytes[0]
+        return self._own_and_shared_bytes[0]
 
     @property
     def shared_bytes(self) -> int:
         """The stored size of the unchanged frames, which lie in packs of earlier checkpoints."""
-        return self._placed_bytes[1]
+        return self._own_and_shared_bytes[1]
 
     @cached_property
-    def _placed_bytes(self) -> tuple[int, int]:
+    def _own_and_shared_bytes(self) -> tuple[int, int]:
         record = self.record
         lengths, packs = record.places["length"], record.places["pack"]
         own = [n for n, (key, _) in enumerate(record.packs) if key.startswith(f"data/{record.identity}/")]
@@ -152,14 +152,14 @@ class Checkpoint:
         """The tensors by name: "model.0.weight", "optim.state.0.weight.exp_avg", ... Equal copies of several ranks are
         one tensor. Of a module's buffers the first rank's is taken, as by a start on another number of ranks. All other
         copies are called `name@coordinate`."""
-        return _infos(self._named.specs, self.record)
+        return _make_infos(self._tensor_index.specs, self.record)
 
     @cached_property
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
         """All tensors as stored: also each rank's own copy of a tensor, as `name@coordinate`."""
-        from ckpt.store.tensor_stream import chosen, exported_name
+        from ckpt.store.tensor_stream import choose_tensors, exported_name
 
-        return _infos({exported_name(spec): spec for spec in chosen(self.record.manifest)}, self.record)
+        return _make_infos({exported_name(spec): spec for spec in choose_tensors(self.record.manifest)}, self.record)
 
     def tensor(self, name: str, index: Index = ()) -> npt.NDArray[Any]:
         """A tensor of `tensors` or `stored_tensors`, or a part of one, as a new NumPy array. The first ten rows:
@@ -170,17 +170,17 @@ class Checkpoint:
         float4_e2m1fn_x2 comes as the bytes of its pairs. `torch_tensor` returns the dtype that was saved.
 
         Errors: UsageError for a name or an index that does not exist."""
-        from ckpt.store.tensors import as_numpy, read
+        from ckpt.store.tensors import as_numpy, read_part
 
-        spec = self._spec(name)
-        return as_numpy(self.use(lambda reader: read(reader, spec, index)), spec.dtype)
+        spec = self._find_spec(name)
+        return as_numpy(self.use(lambda reader: read_part(reader, spec, index)), spec.dtype)
 
     def torch_tensor(self, name: str, index: Index = ()) -> Any:
         """The same as a new torch.Tensor on the CPU, bit for bit, in the dtype that was saved. Needs torch."""
-        from ckpt.store.tensors import as_torch, read
+        from ckpt.store.tensors import as_torch, read_part
 
-        spec = self._spec(name)
-        return as_torch(self.use(lambda reader: read(reader, spec, index)), spec.dtype)
+        spec = self._find_spec(name)
+        return as_torch(self.use(lambda reader: read_part(reader, spec, index)), spec.dtype)
 
     def values(self, rank: str | None = None) -> Any:
         """The saved values that are not tensors, by their key in the state: counters, schedulers, and the
@@ -188,18 +188,22 @@ class Checkpoint:
 
         `rank`: one of `ranks`, if ranks had different values. By default: the common values if there are any, else the
         first rank's."""
-        from ckpt.store.trees import of_state
+        from ckpt.store.trees import state_values
 
-        found = self._values
-        if rank is None and found.shared is None and found.own_shared:
-            rank = next(each for each in (*self.ranks, *found.own_shared) if each in found.own_shared)
-        return of_state(found.shared if rank is None else found.own_shared.get(self._known(rank), found.shared))
+        found = self._value_trees
+        if rank is None and found.shared is None and found.shared_by_coordinate:
+            rank = next(
+                each for each in (*self.ranks, *found.shared_by_coordinate) if each in found.shared_by_coordinate
+            )
+        return state_values(
+            found.shared if rank is None else found.shared_by_coordinate.get(self._check_rank(rank), found.shared)
+        )
 
     def rank_values(self, rank: str) -> Any:
         """The values that belong to one rank alone: `loaders`, by their key in the state, and `generators`."""
-        from ckpt.store.trees import of_rank
+        from ckpt.store.trees import rank_values
 
-        return of_rank(self._values.own.get(self._known(rank)))
+        return rank_values(self._value_trees.own_by_coordinate.get(self._check_rank(rank)))
 
     def export(
         self,
@@ -231,7 +235,7 @@ class Checkpoint:
     def use(self, work: Callable[[FrameReader], T]) -> T:
         """Calls `work` with a reader of frames, and returns its result. If one record of the checkpoint is damaged the
         next one is used, and an event says so."""
-        from ckpt.store.reader import FrameReader, any_readable
+        from ckpt.store.reader import FrameReader, use_readable_record
 
         def of(record: Record) -> T:
             found = work(FrameReader(self._run.backend, record, self._run.patience))
@@ -245,38 +249,38 @@ class Checkpoint:
                 except (DamagedData, NotFound):
                     # The call below reports the damage, and tries the other records.
                     self._record = None
-            return any_readable(self._run, self.records, of)
+            return use_readable_record(self._run, self.records, of)
         except NewerFormat:
             raise
         except DamagedData as exc:
             raise DamagedData(f"{exc}; take another step: ckpt verify says which are good") from exc
 
     @cached_property
-    def _named(self) -> TensorIndex:
-        from ckpt.store.tensors import named
+    def _tensor_index(self) -> TensorIndex:
+        from ckpt.store.tensors import index_tensors
 
-        return self.use(named)
+        return self.use(index_tensors)
 
     @cached_property
-    def _values(self) -> Any:
+    def _value_trees(self) -> Values:
         from ckpt.store.reader import load_values
 
         return self.use(load_values)
 
-    def _spec(self, name: str) -> TensorSpec:
-        found = self._named.specs.get(name) or self._named.copies.get(name)
+    def _find_spec(self, name: str) -> TensorSpec:
+        found = self._tensor_index.specs.get(name) or self._tensor_index.rank_copies.get(name)
         if found is None:
-            there = ", ".join(list(self._named.specs)[:8]) or "no tensors"
+            there = ", ".join(list(self._tensor_index.specs)[:8]) or "no tensors"
             raise UsageError(f"step {self.label} has no tensor {name!r:.200}; there are {there}, ...: see `tensors`")
         return found
 
-    def _known(self, rank: str) -> str:
+    def _check_rank(self, rank: str) -> str:
         if rank not in self.ranks:
             raise UsageError(f"step {self.label} has no rank {rank!r:.80}; there are {', '.join(self.ranks[:8])}")
         return rank
 
 
-def _infos(specs: Mapping[str, TensorSpec], record: Record) -> Mapping[str, TensorInfo]:
+def _make_infos(specs: Mapping[str, TensorSpec], record: Record) -> Mapping[str, TensorInfo]:
     manifest = record.manifest
     parts = Counter((manifest.tensors[index].name, manifest.tensors[index].owner) for index, _ in manifest.boxes)
     return {

@@ -22,12 +22,12 @@ from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, Support
 
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, Superseded, UsageError
 from ckpt.events import Events, JsonLines, Sink
-from ckpt.placement.placement import ONE_COPY, Parity, Replicas
+from ckpt.placement.placement import ONE_REPLICA, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.save_options import Every, Keep, Limits
-from ckpt.settings import Settings, read
-from ckpt.storage.names import shown
-from ckpt.threads import Tasks, end_all
+from ckpt.settings import Settings, read_settings
+from ckpt.storage.names import redact_url
+from ckpt.threads import Tasks, run_cleanups
 from ckpt.trainer.link.levels import Level
 from ckpt.trainer.link.options import UserOptions, advise_interval, check_state, find_init, find_url, make_options
 from ckpt.trainer.loop import entry
@@ -37,14 +37,14 @@ from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.loop.saver import Saver, check_metrics
 from ckpt.trainer.loop.shutdown import Shutdown
 from ckpt.trainer.loop.step_tracking import StepTracking
-from ckpt.trainer.loop.steps import Appointments, Steps, whole
-from ckpt.types import Tick
+from ckpt.trainer.loop.steps import Appointments, Steps, as_whole_number
+from ckpt.types import Version
 
 # EX_TEMPFAIL: this process did nothing wrong, but a newer start has taken its place.
-SUPERSEDED_CODE = 75
-ASK_AGAIN_S = 0.2
-HOLD_S = 600.0  # how long a rehearsed process waits to be killed
-EXIT_TRIES = 3  # further attempts at the exit, after a snapshot of the last step was given up
+SUPERSEDED_EXIT_CODE = 75
+RETRY_INTERVAL_S = 0.2
+REHEARSAL_WAIT_S = 600.0  # how long a rehearsed process waits to be killed
+EXIT_RETRIES = 3  # further attempts at the exit, after a snapshot of the last step was given up
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -64,20 +64,20 @@ class Restored:
 class Handle:
     """A checkpoint that ck.save() asked for: its step, and how far it has come."""
 
-    def __init__(self, checkpointer: Checkpointer, tick: Tick) -> None:
+    def __init__(self, checkpointer: Checkpointer, version: Version) -> None:
         self._checkpointer = checkpointer
         self._levels = checkpointer._parts.saver.link.levels
-        self.tick = tick
+        self.version = version
 
     @property
     def step(self) -> int:
-        return self.tick.step
+        return self.version.step
 
     @property
     def level(self) -> Level:
         """The furthest level that the checkpoint is known to have reached: "none", "local", "peer" or "store". After
         the block: the last one known in it."""
-        return self._levels.level(self.tick)
+        return self._levels.level(self.version)
 
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
         """Waits until the checkpoint has reached `level`. timeout_s: in seconds; None: no limit. After the block it
@@ -85,15 +85,15 @@ class Handle:
         Errors: SaveFailed if the checkpoint will not reach the level, or not in time; UsageError for an unknown level.
         """
         checkpointer = self._checkpointer
-        if checkpointer._entered is None:
-            self._levels.wait(self.tick, level, timeout_s)
-        elif threading.current_thread() is checkpointer._parts.saver.thread:
-            checkpointer._wait_here(self.tick, level, timeout_s)
+        if checkpointer._entered_parts is None:
+            self._levels.wait(self.version, level, timeout_s)
+        elif threading.current_thread() is checkpointer._parts.saver.training_thread:
+            checkpointer._wait_for_level(self.version, level, timeout_s)
         else:
-            checkpointer._parts.saver.wait(self.tick, level, timeout_s)
+            checkpointer._parts.saver.wait(self.version, level, timeout_s)
 
     def __repr__(self) -> str:
-        return f"<ckpt.Handle step {self.tick.step} level {self.level}>"
+        return f"<ckpt.Handle step {self.version.step} level {self.level}>"
 
 
 @dataclass(slots=True)
@@ -102,16 +102,16 @@ class _Parts:
 
     tasks: Tasks
     saver: Saver
-    updates: StepTracking
+    step_tracking: StepTracking
     steps: Steps
-    due: DueSaves
+    due_saves: DueSaves
     appointments: Appointments
-    parting: Shutdown
+    shutdown: Shutdown
     # One function for each part that was begun, in that order: it ends that part.
-    ends: list[Callable[[], object]]
+    cleanups: list[Callable[[], object]]
 
 
-def _working(
+def _exclusive(
     method: Callable[Concatenate[Checkpointer, P], R],
 ) -> Callable[Concatenate[Checkpointer, P], R]:
     """Decorates a method that users call. Until the method returns no other one may be called, as by a signal handler
@@ -120,12 +120,12 @@ def _working(
     @functools.wraps(method)
     def work(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check_use()
-        self._at_work = True
+        self._is_busy = True
         # A plain `try`: before the body of a context manager Ctrl-C could come in between.
         try:
             return method(self, *args, **kwargs)
         finally:
-            self._at_work = False
+            self._is_busy = False
 
     return work
 
@@ -162,7 +162,7 @@ class Checkpointer:
         *,
         policy: Every | Adaptive | None = None,
         keep: Keep | None = None,
-        peers: Replicas | Parity | None = ONE_COPY,
+        peers: Replicas | Parity | None = ONE_REPLICA,
         codec: str = "auto",
         mesh: Any = None,
         process_group: Any = None,
@@ -182,13 +182,13 @@ class Checkpointer:
             raise UsageError(f"sinks={sinks!r}: a tuple of functions, such as (print,)")
         self._notices = notices
         self._limits = Limits() if limits is None else limits
-        self.url = find_url(url, read())
+        self.url = find_url(url, read_settings())
         # The user's dict itself: what is assigned under either name is saved.
         self._state = state
         self.restored = Restored()
         self.events = Events(*sinks)
         self._policy = Adaptive() if policy is None else policy
-        self._asked = UserOptions(
+        self._options = UserOptions(
             url=self.url,
             state=self._state,
             options=make_options(self._policy, Keep() if keep is None else keep, self._limits, codec, peers),
@@ -201,12 +201,12 @@ class Checkpointer:
             take_over=take_over,
         )
         self._receipt = RunReport()
-        self.events.add(self._receipt.hear)
-        self._entered: _Parts | None = None
+        self.events.add(self._receipt.on_event)
+        self._entered_parts: _Parts | None = None
         self._was_entered = False
-        self._at_work = False
-        self._stored = True  # whether the restored checkpoint is in the store
-        self._hold_at = self._rehearsed = 0
+        self._is_busy = False
+        self._is_restored_in_store = True  # whether the restored checkpoint is in the store
+        self._hold_at_step = self._rehearsal_step = 0
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -226,17 +226,17 @@ class Checkpointer:
         one step, that is one optimizer update. In a zip it comes first: zip(ck.steps(n), loader). Errors: UsageError;
         those of `step`."""
         self._check_use()
-        if (last := whole(total)) is None:
+        if (last := as_whole_number(total)) is None:
             raise UsageError(f"ck.steps({total!r}): a whole number of steps")
-        yield from self._parts.steps.loop(last, self.step)
+        yield from self._parts.steps.iterate(last, self.step)
 
-    @_working
+    @_exclusive
     def step(self, n: SupportsIndex | None = None) -> None:
         """Ends a step, in a loop that does its own counting. n: if given, it must be the last step + 1. Once an
         exception has left an optimizer.step(), nothing is saved any more.
         Errors: UsageError; Leave (a SystemExit) if the job has to leave; SaveFailed if no commit landed for
         Limits(unsaved_s=)."""
-        if n is not None and whole(n) != (last := self._parts.steps.ended) + 1:
+        if n is not None and as_whole_number(n) != (last := self._parts.steps.last_ended) + 1:
             raise UsageError(
                 f"ck.step({n!r}): the last ended step is {last}, so the next is {last + 1}; "
                 "start counting from ck.restored.step + 1"
@@ -245,35 +245,35 @@ class Checkpointer:
 
     def _end_step(self) -> None:
         # `self._parts` is a call, which each step would pay for.
-        parts = self._entered or self._parts
-        link, step = parts.saver.link, parts.steps.end()
-        parts.saver.boundary(step)
+        parts = self._entered_parts or self._parts
+        link, step = parts.saver.link, parts.steps.end_step()
+        parts.saver.note_boundary(step)
         link.enter(step + 1)
-        parts.appointments.look()
-        if parts.updates.is_torn:
-            parts.updates.find_torn()
-        if parts.updates.elsewhere is not None:
-            parts.updates.find_elsewhere(each.updates for each in self._beside())
-        if parts.updates.strangers.due:
-            parts.updates.strangers.look(
-                [parts.saver.walker.state, *(each.saver.walker.state for each in self._beside())]
+        parts.appointments.serve_due()
+        if parts.step_tracking.is_torn:
+            parts.step_tracking.report_torn()
+        if parts.step_tracking.foreign_optimizer is not None:
+            parts.step_tracking.report_foreign_optimizer(each.step_tracking for each in self._other_parts())
+        if parts.step_tracking.unregistered.due_optimizers:
+            parts.step_tracking.unregistered.examine_due(
+                [parts.saver.walker.state, *(each.saver.walker.state for each in self._other_parts())]
             )
-        if parts.updates.strangers.open:
-            self._name_strangers()
-        if step == self._rehearsed:
+        if parts.step_tracking.unregistered.unheld_by_role:
+            self._report_unregistered()
+        if step == self._rehearsal_step:
             self._rehearse()
         if link.superseded_by is not None:
             self._leave_superseded(link.superseded_by)
-        if parts.due.end(step) and not parts.updates.find_waiting(step):
+        if parts.due_saves.note_step_end(step) and not parts.step_tracking.report_waiting_gradients(step):
             self._save_due()
         unsaved_s = self._limits.unsaved_s
         if unsaved_s is not None and time.monotonic() - link.levels.committed_s > unsaved_s:
             raise SaveFailed(
                 f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)): the store does not "
-                f"answer, or one commit takes longer than that; run `ckpt doctor {shown(self.url)}`"
+                f"answer, or one commit takes longer than that; run `ckpt doctor {redact_url(self.url)}`"
             )
 
-    @_working
+    @_exclusive
     def poll(self) -> None:
         """Serves the agent at a point that all ranks pass in the same order but where no step ends, such as an
         evaluation batch. It takes the snapshot that is appointed there. It also waits for copies in the background, so
@@ -283,22 +283,22 @@ class Checkpointer:
         the job has to leave."""
         parts = self._parts
         parts.saver.poll()
-        parts.steps.next_tick()
-        parts.updates.watch()
-        parts.appointments.look()
+        parts.steps.begin_version()
+        parts.step_tracking.note_poll()
+        parts.appointments.serve_due()
         if parts.saver.link.superseded_by is not None:
             self._leave_superseded(parts.saver.link.superseded_by)
 
-    @_working
+    @_exclusive
     def fence(self) -> None:
         """Waits for copies in the background. Call it before you change parameters or optimizer state by hand (outside
         optimizer.step()) in the middle of a step. If no optimizer has ever stepped, a step of ck.steps() that a break
         leaves after the fence counts as ended, as after an update."""
         parts = self._parts
         parts.saver.fence()
-        parts.updates.fenced = True
+        parts.step_tracking.is_fenced = True
 
-    @_working
+    @_exclusive
     def save(self, metrics: dict[str, float] | None = None) -> Handle:
         """Saves the last ended step now, and returns a handle. All ranks call it at the same step. It waits for a free
         slot. metrics: numbers that are kept with the checkpoint (for Keep(best=)). A failed save raises where its
@@ -308,36 +308,37 @@ class Checkpointer:
         body of a step of ck.steps() that has not ended: a restore would skip the batch that was drawn for that step."""
         numbers, parts = check_metrics(metrics, self.events), self._parts
         steps, link = parts.steps, parts.saver.link
-        if parts.updates.pending:
+        if parts.step_tracking.pending_updates:
             raise UsageError(
                 "ck.save() after an optimizer update that no step has ended: call ck.step() first, so that the "
-                f"checkpoint is of step {steps.ended + 1} and not of half of it"
+                f"checkpoint is of step {steps.last_ended + 1} and not of half of it"
             )
-        if steps.may_have_drawn:
+        if steps.may_have_drawn_batch:
             raise UsageError(
-                f"ck.save() in step {steps.ended + 1}, which has not ended. A batch may have been drawn for that step, "
+                f"ck.save() in step {steps.last_ended + 1}, which has not ended. A batch may have been drawn for that "
+                "step, "
                 "and a restart would skip it: call ck.step() first, at the end of the step's body. After a loop that "
                 "ended with its loader, ck.step() would count one step too many: call ck.step() and ck.save() in the "
                 "loop's body"
             )
-        tick = steps.next_tick()
-        parts.updates.watch()
+        version = steps.begin_version()
+        parts.step_tracking.note_poll()
         try:
-            self._save_now("save", tick, numbers)
+            self._save_now("save", version, numbers)
         except (SaveFailed, AgentError) as exc:
             if link.superseded_by is not None:
                 self._leave_superseded(link.superseded_by)
-            link.levels.put(tick, "local", False, str(exc))
-            self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
-        return Handle(self, tick)
+            link.levels.record(version, "local", False, str(exc))
+            self.events.emit("save.failed", f"ckpt: step {version.step} was not saved: {exc}", loud=True)
+        return Handle(self, version)
 
-    @_working
+    @_exclusive
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
         """Waits until the newest snapshot that this rank took has reached `level`; returns at once if there is none.
         Errors: SaveFailed; UsageError for an unknown level."""
         saver = self._parts.saver
-        if saver.last is not None:
-            saver.wait(saver.last, level, timeout_s)
+        if saver.newest_taken is not None:
+            saver.wait(saver.newest_taken, level, timeout_s)
 
     @property
     def receipt(self) -> dict[str, Any]:
@@ -349,16 +350,16 @@ class Checkpointer:
 
     def __enter__(self) -> Self:
         self._check_entry()
-        settings, began_s = read(), time.monotonic()
+        settings, began_s = read_settings(), time.monotonic()
         is_rehearsal = settings.redirect is not None and self.url == settings.redirect[1]
-        self._hold_at, self._rehearsed = (settings.hold_at, 1) if is_rehearsal else (0, 0)
+        self._hold_at_step, self._rehearsal_step = (settings.hold_at_step, 1) if is_rehearsal else (0, 0)
         if self._notices == "off":
             settings = replace(settings, notices="off")
         last, ends = contextlib.ExitStack(), list[Callable[[], object]]()
         try:
-            self._begin(settings, last, ends, began_s)
+            self._enter_job(settings, last, ends, began_s)
         except BaseException as exc:
-            end_all([last.close, *ends] if self._entered is None else self._entered.ends)
+            run_cleanups([last.close, *ends] if self._entered_parts is None else self._entered_parts.cleanups)
             # The message says all: people see their own line and the message, not how ckpt came to it.
             if isinstance(exc, UsageError):
                 raise exc.with_traceback(None) from exc.__cause__
@@ -372,64 +373,65 @@ class Checkpointer:
                 "a process that multiprocessing has spawned is importing this script, and would start the job a second "
                 'time: put the training code below `if __name__ == "__main__":`'
             )
-        if self._entered is not None:
+        if self._entered_parts is not None:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
         if self._was_entered:
             raise UsageError("this Checkpointer was entered before; make one for each `with`, with objects made anew")
-        if any(other.url == self.url and other._entered is not None for other in _LIVE):
+        if any(other.url == self.url and other._entered_parts is not None for other in _ENTERED_CHECKPOINTERS):
             raise UsageError(
-                f"this process has a Checkpointer on {shown(self.url)} already: put all of the state into one, or give "
+                f"this process has a Checkpointer on {redact_url(self.url)} already: put all of the state into one, "
+                "or give "
                 "each a URL of its own"
             )
 
-    def _begin(
+    def _enter_job(
         self, settings: Settings, last: contextlib.ExitStack, ends: list[Callable[[], object]], began_s: float
     ) -> None:
         """Enters the job. `last`: closed after everything else. `ends`: gets the function that ends each part, before
         that part begins: Ctrl-C may come in between."""
-        lines = self._write_events(settings.events, last)
+        lines = self._add_events_file(settings.events, last)
         tasks = Tasks("trainer", pool_size=4)
         ends.append(tasks.close)
         watch = LoaderWatch(self.state, self.events)
         try:
-            saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, ends)
+            saver, found = entry.enter(self._options, settings, tasks, self.events, self._receipt, ends)
         except Superseded as exc:
             self._leave_superseded(str(exc))
         # From here on this rank is a member of the job.
         try:
             updates = StepTracking(self.state, lambda: saver.walk, self.events)
             ends.append(updates.close)
-            updates.begin(found.tick.step)
-            watch.begin(is_told=saver.link.terms is not None and saver.link.terms.rank == 0)
-            steps = Steps(found.tick.step, saver, updates, watch, self.events)
-            parting = Shutdown(saver.link, tasks, self.events, settings)
-            appointments = Appointments(steps, saver, updates, parting)
+            updates.install_hooks(found.version.step)
+            watch.begin_watch(is_told=saver.link.terms is not None and saver.link.terms.rank == 0)
+            steps = Steps(found.version.step, saver, updates, watch, self.events)
+            shutdown = Shutdown(saver.link, tasks, self.events, settings)
+            appointments = Appointments(steps, saver, updates, shutdown)
             fail_all = functools.partial(saver.link.levels.fail_all, "the block was left before that was known")
-            ends = [parting.close, last.close, fail_all, *ends, parting.end_threads, self._forget]
+            ends = [shutdown.close, last.close, fail_all, *ends, shutdown.end_threads, self._mark_exited]
             if lines is not None and (terms := saver.link.terms) is not None:
-                lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
+                lines.add_entries(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
             due = DueSaves(self._policy)
-            self._take_up(_Parts(tasks, saver, updates, steps, due, appointments, parting, ends), found, began_s)
+            self._mark_entered(_Parts(tasks, saver, updates, steps, due, appointments, shutdown, ends), found, began_s)
             last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
-            parting.begin()
+            shutdown.start_listening()
         except BaseException:
             saver.link.give_up()
             raise
 
-    def _take_up(self, parts: _Parts, found: entry.RestoreResult, began_s: float) -> None:
+    def _mark_entered(self, parts: _Parts, found: entry.RestoreResult, began_s: float) -> None:
         """Marks this object as entered, and records what was restored."""
         link = parts.saver.link
-        self._entered = parts
+        self._entered_parts = parts
         self._was_entered = True
-        _LIVE.add(self)
-        self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
-        self._stored = found.stored
-        self._receipt.start_step = parts.steps.start
+        _ENTERED_CHECKPOINTERS.add(self)
+        self.restored = Restored(found.version.step, found.level, found.identity, found.source)
+        self._is_restored_in_store = found.is_stored
+        self._receipt.start_step = parts.steps.start_step
         self._receipt.restored_from = self.restored.source
         self._receipt.entry_s = time.monotonic() - began_s
         # The time that entering took does not count as unsaved.
         link.levels.begin()
-        link.enter(parts.steps.start + 1)
+        link.enter(parts.steps.start_step + 1)
         self._update_receipt()
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
@@ -438,23 +440,23 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         # `self._parts` is a call, in which Ctrl-C could be raised.
-        parts = self._entered or self._parts
+        parts = self._entered_parts or self._parts
         # In a forked child all resources belong to the parent.
-        if parts.saver.forked:
-            self._entered = None
+        if parts.saver.is_forked:
+            self._entered_parts = None
             return
         failure: CkptError | None = None
         # sys.exit(0) in the loop is a normal end. Leave has another code.
         ends_normally = error is None or (isinstance(error, SystemExit) and not error.code)
         # Stays set: from here on users call nothing any more.
-        self._at_work = True
+        self._is_busy = True
         try:
             if ends_normally:
                 failure = self._finish_normally()
             else:
                 # No snapshot is taken: half a step may be in the state.
-                parts.saver.quiet()
-                failure = parts.parting.finish_early(self._limits.exit_s)
+                parts.saver.wait_for_copies()
+                failure = parts.shutdown.finish_early(self._limits.exit_s)
         except Leave:
             raise
         except BaseException:
@@ -463,10 +465,10 @@ class Checkpointer:
             raise
         finally:
             try:
-                end_all(parts.ends)
+                run_cleanups(parts.cleanups)
             except KeyboardInterrupt:
                 # It may have come before the first call or between two: the rest is still in the list.
-                end_all(parts.ends)
+                run_cleanups(parts.cleanups)
                 raise
         if failure is not None:
             if not ends_normally and error is not None:
@@ -474,12 +476,12 @@ class Checkpointer:
             else:
                 raise CommitFailed(str(failure)) from failure
 
-    def _write_events(self, path: Path | None, closing: contextlib.ExitStack) -> JsonLines | None:
+    def _add_events_file(self, path: Path | None, closing: contextlib.ExitStack) -> JsonLines | None:
         """Adds a sink for the file that CKPT_EVENTS names, until `closing` is closed. The agent writes its own events
         there."""
         if path is None:
             return None
-        about = {"by": "trainer", "url": shown(self.url), "host": socket.gethostname(), "pid": os.getpid()}
+        about = {"by": "trainer", "url": redact_url(self.url), "host": socket.gethostname(), "pid": os.getpid()}
         lines = JsonLines(path, about)
         closing.callback(lines.close)
         self.events.add(lines)
@@ -492,71 +494,75 @@ class Checkpointer:
         A step that was restored from memory and is not in the store is saved too: no other process may be left to
         commit it."""
         parts = self._parts
-        parting, steps = parts.parting, parts.steps
+        shutdown, steps = parts.shutdown, parts.steps
         try:
-            if torn := parts.updates.find_torn():
+            if torn := parts.step_tracking.report_torn():
                 return self._leave_torn(torn)
             if steps.leave_loop():
                 self._end_step()
-            deadline, pending = parting.exits(self._limits.exit_s), parts.updates.pending
-            trained = steps.any_ended or parts.saver.last is not None
-            if not pending and (trained or not self._stored):
+            deadline, pending = shutdown.begin_exit(self._limits.exit_s), parts.step_tracking.pending_updates
+            trained = steps.has_ended_step or parts.saver.newest_taken is not None
+            if not pending and (trained or not self._is_restored_in_store):
                 return self._save_last(deadline)
         except Leave:
-            parting.finish_early(self._limits.exit_s)
+            shutdown.finish_early(self._limits.exit_s)
             raise
         if pending:
             text = f"ckpt: {pending} optimizer updates, but not one ended step: none of them is saved. "
             text += "Loop over ck.steps(...), or call ck.step() after each update"
             self.events.emit("step.none", text, loud=True)
-        return parting.leave("normal", deadline)
+        return shutdown.leave("normal", deadline)
 
     def _save_last(self, deadline: float) -> CkptError | None:
         """Saves the last step. `deadline`: on the monotonic clock. Returns the failure, if any. Errors: Leave."""
         parts = self._parts
-        link, steps, parting, tries = parts.saver.link, parts.steps, parts.parting, 0
+        link, steps, shutdown, tries = parts.saver.link, parts.steps, parts.shutdown, 0
         # The state may have changed since the last boundary was saved, for example by an epoch counter behind the loop.
         saver = parts.saver
-        is_behind = steps.sub or saver.asked == steps.tick or saver.has_moved(steps.tick, deadline)
-        tick = steps.next_tick() if is_behind else steps.tick
+        is_behind = steps.sub or saver.requested_version == steps.version or saver.has_moved(steps.version, deadline)
+        version = steps.begin_version() if is_behind else steps.version
         failure: CkptError = CommitFailed("no attempt was made")
-        if lost := parts.updates.gradients.lost(tick.step):
+        if lost := parts.step_tracking.gradients.waiting_reason(version.step):
             text = f"ckpt: the last step is saved without its gradients: {lost}"
             self.events.emit("gradients.waiting", text, loud=True)
         while time.monotonic() < deadline:
-            restarts = link.restarts
+            restarts = link.agent_restarts
             try:
-                held = self._save_now("exit", tick, {}, deadline)
+                held = self._save_now("exit", version, {}, deadline)
                 parts.saver.wait(held, "store", max(0.0, deadline - time.monotonic()), "exit")
-                return parting.leave("normal", deadline)
+                return shutdown.leave("normal", deadline)
             except CkptError as exc:
                 failure = exc
             # Being superseded ends the wait above, too.
             if link.superseded_by is not None:
                 self._leave_superseded(link.superseded_by)
-            if isinstance(failure, NotStaged) and tries < EXIT_TRIES:
+            if isinstance(failure, NotStaged) and tries < EXIT_RETRIES:
                 tries += 1
                 # All ranks see that the snapshot was given up, or that others ask for a later version.
-                tick = steps.next_tick()
+                version = steps.begin_version()
             elif not isinstance(failure, AgentError):
-                return parting.leave("normal", deadline) or parting.unsaved(tick, failure)
+                return shutdown.leave("normal", deadline) or shutdown.unsaved_error(version, failure)
             elif link.is_given_up:
                 break
             else:
                 # The agent is being started again, and the arenas are handed over to it.
-                parts.tasks.stopping.wait(ASK_AGAIN_S)
-                if link.restarts != restarts:
-                    tick = steps.next_tick()
+                parts.tasks.stopping.wait(RETRY_INTERVAL_S)
+                if link.agent_restarts != restarts:
+                    version = steps.begin_version()
         return failure
 
     def _leave_torn(self, why: str) -> CkptError | None:
         """Leaves without a snapshot, as after an exception: half an update may be in the state. Returns the failure, if
         any: CommitFailed if the last step was not saved before that update."""
         parts = self._parts
-        parts.saver.quiet()
-        failure = parts.parting.finish_early(self._limits.exit_s)
+        parts.saver.wait_for_copies()
+        failure = parts.shutdown.finish_early(self._limits.exit_s)
         newest, steps = parts.saver.link.levels.newest("store"), parts.steps
-        is_saved = self._stored and not steps.any_ended if newest is None else newest.step == steps.ended
+        is_saved = (
+            self._is_restored_in_store and not steps.has_ended_step
+            if newest is None
+            else newest.step == steps.last_ended
+        )
         return failure or (None if is_saved else CommitFailed(why))
 
     # -- inside
@@ -565,123 +571,133 @@ class Checkpointer:
         """Saves the step that has just ended, because the policy names it; all ranks do. If the save fails, training
         goes on: an event reports the failure, and the receipt counts it. Errors: Leave."""
         parts = self._parts
-        parts.due.take()
-        link, tick, receipt = parts.saver.link, parts.steps.tick, self._receipt
-        began_s, missed, until_s = time.monotonic(), receipt.missed, None
+        parts.due_saves.mark_requested()
+        link, version, receipt = parts.saver.link, parts.steps.version, self._receipt
+        began_s, missed, until_s = time.monotonic(), receipt.missed_snapshots, None
         # After unsaved_s without a commit the block is left anyway.
         if self._limits.unsaved_s is not None:
             until_s = min(began_s + self._limits.exit_s, link.levels.committed_s + self._limits.unsaved_s)
         try:
-            self._save_now("due", tick, {}, until_s)
+            self._save_now("due", version, {}, until_s)
         except (SaveFailed, AgentError) as exc:
-            receipt.missed = max(receipt.missed, missed + 1)
+            receipt.missed_snapshots = max(receipt.missed_snapshots, missed + 1)
             if link.superseded_by is not None:
                 self._leave_superseded(link.superseded_by)
-            self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
+            self.events.emit("save.failed", f"ckpt: step {version.step} was not saved: {exc}", loud=True)
 
     def _rehearse(self) -> None:
         """For `ckpt rehearse`: saves step 1, to compare with after the kill, and later the step at which the process is
         killed. It waits there for the kill, so that the script does not run past it. Training goes on if no kill comes.
         """
-        parts, tick = self._parts, self._parts.steps.next_tick()
-        self._rehearsed = self._hold_at
+        parts, version = self._parts, self._parts.steps.begin_version()
+        self._rehearsal_step = self._hold_at_step
         try:
-            self._save_now("save", tick, {})
-            parts.saver.wait(tick, "store", self._limits.exit_s)
+            self._save_now("save", version, {})
+            parts.saver.wait(version, "store", self._limits.exit_s)
         except (SaveFailed, AgentError) as exc:
-            self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
+            self.events.emit("save.failed", f"ckpt: step {version.step} was not saved: {exc}", loud=True)
         else:
-            if tick.step == self._hold_at:
-                parts.tasks.stopping.wait(HOLD_S)
+            if version.step == self._hold_at_step:
+                parts.tasks.stopping.wait(REHEARSAL_WAIT_S)
 
-    def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> Tick:
+    def _save_now(
+        self, why: str, version: Version, metrics: dict[str, float], deadline: float | None = None
+    ) -> Version:
         """Asks for a slot together with all ranks, and takes the snapshot. Returns the version that holds the state, as
         `Saver.save` does. Errors: CkptError; Leave."""
         parts = self._parts
         link = parts.saver.link
         until_s = time.monotonic() + self._limits.exit_s if deadline is None else deadline
-        why_not = parts.updates.find_torn()
+        why_not = parts.step_tracking.report_torn()
         if why == "save" and not why_not:
-            why_not = parts.updates.gradients.lost(tick.step) or parts.updates.find_swapped(tick.step)
+            why_not = parts.step_tracking.gradients.waiting_reason(
+                version.step
+            ) or parts.step_tracking.report_swapped_weights(version.step)
         if why_not:
             # Else the other ranks would wait for this one.
-            link.cannot_save(tick, why_not)
+            link.report_unsavable(version, why_not)
             raise SaveFailed(why_not)
         try:
-            held = parts.saver.save(why, tick, metrics, until_s)
+            held = parts.saver.save(why, version, metrics, until_s)
         except Superseded as exc:
             self._leave_superseded(link.superseded_by or str(exc))
-        if parts.updates.strangers.open:
-            self._name_strangers()
+        if parts.step_tracking.unregistered.unheld_by_role:
+            self._report_unregistered()
         return held
 
-    @_working
-    def _wait_here(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
+    @_exclusive
+    def _wait_for_level(self, version: Version, level: Level, timeout_s: float | None) -> None:
         """`Saver.wait`, called by the user on the training thread."""
-        self._parts.saver.wait(tick, level, timeout_s)
+        self._parts.saver.wait(version, level, timeout_s)
 
     def _leave_superseded(self, by: str) -> NoReturn:
         text = (
-            f"ckpt: a newer start owns {shown(self.url)} now ({by}); this job leaves and saves nothing more. "
+            f"ckpt: a newer start owns {redact_url(self.url)} now ({by}); this job leaves and saves nothing more. "
             "Jobs that are to run beside each other need a URL each"
         )
         self.events.emit("superseded", text, loud=True)
-        raise Leave(SUPERSEDED_CODE)
+        raise Leave(SUPERSEDED_EXIT_CODE)
 
     @property
     def _parts(self) -> _Parts:
-        if self._entered is None:
+        if self._entered_parts is None:
             raise UsageError("used outside the `with ckpt.Checkpointer(...)` block")
-        return self._entered
+        return self._entered_parts
 
     def _check_use(self) -> None:
         # For speed, as in `_end_step`.
-        saver = (self._entered or self._parts).saver
-        if saver.forked:
+        saver = (self._entered_parts or self._parts).saver
+        if saver.is_forked:
             raise UsageError(
                 "a Checkpointer belongs to the process that entered it, not to a forked child: leave saving to the "
                 "parent, or construct another one in the child, with a URL of its own"
             )
-        if threading.current_thread() is not saver.thread:
+        if threading.current_thread() is not saver.training_thread:
             raise UsageError("a Checkpointer is used by the thread that entered it")
-        if self._at_work or saver.is_looking:
+        if self._is_busy or saver.is_ending_copy:
             raise UsageError(
                 "called by a signal's handler or a sink while ckpt is at work: set a flag there, and call it in a step"
             )
 
-    def _name_strangers(self) -> None:
+    def _report_unregistered(self) -> None:
         parts = self._parts
-        if parts.saver.settled == parts.steps.ended:
-            parts.updates.strangers.name(parts.saver.walk, [each.saver.walk for each in self._beside()])
+        if parts.saver.checked_step == parts.steps.last_ended:
+            parts.step_tracking.unregistered.report_unsaved(
+                parts.saver.walk, [each.saver.walk for each in self._other_parts()]
+            )
 
-    def _beside(self) -> list[_Parts]:
+    def _other_parts(self) -> list[_Parts]:
         """The parts of the other Checkpointers that this process has entered."""
-        return [each._entered for each in _LIVE if each is not self and each._entered is not None]
+        return [
+            each._entered_parts
+            for each in _ENTERED_CHECKPOINTERS
+            if each is not self and each._entered_parts is not None
+        ]
 
-    def _forget(self) -> None:
+    def _mark_exited(self) -> None:
         try:
             self._update_receipt()
         finally:
-            self._entered = None
-            _LIVE.discard(self)
+            self._entered_parts = None
+            _ENTERED_CHECKPOINTERS.discard(self)
 
     def _update_receipt(self) -> None:
-        if self._entered is not None:
-            saver = self._entered.saver
-            self._receipt.end_step = self._entered.steps.ended
+        if self._entered_parts is not None:
+            saver = self._entered_parts.saver
+            self._receipt.end_step = self._entered_parts.steps.last_ended
             newest = saver.link.levels.newest("store")
             self._receipt.committed_step = newest.step if newest else self._receipt.committed_step
-            self._receipt.agent_restarts = saver.link.restarts
-            saver.prove(self._receipt)
+            self._receipt.agent_restarts = saver.link.agent_restarts
+            saver.fill_report(self._receipt)
 
 
-_LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_ENTERED_CHECKPOINTERS: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
-def _in_child() -> None:
-    for checkpointer in list(_LIVE):
-        if checkpointer._entered is not None:
-            checkpointer._entered.saver.abandon_in_child()
+def _abandon_in_child() -> None:
+    for checkpointer in list(_ENTERED_CHECKPOINTERS):
+        if checkpointer._entered_parts is not None:
+            checkpointer._entered_parts.saver.abandon_in_child()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_abandon_in_child)

@@ -115,7 +115,7 @@ class OtherVersion(AgentError):
     kind = "other-version"
 
 
-class NotLed(AgentError):
+class NoCoordinator(AgentError):
     kind = "not-led"
 
 
@@ -125,18 +125,18 @@ class Leave(SystemExit):
     `code` is the exit status: 143 after a notice, 75 after a newer start."""
 
 
-def _tree(cls: type[CkptError]) -> dict[str, type[CkptError]]:
-    found = {kind: each for sub in cls.__subclasses__() for kind, each in _tree(sub).items()}
+def _classes_by_kind(cls: type[CkptError]) -> dict[str, type[CkptError]]:
+    found = {kind: each for sub in cls.__subclasses__() for kind, each in _classes_by_kind(sub).items()}
     # The class itself comes last, and so wins over a subclass that has no kind of its own.
     return {**found, cls.kind: cls}
 
 
 def from_kind(kind: str, message: str) -> CkptError:
     """The error of that kind, which came over a socket. An unknown kind gives a plain CkptError."""
-    return _tree(CkptError).get(kind, CkptError)(message)
+    return _classes_by_kind(CkptError).get(kind, CkptError)(message)
 
 
-def is_from_outside(error: BaseException) -> bool:
+def is_injected(error: BaseException) -> bool:
     """Whether the exception was injected (Ctrl-C, an exit, a signal handler such as a watchdog's alarm) rather than
     raised by the interrupted operation. An injected exception must reach the user: no failure of ckpt may hide it."""
     if not isinstance(error, Exception):

@@ -23,17 +23,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import is_from_outside
+from ckpt.errors import is_injected
 from ckpt.threads import Tasks
-from ckpt.types import counted
+from ckpt.types import format_count
 
 log = logging.getLogger("ckpt")
 
 FILE_BYTES_MAX = 64 << 20  # a full file is renamed; one older file is kept
 # Events that each snapshot or save may repeat. The receipt counts the repetitions, which are no warnings.
-REPEATED = frozenset({"metric.dropped", "save.failed", "snapshot.abandoned", "snapshot.failed"})
-SAID_MAX = 1000  # messages of REPEATED that are remembered
-WAITING_MAX = 1000  # lines that wait for the disk; further ones are counted, not written
+REPEATED_EVENTS = frozenset({"metric.dropped", "save.failed", "snapshot.abandoned", "snapshot.failed"})
+REPEATED_MESSAGES_MAX = 1000  # messages of REPEATED that are remembered
+QUEUED_LINES_MAX = 1000  # lines that wait for the disk; further ones are counted, not written
 FLUSH_S = 2.0  # how long closing waits for a disk that hangs
 
 
@@ -59,7 +59,7 @@ class Event:
             **(about or {}),
             **self.data,
         }
-        return json.dumps(finite(body), default=str)
+        return json.dumps(replace_nonfinite(body), default=str)
 
 
 Sink = Callable[[Event], None]
@@ -73,7 +73,7 @@ class Events:
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = list(sinks)
-        self._said: set[tuple[str, str]] = set()
+        self._repeated_messages: set[tuple[str, str]] = set()
 
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)
@@ -85,15 +85,15 @@ class Events:
 
     def emit(self, name: str, message: str, *, loud: bool = False, **data: Any) -> None:
         """Makes an event and hands it out."""
-        self.tell(Event(name, message, loud, data))
+        self.emit_event(Event(name, message, loud, data))
 
-    def tell(self, event: Event) -> None:
+    def emit_event(self, event: Event) -> None:
         """Hands out an event. Errors: only an exception from outside (Ctrl-C, sys.exit()) on the main thread."""
-        if event.loud and event.name in REPEATED:
+        if event.loud and event.name in REPEATED_EVENTS:
             said = event.name, re.sub(r"\d+", "#", event.message)
-            event = replace(event, loud=said not in self._said)
-            if len(self._said) < SAID_MAX:
-                self._said.add(said)
+            event = replace(event, loud=said not in self._repeated_messages)
+            if len(self._repeated_messages) < REPEATED_MESSAGES_MAX:
+                self._repeated_messages.add(said)
         name, message, loud = event.name, event.message, event.loud
         # A program that does not set up logging prints only the message, so the message names ckpt.
         log.log(logging.WARNING if loud else logging.INFO, "ckpt: %s", message.removeprefix("ckpt: "))
@@ -102,7 +102,7 @@ class Events:
                 sink(event)
             except BaseException as exc:
                 # On the main thread Ctrl-C and sys.exit() must reach the user. On others they would end a ckpt thread.
-                if is_from_outside(exc) and threading.current_thread() is threading.main_thread():
+                if is_injected(exc) and threading.current_thread() is threading.main_thread():
                     raise
                 log.exception("ckpt: a sink failed at the event %s; it is not called any more", name)
                 self.remove(sink)
@@ -114,60 +114,62 @@ class JsonLines:
     Several processes may append to one file on a disk of this host: each line is one write. At FILE_BYTES_MAX bytes the
     file is renamed to PATH.1, which replaces an older one. A thread writes. If the disk hangs, is full or is gone,
     lines are lost and nothing else; the log and the next line that can be written report the loss. `about`: entries of
-    every line; `also` adds those that are known later."""
+    every line; `add_entries` adds those that are known later."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
-        self.about = dict(about)
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(WAITING_MAX)
-        self._lost = 0
-        self._told = False
-        self._torn = False
+        self.common_entries = dict(about)
+        self._queued_lines: queue.Queue[bytes | None] = queue.Queue(QUEUED_LINES_MAX)
+        self._lost_count = 0
+        self._has_warned = False
+        self._has_torn_line = False
         self._tasks = Tasks("events")
-        self._tasks.start("write", self._write)
+        self._tasks.start("write", self._write_lines)
 
-    def also(self, **about: Any) -> None:
+    def add_entries(self, **about: Any) -> None:
         """Adds entries to every line from now on."""
-        self.about = {**self.about, **about}
+        self.common_entries = {**self.common_entries, **about}
 
     def __call__(self, event: Event) -> None:
         if event.by_agent:
             return  # the agent writes its own events
-        self._put(event)
+        self._queue_event(event)
 
     def close(self) -> None:
         """Writes the waiting lines, for at most FLUSH_S. If the disk hangs, the thread stays until the process ends."""
         self._tasks.stopping.set()
         # If the queue is full, the thread ends after the lines that wait, since `stopping` is set.
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=FLUSH_S)
+            self._queued_lines.put(None, timeout=FLUSH_S)
         try:
             self._tasks.close(FLUSH_S)
         except Exception as exc:
             log.warning("ckpt: not all events were written to %s: %s", self.path, exc)
 
-    def _put(self, event: Event) -> None:
-        line = event.to_json(self.about).encode() + b"\n"
+    def _queue_event(self, event: Event) -> None:
+        line = event.to_json(self.common_entries).encode() + b"\n"
         try:
-            self._waiting.put_nowait(line)
+            self._queued_lines.put_nowait(line)
         except queue.Full:
-            self._lost += 1
+            self._lost_count += 1
 
-    def _write(self) -> None:
-        while (line := self._waiting.get()) is not None:
+    def _write_lines(self) -> None:
+        while (line := self._queued_lines.get()) is not None:
             try:
-                if self._lost:
-                    lost, self._lost = self._lost, 0
-                    text = f"{counted(lost, 'event')} could not be written here"
-                    self._append(Event("events.lost", text, data={"lost": lost}).to_json(self.about).encode() + b"\n")
+                if self._lost_count:
+                    lost, self._lost_count = self._lost_count, 0
+                    text = f"{format_count(lost, 'event')} could not be written here"
+                    self._append(
+                        Event("events.lost", text, data={"lost": lost}).to_json(self.common_entries).encode() + b"\n"
+                    )
                 self._append(line)
-                self._told = False
+                self._has_warned = False
             except OSError as exc:
-                self._lost += 1
-                if not self._told:
-                    self._told = True
+                self._lost_count += 1
+                if not self._has_warned:
+                    self._has_warned = True
                     log.warning("ckpt: events cannot be written to %s now: %s", self.path, exc)
-            if self._tasks.stopping.is_set() and self._waiting.empty():
+            if self._tasks.stopping.is_set() and self._queued_lines.empty():
                 return
 
     def _append(self, line: bytes) -> None:
@@ -176,11 +178,11 @@ class JsonLines:
         try:
             if self._rotate(fd, len(line)):
                 return self._append(line)
-            line = b"\n" + line if self._torn else line
-            self._torn = False
+            line = b"\n" + line if self._has_torn_line else line
+            self._has_torn_line = False
             if os.write(fd, line) < len(line):
                 # The next event begins a new line.
-                self._torn = True
+                self._has_torn_line = True
                 raise OSError(errno.ENOSPC, "only a part of a line could be written")
         finally:
             os.close(fd)
@@ -198,12 +200,12 @@ class JsonLines:
         return True
 
 
-def finite(tree: Any) -> Any:
+def replace_nonfinite(tree: Any) -> Any:
     """The same tree for JSON: infinite and NaN floats become None, dict keys strings, and tuples lists."""
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else None
     if isinstance(tree, dict):
-        return {str(key): finite(value) for key, value in tree.items()}
+        return {str(key): replace_nonfinite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [finite(value) for value in tree]
+        return [replace_nonfinite(value) for value in tree]
     return tree

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from ckpt.checkpoint import Checkpoint, Progress
 from ckpt.errors import AccessDenied, DamagedData, NoCheckpoint, StorageError, UsageError
 from ckpt.events import Events
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.storage import Backend
@@ -43,7 +43,7 @@ def open(url: str | os.PathLike[str]) -> Reader:
         reader.refresh()
         if not reader.view.commits and not reader.view.epochs:
             raise NoCheckpoint(
-                f"{shown(reader.url)}: no run has saved there; give the URL that ckpt.Checkpointer was given"
+                f"{redact_url(reader.url)}: no run has saved there; give the URL that ckpt.Checkpointer was given"
             )
     except BaseException:
         reader.close()
@@ -55,10 +55,10 @@ def open_store(url: str) -> Backend:
     """Opens the store at that URL for a caller who waits, so it gives up early, as `open` does. The caller closes the
     store. Errors: UsageError."""
     from ckpt import storage
-    from ckpt.settings import read
+    from ckpt.settings import read_settings
 
-    settings = read()
-    contact_s = CONTACT_S if settings.retry_s == read({}).retry_s else None
+    settings = read_settings()
+    contact_s = CONTACT_S if settings.retry_s == read_settings({}).retry_s else None
     return storage.open(url, settings=settings, contact_s=contact_s)
 
 
@@ -117,8 +117,8 @@ class Reader:
         """Reads the listing again. Checkpoint objects that were handed out before do not change. Errors:
         StorageError."""
         self.view = self.run.view()
-        records = self.view.records
-        self.checkpoints = tuple(Checkpoint(self.run, records[ref.identity], True) for ref in self.view.line)
+        records = self.view.records_by_identity
+        self.checkpoints = tuple(Checkpoint(self.run, records[ref.identity], True) for ref in self.view.history)
         self.branches = tuple(Checkpoint(self.run, records[ref.identity], False) for ref in self.view.branches)
 
     @property
@@ -131,7 +131,7 @@ class Reader:
     @property
     def none_yet(self) -> NoCheckpoint:
         """The error that says that the branch history has no checkpoint."""
-        return NoCheckpoint(f"{shown(self.url)}: the run has no checkpoint yet{self._or_branches}")
+        return NoCheckpoint(f"{redact_url(self.url)}: the run has no checkpoint yet{self._branches_hint}")
 
     def find(self, which: str | int) -> Checkpoint:
         """The checkpoint that `which` names. A step: the newest checkpoint of that step in the branch history. A label
@@ -148,8 +148,8 @@ class Reader:
             raise self.none_yet
         near = ", ".join(each.label for each in self.checkpoints[-8:])
         raise NoCheckpoint(
-            f"{shown(self.url)}: no checkpoint {which!r:.80} in the history of the run; the newest are "
-            f"{near}{self._or_branches}"
+            f"{redact_url(self.url)}: no checkpoint {which!r:.80} in the history of the run; the newest are "
+            f"{near}{self._branches_hint}"
         )
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint:
@@ -159,8 +159,8 @@ class Reader:
 
         Errors: NoCheckpoint if the history is empty; UsageError if no checkpoint has the metric; DamagedData if every
         checkpoint with the metric is skipped; StorageError."""
-        from ckpt.store.prune import best_of, unknown_metric
-        from ckpt.store.verify import check_whole
+        from ckpt.store.prune import best_checkpoint, unknown_metric_error
+        from ckpt.store.verify import check_record
 
         if mode not in ("min", "max"):
             raise UsageError(f"mode {mode!r}: give min or max")
@@ -169,15 +169,15 @@ class Reader:
         self.read_records(self.checkpoints)
         known = {each.ref.identity: each.record.metrics for each in self.checkpoints if each.error is None}
         damaged: DamagedData | None = None
-        while (found := best_of(list(known), metric, mode, known)) is not None:
+        while (found := best_checkpoint(list(known), metric, mode, known)) is not None:
             best = next(each for each in self.checkpoints if each.ref.identity == found)
             try:
-                check_whole(self.run, best.record, read=False)
+                check_record(self.run, best.record, read=False)
                 return best
             except DamagedData as exc:
                 damaged = exc
                 del known[found]
-        raise damaged or unknown_metric(metric, known.values())
+        raise damaged or unknown_metric_error(metric, known.values())
 
     def restorable(self, *, check: bool = False) -> Checkpoint | None:
         """The checkpoint that the next start would restore from the store; None if it would begin from nothing. As a
@@ -186,11 +186,11 @@ class Reader:
         here.
 
         Errors: DamagedData if there are checkpoints but none is sound; NewerFormat; StorageError."""
-        from ckpt.store.reader import newest_readable
-        from ckpt.store.verify import check_whole
+        from ckpt.store.reader import use_newest_readable
+        from ckpt.store.verify import check_record
 
         try:
-            found = newest_readable(self.run, lambda record: check_whole(self.run, record, read=check))
+            found = use_newest_readable(self.run, lambda record: check_record(self.run, record, read=check))
         except NoCheckpoint:
             return None
         self.refresh()
@@ -211,12 +211,12 @@ class Reader:
         """Checkpoints whose packs exist without their record: no start can restore them. Reads all records.
 
         Errors: StorageError."""
-        from ckpt.store.verify import unrecorded
+        from ckpt.store.verify import find_unrecorded
 
         every = (*self.checkpoints, *self.branches)
         self.read_records(every)
         referred = {key for each in every if each.error is None for key, _ in each.record.packs}
-        return unrecorded(self.run, self.view, referred)
+        return find_unrecorded(self.run, self.view, referred)
 
     @contextmanager
     def held(self, checkpoints: Collection[Checkpoint] | None = None) -> Iterator[None]:
@@ -240,10 +240,10 @@ class Reader:
     def read_records(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Reads the records of these checkpoints, several at once. A record that cannot be read is the checkpoint's
         `error`."""
-        from ckpt.store.run import in_parallel
+        from ckpt.store.run import map_parallel
 
-        in_parallel(lambda each: each.error, checkpoints, RECORDS_MAX)
+        map_parallel(lambda each: each.error, checkpoints, RECORDS_MAX)
 
     @property
-    def _or_branches(self) -> str:
+    def _branches_hint(self) -> str:
         return "; there are branches, see `ckpt ls --all`" if self.branches else ""

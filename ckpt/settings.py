@@ -23,10 +23,10 @@ NOTICES = ("auto", "given", "off")
 SIGNALS = ("on", "off")
 ACKNOWLEDGE = ("off", "on")
 SIGNALS_S_MIN = 0.01
-NO_RUN = "none"  # torchrun's run id without --rdzv-id
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # users of Slurm choose SIGUSR1, submitit SIGUSR2
+NO_RUN_ID = "none"  # torchrun's run id without --rdzv-id
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # users of Slurm choose SIGUSR1, submitit SIGUSR2
 # Signals that mean something else, or that cannot be caught.
-NO_WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV)
+UNUSABLE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV)
 ORPHAN_LINGERS = 12  # how many CKPT_LINGER_S an agent keeps trying to commit orphaned checkpoints
 
 
@@ -42,7 +42,7 @@ class Settings:
     `retry_s`: how long a failing store operation is retried.
     `redirect`: (from, to): a Checkpointer of the first URL uses the second (`ckpt rehearse` runs a script beside its
     run).
-    `hold_at`: the step at which a redirected Checkpointer saves and waits to be killed by the rehearsal; 0: none.
+    `hold_at_step`: the step at which a redirected Checkpointer saves and waits to be killed by the rehearsal; 0: none.
     `restarts_left`: how often the launcher would start this job again if it failed now.
     `notices`: which sources of preemption notices are used; see NOTICES.
     `notice_file`: a path; when it appears, that is a notice.
@@ -50,8 +50,8 @@ class Settings:
     `acknowledge`: whether the agent may tell a cloud that its planned event may begin at once, after the job has left
     and is in the store; see ACKNOWLEDGE.
     `sigterm_s`, `sigusr1_s`: seconds from that signal to the end of the process. `sigusr1_s` holds for all of
-    `warnings`.
-    `warnings`: the signals that are notices, besides SIGTERM.
+    `warning_signals`.
+    `warning_signals`: the signals that are notices, besides SIGTERM.
     `domain`: the failure domains of this node, widest first, such as "zone-a/rack-7".
     `events`: a file to which events are appended, one JSON object a line; None: none.
     `metrics`: (host, port) at which the agent serves Prometheus; the host is an address, not a name; None: not served.
@@ -59,7 +59,7 @@ class Settings:
     `peers`: HOST:PORT of each memory-only node that keeps replicas of this job. Rank 0's setting counts.
     `secret_file`: the file with the run's secret (see docs/guides/nodes.md); None: rank 0 makes a secret.
     `signals`: whether this node's signals, of kernel and accelerators, are read to predict failures; see SIGNALS.
-    `signals_s`: how often they are read, in seconds.
+    `signals_interval_s`: how often they are read, in seconds.
     `signals_log`: a file to which the signals are appended, one JSON object a line; None: none.
     `predictor`: a model that was trained on such a log; None: none.
     `slurm_job`, `slurm_end_s`: the Slurm job, and the end of its allocation in Unix seconds; "" and None outside Slurm.
@@ -73,14 +73,14 @@ class Settings:
     retry_s: float = 120.0
     restarts_left: int = 0
     redirect: tuple[str, str] | None = None
-    hold_at: int = 0
+    hold_at_step: int = 0
     notices: str = "auto"
     notice_file: Path | None = None
     outcome_file: Path | None = None
     acknowledge: str = "off"
     sigterm_s: float = 30.0
     sigusr1_s: float = 30.0
-    warnings: tuple[signal.Signals, ...] = WARNINGS
+    warning_signals: tuple[signal.Signals, ...] = WARNING_SIGNALS
     domain: str = ""
     events: Path | None = None
     metrics: tuple[str, int] | None = None
@@ -88,7 +88,7 @@ class Settings:
     peers: tuple[str, ...] = ()
     secret_file: Path | None = None
     signals: str = "on"
-    signals_s: float = 5.0
+    signals_interval_s: float = 5.0
     signals_log: Path | None = None
     predictor: Path | None = None
     slurm_job: str = ""
@@ -99,7 +99,7 @@ class Settings:
         """How long an agent keeps trying to commit checkpoints for which no trainer will come back."""
         return ORPHAN_LINGERS * self.linger_s
 
-    def redirected(self, url: str) -> str:
+    def redirect_url(self, url: str) -> str:
         """The URL to use for `url`: another one if `redirect` names it."""
         return self.redirect[1] if self.redirect is not None and url == self.redirect[0] else url
 
@@ -119,7 +119,7 @@ def store_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     a variable cannot be sent."""
     found = _store_variables(os.environ if env is None else env)
     for name in found:
-        _told(found, name)
+        _read_sendable(found, name)
     return found
 
 
@@ -128,7 +128,7 @@ def _store_variables(env: Mapping[str, str]) -> dict[str, str]:
     return found | {name: os.path.abspath(os.path.expanduser(found[name])) for name in STORE_FILES if found.get(name)}
 
 
-def _told(env: Mapping[str, str], name: str) -> str:
+def _read_sendable(env: Mapping[str, str], name: str) -> str:
     """The value of a variable that is sent to agents. It may be a secret, so errors do not show it. Errors:
     UsageError."""
     try:
@@ -148,11 +148,11 @@ def adopt_store_environment(wanted: Mapping[str, str]) -> bool:
     return before != _store_variables(os.environ)
 
 
-def variables(names: Iterable[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
+def read_variables(names: Iterable[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Those of the named variables that are set. For code that reads a library's usual variables, such as those of the
     clouds' metadata services. Errors: UsageError."""
     env = os.environ if env is None else env
-    return {name: _told(env, name) for name in names if name in env}
+    return {name: _read_sendable(env, name) for name in names if name in env}
 
 
 def _number(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
@@ -209,11 +209,11 @@ def _address(name: str, text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def _warnings(named: str) -> tuple[signal.Signals, ...]:
+def _find_warning_signals(named: str) -> tuple[signal.Signals, ...]:
     """The signals that are warnings, with the one that submitit told Slurm to send: "USR2" or "SIGUSR2"."""
     number = signal.Signals.__members__.get("SIG" + named.removeprefix("SIG"))
-    is_more = number is not None and number not in (*WARNINGS, *NO_WARNINGS)
-    return (*WARNINGS, number) if number is not None and is_more else WARNINGS
+    is_more = number is not None and number not in (*WARNING_SIGNALS, *UNUSABLE_SIGNALS)
+    return (*WARNING_SIGNALS, number) if number is not None and is_more else WARNING_SIGNALS
 
 
 def _absolute(path: str) -> Path:
@@ -232,17 +232,17 @@ def _launch(env: Mapping[str, str]) -> str:
     """The launch id. Without a run id torchrun uses "none" for every job; then the id names torchrun's own process, our
     parent, which all restarts of its workers have in common."""
     run = env.get("TORCHELASTIC_RUN_ID")
-    named = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or (run if run != NO_RUN else "")
+    named = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or (run if run != NO_RUN_ID else "")
     if named:
         return named
-    if run == NO_RUN:
+    if run == NO_RUN_ID:
         # The parent may be gone, or hidden from this process.
         with contextlib.suppress(OSError):
             return _process_name(os.getppid())
     return _process_name(os.getpid())
 
 
-def read(env: Mapping[str, str] | None = None) -> Settings:
+def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process. Errors: UsageError, which names the variable that does not parse."""
     env = os.environ if env is None else env
     runtime = env.get("CKPT_RUNTIME_DIR") or os.path.join(env.get("XDG_RUNTIME_DIR") or "/tmp", f"ckpt-{os.getuid()}")
@@ -251,7 +251,9 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     secret_file = env.get("CKPT_SECRET_FILE")
     events, metrics = env.get("CKPT_EVENTS"), env.get("CKPT_METRICS")
     signals_log, predictor = env.get("CKPT_SIGNALS_LOG"), env.get("CKPT_PREDICTOR")
-    notice_file, outcome_file = (_told(env, n) if n in env else None for n in ("CKPT_NOTICE_FILE", "CKPT_OUTCOME_FILE"))
+    notice_file, outcome_file = (
+        _read_sendable(env, n) if n in env else None for n in ("CKPT_NOTICE_FILE", "CKPT_OUTCOME_FILE")
+    )
     return Settings(
         runtime_dir=_absolute(runtime),
         launch=_launch(env)[:200].encode(errors="backslashreplace").decode(),  # agents speak UTF-8
@@ -260,7 +262,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         agent_log=_absolute(log) if log else None,
         retry_s=_number(env, "CKPT_RETRY_S", 120.0),
         redirect=_pair("CKPT_REDIRECT", redirect) if redirect else None,
-        hold_at=int(_number(env, "CKPT_HOLD_AT", 0)),
+        hold_at_step=int(_number(env, "CKPT_HOLD_AT", 0)),
         restarts_left=int(_number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         notices=_one_of(env, "CKPT_NOTICES", NOTICES),
         notice_file=_absolute(notice_file) if notice_file else None,
@@ -268,7 +270,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         acknowledge=_one_of(env, "CKPT_ACKNOWLEDGE", ACKNOWLEDGE),
         sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
         sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
-        warnings=_warnings(env.get("SUBMITIT_PREEMPT_SIGNAL", "")),
+        warning_signals=_find_warning_signals(env.get("SUBMITIT_PREEMPT_SIGNAL", "")),
         domain=env.get("CKPT_DOMAIN", "")[:1000],
         events=_absolute(events) if events else None,
         metrics=_address("CKPT_METRICS", metrics) if metrics else None,
@@ -276,7 +278,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         peers=tuple(each.strip() for each in env.get("CKPT_PEERS", "").split(",") if each.strip()),
         secret_file=_absolute(secret_file) if secret_file else None,
         signals=_one_of(env, "CKPT_SIGNALS", SIGNALS),
-        signals_s=_number(env, "CKPT_SIGNALS_S", 5.0, SIGNALS_S_MIN),
+        signals_interval_s=_number(env, "CKPT_SIGNALS_S", 5.0, SIGNALS_S_MIN),
         signals_log=_absolute(signals_log) if signals_log else None,
         predictor=_absolute(predictor) if predictor else None,
         slurm_job=env.get("SLURM_JOB_ID", ""),

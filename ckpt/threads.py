@@ -28,8 +28,8 @@ from ckpt.errors import CkptError
 
 T = TypeVar("T")
 
-BEGIN_S = 5.0  # until a new thread's first line has run
-LOOKS = 10  # how often that is checked
+THREAD_START_S = 5.0  # until a new thread's first line has run
+START_CHECKS = 10  # how often that is checked
 
 
 class Condition(_thread.RLock, threading.Condition):  # type: ignore[misc]
@@ -73,13 +73,13 @@ class _Begun(Flag):
     or another thread held the GIL, without which no thread begins."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        left, look_s = LOOKS, BEGIN_S / LOOKS
+        left, look_s = START_CHECKS, THREAD_START_S / START_CHECKS
         while left:
             began_s = time.monotonic()
             if super().wait(look_s) or self.is_set():
                 return True
             left -= time.monotonic() - began_s < 2 * look_s
-        raise RuntimeError(f"it has not begun within {BEGIN_S:g} s")
+        raise RuntimeError(f"it has not begun within {THREAD_START_S:g} s")
 
 
 class Outcome(Future[T]):
@@ -89,14 +89,14 @@ class Outcome(Future[T]):
         super().__init__()
         self._condition = Condition()
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Waits until the job is over, whatever its result. Use it for several jobs too: an interrupted
         concurrent.futures.wait leaves their locks locked."""
         with suppress(CancelledError):
             self.exception()
 
 
-def end_all(ends: list[Callable[[], object]]) -> None:
+def run_cleanups(ends: list[Callable[[], object]]) -> None:
     """Calls each function, the last first, and removes it from the list when it is over; a second call goes on with the
     rest. A function that Ctrl-C ends, maybe before its first line, is called once more. Errors: Ctrl-C, or else the
     first error."""
@@ -128,18 +128,18 @@ class Tasks:
         self.name = name
         self.stopping = Flag()
         self._pool_size = pool_size
-        self._begin = begin
-        self._forget()
-        _ALL.add(self)
+        self._on_thread_start = begin
+        self._reset()
+        _ALL_TASKS.add(self)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         # Also notified when a job comes and when a thread ends.
         self._lock = Condition()
         # Threads of `start`, and those of the pool, which run or will run once the lock is free.
         self._threads: list[threading.Thread] = []
         self._workers: list[threading.Thread] = []
         # How many pool threads wait for a job, or were notified of one and have not taken it.
-        self._idle = 0
+        self._idle_count = 0
         self._jobs: deque[tuple[Outcome[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
 
     def start(self, label: str, target: Callable[[], None]) -> threading.Thread:
@@ -147,9 +147,9 @@ class Tasks:
         with self._lock:
             if self.stopping.is_set():
                 raise CkptError(f"{self.name} is closed")
-            return self._start(label, target, self._threads)
+            return self._start_thread(label, target, self._threads)
 
-    def _start(self, label: str, target: Callable[[], None], among: list[threading.Thread]) -> threading.Thread:
+    def _start_thread(self, label: str, target: Callable[[], None], among: list[threading.Thread]) -> threading.Thread:
         def run() -> None:
             with self._lock:
                 # Not listed: Ctrl-C interrupted the start, or the start took too long.
@@ -188,9 +188,9 @@ class Tasks:
             with self._lock:
                 if self.stopping.is_set() or not self._pool_size:
                     raise CkptError(f"{self.name} is closed, or has no pool")
-                if self._idle <= len(self._jobs) and len(self._workers) < self._pool_size:
+                if self._idle_count <= len(self._jobs) and len(self._workers) < self._pool_size:
                     try:
-                        self._start(str(len(self._workers)), self._work, self._workers)
+                        self._start_thread(str(len(self._workers)), self._run_jobs, self._workers)
                     except CkptError:
                         if not self._workers:
                             raise
@@ -201,18 +201,18 @@ class Tasks:
             raise
         return job
 
-    def _work(self) -> None:
-        begin = self._begin
+    def _run_jobs(self) -> None:
+        begin = self._on_thread_start
         while True:
             with self._lock:
                 while not (self._jobs or self.stopping.is_set()):
-                    self._idle += 1
+                    self._idle_count += 1
                     self._lock.wait()
-                    self._idle -= 1
+                    self._idle_count -= 1
                 if self.stopping.is_set():
                     return
                 job = self._jobs.popleft()
-            begin = _do(begin, *job)
+            begin = _run_job(begin, *job)
             # The next job may be long in coming: this one's memory is freed now.
             del job
 
@@ -221,7 +221,7 @@ class Tasks:
         Errors: CkptError if a thread of `start` is alive after timeout_s."""
         deadline = time.monotonic() + timeout_s
         self._end_pool()
-        alive = self._join(self._threads, max(0.0, deadline - time.monotonic()))
+        alive = self._join_threads(self._threads, max(0.0, deadline - time.monotonic()))
         if alive:
             raise CkptError(f"threads did not end within {timeout_s:g} s: {', '.join(t.name for t in alive)}")
 
@@ -233,9 +233,9 @@ class Tasks:
         for job, _, _ in list(self._jobs):
             job.cancel()
         self._jobs.clear()
-        self._join(self._workers)
+        self._join_threads(self._workers)
 
-    def _join(self, threads: list[threading.Thread], timeout_s: float | None = None) -> list[threading.Thread]:
+    def _join_threads(self, threads: list[threading.Thread], timeout_s: float | None = None) -> list[threading.Thread]:
         """Waits for the threads, and returns those that have not ended by then. It does not rely on Thread.join: up to
         Python 3.12 a thread whose join was interrupted by Ctrl-C counts as dead."""
         with self._lock:
@@ -252,10 +252,10 @@ class Tasks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        end_all([self.close])
+        run_cleanups([self.close])
 
 
-def _do(
+def _run_job(
     begin: Callable[[], None] | None, job: Outcome[T], fn: Callable[..., T], args: tuple[Any, ...]
 ) -> Callable[[], None] | None:
     """Runs `begin`, unless it is None, and then the job. Returns the `begin` that the next job still has to run."""
@@ -275,22 +275,22 @@ def _do(
     return begin
 
 
-_ALL: weakref.WeakSet[Tasks] = weakref.WeakSet()
+_ALL_TASKS: weakref.WeakSet[Tasks] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_pools() -> None:
-    for tasks in list(_ALL):
+    for tasks in list(_ALL_TASKS):
         # Also a pool that has done nothing yet.
         if tasks._pool_size:
             tasks._end_pool()
 
 
-def _in_child() -> None:
-    for tasks in list(_ALL):
+def _reset_in_child() -> None:
+    for tasks in list(_ALL_TASKS):
         # A thread that does not exist in the child may have held the lock.
         tasks.stopping._at_fork_reinit()  # type: ignore[attr-defined]
-        tasks._forget()
+        tasks._reset()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)

@@ -1,4 +1,5 @@
-"""The words of the design as values: the names of checkpoints (Epoch, Tick, Identity), boxes of tensors, dtypes, sizes.
+"""The words of the design as values: the names of checkpoints (Epoch, Version, Identity), boxes of tensors, dtypes,
+sizes.
 
 Nothing here does I/O or imports torch.
 """
@@ -31,12 +32,12 @@ FRAME_BYTES_MAX = 1 << 30
 FRAMES_MAX = 1 << 18
 SMALL_BYTES = 1 << 20  # tensors below this are packed together into frames
 
-HERE = ""  # the name of this node among the nodes of a job
+OWN_NODE = ""  # the name of this node among the nodes of a job
 
 PATH_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # one part of a key, or a file name
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """A count with its noun, for people: "1 step", "2 steps"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -71,7 +72,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Tick:
+class Version:
     """A version: (step, sub). `step`: the last ended step. `sub`: a count of polls, saves and exit since that step
     ended. Written `000000001200.0000`."""
 
@@ -87,30 +88,30 @@ class Tick:
         return f"{self.step}.{self.sub}" if self.sub else str(self.step)
 
     @staticmethod
-    def parse(text: str) -> Tick:
+    def parse(text: str) -> Version:
         """Errors: ValueError."""
         match = re.fullmatch(r"([0-9]{12})\.([0-9]{4,9})", text)
         if match is None:
-            raise ValueError(f"not a tick: {text[:80]!r}")
-        return Tick(int(match[1]), int(match[2]))
+            raise ValueError(f"not a version: {text[:80]!r}")
+        return Version(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Identity:
-    """The name of one checkpoint, at every level. Written `<epoch>-<tick>`, which is fit for a key."""
+    """The name of one checkpoint, at every level. Written `<epoch>-<version>`, which is fit for a key."""
 
     epoch: Epoch
-    tick: Tick
+    version: Version
 
     def __str__(self) -> str:
-        return f"{self.epoch}-{self.tick}"
+        return f"{self.epoch}-{self.version}"
 
     @staticmethod
     def parse(text: str) -> Identity:
         """Errors: ValueError."""
         if text[25:26] != "-":
             raise ValueError(f"not an identity: {text[:80]!r}")
-        return Identity(Epoch.parse(text[:25]), Tick.parse(text[26:]))
+        return Identity(Epoch.parse(text[:25]), Version.parse(text[26:]))
 
 
 @dataclass(frozen=True, order=True, slots=True)

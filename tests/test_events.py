@@ -27,7 +27,7 @@ def test_each_event_is_one_json_line_with_what_is_known_of_its_origin(tmp_path: 
     told = Events(sink)
     told.emit("commit.done", "step 3\nis there", step=3, seconds=0.5)
     told.emit("odd", "a name \udcff that is no text", loud=True, numbers=[float("nan"), float("inf"), 1.0])
-    told.tell(Event("agent.says", "the agent has written this one itself", by_agent=True))
+    told.emit_event(Event("agent.says", "the agent has written this one itself", by_agent=True))
     sink.close()
     first, second = lines_of(path)
     assert first.pop("time") > 0
@@ -46,7 +46,7 @@ def test_what_is_logged_says_once_who_speaks(caplog: pytest.LogCaptureFixture) -
 
 def test_what_each_snapshot_says_again_is_loud_once_and_counted() -> None:
     receipt, seen = RunReport(), list[Event]()
-    told = Events(receipt.hear, seen.append)
+    told = Events(receipt.on_event, seen.append)
     for step in range(3, 8):
         told.emit("snapshot.failed", f"ckpt: step {step} was not staged: of no known type", loud=True)
     told.emit("snapshot.failed", "ckpt: step 8 was not staged: of another kind", loud=True)
@@ -119,7 +119,7 @@ def test_events_that_could_not_be_written_are_counted_where_it_works_again(
 
 
 def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "WAITING_MAX", 10)
+    monkeypatch.setattr(events, "QUEUED_LINES_MAX", 10)
     monkeypatch.setattr(events, "FLUSH_S", 0.05)
     hanging, goes_on = threading.Event(), threading.Event()
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from ckpt.gc_pause import no_collecting
+from ckpt.gc_pause import pause_gc
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +21,10 @@ def test_it_is_off_meanwhile_and_as_before_afterwards(on: bool) -> None:
     (gc.enable if on else gc.disable)()
     seen = []
 
-    @no_collecting()
+    @pause_gc()
     def fails() -> None:
         seen.append(gc.isenabled())
-        with no_collecting():
+        with pause_gc():
             seen.append(gc.isenabled())
         seen.append(gc.isenabled())
         raise ValueError

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.store.commit import Committer
-from ckpt.types import Identity, Tick
+from ckpt.types import Identity, Version
 from tests.cli.stores import a_run, arrays, begin, opened, save
 from tests.store.build import Tensor, floats, rows, snapshot
 
@@ -27,7 +27,7 @@ DDP = {
 
 
 def commit(url: Path, tensors: Any, step: int = 1, **trees: Any) -> Identity:
-    snap, what = snapshot(tensors, **trees), Identity(begin(url), Tick(step))
+    snap, what = snapshot(tensors, **trees), Identity(begin(url), Version(step))
     with opened(url) as store:
         Committer(store, "a").commit(what, snap.manifest, snap.frame, check=lambda: None)
     return what

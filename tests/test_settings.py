@@ -13,7 +13,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import UsageError
-from ckpt.settings import read, store_environment
+from ckpt.settings import read_settings, store_environment
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "-inf", "soon", "", "1e999"])
@@ -32,48 +32,48 @@ from ckpt.settings import read, store_environment
 )
 def test_a_number_in_the_environment_that_is_none_is_refused_by_its_name(name: str, text: str) -> None:
     with pytest.raises(UsageError, match=name):
-        read({name: text})
+        read_settings({name: text})
 
 
 @pytest.mark.parametrize("text", ["0", "0.0", "1e-9"])
 def test_a_heartbeat_takes_some_time(text: str) -> None:
     with pytest.raises(UsageError, match="CKPT_HEARTBEAT_S"):
-        read({"CKPT_HEARTBEAT_S": text})
-    assert read({"CKPT_LINGER_S": "0", "CKPT_RETRY_S": "0"}).linger_s == 0
+        read_settings({"CKPT_HEARTBEAT_S": text})
+    assert read_settings({"CKPT_LINGER_S": "0", "CKPT_RETRY_S": "0"}).linger_s == 0
 
 
 @pytest.mark.parametrize("text", ["5", "[1, 2]", '["a"]', '{"a": 1, "b": 2}', "x", "null"])
 def test_a_redirect_that_is_no_pair_of_urls_is_refused_by_its_name(text: str) -> None:
     with pytest.raises(UsageError, match="CKPT_REDIRECT"):
-        read({"CKPT_REDIRECT": text})
+        read_settings({"CKPT_REDIRECT": text})
 
 
 def test_paths_are_absolute_since_the_agent_works_in_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = read({"CKPT_RUNTIME_DIR": "here", "CKPT_AGENT_LOG": "../log"})
+    found = read_settings({"CKPT_RUNTIME_DIR": "here", "CKPT_AGENT_LOG": "../log"})
     assert found.runtime_dir == tmp_path / "here"
     assert found.agent_log == tmp_path.parent / "log"
-    found = read({"CKPT_SIGNALS_LOG": "signals.jsonl", "CKPT_PREDICTOR": "model"})
+    found = read_settings({"CKPT_SIGNALS_LOG": "signals.jsonl", "CKPT_PREDICTOR": "model"})
     assert (found.signals_log, found.predictor) == (tmp_path / "signals.jsonl", tmp_path / "model")
 
 
 def test_what_is_listened_to_is_one_of_three_and_refused_by_its_name() -> None:
-    assert read({}).notices == "auto"
-    assert read({"CKPT_NOTICES": "given"}).notices == "given"
+    assert read_settings({}).notices == "auto"
+    assert read_settings({"CKPT_NOTICES": "given"}).notices == "given"
     with pytest.raises(UsageError, match="CKPT_NOTICES"):
-        read({"CKPT_NOTICES": "loud"})
-    assert read({}).signals == "on"
-    assert read({"CKPT_SIGNALS": "off"}).signals == "off"
+        read_settings({"CKPT_NOTICES": "loud"})
+    assert read_settings({}).signals == "on"
+    assert read_settings({"CKPT_SIGNALS": "off"}).signals == "off"
     with pytest.raises(UsageError, match="CKPT_SIGNALS"):
-        read({"CKPT_SIGNALS": "given"})
+        read_settings({"CKPT_SIGNALS": "given"})
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "1e9", "²", "9" * 5000])
 def test_an_end_that_slurm_would_not_have_given_is_none(text: str) -> None:
-    assert read({"SLURM_JOB_END_TIME": text}).slurm_end_s is None
-    assert read({"SLURM_JOB_END_TIME": "1900000000"}).slurm_end_s == 1_900_000_000
+    assert read_settings({"SLURM_JOB_END_TIME": text}).slurm_end_s is None
+    assert read_settings({"SLURM_JOB_END_TIME": "1900000000"}).slurm_end_s == 1_900_000_000
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_an_end_that_slurm_would_not_have_given_is_none(text: str) -> None:
     ],
 )
 def test_metrics_are_shown_on_this_host_unless_an_address_says_otherwise(text: str, address: tuple[str, int]) -> None:
-    assert read({"CKPT_METRICS": text}).metrics == address
-    assert read({"CKPT_METRICS": ""}).metrics is None
+    assert read_settings({"CKPT_METRICS": text}).metrics == address
+    assert read_settings({"CKPT_METRICS": ""}).metrics is None
 
 
 @pytest.mark.parametrize(
@@ -95,17 +95,18 @@ def test_metrics_are_shown_on_this_host_unless_an_address_says_otherwise(text: s
 )
 def test_an_address_for_metrics_that_is_none_is_refused_by_its_name(text: str) -> None:
     with pytest.raises(UsageError, match="CKPT_METRICS"):
-        read({"CKPT_METRICS": text})
+        read_settings({"CKPT_METRICS": text})
 
 
 def test_the_file_for_events_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read({"CKPT_EVENTS": "events.jsonl"}).events == tmp_path / "events.jsonl"
-    assert read({"CKPT_EVENTS": ""}).events is None
+    assert read_settings({"CKPT_EVENTS": "events.jsonl"}).events == tmp_path / "events.jsonl"
+    assert read_settings({"CKPT_EVENTS": ""}).events is None
 
 
 def test_without_a_launcher_a_start_is_named_by_its_process_and_not_by_a_number_that_every_container_has() -> None:
-    word = "import os; from ckpt.settings import read; print(os.getpid(), read({}).launch, read({}).launch)"
+    word = "import os; from ckpt.settings import read_settings as read; "
+    word += "print(os.getpid(), read({}).launch, read({}).launch)"
     said = subprocess.run([sys.executable, "-c", word], capture_output=True, text=True, check=True).stdout.split()
     assert said[1] == said[2], "it is the same as long as the process lives"
     assert said[1].startswith(f"{os.uname().nodename}-pid-{said[0]}-")
@@ -114,16 +115,18 @@ def test_without_a_launcher_a_start_is_named_by_its_process_and_not_by_a_number_
 
 def test_a_launch_is_named_by_whoever_gave_it_a_name() -> None:
     named = {"CKPT_LAUNCH": "mine", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "run"}
-    assert read(named).launch == "mine"
-    assert read({**named, "CKPT_LAUNCH": ""}).launch == "7"
-    assert read({"TORCHELASTIC_RUN_ID": "run"}).launch == "run"
-    assert read({"CKPT_LAUNCH": "mine\udcff"}).launch == "mine\\udcff", "agents say nothing that is no UTF-8"
+    assert read_settings(named).launch == "mine"
+    assert read_settings({**named, "CKPT_LAUNCH": ""}).launch == "7"
+    assert read_settings({"TORCHELASTIC_RUN_ID": "run"}).launch == "run"
+    assert read_settings({"CKPT_LAUNCH": "mine\udcff"}).launch == "mine\\udcff", "agents say nothing that is no UTF-8"
 
 
 def test_a_run_id_that_every_torchrun_has_names_no_launch_and_its_process_does() -> None:
-    found = read({"TORCHELASTIC_RUN_ID": "none"}).launch
+    found = read_settings({"TORCHELASTIC_RUN_ID": "none"}).launch
     assert found.startswith(f"{os.uname().nodename}-pid-{os.getppid()}-"), "torchrun is the parent of its workers"
-    assert read({"TORCHELASTIC_RUN_ID": "none", "CKPT_LAUNCH": "none"}).launch == "none", "who says so means it"
+    assert read_settings({"TORCHELASTIC_RUN_ID": "none", "CKPT_LAUNCH": "none"}).launch == "none", (
+        "who says so means it"
+    )
 
 
 @pytest.mark.torchrun
@@ -133,7 +136,7 @@ def test_restarts_by_one_torchrun_without_a_run_id_are_one_launch_and_another_to
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys\n"
-        "from ckpt.settings import read\n"
+        "from ckpt.settings import read_settings as read\n"
         "print(os.environ['TORCHELASTIC_RUN_ID'], read().launch, flush=True)\n"
         "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
     )
@@ -186,6 +189,6 @@ def test_a_variable_that_no_agent_could_be_told_is_refused_by_name_and_not_shown
 @pytest.mark.parametrize("text", ["XCPU", "SIGXCPU"])
 def test_the_signal_that_submitit_is_told_to_send_is_a_notice_too(text: str) -> None:
     both = (signal.SIGUSR1, signal.SIGUSR2)
-    assert read({"SUBMITIT_PREEMPT_SIGNAL": text}).warnings == (*both, signal.SIGXCPU)
+    assert read_settings({"SUBMITIT_PREEMPT_SIGNAL": text}).warning_signals == (*both, signal.SIGXCPU)
     for known in ("USR1", "SIGUSR2", "TERM", "KILL", "nothing", ""):
-        assert read({"SUBMITIT_PREEMPT_SIGNAL": known}).warnings == both
+        assert read_settings({"SUBMITIT_PREEMPT_SIGNAL": known}).warning_signals == both

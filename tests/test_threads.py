@@ -67,7 +67,7 @@ def test_a_thread_that_ends_without_a_word_or_begins_too_late_is_one_that_is_not
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "_bootstrap", bootstrap)
-        patch.setattr(module, "BEGIN_S", 0.2)
+        patch.setattr(module, "THREAD_START_S", 0.2)
         with pytest.raises(CkptError, match=r"no further thread .*has not begun"):
             tasks.start("one", ran.set)
         begins.set()
@@ -82,7 +82,7 @@ def test_a_thread_that_cannot_begin_since_another_one_holds_the_gil_is_waited_fo
 ) -> None:
     """As where something large is unpickled, or a list sorted: it was said that no memory is left."""
     usleep, over, ran = ctypes.PyDLL(None).usleep, threading.Event(), list[int]()
-    monkeypatch.setattr(module, "BEGIN_S", 0.2)
+    monkeypatch.setattr(module, "THREAD_START_S", 0.2)
 
     def hold() -> None:
         while not over.is_set():
@@ -321,7 +321,7 @@ def test_a_job_is_known_before_it_begins_and_called_off_where_nobody_is_told_of_
         tasks.submit(look, into=known)
     tasks.submit(look, into=known).result(60)
     for job in known:
-        beside(job.settle)
+        beside(job.wait_until_done)
     assert [job.cancelled() for job in known] == [True, False]
     assert seen == [2]
 

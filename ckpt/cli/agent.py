@@ -11,11 +11,11 @@ import typer
 
 from ckpt.cli import out
 from ckpt.errors import UsageError
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 
 
 def agent(
-    url: out.Url,
+    url: out.UrlArgument,
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Where the job's nodes reach it; port 0: any.")
     ],
@@ -34,37 +34,39 @@ def agent(
             "--commit-after-s",
             help="Seconds without the job's coordinator until it commits by itself.",
             min=0.0,
-            callback=out.seconds,
+            callback=out.check_seconds,
         ),
     ] = 30.0,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Lend this machine's memory to the run's jobs: a node that trains nothing. Ctrl-C or SIGTERM ends it.
 
     It needs the run's secret, and a job names it with CKPT_PEERS=HOST:PORT."""
-    from ckpt.agent.node.main import lend
+    from ckpt.agent.node.main import run_memory_node
     from ckpt.agent.node.memory_node import MemoryNodeOptions
-    from ckpt.ipc.failure_domains import domains_here
-    from ckpt.settings import read
+    from ckpt.ipc.failure_domains import find_own_domains
+    from ckpt.settings import read_settings
     from ckpt.storage import canonical
 
-    settings, url = read(), canonical(url)
-    known = _secret(secret_file, settings.secret_file)
+    settings, url = read_settings(), canonical(url)
+    known = _read_secret(secret_file, settings.secret_file)
     named = settings.domain if domain is None else domain
-    domains = tuple(domains_here(named))
+    domains = tuple(find_own_domains(named))
     terms = MemoryNodeOptions(known, listen, out.parse_size("--memory", memory), domains, commit_after_s)
 
     def listening(addresses: list[str]) -> None:
         if json:
-            out.as_json({"url": shown(url), "listen": addresses, "memory_bytes": terms.memory_bytes})
+            out.print_json({"url": redact_url(url), "listen": addresses, "memory_bytes": terms.memory_bytes})
         else:
-            out.say(f"lending up to {out.size(terms.memory_bytes)} to {shown(url)} at {', '.join(addresses)}")
+            out.print_text(
+                f"lending up to {out.format_size(terms.memory_bytes)} to {redact_url(url)} at {', '.join(addresses)}"
+            )
         sys.stdout.flush()  # the command prints nothing more
 
-    lend(url, settings, terms, listening)
+    run_memory_node(url, settings, terms, listening)
 
 
-def _secret(named: str | None, usual: Path | None) -> bytes:
+def _read_secret(named: str | None, usual: Path | None) -> bytes:
     """The run's secret. `named`: the file from the command line; `usual`: from the environment. Errors: UsageError."""
     from ckpt.ipc.secret import read_file, read_stream
 

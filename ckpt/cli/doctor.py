@@ -47,7 +47,7 @@ def doctor(
     url: Annotated[
         str | None, typer.Argument(metavar="[URL]", help="A store to try out; something is written there.")
     ] = None,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Look for what is wrong here, and try out a store."""
     found: dict[str, Any] = {"environment": environment(), "credentials": credentials()}
@@ -58,17 +58,17 @@ def doctor(
         problems += store_problems
     found["problems"] = problems
     if json:
-        out.as_json(found)
+        out.print_json(found)
     else:
         for section in ("environment", "credentials", "machine", "store"):
             if section in found:
-                out.say(section)
+                out.print_text(section)
                 for name, value in found[section].items():
-                    out.say(f"  {name:<34} {value}")
+                    out.print_text(f"  {name:<34} {value}")
         for problem in problems:
-            out.say(f"problem: {problem}")
+            out.print_text(f"problem: {problem}")
         if not problems:
-            out.say("no problem found")
+            out.print_text("no problem found")
     if problems:
         raise typer.Exit(Exit.STORAGE if url is not None and found["store"].get("error") else Exit.FAILED)
 
@@ -78,7 +78,7 @@ def environment() -> dict[str, Any]:
     import importlib.metadata
     import resource
 
-    from ckpt.settings import read
+    from ckpt.settings import read_settings
 
     problems = []
     facts: dict[str, Any] = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
@@ -94,11 +94,11 @@ def environment() -> dict[str, Any]:
     facts["open files, at most"] = files_max
     if files_max < 256:
         problems.append(f"only {files_max} open files are allowed; raise it (ulimit -n 1024)")
-    settings = read()
+    settings = read_settings()
     facts["sockets in"] = str(settings.runtime_dir)
     facts["launch id"] = settings.launch
     problems += _socket_folder_problems(settings.runtime_dir)
-    facts["memory available"] = out.size(_memory_available())
+    facts["memory available"] = out.format_size(_memory_available())
     facts["processors"] = len(os.sched_getaffinity(0))
     facts["huge pages for shared memory"] = _huge_pages()
     return facts | {"problems": problems}
@@ -184,7 +184,7 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
             try:
                 store.put(key, [b"ckpt doctor"])
             except AccessDenied as error:
-                return only_read(store, error)
+                return read_only_result(store, error)
             try:
                 found = probe(store)
                 facts = {name.replace("_", " "): value for name, value in asdict(found).items()}
@@ -203,7 +203,7 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
     return facts, store_problems(found)
 
 
-def only_read(store: Backend, refused: AccessDenied) -> tuple[dict[str, Any], list[str]]:
+def read_only_result(store: Backend, refused: AccessDenied) -> tuple[dict[str, Any], list[str]]:
     """The result of `try_store` for a store that refuses writes. Errors: `refused` if listing fails, too."""
     from dataclasses import fields
 

@@ -22,11 +22,11 @@ class Exit(enum.IntEnum):
     IN_USE = 5
     AGENT = 6
     FAILED = 7
-    UNFORESEEN = 8
+    UNEXPECTED = 8
     # As for a process that a signal has ended: 128 plus its number.
     HUNG_UP = 129
     INTERRUPTED = 130
-    UNREAD = 141
+    BROKEN_PIPE = 141
     TERMINATED = 143
 
 
@@ -39,10 +39,10 @@ MEANING: dict[Exit, str] = {
     Exit.IN_USE: "a living job owns the URL",
     Exit.AGENT: "no agent runs here for the URL, or it could not be understood",
     Exit.FAILED: "anything else that went wrong, such as a save that did not arrive or a script that failed",
-    Exit.UNFORESEEN: "a fault of ckpt itself: please report it with what is on standard error",
+    Exit.UNEXPECTED: "a fault of ckpt itself: please report it with what is on standard error",
     Exit.HUNG_UP: "ended by SIGHUP: its terminal is gone",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
-    Exit.UNREAD: "the reader of its output has closed it, as in `ckpt ls URL | head`",
+    Exit.BROKEN_PIPE: "the reader of its output has closed it, as in `ckpt ls URL | head`",
     Exit.TERMINATED: "ended by SIGTERM",
 }
 
@@ -60,7 +60,7 @@ _OF_ERROR: tuple[tuple[type[errors.CkptError], Exit], ...] = (
 )
 
 
-def exit_of(error: errors.CkptError) -> Exit:
+def exit_code_of(error: errors.CkptError) -> Exit:
     """The exit code of an error."""
     return next(code for kind, code in _OF_ERROR if isinstance(error, kind))
 
@@ -69,7 +69,7 @@ _OF_SIGNAL = {signal.SIGHUP: Exit.HUNG_UP, signal.SIGTERM: Exit.TERMINATED}
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Within the block SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that cleanup runs.
 
     Further signals do not interrupt the cleanup. A signal that was ignored before (by nohup) stays ignored.

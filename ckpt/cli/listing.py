@@ -11,20 +11,20 @@ from ckpt import reader
 from ckpt.cli import out
 from ckpt.cli.exits import Exit
 from ckpt.errors import CkptError, NoCheckpoint
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.checkpoint import Checkpoint
 
-_SHOWN = {"saved": out.when, **dict.fromkeys(("bytes", "stored", "shared"), out.size)}
+_FORMATS = {"saved": out.format_time, **dict.fromkeys(("bytes", "stored", "shared"), out.format_size)}
 
 
 def ls(
-    url: out.Url,
+    url: out.UrlArgument,
     every: Annotated[bool, typer.Option("--all", "-a", help="Branches too, which no start goes on from.")] = False,
     long: Annotated[bool, typer.Option("--long", "-l", help="Also the size of the state, and what is shared.")] = False,
     quick: Annotated[bool, typer.Option("--quick", "-q", help="Read no records: neither sizes nor metrics.")] = False,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """List the checkpoints of a run, oldest first.
 
@@ -36,7 +36,7 @@ def ls(
         below = reader.runs_below(url)
         if not below:
             raise
-        _say_runs(url, below, json)
+        _print_runs(url, below, json)
         return
     with run:
         listed: Sequence[Checkpoint] = run.checkpoints
@@ -49,16 +49,16 @@ def ls(
             listed = [each for each in listed if not isinstance(each.error, NoCheckpoint)]  # retired meanwhile
         rows = [_row(each, quick) for each in listed]
     if json:
-        out.as_json({"url": run.url, "checkpoints": rows, "branches": len(run.branches)})
+        out.print_json({"url": run.url, "checkpoints": rows, "branches": len(run.branches)})
     else:
-        _say(rows, listed, every, long, quick)
+        _print_checkpoints(rows, listed, every, long, quick)
         if run.branches and not every:
-            out.say(f"{len(run.branches)} more on branches: ckpt ls --all {shown(url)}")
+            out.print_text(f"{len(run.branches)} more on branches: ckpt ls --all {redact_url(url)}")
     if any(row.get("error") for row in rows):
         raise typer.Exit(Exit.DIFFERENT)
 
 
-def _say_runs(url: str, below: Sequence[str], json: bool) -> None:
+def _print_runs(url: str, below: Sequence[str], json: bool) -> None:
     rows: list[dict[str, Any]] = []
     for each in below:
         with reader.open(each) as run:
@@ -67,28 +67,32 @@ def _say_runs(url: str, below: Sequence[str], json: bool) -> None:
             names = dict(zip(("step", "sub", "label", "saved"), facts, strict=True))
             rows.append({"url": run.url, "checkpoints": len(run.checkpoints), **names})
     if json:
-        out.as_json({"url": url, "runs": [{k: v for k, v in row.items() if k != "label"} for row in rows]})
+        out.print_json({"url": url, "runs": [{k: v for k, v in row.items() if k != "label"} for row in rows]})
         return
     cells = [
-        [shown(row["url"]), row["checkpoints"], row["label"], out.ago(row["saved"]) if row["saved"] else ""]
+        [redact_url(row["url"]), row["checkpoints"], row["label"], out.format_age(row["saved"]) if row["saved"] else ""]
         for row in rows
     ]
-    out.table(("run", "checkpoints", "newest", "saved"), cells, right=("checkpoints", "newest"))
+    out.print_table(("run", "checkpoints", "newest", "saved"), cells, right=("checkpoints", "newest"))
 
 
-def _say(rows: Sequence[dict[str, Any]], listed: Sequence[Checkpoint], every: bool, long: bool, quick: bool) -> None:
+def _print_checkpoints(
+    rows: Sequence[dict[str, Any]], listed: Sequence[Checkpoint], every: bool, long: bool, quick: bool
+) -> None:
     columns = ["step", "saved", "age", "start"]
     columns += [] if quick else ["stored", *["bytes", "shared"] * long]
     columns += ["metrics"] * any(row.get("metrics") for row in rows)
     columns += ["where"] * every
     cells = [_cells({**row, "label": each.label}, columns) for row, each in zip(rows, listed, strict=True)]
-    out.table(columns, cells, right=("step", "start", "stored", "bytes", "shared"))
+    out.print_table(columns, cells, right=("step", "start", "stored", "bytes", "shared"))
     for row, each in zip(rows, listed, strict=True):
         if row.get("error"):
-            out.say(f"step {each.label}: {row['error']['message']}")
+            out.print_text(f"step {each.label}: {row['error']['message']}")
     within = next((each for each in listed if each.sub), None)
     if within is not None:
-        out.say(f"{within.label}: saved after step {within.step} had ended, by ck.save(), ck.poll() or at the exit")
+        out.print_text(
+            f"{within.label}: saved after step {within.step} had ended, by ck.save(), ck.poll() or at the exit"
+        )
 
 
 def _row(each: Checkpoint, quick: bool) -> dict[str, Any]:
@@ -113,8 +117,8 @@ def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     saved, metrics = row["saved"], row.get("metrics") or {}
     texts = {
         "step": row["label"],
-        "saved": out.when(saved) if saved else "?",
-        "age": out.ago(saved) if saved else "",
+        "saved": out.format_time(saved) if saved else "?",
+        "age": out.format_age(saved) if saved else "",
         "start": str(row["start"]),
         "metrics": ", ".join(f"{name}={value:g}" for name, value in metrics.items()),
         "where": row["where"],
@@ -122,7 +126,7 @@ def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     if row.get("error"):
         texts["stored"] = row["error"]["kind"]
     else:
-        texts |= {name: out.size(row[name]) for name in ("bytes", "stored", "shared") if name in row}
+        texts |= {name: out.format_size(row[name]) for name in ("bytes", "stored", "shared") if name in row}
     return [texts.get(name, "") for name in columns]
 
 
@@ -136,19 +140,19 @@ def _sizes(each: Checkpoint) -> dict[str, Any]:
 
 
 def show(
-    url: out.Url,
-    which: out.Which = None,
+    url: out.UrlArgument,
+    which: out.StepOption = None,
     only: Annotated[list[str] | None, typer.Option("--only", help="List the tensors whose name matches.")] = None,
     tensors: Annotated[bool, typer.Option("--tensors", "-t", help="List every tensor.")] = False,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Show one checkpoint and what it consists of."""
     with reader.open(url) as run:
         chosen = run.newest if which is None else run.find(which)
-        body = _facts(chosen)
+        body = _checkpoint_facts(chosen)
         listed = _tensors(chosen, only or []) if tensors or only or json else []
     if json:
-        out.as_json({"url": run.url, **body, "tensors": listed})
+        out.print_json({"url": run.url, **body, "tensors": listed})
         return
     del body["sub"]
     for name, value in {**body, "step": chosen.label}.items():
@@ -158,14 +162,16 @@ def show(
             value = ", ".join(f"{key} {each}" for key, each in short.items()) or "none"
         if isinstance(value, list):
             value = ", ".join(map(str, value))
-        out.say(f"{name:<12} {_SHOWN.get(name, str)(value)}")
+        out.print_text(f"{name:<12} {_FORMATS.get(name, str)(value)}")
     if listed:
-        out.say()
-        rows = [(t["name"], t["owner"], t["dtype"], t["shape"], t["parts"], out.size(t["bytes"])) for t in listed]
-        out.table(("name", "owner", "dtype", "shape", "parts", "bytes"), rows, right=("parts", "bytes"))
+        out.print_text()
+        rows = [
+            (t["name"], t["owner"], t["dtype"], t["shape"], t["parts"], out.format_size(t["bytes"])) for t in listed
+        ]
+        out.print_table(("name", "owner", "dtype", "shape", "parts", "bytes"), rows, right=("parts", "bytes"))
 
 
-def _facts(chosen: Checkpoint) -> dict[str, Any]:
+def _checkpoint_facts(chosen: Checkpoint) -> dict[str, Any]:
     from ckpt.format.manifest import Codec
 
     record = chosen.record
@@ -187,9 +193,9 @@ def _facts(chosen: Checkpoint) -> dict[str, Any]:
 
 
 def _tensors(chosen: Checkpoint, only: list[str]) -> list[dict[str, Any]]:
-    from ckpt.store.tensor_stream import check_globs, matching
+    from ckpt.store.tensor_stream import check_globs, match_names
 
-    names = matching(chosen.stored_tensors, only)
+    names = match_names(chosen.stored_tensors, only)
     check_globs(only, names, f"step {chosen.label}")
     listed = [chosen.stored_tensors[name] for name in names]
     return [

@@ -11,7 +11,7 @@ import typer
 
 from ckpt.cli import out
 from ckpt.errors import AgentError
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.ipc.client import Connection
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 def find_agent(url: str) -> socket.socket | None:
     """A socket to the agent that serves `url` for this user on this host; None if none runs. It starts no agent."""
-    from ckpt.ipc.client import connect_nowait, places
-    from ckpt.settings import read
+    from ckpt.ipc.client import connect_nowait, make_agent_paths
+    from ckpt.settings import read_settings
     from ckpt.storage import canonical
 
-    return connect_nowait(places(canonical(url), read()))
+    return connect_nowait(make_agent_paths(canonical(url), read_settings()))
 
 
 @contextmanager
-def talk(sock: socket.socket, hello_s: float = 120.0) -> Iterator[Connection]:
+def connect_agent(sock: socket.socket, hello_s: float = 120.0) -> Iterator[Connection]:
     """A connection to the agent. Errors: AgentError if the agent answers nothing for `hello_s` seconds."""
     from ckpt.ipc.client import Connection
     from ckpt.threads import Tasks
@@ -42,33 +42,34 @@ def talk(sock: socket.socket, hello_s: float = 120.0) -> Iterator[Connection]:
             connection.close()
 
 
-def the_agent(url: str) -> socket.socket:
+def require_agent(url: str) -> socket.socket:
     """A socket to the agent of `url`. Errors: AgentError if none runs."""
     sock = find_agent(url)
     if sock is None:
         raise AgentError(
-            f"no agent serves {shown(url)} for you on this host (an agent is the process beside a job that saves its "
+            f"no agent serves {redact_url(url)} for you on this host (an agent is the process beside a job that saves "
+            "its "
             "checkpoints). Run this command on the job's host, as the job's user"
         )
     return sock
 
 
 def preempt(
-    url: out.Url,
+    url: out.UrlArgument,
     deadline_s: Annotated[
-        float, typer.Option("--deadline-s", help="Seconds that the job has left.", min=0.0, callback=out.seconds)
+        float, typer.Option("--deadline-s", help="Seconds that the job has left.", min=0.0, callback=out.check_seconds)
     ] = 30.0,
     cancel: Annotated[bool, typer.Option("--cancel", help="Withdraw the request: the job goes on.")] = False,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Ask the running job to save and leave, as a notice of preemption would."""
     fields = {"deadline_s": deadline_s, "source": "operator", "cancel": cancel}
-    with talk(the_agent(url)) as agent:
+    with connect_agent(require_agent(url)) as agent:
         answer = agent.request("preempt", fields).fields
     body = {key: value for key, value in answer.items() if key not in ("t", "id")}
     if json:
-        out.as_json(body)
+        out.print_json(body)
     elif cancel:
-        out.say("told the job to go on, unless it is leaving already")
+        out.print_text("told the job to go on, unless it is leaving already")
     else:
-        out.say(f"asked the job to save and leave within {deadline_s:g} s")
+        out.print_text(f"asked the job to save and leave within {deadline_s:g} s")

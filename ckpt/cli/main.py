@@ -20,7 +20,7 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from ckpt.cli import out
-from ckpt.cli.exits import MEANING, Exit, exit_of, in_order
+from ckpt.cli.exits import MEANING, Exit, exit_code_of, exit_on_signals
 from ckpt.errors import CkptError, StorageError, UsageError
 
 EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
@@ -86,7 +86,7 @@ def _options(
 
 
 # click's exception for a wrong option or argument. It is found by name, because typer may bring its own click.
-_WRONG_CALL: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+_CLICK_ERROR: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
 
 
 def main() -> None:
@@ -100,13 +100,13 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with redirect_stdout(cast(TextIO, out.Printed(sys.stdout))):
-            with in_order():
+            with exit_on_signals():
                 status = _run()
             sys.stdout.flush()
     except OSError as error:
         # The rest of the buffer goes there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = Exit.UNREAD
+        status = Exit.BROKEN_PIPE
         if not isinstance(error, BrokenPipeError):
             print(f"error: {error}", file=sys.stderr)
             status = Exit.STORAGE
@@ -124,30 +124,30 @@ def _run() -> int:
             raise KeyboardInterrupt
         return status
     except CkptError as error:
-        return _failed(error.kind, str(error), exit_of(error))
+        return _report_error(error.kind, str(error), exit_code_of(error))
     except (typer.Abort, KeyboardInterrupt):
-        _as_json("interrupted", "interrupted by Ctrl-C")
+        _print_json_error("interrupted", "interrupted by Ctrl-C")
         return Exit.INTERRUPTED
     except (out.Unwritten, BrokenPipeError):
         raise
     except OSError as error:
-        return _failed(StorageError.kind, str(error), Exit.STORAGE)
-    except _WRONG_CALL as error:
+        return _report_error(StorageError.kind, str(error), Exit.STORAGE)
+    except _CLICK_ERROR as error:
         error.show()  # on standard error, with the usage
-        _as_json(UsageError.kind, error.format_message())
+        _print_json_error(UsageError.kind, error.format_message())
         return Exit.USAGE
     except Exception as error:
         traceback.print_exc()
-        return _failed("unforeseen", f"{type(error).__name__}: {error}; please report it", Exit.UNFORESEEN)
+        return _report_error("unforeseen", f"{type(error).__name__}: {error}; please report it", Exit.UNEXPECTED)
 
 
-def _failed(kind: str, message: str, status: Exit) -> Exit:
-    out.say(f"error: {message}", sys.stderr)
-    _as_json(kind, message)
+def _report_error(kind: str, message: str, status: Exit) -> Exit:
+    out.print_text(f"error: {message}", sys.stderr)
+    _print_json_error(kind, message)
     return status
 
 
-def _as_json(kind: str, message: str) -> None:
+def _print_json_error(kind: str, message: str) -> None:
     """Prints the error on standard output if the user gave --json. Arguments after -- belong to another program."""
     ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     if "--json" in ours:

@@ -13,8 +13,8 @@ from ckpt import reader
 from ckpt.cli import live, out
 from ckpt.errors import DamagedData, RunInUse, UsageError
 from ckpt.policy.save_options import Best, Keep
-from ckpt.storage.names import naming, shown
-from ckpt.types import Identity, counted
+from ckpt.storage.names import problem_text, redact_url
+from ckpt.types import Identity, format_count
 
 if TYPE_CHECKING:
     from ckpt.ipc.client import Connection
@@ -27,29 +27,29 @@ SILENT_S = 2.0  # how long a prune waits for the agent before it says so
 
 
 def branch(
-    url: out.Url,
+    url: out.UrlArgument,
     at: Annotated[str, typer.Option("--at", metavar="STEP", help="The step, or identity, to go on from.")],
     take_over: Annotated[bool, typer.Option("--take-over", help="Even if a living job writes there.")] = False,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Let the next starts go on from an older checkpoint.
 
     What came after it stays, as a branch: `ckpt ls --all`."""
-    from ckpt.settings import read
+    from ckpt.settings import read_settings
     from ckpt.store.branch import branch as begin_branch
 
     with reader.open(url) as run:
         chosen = run.find(at)
-        run.run.watch_other(run.view, LAUNCH, read().heartbeat_s, take_over=take_over)
+        run.run.check_not_in_use(run.view, LAUNCH, read_settings().heartbeat_s, take_over=take_over)
         claim = begin_branch(run.run, chosen.ref.identity)
     if json:
-        out.as_json({"url": run.url, "epoch": str(claim.epoch), "parent": chosen.identity})
+        out.print_json({"url": run.url, "epoch": str(claim.epoch), "parent": chosen.identity})
     else:
-        out.say(f"the next start of {shown(url)} goes on from step {chosen.label} ({chosen.identity})")
+        out.print_text(f"the next start of {redact_url(url)} goes on from step {chosen.label} ({chosen.identity})")
 
 
 def prune(
-    url: out.Url,
+    url: out.UrlArgument,
     last: Annotated[int | None, typer.Option("--last", help="Keep so many of the newest.")] = None,
     every: Annotated[int | None, typer.Option("--every", help="Keep steps that are a multiple of this.")] = None,
     best: Annotated[str | None, typer.Option("--best", metavar="METRIC:min|max", help="Keep the best one.")] = None,
@@ -60,7 +60,7 @@ def prune(
         bool,
         typer.Option("--check/--no-check", help="With --yes: first verify the newest checkpoint."),
     ] = True,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Let old checkpoints and leftovers go. Without --yes nothing is changed.
 
@@ -76,31 +76,32 @@ def prune(
     elif now:
         sock.close()
         raise UsageError(
-            f"--now: an agent serves {shown(url)} here. It may still use what would be deleted, even shortly after its "
+            f"--now: an agent serves {redact_url(url)} here. It may still use what would be deleted, even shortly "
+            "after its "
             "job has ended. Prune without --now: if the disk is full, the agent deletes at once"
         )
     else:
-        with live.talk(sock) as agent:  # the agent is the one decider of a running job
+        with live.connect_agent(sock) as agent:  # the agent is the one decider of a running job
             options = {"last": keep.last, "every": keep.every, "best": keep.best and [keep.best.metric, keep.best.mode]}
             body = _ask_agent(agent, {"yes": yes, "keep": options, "also": _identities(url, also or [])})
     if json:
-        out.as_json({"url": shown(canonical(url)), "done": yes, **body})
+        out.print_json({"url": redact_url(canonical(url)), "done": yes, **body})
     else:
-        _say_plan(body, yes, now)
+        _print_plan(body, yes, now)
 
 
 def _ask_agent(agent: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """The agent's answer. Waits as long as the agent lives: it finishes a commit under way first, which may take hours.
     Errors: those that the agent reports; AgentError if it ends."""
-    from ckpt.ipc.client import body_of
+    from ckpt.ipc.client import decode_body
 
-    pending = agent.ask("prune", request)
+    pending = agent.start_request("prune", request)
     try:
-        return body_of(pending.answer(SILENT_S))
+        return decode_body(pending.wait_for_answer(SILENT_S))
     except TimeoutError:
         first = ", which ends the commit under way first" if request["yes"] else ""
         print(f"waiting for the job's agent{first}", file=sys.stderr, flush=True)
-        return body_of(pending.answer(None))
+        return decode_body(pending.wait_for_answer(None))
 
 
 def _identities(url: str, which: list[str]) -> list[str]:
@@ -113,7 +114,7 @@ def _identities(url: str, which: list[str]) -> list[str]:
 def _prune_closed(
     url: str, keep: Keep, also: list[str], yes: bool, now: bool, check: bool, json: bool
 ) -> dict[str, Any]:
-    from ckpt.settings import read
+    from ckpt.settings import read_settings
     from ckpt.store.prune import GRACE_S, Pruner
 
     with reader.open(url) as opened:
@@ -121,7 +122,7 @@ def _prune_closed(
         # No other process may be deciding meanwhile, such as a job on another host.
         if yes:
             try:
-                run.watch_other(view, LAUNCH, read().heartbeat_s)
+                run.check_not_in_use(view, LAUNCH, read_settings().heartbeat_s)
             except RunInUse as exc:
                 text = f"{exc}. The job need not stop for that: prune on the job's host, where its agent does it"
                 raise RunInUse(text) from exc
@@ -142,7 +143,7 @@ def _prune_now(pruner: Pruner, view: RunView, plan: PrunePlan) -> dict[str, Any]
     Without its record no reader finds a checkpoint, and then a tombstone has room."""
     from ckpt.store import keys
 
-    going = set(plan.retire) - pruner.leased()
+    going = set(plan.retire) - pruner.leased_identities()
     records = [keys.record_key(ref.identity, ref.writer) for ref in view.commits if ref.identity in going]
     first = replace(plan, records=(*plan.records, *records))
     aborted = pruner.execute(first)
@@ -166,11 +167,12 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
     from ckpt.store.verify import verify
 
     with out.progress("verifying the newest", json=json) as report:
-        (found,) = verify(run, view.records[view.line[-1].identity], report)
+        (found,) = verify(run, view.records_by_identity[view.history[-1].identity], report)
     if not found.is_good:
-        why = naming(found.problems[0].key, found.problems[0].what)
+        why = problem_text(found.problems[0].key, found.problems[0].what)
         raise DamagedData(
-            f"step {found.ref.identity.tick.label}, the newest of {shown(url)}, is damaged ({why}). Nothing was "
+            f"step {found.ref.identity.version.label}, the newest of {redact_url(url)}, is damaged ({why}). Nothing "
+            "was "
             "retired: older checkpoints may be all that the run has left. First retire the damaged one (ckpt branch to "
             "an older step, then ckpt prune --also), or give --no-check"
         )
@@ -192,12 +194,12 @@ def _keep(last: int | None, every: int | None, best: str | None) -> Keep:
     return Keep(last, every, Best(metric, "min" if mode == "min" else "max"))
 
 
-def _named(identity: str) -> str:
+def _checkpoint_text(identity: str) -> str:
     """A checkpoint by its step, as `ckpt ls` shows it, and by its identity, which also names one on a branch."""
-    return f"step {Identity.parse(identity).tick.label}, {identity}"
+    return f"step {Identity.parse(identity).version.label}, {identity}"
 
 
-def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
+def _print_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
     """Prints the plan. No line is longer than 80 characters, except a record's error."""
     done = "" if yes else "would be "
     for name, text in (
@@ -205,33 +207,35 @@ def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
         ("abandoned", f"{done}retired, as abandoned commits:"),
         ("waiting", "waiting for the end of their grace period, or for their readers:"),
     ):
-        _say_list(text, map(_named, body.get(name, ())))
+        _print_list(text, map(_checkpoint_text, body.get(name, ())))
     deleted = [*body.get("records", ()), *body.get("packs", ())]
-    _say_list(f"{done}deleted:", _by_checkpoint(deleted, body.get("leases", ())))
-    _say_list("damaged, so not counted as kept (see ckpt verify):", map(_named, body.get("damaged", ())))
+    _print_list(f"{done}deleted:", _by_checkpoint(deleted, body.get("leases", ())))
+    _print_list("damaged, so not counted as kept (see ckpt verify):", map(_checkpoint_text, body.get("damaged", ())))
     if body.get("blocked"):
-        out.say(f"no data can be deleted: {body['blocked']}")
+        out.print_text(f"no data can be deleted: {body['blocked']}")
     if aborted := body.get("uploads_aborted"):
-        out.say(f"ended: {counted(aborted, 'upload')} that nobody would have finished")
+        out.print_text(f"ended: {format_count(aborted, 'upload')} that nobody would have finished")
     if not deleted and not any(body.get(name) for name in ("retire", "abandoned", "waiting", "leases")):
         if not aborted:
-            out.say("nothing to do" if yes else "nothing to do; --yes also ends uploads that nobody will finish")
+            out.print_text("nothing to do" if yes else "nothing to do; --yes also ends uploads that nobody will finish")
         return
     at_once, later = body.get("deleted_bytes", 0), body.get("freed_later_bytes", 0)
-    out.say(f"{done}deleted now: {out.size(at_once + (later if now and not yes else 0))}")
+    out.print_text(f"{done}deleted now: {out.format_size(at_once + (later if now and not yes else 0))}")
     if not now:
-        out.say(f"deleted by a prune {body['grace_s']:.0f} s after it was retired, or later: {out.size(later)}")
+        out.print_text(
+            f"deleted by a prune {body['grace_s']:.0f} s after it was retired, or later: {out.format_size(later)}"
+        )
     if body.get("retire"):
-        out.say("a retired checkpoint is no longer listed or restored")
+        out.print_text("a retired checkpoint is no longer listed or restored")
     if not yes:
-        out.say("nothing was changed; --yes does it")
+        out.print_text("nothing was changed; --yes does it")
 
 
-def _say_list(title: str, lines: Iterable[str]) -> None:
+def _print_list(title: str, lines: Iterable[str]) -> None:
     for number, line in enumerate(lines):
         if not number:
-            out.say(title)
-        out.say(f"  {line}")
+            out.print_text(title)
+        out.print_text(f"  {line}")
 
 
 def _by_checkpoint(deleted: Iterable[str], leases: Collection[str]) -> Iterator[str]:
@@ -245,7 +249,7 @@ def _by_checkpoint(deleted: Iterable[str], leases: Collection[str]) -> Iterator[
         if identity is not None:
             found.setdefault(identity, [0, 0])[record is None] += 1
     for identity, counts in sorted(found.items()):
-        parts = (counted(count, noun) for count, noun in zip(counts, ("record", "pack"), strict=True) if count)
-        yield f"{_named(str(identity))}: {', '.join(parts)}"
+        parts = (format_count(count, noun) for count, noun in zip(counts, ("record", "pack"), strict=True) if count)
+        yield f"{_checkpoint_text(str(identity))}: {', '.join(parts)}"
     if leases:
-        yield f"{counted(len(leases), 'lease')} of readers that are gone"
+        yield f"{format_count(len(leases), 'lease')} of readers that are gone"

@@ -18,21 +18,21 @@ from typing import Annotated, Any, Literal, TextIO
 import typer
 
 from ckpt.errors import UsageError
-from ckpt.events import finite
+from ckpt.events import replace_nonfinite
 
 WIDTH_MAX = 1000  # of a table in a file or a pipe, where nothing is cut
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Url = Annotated[str, typer.Argument(metavar="URL", help="Where the run saves: a path, s3://bucket/run, ...")]
-Which = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Where the run saves: a path, s3://bucket/run, ...")]
+StepOption = Annotated[
     str | None,
     typer.Option("--step", metavar="STEP", help="A step as `ckpt ls` shows it (300, 300.1), or a full identity."),
 ]
 
 
-def seconds(value: float) -> float:
+def check_seconds(value: float) -> float:
     """The callback of options in seconds: typer accepts "nan" and "inf" as numbers. Errors: BadParameter for them."""
     if not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no number of seconds")
@@ -57,15 +57,15 @@ class Printed:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._named():
+        with self._translate_errors():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._named():
+        with self._translate_errors():
             self._stream.flush()
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as exc:
@@ -73,23 +73,23 @@ class Printed:
             raise kind(f"standard output cannot be written: {exc}") from exc
 
 
-def say(text: str = "", to: TextIO | None = None) -> None:
+def print_text(text: str = "", to: TextIO | None = None) -> None:
     """Prints lines, on standard output by default."""
-    print("\n".join(map(plain, text.split("\n"))), file=to)
+    print("\n".join(map(printable, text.split("\n"))), file=to)
 
 
-def plain(said: str) -> str:
+def printable(said: str) -> str:
     """The text without control characters: names and messages from stores and programs must not move the cursor or set
     colours."""
     return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
 
 
-def as_json(body: Mapping[str, Any]) -> None:
+def print_json(body: Mapping[str, Any]) -> None:
     """Prints the body as JSON. Infinite and NaN become null."""
-    say(json.dumps(finite(dict(body)), default=str, indent=1 if sys.stdout.isatty() else None))
+    print_text(json.dumps(replace_nonfinite(dict(body)), default=str, indent=1 if sys.stdout.isatty() else None))
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:
     """Prints a table, plain, so that it can be piped. The columns named in `right` are aligned to the right. The other
     columns wrap on a narrow terminal, since names differ at their ends."""
     from rich.box import SIMPLE_HEAD
@@ -101,11 +101,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
         is_right = column in right
         drawn.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text(plain(str(cell))) for cell in row))
+        drawn.add_row(*(Text(printable(str(cell))) for cell in row))
     text = io.StringIO()
     _console(text, None if sys.stdout.isatty() else WIDTH_MAX).print(drawn)
     for line in text.getvalue().splitlines():
-        say(line.rstrip())
+        print_text(line.rstrip())
 
 
 def _console(stream: TextIO, width: int | None = None) -> Any:
@@ -146,7 +146,7 @@ def process_id(pid: int) -> str:
     return str(pid) if pid else "of another pid namespace"
 
 
-def size(count: int | float) -> str:
+def format_size(count: int | float) -> str:
     """Bytes for people: "3.2 MiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -165,12 +165,12 @@ def parse_size(option: str, text: str) -> int:
     return int(count)
 
 
-def when(unix_s: float) -> str:
+def format_time(unix_s: float) -> str:
     """A Unix time as text, in this machine's time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
-def ago(unix_s: float, now_s: float | None = None) -> str:
+def format_age(unix_s: float, now_s: float | None = None) -> str:
     """The time since then, for people: "3 min ago"."""
     seconds = max(0.0, (time.time() if now_s is None else now_s) - unix_s)
     for unit, span in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -30,7 +30,7 @@ from ckpt import reader
 from ckpt.cli import live, out, target
 from ckpt.cli.exits import Exit
 from ckpt.errors import AgentError, CkptError, UsageError
-from ckpt.types import counted
+from ckpt.types import format_count
 
 if TYPE_CHECKING:
     import psutil
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 STDERR = 2  # the file descriptor
 MORE_TIME = "let it run more steps, or give a smaller --at"
-LOOK_S = 0.1  # between two queries of the store
+STORE_POLL_S = 0.1  # between two queries of the store
 # Between two queries of the agent: a snapshot is in memory earlier than in the store, when more steps remain.
-ASK_S = 0.005
+AGENT_POLL_S = 0.005
 
 
 def rehearse(
-    url: out.Url,
+    url: out.UrlArgument,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the script.")],
     at: Annotated[
         int | None, typer.Option("--at", metavar="STEP", help="Kill after it; default: half way.", min=1)
@@ -56,9 +56,9 @@ def rehearse(
     lose_memory: Annotated[bool, typer.Option("--lose-memory", help="Kill the agent too: a lost host.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what both runs saved.")] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", help="How long each run may take.", min=0.0, callback=out.seconds)
+        float, typer.Option("--timeout-s", help="How long each run may take.", min=0.0, callback=out.check_seconds)
     ] = 3600.0,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Prove that your own script restarts exactly.
 
@@ -70,16 +70,16 @@ def rehearse(
     straight, killed = (Rehearsal(url, f"{scratch}/{name}", command) for name in ("undisturbed", "killed"))
     with tempfile.TemporaryDirectory(prefix="ckpt-r-", dir="/tmp") as runtime:
         try:
-            note(f"undisturbed: {shlex.join(straight.command)}")
-            finish(straight.start(runtime), timeout_s)
-            last = straight.check()
+            print_progress(f"undisturbed: {shlex.join(straight.command)}")
+            wait_script(straight.start(runtime), timeout_s)
+            last = straight.last_saved_step()
             at = max(1, last // 2) if at is None else at
-            note(f"to be killed: {shlex.join(killed.command)}")
+            print_progress(f"to be killed: {shlex.join(killed.command)}")
             killed_at = kill_after(killed, runtime, at, lose_memory, timeout_s)
-            note(f"killed when step {killed_at} was saved; starting it again")
-            before, in_memory = killed.epochs(), held(killed.url, runtime)
-            finish(killed.start(runtime), timeout_s)
-            back = came_back(killed, before, in_memory)
+            print_progress(f"killed when step {killed_at} was saved; starting it again")
+            before, in_memory = killed.epochs(), snapshots_in_memory(killed.url, runtime)
+            wait_script(killed.start(runtime), timeout_s)
+            back = find_restart_point(killed, before, in_memory)
             compared = compare(straight.url, killed.url, back.step)
             if back.step >= compared.step:
                 raise CkptError(
@@ -90,11 +90,11 @@ def rehearse(
             for process in _processes_with(runtime):
                 process.kill()
             if not keep:
-                remove(scratch)
+                delete_scratch(scratch)
     if json:
         restart = {"came_back_at": back.step, "came_back_from": back.source, "steps_run": compared.step - back.step}
         facts = {"killed_after": killed_at, "memory_lost": lose_memory, **restart, **asdict(compared)}
-        out.as_json(
+        out.print_json(
             {
                 "url": storage.canonical(url),
                 "equal": not compared.differences,
@@ -103,27 +103,29 @@ def rehearse(
             }
         )
     else:
-        ran = counted(compared.step - back.step, "step")
-        out.say(f"came back at step {back.step} from {back.source}, and ran {ran} from there")
-        _say(compared)
+        ran = format_count(compared.step - back.step, "step")
+        out.print_text(f"came back at step {back.step} from {back.source}, and ran {ran} from there")
+        _print_comparison(compared)
     if compared.differences:
         raise typer.Exit(Exit.DIFFERENT)
 
 
-def _say(compared: Compared) -> None:
+def _print_comparison(compared: Compared) -> None:
     for part in compared.unused:
-        out.say(f"not compared, since neither run used it: {part}")
+        out.print_text(f"not compared, since neither run used it: {part}")
     if compared.before_the_kill:
-        out.say("both runs differed already before the kill, so it is not the restart: is everything seeded? First:")
-        out.say(compared.before_the_kill[0])
+        out.print_text(
+            "both runs differed already before the kill, so it is not the restart: is everything seeded? First:"
+        )
+        out.print_text(compared.before_the_kill[0])
     elif compared.differences:
-        out.say(f"DIFFERENT in {counted(len(compared.differences), 'place')}; the first:")
-        out.say(compared.differences[0])
+        out.print_text(f"DIFFERENT in {format_count(len(compared.differences), 'place')}; the first:")
+        out.print_text(compared.differences[0])
     else:
-        out.say(f"equal bit for bit at step {compared.step}: tensors, values, generators, positions")
+        out.print_text(f"equal bit for bit at step {compared.step}: tensors, values, generators, positions")
 
 
-def note(text: str) -> None:
+def print_progress(text: str) -> None:
     """Prints a line of progress on standard error."""
     print(f"rehearse: {text}", file=sys.stderr, flush=True)
 
@@ -137,16 +139,16 @@ def scratch_for(url: str) -> str:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One run of the user's command, with the URL `real` replaced by `url`."""
+    """One run of the user's command, with the URL `real_url` replaced by `url`."""
 
-    real: str
+    real_url: str
     url: str
-    original: Sequence[str]
+    original_command: Sequence[str]
 
     @property
     def command(self) -> list[str]:
-        there = re.compile(rf"\{{url\}}|(?<![\w./-]){re.escape(self.real)}(?![\w.-])")
-        return [there.sub(lambda _: self.url, word) for word in self.original]
+        there = re.compile(rf"\{{url\}}|(?<![\w./-]){re.escape(self.real_url)}(?![\w.-])")
+        return [there.sub(lambda _: self.url, word) for word in self.original_command]
 
     def start(self, runtime: str, hold_at: int = 0) -> subprocess.Popen[bytes]:
         """Starts the script. `hold_at`: the script saves that step and then waits to be killed. Errors: UsageError."""
@@ -157,7 +159,7 @@ class Rehearsal:
         added = [
             f"CKPT_RUNTIME_DIR={runtime}",
             f"CKPT_LAUNCH=rehearsal-{self.url[-80:]}",
-            f"CKPT_REDIRECT={dumps([canonical(self.real), self.url])}",
+            f"CKPT_REDIRECT={dumps([canonical(self.real_url), self.url])}",
             f"CKPT_HOLD_AT={hold_at}",
         ]
         if shutil.which(self.command[0]) is None:
@@ -166,13 +168,13 @@ class Rehearsal:
             raise UsageError(f"cannot start {self.command[0]!r}: {wrong}")
         return subprocess.Popen(["env", *added, *self.command], stdout=STDERR, start_new_session=True)
 
-    def saved(self) -> list[int]:
+    def saved_steps(self) -> list[int]:
         """The steps in the store, in order."""
         from ckpt.store import keys
 
         with target.store(self.url) as store:
             found = (keys.parse_record(info.key) for info in store.list(keys.COMMITS))
-            return sorted(each[0].tick.step for each in found if each is not None)
+            return sorted(each[0].version.step for each in found if each is not None)
 
     def epochs(self) -> frozenset[Epoch]:
         """The epochs that the store knows: one per start."""
@@ -181,9 +183,9 @@ class Rehearsal:
         with target.store(self.url) as store:
             return StoredRun(store).epochs()
 
-    def check(self) -> int:
+    def last_saved_step(self) -> int:
         """The last saved step. Errors: UsageError if the script saved elsewhere."""
-        saved = self.saved()
+        saved = self.saved_steps()
         if not saved:
             raise UsageError(
                 f"the script saved nothing to {self.url}: write the URL in the command exactly as it is given to "
@@ -192,7 +194,7 @@ class Rehearsal:
         return saved[-1]
 
 
-def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+def wait_script(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Waits for the script. Errors: CkptError if it fails, or takes too long and is killed."""
     try:
         status = process.wait(timeout_s)
@@ -215,7 +217,7 @@ def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout
     process = run.start(runtime, hold_at=at)
     deadline = time.monotonic() + timeout_s
     try:
-        while not (saved := _saved(run, runtime, at, lose_memory, process)):
+        while not (saved := _wait_saved_steps(run, runtime, at, lose_memory, process)):
             if time.monotonic() > deadline:
                 raise CkptError(f"no step from {at} on was saved within {timeout_s:g} s; see --at and --timeout-s")
             if process.poll() is not None:
@@ -234,51 +236,55 @@ def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout
     return saved[-1]
 
 
-def _saved(run: Rehearsal, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]) -> list[int]:
+def _wait_saved_steps(
+    run: Rehearsal, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]
+) -> list[int]:
     """The saved steps from `at` on, after waiting LOOK_S at most."""
-    found = [step for step in run.saved() if step >= at]
-    until = time.monotonic() + LOOK_S
+    found = [step for step in run.saved_steps() if step >= at]
+    until = time.monotonic() + STORE_POLL_S
     with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
         agent = None
         while not found and time.monotonic() < until:
             if agent is None and not lose_memory:
-                agent = _agent(run.url, runtime, stack)
+                agent = _connect_run_agent(run.url, runtime, stack)
             if agent is not None:
-                found = sorted(each.tick.step for each in _held(agent, complete=True) if each.tick.step >= at)
+                found = sorted(
+                    each.version.step for each in _agent_snapshots(agent, complete=True) if each.version.step >= at
+                )
             if not found:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(ASK_S)
+                    process.wait(AGENT_POLL_S)
                     break
     return found
 
 
-def held(url: str, runtime: str) -> frozenset[Identity]:
+def snapshots_in_memory(url: str, runtime: str) -> frozenset[Identity]:
     """The snapshots in the memory of the run's agent, complete or staged; none if no agent runs."""
     with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
-        agent = _agent(url, runtime, stack)
-        return frozenset() if agent is None else _held(agent, complete=False)
+        agent = _connect_run_agent(url, runtime, stack)
+        return frozenset() if agent is None else _agent_snapshots(agent, complete=False)
     return frozenset()
 
 
-def _agent(url: str, runtime: str, stack: contextlib.ExitStack) -> Connection | None:
-    from ckpt.ipc.client import connect_nowait, places
-    from ckpt.settings import read
+def _connect_run_agent(url: str, runtime: str, stack: contextlib.ExitStack) -> Connection | None:
+    from ckpt.ipc.client import connect_nowait, make_agent_paths
+    from ckpt.settings import read_settings
     from ckpt.storage import canonical
 
-    sock = connect_nowait(places(canonical(url), replace(read(), runtime_dir=Path(runtime))))
-    return None if sock is None else stack.enter_context(live.talk(sock))
+    sock = connect_nowait(make_agent_paths(canonical(url), replace(read_settings(), runtime_dir=Path(runtime))))
+    return None if sock is None else stack.enter_context(live.connect_agent(sock))
 
 
-def _held(agent: Connection, *, complete: bool) -> frozenset[Identity]:
-    from ckpt.types import Epoch, Identity, Tick
+def _agent_snapshots(agent: Connection, *, complete: bool) -> frozenset[Identity]:
+    from ckpt.types import Epoch, Identity, Version
 
     status = agent.status()
     jobs = [job for job in (status["job"], *status["former"]) if job is not None]
     return frozenset(
-        Identity(Epoch.parse(job["epoch"]), Tick.parse(slot["tick"]))
+        Identity(Epoch.parse(job["epoch"]), Version.parse(slot["version"]))
         for job in jobs
         for slot in job["slots"]
-        if slot["tick"] is not None and (slot["state"] == "complete" or (slot["state"] == "staged" and not complete))
+        if slot["version"] is not None and (slot["state"] == "complete" or (slot["state"] == "staged" and not complete))
     )
 
 
@@ -290,7 +296,7 @@ class Back:
     source: str
 
 
-def came_back(run: Rehearsal, before: frozenset[Epoch], in_memory: frozenset[Identity]) -> Back:
+def find_restart_point(run: Rehearsal, before: frozenset[Epoch], in_memory: frozenset[Identity]) -> Back:
     """Where the restart continued: its claim names the checkpoint.
 
     `before`: the epochs before the restart. `in_memory`: the snapshots that an agent held then; memory is preferred to
@@ -306,7 +312,7 @@ def came_back(run: Rehearsal, before: frozenset[Epoch], in_memory: frozenset[Ide
     parent = new[0].parent
     if parent is None:
         return Back(0, "nothing")
-    return Back(parent.tick.step, "memory" if parent in in_memory else "store")
+    return Back(parent.version.step, "memory" if parent in in_memory else "store")
 
 
 @dataclass(frozen=True)
@@ -325,47 +331,53 @@ def compare(straight: str, killed: str, back_at: int) -> Compared:
     """Compares the newest checkpoints of both runs bit for bit. Also compares the first checkpoints that both have, if
     they are from before the restart: at step `back_at` at the latest."""
     with reader.open(straight) as left, reader.open(killed) as right:
-        lines = [run.view.line for run in (left, right)]
-        first_steps = [{ref.identity.tick: ref for ref in line} for line in lines]
+        lines = [run.view.history for run in (left, right)]
+        first_steps = [{ref.identity.version: ref for ref in line} for line in lines]
         both = first_steps[0].keys() & first_steps[1].keys()
-        common = min((tick for tick in both if tick.step <= back_at), default=None)
+        common = min((version for version in both if version.step <= back_at), default=None)
         ends = [_Checkpoint(run.run, line[-1]) for run, line in zip((left, right), lines, strict=True)]
         steps = [end.step for end in ends]
         found = [f"step: {steps[0]} undisturbed, {steps[1]} after the kill"] if steps[0] != steps[1] else []
-        found += _tensors(*ends)
-        unchanged = set(ends[0].parts)
+        found += _tensor_differences(*ends)
+        unchanged = set(ends[0].values_by_path)
         # A run with only one checkpoint proves nothing.
         for run, line, end in zip((left, right), lines, ends, strict=True):
-            unchanged &= set(end.parts) - set(_values(_Checkpoint(run.run, line[0]), end)) if len(line) > 1 else set()
-        values = _values(*ends)
+            unchanged &= (
+                set(end.values_by_path) - set(_value_differences(_Checkpoint(run.run, line[0]), end))
+                if len(line) > 1
+                else set()
+            )
+        values = _value_differences(*ends)
         unused = [part for part in values if part in unchanged]
         early: list[str] = []
         if common is not None:
             begun = [_Checkpoint(run.run, refs[common]) for run, refs in zip((left, right), first_steps, strict=True)]
             early = [
-                *_tensors(*begun),
-                *(f"value {path}" for part, path in _values(*begun).items() if part not in unused),
+                *_tensor_differences(*begun),
+                *(f"value {path}" for part, path in _value_differences(*begun).items() if part not in unused),
             ]
         found += [f"value {path}" for part, path in values.items() if part not in unused]
     return Compared(steps[0], found, unused, early if found else [])
 
 
 class _Checkpoint:
-    """A checkpoint's tensors and values. `parts`: the values, two levels deep, such as "rank=0['generators']['torch']",
-    and the keys of the dicts above them."""
+    """A checkpoint's tensors and values. `values_by_path`: the values, two levels deep, such as
+    "rank=0['generators']['torch']", and the keys of the dicts above them."""
 
     def __init__(self, run: StoredRun, ref: CommitRef) -> None:
         from ckpt.store.reader import FrameReader, load_values, open_record
 
-        self.step = ref.identity.tick.step
+        self.step = ref.identity.version.step
         self.reader = FrameReader(run.backend, open_record(run.backend, ref, run.patience), run.patience)
         values = load_values(self.reader)
-        others = {f"{coordinate} shared": tree for coordinate, tree in values.own_shared.items()}
-        trees = {"shared": values.shared, **others, **values.own}
-        self.parts = {part: leaf for name, tree in trees.items() for part, leaf in _parts(tree, name, 2)}
+        others = {f"{coordinate} shared": tree for coordinate, tree in values.shared_by_coordinate.items()}
+        trees = {"shared": values.shared, **others, **values.own_by_coordinate}
+        self.values_by_path = {
+            part: leaf for name, tree in trees.items() for part, leaf in _split_values(tree, name, 2)
+        }
 
 
-def _parts(tree: Any, path: str, levels: int) -> Iterator[tuple[str, Any]]:
+def _split_values(tree: Any, path: str, levels: int) -> Iterator[tuple[str, Any]]:
     from ckpt.format.values import encode
     from ckpt.store.diff import ORDER
 
@@ -373,13 +385,13 @@ def _parts(tree: Any, path: str, levels: int) -> Iterator[tuple[str, Any]]:
         yield path, tree
         return
     for key, branch in tree.items():
-        yield from _parts(branch, f"{path}[{key!r}]", levels - 1)
+        yield from _split_values(branch, f"{path}[{key!r}]", levels - 1)
     keys = copy(tree)
     dict.update(keys, dict.fromkeys(tree))
     yield f"{path}{ORDER}", encode(keys)  # the order of the keys, and the kind of dict
 
 
-def _tensors(here: _Checkpoint, there: _Checkpoint) -> list[str]:
+def _tensor_differences(here: _Checkpoint, there: _Checkpoint) -> list[str]:
     from ckpt.store.diff import diff
 
     found = diff(here.reader, there.reader)
@@ -389,20 +401,20 @@ def _tensors(here: _Checkpoint, there: _Checkpoint) -> list[str]:
     return lines + [f"tensor {each.name}: {each.elements} of {each.size} elements differ" for each in found.changed]
 
 
-def _values(here: _Checkpoint, there: _Checkpoint) -> dict[str, str]:
+def _value_differences(here: _Checkpoint, there: _Checkpoint) -> dict[str, str]:
     """The parts that differ, each with the first differing path in it."""
     from ckpt.store.diff import differences
 
     found = {}
-    for part in [*here.parts, *(part for part in there.parts if part not in here.parts)]:
-        if part not in here.parts or part not in there.parts:
+    for part in [*here.values_by_path, *(part for part in there.values_by_path if part not in here.values_by_path)]:
+        if part not in here.values_by_path or part not in there.values_by_path:
             found[part] = part
-        elif first := next(differences(here.parts[part], there.parts[part], part), None):
+        elif first := next(differences(here.values_by_path[part], there.values_by_path[part], part), None):
             found[part] = first
     return found
 
 
-def remove(url: str) -> None:
+def delete_scratch(url: str) -> None:
     """Deletes everything at a scratch URL."""
     from ckpt import storage
 

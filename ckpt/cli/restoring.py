@@ -11,7 +11,7 @@ import typer
 from ckpt import reader
 from ckpt.cli import out
 from ckpt.errors import StorageError, UsageError
-from ckpt.types import counted
+from ckpt.types import format_count
 
 
 class Form(enum.StrEnum):
@@ -23,9 +23,9 @@ class Form(enum.StrEnum):
 
 
 def restore(
-    url: out.Url,
+    url: out.UrlArgument,
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="x.safetensors, x.pt, or a folder (no ending).")],
-    which: out.Which = None,
+    which: out.StepOption = None,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert floats: bfloat16, ...")] = None,
     strip: Annotated[str, typer.Option("--strip", metavar="PREFIX", help="Take it off the names: model.")] = "",
@@ -33,7 +33,7 @@ def restore(
     shard_bytes: Annotated[
         str, typer.Option("--shard-bytes", metavar="SIZE", help="Of a file in a folder, at most.")
     ] = "5GiB",
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Write the tensors of a checkpoint to a file or a folder.
 
@@ -62,12 +62,14 @@ def restore(
     if json:
         files = [str(file) for file in made.files]
         facts = {"identity": chosen.identity, "files": files, "tensors": made.tensors, "bytes": made.bytes}
-        out.as_json({**facts, "firsts": list(made.firsts)})
+        out.print_json({**facts, "firsts": list(made.firsts)})
     else:
-        out.say(f"step {chosen.label}: {counted(made.tensors, 'tensor')}, {out.size(made.bytes)}, in {path}")
+        out.print_text(
+            f"step {chosen.label}: {format_count(made.tensors, 'tensor')}, {out.format_size(made.bytes)}, in {path}"
+        )
         if made.firsts:
             more = f" and {len(made.firsts) - 3} more" if len(made.firsts) > 3 else ""
-            out.say(
+            out.print_text(
                 f"the ranks had different copies of {', '.join(made.firsts[:3])}{more}: the first rank's were written, "
                 "which a start on another number of ranks takes, too (--only 'NAME@*' writes all)"
             )

@@ -14,11 +14,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.agent.runtime.node_names import said
+from ckpt.agent.runtime.node_names import replace_agent_names
 from ckpt.cli import out
-from ckpt.ipc.failure_domains import named
-from ckpt.policy.adaptive import span
-from ckpt.types import counted
+from ckpt.ipc.failure_domains import without_host
+from ckpt.policy.adaptive import format_duration
+from ckpt.types import format_count
 
 Facts = dict[str, Any]
 Row = tuple[str, str, str]  # label, text, style; a row without a label continues the one before
@@ -26,7 +26,7 @@ Row = tuple[str, str, str]  # label, text, style; a row without a label continue
 EVENTS = 5
 NODES = 8
 # What is hidden first on a small terminal: rows if it is too low, columns if it is too narrow.
-ROWS_LEAST = (
+ROWS_HIDDEN_FIRST = (
     "memory",
     "restored",
     "failures",
@@ -41,7 +41,7 @@ ROWS_LEAST = (
     "events",
     "run",
 )
-COLUMNS_LEAST = ("by", "saved", "under way", "interval", "age")
+COLUMNS_HIDDEN_FIRST = ("by", "saved", "under way", "interval", "age")
 COLUMN_GAP = 3
 LEVELS = ("local", "peer", "store")
 WHERE = {"local": "this host's memory", "peer": "other hosts' memory", "store": "the store", "none": "nothing"}
@@ -69,7 +69,7 @@ def text(status: Facts, width: int | None) -> str:
 def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
     """The whole status, without the rows of the `hidden` labels."""
     if status.get("pid") is None:
-        return _rows(_of_store(status))
+        return _rows(_store_rows(status))
     job, account = status.get("job"), status.get("account")
     # The coordinator has the account. What this agent has is of a time when it was the coordinator.
     if status.get("following") and (job is None or job["superseded_by"]):
@@ -94,10 +94,10 @@ class Fitted:
             return len(console.render_lines(shown, options, pad=False))
 
         shown, room = render(self.status), console.size.height
-        for count in range(1, len(ROWS_LEAST) + 1):
+        for count in range(1, len(ROWS_HIDDEN_FIRST) + 1):
             if height(shown) <= room:
                 break
-            hidden = ROWS_LEAST[:count]
+            hidden = ROWS_HIDDEN_FIRST[:count]
             missing = Text(f"a higher window also shows {', '.join(hidden)}", "dim", no_wrap=True, overflow="ellipsis")
             shown = Group(render(self.status, hidden), missing)
         yield shown
@@ -112,11 +112,11 @@ def _rows(rows: Iterator[Row], hidden: Collection[str] = (), nodes: Mapping[str,
     for label, text, style in rows:
         of = label or of
         if of not in hidden:
-            grid.add_row(Text(label, "bold"), Text(out.plain(said(text, nodes or {})), style))
+            grid.add_row(Text(label, "bold"), Text(out.printable(replace_agent_names(text, nodes or {})), style))
     return grid
 
 
-def _of_store(status: Facts) -> Iterator[Row]:
+def _store_rows(status: Facts) -> Iterator[Row]:
     yield "run", str(status["url"]), ""
     if (silent := status.get("silent")) is not None:
         yield "agent", f"process {out.process_id(silent)} does not answer", "red"
@@ -130,8 +130,8 @@ def _of_store(status: Facts) -> Iterator[Row]:
     if found["step"] is None:
         yield "store", "no checkpoint yet", ""
     else:
-        when = out.ago(found["saved"]) if found["saved"] else "at an unknown time"
-        count = counted(found["checkpoints"], "checkpoint")
+        when = out.format_age(found["saved"]) if found["saved"] else "at an unknown time"
+        count = format_count(found["checkpoints"], "checkpoint")
         yield "store", f"step {found['step']}, saved {when}: the next start goes on from it; {count} in all", ""
     how = "has ended" if found["closed"] else "has not ended: it runs on another host, or died with its host"
     yield "epoch", f"{found['epoch']} {how}", ""
@@ -141,7 +141,9 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
     yield "run", str(status.get("url")), ""
     agent = f"process {status['pid']}"
     if "host" in status:
-        agent += f" on {status['host']}, up {span(status['up_s'])}, {out.size(status['resident_bytes'])}"
+        agent += (
+            f" on {status['host']}, up {format_duration(status['up_s'])}, {out.format_size(status['resident_bytes'])}"
+        )
     if status.get("metrics"):
         agent += f", metrics at {status['metrics']}"
     yield "agent", agent + (f"; {status['name']}" if status.get("name") in (status.get("nodes") or {}) else ""), ""
@@ -161,12 +163,12 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
     yield "job", f"launch {job['launch']}, epoch {job['epoch']}, {_ranks(job['ranks'])}", ""
     if account is not None:
         pace = f"; step {account['ended_step']} ended" if account["ended_step"] else ""
-        pace += f", {span(job['step_s'])} a step" if pace and account["phase"] == "training" else ""
+        pace += f", {format_duration(job['step_s'])} a step" if pace and account["phase"] == "training" else ""
         style = "red" if account["phase"] == "down" else ""
-        yield "now", f"{account['phase']} for {span(account['phase_s'])}{pace}", style
+        yield "now", f"{account['phase']} for {format_duration(account['phase_s'])}{pace}", style
     for number, each in enumerate(job.get("cut_off") or []):
-        where = f"node {each['node']}" if each["node"] else f"{counted(len(each['ranks']), 'rank')} of this node"
-        text = f"{where}, for {span(each['for_s'])}: no snapshot is taken until it is connected again"
+        where = f"node {each['node']}" if each["node"] else f"{format_count(len(each['ranks']), 'rank')} of this node"
+        text = f"{where}, for {format_duration(each['for_s'])}: no snapshot is taken until it is connected again"
         yield "cut off" * (not number), text, "red"
     if job["superseded_by"]:
         yield "", f"superseded by {job['superseded_by']}", "red"
@@ -179,10 +181,14 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
 def _lending(lent: Facts) -> Iterator[Row]:
     whose = f"; launch {lent['launch']}" if lent["launch"] else ""
     how = "" if not lent["launch"] else ", whose coordinator is connected" if lent["connected"] else ", which is gone"
-    size, used = out.size(lent["memory_bytes"]), out.size(lent["used_bytes"])
+    size, used = out.format_size(lent["memory_bytes"]), out.format_size(lent["used_bytes"])
     yield "memory", f"lends {size} at {', '.join(lent['at'])}, {used} used{whose}{how}", ""
     whole = lent["whole"][-1] if lent["whole"] else None
-    yield "keeps", f"{counted(len(lent['keeps']), 'checkpoint')}; the newest that is whole here: {whole or 'none'}", ""
+    yield (
+        "keeps",
+        f"{format_count(len(lent['keeps']), 'checkpoint')}; the newest that is whole here: {whole or 'none'}",
+        "",
+    )
     if lent["committing"]:
         yield "now", f"commits {lent['committing']}", ""
     if lent["error"]:
@@ -193,7 +199,7 @@ def _ranks(ranks: list[str]) -> str:
     counts = {state: ranks.count(state) for state in ("here", "left", "dead")}
     words = {"left": "have left", "dead": "dead"}
     rest = ", ".join(f"{counts[state]} {word}" for state, word in words.items() if counts[state])
-    return counted(len(ranks), "rank") + (f" ({rest})" if rest else "")
+    return format_count(len(ranks), "rank") + (f" ({rest})" if rest else "")
 
 
 def _levels(job: Facts, account: Facts) -> tuple[list[str], list[list[str]]]:
@@ -205,13 +211,13 @@ def _levels(job: Facts, account: Facts) -> tuple[list[str], list[list[str]]]:
         cells = [
             level,
             str(safe["step"]) if safe else "none",
-            span(safe["age_s"]) if safe and safe["age_s"] is not None else "",
-            out.size(account["saved_bytes"].get(level, 0)),
-            _every(interval) if interval else "",
+            format_duration(safe["age_s"]) if safe and safe["age_s"] is not None else "",
+            out.format_size(account["saved_bytes"].get(level, 0)),
+            _interval_text(interval) if interval else "",
             str(interval["by"]) if interval else "",
-            "; ".join(_under_way(each) for each in job["under_way"] if each["level"] == level),
+            "; ".join(_under_way_text(each) for each in job["under_way"] if each["level"] == level),
         ]
-        rows.append([out.plain(cell) for cell in cells])
+        rows.append([out.printable(cell) for cell in cells])
     return ["level", "safe step", "age", "saved", "interval", "by", "under way"], rows
 
 
@@ -227,7 +233,7 @@ class _Levels:
         for name, *cells in zip(self.columns, *self.rows, strict=True):
             words = [word for cell in cells for word in cell.split()] if name == "under way" else cells
             widths[name] = max(map(cell_len, [name, *words]))
-        for name in COLUMNS_LEAST:
+        for name in COLUMNS_HIDDEN_FIRST:
             if sum(widths.values()) + COLUMN_GAP * (len(widths) - 1) > options.max_width:
                 del widths[name]
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -240,16 +246,18 @@ class _Levels:
         yield table
 
 
-def _every(interval: Facts) -> str:
+def _interval_text(interval: Facts) -> str:
     if interval["interval_s"] is not None:
-        return f"every {span(interval['interval_s'])}"
-    return f"every {counted(interval['interval_steps'], 'step')}" if interval["interval_steps"] else ""
+        return f"every {format_duration(interval['interval_s'])}"
+    return f"every {format_count(interval['interval_steps'], 'step')}" if interval["interval_steps"] else ""
 
 
-def _under_way(each: Facts) -> str:
-    for_s, ranks = each.get("for_s"), counted(each.get("of", 0), "rank")
+def _under_way_text(each: Facts) -> str:
+    for_s, ranks = each.get("for_s"), format_count(each.get("of", 0), "rank")
     asked = "" if each["asked"] == "appointed" else f" ({each['asked']})"
-    return STATES[each["state"]].format(**each, ranks=ranks, for_="?" if for_s is None else span(for_s)) + asked
+    return (
+        STATES[each["state"]].format(**each, ranks=ranks, for_="?" if for_s is None else format_duration(for_s)) + asked
+    )
 
 
 def _body(status: Facts, job: Facts | None, account: Facts | None, events: int) -> Iterator[Row]:
@@ -263,84 +271,94 @@ def _body(status: Facts, job: Facts | None, account: Facts | None, events: int) 
         yield from _costs(account)  # else another node's agent has the account
     if job is not None:
         yield from _memory(job["memory"])
-        yield from _lenders(status.get("lenders") or [])
+        yield from _memory_node_rows(status.get("lenders") or [])
         if not job["notices"]["standing"]:
             yield "notices", "none", ""
     yield from _predictions(status.get("predictions"))
     for number, event in enumerate((status.get("events") or [])[-events:]):
         style = "yellow" if event["loud"] else ""
-        yield "events" * (not number), f"{span(event['age_s'])} ago: {event['message']}", style
+        yield "events" * (not number), f"{format_duration(event['age_s'])} ago: {event['message']}", style
 
 
 def _rate(found: Facts) -> str:
-    every = f"every {span(1 / found['per_s'])}" if found["per_s"] else "never"
+    every = f"every {format_duration(1 / found['per_s'])}" if found["per_s"] else "never"
     return f"{every} ({found['seen']} seen)"
 
 
 def _costs(account: Facts) -> Iterator[Row]:
     if account["goodput"] is not None:
         parts = (f"{name} {_share(account[f'{name}_s'], account['elapsed_s'])}" for name in PARTS)
-        yield "goodput", f"{account['goodput']:.1%} of {span(account['elapsed_s'])}; {', '.join(parts)}", ""
+        yield "goodput", f"{account['goodput']:.1%} of {format_duration(account['elapsed_s'])}; {', '.join(parts)}", ""
     snapshots, commits = account["snapshots"], account["commits"]
     text = f"{snapshots['number']} complete"
     if snapshots["number"]:
-        text += f", training paused {_each(snapshots)}"
+        text += f", training paused {_mean_text(snapshots)}"
     yield "snapshots", text + (f"; {account['given_up']} given up" if account["given_up"] else ""), ""
     text = f"{commits['number']} done"
     if commits["number"]:
         stored = account["saved_bytes"].get("store", 0)
-        text += f", {_each(commits)}, {out.size(stored)} written for {out.size(account['raw_bytes'])}"
+        text += (
+            f", {_mean_text(commits)}, {out.format_size(stored)} written for {out.format_size(account['raw_bytes'])}"
+        )
     failed = account["commits_failed"]
     yield "commits", text + (f"; {failed} failed" if failed else ""), "yellow" if failed else ""
     if account["failures"]:
-        text = f"{account['failures']}: {counted(account['lost_steps'], 'step')} lost ({span(account['lost_s'])})"
+        lost = format_count(account["lost_steps"], "step")
+        text = f"{account['failures']}: {lost} lost ({format_duration(account['lost_s'])})"
         if account["phase"] in ("down", "starting"):
             text += "; those of this failure are known once training goes on"
         if account["recoveries"]["number"]:
-            text += f"; until training went on {_each(account['recoveries'])}"
+            text += f"; until training went on {_mean_text(account['recoveries'])}"
         yield "losses", text, "yellow"
-    restored = [f"{out.size(count)} from {WHERE[level]}" for level, count in sorted(account["restored_bytes"].items())]
+    restored = [
+        f"{out.format_size(count)} from {WHERE[level]}" for level, count in sorted(account["restored_bytes"].items())
+    ]
     if restored:
         yield "restored", ", ".join(restored), ""
 
 
-def _each(count: Facts) -> str:
-    return f"{span(count['seconds'] / count['number'])} each (the last {span(count['last_s'])})"
+def _mean_text(count: Facts) -> str:
+    return f"{format_duration(count['seconds'] / count['number'])} each (the last {format_duration(count['last_s'])})"
 
 
 def _share(part_s: float, whole_s: float) -> str:
-    return f"{span(part_s)} ({part_s / whole_s:.2%})" if part_s and whole_s else "0"
+    return f"{format_duration(part_s)} ({part_s / whole_s:.2%})" if part_s and whole_s else "0"
 
 
 def _memory(plan: Facts | None) -> Iterator[Row]:
     if plan is None:
         return
-    text = f"{counted(plan['slots'], 'slot')} of {out.size(plan['slot_bytes'])}, "
-    text += f"{out.size(plan['kept_bytes'])} kept from before, "
-    text += f"{out.size(plan['commit_bytes'])} for commits: {out.size(plan['total_bytes'])} of "
-    text += f"{out.size(plan['allowed_bytes'])} ({plan['bound']})"
+    text = f"{format_count(plan['slots'], 'slot')} of {out.format_size(plan['slot_bytes'])}, "
+    text += f"{out.format_size(plan['kept_bytes'])} kept from before, "
+    text += f"{out.format_size(plan['commit_bytes'])} for commits: {out.format_size(plan['total_bytes'])} of "
+    text += f"{out.format_size(plan['allowed_bytes'])} ({plan['bound']})"
     yield "memory", text, "" if plan["slots"] > 2 else "yellow"
     rows = plan.get("nodes", [])
     if len(rows) < 2:
         return
     for row in rows[:NODES]:
-        uses = ", ".join(f"{name} {out.size(row[f'{name}_bytes'])}" for name in ("slots", "kept", "copies", "buffers"))
-        text = f"{row['node']}: {uses}: {out.size(row['total_bytes'])} of {out.size(row['allowed_bytes'])}"
+        uses = ", ".join(
+            f"{name} {out.format_size(row[f'{name}_bytes'])}" for name in ("slots", "kept", "copies", "buffers")
+        )
+        text = (
+            f"{row['node']}: {uses}: {out.format_size(row['total_bytes'])} of {out.format_size(row['allowed_bytes'])}"
+        )
         if row["sends_bytes"] or row["receives_bytes"]:
-            text += f"; sends {out.size(row['sends_bytes'])} and gets {out.size(row['receives_bytes'])} each time"
+            sends, gets = out.format_size(row["sends_bytes"]), out.format_size(row["receives_bytes"])
+            text += f"; sends {sends} and gets {gets} each time"
         yield "", text, "" if row["total_bytes"] <= row["allowed_bytes"] else "yellow"
     left_out = len(rows) - len(rows[:NODES]) + plan["nodes_left_out"]
     if left_out:
-        yield "", f"and {counted(left_out, 'more node')} (--json)", ""
+        yield "", f"and {format_count(left_out, 'more node')} (--json)", ""
 
 
-def _lenders(lenders: list[Facts]) -> Iterator[Row]:
+def _memory_node_rows(lenders: list[Facts]) -> Iterator[Row]:
     """Rows for the memory-only nodes that the job names."""
     for number, each in enumerate(lenders[:NODES]):
         if "lends_bytes" in each:
-            domains = named(each["domains"])
+            domains = without_host(each["domains"])
             domain = f", in {'/'.join(domains)}" if domains else ""
-            text, style = f"{each['address']} lends {out.size(each['lends_bytes'])}{domain}", ""
+            text, style = f"{each['address']} lends {out.format_size(each['lends_bytes'])}{domain}", ""
         else:
             text, style = f"{each['address']} is not there: {each['error'] or 'it has not answered yet'}", "yellow"
         yield "borrows" * (not number), text, style
@@ -375,15 +393,15 @@ def _predictions(found: Facts | None) -> Iterator[Row]:
         yield "foreseen" * (not number), f"{where} may fail, says {each['source']}", "red"
         number += 1
     for name, source in proven.items():
-        alarms = counted(round(source["false"]), "false alarm")
-        missed = counted(round(source["missed"]), "failure")
-        text = f"{name}: proven, {counted(source['outcomes'], 'outcome')} "
+        alarms = format_count(round(source["false"]), "false alarm")
+        missed = format_count(round(source["missed"]), "failure")
+        text = f"{name}: proven, {format_count(source['outcomes'], 'outcome')} "
         text += f"({source['true']:.0f} true, {source['late']:.0f} late, {alarms}, {missed} missed); "
         text += f"precision at least {source['precision']:.0%}, recall {source['recall']:.0%}"
-        text += f", lead {span(source['lead_s'])}" if source["lead_s"] is not None else ""
+        text += f", lead {format_duration(source['lead_s'])}" if source["lead_s"] is not None else ""
         yield "foreseen" * (not number), text, ""
         number += 1
     if rest := len(found["sources"]) - len(proven):
-        text = f"{counted(rest, 'other source')} of predictions, not" if proven else ""
-        text = text or f"{counted(rest, 'source')} of predictions, {'not' if rest == 1 else 'none'}"
+        text = f"{format_count(rest, 'other source')} of predictions, not" if proven else ""
+        text = text or f"{format_count(rest, 'source')} of predictions, {'not' if rest == 1 else 'none'}"
         yield "foreseen" * (not number), f"{text} proven yet (--json)", ""

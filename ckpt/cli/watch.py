@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.cli import out
-from ckpt.cli.live import find_agent, talk
+from ckpt.cli.live import connect_agent, find_agent
 from ckpt.errors import AgentError, CkptError, NoCheckpoint, UsageError
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.ipc.client import Connection
@@ -40,17 +40,17 @@ def watch(
     ] = None,
     every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two updates, .1 to 86400.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
-    json: out.Json = False,
+    json: out.JsonOption = False,
 ) -> None:
     """Show what a run's agent is doing: levels, rates, what it costs and why. Ctrl-C ends it."""
     if url is not None and job is not None:
         raise UsageError("give a URL or --job, not both")
     if not EVERY_MIN_S <= every_s <= EVERY_MAX_S:
         raise UsageError(f"--every-s {every_s}: give {EVERY_MIN_S:g} to {EVERY_MAX_S:g} seconds")
-    found = url if url is not None else _url_of(job)
-    with contextlib.closing(Looker(found)) as looker, _shown(json, once) as show, _quiet_when_unread():
+    found = url if url is not None else _find_job_url(job)
+    with contextlib.closing(Looker(found)) as looker, _status_printer(json, once) as show, _ignore_broken_pipe():
         while True:
-            show(looker.look(patient=not once))
+            show(looker.read_status(patient=not once))
             if once:
                 return
             threading.Event().wait(every_s)
@@ -61,57 +61,57 @@ class Looker:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._talking = contextlib.ExitStack()
-        self._agent: Connection | None = None
+        self._connection_stack = contextlib.ExitStack()
+        self._connection: Connection | None = None
         self._store: tuple[float, dict[str, Any]] | None = None
         self._pid = 0  # of the last connected agent
 
     def close(self) -> None:
-        self._agent = None
-        self._talking.close()
+        self._connection = None
+        self._connection_stack.close()
 
-    def look(self, patient: bool) -> dict[str, Any]:
+    def read_status(self, patient: bool) -> dict[str, Any]:
         """The status now. `patient`: an error that may pass becomes part of the status. Errors: otherwise CkptError."""
         try:
-            status = self._ask()
+            status = self._ask_agent()
         except AgentError as exc:
             self.close()
             is_silent = isinstance(exc.__cause__, TimeoutError)
-            said = AgentError(f"{exc}. {_what_then(self._pid)}") if is_silent else exc
+            said = AgentError(f"{exc}. {_silent_agent_hint(self._pid)}") if is_silent else exc
             if not patient:
                 raise said from exc
             silent = {"silent": self._pid} if is_silent else {}
-            return {"url": shown(self.url), "pid": None, "job": None, **silent, "error": str(said)}
+            return {"url": redact_url(self.url), "pid": None, "job": None, **silent, "error": str(said)}
         if status is not None:
             self._store = None
             return status
-        return {"url": shown(self.url), "pid": None, "job": None, **self._look_at_store(patient)}
+        return {"url": redact_url(self.url), "pid": None, "job": None, **self._read_store(patient)}
 
-    def _ask(self) -> dict[str, Any] | None:
+    def _ask_agent(self) -> dict[str, Any] | None:
         """The agent's status; None if no agent runs. Errors: AgentError, from a TimeoutError if the agent does not
         answer; UsageError for an invalid URL."""
-        from ckpt.ipc.agent_process import pid_of
+        from ckpt.ipc.agent_process import peer_pid
 
         # If the known agent has ended, try once more: another one may run.
         for _ in range(2):
-            known = self._agent is not None
-            if self._agent is None:
+            known = self._connection is not None
+            if self._connection is None:
                 sock = find_agent(self.url)
                 if sock is None:
                     return None
-                self._pid = pid_of(sock)
-                self._agent = self._talking.enter_context(talk(sock, ANSWER_S))
+                self._pid = peer_pid(sock)
+                self._connection = self._connection_stack.enter_context(connect_agent(sock, ANSWER_S))
             try:
-                status = self._agent.status(ANSWER_S)
-                return {**status, "url": shown(str(status.get("url", self.url)))}
+                status = self._connection.status(ANSWER_S)
+                return {**status, "url": redact_url(str(status.get("url", self.url)))}
             except AgentError:
-                ended = known and not self._agent.is_open
+                ended = known and not self._connection.is_open
                 self.close()
                 if not ended:
                     raise
         return None
 
-    def _look_at_store(self, patient: bool) -> dict[str, Any]:
+    def _read_store(self, patient: bool) -> dict[str, Any]:
         if self._store is None or time.monotonic() - self._store[0] >= STORE_EVERY_S:
             try:
                 found = store_facts(self.url)
@@ -129,40 +129,40 @@ def store_facts(url: str) -> dict[str, Any]:
 
     with reader.open(url) as opened:
         run = opened.view
-    newest, line = run.newest_epoch, run.line
+    newest, line = run.newest_epoch, run.history
     return {
         "store": {
             "checkpoints": len(line),
             "branches": len(run.branches),
-            "step": line[-1].identity.tick.step if line else None,
+            "step": line[-1].identity.version.step if line else None,
             "identity": str(line[-1].identity) if line else None,
             "saved": line[-1].saved_s if line else None,
             "epoch": str(newest) if newest else None,
-            "closed": newest in run.closed,
+            "closed": newest in run.closed_epochs,
         }
     }
 
 
-def _url_of(launch: str | None) -> str:
+def _find_job_url(launch: str | None) -> str:
     """The URL of the job on this host. Errors: AgentError if there is none; UsageError if there are several."""
     silent: list[int] = []
-    running = sorted((str(status["url"]), _launches(status)) for status in _agents(silent))
+    running = sorted((str(status["url"]), _launches(status)) for status in _agent_statuses(silent))
     found = [(url, its) for url, its in running if launch is None or launch in its]
     if not found:
         named = f" with the launch id {launch!r}" if launch is not None else ""
-        others = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in running)
+        others = "; ".join(f"{redact_url(url)} (launch {', '.join(its) or 'none'})" for url, its in running)
         none = f"no agent of yours {'on this host answers' if silent else 'runs on this host'}{named}"
         none += " (an agent is the process beside a job that saves its checkpoints)" if not (running or silent) else ""
         none += f"; there is {others}" if others else ""
-        raise AgentError(f"{none}{_silent(silent)}. Name the URL")
+        raise AgentError(f"{none}{_silent_text(silent)}. Name the URL")
     if len(found) > 1 or (silent and launch is None):
-        names = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in found)
+        names = "; ".join(f"{redact_url(url)} (launch {', '.join(its) or 'none'})" for url, its in found)
         several = f"several agents run on this host; name one by its URL, or by its launch with --job: {names}"
-        raise UsageError(f"{several}{_silent(silent)}")
+        raise UsageError(f"{several}{_silent_text(silent)}")
     return found[0][0]
 
 
-def _what_then(pid: int) -> str:
+def _silent_agent_hint(pid: int) -> str:
     """What a person can do about a silent agent. `pid`: 0 if its process is not visible from here."""
     it = str(pid) if pid else "PID"
     return (
@@ -172,7 +172,7 @@ def _what_then(pid: int) -> str:
     )
 
 
-def _silent(pids: list[int]) -> str:
+def _silent_text(pids: list[int]) -> str:
     return f"; silent: process {', '.join(map(out.process_id, pids))}" if pids else ""
 
 
@@ -186,21 +186,21 @@ def _launches(status: dict[str, Any]) -> list[str]:
     return sorted({str(each) for each in found if each is not None})
 
 
-def _agents(silent: list[int]) -> Iterator[dict[str, Any]]:
+def _agent_statuses(silent: list[int]) -> Iterator[dict[str, Any]]:
     """The status of each agent of this user on this host; none of an agent that is ending. `silent`: receives the
     process ids of agents that accept the connection and do not answer."""
-    from ckpt.ipc.agent_process import pid_of
-    from ckpt.ipc.client import connect_nowait, places
-    from ckpt.settings import read
+    from ckpt.ipc.agent_process import peer_pid
+    from ckpt.ipc.client import connect_nowait, make_agent_paths
+    from ckpt.settings import read_settings
 
-    place = places("", read())
+    place = make_agent_paths("", read_settings())
     for path in sorted(place.folder.glob("agent-*.sock")):
         pid = 0
         try:
             sock = connect_nowait(replace(place, socket=path))
             if sock is not None:
-                pid = pid_of(sock)
-                with talk(sock, ANSWER_S) as agent:
+                pid = peer_pid(sock)
+                with connect_agent(sock, ANSWER_S) as agent:
                     yield agent.status(ANSWER_S)
         except AgentError as exc:
             if isinstance(exc.__cause__, TimeoutError):
@@ -208,12 +208,12 @@ def _agents(silent: list[int]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _status_printer(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """How a status is shown: as JSON, in place on a terminal, otherwise as text after text."""
     if json:
 
         def as_json(status: dict[str, Any]) -> None:
-            out.as_json(status)
+            out.print_json(status)
             sys.stdout.flush()
 
         yield as_json
@@ -225,9 +225,9 @@ def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]
     if once or not sys.stdout.isatty() or console.is_dumb_terminal:
 
         def as_text(status: dict[str, Any]) -> None:
-            out.say(view.text(status, None if sys.stdout.isatty() else out.WIDTH_MAX))
+            out.print_text(view.text(status, None if sys.stdout.isatty() else out.WIDTH_MAX))
             if not once:
-                out.say()
+                out.print_text()
             sys.stdout.flush()
 
         yield as_text
@@ -239,7 +239,7 @@ def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]
 
 
 @contextmanager
-def _quiet_when_unread() -> Iterator[None]:
+def _ignore_broken_pipe() -> Iterator[None]:
     """Ends quietly once the reader has gone (`ckpt watch ... | head -1`)."""
     try:
         yield

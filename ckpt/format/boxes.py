@@ -102,9 +102,9 @@ class BoxColumns:
 
 def write_tensors(out: ColumnWriter, tensors: Sequence[TensorLike]) -> None:
     """Writes tensors as sections. Errors: UsageError if a reader would refuse them."""
-    at_most("tensors", len(tensors), TENSORS_MAX)
-    at_most("dimensions of one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
-    at_most("numbers in all shapes", sum(len(tensor.shape) for tensor in tensors), NUMBERS_MAX)
+    check_count("tensors", len(tensors), TENSORS_MAX)
+    check_count("dimensions of one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
+    check_count("numbers in all shapes", sum(len(tensor.shape) for tensor in tensors), NUMBERS_MAX)
     out.strings("tensors", [tensor.name for tensor in tensors])
     out.strings("owners", [tensor.owner for tensor in tensors])
     out.array("tensors.dtype", [DTYPE_CODE[tensor.dtype] for tensor in tensors], "|u1")
@@ -114,7 +114,7 @@ def write_tensors(out: ColumnWriter, tensors: Sequence[TensorLike]) -> None:
 
 def read_tensors(source: ColumnReader) -> TensorColumns:
     """The tensors of a file. Errors: DamagedData; also for an unknown dtype, or a size beyond BYTES_MAX."""
-    count = capped(source, "tensors.dtype", TENSORS_MAX)
+    count = read_count(source, "tensors.dtype", TENSORS_MAX)
     codes = source.ints("tensors.dtype", "|u1", count, top=len(DTYPES) - 1)
     ndims = source.ints("tensors.ndim", "|u1", count, top=NDIM_MAX)
     shapes = Ragged(ndims, _numbers(source, "tensors.shape", ndims))
@@ -127,8 +127,8 @@ def read_tensors(source: ColumnReader) -> TensorColumns:
 
 def write_boxes(out: ColumnWriter, tensor: Sequence[int], boxes: Sequence[Box]) -> None:
     """Writes boxes as sections. Errors: UsageError if a reader would refuse them."""
-    at_most("boxes", len(boxes), BOXES_MAX)
-    at_most("numbers in all boxes", sum(len(box.shape) for box in boxes), NUMBERS_MAX)
+    check_count("boxes", len(boxes), BOXES_MAX)
+    check_count("numbers in all boxes", sum(len(box.shape) for box in boxes), NUMBERS_MAX)
     out.array("boxes.tensor", tensor, "<u4", delta=True)
     out.array("boxes.offset", _flat(box.offset for box in boxes), "<u8")
     out.array("boxes.shape", _flat(box.shape for box in boxes), "<u8")
@@ -136,7 +136,7 @@ def write_boxes(out: ColumnWriter, tensor: Sequence[int], boxes: Sequence[Box]) 
 
 def read_boxes(source: ColumnReader, tensors: TensorColumns) -> BoxColumns:
     """The boxes of a file. Each lies within its tensor. Errors: DamagedData."""
-    tensor = source.ints("boxes.tensor", "<u4", capped(source, "boxes.tensor", BOXES_MAX), len(tensors.names) - 1)
+    tensor = source.ints("boxes.tensor", "<u4", read_count(source, "boxes.tensor", BOXES_MAX), len(tensors.names) - 1)
     _numbers_total(source, "boxes.offset", tensors.shapes.counts[tensor])
     whole = tensors.shapes.take(tensor)
     offsets = Ragged(whole.counts, _numbers(source, "boxes.offset", whole.counts))
@@ -146,7 +146,7 @@ def read_boxes(source: ColumnReader, tensors: TensorColumns) -> BoxColumns:
     return BoxColumns(tensor, offsets, shapes, shapes.products() * ITEMSIZES[tensors.codes[tensor]])
 
 
-def covered_once(tensors: TensorColumns, boxes: BoxColumns) -> bool:
+def is_covered_once(tensors: TensorColumns, boxes: BoxColumns) -> bool:
     """Whether every tensor has a box, and its boxes cover each element exactly once.
 
     The sum of the boxes' areas must equal the tensor's. With plain areas an overlap could hide a gap. So the area uses
@@ -187,14 +187,14 @@ def _random(x: UInts, seed: np.uint64) -> UInts:
     return (x ^ (x >> np.uint64(31))) % _PRIME
 
 
-def at_most(what: str, count: int, count_max: int) -> None:
+def check_count(what: str, count: int, count_max: int) -> None:
     """Checks a count before writing: more could fit into memory here, and then be refused by a reader. Errors:
     UsageError."""
     if count > count_max:
         raise UsageError(f"{count} {what}, where a checkpoint has at most {count_max}")
 
 
-def capped(source: ColumnReader, name: str, count_max: int) -> int:
+def read_count(source: ColumnReader, name: str, count_max: int) -> int:
     """The number of elements of a section. Errors: DamagedData if there are more than `count_max`."""
     count = source.count(name)
     if count > count_max:

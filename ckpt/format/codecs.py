@@ -93,14 +93,14 @@ def encode(option: CodecOption, dtype_code: int, raw: Buffer, scratch: CodecScra
     codec = choose(dtype_code, option)
     size = memoryview(raw).nbytes
     data = np.frombuffer(raw, np.uint8)
-    if codec == Codec.PLANES and size % _unit(dtype_code):
+    if codec == Codec.PLANES and size % _element_bytes(dtype_code):
         # Not a whole number of elements, so there are no planes.
         codec = Codec.ZSTD
     if codec == Codec.ZSTD:
         packed = scratch.buffer("packed", size)
         stored = _compress(scratch.zstd, data, packed)
     elif codec == Codec.PLANES:
-        packed, stored = _encode_planes(data, _WIDTHS[_unit(dtype_code)], scratch)
+        packed, stored = _encode_planes(data, _WIDTHS[_element_bytes(dtype_code)], scratch)
     else:
         stored = 0
     return (codec, packed[:stored].data) if 0 < stored < size else (Codec.RAW, raw)
@@ -124,7 +124,7 @@ def decode(codec: int, dtype_code: int, data: Buffer, out: memoryview, scratch: 
         raise NewerFormat(f"a frame of {DTYPES[dtype_code]} in codec {codec}: a newer ckpt is needed to read it")
 
 
-def _unit(dtype_code: int) -> int:
+def _element_bytes(dtype_code: int) -> int:
     name = DTYPES[dtype_code]
     return _FLOAT_BYTES.get(name, min(ITEMSIZE[name], 8))
 

@@ -10,8 +10,8 @@ over the bits of the weights: log2(n) for all of them, and one XOR for each bit 
 if followed by zeros, which are never written or added.
 
 Recovery is addition, too. The parity minus the survivors' part is the lost members' part. So the survivors are added to
-the parity, in any order, and `solve` turns the rest into the lost bytes, in place. It divides by a weight or by the sum
-of two. The division is cheap if the divisor is a product of 2 and 3, as with up to three members.
+the parity, in any order, and `solve_lost` turns the rest into the lost bytes, in place. It divides by a weight or by
+the sum of two. The division is cheap if the divisor is a product of 2 and 3, as with up to three members.
 
 NumPy's operations on bytes run outside the GIL, vectorised, as fast as on words, at any alignment. All work is done in
 blocks that stay in the cache, in the buffers of a `ParityScratch`.
@@ -63,7 +63,7 @@ class StripePiece:
     frame: int
     offset: int
     length: int
-    at: int
+    stripe_offset: int
 
 
 def weight(row: Row, member: int) -> int:
@@ -73,7 +73,7 @@ def weight(row: Row, member: int) -> int:
     return 1 if row is Row.P else member + 1
 
 
-def add(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: ParityScratch) -> None:
+def add_data(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: ParityScratch) -> None:
     """Adds bytes of members (by number) to the parity in `target`, from byte `at` on. Adding them again removes them. A
     parity begins as zeros. Add each byte of a member exactly once. Two threads may add to one target only at different
     bytes, each with its own scratch. Errors: UsageError if the data reaches beyond the target."""
@@ -93,7 +93,7 @@ def add(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scratch: 
             _xor(block, _weighted_sum(parts, factors, len(block), scratch))
 
 
-def solve(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: ParityScratch) -> list[Buffer]:
+def solve_lost(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: ParityScratch) -> list[Buffer]:
     """The bytes of the `lost` members, in the order of `lost`, each padded with zeros to the stripe's length, in the
     buffers given.
 
@@ -206,7 +206,7 @@ def _divide(data: Bytes, divisor: int, scratch: ParityScratch) -> None:
         for _ in range(halves):
             _halve(len(block), scratch)
         for _ in range(thirds):
-            _third(len(block), scratch)
+            _divide_x_plus_1(len(block), scratch)
         np.copyto(block, found)
 
 
@@ -231,7 +231,7 @@ def _halve(length: int, scratch: ParityScratch) -> None:
     np.bitwise_xor(found, carry, out=found)
 
 
-def _third(length: int, scratch: ParityScratch) -> None:
+def _divide_x_plus_1(length: int, scratch: ParityScratch) -> None:
     """Divides the bytes b in `scratch.sum` by x + 1: finds y with y ^ 2 y = b. Without the reduction, bit i of y is the
     sum of the bits 0 .. i of b. The reduction adds 0x1d where bit 7 of y is set. The running sums of 0x1d are 0x0b,
     whose bit 7 is not set; so bit 7 of y is that of b's running sums."""

@@ -20,10 +20,10 @@ from ckpt.format.boxes import (
     ITEMSIZES,
     BoxColumns,
     TensorColumns,
-    at_most,
-    capped,
-    covered_once,
+    check_count,
+    is_covered_once,
     read_boxes,
+    read_count,
     read_tensors,
     write_boxes,
     write_tensors,
@@ -48,8 +48,8 @@ _COMMIT_KEY = re.compile(rf"commits/({_IDENTITY})-({_PART})")
 
 def encode(record: Record) -> bytes:
     """The bytes of a commit record. Errors: UsageError if a name, a number or the whole does not fit the format."""
-    at_most("packs", len(record.packs), FRAMES_MAX)
-    at_most("metrics", len(record.metrics), METRICS_MAX)
+    check_count("packs", len(record.packs), FRAMES_MAX)
+    check_count("metrics", len(record.metrics), METRICS_MAX)
     out = ColumnWriter(ColumnKind.RECORD)
     out.strings("identity", [str(record.identity), record.writer])
     _write_manifest(out, record.manifest)
@@ -96,9 +96,9 @@ def decode_manifest(data: bytes | memoryview, what: str = "a manifest") -> Manif
 
 
 def _write_manifest(out: ColumnWriter, manifest: Manifest) -> None:
-    at_most("frames", len(manifest.frames), FRAMES_MAX)
-    at_most("extents", len(manifest.extents), EXTENTS_MAX)
-    at_most("ranks", len(manifest.coordinates), RANKS_MAX)
+    check_count("frames", len(manifest.frames), FRAMES_MAX)
+    check_count("extents", len(manifest.extents), EXTENTS_MAX)
+    check_count("ranks", len(manifest.coordinates), RANKS_MAX)
     write_tensors(out, manifest.tensors)
     out.array("tensors.values", [spec.values for spec in manifest.tensors], "|u1")
     write_boxes(out, [tensor for tensor, _ in manifest.boxes], [box for _, box in manifest.boxes])
@@ -110,7 +110,7 @@ def _write_manifest(out: ColumnWriter, manifest: Manifest) -> None:
 def _read_manifest(source: ColumnReader) -> Manifest:
     tensors = read_tensors(source)
     boxes = read_boxes(source, tensors)
-    if not covered_once(tensors, boxes):
+    if not is_covered_once(tensors, boxes):
         raise source.damaged("the boxes of a tensor overlap, or do not cover it")
     frames = source.struct("frames", FRAME, FRAMES_MAX)
     _check_frames(source, frames)
@@ -118,7 +118,7 @@ def _read_manifest(source: ColumnReader) -> Manifest:
     _check_extents(source, extents, frames, tensors, boxes)
     specs = _specs(source, tensors)
     _check_values(source, specs, extents, frames, boxes)
-    coordinates = source.strings("coordinates", capped(source, "coordinates.len", RANKS_MAX))
+    coordinates = source.strings("coordinates", read_count(source, "coordinates.len", RANKS_MAX))
     pairs = zip(boxes.tensor.tolist(), boxes.boxes(), strict=True)
     return Manifest(specs, tuple(pairs), frames, extents, tuple(coordinates))
 
@@ -194,7 +194,7 @@ def _check_values(
 
 
 def _read_packs(source: ColumnReader) -> tuple[tuple[str, int], ...]:
-    sizes = source.ints("packs.size", "<u8", capped(source, "packs.size", FRAMES_MAX), top=PACK_BYTES_MAX).tolist()
+    sizes = source.ints("packs.size", "<u8", read_count(source, "packs.size", FRAMES_MAX), top=PACK_BYTES_MAX).tolist()
     keys = source.strings("packs", len(sizes))
     for key in keys:
         if _PACK_KEY.fullmatch(key) is None:
@@ -209,12 +209,12 @@ def _read_places(source: ColumnReader, manifest: Manifest, packs: tuple[tuple[st
     if len(places) and places["codec"].max() > Codec.PLANES:
         text = f"codec {places['codec'].max()}, which this ckpt does not know: a newer one is needed"
         raise NewerFormat(f"{source.what}: {text}")
-    if why := misplaced(places, manifest.frames, [size for _, size in packs]):
+    if why := placement_fault(places, manifest.frames, [size for _, size in packs]):
         raise source.damaged(why)
     return places
 
 
-def misplaced(places: Array, frames: Array, sizes: Sequence[int]) -> str:
+def placement_fault(places: Array, frames: Array, sizes: Sequence[int]) -> str:
     """Why these frames cannot lie at these places in packs of these sizes; "" if they can."""
     if len(places) != len(frames):
         return f"{len(places)} places for {len(frames)} frames"
@@ -235,7 +235,7 @@ def misplaced(places: Array, frames: Array, sizes: Sequence[int]) -> str:
 
 
 def _read_metrics(source: ColumnReader) -> dict[str, float]:
-    values = source.array("metrics.value", "<f8", capped(source, "metrics.value", METRICS_MAX)).tolist()
+    values = source.array("metrics.value", "<f8", read_count(source, "metrics.value", METRICS_MAX)).tolist()
     names = source.strings("metrics", len(values))
     if len(set(names)) != len(names):
         raise source.damaged("a metric is there twice")

@@ -30,9 +30,9 @@ DTYPE_NAMES: dict[str, str] = {
     "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
 }  # fmt: skip
-_OURS = {theirs: ours for ours, theirs in DTYPE_NAMES.items()}
+_DTYPE_BY_NAME = {theirs: ours for ours, theirs in DTYPE_NAMES.items()}
 # Two numbers per byte. The format counts numbers in a shape, torch counts bytes.
-_PAIRS = "float4_e2m1fn_x2"
+_FLOAT4 = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class SafetensorsWriter:
         self, path: str | os.PathLike[str], tensors: Sequence[TensorHead], metadata: Mapping[str, str] | None = None
     ) -> None:
         header, self._spans = _header(tensors, metadata or {})
-        self._left = sum(stop - start for start, stop in self._spans.values())
+        self._unwritten_bytes = sum(stop - start for start, stop in self._spans.values())
         self.path = Path(path)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        with self._cleaned_up():
+        with self._remove_on_error():
             _write_all(self._file, header, 0)
-            os.ftruncate(self._file, len(header) + self._left)
+            os.ftruncate(self._file, len(header) + self._unwritten_bytes)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
         """Writes bytes [offset, offset + len(data)) of that tensor, row-major. Write every byte exactly once."""
@@ -74,12 +74,14 @@ class SafetensorsWriter:
         if offset < 0 or start + offset + len(piece) > stop:
             raise UsageError(f"{len(piece)} bytes at {offset} do not lie within the {stop - start} bytes of {name!r}")
         _write_all(self._file, piece, start + offset)
-        self._left -= len(piece)
+        self._unwritten_bytes -= len(piece)
 
     def close(self) -> None:
-        with self._cleaned_up():
-            if self._left:
-                raise UsageError(f"{self.path}: {self._left} bytes of its tensors were not written, or twice")
+        with self._remove_on_error():
+            if self._unwritten_bytes:
+                raise UsageError(
+                    f"{self.path}: {self._unwritten_bytes} bytes of its tensors were not written, or twice"
+                )
             os.fsync(self._file)
         os.close(self._file)
 
@@ -98,7 +100,7 @@ class SafetensorsWriter:
             self.abandon()
 
     @contextlib.contextmanager
-    def _cleaned_up(self) -> Iterator[None]:
+    def _remove_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -120,7 +122,7 @@ class SafetensorsReader:
             header = _parse(file.read(length), self._damaged)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
-            self.metadata, self.tensors, self._spans = _checked(header, size - 8 - length, self._damaged)
+            self.metadata, self.tensors, self._spans = _check_header(header, size - 8 - length, self._damaged)
         except DamagedData:
             self._map.close()
             raise
@@ -164,9 +166,9 @@ def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple
         if tensor.name in head or tensor.name == _METADATA:
             raise UsageError(f"{tensor.name!r} cannot be the name of one more tensor")
         shape = list(tensor.shape)
-        if tensor.dtype == _PAIRS:
+        if tensor.dtype == _FLOAT4:
             if not shape:
-                raise UsageError(f"{tensor.name!r}: a 0-d {_PAIRS} cannot be written to .safetensors")
+                raise UsageError(f"{tensor.name!r}: a 0-d {_FLOAT4} cannot be written to .safetensors")
             shape[-1] *= 2
         head[tensor.name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + tensor.bytes]}
         spans[tensor.name] = (at, at + tensor.bytes)
@@ -195,7 +197,7 @@ def _parse(text: bytes, damaged: Any) -> dict[str, Any]:
     return header
 
 
-def _checked(
+def _check_header(
     header: dict[str, Any], data_bytes: int, damaged: Any
 ) -> tuple[dict[str, str], dict[str, TensorHead], dict[str, tuple[int, int]]]:
     metadata = header.pop(_METADATA, {})
@@ -209,12 +211,12 @@ def _checked(
                 pass
             case _:
                 raise damaged(f"the entry of {name[:80]!r} is not well-formed")
-        dtype = _OURS.get(theirs)
+        dtype = _DTYPE_BY_NAME.get(theirs)
         if dtype is None:
             raise damaged(f"{name[:80]!r} is {theirs[:40]!r}, which this ckpt does not know")
         if len(shape) > NDIM_MAX or any(type(n) is not int or not 0 <= n <= BYTES_MAX for n in shape):
             raise damaged(f"the shape of {name[:80]!r} is not one")
-        if dtype == _PAIRS:
+        if dtype == _FLOAT4:
             if not shape or shape[-1] % 2:
                 raise damaged(f"{name[:80]!r} has an odd number of half bytes")
             shape = [*shape[:-1], shape[-1] // 2]

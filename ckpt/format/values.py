@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ckpt.errors import DamagedData, UsageError, is_from_outside
+from ckpt.errors import DamagedData, UsageError, is_injected
 from ckpt.types import FRAME_BYTES_MAX, ITEMSIZE
 
 VALUES_BYTES_MAX = FRAME_BYTES_MAX  # a blob of values is one frame
@@ -96,32 +96,32 @@ class Refused:
     """The values that cannot be stored: their places, by reason. Bounded: beyond NAMED_MAX they are only counted."""
 
     def __init__(self) -> None:
-        self._places: dict[str, dict[str, None]] = {}
-        self._more: Counter[str] = Counter()
-        self._kinds_more = 0
+        self._places_by_reason: dict[str, dict[str, None]] = {}
+        self._more_by_reason: Counter[str] = Counter()
+        self._reasons_more = 0
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._places_by_reason)
 
     def add(self, where: Callable[[], str], why: str) -> None:
-        if why not in self._places and len(self._places) == NAMED_MAX:
-            self._kinds_more += 1
+        if why not in self._places_by_reason and len(self._places_by_reason) == NAMED_MAX:
+            self._reasons_more += 1
             return
-        places = self._places.setdefault(why, {})
+        places = self._places_by_reason.setdefault(why, {})
         if len(places) < NAMED_MAX:
             places[where()] = None
         else:
-            self._more[why] += 1
+            self._more_by_reason[why] += 1
 
-    def check(self) -> None:
+    def raise_if_any(self) -> None:
         """Errors: UsageError names all refused values, if there are any."""
         if not self:
             return
         said = []
-        for why, places in self._places.items():
-            more = f" and {self._more[why]} more" if self._more[why] else ""
+        for why, places in self._places_by_reason.items():
+            more = f" and {self._more_by_reason[why]} more" if self._more_by_reason[why] else ""
             said.append(f"{', '.join(places)}{more}: {why}")
-        raise UsageError("; ".join(said) + (f"; and {self._kinds_more} more" if self._kinds_more else ""))
+        raise UsageError("; ".join(said) + (f"; and {self._reasons_more} more" if self._reasons_more else ""))
 
 
 def encode(tree: Any, root: str = "state", constants: Constants | None = None, refused: Refused | None = None) -> bytes:
@@ -136,7 +136,7 @@ def encode(tree: Any, root: str = "state", constants: Constants | None = None, r
     encoder = _Encoder(root, constants.parts if constants is not None else {}, found)
     encoder.value(tree)
     if refused is None:
-        found.check()
+        found.raise_if_any()
     data = b"".join(encoder.out)
     if len(data) > VALUES_BYTES_MAX:
         raise UsageError(
@@ -155,12 +155,12 @@ def decode(data: bytes | memoryview, what: str = "values") -> Any:
     try:
         tree = decoder.value(0)
     except Exception as exc:
-        if is_from_outside(exc):
+        if is_injected(exc):
             raise
-        text = f"not well-formed at byte {decoder.at}: {type(exc).__name__}: {exc!s:.200}"
+        text = f"not well-formed at byte {decoder.position}: {type(exc).__name__}: {exc!s:.200}"
         raise DamagedData(f"{what}: {text}") from exc
-    if decoder.at != len(data):
-        raise DamagedData(f"{what}: {len(data) - decoder.at} bytes after its end")
+    if decoder.position != len(data):
+        raise DamagedData(f"{what}: {len(data) - decoder.position} bytes after its end")
     return tree
 
 
@@ -173,7 +173,7 @@ class _Encoder:
         self._packer = msgpack.Packer()
         # Keys; made into text only if something is refused.
         self._path: list[Any] = []
-        self._left = ELEMENTS_MAX
+        self._elements_left = ELEMENTS_MAX
 
     def value(self, value: Any) -> None:
         kind = type(value)
@@ -190,18 +190,18 @@ class _Encoder:
 
     def _copy(self, constant: _Constant) -> None:
         if not constant.data:
-            at, left = len(self.out), self._left
+            at, left = len(self.out), self._elements_left
             self._container(type(constant.value), constant.value)
             # Otherwise the refused value may be a part of this constant.
             if not self.refused:
-                constant.data, constant.items = b"".join(self.out[at:]), left - self._left
+                constant.data, constant.items = b"".join(self.out[at:]), left - self._elements_left
             return
         self._count(constant.items)
         self.out.append(constant.data)
 
     def _container(self, kind: type, value: Any) -> None:
         if kind is dict:
-            self._enter()
+            self._enter_container()
             self._count(2 * len(value))
             self._check_hashes(value)
             self.out.append(self._packer.pack_map_header(len(value)))
@@ -212,12 +212,12 @@ class _Encoder:
         elif kind is tuple:
             self._items(Tag.TUPLE, value)
         else:
-            self._rare(kind, value)
+            self._encode_rare(kind, value)
 
     def _plain(self, value: Any) -> None:
         self.out.append(self._packer.pack(value))
 
-    def _rare(self, kind: type, value: Any) -> None:
+    def _encode_rare(self, kind: type, value: Any) -> None:
         if kind is Counter:
             self._mapping(Tag.COUNTER, value)
         elif kind is OrderedDict:
@@ -280,25 +280,25 @@ class _Encoder:
         if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
             self._tagged(Tag.INTS, np.array(value, "<i8").tobytes())
             return
-        self._enter()
+        self._enter_container()
         self._count(len(value))
         self.out.append(self._packer.pack_array_header(len(value)))
-        self._each(value)
+        self._encode_items(value)
         self._path.pop()
 
     def _items(self, tag: int, items: Any, *first: Any) -> None:
-        self._enter()
+        self._enter_container()
         self._head(tag, len(first) + len(items))
         for value in first:
             self._plain(value)
-        self._each(items)
+        self._encode_items(items)
         self._path.pop()
 
     def _set(self, tag: int, items: Collection[Any]) -> None:
         encoded = []
         out = self.out
         self._check_hashes(items)
-        self._enter()
+        self._enter_container()
         for value in items:
             self._path[-1] = _SetItem(value)
             self.out = []
@@ -310,7 +310,7 @@ class _Encoder:
         self.out.extend(sorted(encoded))
 
     def _mapping(self, tag: int, value: dict[Any, Any], *first: Any) -> None:
-        self._enter()
+        self._enter_container()
         self._head(tag, len(first) + 2 * len(value))
         self._check_hashes(value)
         for item in first:
@@ -334,28 +334,28 @@ class _Encoder:
             self.value(key)
             self.value(value)
 
-    def _each(self, items: Iterable[Any]) -> None:
+    def _encode_items(self, items: Iterable[Any]) -> None:
         for i, value in enumerate(items):
             self._path[-1] = i
             self.value(value)
 
     def _count(self, items: int) -> None:
         """Counts elements as the decoder does, so that all that is written can be read."""
-        self._left -= items
-        if self._left < 0:
+        self._elements_left -= items
+        if self._elements_left < 0:
             raise self._error(f"more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors")
 
     def _check_hashes(self, keys: Collection[Any]) -> None:
         """Refuses keys that a reader would refuse."""
-        if _are_of_one_hash(keys):
+        if _has_hash_collisions(keys):
             raise self._error(
                 f"more than {SAME_HASH_MAX} keys have the same hash, as ints that are equal modulo 2**61 - 1 have; "
                 "give them as texts"
             )
 
-    def _enter(self) -> None:
+    def _enter_container(self) -> None:
         if len(self._path) >= DEPTH_MAX:
-            where = self._where(3)
+            where = self._path_text(3)
             raise UsageError(f"{where}... nests deeper than {DEPTH_MAX} levels, or contains itself; flatten it")
         self._path.append(_NO_KEY)
 
@@ -379,14 +379,14 @@ class _Encoder:
 
     def _refuse(self, why: str) -> None:
         """Notes that the current value is refused. Encoding goes on, so that all refused values are named at once."""
-        self.refused.add(self._where, why)
+        self.refused.add(self._path_text, why)
 
     def _error(self, message: str) -> UsageError:
-        return UsageError(f"{self._where()}: {message}")
+        return UsageError(f"{self._path_text()}: {message}")
 
-    def _where(self, levels: int = DEPTH_MAX) -> str:
+    def _path_text(self, levels: int = DEPTH_MAX) -> str:
         keys = [key for key in self._path[:levels] if key is not _NO_KEY]
-        return self._root + "".join(str(key) if type(key) is _SetItem else f"[{_shown(key, 80)}]" for key in keys)
+        return self._root + "".join(str(key) if type(key) is _SetItem else f"[{_repr_text(key, 80)}]" for key in keys)
 
 
 # In a collection, before its first item.
@@ -400,10 +400,10 @@ class _SetItem:
         self._value = value
 
     def __str__(self) -> str:
-        return f"{{{_shown(self._value, 60)}}}"
+        return f"{{{_repr_text(self._value, 60)}}}"
 
 
-def _shown(value: Any, length: int) -> str:
+def _repr_text(value: Any, length: int) -> str:
     try:
         return repr(value)[:length]
     # The value holds an int of too many digits.
@@ -431,13 +431,13 @@ class _Decoder:
     """Reads one value after the other, and checks each length against the bytes that are left."""
 
     def __init__(self, data: memoryview) -> None:
-        self.at = 0
+        self.position = 0
         self._data = data
-        self._left = ELEMENTS_MAX
+        self._elements_left = ELEMENTS_MAX
 
     def value(self, depth: int) -> Any:
-        head = self._data[self.at]
-        self.at += 1
+        head = self._data[self.position]
+        self.position += 1
         if head < 0x80:
             return head
         if head >= 0xE0:
@@ -469,12 +469,12 @@ class _Decoder:
 
     def _container(self, kind: str, length: int, depth: int) -> Any:
         items = 2 * length if kind == "map" else length
-        self._left -= items
-        if depth > DEPTH_MAX + 2 or self._left < 0 or items > len(self._data) - self.at:
+        self._elements_left -= items
+        if depth > DEPTH_MAX + 2 or self._elements_left < 0 or items > len(self._data) - self.position:
             raise ValueError(f"{kind} of {length} at depth {depth}")
         if kind == "map":
             return _pairs({}, [self.value(depth) for _ in range(items)])
-        if not items or self._data[self.at] != _EMPTY_EXT:
+        if not items or self._data[self.position] != _EMPTY_EXT:
             return [self.value(depth) for _ in range(items)]
         zero, tag = self._take(3)[1:]
         if zero:
@@ -482,22 +482,22 @@ class _Decoder:
         return _untag(tag, [self.value(depth) for _ in range(items - 1)])
 
     def _take(self, size: int) -> memoryview:
-        if size > len(self._data) - self.at:
-            raise ValueError(f"{size} bytes where {len(self._data) - self.at} are left")
-        self.at += size
-        return self._data[self.at - size : self.at]
+        if size > len(self._data) - self.position:
+            raise ValueError(f"{size} bytes where {len(self._data) - self.position} are left")
+        self.position += size
+        return self._data[self.position - size : self.position]
 
 
 def _pairs(empty: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
     """Fills `empty` (any kind of dict) from key, value, key, value. Returns it."""
-    _refuse_one_hash(flat[::2])
+    _refuse_hash_collisions(flat[::2])
     dict.update(empty, zip(flat[::2], flat[1::2], strict=True))
     if 2 * len(empty) != len(flat):
         raise ValueError("a key is there twice")
     return empty
 
 
-def _are_of_one_hash(keys: Collection[Any]) -> bool:
+def _has_hash_collisions(keys: Collection[Any]) -> bool:
     """Whether more than SAME_HASH_MAX of the keys have the same hash."""
     if len(keys) <= SAME_HASH_MAX:
         return False
@@ -506,8 +506,8 @@ def _are_of_one_hash(keys: Collection[Any]) -> bool:
     return bool((hashes[SAME_HASH_MAX:] == hashes[:-SAME_HASH_MAX]).any())
 
 
-def _refuse_one_hash(keys: Collection[Any]) -> None:
-    if _are_of_one_hash(keys):
+def _refuse_hash_collisions(keys: Collection[Any]) -> None:
+    if _has_hash_collisions(keys):
         raise ValueError(f"more than {SAME_HASH_MAX} keys of one hash")
 
 
@@ -518,13 +518,13 @@ def _untag(tag: int, items: list[Any]) -> Any:
         case (Tag.TUPLE, _):
             return tuple(items)
         case (Tag.SET | Tag.FROZENSET, _):
-            _refuse_one_hash(items)
+            _refuse_hash_collisions(items)
             found = set(items) if tag == Tag.SET else frozenset(items)
             if len(found) != len(items):
                 raise ValueError("an item is there twice")
             return found
         case (Tag.ORDERED_DICT, _):
-            _refuse_one_hash(items[::2])
+            _refuse_hash_collisions(items[::2])
             ordered: OrderedDict[Any, Any] = OrderedDict()
             for key, value in zip(items[::2], items[1::2], strict=True):
                 ordered[key] = value

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from ckpt.errors import AgentError, UsageError
 
 # A connection ends when sent bytes stay unacknowledged this long, or the peer is silent this long.
-SILENT_S = 20.0
+SILENCE_S_MAX = 20.0
 
-# The least that a connection must move within the limit of one call (see `wait_at_most`).
-SLOWEST_BYTES = 64 << 10
+# The least that a connection must move within the limit of one call (see `set_call_timeout`).
+CALL_BYTES_MIN = 64 << 10
 
 _PROBE_S, _PROBES = 5, 3  # keepalive probes, after SILENT_S without traffic
 _TIMEVAL = struct.Struct("ll")
@@ -66,13 +66,13 @@ def tune(sock: socket.socket) -> None:
     SILENT_S, both while sending and while waiting."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENCE_S_MAX))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_S_MAX * 1000))
 
 
-def wait_at_most(sock: socket.socket, seconds: float) -> None:
+def set_call_timeout(sock: socket.socket, seconds: float) -> None:
     """Makes the socket blocking, with a kernel time-out for each call: then BlockingIOError, or a short count. A Python
     time-out would cost an extra system call per piece, and would return pieces that are not whole."""
     sock.setblocking(True)
@@ -82,7 +82,7 @@ def wait_at_most(sock: socket.socket, seconds: float) -> None:
 
 
 def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
-    """Receives `nbytes` bytes. `wait_at_most` must have been called for the socket.
+    """Receives `nbytes` bytes. `set_call_timeout` must have been called for the socket.
 
     Errors: EOFError at the end of the connection; OSError; TimeoutError if nothing arrives in one call, or twice fewer
     than SLOWEST_BYTES. So a peer that sends a byte now and then is given up, too."""
@@ -95,7 +95,7 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
             raise TimeoutError("the peer sent nothing in time") from None
         if not got:
             raise EOFError("the peer closed the connection")
-        if got < len(view) and got < SLOWEST_BYTES:
+        if got < len(view) and got < CALL_BYTES_MIN:
             if is_short:
                 raise TimeoutError("the peer sent too little in time")
             # The first short call is forgiven: a signal may have ended it early. The next call sees a closed
@@ -106,8 +106,8 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
 
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
-    """Sends all of `data`. `wait_at_most` must have been called for the socket. Errors: TimeoutError if a call moves
-    fewer than SLOWEST_BYTES, and not all that is left; OSError."""
+    """Sends all of `data`. `set_call_timeout` must have been called for the socket. Errors: TimeoutError if a call
+    moves fewer than SLOWEST_BYTES, and not all that is left; OSError."""
     left = len(data)
     while left:
         try:
@@ -116,14 +116,14 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
             sent = 0
         if sent == left:
             return
-        if sent < SLOWEST_BYTES:
+        if sent < CALL_BYTES_MIN:
             raise TimeoutError("the peer takes nothing, or too little")
         data, left = data[sent:], left - sent
 
 
 class SocketReceiver:
-    """Receives bytes from a socket into memory. `wait_at_most` must have been called for the socket, and nothing else
-    may read from it.
+    """Receives bytes from a socket into memory. `set_call_timeout` must have been called for the socket, and nothing
+    else may read from it.
 
     The kernel wakes the thread when all wanted bytes are there, not for every few packets. On loopback this saves a
     fifth of the CPU time of both ends."""
@@ -133,13 +133,13 @@ class SocketReceiver:
         self._sock, self._stall_ms = sock, max(1, int(stall_s * 1000))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._low_bytes = 0
+        self._wake_bytes = 0
 
     def fill(self, room: memoryview) -> None:
         """Fills `room`. Errors: TimeoutError if too little arrives within `stall_s`; EOFError; OSError."""
         left = len(room)
         while left:
-            self._wake_at(left)
+            self._set_wake_bytes(left)
             # The poll may end with less than `left` bytes, if the kernel's buffer holds no more.
             in_time = bool(self._poll.poll(self._stall_ms))
             try:
@@ -148,17 +148,17 @@ class SocketReceiver:
                 raise TimeoutError("the peer sends nothing") from None
             if not got:
                 raise EOFError("the peer closed the connection")
-            if got < left and got < SLOWEST_BYTES and not in_time:
+            if got < left and got < CALL_BYTES_MIN and not in_time:
                 raise TimeoutError("the peer sends too little")
             room, left = room[got:], left - got
 
-    def _wake_at(self, count: int) -> None:
-        if count != self._low_bytes:
+    def _set_wake_bytes(self, count: int) -> None:
+        if count != self._wake_bytes:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._low_bytes = count
+            self._wake_bytes = count
 
 
-def cut(sock: socket.socket) -> None:
+def shut_down(sock: socket.socket) -> None:
     """Shuts the socket down, which wakes threads that wait in a call on it. The owner of the socket closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

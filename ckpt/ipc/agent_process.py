@@ -1,7 +1,9 @@
-"""The agent process as a trainer sees it: `meet` connects to a working agent, and replaces one that cannot serve.
+"""The agent process as a trainer sees it: `connect_or_replace` connects to a working agent, and replaces one that
+cannot serve.
 
 - An agent with another version of the messages ends by itself, if no trainer needs it. It first commits its newest
-  checkpoint. `meet` waits for that and starts a new agent. The old agent's memory is lost; a restore reads the store.
+  checkpoint. `connect_or_replace` waits for that and starts a new agent. The old agent's memory is lost; a restore
+  reads the store.
 - An agent that hangs is killed, because it holds the run lock. Silence alone is no proof. An agent hangs if its main
   thread, which only answers messages, used no CPU time while a message waited for it.
 - An agent that was stopped by a signal is continued first, since its memory may be the only copy.
@@ -27,18 +29,18 @@ from ckpt.errors import AgentError, OtherVersion
 from ckpt.events import Events
 from ckpt.ipc import client, messages
 from ckpt.settings import Settings
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks
 
 HELLO_S = 20.0  # the wait for an answer, before the agent is checked for a hang
 BUSY_S = 120.0  # the wait for an agent that is busy, but does not hang
-MAKES_WAY_S = 600.0  # the wait for an agent of another version, which may be committing
-END_S = 30.0  # the wait after SIGKILL
+OTHER_VERSION_WAIT_S = 600.0  # the wait for an agent of another version, which may be committing
+KILL_WAIT_S = 30.0  # the wait after SIGKILL
 _PROGRAM = b"ckpt.agent.node.main"
 _UCRED = struct.Struct("3i")
 
 
-def meet(
+def connect_or_replace(
     url: str,
     settings: Settings,
     tasks: Tasks,
@@ -57,49 +59,49 @@ def meet(
         except AgentError as exc:
             if not isinstance(exc.__cause__, TimeoutError) or time.monotonic() > busy_until_s:
                 raise
-            _end_deaf(url, settings, events, hello_s, exc)
+            _end_unresponsive(url, settings, events, hello_s, exc)
             continue
         with contextlib.ExitStack() as stack:
-            agent = _Agent.of(sock)
+            agent = _Agent.from_socket(sock)
             if agent is not None:
                 stack.callback(os.close, agent.pidfd)
-            before_ns = agent.ran_ns() if agent is not None else None
+            before_ns = agent.cpu_time_ns() if agent is not None else None
             try:
                 return client.Connection(sock, tasks, on_message, on_lost, hello_s=hello_s)
             except OtherVersion as exc:
                 if agent is None:
                     raise
-                _await_way(agent, url, events, exc)
+                _wait_for_other_version(agent, url, events, exc)
             except AgentError as exc:
                 if agent is None or time.monotonic() > busy_until_s:
                     raise
-                if agent.is_gone(0.0):
+                if agent.has_ended(0.0):
                     continue
                 if not isinstance(exc.__cause__, TimeoutError):
                     raise
-                if before_ns is not None and agent.ran_ns() == before_ns:
-                    _revive_or_end(agent, url, events, hello_s)
+                if before_ns is not None and agent.cpu_time_ns() == before_ns:
+                    _continue_or_kill(agent, url, events, hello_s)
 
 
-def _end_deaf(url: str, settings: Settings, events: Events, hello_s: float, why: AgentError) -> None:
+def _end_unresponsive(url: str, settings: Settings, events: Events, hello_s: float, why: AgentError) -> None:
     """Ends an agent that accepts no connection for `hello_s`, if it hangs. Errors: `why` if the agent's process cannot
-    be seen; those of `_revive_or_end`."""
-    place = client.places(url, settings)
-    agent = _Agent.that_holds(place.run_lock)
+    be seen; those of `_continue_or_kill`."""
+    place = client.make_agent_paths(url, settings)
+    agent = _Agent.find_lock_holder(place.run_lock)
     if agent is None:
         raise why
     try:
-        before_ns, until_s = agent.ran_ns(), time.monotonic() + hello_s
+        before_ns, until_s = agent.cpu_time_ns(), time.monotonic() + hello_s
         while time.monotonic() < until_s:
-            if not _is_deaf(place):
+            if not _is_backlog_full(place):
                 return
-        if before_ns is not None and agent.ran_ns() == before_ns:
-            _revive_or_end(agent, url, events, hello_s)
+        if before_ns is not None and agent.cpu_time_ns() == before_ns:
+            _continue_or_kill(agent, url, events, hello_s)
     finally:
         os.close(agent.pidfd)
 
 
-def _is_deaf(place: client.AgentPaths) -> bool:
+def _is_backlog_full(place: client.AgentPaths) -> bool:
     """Whether the agent's backlog of connections is still full. This check is needed beside the CPU time: an idle agent
     that accepted all connections uses no CPU time, too."""
     try:
@@ -111,7 +113,7 @@ def _is_deaf(place: client.AgentPaths) -> bool:
     return False
 
 
-def pid_of(sock: socket.socket) -> int:
+def peer_pid(sock: socket.socket) -> int:
     """The pid of the process that listens at the other end; 0 if it is in another pid namespace."""
     pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(pid)
@@ -125,29 +127,29 @@ class _Agent:
     pidfd: int
 
     @staticmethod
-    def of(sock: socket.socket) -> _Agent | None:
+    def from_socket(sock: socket.socket) -> _Agent | None:
         """The process that listens at the other end of `sock`; None if it cannot be seen, as in another pid
         namespace."""
-        pid = pid_of(sock)
+        pid = peer_pid(sock)
         try:
             return _Agent(pid, os.pidfd_open(pid))
         except (OSError, ValueError):
             return None
 
     @staticmethod
-    def that_holds(lock: Path) -> _Agent | None:
+    def find_lock_holder(lock: Path) -> _Agent | None:
         """The agent process that has this lock file open; None if there is none to be seen. The path in its command
         line is no proof, since in another container the same path is another file."""
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            if _PROGRAM in _words(pid) and _has_open(pid, lock):
+            if _PROGRAM in _command_line(pid) and _has_open(pid, lock):
                 with contextlib.suppress(OSError):
                     return _Agent(pid, os.pidfd_open(pid))
         return None
 
-    def is_gone(self, timeout_s: float) -> bool:
+    def has_ended(self, timeout_s: float) -> bool:
         return bool(select.select([self.pidfd], [], [], timeout_s)[0])
 
-    def ran_ns(self) -> int | None:
+    def cpu_time_ns(self) -> int | None:
         """CPU time that its main thread has used, in ns; None if the thread is running or runnable, or the kernel does
         not say."""
         if self.state() == "R":
@@ -162,18 +164,18 @@ class _Agent:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return ""
 
-    def is_ours(self) -> bool:
+    def is_own_agent(self) -> bool:
         """Whether it is an agent that belongs to this user."""
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}").stat().st_uid == os.getuid() and _PROGRAM in _words(self.pid)
+            return Path(f"/proc/{self.pid}").stat().st_uid == os.getuid() and _PROGRAM in _command_line(self.pid)
         return False
 
-    def signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
 
-def _words(pid: int) -> list[bytes]:
+def _command_line(pid: int) -> list[bytes]:
     """The words of a process' command line; none if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -191,26 +193,30 @@ def _has_open(pid: int, path: Path) -> bool:
     return False
 
 
-def _await_way(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
+def _wait_for_other_version(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
     """Waits until an agent of another version has ended. Errors: OtherVersion if it does not end in MAKES_WAY_S."""
-    text = f"ckpt: the agent of {shown(url)} (process {agent.pid}) is of another release and makes way, once what it"
-    events.emit("agent.replaced", f"{text} has is in the store: waiting up to {MAKES_WAY_S:g} s", loud=True)
-    if not agent.is_gone(MAKES_WAY_S):
-        raise OtherVersion(f"{why}; it was waited for for {MAKES_WAY_S:g} s, and is still there") from why
+    text = (
+        f"ckpt: the agent of {redact_url(url)} (process {agent.pid}) is of another release and makes way, once what it"
+    )
+    events.emit("agent.replaced", f"{text} has is in the store: waiting up to {OTHER_VERSION_WAIT_S:g} s", loud=True)
+    if not agent.has_ended(OTHER_VERSION_WAIT_S):
+        raise OtherVersion(f"{why}; it was waited for for {OTHER_VERSION_WAIT_S:g} s, and is still there") from why
 
 
-def _revive_or_end(agent: _Agent, url: str, events: Events, patience_s: float) -> None:
+def _continue_or_kill(agent: _Agent, url: str, events: Events, patience_s: float) -> None:
     """Continues a stopped agent; kills one that hangs. Errors: AgentError if the agent is not this user's, or does not
     end."""
-    what = f"the agent of {shown(url)} (process {agent.pid}) has not answered, nor run at all, for {patience_s:g} s"
-    if not agent.is_ours():
+    what = (
+        f"the agent of {redact_url(url)} (process {agent.pid}) has not answered, nor run at all, for {patience_s:g} s"
+    )
+    if not agent.is_own_agent():
         raise AgentError(f"{what}; no trainer of yours has started it: see what it waits for, or end it")
     if agent.state() == "T":
         events.emit("agent.hung", f"ckpt: {what}: it was stopped by a signal, and is told to go on", loud=True)
-        agent.signal(signal.SIGCONT)
+        agent.send_signal(signal.SIGCONT)
         return
     text = f"ckpt: {what}: it hangs, and is ended; what only its memory has is lost. Another one is started"
     events.emit("agent.hung", text, loud=True)
-    agent.signal(signal.SIGKILL)
-    if not agent.is_gone(END_S):
+    agent.send_signal(signal.SIGKILL)
+    if not agent.has_ended(KILL_WAIT_S):
         raise AgentError(f"{what}, and does not end; the kernel's log may say why (a disk or a file server that hangs)")

@@ -28,24 +28,24 @@ import xxhash
 
 from ckpt.errors import AgentError, DamagedData
 from ckpt.ipc.control_page import SUB_MAX
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 
 PAGE = 4096
-DATA_AT = PAGE
+DATA_OFFSET = PAGE
 # The unit in which memory is touched: about 5 ms of work on fresh pages.
 WARM_BYTES = 16 << 20
 # The longest pause before each unit, to give way to a rank that copies while its training is paused.
-GIVE_WAY_S = 0.2
+YIELD_S_MAX = 0.2
 _MAGIC = b"CKPTARN1"
 STEP_MAX = 10**12 - 1  # the largest step that the text form of a version can hold
-_AGENT_AT = 2048
+_AGENT_OFFSET = 2048
 _AGENT_MAGIC = b"CKPTHASH"
 # magic, epoch number, nonce, step, sub, rank, world, data bytes, then (offset, length) of the four parts
 _TRAINER_HALF = struct.Struct("<8sQ16sQIIIQ8Q")
 _AGENT_HALF = struct.Struct("<8sQQ16s")  # magic, offset, length, xxh3-128 of the hash table
 
 _NAME = "ckpt-arena"
-_SHOWN = f"/memfd:{_NAME} (deleted)"  # the name that /proc shows
+_PROC_NAME = f"/memfd:{_NAME} (deleted)"  # the name that /proc shows
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # values on x86 and ARM
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -79,7 +79,7 @@ def align(offset: int, to: int = 64) -> int:
 def arena_bytes(data_bytes: int, frames: int, declaration_bytes: int, values_bytes: int) -> int:
     """The size that an arena needs, in bytes: data, declaration, values (room to double, at least 1 MiB), hashes."""
     room = max(1 << 20, 2 * values_bytes)
-    return align(DATA_AT + align(data_bytes) + align(declaration_bytes) + room + 16 * frames + 256, mmap.PAGESIZE)
+    return align(DATA_OFFSET + align(data_bytes) + align(declaration_bytes) + room + 16 * frames + 256, mmap.PAGESIZE)
 
 
 def created_bytes(size: int) -> int:
@@ -93,10 +93,10 @@ class Arena:
     def __init__(self, fd: int) -> None:
         """Takes over the descriptor. Errors: AgentError if the memfd is smaller than one page; OSError; ValueError."""
         self.fd = fd
-        self.bytes = os.fstat(fd).st_size
-        if self.bytes < PAGE:
-            raise AgentError(f"an arena of {self.bytes} bytes has no room for its header")
-        self._map = mmap.mmap(fd, self.bytes)
+        self.size_bytes = os.fstat(fd).st_size
+        if self.size_bytes < PAGE:
+            raise AgentError(f"an arena of {self.size_bytes} bytes has no room for its header")
+        self._map = mmap.mmap(fd, self.size_bytes)
         # Huge pages (shmem_enabled: advise) make a new mapping almost free. Without them a restore spends a third of
         # its time on page faults and unmapping. A kernel without huge pages raises OSError.
         with contextlib.suppress(OSError):
@@ -131,9 +131,9 @@ class Arena:
             raise
 
     @property
-    def to_take_bytes(self) -> int:
+    def untouched_bytes(self) -> int:
         """The bytes of pages that were never touched: memory that the arena will still take from the machine."""
-        return max(0, self.bytes - 512 * os.fstat(self.fd).st_blocks)
+        return max(0, self.size_bytes - 512 * os.fstat(self.fd).st_blocks)
 
     def warm(self, between: Callable[[], object] = lambda: None) -> None:
         """Touches every page, so that later writes are fast: a fresh page costs ten times a warm one.
@@ -148,7 +148,7 @@ class Arena:
 
     def data(self, offset: int, length: int) -> memoryview:
         """A view of the data region, `offset` bytes from its start."""
-        return self.view[DATA_AT + offset : DATA_AT + offset + length]
+        return self.view[DATA_OFFSET + offset : DATA_OFFSET + offset + length]
 
     def part(self, place: tuple[int, int]) -> memoryview:
         return self.view[place[0] : place[0] + place[1]]
@@ -161,13 +161,13 @@ class Arena:
 
     def write_declaration(self, data_bytes: int, declaration: bytes) -> tuple[int, int]:
         """Writes the declaration behind the data region; returns its (offset, length), valid until the next call."""
-        at = align(DATA_AT + data_bytes)
-        self._put(at, declaration)
+        at = align(DATA_OFFSET + data_bytes)
+        self._write(at, declaration)
         return at, len(declaration)
 
     def values_room(self, declaration: tuple[int, int], frames: int) -> int:
         """The bytes that are free behind the declaration for shared values, own values and about."""
-        return self.bytes - align(sum(declaration)) - align(16 * frames) - 256
+        return self.size_bytes - align(sum(declaration)) - align(16 * frames) - 256
 
     def seal(
         self,
@@ -184,7 +184,7 @@ class Arena:
         at = align(sum(declaration))
         places = []
         for part in (shared, own, about):
-            self._put(at, part)
+            self._write(at, part)
             places.append((at, len(part)))
             at = align(at + len(part))
         header = Header(identity, rank, world, data_bytes, declaration, places[0], places[1], places[2])
@@ -192,8 +192,8 @@ class Arena:
             _MAGIC,
             identity.epoch.number,
             identity.epoch.nonce.encode(),
-            identity.tick.step,
-            identity.tick.sub,
+            identity.version.step,
+            identity.version.sub,
             rank,
             world,
             data_bytes,
@@ -212,30 +212,30 @@ class Arena:
             raise DamagedData("an arena holds no sealed snapshot")
         _, number, nonce, step, sub, rank, world, data_bytes, *flat = _TRAINER_HALF.unpack(half)
         places = [(flat[i], flat[i + 1]) for i in range(0, 8, 2)]
-        if DATA_AT + data_bytes > self.bytes or any(at + length > self.bytes for at, length in places):
+        if DATA_OFFSET + data_bytes > self.size_bytes or any(at + length > self.size_bytes for at, length in places):
             raise DamagedData("an arena's header points outside the arena")
         if step > STEP_MAX or sub > SUB_MAX:
-            raise DamagedData(f"an arena's header names no tick: step {step}, {sub} within it")
+            raise DamagedData(f"an arena's header names no version: step {step}, {sub} within it")
         try:
             epoch = Epoch.parse(f"{number:08d}-{nonce.decode('ascii')}")
         except ValueError as exc:
             raise DamagedData("an arena's header names no epoch") from exc
-        return Header(Identity(epoch, Tick(step, sub)), rank, world, data_bytes, *places)
+        return Header(Identity(epoch, Version(step, sub)), rank, world, data_bytes, *places)
 
     def write_hashes(self, header: Header, hashes: npt.NDArray[np.uint64]) -> None:
         """Stores the frame hashes in the arena, so that they outlive the agent. `hashes`: shape (frames, 2), (hi,
         lo)."""
         at = align(max(offset + length for offset, length in header.parts))
         table = np.ascontiguousarray(hashes, dtype="<u8").tobytes()
-        self._put(at, table)
+        self._write(at, table)
         half = _AGENT_HALF.pack(_AGENT_MAGIC, at, len(table), xxhash.xxh3_128_digest(table))
-        self.view[_AGENT_AT : _AGENT_AT + len(half)] = half
+        self.view[_AGENT_OFFSET : _AGENT_OFFSET + len(half)] = half
 
     def hashes(self) -> npt.NDArray[np.uint64] | None:
         """The frame hashes, shape (frames, 2); None if none were written since the arena was filled, or they are
         damaged."""
-        magic, at, length, digest = _AGENT_HALF.unpack_from(self.view, _AGENT_AT)
-        if magic != _AGENT_MAGIC or at + length > self.bytes or length % 16:
+        magic, at, length, digest = _AGENT_HALF.unpack_from(self.view, _AGENT_OFFSET)
+        if magic != _AGENT_MAGIC or at + length > self.size_bytes or length % 16:
             return None
         table = bytes(self.view[at : at + length])
         if xxhash.xxh3_128_digest(table) != digest:
@@ -246,18 +246,18 @@ class Arena:
         """(offset, length) of everything behind the data of a sealed and hashed arena: from the first part to the end
         of the hashes. Errors: DamagedData if the arena is not sealed or has no hashes."""
         header = self.header()
-        magic, at, length, _ = _AGENT_HALF.unpack_from(self.view, _AGENT_AT)
-        if magic != _AGENT_MAGIC or at + length > self.bytes:
+        magic, at, length, _ = _AGENT_HALF.unpack_from(self.view, _AGENT_OFFSET)
+        if magic != _AGENT_MAGIC or at + length > self.size_bytes:
             raise DamagedData("an arena has no hashes")
         first = min(offset for offset, _ in header.parts)
         return first, at + length - first
 
-    def page(self) -> bytes:
+    def header_page(self) -> bytes:
         """A copy of the first page. Another arena with this page and the same bytes behind it holds the same
         snapshot."""
         return bytes(self.view[:PAGE])
 
-    def set_page(self, page: bytes) -> None:
+    def write_header_page(self, page: bytes) -> None:
         """Writes the first page. Call it after all other bytes. Errors: AgentError if `page` has a wrong length."""
         if len(page) != PAGE:
             raise AgentError(f"the first page of an arena has {len(page)} bytes instead of {PAGE}")
@@ -275,9 +275,9 @@ class Arena:
             del self._map
             os.close(fd)
 
-    def _put(self, at: int, data: bytes) -> None:
-        if at + len(data) > self.bytes:
-            raise AgentError(f"an arena of {self.bytes} bytes has no room for {len(data)} bytes at {at}")
+    def _write(self, at: int, data: bytes) -> None:
+        if at + len(data) > self.size_bytes:
+            raise AgentError(f"an arena of {self.size_bytes} bytes has no room for {len(data)} bytes at {at}")
         self.view[at : at + len(data)] = data
 
 
@@ -291,12 +291,12 @@ def abandon_in_child() -> None:
     for name in os.listdir("/proc/self/fd"):
         # OSError: the descriptor of the listing itself, which is closed by now.
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") == _SHOWN:
+            if os.readlink(f"/proc/self/fd/{name}") == _PROC_NAME:
                 os.dup2(nothing, int(name), inheritable=False)
     os.close(nothing)
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     for line in Path("/proc/self/maps").read_text(errors="replace").split("\n"):
-        if line.endswith(f" {_SHOWN}"):
+        if line.endswith(f" {_PROC_NAME}"):
             at, end = (int(each, 16) for each in line.partition(" ")[0].split("-"))
             if _mmap(at, end - at, mmap.PROT_READ | mmap.PROT_WRITE, anonymous, -1, 0) != at:
                 failed = ctypes.get_errno()

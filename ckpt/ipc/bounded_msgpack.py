@@ -16,12 +16,12 @@ from ckpt.errors import AgentError
 OBJECTS_MAX = 1 << 20  # values in one blob, all levels together: at most about 100 MiB of Python objects
 
 
-def unpacked(blob: bytes, what: str, objects_max: int = OBJECTS_MAX) -> Any:
+def unpack_bounded(blob: bytes, what: str, objects_max: int = OBJECTS_MAX) -> Any:
     """The value that a blob holds. `what`: names the blob in errors. `objects_max`: limit of values, nested ones too.
 
     Errors: AgentError if the blob is malformed, has too many values, an extension type, or a map key that is neither
     text nor bytes."""
-    if not _within(blob, objects_max):
+    if not _is_within_limit(blob, objects_max):
         raise AgentError(f"{what} has more than {objects_max} values, others than may be, or is not all there")
     try:
         return msgpack.unpackb(blob, max_ext_len=0)
@@ -29,7 +29,7 @@ def unpacked(blob: bytes, what: str, objects_max: int = OBJECTS_MAX) -> Any:
         raise AgentError(f"{what} does not parse") from exc
 
 
-def _within(blob: bytes, objects_max: int) -> bool:
+def _is_within_limit(blob: bytes, objects_max: int) -> bool:
     """Whether the blob is exactly one whole value of at most `objects_max` values. Reads at most that many headers."""
     at, end, left, count = 0, len(blob), 1, 1
     while left and at < end and count <= objects_max:
@@ -45,12 +45,12 @@ def _within(blob: bytes, objects_max: int) -> bool:
             more = head & 15
         elif head < 0xC0:
             at += head & 31
-        elif (width := _COUNTED.get(head)) is not None:
+        elif (width := _CONTAINER_WIDTHS.get(head)) is not None:
             more = int.from_bytes(blob[at : at + width], "big") * (2 if head >= 0xDE else 1)
             at += width
-        elif (width := _SIZED.get(head)) is not None:
+        elif (width := _STRING_WIDTHS.get(head)) is not None:
             at += width + int.from_bytes(blob[at : at + width], "big")
-        elif (width := _FIXED.get(head)) is not None:
+        elif (width := _SCALAR_WIDTHS.get(head)) is not None:
             at += width
         else:
             return False  # an extension type, or an unused header byte
@@ -61,9 +61,9 @@ def _within(blob: bytes, objects_max: int) -> bool:
 
 # By header byte, the width in bytes of the length field: of arrays and maps; of bytes and text. Of fixed-size values,
 # the bytes that follow the header.
-_COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_FIXED = {
+_CONTAINER_WIDTHS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+_STRING_WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_SCALAR_WIDTHS = {
     0xC0: 0,
     0xC2: 0,
     0xC3: 0,

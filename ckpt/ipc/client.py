@@ -27,10 +27,10 @@ from typing import Any
 
 import msgpack
 
-from ckpt.errors import AgentError, CkptError, UsageError, is_from_outside
+from ckpt.errors import AgentError, CkptError, UsageError, is_injected
 from ckpt.ipc import messages
 from ckpt.settings import Settings
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 from ckpt.threads import Flag, Outcome, Tasks
 
 # The version of the messages. An agent of another version ends if no trainer needs it (see agent_process).
@@ -52,14 +52,16 @@ class AgentPaths:
     log: Path
 
 
-def places(url: str, settings: Settings) -> AgentPaths:
+def make_agent_paths(url: str, settings: Settings) -> AgentPaths:
     """The paths of the agent of `url`; makes their folder. Errors: AgentError if the folder cannot be made, is not
     private to the user, or the path is too long; UsageError if the URL is no UTF-8."""
     folder = settings.runtime_dir
     try:
         named = url.encode()
     except UnicodeEncodeError as exc:
-        raise UsageError(f"no agent can serve {shown(url)!r}, a name that is no UTF-8; rename that folder") from exc
+        raise UsageError(
+            f"no agent can serve {redact_url(url)!r}, a name that is no UTF-8; rename that folder"
+        ) from exc
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
@@ -112,7 +114,7 @@ def connect_nowait(place: AgentPaths) -> socket.socket | None:
 def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) -> socket.socket:
     """A connection to the agent of `url`; starts the agent if there is none. Errors: AgentError, with the end of the
     agent's log if the agent failed to start; those of `connect_nowait`."""
-    place = places(url, settings)
+    place = make_agent_paths(url, settings)
     deadline = time.monotonic() + timeout_s
     sock = connect_nowait(place)
     if sock is not None:
@@ -123,7 +125,7 @@ def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) ->
                 # An agent that is just ending still holds the run lock.
                 time.sleep(0.05)
             if time.monotonic() > deadline:
-                raise AgentError(f"no agent served {shown(url)} within {timeout_s:g} s; see {place.log}")
+                raise AgentError(f"no agent served {redact_url(url)} within {timeout_s:g} s; see {place.log}")
     return sock
 
 
@@ -211,27 +213,27 @@ class Pending:
     def __init__(self, connection: Connection, request_id: int, kind: str) -> None:
         self.id = request_id
         self.future = Outcome[messages.Message]()
-        self.moves = Flag()  # the agent has reported progress since the last look
+        self.progress = Flag()  # the agent has reported progress since the last look
         self._connection, self._kind = connection, kind
 
-    def answer(self, timeout_s: float | None) -> messages.Message:
+    def wait_for_answer(self, timeout_s: float | None) -> messages.Message:
         """The answer. Errors: the error that the agent answered; AgentError if the agent is gone; TimeoutError."""
         message = self.future.result(timeout_s)
         messages.raise_error(message)
         return message
 
-    def wait_while_moving(self, timeout_s: float) -> messages.Message | None:
+    def wait_while_progressing(self, timeout_s: float) -> messages.Message | None:
         """The answer; None if there is none within `timeout_s`, but the agent reported progress in that time. Errors:
         those of `answer`; AgentError, instead of TimeoutError, if the agent reported no progress."""
         try:
-            return self.answer(timeout_s)
+            return self.wait_for_answer(timeout_s)
         except TimeoutError as exc:
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
-            if not self.moves.is_set():
+            if not self.progress.is_set():
                 text = f"the agent did not answer {self._kind!r}, and nothing of it moved for {timeout_s:g} s"
                 raise AgentError(text) from None
-            self.moves.clear()
+            self.progress.clear()
             return None
 
     def forget(self) -> None:
@@ -261,11 +263,11 @@ class Connection:
         self._on_message = on_message
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._pending: dict[int, Pending] = {}
+        self._pending_by_id: dict[int, Pending] = {}
         self._next_id = 0
-        self._closed = False
-        self._made = False
-        self._reader = tasks.start("agent-socket", self._read)
+        self._is_closed = False
+        self._is_ready = False
+        self._reader = tasks.start("agent-socket", self._read_messages)
         try:
             hello = self.request("hello", {"version": VERSION, "role": role}, timeout_s=hello_s)
         except BaseException:
@@ -274,12 +276,12 @@ class Connection:
         self.incarnation = str(hello.fields["incarnation"])
         self.agent_pid = int(hello.fields["pid"])
         # The secret of the last start on several nodes, and the epoch of that start.
-        self.secret: list[Any] | None = hello.fields["secret"]
-        self._made = True
+        self.known_secret: list[Any] | None = hello.fields["secret"]
+        self._is_ready = True
 
     @property
     def is_open(self) -> bool:
-        return not self._closed
+        return not self._is_closed
 
     def request(
         self,
@@ -293,17 +295,17 @@ class Connection:
 
         Errors: the error that the agent answered; AgentError if the agent is gone or does not answer in time.
         """
-        pending = self.ask(kind, fields, fds, blobs)
+        pending = self.start_request(kind, fields, fds, blobs)
         try:
-            return pending.answer(timeout_s)
+            return pending.wait_for_answer(timeout_s)
         except TimeoutError as exc:
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
             raise AgentError(f"the agent did not answer {kind!r} within {timeout_s:g} s") from exc
         finally:
             pending.forget()
 
-    def ask(
+    def start_request(
         self,
         kind: str,
         fields: dict[str, Any] | None = None,
@@ -314,7 +316,7 @@ class Connection:
         with self._lock:
             self._next_id += 1
             pending = Pending(self, self._next_id, kind)
-            self._pending[pending.id] = pending
+            self._pending_by_id[pending.id] = pending
         try:
             self._send({"t": kind, "id": pending.id, **(fields or {})}, fds, blobs)
         except BaseException:
@@ -324,11 +326,11 @@ class Connection:
 
     def forget(self, request_id: int) -> None:
         with self._lock:
-            self._pending.pop(request_id, None)
+            self._pending_by_id.pop(request_id, None)
 
     def status(self, timeout_s: float | None = REQUEST_TIMEOUT_S) -> dict[str, Any]:
-        """The agent's status. Errors: those of `request` and `body_of`."""
-        return body_of(self.request("status", timeout_s=timeout_s))
+        """The agent's status. Errors: those of `request` and `decode_body`."""
+        return decode_body(self.request("status", timeout_s=timeout_s))
 
     def notify(self, kind: str, fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> None:
         """Sends a message that has no answer. Errors: AgentError if the agent is gone."""
@@ -338,7 +340,7 @@ class Connection:
         """Ends the connection and its thread; the agent then treats this trainer as gone. A second call finishes the
         work if Ctrl-C interrupted the first."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
         with contextlib.suppress(OSError):  # already gone
             self._sock.shutdown(socket.SHUT_RDWR)
         if self._reader is not threading.current_thread():
@@ -347,20 +349,20 @@ class Connection:
 
     def abandon_in_child(self) -> None:
         """Closes the descriptor in a forked child, so that the child neither keeps the socket open nor uses it."""
-        self._closed = True
+        self._is_closed = True
         self._sock.close()
 
     def _send(self, fields: dict[str, Any], fds: Sequence[int], blobs: Sequence[bytes]) -> None:
-        if self._closed:
+        if self._is_closed:
             raise AgentError("the connection to the agent is closed")
         try:
             messages.send(self._sock, fields, fds, blobs)
         except OSError as exc:
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
             raise AgentError(f"the agent is gone: {exc}") from exc
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         why = "it closed the connection"
         try:
             while True:
@@ -369,16 +371,16 @@ class Connection:
                     return
                 if "id" in message.fields and message.kind in ("reply", "error"):
                     with self._lock:
-                        asked = self._pending.pop(message.fields["id"], None)
+                        asked = self._pending_by_id.pop(message.fields["id"], None)
                     if asked is not None:
                         asked.future.set_result(message)
                     else:
                         message.close()
                 elif "id" in message.fields and message.kind == "moving":
                     with self._lock:
-                        moving = self._pending.get(message.fields["id"])
+                        moving = self._pending_by_id.get(message.fields["id"])
                     if moving is not None:
-                        moving.moves.set()
+                        moving.progress.set()
                 else:
                     self._on_message(message)
         except (OSError, CkptError) as exc:
@@ -386,22 +388,22 @@ class Connection:
         finally:
             self._fail_pending()
             with self._lock:
-                lost, self._closed = not self._closed, True
+                lost, self._is_closed = not self._is_closed, True
             if lost:
                 self._sock.close()
-                if self._made:
+                if self._is_ready:
                     self._on_lost(why)
 
     def _fail_pending(self) -> None:
         with self._lock:
-            pending = list(self._pending.values())
-            self._pending.clear()
+            pending = list(self._pending_by_id.values())
+            self._pending_by_id.clear()
         for each in pending:
             if not each.future.done():
                 each.future.set_exception(AgentError("the agent went away before it answered"))
 
 
-def body_of(answer: messages.Message) -> dict[str, Any]:
+def decode_body(answer: messages.Message) -> dict[str, Any]:
     """The body of an answer that travels as a blob, since it may be too long for a message. Errors: AgentError if it
     cannot be read."""
     try:

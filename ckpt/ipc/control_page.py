@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from ckpt.errors import AgentError
 
 SLOTS_MAX = 5  # of a job
-ROUND_MAX = (1 << 20) - 1
+ATTEMPT_MAX = (1 << 20) - 1
 STEP_MAX = (1 << 36) - 1
 SUB_MAX = (1 << 20) - 1
 WORLD_MAX = 4096
 # Why a rank missed a snapshot that was appointed at the end of a step.
-WAITING = "gradients wait for an update"
+GRADIENTS_WAIT = "gradients wait for an update"
 # Why a rank missed a snapshot that was appointed at a poll. The rank would miss the next poll, too.
-AMID = "in the middle of a step"
-_LEAVE = 7  # index of the 64-bit value at byte 56
-_POLL = 8  # flag in `kind`
+MID_STEP = "in the middle of a step"
+_LEAVE_INDEX = 7  # index of the 64-bit value at byte 56
+_POLL_FLAG = 8  # flag in `kind`
 # A word for a poll has room for these low bits of the step only. They suffice, since all ranks are in that step.
-_STEP_LOW = (1 << 16) - 1
+_STEP_MASK = (1 << 16) - 1
 
 
 class WordKind(enum.IntEnum):
@@ -56,10 +56,10 @@ class RankPlace(enum.Enum):
 class ControlWord:
     """One appointment: a snapshot at version (`step`, `sub`) into the arenas of `slot`.
 
-    `round`: number of the save attempt, 1..ROUND_MAX, compared for equality only. `sub`: 0 means the end of that step.
-    A word that was read with `sub` > 0 knows `step` only modulo 2^16; use `place` to compare it."""
+    `attempt_number`: number of the save attempt, 1..ROUND_MAX, compared for equality only. `sub`: 0 means the end of
+    that step. A word that was read with `sub` > 0 knows `step` only modulo 2^16; use `place_for` to compare it."""
 
-    round: int
+    attempt_number: int
     slot: int
     kind: WordKind
     step: int
@@ -67,13 +67,18 @@ class ControlWord:
 
     def pack(self) -> int:
         """The word as 64 bits. Errors: AgentError if a field is out of range."""
-        ranges = (self.round, ROUND_MAX), (self.slot, SLOTS_MAX - 1), (self.step, STEP_MAX), (self.sub, SUB_MAX)
-        if self.round == 0 or not all(0 <= value <= most for value, most in ranges):
+        ranges = (
+            (self.attempt_number, ATTEMPT_MAX),
+            (self.slot, SLOTS_MAX - 1),
+            (self.step, STEP_MAX),
+            (self.sub, SUB_MAX),
+        )
+        if self.attempt_number == 0 or not all(0 <= value <= most for value, most in ranges):
             raise AgentError(f"an appointment out of range: {self}")
         kind, at = int(self.kind), self.step
         if self.sub:
-            kind, at = kind | _POLL, (self.step & _STEP_LOW) << 20 | self.sub
-        return self.round << 44 | self.slot << 40 | kind << 36 | at
+            kind, at = kind | _POLL_FLAG, (self.step & _STEP_MASK) << 20 | self.sub
+        return self.attempt_number << 44 | self.slot << 40 | kind << 36 | at
 
     @staticmethod
     def unpack(word: int) -> ControlWord | None:
@@ -81,30 +86,31 @@ class ControlWord:
         if word == 0:
             return None
         kind, at = word >> 36 & 0xF, word & STEP_MAX
-        step, sub = (at >> 20, at & SUB_MAX) if kind & _POLL else (at, 0)
-        return ControlWord(word >> 44, word >> 40 & 0xF, WordKind(kind & ~_POLL), step, sub)
+        step, sub = (at >> 20, at & SUB_MAX) if kind & _POLL_FLAG else (at, 0)
+        return ControlWord(word >> 44, word >> 40 & 0xF, WordKind(kind & ~_POLL_FLAG), step, sub)
 
-    def place(self, step: int, sub: int) -> RankPlace:
+    def place_for(self, step: int, sub: int) -> RankPlace:
         """The position of the appointed version for a rank whose last ended step is `step`, with `sub` polls and saves
         since then."""
         here, there = (step, sub), (self.step, self.sub)
         if self.sub:
-            if step & _STEP_LOW != self.step:
+            if step & _STEP_MASK != self.step:
                 return RankPlace.LATE
             here, there = (0, sub), (0, self.sub)
         return RankPlace.DUE if here == there else RankPlace.EARLY if here < there else RankPlace.LATE
 
 
 class ControlPage:
-    """The mapping of one control page; owns the mapping and the descriptor. `words`: the control words of all slots, as
-    unsigned 64-bit integers. The trainer reads them directly, since a method call costs more than the loads."""
+    """The mapping of one control page; owns the mapping and the descriptor. `control_words`: the control words of all
+    slots, as unsigned 64-bit integers. The trainer reads them directly, since a method call costs more than the
+    loads."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         size = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, size)
         self._page = memoryview(self._map).cast("Q")
-        self.words = self._page[:SLOTS_MAX]
+        self.control_words = self._page[:SLOTS_MAX]
 
     @classmethod
     def create(cls, world: int) -> ControlPage:
@@ -121,20 +127,20 @@ class ControlPage:
         """Writes the appointment of `slot`; None clears it. Errors: AgentError if `word` belongs to another slot."""
         if not 0 <= slot < SLOTS_MAX or (word is not None and word.slot != slot):
             raise AgentError(f"an appointment of slot {slot} that is none: {word}")
-        self.words[slot] = word.pack() if word is not None else 0
+        self.control_words[slot] = word.pack() if word is not None else 0
 
-    def appointed(self) -> list[ControlWord]:
-        return [word for each in self.words if (word := ControlWord.unpack(each)) is not None]
+    def appointments(self) -> list[ControlWord]:
+        return [word for each in self.control_words if (word := ControlWord.unpack(each)) is not None]
 
-    def leave(self, round_: int) -> None:
-        """Publishes the verdict "leave" for save attempt `round_`."""
-        self._page[_LEAVE] = round_
+    def publish_leave(self, attempt: int) -> None:
+        """Publishes the verdict "leave" for save attempt `attempt`."""
+        self._page[_LEAVE_INDEX] = attempt
 
-    def leaves(self) -> int:
+    def leave_attempt(self) -> int:
         """The save attempt after which the ranks leave; 0: none."""
-        return self._page[_LEAVE]
+        return self._page[_LEAVE_INDEX]
 
-    def enter(self, rank: int, step: int, sub: int = 0) -> None:
+    def publish_step(self, rank: int, step: int, sub: int = 0) -> None:
         """Publishes that `rank` is in `step` and has polled or saved `sub` times since the previous step ended.
 
         With `sub` 0 it also publishes the entry time, from which the agent estimates when the step ends. The time is a
@@ -143,31 +149,31 @@ class ControlPage:
             self._page[8 * (1 + rank) + 1] = time.monotonic_ns()
         self._page[8 * (1 + rank)] = step << 20 | min(sub, SUB_MAX)
 
-    def entered(self, rank: int) -> int:
+    def entered_step(self, rank: int) -> int:
         """The step that `rank` is in; 0: none yet."""
         return self._page[8 * (1 + rank)] >> 20
 
-    def since_s(self, rank: int) -> float | None:
+    def entry_time_s(self, rank: int) -> float | None:
         """When `rank` entered its step, in seconds of the host's monotonic clock; None: no step yet."""
         at_ns = self._page[8 * (1 + rank) + 1]
         return at_ns / 1e9 if at_ns else None
 
-    def copy(self, rank: int, begins: bool) -> None:
+    def publish_copying(self, rank: int, begins: bool) -> None:
         """Publishes that training of `rank` pauses for a copy (`begins`), or goes on. A hint."""
         self._page[8 * (1 + rank) + 2] = begins
 
     @property
-    def copies(self) -> bool:
+    def has_copying_rank(self) -> bool:
         """Whether training of some rank is paused for a copy."""
         return any(self._page[8 + 2 :: 8])
 
-    def polled(self, rank: int) -> int:
+    def poll_count(self, rank: int) -> int:
         """How often `rank` polled or saved since the last ended step."""
         return self._page[8 * (1 + rank)] & SUB_MAX
 
     def close(self) -> None:
         if self.fd >= 0:
-            self.words.release()
+            self.control_words.release()
             self._page.release()
             self._map.close()
             fd, self.fd = self.fd, -1

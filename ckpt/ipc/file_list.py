@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest, Record
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.ipc.messages import Message
 from ckpt.layout.layout import Array
 
@@ -37,17 +37,17 @@ class FileList:
     rows: Array
 
     @staticmethod
-    def of(message: Message) -> FileList:
+    def decode(message: Message) -> FileList:
         """The list that `blobs` encoded into a message. Errors: AgentError if it is malformed."""
         try:
             named, rows = message.blobs
-            folder, names = unpacked(named, "the list of files")
+            folder, names = unpack_bounded(named, "the list of files")
             return FileList(folder, names, np.frombuffer(rows, ROW))
         except (TypeError, ValueError) as exc:
             raise AgentError("the list of files does not parse") from exc
 
     @staticmethod
-    def of_record(folder: str, record: Record, manifest: Manifest, frames: dict[int, int]) -> FileList:
+    def from_record(folder: str, record: Record, manifest: Manifest, frames: dict[int, int]) -> FileList:
         """The list of frames that a commit record stores. `frames`: frame number in `manifest` -> number in
         `record`."""
         ours, theirs = (np.array(list(each), np.int64) for each in (frames.keys(), frames.values()))
@@ -59,10 +59,10 @@ class FileList:
         names = [record.packs[pack][0] for pack in packs.tolist()]
         return FileList(folder, names, rows[np.lexsort((rows["offset"], rows["file"]))])
 
-    def only(self, frames: Collection[int]) -> FileList:
+    def select_frames(self, frames: Collection[int]) -> FileList:
         """The list without all other frames."""
         return replace(self, rows=self.rows[np.isin(self.rows["frame"], list(frames))])
 
-    def blobs(self) -> list[bytes]:
+    def encode(self) -> list[bytes]:
         """The list as blobs of a message."""
         return [msgpack.packb([self.folder, self.names]), self.rows.tobytes()]

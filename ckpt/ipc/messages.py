@@ -51,12 +51,12 @@ class Message:
 
 @dataclass(slots=True)
 class Packet:
-    """A message ready to be sent. `owned`: the descriptors of its blobs; the sender calls `close` after sending or
+    """A message ready to be sent. `blob_fds`: the descriptors of its blobs; the sender calls `close` after sending or
     dropping it."""
 
     data: bytes
     fds: list[int]
-    owned: list[int]
+    blob_fds: list[int]
 
     def send(self, sock: socket.socket) -> None:
         """Sends the whole packet. Errors: BlockingIOError if a non-blocking socket is full (nothing was sent);
@@ -64,9 +64,9 @@ class Packet:
         socket.send_fds(sock, [self.data], self.fds)
 
     def close(self) -> None:
-        for fd in self.owned:
+        for fd in self.blob_fds:
             os.close(fd)
-        self.owned.clear()
+        self.blob_fds.clear()
 
 
 def pack(fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> Packet:
@@ -79,11 +79,11 @@ def pack(fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes]
     packet = Packet(data, list(fds), [])
     try:
         for blob in blobs:
-            packet.owned.append(_sealed(blob))
+            packet.blob_fds.append(_seal_blob(blob))
     except BaseException:
         packet.close()
         raise
-    packet.fds.extend(packet.owned)
+    packet.fds.extend(packet.blob_fds)
     return packet
 
 
@@ -111,7 +111,7 @@ def receive(sock: socket.socket) -> Message | None:
         if not isinstance(count, int) or not 0 <= count <= len(message.fds):
             raise AgentError("a message on the agent's socket names blobs that did not come with it")
         first = len(message.fds) - count
-        message.blobs = [_read_sealed(fd) for fd in message.fds[first:]]
+        message.blobs = [_read_blob(fd) for fd in message.fds[first:]]
         for fd in message.fds[first:]:
             os.close(fd)
         del message.fds[first:]
@@ -157,7 +157,7 @@ def unpack(data: bytes, what: str = "a message on the agent's socket") -> dict[s
     return fields
 
 
-def _sealed(blob: bytes) -> int:
+def _seal_blob(blob: bytes) -> int:
     if len(blob) > BLOB_BYTES_MAX:
         raise AgentError(f"a blob of {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
     fd = os.memfd_create("ckpt-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -172,7 +172,7 @@ def _sealed(blob: bytes) -> int:
     return fd
 
 
-def _read_sealed(fd: int) -> bytes:
+def _read_blob(fd: int) -> bytes:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:

@@ -10,14 +10,14 @@ import msgpack
 
 from ckpt.errors import AgentError, UsageError
 from ckpt.ipc.addresses import Address
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 
 BLOB_BYTES_MAX = 16 << 20
 NODES_MAX = 4096
 ADDRESSES_MAX = 32
 DOMAINS_MAX = 8
 
-Told = tuple[str, list[str], list[str], list[int], int, str]  # name, addresses, domains, ranks, link_bytes_s, host
+NodeRow = tuple[str, list[str], list[str], list[int], int, str]  # name, addresses, domains, ranks, link_bytes_s, host
 
 
 def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
@@ -35,17 +35,17 @@ def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
     return packed
 
 
-def leader_of(nodes: Sequence[Mapping[str, Any]]) -> str:
+def coordinator_of(nodes: Sequence[Mapping[str, Any]]) -> str:
     """The name of rank 0's agent; "" if the list is empty, which means that all ranks are on one node."""
     return str(nodes[0]["name"]) if nodes else ""
 
 
-def decode_nodes(blob: bytes) -> list[Told]:
+def decode_nodes(blob: bytes) -> list[NodeRow]:
     """The rows of a node list. Errors: UsageError if the blob is malformed or too large."""
     if len(blob) > BLOB_BYTES_MAX:
         raise UsageError(f"nodes takes {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
     try:
-        rows = unpacked(blob, "the list of nodes")
+        rows = unpack_bounded(blob, "the list of nodes")
         if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
             raise UsageError("nodes is no list of nodes")
         return [
@@ -79,7 +79,7 @@ class NodeAt:
     host: str = ""
 
 
-def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
+def parse_nodes(blob: bytes, world: int) -> tuple[NodeAt, ...]:
     """The nodes of a job of `world` ranks, the node of rank 0 first. Errors: UsageError if the blob is malformed, names
     a node twice, or does not name each rank exactly once."""
     nodes = [
@@ -87,7 +87,7 @@ def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
             name[:100],
             tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
             tuple(ranks),
-            domains_told(domains),
+            limit_domains(domains),
             link_bytes_s,
             host[:100],
         )
@@ -100,7 +100,7 @@ def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
     return tuple(nodes)
 
 
-def domains_told(domains: Sequence[str]) -> tuple[str, ...]:
+def limit_domains(domains: Sequence[str]) -> tuple[str, ...]:
     """At most DOMAINS_MAX of the domains: the widest ones, and always the narrowest, which is the node's host (see
     failure_domains)."""
     kept = domains if len(domains) <= DOMAINS_MAX else [*domains[: DOMAINS_MAX - 1], domains[-1]]

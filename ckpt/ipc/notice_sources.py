@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import UsageError
-from ckpt.settings import NOTICES, Settings, variables
+from ckpt.settings import NOTICES, Settings, read_variables
 
-SIGNAL = "signal"  # the source of a notice that came as a signal to a rank
-FORMER = "a notice to an agent that has died"
+SIGNAL_SOURCE = "signal"  # the source of a notice that came as a signal to a rank
+FORMER_NOTICE = "a notice to an agent that has died"
 TEXT_MAX = 4096  # characters of a path or an address
 
 
@@ -31,7 +31,7 @@ class Sources:
     acknowledge: bool = False
 
     @classmethod
-    def of(cls, settings: Settings) -> Sources:
+    def from_settings(cls, settings: Settings) -> Sources:
         """The sources that the environment of this process names."""
         outcome = str(settings.outcome_file or "")
         if settings.notices == "off":
@@ -40,7 +40,7 @@ class Sources:
 
         return cls(
             settings.notices,
-            tuple(variables(VARIABLES).items()),
+            tuple(read_variables(VARIABLES).items()),
             settings.slurm_job,
             settings.slurm_end_s,
             str(settings.notice_file or ""),

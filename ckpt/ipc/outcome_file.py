@@ -15,8 +15,8 @@ from typing import Any
 from ckpt.types import Epoch
 
 
-def text_of(body: dict[str, Any]) -> str:
-    """The outcome as one line for people. `body`: as given to `write`."""
+def describe_outcome(body: dict[str, Any]) -> str:
+    """The outcome as one line for people. `body`: as given to `write_outcome`."""
     what = {
         "left": "the job leaves",
         "ended": "the job was ended where it was",
@@ -40,17 +40,18 @@ def text_of(body: dict[str, Any]) -> str:
     )
 
 
-def write(path: Path, epoch: Epoch | str, launch: str, body: dict[str, Any]) -> None:
+def write_outcome(path: Path, epoch: Epoch | str, launch: str, body: dict[str, Any]) -> None:
     """Writes the outcome file atomically, before it returns: the machine may end right after the answer. Errors:
     OSError; FileExistsError if `path` exists and is no regular file, which is never replaced."""
-    tick = body["tick"]
-    identity = f"{epoch}-{tick}" if tick is not None else None
-    about = {"version": 1, "launch": launch, "identity": identity, "time_s": time.time()}
+    version = body["version"]
+    identity = f"{epoch}-{version}" if version is not None else None
+    # In the file "version" is that of its format; `identity` has that of the checkpoint.
+    about = {**body, "version": 1, "launch": launch, "identity": identity, "time_s": time.time()}
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():
             raise FileExistsError(errno.EEXIST, "it is no regular file, and is not replaced", os.fspath(path))
-        part.write_text(json.dumps({**about, **body}) + "\n")
+        part.write_text(json.dumps(about) + "\n")
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)

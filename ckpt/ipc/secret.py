@@ -20,21 +20,21 @@ from ckpt.errors import UsageError
 from ckpt.settings import Settings
 
 SECRET_BYTES = 32
-_TEXT_MAX = 256  # bytes that are read, so that a large file given by mistake is not read whole
-_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
+_READ_BYTES_MAX = 256  # bytes that are read, so that a large file given by mistake is not read whole
+_MAKE_HINT = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
-def make() -> bytes:
+def make_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-def for_run(settings: Settings, former: bytes) -> bytes:
+def choose_secret(settings: Settings, former: bytes) -> bytes:
     """The secret of the file that the settings name; else `former`, the secret of an earlier start; else a new one.
     Errors: those of `read_file`."""
-    return read_file(settings.secret_file) if settings.secret_file is not None else former or make()
+    return read_file(settings.secret_file) if settings.secret_file is not None else former or make_secret()
 
 
-def told_apart(settings: Settings) -> str:
+def secret_fingerprint(settings: Settings) -> str:
     """A short hash of the secret file, by which ranks check that they have the same one; "" if no file is named. The
     hash does not reveal the secret."""
     if settings.secret_file is None:
@@ -52,18 +52,18 @@ def read_file(path: Path) -> bytes:
         # Without O_NONBLOCK, opening a FIFO that nobody writes to would never return.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as exc:
-        raise UsageError(f"the secret cannot be read from {path}: {exc.strerror}; {_MAKE}") from exc
+        raise UsageError(f"the secret cannot be read from {path}: {exc.strerror}; {_MAKE_HINT}") from exc
     try:
         # The open file is checked, not the path, which may name another file by now.
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{path} is no regular file, so the secret is not read from it; {_MAKE}")
+            raise UsageError(f"{path} is no regular file, so the secret is not read from it; {_MAKE_HINT}")
         if status.st_uid != os.geteuid():
             raise UsageError(f"{path} belongs to user {status.st_uid}, not to us ({os.geteuid()}): chown it")
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise UsageError(f"{path} has mode {mode:04o}, so others can read the secret: chmod 600 {path}")
-        text = os.read(fd, _TEXT_MAX)
+        text = os.read(fd, _READ_BYTES_MAX)
     finally:
         os.close(fd)
     return _parse(text, str(path))
@@ -71,11 +71,11 @@ def read_file(path: Path) -> bytes:
 
 def read_stream(stream: BinaryIO) -> bytes:
     """The secret in the first line of the stream. Errors: UsageError if the line holds no secret."""
-    return _parse(stream.readline(_TEXT_MAX), "standard input")
+    return _parse(stream.readline(_READ_BYTES_MAX), "standard input")
 
 
 def _parse(text: bytes, source: str) -> bytes:
     match = re.fullmatch(rb"\s*([0-9a-fA-F]{64})\s*", text)
     if match is None:
-        raise UsageError(f"{source} holds no secret: 64 hexadecimal digits and nothing else are expected; {_MAKE}")
+        raise UsageError(f"{source} holds no secret: 64 hexadecimal digits and nothing else are expected; {_MAKE_HINT}")
     return bytes.fromhex(match[1].decode())

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from ckpt.errors import CkptError, DamagedData, UsageError
 from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, TensorSpec
-from ckpt.gc_pause import no_collecting
+from ckpt.gc_pause import pause_gc
 from ckpt.layout.coverage import BoxCells, Ints, Read, Rows, differing_cells, rows_of
-from ckpt.layout.layout import Array, Declaration, are_apart, covers
+from ckpt.layout.layout import Array, Declaration, are_disjoint, covers
 from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, ITEMSIZE, Box
 
 SOURCE = np.dtype([("rank", "<u4"), ("region", "u1"), ("frame", "<u4")])
@@ -59,8 +59,8 @@ class Staged:
 
     declaration: Declaration
     hashes: npt.NDArray[np.uint64]
-    shared: Blob
-    own: Blob
+    shared_values: Blob
+    own_values: Blob
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Assembled:
 
     manifest: Manifest
     sources: Array
-    disagreed: tuple[str, ...]
+    differing_tensors: tuple[str, ...]
 
 
 def part_owner(coordinate: str, box: Box) -> str:
@@ -78,7 +78,7 @@ def part_owner(coordinate: str, box: Box) -> str:
     return f"{coordinate}@{','.join(map(str, box.offset))}"
 
 
-@no_collecting()
+@pause_gc()
 def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
     """The manifest of one version. `staged`: one per rank, in any order.
 
@@ -88,7 +88,7 @@ def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
     declaration is not allowed; DamagedData if a declaration contradicts itself.
     """
     ranks = _by_rank(staged)
-    tensors, cells = _declared(ranks)
+    tensors, cells = _declared_tensors(ranks)
     rows = rows_of([rank.declaration.staging for rank in ranks], [rank.hashes for rank in ranks], cells)
     differing = set(differing_cells(rows, read))
     kinds: dict[tuple[str, str], int] = {}
@@ -101,7 +101,7 @@ def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
     for tensor in sorted(tensors, key=lambda t: (t.name, t.owner)):
         boxes = [box for box in tensor.cells if box.size]
         several = kinds[tensor.name, tensor.owner] > 1
-        if tensor.owner or several or not are_apart(boxes) or not differing.isdisjoint(tensor.cells.values()):
+        if tensor.owner or several or not are_disjoint(boxes) or not differing.isdisjoint(tensor.cells.values()):
             if not tensor.owner:
                 disagreed.add(tensor.name)
             for rank, entry in tensor.entries:
@@ -131,7 +131,7 @@ def _by_rank(staged: Sequence[Staged]) -> list[Staged]:
         if declaration.world != first.world or not 0 <= rank < first.world:
             raise CkptError(f"rank {rank} of {declaration.world} was staged beside rank {first.rank} of {first.world}")
         if rank in seen:
-            raise CkptError(f"rank {rank} was staged twice for one tick; a rank counts once")
+            raise CkptError(f"rank {rank} was staged twice for one version; a rank counts once")
         if declaration.division != first.division:
             raise CkptError(
                 f"rank {rank} staged under division {declaration.division}, rank {first.rank} under {first.division}; "
@@ -165,7 +165,7 @@ class _Tensor:
     entries: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _declared(ranks: Sequence[Staged]) -> tuple[list[_Tensor], BoxCells]:
+def _declared_tensors(ranks: Sequence[Staged]) -> tuple[list[_Tensor], BoxCells]:
     found: dict[tuple[str, str, str, tuple[int, ...]], _Tensor] = {}
     size: list[int] = []
     of_box: list[Ints] = []
@@ -217,7 +217,7 @@ class _Output:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._lowest: list[int] = rows.lowest.tolist()
+        self._lowest_groups: list[int] = rows.lowest.tolist()
         self._tensors: list[tuple[TensorSpec, list[tuple[Box, _Fill]]]] = []
 
     def add_shared(self, tensor: _Tensor, boxes: Sequence[Box]) -> bool:
@@ -229,7 +229,7 @@ class _Output:
     def add_owned(self, tensor: _Tensor, rank: int, coordinate: str, boxes: Sequence[Box]) -> bool:
         """Adds a tensor as this rank holds it. False if some of its bytes are not staged."""
         boxes = sorted(box for box in boxes if box.size)
-        if are_apart(boxes) and covers(boxes, tensor.shape):
+        if are_disjoint(boxes) and covers(boxes, tensor.shape):
             return self._add(tensor, tensor.shape, coordinate, [(box, box) for box in boxes], rank)
         return all(
             self._add(tensor, box.shape, part_owner(coordinate, box), [(Box.whole(box.shape), box)], rank)
@@ -240,11 +240,11 @@ class _Output:
         """Adds the shared values, once if they are equal on all ranks, else per rank; and each rank's own values."""
         for rank, staged in enumerate(ranks):
             coordinate = staged.declaration.coordinate
-            self._add_blob(RANK_VALUES, coordinate, _BlobAt(staged.own, rank, OWN))
-            if any(other.shared != ranks[0].shared for other in ranks):
-                self._add_blob(VALUES, coordinate, _BlobAt(staged.shared, rank, SHARED))
+            self._add_blob(RANK_VALUES, coordinate, _BlobAt(staged.own_values, rank, OWN))
+            if any(other.shared_values != ranks[0].shared_values for other in ranks):
+                self._add_blob(VALUES, coordinate, _BlobAt(staged.shared_values, rank, SHARED))
             elif rank == 0:
-                self._add_blob(VALUES, "", _BlobAt(staged.shared, rank, SHARED))
+                self._add_blob(VALUES, "", _BlobAt(staged.shared_values, rank, SHARED))
 
     def finish(self, coordinates: tuple[str, ...]) -> tuple[Manifest, Array]:
         self._tensors.sort(key=lambda item: (item[0].values, item[0].name, item[0].owner))
@@ -267,7 +267,7 @@ class _Output:
                 boxes.append((place, box))
 
         by_group = np.array(groups, np.int64).reshape(-1, 2)
-        row, count = self._rows.of_groups(by_group[:, 1])
+        row, count = self._rows.group_rows(by_group[:, 1])
         box_of_row = np.concatenate([np.repeat(by_group[:, 0], count), *(np.full(len(r), box) for box, r in tiles)])
         row = np.concatenate([row, *(r for _, r in tiles)])
         frames, sources, extents = _gather(self._rows, row, box_of_row, blobs)
@@ -285,7 +285,7 @@ class _Output:
         for box, declared in boxes:
             cell = tensor.cells[declared]
             group = -1 if rank is None else self._rows.whole_group(cell, rank)
-            group = self._lowest[cell] if group < 0 else group
+            group = self._lowest_groups[cell] if group < 0 else group
             fill = group if group >= 0 else self._rows.tiles.get(cell)
             if fill is None:
                 return False

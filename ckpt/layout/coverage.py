@@ -31,7 +31,7 @@ class BoxCells:
     rank, the index into `of_box` of each entry's first box; at the end the number of boxes."""
 
     size: Ints
-    of_box: tuple[Ints, ...]
+    cell_by_box: tuple[Ints, ...]
     first_box: tuple[Ints, ...]
 
 
@@ -55,20 +55,20 @@ class Rows:
     key: Ints
     first: Ints
     stop: Ints
-    whole: Bools
+    is_whole: Bools
     lowest: Ints
     tiles: dict[int, Ints]
     frames: Array  # array of FRAME
-    frame_at: Ints  # offset of each frame in its rank's data region
+    frame_offset: Ints  # offset of each frame in its rank's data region
     frame_base: Ints  # first frame of each rank; at the end the number of all frames
 
     def whole_group(self, cell: int, rank: int) -> int:
         """The group of `rank` if it staged the whole cell, else -1."""
         key = cell * self.world + rank
         group = int(np.searchsorted(self.key, key))
-        return group if group < len(self.key) and self.key[group] == key and self.whole[group] else -1
+        return group if group < len(self.key) and self.key[group] == key and self.is_whole[group] else -1
 
-    def of_groups(self, groups: Ints) -> tuple[Ints, Ints]:
+    def group_rows(self, groups: Ints) -> tuple[Ints, Ints]:
         """(the rows of these groups, end to end; the number of rows of each group)."""
         count = self.stop[groups] - self.first[groups]
         return np.repeat(self.first[groups] - (np.cumsum(count) - count), count) + np.arange(int(count.sum())), count
@@ -91,10 +91,10 @@ def rows_of(stagings: Sequence[Staging], hashes: Sequence[npt.NDArray[np.uint64]
     lowest[cell[first[groups]]] = groups
     return Rows(
         world=world, cell=cell, rank=rank, start=start, length=length, frame=frame, offset=offset,
-        key=key[first], first=first, stop=stop, whole=whole, lowest=lowest,
+        key=key[first], first=first, stop=stop, is_whole=whole, lowest=lowest,
         tiles=_tiles(cell, start, length, cells.size, lowest),
         frames=np.concatenate([_frames(r, staging, hashes[r]) for r, staging in enumerate(stagings)]),
-        frame_at=np.concatenate([staging.frames["offset"] for staging in stagings]).astype(np.int64),
+        frame_offset=np.concatenate([staging.frames["offset"] for staging in stagings]).astype(np.int64),
         frame_base=frame_base,
     )  # fmt: skip
 
@@ -105,10 +105,10 @@ def differing_cells(rows: Rows, read: Read | None) -> Iterator[int]:
     Equal frames prove equal bytes. If frames differ, the bytes are compared with `read`. Without `read` the cell counts
     as differing.
     """
-    other = np.flatnonzero(rows.whole)
+    other = np.flatnonzero(rows.is_whole)
     one = rows.lowest[rows.cell[rows.first[other]]]
     one, other = one[one != other], other[one != other]
-    proven = _proven(rows, one, other)
+    proven = _equal_by_hash(rows, one, other)
     for a, b in zip(one[~proven].tolist(), other[~proven].tolist(), strict=True):
         if read is None or not _equal_bytes(rows, a, b, read):
             yield int(rows.cell[rows.first[a]])
@@ -120,7 +120,7 @@ def _columns(rank: int, staging: Staging, cells: BoxCells, frame_base: int) -> t
     entry, box, start, length, offset, frame = (
         staging.segments[name].astype(np.int64) for name in ("entry", "box", "start", "length", "offset", "frame")
     )
-    first_box, of_box = cells.first_box[rank], cells.of_box[rank]
+    first_box, of_box = cells.first_box[rank], cells.cell_by_box[rank]
     if (entry < len(first_box) - 1).all() and (frame < len(staging.frames)).all():
         position = first_box[entry] + box
         if (position < first_box[entry + 1]).all():
@@ -161,11 +161,11 @@ def _tiles(cell: Ints, start: Ints, length: Ints, size: Ints, lowest: Ints) -> d
     return {int(cell[rest[a]]): rest[a:b] for a, b in zip(first[tiled].tolist(), stop[tiled].tolist(), strict=True)}
 
 
-def _proven(rows: Rows, one: Ints, other: Ints) -> Bools:
+def _equal_by_hash(rows: Rows, one: Ints, other: Ints) -> Bools:
     """For each pair of groups, whether the hashes of their frames prove that they are equal."""
     alike = np.flatnonzero(rows.stop[one] - rows.first[one] == rows.stop[other] - rows.first[other])
-    i, count = rows.of_groups(one[alike])
-    j, _ = rows.of_groups(other[alike])
+    i, count = rows.group_rows(one[alike])
+    j, _ = rows.group_rows(other[alike])
     f, g = rows.frames[rows.frame[i]], rows.frames[rows.frame[j]]
     same = (f["hash_hi"] == g["hash_hi"]) & (f["hash_lo"] == g["hash_lo"]) & (f["length"] == g["length"])
     same &= (rows.start[i] == rows.start[j]) & (rows.length[i] == rows.length[j]) & (rows.offset[i] == rows.offset[j])
@@ -179,7 +179,7 @@ def _equal_bytes(rows: Rows, one: int, other: int, read: Read) -> bool:
     """Whether two whole groups of one cell have equal bytes. Compares run by run."""
 
     def bytes_of(row: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        at = int(rows.frame_at[rows.frame[row]] + rows.offset[row] + start - rows.start[row])
+        at = int(rows.frame_offset[rows.frame[row]] + rows.offset[row] + start - rows.start[row])
         return np.frombuffer(read(int(rows.rank[row]), at, stop - start), np.uint8)
 
     i, j, start = int(rows.first[one]), int(rows.first[other]), 0

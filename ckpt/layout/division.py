@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import UsageError
-from ckpt.layout.layout import Entry, Layout, Part, Share, are_apart, covers
+from ckpt.layout.layout import Entry, Layout, Part, Share, are_disjoint, covers
 from ckpt.types import ITEMSIZE, Box
 
 Key = tuple[str, str, Box]  # name, owner, box
@@ -32,7 +32,7 @@ Hashes = npt.NDArray[np.uint64]
 BALANCE_ROUNDS = 16  # one round suffices if the groups of holders are nested or disjoint
 
 
-def undivided(layout: Layout) -> Share:
+def whole_share(layout: Layout) -> Share:
     """The share of a rank that stages everything it holds: the safe path. Empty boxes are left out."""
     return tuple(Part(entry, box, 0, size) for entry, box, size in _boxes(layout) if size)
 
@@ -50,10 +50,10 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
     for rank, layout in enumerate(layouts):
         # Ranks that share a layout object reuse its sorted boxes.
         if (known := seen.get(id(layout))) is not None:
-            for divided, e, b in known.shared:
+            for divided, e, b in known.shared_boxes:
                 divided.holders.append((rank, e, b))
-            parts[rank] += known.alone
-            loads[rank] += known.alone_bytes
+            parts[rank] += known.own_parts
+            loads[rank] += known.own_bytes
             continue
         found = seen[id(layout)] = _Sorted([], parts[rank])
         for e, b, size in _boxes(layout):
@@ -65,17 +65,17 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
                     continue
                 if key in agreed:
                     item = common[key] = _AgreedBox(entry, size, [(rank, e, b)])
-                    found.shared.append((item, e, b))
+                    found.shared_boxes.append((item, e, b))
                     continue
             elif item.entry.dtype == entry.dtype and item.entry.shape == entry.shape:
                 item.holders.append((rank, e, b))
-                found.shared.append((item, e, b))
+                found.shared_boxes.append((item, e, b))
                 continue
-            found.alone.append((e, b, 0, size))
-            found.alone_bytes += size
+            found.own_parts.append((e, b, 0, size))
+            found.own_bytes += size
         # A copy, since the rank's own list gets the rank's parts of agreed boxes later.
-        found.alone = list(found.alone)
-        loads[rank] += found.alone_bytes
+        found.own_parts = list(found.own_parts)
+        loads[rank] += found.own_bytes
 
     groups: dict[tuple[int, ...], list[_AgreedBox]] = defaultdict(list)
     # The boxes of one group come from the layout of its lowest rank, so they are in canonical order.
@@ -89,7 +89,7 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
     return [tuple(Part(*part) for part in sorted(share)) for share in parts]
 
 
-def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key], set[tuple[str, str]]]:
+def find_agreed(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key], set[tuple[str, str]]]:
     """(agreed boxes, differing tensors), from the ranks' hashes.
 
     A box is agreed if at least two ranks declare it and its bytes are equal on all of them. A tensor (name, owner)
@@ -140,7 +140,7 @@ def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key]
     return {key for key, same in equal.items() if same and key[:2] not in differing}, differing
 
 
-def with_holes(layouts: Sequence[Layout]) -> list[str]:
+def incomplete_tensors(layouts: Sequence[Layout]) -> list[str]:
     """The sorted names of the job's tensors that have a part which no rank holds. A checkpoint could not be complete.
     Tensors that are saved per rank are left out: their boxes overlap in part, or ranks declare different shapes."""
     kinds: defaultdict[str, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
@@ -154,12 +154,12 @@ def with_holes(layouts: Sequence[Layout]) -> list[str]:
     for name, held in boxes.items():
         (_, shape), *others = kinds[name]
         parts = [box for box in held if box.size]
-        if not (others or covers(parts, shape)) and are_apart(parts):
+        if not (others or covers(parts, shape)) and are_disjoint(parts):
             found.append(name)
     return sorted(found)
 
 
-def owned(layout: Layout, names: Collection[str], coordinate: str) -> Layout:
+def make_owned(layout: Layout, names: Collection[str], coordinate: str) -> Layout:
     """The layout, with the job's tensors of these names changed into tensors that the rank owns. Entries keep their
     places. Returns `layout` itself if `names` is empty."""
     if not names:
@@ -178,7 +178,7 @@ def division_id(layouts: Sequence[Layout], shares: Sequence[Share]) -> str:
     told: dict[int, tuple[bytes, bytes]] = {}
     for layout, share in zip(layouts, shares, strict=True):
         if id(layout) not in told:
-            told[id(layout)] = _told(layout)
+            told[id(layout)] = _layout_bytes(layout)
         words, numbers = told[id(layout)]
         digest.update(words)
         digest.update(np.array([len(layout.entries), len(share)], "<u8").tobytes())
@@ -187,7 +187,7 @@ def division_id(layouts: Sequence[Layout], shares: Sequence[Share]) -> str:
     return digest.hexdigest()
 
 
-def _told(layout: Layout) -> tuple[bytes, bytes]:
+def _layout_bytes(layout: Layout) -> tuple[bytes, bytes]:
     """The whole content of a layout as bytes: (its texts, its numbers)."""
     words: list[str] = []
     numbers: list[int] = []
@@ -211,12 +211,12 @@ class _AgreedBox:
 
 @dataclass(slots=True)
 class _Sorted:
-    """The boxes of one layout. `shared`: agreed boxes, which are divided among their holders. `alone`: the parts that
-    each rank with this layout stages by itself."""
+    """The boxes of one layout. `shared_boxes`: agreed boxes, which are divided among their holders. `own_parts`: the
+    parts that each rank with this layout stages by itself."""
 
-    shared: list[tuple[_AgreedBox, int, int]]  # item, entry, box
-    alone: list[tuple[int, int, int, int]]
-    alone_bytes: int = 0
+    shared_boxes: list[tuple[_AgreedBox, int, int]]  # item, entry, box
+    own_parts: list[tuple[int, int, int, int]]
+    own_bytes: int = 0
 
 
 def _boxes(layout: Layout) -> Iterator[tuple[int, int, int]]:
@@ -241,7 +241,7 @@ def _quotas(loads: Sequence[int], groups: Sequence[tuple[tuple[int, ...], int]])
         for (ranks, size), quota in zip(groups, quotas, strict=True):
             for i, rank in enumerate(ranks):
                 level[rank] -= quota[i]
-            quota[:] = _pour(size, [level[rank] for rank in ranks])
+            quota[:] = _level_quota(size, [level[rank] for rank in ranks])
             for i, rank in enumerate(ranks):
                 level[rank] += quota[i]
         if quotas == before:
@@ -249,7 +249,7 @@ def _quotas(loads: Sequence[int], groups: Sequence[tuple[tuple[int, ...], int]])
     return quotas
 
 
-def _pour(size: int, levels: Sequence[int]) -> list[int]:
+def _level_quota(size: int, levels: Sequence[int]) -> list[int]:
     """How much of `size` each level gets, in whole numbers, if it is poured over `levels` until the surface is even."""
     order = sorted(range(len(levels)), key=lambda i: (levels[i], i))
     total, wet = size, 0

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import DamagedData
-from ckpt.layout.reshard import Cut, per_dimension
+from ckpt.layout.reshard import Cut, split_dimensions
 
 
 def apply_cuts(cuts: Iterable[Cut], frame: int, data: npt.NDArray[np.uint8], outs: Sequence[npt.NDArray[Any]]) -> None:
@@ -21,7 +21,7 @@ def apply_cuts(cuts: Iterable[Cut], frame: int, data: npt.NDArray[np.uint8], out
     """
     for cut in cuts:
         if cut.frame == frame:
-            for part in per_dimension(cut, outs[cut.want].shape, outs[cut.want].itemsize):
+            for part in split_dimensions(cut, outs[cut.want].shape, outs[cut.want].itemsize):
                 _apply(part, frame, data, outs[cut.want])
 
 
@@ -31,4 +31,4 @@ def _apply(cut: Cut, frame: int, data: npt.NDArray[np.uint8], out: npt.NDArray[A
     if cut.offset < 0 or end > data.nbytes:
         raise DamagedData(f"frame {frame} has {data.nbytes} bytes; the checkpoint says that {end} of them are used")
     view = np.ndarray(cut.shape, out.dtype, data.data, cut.offset, strides)
-    out[tuple(slice(a, a + n) for a, n in zip(cut.at, cut.shape, strict=True))] = view
+    out[tuple(slice(a, a + n) for a, n in zip(cut.box_offset, cut.shape, strict=True))] = view

@@ -98,7 +98,7 @@ class Declaration:
     staging: Staging
 
 
-def are_apart(boxes: Sequence[Box]) -> bool:
+def are_disjoint(boxes: Sequence[Box]) -> bool:
     """Whether no two boxes share an element. No box may be empty. Sweeps along the dimension with the most offsets."""
     if len(boxes) < 2:
         return True

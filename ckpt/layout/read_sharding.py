@@ -23,17 +23,17 @@ class ReadSharding:
     By frame: `same`: the first frame with the same bytes, which replaces it here. `nodes`: index of its home among the
     job's nodes; -1: none. `offsets`: bytes into its home's memory. By node: `sizes`: bytes of that memory."""
 
-    same: Numbers
-    nodes: Numbers
+    first_equal: Numbers
+    home_nodes: Numbers
     offsets: Numbers
-    sizes: tuple[int, ...]
+    node_bytes: tuple[int, ...]
 
-    def of(self, node: int) -> Numbers:
+    def frames_of(self, node: int) -> Numbers:
         """The frames in the memory of `node`, in ascending order; their offsets ascend, too."""
-        return np.flatnonzero((self.nodes == node) & (self.same == np.arange(len(self.same))))
+        return np.flatnonzero((self.home_nodes == node) & (self.first_equal == np.arange(len(self.first_equal))))
 
 
-def homes(frames: npt.NDArray[Any], count: int, only: Numbers | None = None) -> ReadSharding:
+def shard_reads(frames: npt.NDArray[Any], count: int, only: Numbers | None = None) -> ReadSharding:
     """The read sharding of a manifest's frames over `count` nodes.
 
     Each node gets one run of frames with 1/`count` of all bytes, give or take a frame; neighbours lie close together in

@@ -15,7 +15,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.types import ITEMSIZE, SMALL_BYTES
 
 # Reads the raw bytes of frames, by number. All ranks call it with the same frames in the same order.
-Frames = Callable[[Collection[int]], Mapping[int, bytes | bytearray]]
+ReadFrames = Callable[[Collection[int]], Mapping[int, bytes | bytearray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class _Copy:
     """One rank's copy of a tensor. `form`: dtype, shape and boxes, which must be equal for a match; None: not whole."""
 
     owner: str
-    form: Any
+    signature: Any
     runs: tuple[_Run, ...]
 
 
-def alike(manifest: Manifest, frames: Frames) -> dict[str, str]:
+def match_replicas(manifest: Manifest, frames: ReadFrames) -> dict[str, str]:
     """The tensors that have equal bytes on all ranks that own one: name -> owner of the first copy.
 
     Large tensors have frames of their own and are compared by hash. Small tensors share frames with others, so their
@@ -46,7 +46,7 @@ def alike(manifest: Manifest, frames: Frames) -> dict[str, str]:
     unsure: dict[str, list[_Copy]] = {}
     for name, held in copies.items():
         first, *others = held
-        if any(other.form != first.form for other in others):
+        if any(other.signature != first.signature for other in others):
             continue
         told = {tuple((r.start, r.length, r.offset, hashes[r.frame]) for r in copy.runs) for copy in held}
         if len(told) == 1:
@@ -87,7 +87,7 @@ def _copies(manifest: Manifest) -> dict[str, list[_Copy]]:
         copies.setdefault(spec.name, []).append(
             _Copy(spec.owner, form, tuple(run for box in at for run in runs.get(box, [])))
         )
-    return {name: held for name, held in copies.items() if all(copy.form is not None for copy in held)}
+    return {name: held for name, held in copies.items() if all(copy.signature is not None for copy in held)}
 
 
 def _sum(runs: list[_Run]) -> int:

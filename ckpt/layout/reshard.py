@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format.manifest import Manifest, TensorSpec
-from ckpt.gc_pause import no_collecting
+from ckpt.gc_pause import pause_gc
 from ckpt.layout.assemble import part_owner
 from ckpt.types import ITEMSIZE, Box
 
@@ -49,7 +49,7 @@ class Cut:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     want: int
-    at: tuple[int, ...]
+    box_offset: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Mismatch:
         return "; ".join(self.lines)
 
 
-def match(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
+def find_mismatch(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
     """The differences between the wants and the checkpoint. A tensor that another rank owns is not `extra`."""
     index = _index(manifest)
     lines: dict[tuple[str, str], str] = {}
@@ -86,7 +86,7 @@ def match(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
             continue
         met.add(found)
         spec = manifest.tensors[found]
-        if spec.shape != _shape_in(spec, want):
+        if spec.shape != _expected_shape(spec, want):
             kinds["reshaped"].add(want.name)
             lines["reshaped", want.name] = f"{_label(want)} has the shape {want.shape}, in the checkpoint {spec.shape}"
         if spec.dtype != want.dtype:
@@ -101,8 +101,8 @@ def match(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
     return Mismatch(missing, extra, reshaped, retyped, tuple(lines[key] for key in sorted(lines)))
 
 
-@no_collecting()
-def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
+@pause_gc()
+def plan_cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     """The cuts that fill the wanted boxes exactly once, sorted by frame.
 
     A want's dtype is ignored: cuts count the checkpoint's elements. Errors: StateMismatch if a want is missing or has
@@ -116,7 +116,7 @@ def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     found: list[Cut] = []
     for w, want in enumerate(wants):
         place = _find(manifest, index, want)
-        if place is None or manifest.tensors[place].shape != _shape_in(manifest.tensors[place], want):
+        if place is None or manifest.tensors[place].shape != _expected_shape(manifest.tensors[place], want):
             raise StateMismatch(f"the checkpoint has no {_label(want)} of shape {want.shape}")
         spec = manifest.tensors[place]
         wanted = want.box if spec.shape == want.shape else Box.whole(want.box.shape)
@@ -139,7 +139,7 @@ def whole_run(cuts_of_frame: Sequence[Cut], itemsize: int, frame_bytes: int) -> 
     cut = cuts_of_frame[0]
     if len(cuts_of_frame) > 1 or cut.strides != (1,) or cut.offset or cut.shape[0] * itemsize != frame_bytes:
         return None
-    return cut.at[0]
+    return cut.box_offset[0]
 
 
 class _Extents:
@@ -156,11 +156,11 @@ class _Extents:
 
 def _cuts_of_box(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
     if box.shape[1:] == wanted.shape[1:] and box.offset[1:] == wanted.offset[1:]:
-        return _runs(extents, number, box, itemsize, want, wanted)
-    return _parts(extents, number, box, itemsize, want, wanted)
+        return _run_cuts(extents, number, box, itemsize, want, wanted)
+    return _strided_cuts(extents, number, box, itemsize, want, wanted)
 
 
-def _runs(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
+def _run_cuts(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
     """The cuts if both boxes have the same whole rows: runs."""
     row = math.prod(box.shape[1:])
     ahead = box.offset[0] - wanted.offset[0] if box.shape else 0
@@ -175,7 +175,7 @@ def _runs(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wa
             yield Cut(extents.frame[i], offset, (b - a,), (1,), want, (a + ahead * row,))
 
 
-def _parts(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
+def _strided_cuts(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
     common = box.intersect(wanted)
     if common is None:
         return
@@ -210,13 +210,13 @@ def _elements(extents: _Extents, number: int, itemsize: int, first: int, last: i
         yield i, start, start + count
 
 
-def per_dimension(cut: Cut, shape: tuple[int, ...], itemsize: int) -> Iterator[Cut]:
+def split_dimensions(cut: Cut, shape: tuple[int, ...], itemsize: int) -> Iterator[Cut]:
     """The same cut as cuts with one number per dimension. They are needed if the box is not contiguous in memory.
     `shape`: of the wanted box."""
-    if len(cut.at) != 1 or len(shape) == 1:
+    if len(cut.box_offset) != 1 or len(shape) == 1:
         yield cut
         return
-    offset, first = cut.offset, cut.at[0]
+    offset, first = cut.offset, cut.box_offset[0]
     for at, part in _sub_boxes(shape, first, first + cut.shape[0]):
         yield Cut(cut.frame, offset, part, _row_major(part), cut.want, at)
         offset += math.prod(part) * itemsize
@@ -264,7 +264,7 @@ def _find(manifest: Manifest, index: dict[tuple[str, str], int], want: Want) -> 
     return place
 
 
-def _shape_in(spec: TensorSpec, want: Want) -> tuple[int, ...]:
+def _expected_shape(spec: TensorSpec, want: Want) -> tuple[int, ...]:
     """The shape that the checkpoint's tensor must have. A part has the shape of the wanted box."""
     return want.shape if spec.owner == want.owner else want.box.shape
 

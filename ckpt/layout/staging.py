@@ -17,7 +17,7 @@ from ckpt.types import DTYPE_CODE, FRAME_BYTES, FRAME_BYTES_MAX, FRAMES_MAX, ITE
 Ints = npt.NDArray[np.int64]
 
 PAGE = 4096  # large frames begin at pages, so that they can be read and sent without a copy
-LINE = 64  # packed frames begin at cache lines
+CACHE_LINE = 64  # packed frames begin at cache lines
 
 
 def frame_bytes_for(total_bytes: int) -> int:
@@ -48,8 +48,8 @@ def stage(layout: Layout, share: Share, frame_bytes: int) -> Staging:
 
     `frame_bytes`: a multiple of 64, at most FRAME_BYTES_MAX, else UsageError.
     """
-    if frame_bytes % LINE or not 0 < frame_bytes <= FRAME_BYTES_MAX:
-        raise UsageError(f"frames of {frame_bytes} bytes: a multiple of {LINE} up to {FRAME_BYTES_MAX} is needed")
+    if frame_bytes % CACHE_LINE or not 0 < frame_bytes <= FRAME_BYTES_MAX:
+        raise UsageError(f"frames of {frame_bytes} bytes: a multiple of {CACHE_LINE} up to {FRAME_BYTES_MAX} is needed")
     parts = np.array([(p.entry, p.box, p.start, p.stop) for p in share if p.stop > p.start], np.int64).reshape(-1, 4)
     entry, box, start, stop = parts.T
     codes = np.array([DTYPE_CODE[e.dtype] for e in layout.entries], np.int64)[entry]
@@ -74,7 +74,7 @@ def stage(layout: Layout, share: Share, frame_bytes: int) -> Staging:
     small_length = stop[small] - start[small]
     firsts = _pack(codes[small], small_length, frame_bytes)
     frame_length = np.add.reduceat(small_length, firsts) if len(firsts) else np.zeros(0, np.int64)
-    frame_offset = _offsets(frame_length, LINE, -(-large_bytes // LINE) * LINE)
+    frame_offset = _offsets(frame_length, CACHE_LINE, -(-large_bytes // CACHE_LINE) * CACHE_LINE)
     members = np.diff(np.append(firsts, len(small)))
     within = np.cumsum(small_length) - small_length
     within -= np.repeat(within[firsts], members)

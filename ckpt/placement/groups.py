@@ -41,27 +41,27 @@ Ids = tuple[str, ...]
 class PlacementNode:
     """A node as placement sees it.
 
-    `id`: unique. `bytes`: its own state in one checkpoint. `lend_bytes`: memory for replicas of others' state, all
-    generations together. `domains`: its failure domains, widest first (site, rack); each node is also a domain of its
-    own. `risk`: the probability that the node is lost while a checkpoint is the newest; None: unknown, the mean of the
-    known ones is used. `up_bytes_s`, `down_bytes_s`: speed of its link; None: unknown, no limit is assumed. `trains`:
-    False for a memory-only node, which has no state. Errors: UsageError if a value is out of range."""
+    `id`: unique. `state_bytes`: its own state in one checkpoint. `lend_bytes`: memory for replicas of others' state,
+    all generations together. `domains`: its failure domains, widest first (site, rack); each node is also a domain of
+    its own. `risk`: the probability that the node is lost while a checkpoint is the newest; None: unknown, the mean of
+    the known ones is used. `up_bytes_s`, `down_bytes_s`: speed of its link; None: unknown, no limit is assumed.
+    `has_state`: False for a memory-only node, which has no state. Errors: UsageError if a value is out of range."""
 
     id: str
-    bytes: int = 0
+    state_bytes: int = 0
     lend_bytes: int = 0
     domains: Ids = ()
     risk: float | None = None
     up_bytes_s: float | None = None
     down_bytes_s: float | None = None
-    trains: bool = True
+    has_state: bool = True
 
     def __post_init__(self) -> None:
         if not self.id or not all(self.domains) or "\0" in "".join((self.id, *self.domains)):
             raise UsageError(f"node {self.id!r} in {self.domains}: an id and names of domains, without NUL")
-        if self.bytes < 0 or self.lend_bytes < 0 or (self.bytes and not self.trains):
+        if self.state_bytes < 0 or self.lend_bytes < 0 or (self.state_bytes and not self.has_state):
             raise UsageError(
-                f"node {self.id}: {self.bytes} bytes of state and {self.lend_bytes} lent, trains={self.trains}"
+                f"node {self.id}: {self.state_bytes} bytes of state and {self.lend_bytes} lent, trains={self.has_state}"
             )
         if self.risk is not None and not 0 <= self.risk <= 1:
             raise UsageError(f"node {self.id}: risk={self.risk} is no probability")
@@ -73,24 +73,24 @@ class PlacementNode:
         return self.domains[: level + 1] if level < len(self.domains) else (*self.domains, "\0" + self.id)
 
 
-def levels(nodes: Iterable[PlacementNode]) -> int:
+def count_levels(nodes: Iterable[PlacementNode]) -> int:
     """The number of levels of domains, without the level of single nodes."""
     return max((len(node.domains) for node in nodes), default=0)
 
 
-def shared(nodes: Sequence[PlacementNode], depth: int) -> tuple[int, ...]:
+def shared_domain_pairs(nodes: Sequence[PlacementNode], depth: int) -> tuple[int, ...]:
     """The number of pairs of these nodes that share a domain, for each level, widest first."""
-    return _pairs_alike([[node.domain(level) for level in range(depth)] for node in nodes])
+    return _equal_label_pairs([[node.domain(level) for level in range(depth)] for node in nodes])
 
 
 def send_s(sender: PlacementNode, receiver: PlacementNode, nbytes: int | None = None) -> float:
     """The seconds to send `nbytes` (by default the sender's state) over the slower of both links; 0 if neither is
     known."""
     speeds = [speed for speed in (sender.up_bytes_s, receiver.down_bytes_s) if speed is not None]
-    return (sender.bytes if nbytes is None else nbytes) / min(speeds) if speeds else 0.0
+    return (sender.state_bytes if nbytes is None else nbytes) / min(speeds) if speeds else 0.0
 
 
-def grouped(
+def group_nodes(
     nodes: Sequence[PlacementNode], sizes: Sequence[int], survives: int, before: Sequence[Ids] = ()
 ) -> list[Ids]:
     """All nodes in groups of these sizes; members and groups are sorted.
@@ -103,10 +103,10 @@ def grouped(
         return []
     field = _Field(nodes, survives)
     sizes = sorted(sizes, reverse=True)
-    dealt = [field.dealt(order, sizes) for order in field.orders(len(sizes))]
-    best = field.improved(min(dealt, key=lambda groups: (field.cost(groups), groups)))
+    dealt = [field.deal_nodes(order, sizes) for order in field.deal_orders(len(sizes))]
+    best = field.improve_groups(min(dealt, key=lambda groups: (field.cost(groups), groups)))
     if before:
-        kept = field.improved(field.repaired(before, sizes), safety_only=True)
+        kept = field.improve_groups(field.repair_groups(before, sizes), safety_only=True)
         if field.cost(kept)[0] <= field.cost(best)[0]:
             best = kept
     return sorted(tuple(sorted(group)) for group in best)
@@ -124,24 +124,24 @@ class _Field:
         self.nodes = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
         if len(self.nodes) != len(nodes):
             raise UsageError("two nodes have the same id")
-        self.survives = survives
-        self.depth = levels(nodes)
+        self.losses_max = survives
+        self.depth = count_levels(nodes)
         # Nodes of one group should have different labels: a domain per level, then one label for all memory-only nodes.
         self.labels = {
-            id: (*(node.domain(level) for level in range(self.depth)), (id,) if node.trains else ("\0",))
+            id: (*(node.domain(level) for level in range(self.depth)), (id,) if node.has_state else ("\0",))
             for id, node in self.nodes.items()
         }
         known = [node.risk for node in self.nodes.values() if node.risk is not None]
         usual = statistics.fmean(known) if known else 0.0
         self.risk = {node.id: usual if node.risk is None else node.risk for node in self.nodes.values()}
-        self.unequal = len(set(self.risk.values())) > 1
-        self.timed = any(node.up_bytes_s or node.down_bytes_s for node in nodes)
+        self.has_unequal_risks = len(set(self.risk.values())) > 1
+        self.has_link_speeds = any(node.up_bytes_s or node.down_bytes_s for node in nodes)
 
-    def orders(self, rows_of: int) -> list[list[str]]:
+    def deal_orders(self, rows_of: int) -> list[list[str]]:
         """The orders from which nodes are dealt. In each, the nodes of a domain are neighbours. They are: by name; and
         with unequal risks also from the safest domain to the riskiest, plain and with every other row reversed."""
         found = [sorted(self.nodes, key=lambda id: (self.nodes[id].domains, id))]
-        if self.unequal:
+        if self.has_unequal_risks:
             means = {
                 (level, domain): statistics.fmean(self.risk[node.id] for node in members)
                 for level in range(self.depth + 1)
@@ -163,7 +163,7 @@ class _Field:
         ordered = sorted(self.nodes.values(), key=lambda node: (key[node.id], node.id))
         return [(domain, list(members)) for domain, members in itertools.groupby(ordered, lambda node: key[node.id])]
 
-    def dealt(self, order: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
+    def deal_nodes(self, order: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
         """The groups after dealing the nodes in turns. A larger group gets more turns, spread as evenly as possible."""
         turns = sorted(
             (Fraction(2 * (k * len(sizes) + g) + 1, 2 * len(sizes) * size), g)
@@ -175,7 +175,7 @@ class _Field:
             groups[g].append(id)
         return groups
 
-    def repaired(self, before: Sequence[Ids], sizes: Sequence[int]) -> list[list[str]]:
+    def repair_groups(self, before: Sequence[Ids], sizes: Sequence[int]) -> list[list[str]]:
         """The groups of `before` without the nodes that left. Newcomers, and nodes that no longer fit, fill the free
         places."""
         groups = sorted(
@@ -188,14 +188,14 @@ class _Field:
         for id in self.nodes:
             if id not in placed:
                 costs = [
-                    (_pairs_alike([self.labels[other] for other in (*group, id)]), len(group) - size, g)
+                    (_equal_label_pairs([self.labels[other] for other in (*group, id)]), len(group) - size, g)
                     for g, (group, size) in enumerate(zip(groups, sizes, strict=True))
                     if len(group) < size
                 ]
                 groups[min(costs)[2]].append(id)
         return groups
 
-    def improved(self, groups: list[list[str]], safety_only: bool = False) -> list[list[str]]:
+    def improve_groups(self, groups: list[list[str]], safety_only: bool = False) -> list[list[str]]:
         """The groups after swaps of two nodes of two groups, as long as a swap lowers the cost. `safety_only`: only the
         cost of goals 1 and 2 counts. Changes `groups`."""
         signatures = Counter(map(self._signature, groups))
@@ -222,7 +222,7 @@ class _Field:
         return groups
 
     def cost(self, groups: Sequence[Sequence[str]]) -> Cost:
-        pairs = [_pairs_alike([self.labels[id] for id in group]) for group in groups]
+        pairs = [_equal_label_pairs([self.labels[id] for id in group]) for group in groups]
         combinations = len(set(map(self._signature, groups)))
         return tuple(map(sum, zip(*pairs, strict=True))), combinations, *self._risk_and_times(groups)
 
@@ -236,7 +236,7 @@ class _Field:
 
     def _is_settled(self, groups: Sequence[Sequence[str]], safety_only: bool) -> bool:
         """Whether no swap can help: only goals 1 and 2 matter, and the groups are as good as an even spread."""
-        if not safety_only and (self.unequal or self.timed):
+        if not safety_only and (self.has_unequal_risks or self.has_link_speeds):
             return False
 
         def least(nodes: int) -> int:
@@ -280,17 +280,17 @@ class _Field:
 
     def _loss(self, group: Sequence[str]) -> float:
         """Minus the logarithm of the probability that the group keeps its state. These values add up over groups."""
-        lost = more_lost([self.risk[id] for id in group], self.survives) if self.unequal else 0.0
+        lost = loss_probability([self.risk[id] for id in group], self.losses_max) if self.has_unequal_risks else 0.0
         return -math.log1p(-lost) if lost < 1 else math.inf
 
     def _times(self, group: Sequence[str]) -> tuple[float, float]:
-        if not self.timed:
+        if not self.has_link_speeds:
             return 0.0, 0.0
         times = [send_s(self.nodes[a], self.nodes[b]) for a, b in itertools.permutations(group, 2)]
         return max(times, default=0.0), sum(times)
 
 
-def more_lost(risks: Sequence[float], survives: int) -> float:
+def loss_probability(risks: Sequence[float], survives: int) -> float:
     """The probability that more than `survives` of the nodes are lost, from the probability of each."""
     chances = [1.0]
     for risk in risks:
@@ -312,7 +312,7 @@ def _is_less(then: Sequence[float], now: Sequence[float]) -> bool:
     return False
 
 
-def _pairs_alike(labels: Sequence[Sequence[Ids]]) -> tuple[int, ...]:
+def _equal_label_pairs(labels: Sequence[Sequence[Ids]]) -> tuple[int, ...]:
     """The number of pairs with equal labels, for each level."""
     columns = zip(*labels, strict=True)
     return tuple(sum(n * (n - 1) // 2 for n in Counter(column).values()) for column in columns)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.placement.groups import Ids, PlacementNode, grouped, levels, shared
-from ckpt.placement.stripes import Stripe, stripes
+from ckpt.placement.groups import Ids, PlacementNode, count_levels, group_nodes, shared_domain_pairs
+from ckpt.placement.stripes import Stripe, plan_stripes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ParityGroup:
     helpers: Ids = ()
 
     @property
-    def home(self) -> Ids:
+    def home_members(self) -> Ids:
         """The members whose own state is in this group."""
         return tuple(id for id in self.members if id not in self.helpers)
 
@@ -45,10 +45,10 @@ def place_parity(
     """The parity groups. Every node is in one group, and may be a helper in others. `nodes`: by id, sorted. `room`:
     free bytes of each node for one generation; placed parity is subtracted from it. `before`: the current groups."""
     best: tuple[int, list[ParityGroup], dict[str, int]] | None = None
-    for in_group, kept in _milder(data + parity, parity, len(nodes)):
+    for in_group, kept in _fallback_options(data + parity, parity, len(nodes)):
         left = dict(room)
-        found = _placed(nodes, left, in_group - kept, kept, before)
-        bare = sum(nodes[id].bytes > 0 for group in found if not group.parity for id in group.home)
+        found = _place_groups(nodes, left, in_group - kept, kept, before)
+        bare = sum(nodes[id].state_bytes > 0 for group in found if not group.parity for id in group.home_members)
         if best is None or bare < best[0]:
             best = bare, found, left
         if not bare:
@@ -58,7 +58,7 @@ def place_parity(
     return best[1]
 
 
-def _milder(whole: int, parity: int, count: int) -> Iterator[tuple[int, int]]:
+def _fallback_options(whole: int, parity: int, count: int) -> Iterator[tuple[int, int]]:
     """The options to try, as (nodes of a group, parity): as requested, then with less parity, then longer groups."""
     yield from ((whole, kept) for kept in range(parity, 0, -1))
     while whole < count:
@@ -66,7 +66,7 @@ def _milder(whole: int, parity: int, count: int) -> Iterator[tuple[int, int]]:
         yield whole, 1
 
 
-def _placed(
+def _place_groups(
     nodes: Mapping[str, PlacementNode], room: dict[str, int], data: int, parity: int, before: Sequence[Ids]
 ) -> list[ParityGroup]:
     """The groups with as much parity as possible, from one size of groups. Takes the memory from `room`."""
@@ -78,48 +78,50 @@ def _placed(
     attempts = []
     for count in range(short, max(len(nodes) // whole, 1) - 1, -1):
         each, more = divmod(len(nodes), count)
-        members = grouped(list(nodes.values()), [each + (g < more) for g in range(count)], parity, before)
-        attempts.append([_striped(nodes, room, group, (), parity) for group in members])
+        members = group_nodes(list(nodes.values()), [each + (g < more) for g in range(count)], parity, before)
+        attempts.append([_with_stripes(nodes, room, group, (), parity) for group in members])
     found = next((groups for groups in attempts if all(group.parity for group in groups)), attempts[0])
     for group in found:
-        _take(room, group)
-    return [group if group.parity else _helped(nodes, room, group, parity) for group in found]
+        _reserve_room(room, group)
+    return [group if group.parity else _with_helpers(nodes, room, group, parity) for group in found]
 
 
-def _striped(
+def _with_stripes(
     nodes: Mapping[str, PlacementNode], room: Mapping[str, int], members: Ids, helpers: Ids, parity: int
 ) -> ParityGroup:
     """The group with `parity`, or without any if the room does not suffice."""
-    sizes = [0 if id in helpers else nodes[id].bytes for id in members]
-    found = stripes(sizes, [room[id] for id in members], parity)
+    sizes = [0 if id in helpers else nodes[id].state_bytes for id in members]
+    found = plan_stripes(sizes, [room[id] for id in members], parity)
     return ParityGroup(members) if found is None else ParityGroup(members, parity, found, helpers)
 
 
-def _helped(nodes: Mapping[str, PlacementNode], room: dict[str, int], group: ParityGroup, parity: int) -> ParityGroup:
+def _with_helpers(
+    nodes: Mapping[str, PlacementNode], room: dict[str, int], group: ParityGroup, parity: int
+) -> ParityGroup:
     """The group with helpers, or with less parity. Takes the memory from `room`."""
-    depth = levels(nodes.values())
+    depth = count_levels(nodes.values())
     every = tuple(id for id, left in room.items() if left and id not in group.members)
     for fewer in range(parity, 0, -1):
         # A quick test with all helpers at once: adding them one by one would take minutes for a hundred nodes.
-        if not _striped(nodes, room, (*group.members, *every), every, fewer).parity:
+        if not _with_stripes(nodes, room, (*group.members, *every), every, fewer).parity:
             continue
         members, helpers = group.members, Ids()
-        found = _striped(nodes, room, members, helpers, fewer)
+        found = _with_stripes(nodes, room, members, helpers, fewer)
         while not found.parity:
             free = [id for id, left in room.items() if left and id not in members]
             if not free:
                 break
             near = [nodes[id] for id in members]
-            best = min((shared([*near, nodes[id]], depth), -room[id], id) for id in free)[2]
+            best = min((shared_domain_pairs([*near, nodes[id]], depth), -room[id], id) for id in free)[2]
             members, helpers = (*members, best), (*helpers, best)
-            found = _striped(nodes, room, members, helpers, fewer)
+            found = _with_stripes(nodes, room, members, helpers, fewer)
         if found.parity:
-            _take(room, found)
+            _reserve_room(room, found)
             return found
     return group
 
 
-def _take(room: dict[str, int], group: ParityGroup) -> None:
+def _reserve_room(room: dict[str, int], group: ParityGroup) -> None:
     for stripe in group.stripes:
         for holder in stripe.holders:
             room[group.members[holder]] -= stripe.length

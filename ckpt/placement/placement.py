@@ -29,9 +29,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import Ids, PlacementNode, levels, send_s
+from ckpt.placement.groups import Ids, PlacementNode, count_levels, send_s
 from ckpt.placement.parity_placement import ParityGroup, place_parity
-from ckpt.placement.replica_placement import place_copies
+from ckpt.placement.replica_placement import place_replicas
 from ckpt.placement.stripes import PARITY_MAX
 
 GENERATIONS = 2  # one generation is kept until the next is complete in the whole group
@@ -72,7 +72,7 @@ class Kept:
     among them. `holders`: with Replicas, the nodes that keep its copies. With Parity see `Placement.groups`."""
 
     node: str
-    losses: int
+    losses_max: int
     holders: Ids = ()
 
 
@@ -95,32 +95,33 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """The state of `node` survives only `got` losses instead of the `asked` ones. `why`: the reason, for people."""
+    """The state of `node` survives only `achieved` losses instead of the `asked` ones. `why`: the reason, for
+    people."""
 
     node: str
-    asked: int
-    got: int
-    why: str
+    requested: int
+    achieved: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The result of `place`.
 
-    `kept`, `loads`, `shortfalls`: sorted by node. `exposed`: domains ("site/rack") of several, but not all, nodes whose
-    loss at once would lose state. `notes`: where groups differ from the option, for people."""
+    `kept`, `loads`, `shortfalls`: sorted by node. `exposed_domains`: domains ("site/rack") of several, but not all,
+    nodes whose loss at once would lose state. `notes`: where groups differ from the option, for people."""
 
     option: Replicas | Parity
-    kept: tuple[Kept, ...]
+    protected_states: tuple[Kept, ...]
     groups: tuple[ParityGroup, ...]
     loads: tuple[Load, ...]
     shortfalls: tuple[Shortfall, ...]
-    exposed: tuple[str, ...]
+    exposed_domains: tuple[str, ...]
     notes: tuple[str, ...]
 
-    def lost(self, gone: Collection[str]) -> frozenset[str]:
+    def lost_nodes(self, gone: Collection[str]) -> frozenset[str]:
         """Exactly the nodes whose state is lost when the `gone` nodes are lost at once."""
-        return _lost(self.kept, self.groups, gone)
+        return _lost_nodes(self.protected_states, self.groups, gone)
 
 
 def place(
@@ -152,16 +153,16 @@ def _place(
         return Placement(option, (), (), (), (), (), ())
     lends = {id: 0 if id in spared else node.lend_bytes // generations for id, node in by_id.items()}
     room = dict(lends)
-    old = [group.home for group in before.groups] if before else []
+    old = [group.home_members for group in before.groups] if before else []
     if isinstance(option, Replicas):
-        members, holders = place_copies(by_id, room, option.n, old)
+        members, holders = place_replicas(by_id, room, option.n, old)
         groups = [ParityGroup(ids) for ids in members]
         kept = [Kept(owner, len(held), tuple(held)) for owner, held in holders.items()]
         asked = option.n
     else:
         groups = place_parity(by_id, room, option.data, option.parity, old)
-        losses = {owner: group.parity for group in groups for owner in group.home}
-        kept = [Kept(id, losses[id]) for id, node in by_id.items() if node.trains]
+        losses = {owner: group.parity for group in groups for owner in group.home_members}
+        kept = [Kept(id, losses[id]) for id, node in by_id.items() if node.has_state]
         asked = option.parity
     return Placement(
         option,
@@ -170,7 +171,7 @@ def _place(
         tuple(_loads(by_id, {id: lends[id] - left for id, left in room.items()}, generations, kept, groups)),
         tuple(_shortfalls(by_id, kept, asked)),
         tuple(_exposed(by_id, kept, groups)),
-        (*_notes(option, groups), *(_partial(by_id, kept) if isinstance(option, Replicas) else ())),
+        (*_notes(option, groups), *(_memory_only_notes(by_id, kept) if isinstance(option, Replicas) else ())),
     )
 
 
@@ -191,7 +192,7 @@ def place_sparing(
     chosen = place(nodes, option, before, generations)
     if not spared or not isinstance(option, Replicas):
         return chosen
-    together = [*(members for _, members in _lost_at_once(nodes)), spared]
+    together = [*(members for _, members in _partial_domains(nodes)), spared]
     found = _place(nodes, option, before, generations, spared)
     if _is_as_safe(found, chosen, together):
         return found
@@ -206,11 +207,13 @@ def place_sparing(
 
 def _is_as_safe(one: Placement, other: Placement, together: Sequence[Collection[str]]) -> bool:
     """Whether each state is as safe in `one` as in `other`. `together`: sets of nodes that may be lost at once."""
-    survives = all(a.losses >= b.losses for a, b in zip(one.kept, other.kept, strict=True))
-    return survives and all(one.lost(gone) <= other.lost(gone) for gone in together)
+    survives = all(
+        a.losses_max >= b.losses_max for a, b in zip(one.protected_states, other.protected_states, strict=True)
+    )
+    return survives and all(one.lost_nodes(gone) <= other.lost_nodes(gone) for gone in together)
 
 
-def _lost(kept: Sequence[Kept], groups: Sequence[ParityGroup], gone: Collection[str]) -> frozenset[str]:
+def _lost_nodes(kept: Sequence[Kept], groups: Sequence[ParityGroup], gone: Collection[str]) -> frozenset[str]:
     gone = frozenset(gone)
     found = {state.node for state in kept if state.node in gone and gone.issuperset(state.holders)}
     safe: set[str] = set()
@@ -223,21 +226,21 @@ def _lost(kept: Sequence[Kept], groups: Sequence[ParityGroup], gone: Collection[
                 if len(away.intersection(stripe.holders)) + sum(p.member in away for p in stripe.parts) > group.parity
                 for part in stripe.parts
             }
-            safe.update(id for index, id in enumerate(group.members) if index not in bad and id in group.home)
+            safe.update(id for index, id in enumerate(group.members) if index not in bad and id in group.home_members)
     return frozenset(found - safe)
 
 
 def _shortfalls(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], asked: int) -> Iterator[Shortfall]:
     possible = min(asked, len(nodes) - 1)
     for state in kept:
-        if state.losses < possible:
-            needed = nodes[state.node].bytes >> 20
+        if state.losses_max < possible:
+            needed = nodes[state.node].state_bytes >> 20
             why = f"the nodes have too little memory for {needed:,} MiB of another's state beside their own: "
             why += "raise ckpt.Limits(memory=) if it is set, free or lend more, or ask for less"
-            yield Shortfall(state.node, asked, state.losses, why)
-        elif state.losses < asked:
+            yield Shortfall(state.node, asked, state.losses_max, why)
+        elif state.losses_max < asked:
             why = "there is no other node" if len(nodes) == 1 else f"there are only {len(nodes)} nodes"
-            yield Shortfall(state.node, asked, state.losses, why)
+            yield Shortfall(state.node, asked, state.losses_max, why)
 
 
 def _notes(option: Replicas | Parity, groups: Sequence[ParityGroup]) -> Iterator[str]:
@@ -248,17 +251,18 @@ def _notes(option: Replicas | Parity, groups: Sequence[ParityGroup]) -> Iterator
                 yield f"a ring instead of groups of {option.n + 1}: {names}"
         elif group.parity:
             if group.helpers:
-                yield f"for want of memory, parity of {', '.join(group.home)} also lies on {', '.join(group.helpers)}"
+                members, helpers = ", ".join(group.home_members), ", ".join(group.helpers)
+                yield f"for want of memory, parity of {members} also lies on {helpers}"
             elif len(group.members) != option.data + option.parity:
                 what = f"{len(group.members) - group.parity} + {group.parity}"
                 yield f"a group of {what} nodes, not {option.data} + {option.parity}: {names}"
 
 
-def _partial(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept]) -> Iterator[str]:
+def _memory_only_notes(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept]) -> Iterator[str]:
     """A note if there are memory-only nodes, but none of them keeps a copy of every state."""
-    stable = [node for node in nodes.values() if not node.trains]
+    stable = [node for node in nodes.values() if not node.has_state]
     if len(kept) > 1 and stable and not any(all(node.id in state.holders for state in kept) for node in stable):
-        needed, most = sum(nodes[state.node].bytes for state in kept), max(node.lend_bytes for node in stable)
+        needed, most = sum(nodes[state.node].state_bytes for state in kept), max(node.lend_bytes for node in stable)
         yield (
             f"no memory-only node keeps all {needed >> 20:,} MiB of state, so none can bring it back or commit it "
             f"alone: one has to lend {GENERATIONS} times that (at most {most >> 20:,} MiB are lent), and lie in no "
@@ -288,7 +292,7 @@ def _loads(
         times += [] if node.down_bytes_s is None else [receives[id] / node.down_bytes_s]
         yield Load(
             id,
-            node.bytes,
+            node.state_bytes,
             keeps[id],
             keeps[id] * generations,
             node.lend_bytes,
@@ -304,7 +308,7 @@ def _flows(
     """The transfers of one checkpoint: (sender, receiver, bytes)."""
     for state in kept:
         for holder in state.holders:
-            yield state.node, holder, nodes[state.node].bytes
+            yield state.node, holder, nodes[state.node].state_bytes
     for group in groups:
         for stripe in group.stripes:
             for part, index in itertools.product(stripe.parts, stripe.holders):
@@ -312,14 +316,14 @@ def _flows(
 
 
 def _exposed(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], groups: Sequence[ParityGroup]) -> Iterator[str]:
-    for name, members in _lost_at_once(nodes.values()):
-        if _lost(kept, groups, members):
+    for name, members in _partial_domains(nodes.values()):
+        if _lost_nodes(kept, groups, members):
             yield name
 
 
-def _lost_at_once(nodes: Collection[PlacementNode]) -> Iterator[tuple[str, list[str]]]:
+def _partial_domains(nodes: Collection[PlacementNode]) -> Iterator[tuple[str, list[str]]]:
     """The domains that have several, but not all, nodes: (name, ids of the nodes in it)."""
-    for level in range(levels(nodes)):
+    for level in range(count_levels(nodes)):
         domains: dict[Ids, list[str]] = {}
         for node in nodes:
             if level < len(node.domains):
@@ -334,4 +338,4 @@ def _whole(what: str, value: object, least: int, most: int) -> None:
         raise UsageError(f"{what}: {value!r} is no whole number from {least} to {most}")
 
 
-ONE_COPY = Replicas(1)  # the default, where there are several nodes
+ONE_REPLICA = Replicas(1)  # the default, where there are several nodes

@@ -54,12 +54,12 @@ class Striped:
     def ranks(self) -> frozenset[int]:
         return frozenset(run.rank for source in self.sources for run in source)
 
-    def rows(self) -> list[list[list[int]]]:
+    def source_rows(self) -> list[list[list[int]]]:
         """Its sources, as fields of a message."""
         return [[[run.rank, run.start, run.stop] for run in source] for source in self.sources]
 
     @staticmethod
-    def of(length: int, rows: Sequence[Sequence[Sequence[int]]]) -> Striped:
+    def from_rows(length: int, rows: Sequence[Sequence[Sequence[int]]]) -> Striped:
         """The stripe whose `rows` came in a message. Errors: UsageError, ValueError, TypeError, OverflowError."""
         return Striped(int(length), tuple(tuple(StagedRun(*map(int, run)) for run in source) for source in rows))
 
@@ -69,15 +69,15 @@ class StripeWindow:
     """The bytes [start, stop) of a stripe, within which no run begins or ends.
 
     `runs`: by index of the source, the bytes that lie there; sources that ended before are left out (zeros).
-    `unknown`: indices of the sources whose rank no node holds."""
+    `unknown_sources`: indices of the sources whose rank no node holds."""
 
-    striped: Striped
+    stripe: Striped
     start: int
     stop: int
     runs: Mapping[int, StagedRun]
-    unknown: tuple[int, ...]
+    unknown_sources: tuple[int, ...]
 
-    def cut(self, most: int) -> Iterator[StripeWindow]:
+    def split(self, most: int) -> Iterator[StripeWindow]:
         """The window in parts of at most `most` bytes."""
         for start in range(self.start, self.stop, most):
             stop, past = min(start + most, self.stop), start - self.start
@@ -85,7 +85,7 @@ class StripeWindow:
                 place: StagedRun(run.rank, run.start + past, run.start + past + stop - start)
                 for place, run in self.runs.items()
             }
-            yield StripeWindow(self.striped, start, stop, runs, self.unknown)
+            yield StripeWindow(self.stripe, start, stop, runs, self.unknown_sources)
 
 
 def stripes_of(
@@ -146,31 +146,31 @@ def windows(striped: Striped, missing: Collection[int]) -> Iterator[StripeWindow
         yield StripeWindow(striped, start, stop, runs, tuple(p for p, run in runs.items() if run.rank in missing))
 
 
-def solvable(missing: Collection[int], rows: Mapping[Striped, Collection[int]]) -> Iterator[StripeWindow]:
+def solvable_windows(missing: Collection[int], rows: Mapping[Striped, Collection[int]]) -> Iterator[StripeWindow]:
     """The windows in which bytes of the `missing` ranks can be rebuilt. `rows`: for each stripe, the parities held."""
     missing = frozenset(missing)
     for striped, held in rows.items():
         if missing.isdisjoint(striped.ranks):
             continue
         for window in windows(striped, missing):
-            if 0 < len(window.unknown) <= len(held):
+            if 0 < len(window.unknown_sources) <= len(held):
                 yield window
 
 
-def rebuildable(
+def rebuildable_ranks(
     missing: Collection[int], sizes: Mapping[int, int], rows: Mapping[Striped, Collection[int]]
 ) -> frozenset[int]:
     """The ranks among `missing` whose snapshots can be rebuilt whole. `missing`: the ranks that no node holds. `sizes`:
-    staged bytes by rank; a rank without a known size cannot be rebuilt. `rows`: as in `solvable`."""
+    staged bytes by rank; a rank without a known size cannot be rebuilt. `rows`: as in `solvable_windows`."""
     found: dict[int, list[tuple[int, int]]] = {rank: [] for rank in missing}
-    for window in solvable(missing, rows):
-        for place in window.unknown:
+    for window in solvable_windows(missing, rows):
+        for place in window.unknown_sources:
             run = window.runs[place]
             found[run.rank].append((run.start, run.stop))
     return frozenset(rank for rank, parts in found.items() if rank in sizes and _covers(parts, sizes[rank]))
 
 
-def protected(
+def protected_ranks(
     holders: Mapping[int, Collection[str]],
     sizes: Mapping[int, int],
     rows: Mapping[Striped, Mapping[int, Collection[str]]],
@@ -184,7 +184,7 @@ def protected(
     for striped, held in rows.items():
         at = Counter(name for names in held.values() for name in set(names))
         for source in sorted(striped.sources, key=lambda source: max(len(holders.get(run.rank, ())) for run in source)):
-            at.update(_needed(source, holders, losses, at))
+            at.update(_critical_nodes(source, holders, losses, at))
         worst = sum(count for _, count in at.most_common(losses))
         if all(holders.get(rank) for rank in striped.ranks) and worst <= len(held):
             for run in (run for source in striped.sources for run in source):
@@ -192,7 +192,7 @@ def protected(
     return frozenset(rank for rank, parts in found.items() if rank in sizes and _covers(parts, sizes[rank]))
 
 
-def _needed(
+def _critical_nodes(
     source: Source, holders: Mapping[int, Collection[str]], losses: int, at: Mapping[str, int]
 ) -> frozenset[str]:
     """Nodes of which at least one is lost whenever `losses` nodes are lost and bytes of the source with them.

@@ -1,6 +1,6 @@
 """The placement of copies: decides which nodes keep copies of which node's state, within the memory that they lend.
 
-The groups (placement/groups.py) propose holders; then free memory decides. Guarantees of `place_copies`:
+The groups (placement/groups.py) propose holders; then free memory decides. Guarantees of `place_replicas`:
 - Each state gets a first copy before any gets a second, and so on.
 - A copy is left out only if no further node has room for it. (A better packing may exist: packing states of different
   sizes is hard, and only one other copy is moved out of the way at a time.)
@@ -15,10 +15,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ckpt.placement.groups import Ids, PlacementNode, grouped, levels, send_s, shared
+from ckpt.placement.groups import Ids, PlacementNode, count_levels, group_nodes, send_s, shared_domain_pairs
 
 
-def place_copies(
+def place_replicas(
     nodes: Mapping[str, PlacementNode], room: dict[str, int], further: int, before: Sequence[Ids]
 ) -> tuple[list[Ids], dict[str, list[str]]]:
     """(the groups, each in the order of its ring; by node that trains, the holders of its copies, at most `further`).
@@ -28,20 +28,20 @@ def place_copies(
     """
     wanted = min(further, len(nodes) - 1)
     plan = _Copies(nodes, room, wanted)
-    whole = plan.keep_whole()
+    whole = plan.choose_full_holders()
     rest = [node for id, node in nodes.items() if id not in whole]
     copies = min(wanted - len(whole), len(rest) - 1) + 1
     count = len(rest) // copies
     sizes = [copies] * (count - 1) + [len(rest) - copies * (count - 1)]
-    groups = [plan.ring(group, copies) for group in grouped(rest, sizes, copies - 1, before)]
+    groups = [plan.order_ring(group, copies) for group in group_nodes(rest, sizes, copies - 1, before)]
     # Each state gets a first copy before any gets a second.
     for further_on in range(1, copies):
         for group in groups:
             for i, owner in enumerate(group):
                 if owner in plan.holders:
-                    plan.keep_if_room(owner, group[(i + further_on) % len(group)])
-        plan.fill(len(whole) + further_on)
-    plan.settle()
+                    plan.add_if_room(owner, group[(i + further_on) % len(group)])
+        plan.add_replicas(len(whole) + further_on)
+    plan.balance_replicas()
     return [*groups, *((id,) for id in whole)], plan.holders
 
 
@@ -51,24 +51,24 @@ class _Copies:
     def __init__(self, nodes: Mapping[str, PlacementNode], room: dict[str, int], wanted: int) -> None:
         self.nodes = nodes
         self.room = room
-        self.wanted = wanted
-        self.depth = levels(nodes.values())
-        self.usual = statistics.fmean([n.risk for n in nodes.values() if n.risk is not None] or [0.0])
-        self.holders: dict[str, list[str]] = {node.id: [] for node in nodes.values() if node.trains}
-        self.whole: list[str] = []  # memory-only nodes that keep a copy of every state
+        self.replicas_wanted = wanted
+        self.depth = count_levels(nodes.values())
+        self.mean_risk = statistics.fmean([n.risk for n in nodes.values() if n.risk is not None] or [0.0])
+        self.holders: dict[str, list[str]] = {node.id: [] for node in nodes.values() if node.has_state}
+        self.full_holders: list[str] = []  # memory-only nodes that keep a copy of every state
 
-    def keep_whole(self) -> list[str]:
+    def choose_full_holders(self) -> list[str]:
         """Chooses the memory-only nodes that keep a copy of every state, those with the lowest risk first."""
-        needed = sum(self.nodes[owner].bytes for owner in self.holders)
-        stable = [node for node in self.nodes.values() if not node.trains and self.room[node.id] >= needed > 0]
-        for node in sorted(stable, key=lambda node: (self.usual if node.risk is None else node.risk, node.id)):
-            if len(self.whole) < self.wanted and self._is_apart(node):
-                self.whole.append(node.id)
+        needed = sum(self.nodes[owner].state_bytes for owner in self.holders)
+        stable = [node for node in self.nodes.values() if not node.has_state and self.room[node.id] >= needed > 0]
+        for node in sorted(stable, key=lambda node: (self.mean_risk if node.risk is None else node.risk, node.id)):
+            if len(self.full_holders) < self.replicas_wanted and self._shares_no_domain(node):
+                self.full_holders.append(node.id)
                 for owner in self.holders:
-                    self.keep_if_room(owner, node.id)
-        return self.whole
+                    self.add_if_room(owner, node.id)
+        return self.full_holders
 
-    def _is_apart(self, node: PlacementNode) -> bool:
+    def _shares_no_domain(self, node: PlacementNode) -> bool:
         """Whether the node shares no domain with a node that trains, except a domain outside which no node lends."""
         return all(
             node.domain(level) != self.nodes[owner].domain(level)
@@ -77,7 +77,7 @@ class _Copies:
             for owner in self.holders
         )
 
-    def ring(self, group: Ids, copies: int) -> Ids:
+    def order_ring(self, group: Ids, copies: int) -> Ids:
         """The members, ordered so that any `copies` neighbours, which hold one state, share few domains."""
         if len(group) <= copies:
             return group
@@ -88,89 +88,89 @@ class _Copies:
             near = [self.nodes[id] for id in (*(ring[1 - copies :] if copies > 1 else ()), *closing)]
             tops = [self.nodes[id].domain(0) for id in left]
             costs = [
-                (shared([*near, self.nodes[id]], self.depth), -tops.count(top), id)
+                (shared_domain_pairs([*near, self.nodes[id]], self.depth), -tops.count(top), id)
                 for id, top in zip(left, tops, strict=True)
             ]
             ring.append(min(costs)[2])
             left.remove(ring[-1])
         return tuple(ring)
 
-    def settle(self) -> None:
+    def balance_replicas(self) -> None:
         """Adds missing copies, and moves copies out of the owner's domain, until neither is possible.
 
         It ends: the number of copies never falls. While it stays the same, copies get spread more evenly, and after
         that each move leaves fewer domains exposed."""
         more = True
         while more:
-            more = sum(self.fill(count) for count in range(1, self.wanted + 1)) > 0
+            more = sum(self.add_replicas(count) for count in range(1, self.replicas_wanted + 1)) > 0
             moved = 1
             while moved:
-                moved = sum(self._one_outside(owner, at) for at in range(self.depth) for owner in self.holders)
+                moved = sum(self._move_outside(owner, at) for at in range(self.depth) for owner in self.holders)
                 more = more or moved > 0
 
-    def fill(self, count: int) -> int:
+    def add_replicas(self, count: int) -> int:
         """Adds one copy to each state that has fewer than `count`, if possible. Returns how many were added."""
         # The largest state comes first, since room for it is hardest to find.
-        by_size = sorted(self.holders, key=lambda id: -self.nodes[id].bytes)
-        return sum(len(self.holders[owner]) < count and self._one_more(owner) for owner in by_size)
+        by_size = sorted(self.holders, key=lambda id: -self.nodes[id].state_bytes)
+        return sum(len(self.holders[owner]) < count and self._add_replica(owner) for owner in by_size)
 
-    def keep_if_room(self, owner: str, holder: str) -> bool:
-        if self.room[holder] < self.nodes[owner].bytes or holder in self.holders[owner]:
+    def add_if_room(self, owner: str, holder: str) -> bool:
+        if self.room[holder] < self.nodes[owner].state_bytes or holder in self.holders[owner]:
             return False
-        self.room[holder] -= self.nodes[owner].bytes
+        self.room[holder] -= self.nodes[owner].state_bytes
         self.holders[owner].append(holder)
         return True
 
-    def _one_more(self, owner: str) -> bool:
+    def _add_replica(self, owner: str) -> bool:
         """Adds one copy of the owner's state: on a node with room, else in place of a copy of another state.
 
         The other copy moves to another node. If it cannot, it is dropped, but only if its state has at least two copies
         more than the owner's."""
-        size, count = self.nodes[owner].bytes, len(self.holders[owner])
-        if free := self._with_room(owner):
-            return self.keep_if_room(owner, self._best(owner, free))
+        size, count = self.nodes[owner].state_bytes, len(self.holders[owner])
+        if free := self._nodes_with_room(owner):
+            return self.add_if_room(owner, self._best_holder(owner, free))
         # A quick test with the largest room: looking at each node would take a minute for hundreds of nodes.
         most = max(self.room.values())
         for elsewhere in (True, False):
             for other, held in self.holders.items():
-                instead = self._with_room(other) if elsewhere and self.nodes[other].bytes <= most else []
+                instead = self._nodes_with_room(other) if elsewhere and self.nodes[other].state_bytes <= most else []
                 for holder in held if instead or not (elsewhere or len(held) < count + 2) else ():
-                    if holder in self.whole:
+                    if holder in self.full_holders:
                         continue
-                    fits = self.room[holder] + self.nodes[other].bytes >= size
+                    fits = self.room[holder] + self.nodes[other].state_bytes >= size
                     if fits and holder != owner and holder not in self.holders[owner]:
-                        self._drop(other, holder)
+                        self._drop_replica(other, holder)
                         if instead:
-                            self.keep_if_room(other, self._best(other, instead))
-                        return self.keep_if_room(owner, holder)
+                            self.add_if_room(other, self._best_holder(other, instead))
+                        return self.add_if_room(owner, holder)
         return False
 
-    def _one_outside(self, owner: str, level: int) -> bool:
+    def _move_outside(self, owner: str, level: int) -> bool:
         """Moves one copy out of the owner's domain if all lie in it and a node outside has room. Whether it did."""
         domain, held = self.nodes[owner].domain(level), self.holders[owner]
         if not held or any(self.nodes[id].domain(level) != domain for id in held):
             return False
-        outside = [id for id in self._with_room(owner) if self.nodes[id].domain(level) != domain]
+        outside = [id for id in self._nodes_with_room(owner) if self.nodes[id].domain(level) != domain]
         if not outside:
             return False
-        self._drop(owner, held[-1])
-        return self.keep_if_room(owner, self._best(owner, outside))
+        self._drop_replica(owner, held[-1])
+        return self.add_if_room(owner, self._best_holder(owner, outside))
 
-    def _with_room(self, owner: str) -> list[str]:
+    def _nodes_with_room(self, owner: str) -> list[str]:
         taken = {owner, *self.holders[owner]}
-        return [id for id, room in self.room.items() if id not in taken and room >= self.nodes[owner].bytes]
+        return [id for id, room in self.room.items() if id not in taken and room >= self.nodes[owner].state_bytes]
 
-    def _best(self, owner: str, among: Sequence[str]) -> str:
+    def _best_holder(self, owner: str, among: Sequence[str]) -> str:
         """The best new holder: by domains shared with the owner and the holders, then risk, seconds, and room left."""
 
         def strain(id: str) -> tuple[tuple[int, ...], float, float, int, str]:
             node = self.nodes[id]
             near = [self.nodes[other] for other in (owner, *self.holders[owner], id)]
-            risk = self.usual if node.risk is None else node.risk
-            return shared(near, self.depth), risk, send_s(self.nodes[owner], node), -self.room[id], id
+            risk = self.mean_risk if node.risk is None else node.risk
+            return shared_domain_pairs(near, self.depth), risk, send_s(self.nodes[owner], node), -self.room[id], id
 
         return min(among, key=strain)
 
-    def _drop(self, owner: str, holder: str) -> None:
+    def _drop_replica(self, owner: str, holder: str) -> None:
         self.holders[owner].remove(holder)
-        self.room[holder] += self.nodes[owner].bytes
+        self.room[holder] += self.nodes[owner].state_bytes

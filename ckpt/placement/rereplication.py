@@ -1,7 +1,7 @@
 """The re-replication plan: decides which copies replace the ones on lost nodes. One pure function.
 
 After a loss of nodes, some ranks' snapshots of a checkpoint lie on fewer nodes than requested. Guarantees of
-`reprotect`, for any holders and nodes:
+`plan_rereplication`, for any holders and nodes:
 - A snapshot is copied only from a node that has it to one that does not, and to each node at most once.
 - No node gets more than it lends.
 - If all nodes lend enough, each snapshot that some node has gets to copies + 1 nodes. With too few nodes it gets to all
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Replicas, place
 
-NONE_FAILED: Mapping[tuple[int, str], int] = {}
+NO_FAILURES: Mapping[tuple[int, str], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Copy:
 class Reprotection:
     """The plan: copies to make. `short`: ranks whose snapshots get fewer copies than requested, for lack of memory."""
 
-    copies: tuple[Copy, ...]
-    short: tuple[int, ...]
+    replicas: tuple[Copy, ...]
+    short_ranks: tuple[int, ...]
 
 
-def reprotect(
+def plan_rereplication(
     holders: Mapping[int, Sequence[str]],
     sizes: Mapping[int, int],
     nodes: Sequence[PlacementNode],
     copies: int,
-    failed: Mapping[tuple[int, str], int] = NONE_FAILED,
+    failed: Mapping[tuple[int, str], int] = NO_FAILURES,
 ) -> Reprotection:
     """The plan that restores the requested number of copies.
 
@@ -57,7 +57,7 @@ def reprotect(
     Errors: UsageError if two nodes have one id, or copies is less than 1."""
     ids = {node.id for node in nodes}
     held = {rank: sorted(ids.intersection(names)) for rank, names in sorted(holders.items())}
-    train = {node.id for node in nodes if node.trains}
+    train = {node.id for node in nodes if node.has_state}
     wanted = {rank: min(copies + 1, len(train.union(names))) for rank, names in held.items()}
     lacking = {rank: wanted[rank] - len(names) for rank, names in held.items() if 0 < len(names) < wanted[rank]}
     gives = dict.fromkeys(sorted(ids), 0)
@@ -65,8 +65,10 @@ def reprotect(
     for rank in lacking:
         source[rank] = min(held[rank], key=lambda name: (failed.get((rank, name), 0), gives[name], name))
         gives[source[rank]] += sizes[rank]
-    placed = place([replace(node, bytes=gives[node.id], trains=True) for node in nodes], Replicas(copies), None, 1)
-    keeps = {kept.node: kept.holders for kept in placed.kept}
+    placed = place(
+        [replace(node, state_bytes=gives[node.id], has_state=True) for node in nodes], Replicas(copies), None, 1
+    )
+    keeps = {kept.node: kept.holders for kept in placed.protected_states}
     ranks: dict[tuple[str, str], list[int]] = {}
     short = []
     for rank, count in lacking.items():

@@ -48,7 +48,7 @@ class Stripe:
     parts: tuple[StripePart, ...]
 
 
-def stripes(sizes: Sequence[int], rooms: Sequence[int], parity: int) -> tuple[Stripe, ...] | None:
+def plan_stripes(sizes: Sequence[int], rooms: Sequence[int], parity: int) -> tuple[Stripe, ...] | None:
     """The stripes of a group whose members have `sizes` bytes of data and keep at most `rooms` bytes of parity.
 
     Each byte of every member lies in exactly one stripe; any `parity` members may be lost. A stripe's length may
@@ -66,7 +66,7 @@ def stripes(sizes: Sequence[int], rooms: Sequence[int], parity: int) -> tuple[St
     length = _least_length(units, caps, parity)
     if length is None:
         return None
-    kept = _even([min(cap, length - unit) for unit, cap in zip(units, caps, strict=True)], parity * length)
+    kept = _split_evenly([min(cap, length - unit) for unit, cap in zip(units, caps, strict=True)], parity * length)
     return _cut(sizes, _intervals(kept, length), length)
 
 
@@ -94,7 +94,7 @@ def _least_length(units: Sequence[int], caps: Sequence[int], parity: int) -> int
     return None
 
 
-def _even(most: Sequence[int], total: int) -> list[int]:
+def _split_evenly(most: Sequence[int], total: int) -> list[int]:
     """Numbers of at most `most` each that add up to `total`, with the largest as small as possible."""
     left, kept = total, [0] * len(most)
     for count, i in enumerate(sorted(range(len(most)), key=lambda i: (most[i], i))):

@@ -12,7 +12,7 @@ from typing import Literal
 from ckpt.errors import UsageError
 from ckpt.policy.levels import LevelCosts
 from ckpt.policy.save_options import LEAST, MOST, is_limit
-from ckpt.types import counted
+from ckpt.types import format_count
 
 LocalBy = Literal["start", "rates", "predictions", "overhead", "step", "replication", "least", "store"]
 StoreBy = Literal["start", "rates", "overhead", "snapshot", "commit", "store_mb_s", "unsaved_s", "at_risk_s"]
@@ -30,10 +30,10 @@ class Adaptive:
     shortens the store's interval. It is counted from the snapshot of one commit to the end of the next commit.
 
     If limits conflict, store_mb_s is kept first, then ckpt.Limits(unsaved_s=), at_risk_s, and overhead.
-    `Decision.unmet` names the limits that cannot be kept. at_risk_s cannot be kept below twice the time of a commit.
-    Nor can it be kept below a commit plus four steps: snapshots are at least three steps apart, and one waits for the
-    end of a step. There is no shortest or longest interval to give: overhead bounds from below, at_risk_s from above.
-    Use ckpt.Every for a fixed interval. Errors: UsageError if a limit is out of range.
+    `Decision.unmet_limits` names the limits that cannot be kept. at_risk_s cannot be kept below twice the time of a
+    commit. Nor can it be kept below a commit plus four steps: snapshots are at least three steps apart, and one waits
+    for the end of a step. There is no shortest or longest interval to give: overhead bounds from below, at_risk_s from
+    above. Use ckpt.Every for a fixed interval. Errors: UsageError if a limit is out of range.
     """
 
     overhead: float = 0.05
@@ -82,13 +82,13 @@ class Chosen:
 class Decision(Chosen):
     """The chosen intervals, their expected cost, and the measurements that they rest on."""
 
-    measured: LevelCosts
+    level_costs: LevelCosts
     overhead: float  # expected: wall time / useful time - 1, with lost work and recoveries
-    saving: float  # the part of the run's time that saving takes, as far as measured
+    saving_share: float  # the part of the run's time that saving takes, as far as measured
     store_mb_s: float  # expected traffic, 10^6 bytes per second
     # The most seconds that are lost if only the store is left, by the commits so far.
     at_risk_s: float
-    unmet: tuple[str, ...]  # names of the limits that cannot be kept
+    unmet_limits: tuple[str, ...]  # names of the limits that cannot be kept
     # How many snapshots, commits, and failures of each level were seen.
     stalls: int
     commits: int
@@ -97,22 +97,22 @@ class Decision(Chosen):
 
     def explain(self) -> str:
         """Two lines for people, one per level: the interval, the term that decided it, and the measurements."""
-        m = self.measured
+        m = self.level_costs
         local, store, costs = _WHY[self.local_by], _WHY[self.store_by], ""
         if self.local_by != "start":
-            local += f"; it stalls {span(m.snapshot_stall_s)} ({self.stalls} measured)"
+            local += f"; it stalls {format_duration(m.snapshot_stall_s)} ({self.stalls} measured)"
         if self.store_by != "start":
             slows = f"slows training by {_share(m.slowdown)}"
-            store += f"; it takes {span(m.commit_s)}, {slows} ({self.commits} measured)"
-            costs = f"; saving costs {_share(self.saving)}, with failures {_share(self.overhead)}"
-        if self.unmet:
-            costs += f"; cannot be kept: {', '.join(f'{name}=' for name in self.unmet)}"
-        of_memory, of_store = (counted(each, "failure") for each in (self.memory_failures, self.store_failures))
+            store += f"; it takes {format_duration(m.commit_s)}, {slows} ({self.commits} measured)"
+            costs = f"; saving costs {_share(self.saving_share)}, with failures {_share(self.overhead)}"
+        if self.unmet_limits:
+            costs += f"; cannot be kept: {', '.join(f'{name}=' for name in self.unmet_limits)}"
+        of_memory, of_store = (format_count(each, "failure") for each in (self.memory_failures, self.store_failures))
         return (
-            f"a snapshot every {span(self.local_s)}: {local}; "
-            f"memory is needed every {span(1 / m.memory_rate)} ({of_memory} seen)\n"
-            f"a commit every {span(self.store_s)}: {store}; "
-            f"the store is needed every {span(1 / m.store_rate)} ({of_store} seen){costs}"
+            f"a snapshot every {format_duration(self.local_s)}: {local}; "
+            f"memory is needed every {format_duration(1 / m.memory_rate)} ({of_memory} seen)\n"
+            f"a commit every {format_duration(self.store_s)}: {store}; "
+            f"the store is needed every {format_duration(1 / m.store_rate)} ({of_store} seen){costs}"
         )
 
 
@@ -133,7 +133,7 @@ _WHY = {
 }
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration for people, in at most two units."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms" if seconds else "0 s"

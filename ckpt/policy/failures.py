@@ -39,7 +39,7 @@ class Failure(enum.Enum):
     JOB = "job"  # more is lost than memory survives: only the store is left
 
     @property
-    def per_node(self) -> bool:
+    def is_per_node(self) -> bool:
         """Whether exposure is counted in node-seconds."""
         return self in (Failure.NODE, Failure.PREEMPTION)
 
@@ -48,45 +48,50 @@ class Failure(enum.Enum):
 class FailureRate:
     """The failure rate of one class, per second of its exposure. Errors: UsageError for negative numbers.
 
-    `settled`: the estimate up to the newest failure. Its prior is the given one, or what the newest change left.
-    `open_s`: exposure since the newest failure. `gaps_s`: the exposure before each of the newest failures, oldest
-    first, back to the newest change at most. `ever_s`, `seen`: all exposure and failures so far; they only grow.
+    `rate_at_failure`: the estimate up to the newest failure. Its prior is the given one, or what the newest change
+    left. `since_failure_s`: exposure since the newest failure. `gaps_s`: the exposure before each of the newest
+    failures, oldest first, back to the newest change at most. `total_exposure_s`, `failure_count`: all exposure and
+    failures so far; they only grow.
     """
 
-    settled: GammaRate
-    open_s: float = 0.0
+    rate_at_failure: GammaRate
+    since_failure_s: float = 0.0
     gaps_s: tuple[float, ...] = ()
-    ever_s: float = 0.0
-    seen: int = 0
+    total_exposure_s: float = 0.0
+    failure_count: int = 0
 
     @classmethod
     def prior(cls, exposure_s: float) -> FailureRate:
         """The prior that expects one failure per `exposure_s` and is worth one failure."""
         return cls(GammaRate(1.0, exposure_s))
 
-    def ran(self, exposure_s: float) -> FailureRate:
+    def with_exposure(self, exposure_s: float) -> FailureRate:
         """The rate after `exposure_s` more seconds without a failure."""
         not_negative("exposure_s", exposure_s)
-        return replace(self, open_s=self.open_s + exposure_s, ever_s=self.ever_s + exposure_s)
+        return replace(
+            self, since_failure_s=self.since_failure_s + exposure_s, total_exposure_s=self.total_exposure_s + exposure_s
+        )
 
-    def failed(self) -> FailureRate:
+    def with_failure(self) -> FailureRate:
         """The rate after a failure now."""
-        gaps_s = (*self.gaps_s, self.open_s)[-MEMORY:]
-        faded = _faded(self.settled).observed(1, self.open_s)
-        newest = _change(faded, gaps_s)
+        gaps_s = (*self.gaps_s, self.since_failure_s)[-MEMORY:]
+        faded = _fade_rate(self.rate_at_failure).with_observations(1, self.since_failure_s)
+        newest = _count_changed(faded, gaps_s)
         if newest:
             gaps_s = gaps_s[-newest:]
             spent_s = math.fsum(gaps_s)
             faded = GammaRate(1.0, spent_s / newest, newest, spent_s)
-        return replace(self, settled=faded, open_s=0.0, gaps_s=gaps_s, seen=self.seen + 1)
+        return replace(
+            self, rate_at_failure=faded, since_failure_s=0.0, gaps_s=gaps_s, failure_count=self.failure_count + 1
+        )
 
     @property
-    def now(self) -> GammaRate:
+    def current_rate(self) -> GammaRate:
         """The estimate at this moment, which includes the time without a failure since the newest one."""
-        return self.settled.observed(0, self.open_s)
+        return self.rate_at_failure.with_observations(0, self.since_failure_s)
 
 
-def _faded(known: GammaRate) -> GammaRate:
+def _fade_rate(known: GammaRate) -> GammaRate:
     """The estimate with less weight, the prior included. The weight of failures is bounded, so they could otherwise
     never outvote the prior."""
     keep = 1 - 1 / MEMORY
@@ -97,7 +102,7 @@ def _faded(known: GammaRate) -> GammaRate:
     return known.discounted(keep)
 
 
-def _change(known: GammaRate, gaps_s: tuple[float, ...]) -> int:
+def _count_changed(known: GammaRate, gaps_s: tuple[float, ...]) -> int:
     """How many of the newest failures came at a rate of their own; 0 for none.
 
     The newest m failures came in x seconds of exposure, the earlier r in y. The prior and what has faded are counted in

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ckpt.policy.failures import MEMORY, PRIOR_MIN, SHORTEST_S, Failure, FailureRate
-from ckpt.policy.known import NOTHING, Measurements
+from ckpt.policy.known import PRIORS_ONLY, Measurements
 from ckpt.policy.rates import GammaRate
 
 VERSION = 2
@@ -45,8 +45,8 @@ class Recalled:
     """What an earlier run handed on. `sources`: the numbers of the sources of predictions, unchecked.
     `refused`: why the dict was ignored, so that `known` holds only the priors; "" if it was used."""
 
-    known: Measurements
-    refused: str = ""
+    measurements: Measurements
+    refusal: str = ""
     sources: Sources = field(default_factory=dict)
 
 
@@ -58,13 +58,13 @@ def remember(known: Measurements, sources: Sources | None = None) -> dict[str, f
     for failure in Failure:
         rate, name = known.rate_of(failure), failure.value
         found |= {
-            f"{name}.prior_failures": rate.settled.prior_failures,
-            f"{name}.prior_s": rate.settled.prior_exposure_s,
-            f"{name}.failures": rate.settled.failures,
-            f"{name}.exposure_s": rate.settled.exposure_s,
-            f"{name}.open_s": rate.open_s,
-            f"{name}.ever_s": rate.ever_s,
-            f"{name}.seen": rate.seen,
+            f"{name}.prior_failures": rate.rate_at_failure.prior_failures,
+            f"{name}.prior_s": rate.rate_at_failure.prior_exposure_s,
+            f"{name}.failures": rate.rate_at_failure.failures,
+            f"{name}.exposure_s": rate.rate_at_failure.exposure_s,
+            f"{name}.open_s": rate.since_failure_s,
+            f"{name}.ever_s": rate.total_exposure_s,
+            f"{name}.seen": rate.failure_count,
         }
         found |= {f"{name}.gap.{i}": gap_s for i, gap_s in enumerate(rate.gaps_s)}
     return {name: min(number, LARGEST) for name, number in found.items()}
@@ -80,8 +80,8 @@ def recall(value: object) -> Recalled:
         if numbers:
             raise _Refused(f"{min(numbers)[:80]!r} is no name in it")
     except _Refused as refused:
-        return Recalled(NOTHING, f"what earlier runs learnt of failures is not used: {refused}")
-    return Recalled(_with(NOTHING, rates), sources=sources)
+        return Recalled(PRIORS_ONLY, f"what earlier runs learnt of failures is not used: {refused}")
+    return Recalled(_with_rates(PRIORS_ONLY, rates), sources=sources)
 
 
 def merged(one: Measurements, other: Measurements) -> Measurements:
@@ -92,15 +92,15 @@ def merged(one: Measurements, other: Measurements) -> Measurements:
     If two runs continued in parallel from one point, the failures that only the lesser one saw are lost. That is
     cheaper than to record which run saw what, since the rates are estimates.
     """
-    return _with(one, {each.value: max(one.rate_of(each), other.rate_of(each), key=_rank) for each in Failure})
+    return _with_rates(one, {each.value: max(one.rate_of(each), other.rate_of(each), key=_rank) for each in Failure})
 
 
 def _rank(rate: FailureRate) -> tuple[Any, ...]:
-    settled = tuple(getattr(rate.settled, each.name) for each in fields(GammaRate))
-    return rate.ever_s, rate.seen, rate.open_s, settled, rate.gaps_s
+    settled = tuple(getattr(rate.rate_at_failure, each.name) for each in fields(GammaRate))
+    return rate.total_exposure_s, rate.failure_count, rate.since_failure_s, settled, rate.gaps_s
 
 
-def _with(known: Measurements, rates: Mapping[str, Any]) -> Measurements:
+def _with_rates(known: Measurements, rates: Mapping[str, Any]) -> Measurements:
     return replace(known, **rates)
 
 
@@ -123,7 +123,7 @@ def _numbers(value: object) -> dict[str, float]:
         if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number <= LARGEST:
             raise _Refused(f"{name[:80]!r} is no number from 0 to {LARGEST:g}")
         numbers[name] = float(number)
-    version = _take(numbers, "version")
+    version = _pop_number(numbers, "version")
     if version not in (WITHOUT_SOURCES, VERSION):
         raise _Refused(f"its version is {version:g}, and this reads {WITHOUT_SOURCES} and {VERSION}")
     most = RATE_NUMBERS_MAX if version == WITHOUT_SOURCES else NUMBERS_MAX
@@ -143,7 +143,7 @@ def _sources(numbers: dict[str, float]) -> Sources:
     return found
 
 
-def _take(numbers: dict[str, float], name: str, least: float = 0.0, most: float = LARGEST) -> float:
+def _pop_number(numbers: dict[str, float], name: str, least: float = 0.0, most: float = LARGEST) -> float:
     if name not in numbers:
         raise _Refused(f"{name!r} is missing")
     number = numbers.pop(name)
@@ -153,15 +153,18 @@ def _take(numbers: dict[str, float], name: str, least: float = 0.0, most: float 
 
 
 def _rate(numbers: dict[str, float], name: str) -> FailureRate:
-    prior_failures = _take(numbers, f"{name}.prior_failures", PRIOR_MIN, 1)
-    prior_s = _take(numbers, f"{name}.prior_s", prior_failures * SHORTEST_S)
-    failures, exposure_s = _take(numbers, f"{name}.failures", 0, MEMORY), _take(numbers, f"{name}.exposure_s")
+    prior_failures = _pop_number(numbers, f"{name}.prior_failures", PRIOR_MIN, 1)
+    prior_s = _pop_number(numbers, f"{name}.prior_s", prior_failures * SHORTEST_S)
+    failures, exposure_s = (
+        _pop_number(numbers, f"{name}.failures", 0, MEMORY),
+        _pop_number(numbers, f"{name}.exposure_s"),
+    )
     settled = GammaRate(prior_failures, prior_s, failures, exposure_s)
-    seen = _take(numbers, f"{name}.seen")
+    seen = _pop_number(numbers, f"{name}.seen")
     if seen != int(seen):
         raise _Refused(f"'{name}.seen' is no whole number")
-    open_s, ever_s = _take(numbers, f"{name}.open_s"), _take(numbers, f"{name}.ever_s")
+    open_s, ever_s = _pop_number(numbers, f"{name}.open_s"), _pop_number(numbers, f"{name}.ever_s")
     gaps_s: list[float] = []
     while len(gaps_s) < MEMORY and f"{name}.gap.{len(gaps_s)}" in numbers:
-        gaps_s.append(_take(numbers, f"{name}.gap.{len(gaps_s)}"))
+        gaps_s.append(_pop_number(numbers, f"{name}.gap.{len(gaps_s)}"))
     return FailureRate(settled, open_s, tuple(gaps_s), ever_s, int(seen))

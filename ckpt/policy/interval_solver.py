@@ -38,18 +38,18 @@ from ckpt.policy.save_options import STEPS_APART, Limits
 # The interval until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing.
 START_S = 60.0
 LEAST_S = 1.0  # one second less of lost work is nothing beside any recovery
-IN_HAND = 1.1  # the margin to a limit
+LIMIT_MARGIN = 1.1  # the margin to a limit
 CHANGE_MIN = 1 / 7  # the least relative change of an interval
 # Standard deviations of the mean of a bound: an interval that is nearer may equal the bound.
 BOUND_DEVIATIONS = 3.0
 # Standard deviations for a value that is checked without end: three occur by chance after a hundred checks.
-LOOKED_AT = 4.0
+CHECK_DEVIATIONS = 4.0
 # What counts as noise. 1 would keep any interval, however wrong, while only one failure is known.
 DEVIATIONS = 0.75
 # Standard deviations by which a limit must be exceeded to count as broken while limits contradict each other.
-DOUBT = 1.5
+CONFLICT_DEVIATIONS = 1.5
 # The factor on the noise for the way back: near a rate's best interval that makes three deviations of the rate.
-BACK = 2.0
+RETURN_FACTOR = 2.0
 MB = 1e6
 
 Limit = Literal["store_mb_s", "unsaved_s", "at_risk_s", "overhead"]
@@ -80,47 +80,47 @@ def decide(
     """
     within = _Limits(limits.overhead, limits.store_mb_s, limits.at_risk_s, Limits(unsaved_s=unsaved_s).unsaved_s)
     needs = _Needs(known, within, nodes, peers, slots)
-    wanted = needs.wanted()
-    if current is None or _starts(current) != _starts(wanted) or not needs.can_be(current):
-        return needs.decision(wanted)
+    wanted = needs.best_choice()
+    if current is None or _start_levels(current) != _start_levels(wanted) or not needs.is_possible(current):
+        return needs.make_decision(wanted)
     stay = current
-    if stay.local_by == "predictions" and not needs.foreseen:
+    if stay.local_by == "predictions" and not needs.has_predictions:
         # No source is proven any more: that is no noise.
         stay = replace(stay, local_from_s=0.0)
-    needs.settle(stay)
-    return needs.decision(_reconsidered(needs, stay))
+    needs.settle_bounds(stay)
+    return needs.make_decision(_reconsider_intervals(needs, stay))
 
 
-def _starts(choice: Chosen) -> tuple[bool, bool]:
+def _start_levels(choice: Chosen) -> tuple[bool, bool]:
     return choice.local_by == "start", choice.store_by == "start"
 
 
-def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
+def _reconsider_intervals(needs: _Needs, stay: Chosen) -> Chosen:
     """The current intervals, the wanted ones, or the current ones with one level changed: what gains most beyond noise.
     If the current ones break a limit: what gains most, or loses least, among those that keep it."""
-    wanted = needs.wanted()
+    wanted = needs.best_choice()
     moves = bool(_alternatives(stay, wanted, CHANGE_MIN))
-    if not moves and not needs.broken(stay, needs.allowed(wanted)):
+    if not moves and not needs.broken_limits(stay, needs.relaxed_limits(wanted)):
         return stay
-    surely = needs.surely(stay)
-    doubt = DOUBT if surely.contradict() else 0.0
-    allowed = needs.allowed(wanted, doubt)
-    broken = needs.broken(stay, allowed, doubt)
+    surely = needs.with_tight_limits(stay)
+    doubt = CONFLICT_DEVIATIONS if surely.has_conflict() else 0.0
+    allowed = needs.relaxed_limits(wanted, doubt)
+    broken = needs.broken_limits(stay, allowed, doubt)
     if not moves and not broken:
         return stay
-    found = _alternatives(stay, surely.wanted(), 0.0 if broken else CHANGE_MIN)
+    found = _alternatives(stay, surely.best_choice(), 0.0 if broken else CHANGE_MIN)
     kept = LIMITS
     # Mending a limit must not put one of higher rank at risk.
     if broken:
         found += _alternatives(stay, wanted)
         kept = LIMITS[: min(LIMITS.index(each) if each in LIMITS else 0 for each in broken)]
-    found = [each for each in found if needs.can_be(each)]
-    can = [each for each in found if not needs.broken(each, allowed) and surely.keeps(each, stay, kept)]
-    best = max(can, key=lambda each: (surely.keeps(each, stay, LIMITS), needs.gain(stay, each)), default=stay)
+    found = [each for each in found if needs.is_possible(each)]
+    can = [each for each in found if not needs.broken_limits(each, allowed) and surely.keeps_limits(each, stay, kept)]
+    best = max(can, key=lambda each: (surely.keeps_limits(each, stay, LIMITS), needs.gain(stay, each)), default=stay)
     if not broken and needs.gain(stay, best) <= 0:
         return stay
     # Intervals that changed because a limit was surely broken may come back for the same reason alone.
-    had_to = needs.broken(stay, allowed, BOUND_DEVIATIONS)
+    had_to = needs.broken_limits(stay, allowed, BOUND_DEVIATIONS)
     local_from_s, store_from_s = (0.0, 0.0) if had_to else (stay.local_s, stay.store_s)
     return replace(
         best,
@@ -132,20 +132,20 @@ def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
 def _alternatives(stay: Chosen, wanted: Chosen, least: float = 0.0) -> list[Chosen]:
     """The wanted intervals, and each level's wanted interval beside the other's current one. Only for levels that move
     by more than the part `least`."""
-    local_moves = _moves(stay.local_s, wanted.local_s, least)
-    store_moves = _moves(stay.store_s, wanted.store_s, least)
+    local_moves = _is_moved(stay.local_s, wanted.local_s, least)
+    store_moves = _is_moved(stay.store_s, wanted.store_s, least)
     found = [wanted] if local_moves or store_moves else []
     if wanted.store_by == "start":
         return found  # there is only one level yet
     if local_moves:
-        found += _divided(stay.store_s, wanted.local_s, wanted.local_by, stay.store_by)
+        found += _divide_store_interval(stay.store_s, wanted.local_s, wanted.local_by, stay.store_by)
     if store_moves:
         times = wanted.store_s / stay.local_s
-        found += [Chosen(stay.local_s, k, stay.local_by, wanted.store_by) for k in _whole(times)]
+        found += [Chosen(stay.local_s, k, stay.local_by, wanted.store_by) for k in _nearest_counts(times)]
     return found
 
 
-def _moves(was_s: float, is_s: float, least: float) -> bool:
+def _is_moved(was_s: float, is_s: float, least: float) -> bool:
     return abs(is_s / was_s - 1) > least
 
 
@@ -171,31 +171,31 @@ def _gain(
     times = 2 if by in LIMITS else 1
     deviations = DEVIATIONS * times
     if from_s and (is_s - was_s) * (from_s - was_s) > 0:
-        deviations *= max(1.0, min(BACK * times, rate / rate_error))
+        deviations *= max(1.0, min(RETURN_FACTOR * times, rate / rate_error))
     change = reconsider(was_s, is_s, cost, rate, cost_error, rate_error, deviations)
-    return change.gain if _moves(was_s, is_s, CHANGE_MIN) else min(0.0, change.gain), change.noise
+    return change.gain if _is_moved(was_s, is_s, CHANGE_MIN) else min(0.0, change.gain), change.noise
 
 
-def _divided(store_s: float, local_s: float, local_by: LocalBy, store_by: StoreBy) -> list[Chosen]:
+def _divide_store_interval(store_s: float, local_s: float, local_by: LocalBy, store_by: StoreBy) -> list[Chosen]:
     """The two even divisions of a commit's interval into snapshot intervals next to the wanted one."""
-    return [Chosen(store_s / k, k, local_by, store_by) for k in _whole(store_s / local_s)]
+    return [Chosen(store_s / k, k, local_by, store_by) for k in _nearest_counts(store_s / local_s)]
 
 
-def _whole(times: float) -> list[int]:
+def _nearest_counts(times: float) -> list[int]:
     """The whole numbers next to `times`, at least 1."""
     return sorted({max(1, math.floor(times * (1 + ROUNDING))), max(1, math.ceil(times * (1 - ROUNDING)))})
 
 
-def _settled(measured: RobustMean) -> RobustMean:
+def _stable_mean(measured: RobustMean) -> RobustMean:
     """The long-run measurements, unless the newest ones clearly differ."""
     long_run = replace(measured, window=LONG)
     off = abs((measured.mean or 0.0) - (long_run.mean or 0.0))
-    return long_run if off <= LOOKED_AT * math.hypot(measured.error, long_run.error) else measured
+    return long_run if off <= CHECK_DEVIATIONS * math.hypot(measured.error, long_run.error) else measured
 
 
-def _left(bound_s: float, measured: RobustMean) -> bool:
+def _has_left_bound(bound_s: float, measured: RobustMean) -> bool:
     """Whether a bound has moved away from the current interval, which rests on measurements with the same errors."""
-    settled = _settled(measured)
+    settled = _stable_mean(measured)
     return abs(bound_s - (settled.mean or 0.0)) > BOUND_DEVIATIONS * math.hypot(measured.error, settled.error)
 
 
@@ -214,111 +214,115 @@ class _Needs:
     level."""
 
     def __init__(self, known: Measurements, limits: _Limits, nodes: int, peers: bool, slots: int) -> None:
-        self.known, self.limits, self.nodes, self.peers, self.slots = known, limits, nodes, peers, slots
-        self.measured = m = known.measured(nodes, peers)
-        self.memory, self.store = known.failures_by_level(peers)
-        self.local_c, self.local_l = m.snapshot_stall_s, m.memory_rate
-        self.store_c, self.store_l = m.commit_cost_s, m.store_rate
-        self.local_c_error, self.local_l_error = known.stall.error, known.deviation(self.memory, nodes)
-        self.foreseen = known.recall > 0
+        self.measurements, self.limits, self.nodes, self.peers, self.slots = known, limits, nodes, peers, slots
+        self.level_costs = m = known.level_costs(nodes, peers)
+        self.memory_failures, self.store_failures = known.failures_by_level(peers)
+        self.local_cost_s, self.local_rate = m.snapshot_stall_s, m.memory_rate
+        self.store_cost_s, self.store_rate = m.commit_cost_s, m.store_rate
+        self.local_cost_error_s, self.local_rate_error = known.stall.error, known.deviation(self.memory_failures, nodes)
+        self.has_predictions = known.recall > 0
         # Predictions count as rarer failures: at the rate whose best interval is the one with predictions.
-        if self.foreseen:
-            found = with_predictions(self.local_c, 1 / self.local_l, 0.0, self.local_c, known.recall, known.precision)
-            rarer = 2 * self.local_c / (found.interval_s**2 * self.local_l)
-            self.local_l, self.local_l_error = self.local_l * rarer, self.local_l_error * rarer
-            self.foreseen = rarer < 1 - ROUNDING
-        self.store_c_error = math.hypot(m.slowdown * known.commit.error, m.commit_s * known.slowdown_error)
-        self.store_l_error = known.deviation(self.store, nodes)
-        self.commit_high_s = known.commit.high if known.commit.seen else m.commit_s
+        if self.has_predictions:
+            found = with_predictions(
+                self.local_cost_s, 1 / self.local_rate, 0.0, self.local_cost_s, known.recall, known.precision
+            )
+            rarer = 2 * self.local_cost_s / (found.interval_s**2 * self.local_rate)
+            self.local_rate, self.local_rate_error = self.local_rate * rarer, self.local_rate_error * rarer
+            self.has_predictions = rarer < 1 - ROUNDING
+        self.store_cost_error_s = math.hypot(m.slowdown * known.commit.error, m.commit_s * known.slowdown_error)
+        self.store_rate_error = known.deviation(self.store_failures, nodes)
+        self.commit_high_s = known.commit.upper_value if known.commit.count else m.commit_s
         traffic = math.inf if limits.store_mb_s is None else limits.store_mb_s * MB
-        self.bytes = known.commit_bytes.mean or 0.0
-        self.traffic_s = self.bytes / traffic
+        self.commit_bytes = known.commit_bytes.mean or 0.0
+        self.traffic_s = self.commit_bytes / traffic
         self.step_s = known.step.mean or 0.0
         steps = replace(known.step, values=tuple(STEPS_APART * each for each in known.step.values))
         # With one slot the commit ends before the next snapshot is appointed.
         waits_s = STEPS_APART * self.step_s if slots == 1 else 0.0
-        self.apart = replace(known.commit, values=tuple(each + waits_s for each in known.commit.values))
+        self.commit_spacing = replace(known.commit, values=tuple(each + waits_s for each in known.commit.values))
         self.bounds: dict[Literal["step", "replication"], RobustMean] = {
             "step": steps,
             "replication": known.replication,
         }
         self.least_s: dict[Literal["least", "step", "replication"], float] = {
             "least": LEAST_S,
-            "step": _settled(steps).mean or 0.0,
-            "replication": _settled(known.replication).mean or 0.0,
+            "step": _stable_mean(steps).mean or 0.0,
+            "replication": _stable_mean(known.replication).mean or 0.0,
         }
         self.floors_s: dict[StoreBy, float] = {
             "snapshot": max(self.least_s.values()),
-            "commit": _settled(self.apart).mean or m.commit_s,
-            "store_mb_s": self.traffic_s * IN_HAND,
+            "commit": _stable_mean(self.commit_spacing).mean or m.commit_s,
+            "store_mb_s": self.traffic_s * LIMIT_MARGIN,
         }
         at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
         unsaved_s = math.inf if limits.unsaved_s is None else limits.unsaved_s
         self.ceilings_s: dict[StoreBy, float] = {
             "unsaved_s": unsaved_s / 2 - self.step_s,  # so one commit may fail
-            "at_risk_s": (at_risk_s - self.commit_high_s - self.step_s) / IN_HAND,
+            "at_risk_s": (at_risk_s - self.commit_high_s - self.step_s) / LIMIT_MARGIN,
         }
         self.ceiling_s = min(self.ceilings_s.values())
         # Until a commit is measured each snapshot is committed, at an unknown cost.
-        self.soon_s = min(at_risk_s / 2, unsaved_s / 4)
+        self.first_interval_max_s = min(at_risk_s / 2, unsaved_s / 4)
 
-    def settle(self, stay: Chosen) -> None:
+    def settle_bounds(self, stay: Chosen) -> None:
         """Keeps a current interval as its own bound while it differs from the time of a step, a replication or a commit
         by less than both errors. Only for an interval that such a time decided, which would otherwise follow the
         measurements up and down. Nothing is lost: a snapshot that is due before the former has ended is skipped
         anyway."""
         for name, measured in self.bounds.items():
-            if stay.local_by == name and not _left(stay.local_s, measured):
+            if stay.local_by == name and not _has_left_bound(stay.local_s, measured):
                 self.least_s[name] = stay.local_s
         self.floors_s["snapshot"] = max(self.least_s.values())
-        if stay.store_by == "commit" and not _left(stay.store_s, self.apart):
+        if stay.store_by == "commit" and not _has_left_bound(stay.store_s, self.commit_spacing):
             self.floors_s["commit"] = stay.store_s
 
     # -- the best intervals, whatever is in force
 
-    def wanted(self) -> Chosen:
+    def best_choice(self) -> Chosen:
         """The intervals of least cost within the limits. Each step only moves the result of the former one. The limits
         of higher rank come later."""
-        if not self.known.stall.seen:
-            return Chosen(min(START_S, self.soon_s), 1, "start", "start")
+        if not self.measurements.stall.count:
+            return Chosen(min(START_S, self.first_interval_max_s), 1, "start", "start")
         # Young 1974, for this level alone.
-        local_s = math.sqrt(2 * self.local_c / self.local_l)
+        local_s = math.sqrt(2 * self.local_cost_s / self.local_rate)
         bound = max(self.least_s, key=lambda each: self.least_s[each])
-        best_by: LocalBy = "predictions" if self.foreseen else "rates"
+        best_by: LocalBy = "predictions" if self.has_predictions else "rates"
         local_by = best_by if local_s >= self.least_s[bound] else bound
         local_s = max(local_s, self.least_s[bound])
-        budget = self.limits.overhead / IN_HAND
-        if not self.known.commit.seen:
-            least_s = self.local_c / budget
+        budget = self.limits.overhead / LIMIT_MARGIN
+        if not self.measurements.commit.count:
+            least_s = self.local_cost_s / budget
             local_by, local_s = ("overhead", least_s) if least_s > local_s else (local_by, local_s)
-            return Chosen(min(local_s, self.soon_s), 1, local_by, "start")
+            return Chosen(min(local_s, self.first_interval_max_s), 1, local_by, "start")
 
         if self.slots == 1:
             local_s = math.inf  # with one slot every snapshot is committed
         store_s, store_by = self._store_s(local_s, budget)
-        rest = budget - self.store_c / store_s
-        least_s = self.local_c / rest if rest > 0 else math.inf
+        rest = budget - self.store_cost_s / store_s
+        least_s = self.local_cost_s / rest if rest > 0 else math.inf
         if least_s > local_s:
             local_by, local_s = "overhead", least_s
         if local_s >= store_s:
             both_by: LocalBy = bound if store_by == "snapshot" and store_s <= self.least_s[bound] else "store"
             return Chosen(self._local_s(1, budget), 1, both_by, store_by)
-        choices = [Chosen(self._local_s(k, budget), k, local_by, store_by) for k in _whole(store_s / local_s)]
+        choices = [Chosen(self._local_s(k, budget), k, local_by, store_by) for k in _nearest_counts(store_s / local_s)]
         limits = replace(self.limits, overhead=budget)
-        breaks = [len(self.broken(each, limits)) for each in choices]
+        breaks = [len(self.broken_limits(each, limits)) for each in choices]
         return min(zip(breaks, choices, strict=True), key=lambda each: (each[0], self._cost(each[1])))[1]
 
     def _store_s(self, local_s: float, budget: float) -> tuple[float, StoreBy]:
         """The commit interval, and the term that decided it. `local_s`: the snapshot interval that the local level
         wants."""
         by: StoreBy = "rates"
-        store_s = math.sqrt(2 * self.store_c / self.store_l)
+        store_s = math.sqrt(2 * self.store_cost_s / self.store_rate)
         # Then both levels share one interval.
         if store_s < local_s:
             by = "snapshot"
-            store_s = math.sqrt(2 * (self.local_c + self.store_c) / (self.local_l + self.store_l))
+            store_s = math.sqrt(2 * (self.local_cost_s + self.store_cost_s) / (self.local_rate + self.store_rate))
         # Scaling both intervals by one factor keeps the optimum under a budget: the Lagrange multiplier is the same.
-        scale = (self.local_c / max(min(local_s, store_s), *self.least_s.values()) + self.store_c / store_s) / budget
+        scale = (
+            self.local_cost_s / max(min(local_s, store_s), *self.least_s.values()) + self.store_cost_s / store_s
+        ) / budget
         if scale > 1:
             by, store_s = "overhead", scale * store_s
         if store_s > self.ceiling_s:
@@ -331,141 +335,143 @@ class _Needs:
     def _local_s(self, k: int, budget: float) -> float:
         """The best snapshot interval with exactly k snapshots per commit: whole numbers leave some of what either level
         wants. Limits of higher rank are applied later."""
-        cost = self.local_c + self.store_c / k
-        local_s = max(math.sqrt(2 * cost / (self.local_l + k * self.store_l)), cost / budget)
+        cost = self.local_cost_s + self.store_cost_s / k
+        local_s = max(math.sqrt(2 * cost / (self.local_rate + k * self.store_rate)), cost / budget)
         floor_s = max(*self.least_s.values(), max(self.floors_s.values()) / k)
         return max(min(local_s, self.ceiling_s / k), floor_s)
 
     def _cost(self, choice: Chosen) -> float:
         """The overhead that depends on the intervals, to first order."""
-        return self.saving(choice) + (self.local_l * choice.local_s + self.store_l * choice.store_s) / 2
+        return self.saving_share(choice) + (self.local_rate * choice.local_s + self.store_rate * choice.store_s) / 2
 
     # -- comparing choices
 
-    def can_be(self, choice: Chosen) -> bool:
+    def is_possible(self, choice: Chosen) -> bool:
         """Whether memory suffices for the snapshots that are not committed."""
         return self.slots != 1 or choice.snapshots == 1
 
     def gain(self, now: Chosen, then: Chosen) -> float:
         """The overhead that a change saves, minus the noise. The estimates of both levels are independent."""
         by = then.store_by if then.local_by == "store" else then.local_by
-        estimates = self.local_c, self.local_l, self.local_c_error, self.local_l_error
+        estimates = self.local_cost_s, self.local_rate, self.local_cost_error_s, self.local_rate_error
         gain, noise = _gain(now.local_s, then.local_s, now.local_from_s, by, *estimates)
         if then.store_by == "start":
             return gain - noise
-        estimates = self.store_c, self.store_l, self.store_c_error, self.store_l_error
+        estimates = self.store_cost_s, self.store_rate, self.store_cost_error_s, self.store_rate_error
         store_gain, store_noise = _gain(now.store_s, then.store_s, now.store_from_s, then.store_by, *estimates)
         return gain + store_gain - math.hypot(noise, store_noise)
 
-    def saving(self, choice: Chosen) -> float:
+    def saving_share(self, choice: Chosen) -> float:
         """The part of the run's time that saving takes, as far as measured."""
-        local = 0.0 if choice.local_by == "start" else self.local_c / choice.local_s
-        return local + (0.0 if choice.store_by == "start" else self.store_c / choice.store_s)
+        local = 0.0 if choice.local_by == "start" else self.local_cost_s / choice.local_s
+        return local + (0.0 if choice.store_by == "start" else self.store_cost_s / choice.store_s)
 
-    def apart_s(self, choice: Chosen) -> float:
+    def commit_spacing_max_s(self, choice: Chosen) -> float:
         """The most time from one commit to the next. A snapshot comes up to a step late, unless steps decide when it is
         due."""
         late_s = 0.0 if choice.local_by == "step" else self.step_s
-        return max(choice.store_s + late_s, self.measured.commit_s)
+        return max(choice.store_s + late_s, self.level_costs.commit_s)
 
-    def lost_s(self, choice: Chosen) -> float:
+    def loss_max_s(self, choice: Chosen) -> float:
         """The most work that is lost if only the store is left."""
-        return self.apart_s(choice) + self.commit_high_s
+        return self.commit_spacing_max_s(choice) + self.commit_high_s
 
-    def takes(self, choice: Chosen) -> dict[Limit, float]:
+    def limit_use(self, choice: Chosen) -> dict[Limit, float]:
         """How much of each configured limit the intervals use, in that limit's unit."""
-        found: dict[Limit, float] = {"overhead": self.saving(choice)}
+        found: dict[Limit, float] = {"overhead": self.saving_share(choice)}
         if choice.store_by != "start":
-            found["store_mb_s"] = self.bytes / choice.store_s / MB
-            found["unsaved_s"] = self.apart_s(choice)
-            found["at_risk_s"] = self.lost_s(choice)
+            found["store_mb_s"] = self.commit_bytes / choice.store_s / MB
+            found["unsaved_s"] = self.commit_spacing_max_s(choice)
+            found["at_risk_s"] = self.loss_max_s(choice)
         return {each: taken for each, taken in found.items() if getattr(self.limits, each) is not None}
 
-    def may_take(self, choice: Chosen) -> dict[Limit, float]:
+    def limit_use_max(self, choice: Chosen) -> dict[Limit, float]:
         """The same, if all measurements are three standard deviations better than the truth."""
         errors = self._errors(choice)
-        return {each: taken + BOUND_DEVIATIONS * errors[each] for each, taken in self.takes(choice).items()}
+        return {each: taken + BOUND_DEVIATIONS * errors[each] for each, taken in self.limit_use(choice).items()}
 
     def _errors(self, choice: Chosen) -> dict[Limit, float]:
         """The standard deviations of `takes`."""
-        store_error = 0.0 if choice.store_by == "start" else self.store_c_error / choice.store_s
+        store_error = 0.0 if choice.store_by == "start" else self.store_cost_error_s / choice.store_s
         return {
-            "overhead": math.hypot(self.local_c_error / choice.local_s, store_error),
-            "store_mb_s": self.known.commit_bytes.error / choice.store_s / MB,
-            "unsaved_s": math.hypot(self.known.commit.error, self.known.step.error),
-            "at_risk_s": math.hypot(self.known.commit.high_error, self.known.step.error),
+            "overhead": math.hypot(self.local_cost_error_s / choice.local_s, store_error),
+            "store_mb_s": self.measurements.commit_bytes.error / choice.store_s / MB,
+            "unsaved_s": math.hypot(self.measurements.commit.error, self.measurements.step.error),
+            "at_risk_s": math.hypot(self.measurements.commit.upper_error, self.measurements.step.error),
         }
 
-    def surely(self, stay: Chosen) -> _Needs:
+    def with_tight_limits(self, stay: Chosen) -> _Needs:
         """The same needs with tighter limits. Each limit shrinks by how much more the current intervals may use in the
         long run than the newest measurements say."""
-        takes = self.takes(stay)
-        may_take = _Needs(self.known.long_run(), self.limits, self.nodes, self.peers, self.slots).may_take(stay)
+        takes = self.limit_use(stay)
+        may_take = _Needs(
+            self.measurements.with_long_window(), self.limits, self.nodes, self.peers, self.slots
+        ).limit_use_max(stay)
         tighter = {
             each: getattr(self.limits, each) * taken / may_take[each]
             for each, taken in takes.items()
             if 0 < taken < may_take[each]
         }
-        found = _Needs(self.known, replace(self.limits, **tighter), self.nodes, self.peers, self.slots)
-        found.settle(stay)
+        found = _Needs(self.measurements, replace(self.limits, **tighter), self.nodes, self.peers, self.slots)
+        found.settle_bounds(stay)
         return found
 
-    def keeps(self, choice: Chosen, stay: Chosen, names: Collection[Limit]) -> bool:
+    def keeps_limits(self, choice: Chosen, stay: Chosen, names: Collection[Limit]) -> bool:
         """Whether the intervals keep these limits, or use no more of them than the current ones do."""
-        now = self.takes(stay)
+        now = self.limit_use(stay)
         return all(
             taken <= max(getattr(self.limits, each) * (1 + ROUNDING), now.get(each, 0.0))
-            for each, taken in self.takes(choice).items()
+            for each, taken in self.limit_use(choice).items()
             if each in names
         )
 
-    def broken(self, choice: Chosen, limits: _Limits, deviations: float = 0.0) -> set[Bound]:
+    def broken_limits(self, choice: Chosen, limits: _Limits, deviations: float = 0.0) -> set[Bound]:
         """The limits and bounds that the intervals break. A limit, and the time of a commit, must be exceeded by
         `deviations` standard deviations, the other bounds by more than IN_HAND."""
-        off_s = deviations * self.known.commit.error
-        found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
-        if choice.store_by != "start" and choice.store_s * IN_HAND < self.floors_s["commit"] - off_s:
+        off_s = deviations * self.measurements.commit.error
+        found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * LIMIT_MARGIN < s}
+        if choice.store_by != "start" and choice.store_s * LIMIT_MARGIN < self.floors_s["commit"] - off_s:
             found.add("commit")
         errors = self._errors(choice)
-        takes = {each: taken - deviations * errors[each] for each, taken in self.takes(choice).items()}
+        takes = {each: taken - deviations * errors[each] for each, taken in self.limit_use(choice).items()}
         return found | {each for each, taken in takes.items() if taken > getattr(limits, each) * (1 + ROUNDING)}
 
-    def contradict(self) -> bool:
+    def has_conflict(self) -> bool:
         """Whether no intervals keep all limits."""
-        return not self.broken(self.wanted(), self.limits).isdisjoint(LIMITS)
+        return not self.broken_limits(self.best_choice(), self.limits).isdisjoint(LIMITS)
 
-    def allowed(self, wanted: Chosen, deviations: float = 0.0) -> _Limits:
+    def relaxed_limits(self, wanted: Chosen, deviations: float = 0.0) -> _Limits:
         """The limits, relaxed where the wanted intervals break one or come within `deviations` standard deviations of
         it. A relaxed limit allows what the wanted intervals use, with the same margin in hand."""
         errors, found = self._errors(wanted), dict[Limit, float]()
-        for each, taken in self.takes(wanted).items():
+        for each, taken in self.limit_use(wanted).items():
             limit = getattr(self.limits, each)
             if taken + deviations * errors[each] > limit * (1 + ROUNDING):
-                found[each] = min(max(limit, IN_HAND * taken), 1.0 if each == "overhead" else math.inf)
+                found[each] = min(max(limit, LIMIT_MARGIN * taken), 1.0 if each == "overhead" else math.inf)
         return replace(self.limits, **found)
 
-    def decision(self, choice: Chosen) -> Decision:
-        m, broken = self.measured, self.broken(choice, self.limits)
+    def make_decision(self, choice: Chosen) -> Decision:
+        m, broken = self.level_costs, self.broken_limits(choice, self.limits)
         # Never below a thousandth of an interval: costs may exceed the interval, and would leave no work.
-        work_s = max(choice.local_s - self.local_c - self.store_c / choice.snapshots, choice.local_s / 1000)
+        work_s = max(choice.local_s - self.local_cost_s - self.store_cost_s / choice.snapshots, choice.local_s / 1000)
         return Decision(
             local_s=choice.local_s,
             snapshots=choice.snapshots,
             local_by=choice.local_by,
             store_by=choice.store_by,
-            measured=m,
+            level_costs=m,
             overhead=overhead_of(m, work_s, choice.snapshots),
-            saving=self.saving(choice),
-            store_mb_s=self.bytes / choice.store_s / MB,
-            at_risk_s=self.lost_s(choice),
+            saving_share=self.saving_share(choice),
+            store_mb_s=self.commit_bytes / choice.store_s / MB,
+            at_risk_s=self.loss_max_s(choice),
             local_from_s=choice.local_from_s,
             store_from_s=choice.store_from_s,
-            unmet=tuple(each for each in LIMITS if each in broken),
-            stalls=self.known.stall.seen,
-            commits=self.known.commit.seen,
-            memory_failures=self._seen(self.memory),
-            store_failures=self._seen(self.store),
+            unmet_limits=tuple(each for each in LIMITS if each in broken),
+            stalls=self.measurements.stall.count,
+            commits=self.measurements.commit.count,
+            memory_failures=self._failure_count(self.memory_failures),
+            store_failures=self._failure_count(self.store_failures),
         )
 
-    def _seen(self, failures: Iterable[Failure]) -> int:
-        return sum(self.known.rate_of(each).seen for each in failures)
+    def _failure_count(self, failures: Iterable[Failure]) -> int:
+        return sum(self.measurements.rate_of(each).failure_count for each in failures)

@@ -61,50 +61,55 @@ class Measurements:
 
     # -- observations
 
-    def stalled(self, seconds: float) -> Measurements:
+    def with_stall(self, seconds: float) -> Measurements:
         """A snapshot stopped training for `seconds`, on the slowest rank. The first snapshot of a run says little about
         the others: it counts as FIRST_STALL_S at most. After the second, the smaller of the two counts as one
         measurement."""
-        if not self.stall.seen:
-            stall = self.stall.observed(min(seconds, FIRST_STALL_S))
+        if not self.stall.count:
+            stall = self.stall.with_value(min(seconds, FIRST_STALL_S))
             return replace(self, stall=stall, first_stall_s=seconds)
-        if self.stall.seen == 1:
+        if self.stall.count == 1:
             least_s = min(self.first_stall_s, seconds)
-            return replace(self, stall=replace(self.stall, values=()).observed(least_s))
-        return replace(self, stall=self.stall.observed(seconds))
+            return replace(self, stall=replace(self.stall, values=()).with_value(least_s))
+        return replace(self, stall=self.stall.with_value(seconds))
 
-    def committed(self, seconds: float, count_bytes: float) -> Measurements:
+    def with_commit(self, seconds: float, count_bytes: float) -> Measurements:
         """A commit took `seconds` and wrote `count_bytes` to the store."""
         not_negative("count_bytes", count_bytes)
-        return replace(self, commit=self.commit.observed(seconds), commit_bytes=self.commit_bytes.observed(count_bytes))
+        return replace(
+            self, commit=self.commit.with_value(seconds), commit_bytes=self.commit_bytes.with_value(count_bytes)
+        )
 
-    def replicated(self, seconds: float) -> Measurements:
+    def with_replication(self, seconds: float) -> Measurements:
         """A snapshot was replicated `seconds` after it was taken."""
-        return replace(self, replication=self.replication.observed(seconds))
+        return replace(self, replication=self.replication.with_value(seconds))
 
-    def stepped(self, steps: int, seconds: float) -> Measurements:
+    def with_steps(self, steps: int, seconds: float) -> Measurements:
         """`steps` steps ended in `seconds`, without a snapshot and while no commit ran."""
-        return replace(self, step=self.step.observed(_pace(steps, seconds)))
+        return replace(self, step=self.step.with_value(_step_time_s(steps, seconds)))
 
-    def stepped_beside_commit(self, steps: int, seconds: float) -> Measurements:
+    def with_steps_beside_commit(self, steps: int, seconds: float) -> Measurements:
         """`steps` steps ended in `seconds`, without a snapshot and while a commit ran all the time."""
-        return replace(self, step_beside_commit=self.step_beside_commit.observed(_pace(steps, seconds)))
+        return replace(self, step_beside_commit=self.step_beside_commit.with_value(_step_time_s(steps, seconds)))
 
-    def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> Measurements:
+    def with_recovery(self, level: Literal["local", "peer", "store"], seconds: float) -> Measurements:
         """Training continued from a checkpoint of that level `seconds` after a failure."""
         name = f"{level}_recovery"
         recovery: RobustMean = getattr(self, name)
-        return self._with({name: recovery.observed(seconds)})
+        return self._replace_fields({name: recovery.with_value(seconds)})
 
-    def ran(self, seconds: float, nodes: int = 1) -> Measurements:
-        """Training ran for `seconds` on `nodes` nodes. Call it before `failed` for the failure that ended the run."""
-        return self._with({each.value: self.rate_of(each).ran(seconds * _times(each, nodes)) for each in Failure})
+    def with_uptime(self, seconds: float, nodes: int = 1) -> Measurements:
+        """Training ran for `seconds` on `nodes` nodes. Call it before `with_failure` for the failure that ended the
+        run."""
+        return self._replace_fields(
+            {each.value: self.rate_of(each).with_exposure(seconds * _exposure_factor(each, nodes)) for each in Failure}
+        )
 
-    def failed(self, failure: Failure) -> Measurements:
+    def with_failure(self, failure: Failure) -> Measurements:
         """A failure of that class lost work. A failure of several ranks or nodes at once counts once."""
-        return self._with({failure.value: self.rate_of(failure).failed()})
+        return self._replace_fields({failure.value: self.rate_of(failure).with_failure()})
 
-    def foreseen(self, recall: float, precision: float) -> Measurements:
+    def with_predictor(self, recall: float, precision: float) -> Measurements:
         """Sets the predictor's quality. `recall`: the part of the failures survived by memory that is predicted and
         acted on. `precision`: the part of the predictions that come true. Both are cautious bounds: 0 and 1 if no
         source is proven. Errors: UsageError outside [0, 1) and (0, 1]."""
@@ -112,16 +117,16 @@ class Measurements:
             raise UsageError(f"recall={recall}, precision={precision}: in [0, 1) and (0, 1]")
         return replace(self, recall=recall, precision=precision)
 
-    def _with(self, changes: dict[str, Any]) -> Measurements:
+    def _replace_fields(self, changes: dict[str, Any]) -> Measurements:
         return replace(self, **changes)
 
     # -- what the formulas need
 
-    def long_run(self) -> Measurements:
+    def with_long_window(self) -> Measurements:
         """The same, with costs over four times as many measurements: more certain, and slower to show a change."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         costs = {name: value for name, value in values.items() if isinstance(value, RobustMean)}
-        return self._with({name: replace(cost, window=LONG) for name, cost in costs.items()})
+        return self._replace_fields({name: replace(cost, window=LONG) for name, cost in costs.items()})
 
     @property
     def stall_s(self) -> float:
@@ -152,7 +157,7 @@ class Measurements:
         weight = SLOWDOWN**2 / (SLOWDOWN**2 + error**2)
         return weight * seen + (1 - weight) * SLOWDOWN, error * math.sqrt(weight)
 
-    def measured(self, nodes: int, peers: bool) -> LevelCosts:
+    def level_costs(self, nodes: int, peers: bool) -> LevelCosts:
         """The input of the model in `levels`. `peers`: whether other hosts' memory survives the loss of a node."""
         memory, store = self.failures_by_level(peers)
         return LevelCosts(
@@ -160,7 +165,7 @@ class Measurements:
             commit_s=COMMIT_S if self.commit.mean is None else self.commit.mean,
             slowdown=self.slowdown,
             replication_s=self.replication.mean or 0.0,
-            local_rate=max(RARE, self.process.now.mean),
+            local_rate=max(RARE, self.process.current_rate.mean),
             peer_rate=self._rate([each for each in memory if each is not Failure.PROCESS], nodes),
             store_rate=max(RARE, self._rate(store, nodes)),
             local_recovery_s=self.local_recovery.mean or 0.0,
@@ -176,22 +181,24 @@ class Measurements:
 
     def deviation(self, failures: Iterable[Failure], nodes: int) -> float:
         """The standard deviation of the sum of these rates, per second of the job."""
-        return math.hypot(*(self.rate_of(each).now.deviation * _times(each, nodes) for each in failures))
+        return math.hypot(
+            *(self.rate_of(each).current_rate.deviation * _exposure_factor(each, nodes) for each in failures)
+        )
 
     def _rate(self, failures: Iterable[Failure], nodes: int) -> float:
-        return math.fsum(self.rate_of(each).now.mean * _times(each, nodes) for each in failures)
+        return math.fsum(self.rate_of(each).current_rate.mean * _exposure_factor(each, nodes) for each in failures)
 
 
-def _times(failure: Failure, nodes: int) -> int:
+def _exposure_factor(failure: Failure, nodes: int) -> int:
     """Seconds of exposure per second of the job. Errors: UsageError if nodes is below 1."""
     if nodes < 1:
         raise UsageError(f"nodes={nodes}: at least 1")
-    return nodes if failure.per_node else 1
+    return nodes if failure.is_per_node else 1
 
 
-def _pace(steps: int, seconds: float) -> float:
+def _step_time_s(steps: int, seconds: float) -> float:
     return not_negative("seconds", seconds) / positive("steps", steps)
 
 
 # Only the priors.
-NOTHING = Measurements()
+PRIORS_ONLY = Measurements()

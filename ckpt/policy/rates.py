@@ -35,7 +35,7 @@ class GammaRate:
         not_negative("failures", self.failures)
         not_negative("exposure_s", self.exposure_s)
 
-    def observed(self, failures: float, exposure_s: float) -> GammaRate:
+    def with_observations(self, failures: float, exposure_s: float) -> GammaRate:
         """The rate after this many more failures in this many more seconds of exposure."""
         not_negative("failures", failures)
         not_negative("exposure_s", exposure_s)
@@ -139,7 +139,7 @@ class Change:
     """The answer of `reconsider`. Overheads are wall time / useful time, to first order."""
 
     interval_s: float  # the interval to use from now on
-    changed: bool
+    is_changed: bool
     gain: float  # the overhead that the proposed interval saves, by the estimates
     noise: float  # the possible error of the gain
 

@@ -1,7 +1,7 @@
 """A robust mean: the usual value of a few measurements of which some are outliers.
 
 It is a trimmed mean over a short window. A plain mean would follow the one stall in a hundred that has an outside
-cause. A median would jump between two kinds of stalls (copied late, copied at the boundary), while the cost lies in
+cause. A median would jump between two kinds of stalls (deferred, copied at the boundary), while the cost lies in
 between. Dropping an eighth at either end ignores rare values and weighs the others. The window forgets the costs of a
 state that has grown since.
 """
@@ -21,17 +21,17 @@ LONG = 64  # half the error, and a better estimate of the error
 
 @dataclass(frozen=True)  # no slots, because of the cached properties
 class RobustMean:
-    """Measurements of one kind, each 0 or more. `values`: the newest 64, oldest first. `seen`: how many there ever
+    """Measurements of one kind, each 0 or more. `values`: the newest 64, oldest first. `count`: how many there ever
     were. `window`: how many of the newest the statistics use. Errors: UsageError."""
 
     values: tuple[float, ...] = ()
-    seen: int = 0
+    count: int = 0
     window: int = WINDOW
 
-    def observed(self, value: float) -> RobustMean:
+    def with_value(self, value: float) -> RobustMean:
         """The value after one more measurement."""
         not_negative("value", value)
-        return RobustMean((*self.values, float(value))[-LONG:], self.seen + 1, self.window)
+        return RobustMean((*self.values, float(value))[-LONG:], self.count + 1, self.window)
 
     @property
     def recent(self) -> tuple[float, ...]:
@@ -71,12 +71,12 @@ class RobustMean:
         return spread / ((1 - 2 * cut / n) * math.sqrt(n))
 
     @property
-    def high(self) -> float:
+    def upper_value(self) -> float:
         """A value that seven of eight measurements do not exceed, used to check promises; 0 without measurements."""
         return self._ordered[-1 - len(self._ordered) // 8] if self._ordered else 0.0
 
     @property
-    def high_error(self) -> float:
+    def upper_error(self) -> float:
         """The standard deviation of `high` for normal values: sqrt(p (1 - p)) / density(p) is 1.6 for p = 7/8, that of
         the mean 1 (Cramer 1946, section 28.5)."""
         return 1.6 * self.error

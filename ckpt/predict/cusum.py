@@ -20,7 +20,7 @@ MEMORY = 2880
 RELEARN = 360
 
 
-def grown(total: float, z: float, k: float) -> float:
+def next_sum(total: float, z: float, k: float) -> float:
     """S after a residual of z."""
     return max(0.0, total + z - k)
 
@@ -34,7 +34,7 @@ class Usual:
     mean: float = 0.0
     variance: float = 0.0
 
-    def observed(self, value: float) -> Usual:
+    def with_value(self, value: float) -> Usual:
         n = min(self.count + 1, MEMORY)
         before = value - self.mean
         mean = self.mean + before / n
@@ -49,8 +49,8 @@ class Usual:
 class Cusum:
     """The detector's state, as a value; `observed` returns the next one.
 
-    `k`, `h`: in standard deviations. `least`: the least deviation, in the signal's unit, since an error counter that
-    was always 0 has a deviation of 0. `lasted`: readings since the alarm began.
+    `k`, `h`: in standard deviations. `min_deviation`: the least deviation, in the signal's unit, since an error counter
+    that was always 0 has a deviation of 0. `alarm_readings`: readings since the alarm began.
 
     The baseline is frozen while the alarm stands, so that an unusual level does not become usual by lasting. The alarm
     ends when S is back at 0 (S is capped at 2h), or after RELEARN readings: then the baseline is learnt anew.
@@ -58,26 +58,34 @@ class Cusum:
 
     k: float = 0.5
     h: float = 5.0
-    least: float = 1e-9
-    usual: Usual = Usual()
-    sum: float = 0.0
-    alarm: bool = False
-    lasted: int = 0
+    min_deviation: float = 1e-9
+    baseline: Usual = Usual()
+    cumulative_sum: float = 0.0
+    is_alarm: bool = False
+    alarm_readings: int = 0
 
     def residual(self, value: float) -> float:
         """The residual in deviations of the baseline, cut off at Z_MAX either way; 0 before LEARNT_MIN readings."""
-        if self.usual.count < LEARNT_MIN:
+        if self.baseline.count < LEARNT_MIN:
             return 0.0
-        z = (value - self.usual.mean) / max(self.least, self.usual.deviation)
+        z = (value - self.baseline.mean) / max(self.min_deviation, self.baseline.deviation)
         return max(-Z_MAX, min(Z_MAX, z))
 
-    def observed(self, value: float) -> Cusum:
+    def with_reading(self, value: float) -> Cusum:
         """The state after one more reading. A reading that is not finite changes nothing."""
         if not math.isfinite(value):
             return self
-        if self.lasted >= RELEARN:
-            return replace(self, usual=Usual().observed(value), sum=0.0, alarm=False, lasted=0)
-        total = min(grown(self.sum, self.residual(value), self.k), 2 * self.h)
-        alarm = total > 0 if self.alarm else total > self.h
-        usual = self.usual if alarm else self.usual.observed(value)
-        return replace(self, usual=usual, sum=total, alarm=alarm, lasted=self.lasted + 1 if alarm else 0)
+        if self.alarm_readings >= RELEARN:
+            return replace(
+                self, baseline=Usual().with_value(value), cumulative_sum=0.0, is_alarm=False, alarm_readings=0
+            )
+        total = min(next_sum(self.cumulative_sum, self.residual(value), self.k), 2 * self.h)
+        alarm = total > 0 if self.is_alarm else total > self.h
+        usual = self.baseline if alarm else self.baseline.with_value(value)
+        return replace(
+            self,
+            baseline=usual,
+            cumulative_sum=total,
+            is_alarm=alarm,
+            alarm_readings=self.alarm_readings + 1 if alarm else 0,
+        )

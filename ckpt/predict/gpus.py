@@ -41,7 +41,7 @@ class Gpus:
                 nvml.nvmlDeviceRegisterEvents(device, nvml.nvmlEventTypeXidCriticalError, self._events)
         except Exception:  # no events in this driver, or no right to them
             self._events = None
-        self._slow = sum(
+        self._slowdown_mask = sum(
             getattr(nvml, f"nvmlClocksThrottleReason{each}", 0)
             for each in ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwThermalSlowdown")
         )
@@ -57,17 +57,17 @@ class Gpus:
             counters["gpu.xid"] = self._xid_count()
         volatile = getattr(nvml, "NVML_VOLATILE_ECC", 0)
         counted = {
-            "gpu.ecc_corrected": self._of_each(lambda each: nvml.nvmlDeviceGetTotalEccErrors(each, 0, volatile)),
-            "gpu.ecc_uncorrected": self._of_each(lambda each: nvml.nvmlDeviceGetTotalEccErrors(each, 1, volatile)),
-            "gpu.retired": self._of_each(lambda each: nvml.nvmlDeviceGetRemappedRows(each)[1])
-            or self._of_each(lambda each: len(nvml.nvmlDeviceGetRetiredPages(each, 1))),
-            "gpu.replays": self._of_each(lambda each: nvml.nvmlDeviceGetPcieReplayCounter(each)),
+            "gpu.ecc_corrected": self._ask_devices(lambda each: nvml.nvmlDeviceGetTotalEccErrors(each, 0, volatile)),
+            "gpu.ecc_uncorrected": self._ask_devices(lambda each: nvml.nvmlDeviceGetTotalEccErrors(each, 1, volatile)),
+            "gpu.retired": self._ask_devices(lambda each: nvml.nvmlDeviceGetRemappedRows(each)[1])
+            or self._ask_devices(lambda each: len(nvml.nvmlDeviceGetRetiredPages(each, 1))),
+            "gpu.replays": self._ask_devices(lambda each: nvml.nvmlDeviceGetPcieReplayCounter(each)),
         }
         counters |= {name: sum(each) for name, each in counted.items() if each}
-        if hot := self._of_each(lambda each: nvml.nvmlDeviceGetTemperature(each, 0)):
+        if hot := self._ask_devices(lambda each: nvml.nvmlDeviceGetTemperature(each, 0)):
             gauges["gpu.temperature"] = max(hot)
-        if reasons := self._of_each(lambda each: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(each)):
-            gauges["gpu.throttled"] = sum(bool(int(each) & self._slow) for each in reasons) / len(reasons)
+        if reasons := self._ask_devices(lambda each: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(each)):
+            gauges["gpu.throttled"] = sum(bool(int(each) & self._slowdown_mask) for each in reasons) / len(reasons)
         return gauges, counters
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Gpus:
             self._xids += 1
         return self._xids
 
-    def _of_each(self, ask: Callable[[Any], Any]) -> list[float]:
+    def _ask_devices(self, ask: Callable[[Any], Any]) -> list[float]:
         """The answers of those devices that support the call."""
         found = []
         for device in self._devices:

@@ -38,7 +38,7 @@ class Hazard:
     shift: float = 0.0
 
     @classmethod
-    def base(cls, rate: float, features: int = 0) -> Hazard:
+    def from_base_rate(cls, rate: float, features: int = 0) -> Hazard:
         """The model that always answers `rate`: used before anything is learnt."""
         rate = min(max(rate, 1e-9), 1 - 1e-9)
         return cls((0.0,) * features, math.log(rate / (1 - rate)))

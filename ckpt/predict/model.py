@@ -119,14 +119,14 @@ class PredictorReader:
 
     def __init__(self, trained: Trained) -> None:
         self.alarm_above = trained.alarm_above
-        self._trained = trained
+        self._predictor = trained
         self._rows: collections.deque[Floats] = collections.deque(maxlen=trained.window)
 
-    def observed(self, values: dict[str, float]) -> float | None:
-        self._rows.append(self._trained.rows([values])[0])
-        if len(self._rows) < self._trained.window:
+    def add_reading(self, values: dict[str, float]) -> float | None:
+        self._rows.append(self._predictor.rows([values])[0])
+        if len(self._rows) < self._predictor.window:
             return None
-        return float(self._trained.probabilities(np.stack(self._rows)[None])[0])
+        return float(self._predictor.probabilities(np.stack(self._rows)[None])[0])
 
 
 # -- the file
@@ -143,11 +143,11 @@ def save(trained: Trained, path: str | os.PathLike[str]) -> None:
         "report": dict(trained.report),
     }
     text = json.dumps(header).encode()
-    arrays = [np.ascontiguousarray(trained.arrays[name], dtype="<f4").tobytes() for name in _expected(trained)]
+    arrays = [np.ascontiguousarray(trained.arrays[name], dtype="<f4").tobytes() for name in _checked_shapes(trained)]
     body = b"".join([_HEAD.pack(MAGIC, VERSION, len(text)), text, *arrays])
     data = body + hashlib.sha256(body).digest()
     try:
-        _decoded(data)
+        _decode_file(data)
     except _BadModel as wrong:
         raise UsageError(f"the predictor could not be read back: {wrong}") from None
     path = Path(path)
@@ -167,7 +167,7 @@ def load(path: str | os.PathLike[str]) -> Trained:
     with open(path, "rb") as file:
         data = file.read(FILE_BYTES_MAX + 1)
     try:
-        return _decoded(data)
+        return _decode_file(data)
     except _BadModel as wrong:
         raise DamagedData(f"{os.fspath(path)} is no predictor that ckpt can read: {wrong}") from None
 
@@ -176,7 +176,7 @@ class _BadModel(Exception):
     """The data are no valid predictor; the message says why."""
 
 
-def _decoded(data: bytes) -> Trained:
+def _decode_file(data: bytes) -> Trained:
     if len(data) > FILE_BYTES_MAX:
         raise _BadModel(f"it has more than {FILE_BYTES_MAX} bytes")
     if len(data) < _HEAD.size + 32 or not data.startswith(MAGIC):
@@ -193,10 +193,10 @@ def _decoded(data: bytes) -> Trained:
         header = json.loads(body[:length])
     except (ValueError, RecursionError):
         raise _BadModel("its header is no JSON") from None
-    return _trained(header, body[length:])
+    return _parse_predictor(header, body[length:])
 
 
-def _trained(header: Any, data: bytes) -> Trained:
+def _parse_predictor(header: Any, data: bytes) -> Trained:
     if not isinstance(header, dict):
         raise _BadModel("its header is no object")
     signals, report = header.get("signals"), header.get("report")
@@ -242,7 +242,7 @@ def _number(found: Any, name: str) -> float:
     return float(found)
 
 
-def _expected(trained: Trained) -> dict[str, tuple[int, ...]]:
+def _checked_shapes(trained: Trained) -> dict[str, tuple[int, ...]]:
     """The shapes of the predictor's arrays. Errors: UsageError if its arrays have others."""
     found = shapes(len(trained.signals), trained.hidden)
     if {name: each.shape for name, each in trained.arrays.items()} != found:

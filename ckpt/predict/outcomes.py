@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt.predict.scoring import WINDOW_S, Score, merged
+from ckpt.predict.scoring import WINDOW_S, Score, merge_scores
 from ckpt.predict.watching import SOURCES
 
 STANDING_SHOWN = 100
@@ -21,91 +21,92 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.scores: dict[str, Score] = {}
-        self._standing: dict[tuple[str, str], float] = {}  # by node and source: since when
+        self._standing_since_s: dict[tuple[str, str], float] = {}  # by node and source: since when
         # By node: the watching sources, and the time up to which their watching is counted.
-        self._watching: dict[str, tuple[frozenset[str], float]] = {}
+        self._watches_by_node: dict[str, tuple[frozenset[str], float]] = {}
 
     def inherit(self, scores: Mapping[str, Score]) -> None:
         """Merges the scores of earlier runs."""
-        self.scores = merged(self.scores, {name: each for name, each in scores.items() if name in SOURCES})
+        self.scores = merge_scores(self.scores, {name: each for name, each in scores.items() if name in SOURCES})
 
-    def watches(self, node: str, sources: Iterable[str], now_s: float) -> None:
+    def set_sources(self, node: str, sources: Iterable[str], now_s: float) -> None:
         """From now on these sources watch that node."""
-        self._watch(node, now_s)
-        self._watching[node] = frozenset(sources) & frozenset(SOURCES), now_s
+        self._count_watch_time(node, now_s)
+        self._watches_by_node[node] = frozenset(sources) & frozenset(SOURCES), now_s
 
-    def alarmed(self, node: str, source: str, now_s: float) -> bool:
+    def record_alarm(self, node: str, source: str, now_s: float) -> bool:
         """Records an alarm. True if it is new: from a source that watches the node, and not standing already."""
-        self.passed(now_s)
-        known = source in self._watching.get(node, (frozenset(), 0.0))[0]
-        if not known or (node, source) in self._standing:
+        self.advance_time(now_s)
+        known = source in self._watches_by_node.get(node, (frozenset(), 0.0))[0]
+        if not known or (node, source) in self._standing_since_s:
             return False
-        self._standing[node, source] = now_s
+        self._standing_since_s[node, source] = now_s
         return True
 
-    def failed(self, node: str, now_s: float, needed_s: float) -> None:
+    def record_failure(self, node: str, now_s: float, needed_s: float) -> None:
         """Records that the node failed. `needed_s`: the time from an alarm until the state is replicated."""
-        self.passed(now_s)
-        self._watch(node, now_s)
-        for source in self._watching.get(node, (frozenset[str](), 0.0))[0]:
-            score, since_s = self.scores.get(source, Score()), self._standing.pop((node, source), None)
+        self.advance_time(now_s)
+        self._count_watch_time(node, now_s)
+        for source in self._watches_by_node.get(node, (frozenset[str](), 0.0))[0]:
+            score, since_s = self.scores.get(source, Score()), self._standing_since_s.pop((node, source), None)
             if since_s is None:
-                self.scores[source] = score.was_silent()
+                self.scores[source] = score.with_missed_failure()
             else:
-                self.scores[source] = score.came(now_s - since_s, now_s - since_s >= needed_s)
+                self.scores[source] = score.with_true_alarm(now_s - since_s, now_s - since_s >= needed_s)
 
-    def passed(self, now_s: float) -> None:
+    def advance_time(self, now_s: float) -> None:
         """Advances the time: alarms whose window has passed were false."""
-        for node in self._watching:
-            self._watch(node, now_s)
-        for (node, source), since_s in list(self._standing.items()):
-            if now_s >= since_s + WINDOW_S:  # exactly as in `next_s`
-                del self._standing[node, source]
-                self.scores[source] = self.scores.get(source, Score()).came_to_nothing()
+        for node in self._watches_by_node:
+            self._count_watch_time(node, now_s)
+        for (node, source), since_s in list(self._standing_since_s.items()):
+            if now_s >= since_s + WINDOW_S:  # exactly as in `next_expiry_s`
+                del self._standing_since_s[node, source]
+                self.scores[source] = self.scores.get(source, Score()).with_false_alarm()
 
-    def stopped(self, now_s: float) -> None:
+    def stop_watching(self, now_s: float) -> None:
         """Ends all watching and withdraws all alarms."""
-        self.passed(now_s)
-        self._watching.clear()
-        self._standing.clear()
+        self.advance_time(now_s)
+        self._watches_by_node.clear()
+        self._standing_since_s.clear()
 
     # -- what follows from the outcomes
 
-    def standing(self) -> dict[tuple[str, str], float]:
+    def standing_alarms(self) -> dict[tuple[str, str], float]:
         """The standing alarms, by node and source: since when."""
-        return dict(self._standing)
+        return dict(self._standing_since_s)
 
-    def next_s(self) -> float:
+    def next_expiry_s(self) -> float:
         """When the window of the oldest standing alarm passes; inf if none stands."""
-        return min(self._standing.values(), default=math.inf) + WINDOW_S
+        return min(self._standing_since_s.values(), default=math.inf) + WINDOW_S
 
-    def proven(self) -> dict[str, Score]:
+    def proven_scores(self) -> dict[str, Score]:
         """The scores of the proven sources."""
-        return {name: score for name, score in self.scores.items() if score.proven}
+        return {name: score for name, score in self.scores.items() if score.is_proven}
 
     def risks(self, nodes: Iterable[str]) -> dict[str, float]:
         """The probability that each of these nodes fails soon, by proven sources; {} if none of them has an alarm for
         these nodes."""
-        proven = self.proven()
+        proven = self.proven_scores()
         found = {
             node: max(
-                (score.precision for source, score in proven.items() if (node, source) in self._standing), default=None
+                (score.precision for source, score in proven.items() if (node, source) in self._standing_since_s),
+                default=None,
             )
             for node in nodes
         }
-        usual = min((score.chance for score in proven.values()), default=0.0)
+        usual = min((score.chance_precision for score in proven.values()), default=0.0)
         if all(each is None for each in found.values()):
             return {}
         return {node: usual if each is None else each for node, each in found.items()}
 
     def table(self, now_s: float) -> dict[str, Any]:
         """The sources and the standing alarms, for people and programs."""
-        self.passed(now_s)
+        self.advance_time(now_s)
         return {
-            "sources": {name: facts(self.scores.get(name, Score())) for name in self._named()},
+            "sources": {name: score_facts(self.scores.get(name, Score())) for name in self._shown_sources()},
             "standing": [
                 {"node": node, "source": source, "for_s": now_s - since_s}
-                for (node, source), since_s in sorted(self._standing.items())[:STANDING_SHOWN]
+                for (node, source), since_s in sorted(self._standing_since_s.items())[:STANDING_SHOWN]
             ],
         }
 
@@ -113,24 +114,24 @@ class Outcomes:
         """The numbers to keep, of each source with an outcome."""
         return {name: score.numbers() for name, score in self.scores.items() if score.seen}
 
-    def _named(self) -> list[str]:
-        watching = {source for sources, _ in self._watching.values() for source in sources}
+    def _shown_sources(self) -> list[str]:
+        watching = {source for sources, _ in self._watches_by_node.values() for source in sources}
         return [name for name in SOURCES if name in watching or name in self.scores]
 
-    def _watch(self, node: str, now_s: float) -> None:
+    def _count_watch_time(self, node: str, now_s: float) -> None:
         """Counts the time during which the node's sources watched."""
-        if node not in self._watching:
+        if node not in self._watches_by_node:
             return
-        sources, until_s = self._watching[node]
+        sources, until_s = self._watches_by_node[node]
         for source in sources:
-            self.scores[source] = self.scores.get(source, Score()).watched(now_s - until_s)
-        self._watching[node] = sources, max(until_s, now_s)
+            self.scores[source] = self.scores.get(source, Score()).with_watch_time(now_s - until_s)
+        self._watches_by_node[node] = sources, max(until_s, now_s)
 
 
-def facts(score: Score) -> dict[str, Any]:
+def score_facts(score: Score) -> dict[str, Any]:
     """The numbers of a source for `ckpt watch` and its JSON: the bounds, and the counts behind them."""
     return {
-        "proven": score.proven,
+        "proven": score.is_proven,
         "precision": score.precision,
         "recall": score.recall,
         "lead_s": score.lead_s,
@@ -139,5 +140,5 @@ def facts(score: Score) -> dict[str, Any]:
         "late": score.late,
         "false": score.false,
         "missed": score.missed,
-        "chance": score.chance,
+        "chance": score.chance_precision,
     }

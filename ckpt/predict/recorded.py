@@ -26,19 +26,19 @@ LINE_BYTES_MAX = 1 << 16
 READINGS_MAX = 2_000_000  # in all files: some 115 days of one node, each 5 s
 SIGNALS_MAX = 64
 
-Said = dict[tuple[float, str], dict[str, float]]  # by time and event: the values of a reading
+ReadingsByEvent = dict[tuple[float, str], dict[str, float]]  # by time and event: the values of a reading
 
 
 @dataclass(slots=True)
 class RecordedRun:
     """One agent's run. `times_s`: the Unix time of each reading; `values`: the reading. `failures_s`: when it failed.
-    `ended`: nothing was read since its `signals.end`."""
+    `is_ended`: nothing was read since its `signals.end`."""
 
     node: str
     times_s: list[float] = field(default_factory=list)
     values: list[dict[str, float]] = field(default_factory=list)
     failures_s: list[float] = field(default_factory=list)
-    ended: bool = True
+    is_ended: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,16 @@ class Recorded:
     def failures(self) -> int:
         return sum(len(run.failures_s) for run in self.runs)
 
-    def of(self, nodes: Iterable[str]) -> list[RecordedRun]:
+    def runs_of(self, nodes: Iterable[str]) -> list[RecordedRun]:
         """The runs of these nodes."""
         wanted = set(nodes)
         return [run for run in self.runs if run.node in wanted]
 
 
-def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
+def read_signals(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
     """Reads these files together. Give a rotated file (PATH.1), too. Errors: UsageError for more than READINGS_MAX
     readings; OSError."""
-    agents: dict[tuple[str, str, int], Said] = {}
+    agents: dict[tuple[str, str, int], ReadingsByEvent] = {}
     skipped = count = 0
     for path in paths:
         with open(path, "rb") as file:
@@ -79,7 +79,7 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
                 count += line["event"] == "signals"
                 if count > READINGS_MAX:
                     raise UsageError(f"more than {READINGS_MAX} readings: give fewer files")
-    found = [run for (node, _, _), said in agents.items() for run in _runs(node, said)]
+    found = [run for (node, _, _), said in agents.items() for run in _split_runs(node, said)]
     found.sort(key=lambda run: run.times_s[0])
     _add_losses(found)
     return Recorded(found, skipped)
@@ -117,7 +117,7 @@ def _values(line: Mapping[str, Any]) -> dict[str, float]:
     return {name[:100]: float(value) for name, value in list(read)[:SIGNALS_MAX] if name and _is_number(value)}
 
 
-def _runs(node: str, said: Said) -> list[RecordedRun]:
+def _split_runs(node: str, said: ReadingsByEvent) -> list[RecordedRun]:
     """The runs of one agent, or of several with the same number."""
     found = [RecordedRun(node)]
     for time_s, event in sorted(said, key=itemgetter(0)):
@@ -126,15 +126,15 @@ def _runs(node: str, said: Said) -> list[RecordedRun]:
             case "signals":
                 run.times_s.append(time_s)
                 run.values.append(said[time_s, event])
-                run.ended = False
+                run.is_ended = False
             case "signals.failure":
                 run.failures_s.append(time_s)
-            case "signals.begin" if run.ended:
-                run.ended = False
+            case "signals.begin" if run.is_ended:
+                run.is_ended = False
             case "signals.begin":
-                found.append(RecordedRun(node, ended=False))
+                found.append(RecordedRun(node, is_ended=False))
             case "signals.end":
-                run.ended = True
+                run.is_ended = True
     return [run for run in found if run.times_s]
 
 
@@ -144,5 +144,5 @@ def _add_losses(runs: Sequence[RecordedRun]) -> None:
         last_s = run.times_s[-1]
         came_back = any(later.node == run.node and later.times_s[0] > last_s for later in runs[i + 1 :])
         known = any(failure_s >= last_s for failure_s in run.failures_s)
-        if not run.ended and came_back and not known:
+        if not run.is_ended and came_back and not known:
             run.failures_s.append(last_s)

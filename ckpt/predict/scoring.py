@@ -22,11 +22,11 @@ WINDOW_S = 600.0
 OUTCOMES_MIN = 20  # with fewer outcomes nothing is proven: the recall is 0
 # If 19 of 20 alarms are false, they are noise, however rare failures are.
 PRECISION_MIN = 0.05
-CAUTION = 0.05  # the quantile of the cautious bounds
+BOUND_QUANTILE = 0.05  # the quantile of the cautious bounds
 # Stricter than CAUTION: it is checked after each outcome, and chance exceeds 5 % in the end.
-PROOF = 0.01
+PROOF_QUANTILE = 0.01
 # A proven source stays proven until the odds are even. Otherwise chance would make it flip to and fro.
-DOUBT = 0.5
+STAY_QUANTILE = 0.5
 MEMORY = 128  # the weight of an endless series of outcomes after fading
 LEADS = 16
 LARGEST = 1e12
@@ -52,34 +52,34 @@ class Score:
 
     # -- outcomes
 
-    def came(self, lead_s: float, in_time: bool) -> Score:
+    def with_true_alarm(self, lead_s: float, in_time: bool) -> Score:
         """A failure came `lead_s` after the alarm."""
-        faded = self._faded()
+        faded = self._with_fading()
         faded = replace(faded, true=faded.true + 1) if in_time else replace(faded, late=faded.late + 1)
-        return replace(faded, leads_s=(*self.leads_s, max(0.0, lead_s))[-LEADS:])._judged()
+        return replace(faded, leads_s=(*self.leads_s, max(0.0, lead_s))[-LEADS:])._with_judgement()
 
-    def came_to_nothing(self) -> Score:
+    def with_false_alarm(self) -> Score:
         """An alarm was false."""
-        faded = self._faded()
-        return replace(faded, false=faded.false + 1)._judged()
+        faded = self._with_fading()
+        return replace(faded, false=faded.false + 1)._with_judgement()
 
-    def was_silent(self) -> Score:
+    def with_missed_failure(self) -> Score:
         """A failure came without a standing alarm."""
-        faded = self._faded()
-        return replace(faded, missed=faded.missed + 1)._judged()
+        faded = self._with_fading()
+        return replace(faded, missed=faded.missed + 1)._with_judgement()
 
-    def watched(self, seconds: float) -> Score:
+    def with_watch_time(self, seconds: float) -> Score:
         """The source watched for `seconds`. That alone can prove it: the rarer failures are, the less comes true by
         chance."""
-        return replace(self, watched_s=min(LARGEST, self.watched_s + max(0.0, seconds)))._judged()
+        return replace(self, watched_s=min(LARGEST, self.watched_s + max(0.0, seconds)))._with_judgement()
 
-    def _faded(self) -> Score:
+    def _with_fading(self) -> Score:
         keep = 1 - 1 / MEMORY
         counts = {name: keep * getattr(self, name) for name in ("true", "late", "false", "missed", "watched_s")}
         return replace(self, seen=self.seen + 1, **counts)
 
-    def _judged(self) -> Score:
-        proven = self.proven
+    def _with_judgement(self) -> Score:
+        proven = self.is_proven
         return self if proven == self.was_proven else replace(self, was_proven=proven)
 
     # -- what follows from the outcomes
@@ -95,7 +95,7 @@ class Score:
     @property
     def precision(self) -> float:
         """The cautious bound of the precision."""
-        return self._precision(CAUTION)
+        return self._precision(BOUND_QUANTILE)
 
     def _precision(self, p: float) -> float:
         return beta_quantile(self.true + self.late, self.false + 1, p)
@@ -103,28 +103,30 @@ class Score:
     @property
     def recall(self) -> float:
         """The cautious bound of the recall; 0 while the source is not proven."""
-        return self.bound_of_recall if self.proven else 0.0
+        return self.recall_bound if self.is_proven else 0.0
 
     @property
-    def bound_of_recall(self) -> float:
+    def recall_bound(self) -> float:
         """The cautious bound of the recall, whether or not the source is proven."""
-        return beta_quantile(self.true, self.late + self.missed + 1, CAUTION)
+        return beta_quantile(self.true, self.late + self.missed + 1, BOUND_QUANTILE)
 
     @property
-    def chance(self) -> float:
+    def chance_precision(self) -> float:
         """The precision of an alarm at random: the probability that a failure comes within the window by chance."""
         if self.watched_s <= 0:
             return 1.0
         return -math.expm1(-WINDOW_S * self.failures / self.watched_s)
 
     @property
-    def proven(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether the source may change decisions. It needs OUTCOMES_MIN outcomes, and must be better than chance with
         a probability of 99 %. From then on it stays proven while it is more likely better than not. A source that
         always raises an alarm finds every failure and proves nothing."""
         if self.seen < OUTCOMES_MIN or self.true <= 0:
             return False
-        return self._precision(DOUBT if self.was_proven else PROOF) > max(self.chance, PRECISION_MIN)
+        return self._precision(STAY_QUANTILE if self.was_proven else PROOF_QUANTILE) > max(
+            self.chance_precision, PRECISION_MIN
+        )
 
     @property
     def lead_s(self) -> float | None:
@@ -140,7 +142,7 @@ class Score:
         return found | {f"lead.{i}": min(each, LARGEST) for i, each in enumerate(self.leads_s)}
 
     @classmethod
-    def of(cls, numbers: Mapping[str, float]) -> Score | None:
+    def from_numbers(cls, numbers: Mapping[str, float]) -> Score | None:
         """The score from `numbers`; None for invalid numbers."""
         rest = dict(numbers)
         leads = [rest.pop(f"lead.{i}") for i in range(LEADS) if f"lead.{i}" in rest]
@@ -155,7 +157,7 @@ class Score:
         return cls(**counts, watched_s=watched_s, seen=int(seen), leads_s=tuple(leads), was_proven=was_proven > 0)
 
 
-def merged(one: Mapping[str, Score], other: Mapping[str, Score]) -> dict[str, Score]:
+def merge_scores(one: Mapping[str, Score], other: Mapping[str, Score]) -> dict[str, Score]:
     """For each source the score with more outcomes, so that nothing is counted twice."""
     found = dict(one)
     for name, score in other.items():

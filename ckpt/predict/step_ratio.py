@@ -22,18 +22,18 @@ class StepRatios:
     """The step ratios of one job's nodes."""
 
     def __init__(self) -> None:
-        self._since: dict[str, tuple[float, int]] = {}  # by node: when its current step was first seen
+        self._step_starts: dict[str, tuple[float, int]] = {}  # by node: when its current step was first seen
 
-    def observed(self, now_s: float, steps: Mapping[str, int]) -> dict[str, float]:
+    def add_steps(self, now_s: float, steps: Mapping[str, int]) -> dict[str, float]:
         """The ratio of each node that advanced since the previous call, if enough others did. `steps`: by node, the
         current step of its slowest rank."""
         taken_s: dict[str, float] = {}
         for node, step in steps.items():
-            since_s, since = self._since.get(node, (now_s, step))
+            since_s, since = self._step_starts.get(node, (now_s, step))
             if step > since and now_s > since_s:
                 taken_s[node] = (now_s - since_s) / (step - since)
-            if step != since or node not in self._since:
-                self._since[node] = now_s, step
+            if step != since or node not in self._step_starts:
+                self._step_starts[node] = now_s, step
         found: dict[str, float] = {}
         quickest_s = min(taken_s.values(), default=math.inf)
         if max(steps.values(), default=0) - min(steps.values(), default=0) <= APART_STEPS + STALE_S / quickest_s:

@@ -22,7 +22,7 @@ from ckpt.predict.hazard import Array, auc, platt, sigmoid
 from ckpt.predict.model import SIGNALS_MAX, Floats, Trained, shapes
 from ckpt.predict.recorded import Recorded, RecordedRun
 from ckpt.predict.scoring import WINDOW_S, Score
-from ckpt.types import counted
+from ckpt.types import format_count
 
 WINDOW = 24  # readings: two minutes of 5 s
 HIDDEN = 16
@@ -47,9 +47,9 @@ class Ends:
     times; `y`: whether a failure followed within WINDOW_S."""
 
     run: RecordedRun
-    at: npt.NDArray[np.int64]
-    at_s: Array
-    y: Array
+    indices: npt.NDArray[np.int64]
+    times_s: Array
+    outcomes: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PredictorScore:
         named = {
             "auc": self.auc,
             "precision": self.score.precision,
-            "recall": self.score.bound_of_recall,
+            "recall": self.score.recall_bound,
             "lead_s": math.nan if self.score.lead_s is None else self.score.lead_s,
             "true": self.score.true,
             "late": self.score.late,
@@ -74,7 +74,7 @@ class PredictorScore:
             "missed": self.score.missed,
             "failures": float(self.failures),
             "nodes": float(self.nodes),
-            "proven": float(self.score.proven),
+            "proven": float(self.score.is_proven),
         }
         return {name: value for name, value in named.items() if math.isfinite(value)}
 
@@ -89,31 +89,33 @@ def train(
     """
     torch = _torch()
     learn, held = _split(recorded, seed)
-    base = _untrained(recorded.of(learn))
+    base = _untrained_predictor(recorded.runs_of(learn))
     rng = np.random.default_rng(seed)
-    failing = sorted({run.node for run in recorded.of(learn) if run.failures_s})
+    failing = sorted({run.node for run in recorded.runs_of(learn) if run.failures_s})
     inner = failing[:: max(2, round(1 / HELD_OUT))]  # to stop by, and to calibrate on
-    stop = [_ends(run, base.window) for run in recorded.of(inner)]
-    fit = [_ends(run, base.window) for run in recorded.of(set(learn) - set(inner))]
-    if not any(each.y.any() for each in fit) or not any(each.y.any() for each in stop):
-        raise UsageError(_too_few(recorded))
-    net = _fit(torch, _chosen(base, fit, rng), _chosen(base, stop, rng), seed, limit_s, progress)
+    stop = [_window_ends(run, base.window) for run in recorded.runs_of(inner)]
+    fit = [_window_ends(run, base.window) for run in recorded.runs_of(set(learn) - set(inner))]
+    if not any(each.outcomes.any() for each in fit) or not any(each.outcomes.any() for each in stop):
+        raise UsageError(_too_few_message(recorded))
+    net = _fit(torch, _sample_windows(base, fit, rng), _sample_windows(base, stop, rng), seed, limit_s, progress)
     trained = replace(base, arrays={**base.arrays, **_arrays(net)})
-    slope, shift = platt(np.concatenate([_logits(trained, each) for each in stop]), np.concatenate([e.y for e in stop]))
+    slope, shift = platt(
+        np.concatenate([_logits(trained, each) for each in stop]), np.concatenate([e.outcomes for e in stop])
+    )
     trained = replace(trained, slope=slope, shift=shift)
     trained = replace(trained, alarm_above=_threshold(trained, [*fit, *stop]))
-    found = check(trained, recorded.of(held))
+    found = evaluate(trained, recorded.runs_of(held))
     return replace(trained, report={name: round(value, 6) for name, value in found.report().items()}), found
 
 
-def check(trained: Trained, runs: Sequence[RecordedRun], needed_s: float = NEEDED_S) -> PredictorScore:
+def evaluate(trained: Trained, runs: Sequence[RecordedRun], needed_s: float = NEEDED_S) -> PredictorScore:
     """A predictor's quality on these runs. `needed_s`: an alarm with a shorter lead is late."""
-    ends = [_ends(run, trained.window) for run in runs]
+    ends = [_window_ends(run, trained.window) for run in runs]
     p = [_probabilities(trained, each) for each in ends]
     failures = sum(len(run.failures_s) for run in runs)
-    area = auc(np.concatenate([np.zeros(0), *p]), np.concatenate([np.zeros(0), *(each.y for each in ends)]))
+    area = auc(np.concatenate([np.zeros(0), *p]), np.concatenate([np.zeros(0), *(each.outcomes for each in ends)]))
     return PredictorScore(
-        area, _scored(p, ends, trained.alarm_above, needed_s), failures, len({run.node for run in runs})
+        area, _score_alarms(p, ends, trained.alarm_above, needed_s), failures, len({run.node for run in runs})
     )
 
 
@@ -125,7 +127,7 @@ def _split(recorded: Recorded, seed: int) -> tuple[list[str], list[str]]:
     UsageError."""
     failing = sorted({run.node for run in recorded.runs if run.failures_s})
     if recorded.failures < FAILURES_MIN or len(failing) < NODES_MIN:
-        raise UsageError(_too_few(recorded))
+        raise UsageError(_too_few_message(recorded))
     rng = np.random.default_rng(seed)
     held: list[str] = []
     for nodes, least in ((failing, 2), (sorted(set(recorded.nodes) - set(failing)), 0)):
@@ -134,9 +136,9 @@ def _split(recorded: Recorded, seed: int) -> tuple[list[str], list[str]]:
     return sorted(set(recorded.nodes) - set(held)), sorted(held)
 
 
-def _too_few(recorded: Recorded) -> str:
+def _too_few_message(recorded: Recorded) -> str:
     failing = {run.node for run in recorded.runs if run.failures_s}
-    failures = f"{counted(recorded.failures, 'failure')} on {counted(len(failing), 'node')}"
+    failures = f"{format_count(recorded.failures, 'failure')} on {format_count(len(failing), 'node')}"
     return (
         f"{failures}, of {len(recorded.nodes)} that were recorded, are too "
         f"few to learn from: it takes {FAILURES_MIN} on {NODES_MIN} nodes, since some are held out to see what was "
@@ -144,13 +146,13 @@ def _too_few(recorded: Recorded) -> str:
     )
 
 
-def _untrained(runs: Sequence[RecordedRun]) -> Trained:
+def _untrained_predictor(runs: Sequence[RecordedRun]) -> Trained:
     """A predictor without weights: the frequent signals, and their mean and deviation while no failure is near. Errors:
     UsageError."""
     quiet = [
         values
         for run in runs
-        for left_s, values in zip(_left_s(run).tolist(), run.values, strict=True)
+        for left_s, values in zip(_until_failure_s(run).tolist(), run.values, strict=True)
         if left_s > 2 * WINDOW_S
     ]
     names: dict[str, list[float]] = {}
@@ -173,8 +175,8 @@ def _period_s(runs: Sequence[RecordedRun]) -> float:
     return max(1e-3, float(np.median(gaps))) if gaps else 5.0
 
 
-def _ends(run: RecordedRun, window: int) -> Ends:
-    times_s, left_s = np.array(run.times_s), _left_s(run)
+def _window_ends(run: RecordedRun, window: int) -> Ends:
+    times_s, left_s = np.array(run.times_s), _until_failure_s(run)
     # A window starts anew after a silence, and after a failure between two readings.
     gaps_s = np.diff(times_s)
     parts = np.concatenate([[True], (gaps_s > GAP_S) | (left_s[:-1] < gaps_s)])
@@ -184,7 +186,7 @@ def _ends(run: RecordedRun, window: int) -> Ends:
     return Ends(run, at, times_s[at], (left_s[at] <= WINDOW_S).astype(np.float64))
 
 
-def _left_s(run: RecordedRun) -> Array:
+def _until_failure_s(run: RecordedRun) -> Array:
     """Per reading: the seconds until the run's next failure."""
     times_s, failures_s = np.array(run.times_s), np.array([*run.failures_s, math.inf])
     found: Array = failures_s[np.searchsorted(failures_s, times_s, side="left")] - times_s
@@ -201,23 +203,24 @@ def _windows(trained: Trained, ends: Ends, which: npt.NDArray[np.int64]) -> Floa
     return found
 
 
-def _chosen(trained: Trained, ends: Sequence[Ends], rng: np.random.Generator) -> tuple[Floats, Array]:
+def _sample_windows(trained: Trained, ends: Sequence[Ends], rng: np.random.Generator) -> tuple[Floats, Array]:
     """Windows and outcomes: up to WINDOWS_MAX / 2 that precede a failure, and others up to WINDOWS_MAX."""
-    y = np.concatenate([each.y for each in ends])
+    y = np.concatenate([each.outcomes for each in ends])
     kept = np.zeros(len(y), dtype=bool)
     positive, negative = np.flatnonzero(y > 0), np.flatnonzero(y == 0)
     positive = rng.permutation(positive)[: WINDOWS_MAX // 2]
     kept[positive] = kept[rng.permutation(negative)[: WINDOWS_MAX - len(positive)]] = True
     x, at = [], 0
     for each in ends:
-        x.append(_windows(trained, each, each.at[kept[at : at + len(each.at)]]))
-        at += len(each.at)
+        x.append(_windows(trained, each, each.indices[kept[at : at + len(each.indices)]]))
+        at += len(each.indices)
     return np.concatenate(x), y[kept]
 
 
 def _logits(trained: Trained, ends: Ends) -> Array:
     found = [
-        trained.logits(_windows(trained, ends, part)) for part in np.array_split(ends.at, len(ends.at) // 4096 + 1)
+        trained.logits(_windows(trained, ends, part))
+        for part in np.array_split(ends.indices, len(ends.indices) // 4096 + 1)
     ]
     return np.concatenate([np.zeros(0), *found])
 
@@ -229,25 +232,25 @@ def _probabilities(trained: Trained, ends: Ends) -> Array:
 # -- alarms
 
 
-def _scored(p: Sequence[Array], ends: Sequence[Ends], above: float, needed_s: float) -> Score:
+def _score_alarms(p: Sequence[Array], ends: Sequence[Ends], above: float, needed_s: float) -> Score:
     """The score of the alarms, as a coordinator counts it: an alarm stands for WINDOW_S, or until the failure."""
     score = Score()
     for probabilities, each in zip(p, ends, strict=True):
         run, standing = each.run, None
-        score = score.watched(run.times_s[-1] - run.times_s[0])
+        score = score.with_watch_time(run.times_s[-1] - run.times_s[0])
         events = [(at_s, True) for at_s in run.failures_s]
-        events += [(at_s, False) for at_s in each.at_s[probabilities >= above].tolist()]
+        events += [(at_s, False) for at_s in each.times_s[probabilities >= above].tolist()]
         for at_s, is_failure in sorted(events):
             if standing is not None and at_s - standing > WINDOW_S:
-                score, standing = score.came_to_nothing(), None
+                score, standing = score.with_false_alarm(), None
             if not is_failure:
                 standing = at_s if standing is None else standing
             elif standing is None:
-                score = score.was_silent()
+                score = score.with_missed_failure()
             else:
-                score, standing = score.came(at_s - standing, at_s - standing >= needed_s), None
+                score, standing = score.with_true_alarm(at_s - standing, at_s - standing >= needed_s), None
         if standing is not None and run.times_s[-1] - standing > WINDOW_S:
-            score = score.came_to_nothing()
+            score = score.with_false_alarm()
     return score
 
 
@@ -256,7 +259,7 @@ def _threshold(trained: Trained, ends: Sequence[Ends]) -> float:
     p = [_probabilities(trained, each) for each in ends]
     best, most = 0.5, -1.0
     for above in np.unique(np.quantile(np.concatenate(p), np.linspace(0.5, 1.0, 41))):
-        score = _scored(p, ends, float(above), NEEDED_S)
+        score = _score_alarms(p, ends, float(above), NEEDED_S)
         f1 = 2 * score.true / max(2 * score.true + score.late + score.false + score.missed, 1e-9)
         if f1 > most:
             best, most = float(above), f1

@@ -26,10 +26,10 @@ SOURCES = (*FAMILIES, HAZARD, MODEL)
 
 # At two deviations above the mean an alarm comes within 16 readings; false alarms are rare.
 K, H = 1.0, 16.0
-H_GRAVE = 5.0  # for signals where a single event is an alarm
-GRAVE = ("gpu.xid", "gpu.ecc_uncorrected", "gpu.retired", "ecc.uncorrected")
+H_CRITICAL = 5.0  # for signals where a single event is an alarm
+CRITICAL_SIGNALS = ("gpu.xid", "gpu.ecc_uncorrected", "gpu.retired", "ecc.uncorrected")
 # The least deviation, by the full name or the first part of it: smaller movements count as rest.
-LEAST = {
+DEVIATION_MIN = {
     "memory.used": 0.005,
     "memory": 0.01,
     "io": 0.01,
@@ -69,7 +69,7 @@ class Model(Protocol):
 
     alarm_above: float
 
-    def observed(self, values: dict[str, float]) -> float | None:
+    def add_reading(self, values: dict[str, float]) -> float | None:
         """The probability after one more reading; None while there are too few readings."""
         ...
 
@@ -80,55 +80,60 @@ class SignalWatch:
     def __init__(self, model: Model | None = None, seed: int = 0) -> None:
         self.probabilities: dict[str, float] = {}  # of the newest reading
         self._model = model
-        self._signals: dict[str, Cusum] = {}
-        self._raised: dict[str, float] = {}
+        self._detectors: dict[str, Cusum] = {}
+        self._raised_at_s: dict[str, float] = {}
         self._learner = _Learner(seed)
 
     @property
     def sources(self) -> tuple[str, ...]:
         """The sources that may raise an alarm here, in the order of SOURCES."""
-        families = {_family(name) for name in self._signals}
-        more = {HAZARD} if self._signals else set()
+        families = {_family(name) for name in self._detectors}
+        more = {HAZARD} if self._detectors else set()
         return tuple(each for each in SOURCES if each in families | more or (each == MODEL and self._model is not None))
 
-    def observed(self, now_s: float, values: dict[str, float]) -> list[Alarm]:
+    def add_reading(self, now_s: float, values: dict[str, float]) -> list[Alarm]:
         """The alarms that this reading raises. A standing alarm is raised again once its window has passed."""
         for name, value in list(values.items())[:SIGNALS_MAX]:
-            known = self._signals.get(name)
+            known = self._detectors.get(name)
             if known is None:
-                if _family(name) not in FAMILIES or len(self._signals) >= SIGNALS_MAX:
+                if _family(name) not in FAMILIES or len(self._detectors) >= SIGNALS_MAX:
                     continue
-                known = Cusum(K, H_GRAVE if name in GRAVE else H, _least(name))
-            self._signals[name] = known.observed(value)
-        standing: dict[str, float | None] = {_family(name): None for name, each in self._signals.items() if each.alarm}
-        hazard = self._learner.observed(now_s, self._features(values))
+                known = Cusum(K, H_CRITICAL if name in CRITICAL_SIGNALS else H, _min_deviation(name))
+            self._detectors[name] = known.with_reading(value)
+        standing: dict[str, float | None] = {
+            _family(name): None for name, each in self._detectors.items() if each.is_alarm
+        }
+        hazard = self._learner.add_reading(now_s, self._features(values))
         self.probabilities = {HAZARD: hazard}
         if hazard >= HAZARD_ALARM:
             standing[HAZARD] = hazard
         if self._model is not None:
-            probability = self._model.observed(values)
+            probability = self._model.add_reading(values)
             if probability is not None:
                 self.probabilities[MODEL] = probability
                 if probability >= self._model.alarm_above:
                     standing[MODEL] = probability
         found = []
         for source, probability in standing.items():
-            if now_s - self._raised.get(source, -math.inf) >= WINDOW_S:
-                self._raised[source] = now_s
+            if now_s - self._raised_at_s.get(source, -math.inf) >= WINDOW_S:
+                self._raised_at_s[source] = now_s
                 found.append(Alarm(source, now_s, probability))
         return found
 
-    def failed(self, now_s: float) -> None:
+    def record_failure(self, now_s: float) -> None:
         """Records that this node failed: the readings before it are learnt from, and all detectors start anew."""
-        self._learner.failed(now_s)
-        self._raised.clear()
-        self._signals = {name: replace(each, sum=0.0, alarm=False, lasted=0) for name, each in self._signals.items()}
+        self._learner.record_failure(now_s)
+        self._raised_at_s.clear()
+        self._detectors = {
+            name: replace(each, cumulative_sum=0.0, is_alarm=False, alarm_readings=0)
+            for name, each in self._detectors.items()
+        }
 
     def _features(self, values: dict[str, float]) -> Array:
         """How far each family deviates, 0 to 2 with 1 as the alarm; and how full memory is."""
         found = dict.fromkeys(FAMILIES, 0.0)
-        for name, each in self._signals.items():
-            found[_family(name)] = max(found[_family(name)], each.sum / each.h)
+        for name, each in self._detectors.items():
+            found[_family(name)] = max(found[_family(name)], each.cumulative_sum / each.h)
         used = values.get("memory.used", 0.0)
         # A high power: only memory that is nearly full is a risk.
         return np.array([*found.values(), min(1.0, max(0.0, used)) ** 8])
@@ -139,46 +144,46 @@ class _Learner:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._hazard = Hazard.base(WINDOW_S / BASE_S, len(FAMILIES) + 1)
+        self._hazard = Hazard.from_base_rate(WINDOW_S / BASE_S, len(FAMILIES) + 1)
         # The readings of the current window.
         self._recent: collections.deque[tuple[float, int, Array]] = collections.deque()
         self._positives: collections.deque[list[Array]] = collections.deque(maxlen=FAILURES_MAX)
         self._negatives: list[Array] = []
         self._count = 0  # of readings
         # Sampled readings so far that no failure followed, kept or not.
-        self._quiet = 0
+        self._negatives_seen = 0
 
-    def observed(self, now_s: float, features: Array) -> float:
+    def add_reading(self, now_s: float, features: Array) -> float:
         self._count += 1
         self._recent.append((now_s, self._count, features))
         while self._recent and self._recent[0][0] <= now_s - WINDOW_S:
             _, number, old = self._recent.popleft()
             if number % NEGATIVES_EVERY == 0:
-                self._keep(old)
+                self._sample_negative(old)
         return self._hazard.probability(features)
 
-    def failed(self, now_s: float) -> None:
+    def record_failure(self, now_s: float) -> None:
         before = [each for at_s, _, each in self._recent if at_s >= now_s - WINDOW_S]
         self._recent.clear()
         if before:
             self._positives.append(before[::-1][::POSITIVES_EVERY])
-            self._fit()
+            self._refit_hazard()
 
-    def _keep(self, features: Array) -> None:
+    def _sample_negative(self, features: Array) -> None:
         """Keeps a uniform random sample of all readings given (Vitter 1985, algorithm R)."""
-        self._quiet += 1
+        self._negatives_seen += 1
         if len(self._negatives) < NEGATIVES_MAX:
             self._negatives.append(features)
-        elif (at := self._random.randrange(self._quiet)) < NEGATIVES_MAX:
+        elif (at := self._random.randrange(self._negatives_seen)) < NEGATIVES_MAX:
             self._negatives[at] = features
 
-    def _fit(self) -> None:
+    def _refit_hazard(self) -> None:
         """Refits the model. The readings of one window say nearly the same: together they count as one."""
         each = PERIOD_S / WINDOW_S
         if len(self._positives) < FAILURES_MIN or not self._negatives:
             return
         x, w, groups = list(self._negatives), [], []
-        w += [each * NEGATIVES_EVERY * self._quiet / len(self._negatives)] * len(self._negatives)
+        w += [each * NEGATIVES_EVERY * self._negatives_seen / len(self._negatives)] * len(self._negatives)
         groups += list(range(-len(self._negatives), 0))
         for number, rows in enumerate(self._positives):
             x += rows
@@ -192,5 +197,5 @@ def _family(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _least(name: str) -> float:
-    return LEAST[name] if name in LEAST else LEAST[_family(name)]
+def _min_deviation(name: str) -> float:
+    return DEVIATION_MIN[name] if name in DEVIATION_MIN else DEVIATION_MIN[_family(name)]

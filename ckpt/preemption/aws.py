@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.events import Events
-from ckpt.preemption.metadata import Reply, Service, http_time_s, iso_time_s, words
-from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
-from ckpt.preemption.poll import Fault, keep_asking
+from ckpt.preemption.metadata import Reply, Service, http_time_s, iso_time_s, printable_field
+from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice, OnNoticeChange
+from ckpt.preemption.poll import Fault, poll_until_stopped
 
 POLL_S = 5.0  # the interval that AWS documents for spot notices
 TOKEN_TTL_S = 21600
@@ -34,7 +34,7 @@ STATE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)?")
 TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 
 # Handles the answer of one path; None where the answer was 404.
-Hear = Callable[[Reply | None, KnownNotices], None]
+HandleReply = Callable[[Reply | None, KnownNotices], None]
 
 
 class AwsListener:
@@ -49,25 +49,25 @@ class AwsListener:
         events: Events | None = None,
         timeout_s: float = 2.0,
         now_s: Callable[[], float] = time.time,
-        first: First | None = None,
+        first: FirstDeadlines | None = None,
     ) -> None:
         self._service = Service(endpoint, now_s)
         self._events = events
         self._timeout_s = timeout_s
         self._now_s = now_s
-        self._first: First = {} if first is None else first
+        self._first_deadlines: FirstDeadlines = {} if first is None else first
         self._token = ""
         self._token_until_s = 0.0  # on the monotonic clock
 
-    def listen(self, stop: threading.Event, tell: Tell) -> None:
+    def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
         def known(source: str) -> KnownNotices:
-            return KnownNotices(tell, self._first.setdefault(source, {}))
+            return KnownNotices(tell, self._first_deadlines.setdefault(source, {}))
 
-        questions: list[tuple[str, KnownNotices, Hear]] = [
-            ("/latest/meta-data/spot/instance-action", known("aws-spot"), self._spot),
-            ("/latest/meta-data/events/recommendations/rebalance", known("aws-rebalance"), self._rebalance),
-            ("/latest/meta-data/events/maintenance/scheduled", known("aws-maintenance"), self._maintenance),
-            ("/latest/meta-data/autoscaling/target-lifecycle-state", known("aws-lifecycle"), self._lifecycle),
+        questions: list[tuple[str, KnownNotices, HandleReply]] = [
+            ("/latest/meta-data/spot/instance-action", known("aws-spot"), self._handle_spot),
+            ("/latest/meta-data/events/recommendations/rebalance", known("aws-rebalance"), self._handle_rebalance),
+            ("/latest/meta-data/events/maintenance/scheduled", known("aws-maintenance"), self._handle_maintenance),
+            ("/latest/meta-data/autoscaling/target-lifecycle-state", known("aws-lifecycle"), self._handle_lifecycle),
         ]
 
         def ask() -> float:
@@ -83,8 +83,8 @@ class AwsListener:
                 raise faults[0]
             return POLL_S
 
-        with self._service.kept_open():
-            keep_asking(self.name, stop, ask, self._events)
+        with self._service.keep_open():
+            poll_until_stopped(self.name, stop, ask, self._events)
 
     def _get(self, path: str, stop: threading.Event) -> Reply | None:
         """The reply, or None for 404. A refused token is dropped, and one new token is tried. Errors: Fault."""
@@ -116,58 +116,58 @@ class AwsListener:
         self._token, self._token_until_s = token, asked_s + TOKEN_TTL_S - 60.0
         return token
 
-    def _spot(self, reply: Reply | None, known: KnownNotices) -> None:
+    def _handle_spot(self, reply: Reply | None, known: KnownNotices) -> None:
         if reply is None:
-            known.standing("aws-spot", [])
+            known.set_standing("aws-spot", [])
             return
-        said = _fields(reply.json())
-        action, when = words(said.get("action")), words(said.get("time"))
+        said = _json_object(reply.json())
+        action, when = printable_field(said.get("action")), printable_field(said.get("time"))
         key = f"{action} {when}"
-        deadline_s = reply.ours_s(iso_time_s(when))
+        deadline_s = reply.to_local_s(iso_time_s(when))
         # Hibernation begins with the notice.
         if action == "hibernate":
-            deadline_s = known.earliest(key, min(deadline_s, self._now_s()))
+            deadline_s = known.earliest_deadline(key, min(deadline_s, self._now_s()))
         told = f"EC2 will {action} this spot instance at {when}"
-        known.standing("aws-spot", [Notice(deadline_s, "aws-spot", True, key, told)])
+        known.set_standing("aws-spot", [Notice(deadline_s, "aws-spot", True, key, told)])
 
-    def _rebalance(self, reply: Reply | None, known: KnownNotices) -> None:
+    def _handle_rebalance(self, reply: Reply | None, known: KnownNotices) -> None:
         if reply is None:
-            known.standing("aws-rebalance", [])
+            known.set_standing("aws-rebalance", [])
             return
-        key = words(_fields(reply.json()).get("noticeTime"))
-        deadline_s = known.earliest(key, self._now_s() + SPOT_LEAD_S)
+        key = printable_field(_json_object(reply.json()).get("noticeTime"))
+        deadline_s = known.earliest_deadline(key, self._now_s() + SPOT_LEAD_S)
         told = f"EC2 recommends to leave this spot instance (since {key})"
-        known.standing("aws-rebalance", [Notice(deadline_s, "aws-rebalance", False, key, told)])
+        known.set_standing("aws-rebalance", [Notice(deadline_s, "aws-rebalance", False, key, told)])
 
-    def _maintenance(self, reply: Reply | None, known: KnownNotices) -> None:
+    def _handle_maintenance(self, reply: Reply | None, known: KnownNotices) -> None:
         def scheduled(event: object) -> Notice | None:
-            said = _fields(event)
-            code, state = words(said.get("Code")), str(said.get("State", "")).lower()
+            said = _json_object(event)
+            code, state = printable_field(said.get("Code")), str(said.get("State", "")).lower()
             if reply is None or code not in MAINTENANCE_CODES or state in MAINTENANCE_OVER:
                 return None
-            when = words(said.get("NotBefore"))
-            key = words(said.get("EventId") or f"{code} {when}")
+            when = printable_field(said.get("NotBefore"))
+            key = printable_field(said.get("EventId") or f"{code} {when}")
             told = f"EC2 has scheduled {code} for this instance, not before {when} ({key})"
-            return Notice(reply.ours_s(http_time_s(when)), "aws-maintenance", True, key, told)
+            return Notice(reply.to_local_s(http_time_s(when)), "aws-maintenance", True, key, told)
 
         events = [] if reply is None else reply.json()
         if not isinstance(events, list):
             raise Fault("the answer is not a list of scheduled events")
-        known.listed("aws-maintenance", events, scheduled)
+        known.set_from_entries("aws-maintenance", events, scheduled)
 
-    def _lifecycle(self, reply: Reply | None, known: KnownNotices) -> None:
+    def _handle_lifecycle(self, reply: Reply | None, known: KnownNotices) -> None:
         state = "" if reply is None else reply.text()
         if reply is not None and not STATE.fullmatch(state):
             raise Fault(f"the answer is no state of a lifecycle: {state[:50]!r}")
         if state != "Terminated":
-            known.standing("aws-lifecycle", [])
+            known.set_standing("aws-lifecycle", [])
             return
-        deadline_s = known.earliest("Terminated", self._now_s() + LIFECYCLE_LEAD_S)
+        deadline_s = known.earliest_deadline("Terminated", self._now_s() + LIFECYCLE_LEAD_S)
         told = "the Auto Scaling group is about to terminate this instance"
-        known.standing("aws-lifecycle", [Notice(deadline_s, "aws-lifecycle", True, "Terminated", told)])
+        known.set_standing("aws-lifecycle", [Notice(deadline_s, "aws-lifecycle", True, "Terminated", told)])
 
 
-def _fields(value: object) -> dict[str, Any]:
+def _json_object(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Fault("the answer is not the JSON object that was expected")
     return value

@@ -17,19 +17,19 @@ from collections.abc import Callable
 
 from ckpt.errors import UsageError
 from ckpt.events import Events
-from ckpt.preemption.metadata import Reply, Service, http_time_s, words
-from ckpt.preemption.notice import First, KnownNotices, Notice, Tell, Word
-from ckpt.preemption.poll import Fault, keep_asking
+from ckpt.preemption.metadata import Reply, Service, http_time_s, printable_field
+from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice, NoticeChange, OnNoticeChange
+from ckpt.preemption.poll import Fault, poll_until_stopped
 
 POLL_S = 1.0
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
-OWN_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+VM_NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 HEADERS = {"Metadata": "true"}  # without this header the service answers 400
 # The first request enables the service for this VM, which may take two minutes.
 FIRST_ANSWER_S = 130.0
 # The name is asked once. With a wrong name no event would ever match this VM.
-NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
-GOES_AWAY = frozenset({"Reboot", "Redeploy", "Preempt", "Terminate"})  # Freeze is a pause of seconds
+VM_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+PREEMPTING_EVENTS = frozenset({"Reboot", "Redeploy", "Preempt", "Terminate"})  # Freeze is a pause of seconds
 
 
 class AzureListener:
@@ -45,53 +45,53 @@ class AzureListener:
         timeout_s: float = 5.0,
         first_answer_s: float = FIRST_ANSWER_S,
         now_s: Callable[[], float] = time.time,
-        first: First | None = None,
+        first: FirstDeadlines | None = None,
     ) -> None:
         self._service = Service(endpoint, now_s)
         self._events = events
         self._timeout_s = timeout_s
         self._first_answer_s = first_answer_s
         self._now_s = now_s
-        self._first: First = {} if first is None else first
-        self._own_name = ""
+        self._first_deadlines: FirstDeadlines = {} if first is None else first
+        self._vm_name = ""
         self._has_answered = False
         # The keys of the standing notices. The set is replaced as a whole, so other threads may read it.
-        self._standing: frozenset[str] = frozenset()
+        self._standing_keys: frozenset[str] = frozenset()
 
-    def listen(self, stop: threading.Event, tell: Tell) -> None:
-        def tell_and_keep(word: Word) -> None:
-            kept = self._standing - {word.key}
-            self._standing = kept | {word.key} if isinstance(word, Notice) else kept
+    def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
+        def tell_and_keep(word: NoticeChange) -> None:
+            kept = self._standing_keys - {word.key}
+            self._standing_keys = kept | {word.key} if isinstance(word, Notice) else kept
             tell(word)
 
-        known = KnownNotices(tell_and_keep, self._first.setdefault(self.name, {}))
-        self._standing = frozenset()
+        known = KnownNotices(tell_and_keep, self._first_deadlines.setdefault(self.name, {}))
+        self._standing_keys = frozenset()
         # The last document that was read, if no notice stood by it.
         quiet = b""
 
         def ask() -> float:
             nonlocal quiet
-            if not self._own_name:
-                reply = self._get(OWN_NAME, stop, self._timeout_s)
-                if not NAME.fullmatch(name := reply.text()):
-                    raise Fault(f"GET {OWN_NAME} was answered with {name[:50]!r}, which names no VM")
-                self._own_name = name
+            if not self._vm_name:
+                reply = self._get(VM_NAME_PATH, stop, self._timeout_s)
+                if not VM_NAME.fullmatch(name := reply.text()):
+                    raise Fault(f"GET {VM_NAME_PATH} was answered with {name[:50]!r}, which names no VM")
+                self._vm_name = name
             timeout_s = self._timeout_s if self._has_answered else self._first_answer_s
             reply = self._get(EVENTS, stop, timeout_s)
             self._has_answered = True
-            if reply.came_s - reply.sent_s > self._timeout_s:
-                # The first answer may take two minutes, and `ours_s` would make all times early by as much. If the
+            if reply.received_s - reply.sent_s > self._timeout_s:
+                # The first answer may take two minutes, and `to_local_s` would make all times early by as much. If the
                 # second request fails, an early time is better than none.
                 with contextlib.suppress(Fault):
                     reply = self._get(EVENTS, stop, self._timeout_s)
             if reply.body != quiet:
                 quiet = b""
-                known.listed(self.name, _events(reply), lambda event: self._notice(event, reply, known))
-                quiet = b"" if self._standing else reply.body
+                known.set_from_entries(self.name, _events(reply), lambda event: self._notice(event, reply, known))
+                quiet = b"" if self._standing_keys else reply.body
             return POLL_S
 
-        with self._service.kept_open():
-            keep_asking(self.name, stop, ask, self._events)
+        with self._service.keep_open():
+            poll_until_stopped(self.name, stop, ask, self._events)
 
     def acknowledge(self, key: str, stop: threading.Event) -> bool:
         """Tells Azure that the event may begin now. True if Azure accepted; after False the caller may try again.
@@ -100,7 +100,7 @@ class AzureListener:
         node only, after everything that those VMs hold is replicated elsewhere. Errors: UsageError if no notice with
         that key stands.
         """
-        if key not in self._standing:
+        if key not in self._standing_keys:
             raise UsageError(f"no scheduled event {key!r} stands for this VM; there is nothing to acknowledge")
         body = json.dumps({"StartRequests": [{"EventId": key}]}).encode()
         headers = {**HEADERS, "Content-Type": "application/json"}
@@ -119,16 +119,18 @@ class AzureListener:
     def _notice(self, event: object, reply: Reply, known: KnownNotices) -> Notice | None:
         if not isinstance(event, dict) or not isinstance(resources := event.get("Resources"), list):
             raise Fault("a scheduled event does not say which VMs it is for")
-        if self._own_name.lower() not in (str(name).lower() for name in resources):
+        if self._vm_name.lower() not in (str(name).lower() for name in resources):
             return None
-        key, what, status = (words(event.get(name)) for name in ("EventId", "EventType", "EventStatus"))
+        key, what, status = (printable_field(event.get(name)) for name in ("EventId", "EventType", "EventStatus"))
         when = event.get("NotBefore") or ""
         if when and status != "Started":
-            deadline_s = reply.ours_s(http_time_s(words(when)))
+            deadline_s = reply.to_local_s(http_time_s(printable_field(when)))
         else:
-            deadline_s = known.earliest(key, self._now_s())
-        told = f"Azure: {what} of this VM, {'not before ' + words(when) if when else 'which has begun'} ({key})"
-        return Notice(deadline_s, self.name, what in GOES_AWAY, key, told)
+            deadline_s = known.earliest_deadline(key, self._now_s())
+        told = (
+            f"Azure: {what} of this VM, {'not before ' + printable_field(when) if when else 'which has begun'} ({key})"
+        )
+        return Notice(deadline_s, self.name, what in PREEMPTING_EVENTS, key, told)
 
 
 def _events(reply: Reply) -> list[object]:

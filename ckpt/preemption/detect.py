@@ -18,7 +18,7 @@ from ckpt.preemption.aws import AwsListener
 from ckpt.preemption.azure import AzureListener
 from ckpt.preemption.files import FileListener
 from ckpt.preemption.gcp import MAINTENANCE, PREEMPTED, GcpListener
-from ckpt.preemption.notice import First, Listener
+from ckpt.preemption.notice import FirstDeadlines, Listener
 from ckpt.preemption.slurm import SlurmListener
 
 DMI = Path("sys/class/dmi/id")
@@ -64,7 +64,7 @@ class Endpoints:
     azure: str = ""
 
     @classmethod
-    def read(cls, variables: Mapping[str, str]) -> Endpoints:
+    def from_variables(cls, variables: Mapping[str, str]) -> Endpoints:
         """From the values of VARIABLES that are set. Other variables are ignored."""
         return cls(
             aws=variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", ""),
@@ -108,7 +108,7 @@ def listeners(
     file: Path | None = None,
     events: Events | None = None,
     refused: Callable[[str, UsageError], None] | None = None,
-    first: First | None = None,
+    first: FirstDeadlines | None = None,
 ) -> list[Listener]:
     """The listeners that fit this machine, not yet started. Signals are not among them (see ckpt.preemption.signals).
 

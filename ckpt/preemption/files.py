@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.events import Events
-from ckpt.preemption.metadata import iso_time_s, words
-from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
-from ckpt.preemption.poll import Fault, keep_asking
+from ckpt.preemption.metadata import iso_time_s, printable_field
+from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice, OnNoticeChange
+from ckpt.preemption.poll import Fault, poll_until_stopped
 
 POLL_S = 1.0
 LEAD_S = 30.0
@@ -44,18 +44,18 @@ class FileListener:
         *,
         events: Events | None = None,
         now_s: Callable[[], float] = time.time,
-        first: First | None = None,
+        first: FirstDeadlines | None = None,
     ) -> None:
         self._path = path
         self._lead_s = lead_s
         self._events = events
         self._now_s = now_s
-        self._first: First = {} if first is None else first
+        self._first_deadlines: FirstDeadlines = {} if first is None else first
 
-    def listen(self, stop: threading.Event, tell: Tell) -> None:
-        first = self._first.setdefault(self.name, {})
+    def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
+        first = self._first_deadlines.setdefault(self.name, {})
         known = KnownNotices(tell, first)
-        key = words(os.fspath(self._path))
+        key = printable_field(os.fspath(self._path))
         written_s = seen_s = 0.0
 
         def ask() -> float:
@@ -63,7 +63,7 @@ class FileListener:
             found = self._read()
             if found is None:
                 written_s = 0.0
-                known.standing(self.name, [])
+                known.set_standing(self.name, [])
                 return POLL_S
             is_another = not written_s and found[1] > first.get(key, math.inf) - self._lead_s
             if found[1] != written_s:
@@ -72,12 +72,12 @@ class FileListener:
             if deadline_s is None:
                 # The file is another one than an earlier listener saw.
                 if is_another:
-                    known.standing(self.name, [])
-                deadline_s = known.earliest(key, seen_s + self._lead_s)
-            known.standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
+                    known.set_standing(self.name, [])
+                deadline_s = known.earliest_deadline(key, seen_s + self._lead_s)
+            known.set_standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
             return POLL_S
 
-        keep_asking(self.name, stop, ask, self._events)
+        poll_until_stopped(self.name, stop, ask, self._events)
 
     def _read(self) -> tuple[str, float] | None:
         """The file's content and the time when it was written; None where there is no file. Errors: Fault."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from ckpt.events import Events
 from ckpt.preemption.metadata import Service
-from ckpt.preemption.notice import First, KnownNotices, Notice, Tell
-from ckpt.preemption.poll import Fault, keep_asking
+from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice, OnNoticeChange
+from ckpt.preemption.poll import Fault, poll_until_stopped
 
 POLL_S = 1.0  # only where the service does not wait
 # The duration that a long poll asks for. The service then answers with the unchanged value.
@@ -38,12 +38,12 @@ class _Means:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One metadata value to watch. `answers`: what each value means; None: no notice stands."""
+    """One metadata value to watch. `meanings`: what each value means; None: no notice stands."""
 
     source: str
     path: str
     lead_s: float
-    answers: dict[str, _Means | None]
+    meanings: dict[str, _Means | None]
 
 
 PREEMPTED = Question(
@@ -76,7 +76,7 @@ class GcpListener:
         timeout_s: float = 5.0,
         wait_s: int = WAIT_S,
         now_s: Callable[[], float] = time.time,
-        first: First | None = None,
+        first: FirstDeadlines | None = None,
     ) -> None:
         self.name = question.source
         self._question = question
@@ -85,10 +85,10 @@ class GcpListener:
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._now_s = now_s
-        self._first: First = {} if first is None else first
+        self._first_deadlines: FirstDeadlines = {} if first is None else first
 
-    def listen(self, stop: threading.Event, tell: Tell) -> None:
-        known = KnownNotices(tell, self._first.setdefault(self.name, {}))
+    def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
+        known = KnownNotices(tell, self._first_deadlines.setdefault(self.name, {}))
         # The tag of the last value; with "" the service answers at once with the current value.
         etag = ""
 
@@ -98,12 +98,12 @@ class GcpListener:
             # After a fault the value is read anew.
             before, etag = etag, ""
             value, etag = self._value(before, stop)
-            means = self._question.answers[value]
-            known.standing(self.name, [] if means is None else [self._notice(value, means, known)])
+            means = self._question.meanings[value]
+            known.set_standing(self.name, [] if means is None else [self._notice(value, means, known)])
             has_waited = time.monotonic() - began_s >= POLL_S
             return 0.0 if etag and (has_waited or not before) else POLL_S
 
-        keep_asking(self.name, stop, ask, self._events)
+        poll_until_stopped(self.name, stop, ask, self._events)
 
     def _value(self, etag: str, stop: threading.Event) -> tuple[str, str]:
         path, timeout_s = self._question.path, self._timeout_s
@@ -114,10 +114,10 @@ class GcpListener:
         if reply.status != 200:
             raise Fault(f"GET {path} was answered with status {reply.status}")
         value = reply.text()
-        if value not in self._question.answers:
+        if value not in self._question.meanings:
             raise Fault(f"GET {path} was answered with {value[:50]!r}")
         return value, reply.etag
 
     def _notice(self, value: str, means: _Means, known: KnownNotices) -> Notice:
-        deadline_s = known.earliest(value, self._now_s() + self._question.lead_s)
+        deadline_s = known.earliest_deadline(value, self._now_s() + self._question.lead_s)
         return Notice(deadline_s, self.name, means.certain, value, means.message)

@@ -76,7 +76,7 @@ class Wire:
                 self._await(select.POLLIN, stop, until_s)
                 part = self._socket.recv(HEAD_BYTES_MAX)
                 came += part
-                if (answer := answer_in(came, is_end=not part)) is not None:
+                if (answer := parse_response(came, is_end=not part)) is not None:
                     return answer
         except ConnectionError as exc:
             if came:
@@ -98,7 +98,7 @@ class Wire:
         raise Fault("stopped")
 
 
-def answer_in(came: bytes, *, is_end: bool) -> HttpResponse | None:
+def parse_response(came: bytes, *, is_end: bool) -> HttpResponse | None:
     """The reply in the bytes that came; None while it is incomplete. `is_end`: no more bytes come.
     Errors: Fault for an invalid, truncated or too large reply; Unheard if no byte came."""
     if is_end and not came:
@@ -122,7 +122,7 @@ def answer_in(came: bytes, *, is_end: bool) -> HttpResponse | None:
     elif "transfer-encoding" in headers:
         if headers["transfer-encoding"].lower() != "chunked":
             raise Fault(f"the body is {headers['transfer-encoding'][:50]!r}, which was not asked for")
-        body, end_at = _of_chunks(came, body_at)
+        body, end_at = _join_chunks(came, body_at)
     elif "content-length" in headers:
         length = headers["content-length"]
         if not _LENGTH.fullmatch(length) or int(length) > BODY_BYTES_MAX:
@@ -158,7 +158,7 @@ def _head(head: bytes) -> tuple[str, int, dict[str, str]]:
     return found[1], int(found[2]), headers
 
 
-def _of_chunks(came: bytes, at: int) -> tuple[bytes | None, int]:
+def _join_chunks(came: bytes, at: int) -> tuple[bytes | None, int]:
     """The body whose chunks begin at `at`, and where it ends; None while it is incomplete. Errors: Fault."""
     parts: list[bytes] = []
     while True:

@@ -1,6 +1,6 @@
 """The client of a machine's metadata service: small requests to one address, bounded in time and bytes.
 
-- No proxy is used and no redirect is followed. Each request has its own connection, unless `kept_open` keeps one.
+- No proxy is used and no redirect is followed. Each request has its own connection, unless `keep_open` keeps one.
 - If the service has closed a kept connection, the request is sent once more over a new one. POST is never sent twice.
 - http_connection.py says what a reply is and what ends a request.
 """
@@ -25,7 +25,7 @@ from ckpt.preemption.poll import Fault
 
 T = TypeVar("T")
 
-WORDS_MAX = 200  # characters of a service's text in a key or a message
+FIELD_LENGTH_MAX = 200  # characters of a service's text in a key or a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Reply:
     etag: str
     date: str
     sent_s: float
-    came_s: float
+    received_s: float
 
     @property
     def date_s(self) -> float | None:
@@ -48,7 +48,7 @@ class Reply:
         except Fault:
             return None
 
-    def ours_s(self, theirs_s: float) -> float:
+    def to_local_s(self, theirs_s: float) -> float:
         """A time of the service's clock as Unix seconds of this host's clock: the earliest that is possible.
 
         The service answered at `sent_s` or later, when its clock was below date_s + 1. So the result is early by at
@@ -58,10 +58,10 @@ class Reply:
         return theirs_s if date_s is None else self.sent_s + theirs_s - (date_s + 1.0)
 
     def text(self) -> str:
-        return parsed("text", lambda: self.body.decode("ascii")).strip()
+        return parse_or_fault("text", lambda: self.body.decode("ascii")).strip()
 
     def json(self) -> Any:
-        return parsed("JSON", lambda: json.loads(self.body))
+        return parse_or_fault("JSON", lambda: json.loads(self.body))
 
 
 class Service:
@@ -84,23 +84,23 @@ class Service:
             )
         self._base = url.path.rstrip("/")
         host = f"[{self._host}]" if ":" in self._host else self._host
-        self._named = host if self._port == 80 else f"{host}:{self._port}"
+        self._host_header = host if self._port == 80 else f"{host}:{self._port}"
         self._lock = threading.Lock()
-        self._keepers = 0
+        self._keep_open_count = 0
         self._idle: Wire | None = None
 
     @contextlib.contextmanager
-    def kept_open(self) -> Iterator[None]:
+    def keep_open(self) -> Iterator[None]:
         """Keeps the connection open between requests inside the block, if the service allows.
         A new connection costs more than a request."""
         with self._lock:
-            self._keepers += 1
+            self._keep_open_count += 1
         try:
             yield
         finally:
             with self._lock:
-                self._keepers -= 1
-                idle, self._idle = (None, self._idle) if self._keepers else (self._idle, None)
+                self._keep_open_count -= 1
+                idle, self._idle = (None, self._idle) if self._keep_open_count else (self._idle, None)
             if idle is not None:
                 idle.close()
 
@@ -116,21 +116,21 @@ class Service:
     ) -> Reply:
         """Sends one request and returns the whole reply, of any status. Errors: Fault, also if `stop` is set."""
         until_s = time.monotonic() + timeout_s
-        keep = self._keepers > 0 and method != "POST"  # a POST is never sent twice
+        keep = self._keep_open_count > 0 and method != "POST"  # a POST is never sent twice
         try:
-            head = _head(method, self._base + path, self._named, tuple(headers.items()), len(body), keep)
-            idle = self._taken() if keep else None
+            head = _head(method, self._base + path, self._host_header, tuple(headers.items()), len(body), keep)
+            idle = self._take_idle() if keep else None
             try:
-                return self._exchanged(idle, head + body, keep, stop, until_s)
+                return self._exchange(idle, head + body, keep, stop, until_s)
             except Unheard:
                 if idle is None:
                     raise
                 # The service had closed the idle connection.
-                return self._exchanged(None, head + body, keep, stop, until_s)
+                return self._exchange(None, head + body, keep, stop, until_s)
         except (OSError, ValueError, Fault) as exc:  # ValueError: an impossible host name
             raise Fault(f"{method} {self.endpoint}{path}: {exc}") from exc
 
-    def _exchanged(self, idle: Wire | None, request: bytes, keep: bool, stop: threading.Event, until_s: float) -> Reply:
+    def _exchange(self, idle: Wire | None, request: bytes, keep: bool, stop: threading.Event, until_s: float) -> Reply:
         """One exchange, over the idle connection or a new one. `keep`: leave it open if the service allows."""
         wire = idle or Wire(self._host, self._port, stop, until_s)
         done: Wire | None = wire
@@ -139,22 +139,22 @@ class Service:
             answer = wire.exchange(request, stop, until_s)
             came_s = self._now_s()
             if keep and not answer.is_last:
-                done = self._put_back(wire)
+                done = self._keep_idle(wire)
         finally:
             if done is not None:
                 done.close()
         etag, date = answer.headers.get("etag", ""), answer.headers.get("date", "")
         return Reply(answer.status, answer.body, etag, date, sent_s, came_s)
 
-    def _taken(self) -> Wire | None:
+    def _take_idle(self) -> Wire | None:
         with self._lock:
             idle, self._idle = self._idle, None
             return idle
 
-    def _put_back(self, wire: Wire) -> Wire | None:
+    def _keep_idle(self, wire: Wire) -> Wire | None:
         """Keeps the connection for the next request. Returns the connection to close instead, if any."""
         with self._lock:
-            if not self._keepers:
+            if not self._keep_open_count:
                 return wire
             other, self._idle = self._idle, wire
             return other
@@ -176,7 +176,7 @@ def _head(
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def parsed(what: str, parse: Callable[[], T]) -> T:
+def parse_or_fault(what: str, parse: Callable[[], T]) -> T:
     """The result of `parse`. Errors: Fault for any parsing error."""
     try:
         return parse()
@@ -186,20 +186,20 @@ def parsed(what: str, parse: Callable[[], T]) -> T:
 
 def http_time_s(text: str) -> float:
     """Unix seconds of "Mon, 19 Sep 2016 18:29:47 GMT", with or without the day of the week. Errors: Fault."""
-    return parsed("time", lambda: _unix_s(email.utils.parsedate_to_datetime(text)))
+    return parse_or_fault("time", lambda: _unix_s(email.utils.parsedate_to_datetime(text)))
 
 
 def iso_time_s(text: str) -> float:
     """Unix seconds of an RFC 3339 time; UTC if the time has no zone. Errors: Fault."""
-    return parsed("time", lambda: _unix_s(datetime.fromisoformat(text)))
+    return parse_or_fault("time", lambda: _unix_s(datetime.fromisoformat(text)))
 
 
 def _unix_s(when: datetime) -> float:
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
-def words(value: object) -> str:
+def printable_field(value: object) -> str:
     """A field of an answer as text that is safe in a key or a log line. Errors: Fault if it is not text, or empty."""
     if not isinstance(value, str) or not value:
         raise Fault(f"the answer has {str(value)[:50]!r} where a text was expected")
-    return "".join(c if c.isprintable() else "?" for c in value[:WORDS_MAX])
+    return "".join(c if c.isprintable() else "?" for c in value[:FIELD_LENGTH_MAX])

@@ -41,7 +41,7 @@ class Notice:
     message: str
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds from now until the deadline; negative if it is past. Correct until this host's clock is changed: to
         wait for it, add it to the monotonic clock at once."""
         return self.deadline_s - time.time()
@@ -55,10 +55,10 @@ class Withdrawn:
     key: str
 
 
-Word = Notice | Withdrawn
+NoticeChange = Notice | Withdrawn
 # By source and key: the deadlines that count from when an event without a time was first seen.
-First = dict[str, dict[str, float]]
-Tell = Callable[[Word], None]
+FirstDeadlines = dict[str, dict[str, float]]
+OnNoticeChange = Callable[[NoticeChange], None]
 
 
 class Listener(Protocol):
@@ -66,7 +66,7 @@ class Listener(Protocol):
 
     name: str
 
-    def listen(self, stop: threading.Event, tell: Tell) -> None:
+    def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
         """Listens until `stop` is set, then returns within about a second. One call at a time, on any thread.
 
         `tell` is called on this thread, must not block for long, and must not raise. The listener survives every fault
@@ -78,35 +78,36 @@ class Listener(Protocol):
 
 
 class KnownNotices:
-    """The notices that one source has reported and not withdrawn. Belongs to the listening thread.
-    `first`: the deadlines that `earliest` recorded for the source. The next listener of the source continues with them.
+    """The notices that one source has reported and not withdrawn. Belongs to the listening thread. `first`: the
+    deadlines that `earliest_deadline` recorded for the source. The next listener of the source continues with them.
     """
 
-    def __init__(self, tell: Tell, first: dict[str, float] | None = None) -> None:
-        self._tell = tell
-        self._told: dict[str, Notice] = {}
-        self._first = {} if first is None else first
+    def __init__(self, tell: OnNoticeChange, first: dict[str, float] | None = None) -> None:
+        self._on_change = tell
+        self._reported_by_key: dict[str, Notice] = {}
+        self._first_deadlines = {} if first is None else first
 
-    def earliest(self, key: str, deadline_s: float) -> float:
+    def earliest_deadline(self, key: str, deadline_s: float) -> float:
         """The deadline of an event that names no time: the earlier of `deadline_s` and the recorded one."""
-        told, first_s = self._told.get(key), self._first.get(key, deadline_s)
+        told, first_s = self._reported_by_key.get(key), self._first_deadlines.get(key, deadline_s)
         if told is not None:
             return min(told.deadline_s, deadline_s)
-        self._first[key] = min(first_s, deadline_s) if deadline_s - first_s <= STALE_S else deadline_s
-        return self._first[key]
+        self._first_deadlines[key] = min(first_s, deadline_s) if deadline_s - first_s <= STALE_S else deadline_s
+        return self._first_deadlines[key]
 
-    def standing(self, source: str, notices: Iterable[Notice]) -> None:
+    def set_standing(self, source: str, notices: Iterable[Notice]) -> None:
         """Sets which notices stand now. Reports those that are new, have moved or are gone."""
         now = {each.key: each for each in notices}
-        for key in [key for key in {**self._told, **self._first} if key not in now]:
-            self._told.pop(key, None)
-            self._first.pop(key, None)
-            self._tell(Withdrawn(source, key))
+        for key in [key for key in {**self._reported_by_key, **self._first_deadlines} if key not in now]:
+            self._reported_by_key.pop(key, None)
+            self._first_deadlines.pop(key, None)
+            self._on_change(Withdrawn(source, key))
         for notice in now.values():
-            self._stands(notice)
+            self._report_notice(notice)
 
-    def listed(self, source: str, entries: Iterable[T], read: Callable[[T], Notice | None]) -> None:
-        """Like `standing`, with the notices that `read` returns for a list's entries; None: the entry does not count.
+    def set_from_entries(self, source: str, entries: Iterable[T], read: Callable[[T], Notice | None]) -> None:
+        """Like `set_standing`, with the notices that `read` returns for a list's entries; None: the entry does not
+        count.
 
         An entry that cannot be read does not hide the others, but then no notice is withdrawn. Errors: the first Fault
         is raised after the readable notices were reported.
@@ -120,15 +121,15 @@ class KnownNotices:
             except Fault as exc:
                 faults.append(exc)
         if not faults:
-            self.standing(source, notices)
+            self.set_standing(source, notices)
             return
         for notice in notices:
-            self._stands(notice)
+            self._report_notice(notice)
         raise faults[0]
 
-    def _stands(self, notice: Notice) -> None:
-        told = self._told.get(notice.key)
+    def _report_notice(self, notice: Notice) -> None:
+        told = self._reported_by_key.get(notice.key)
         if told and told.certain == notice.certain and abs(told.deadline_s - notice.deadline_s) <= MOVED_S:
             return
-        self._told[notice.key] = notice
-        self._tell(notice)
+        self._reported_by_key[notice.key] = notice
+        self._on_change(notice)

@@ -22,7 +22,9 @@ class Fault(Exception):
     """The source gave no usable answer. It never leaves a listener, which asks again later."""
 
 
-def keep_asking(name: str, stop: threading.Event, ask: Callable[[], float], events: Events | None = None) -> None:
+def poll_until_stopped(
+    name: str, stop: threading.Event, ask: Callable[[], float], events: Events | None = None
+) -> None:
     """Calls `ask` until `stop` is set. `ask` returns the seconds to pause before the next call, or raises Fault.
 
     After the n-th fault in a row the pause is drawn evenly from [half, whole] of 1 s x 2^(n-1), at most 10 s, so that

@@ -27,12 +27,12 @@ from typing import Any, Self
 
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
-from ckpt.preemption.notice import Notice, Tell
+from ckpt.preemption.notice import Notice, OnNoticeChange
 
 SLICE_S = 0.25
 CLOSE_S = 5.0
 REPEAT_S = 2.0
-BY_HANDLER = 0x80  # marks the handler's byte; signal numbers are smaller
+HANDLER_BIT = 0x80  # marks the handler's byte; signal numbers are smaller
 LEADS_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0}  # torchrun, Kubernetes, Slurm
 
 
@@ -57,38 +57,38 @@ class Signals:
         self._leads_s = dict(leads_s)
         self._events = events or Events()
         self._now_s = now_s
-        self._came: dict[int, bool] = dict.fromkeys(self._leads_s, False)
+        self._received: dict[int, bool] = dict.fromkeys(self._leads_s, False)
         # Signals reported by the wake-up descriptor whose handler has not run since.
-        self._woken: set[int] = set()
-        self._consumed: set[int] = set()
-        self._previous: dict[int, Any] = {}
+        self._pending_wakeups: set[int] = set()
+        self._consumed_signals: set[int] = set()
+        self._previous_handlers: dict[int, Any] = {}
         # One object for comparisons: each access to a bound method makes a new one.
         self._handler = self._handle
         self._is_open = False
-        self._read, self._write, self._woken_before = -1, -1, -1
-        self._listening = threading.Lock()
+        self._read_fd, self._write_fd, self._previous_wakeup_fd = -1, -1, -1
+        self._listen_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals can be listened to only from the main thread; enter there, or do without them")
         if self._is_open:
             raise UsageError("already listening to signals; make another Signals")
-        self._came = dict.fromkeys(self._leads_s, False)
-        self._woken.clear()
-        self._consumed.clear()
-        self._previous.clear()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._received = dict.fromkeys(self._leads_s, False)
+        self._pending_wakeups.clear()
+        self._consumed_signals.clear()
+        self._previous_handlers.clear()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
         self._is_open = True
-        _open.append(self)
-        self._woken_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        _entered.append(self)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in self._leads_s:
             previous = signal.getsignal(number)
             if previous is None or (previous is signal.SIG_DFL and is_caught(number)):
-                self._unheard(number)
+                self._warn_unheard(number)
             elif previous is not signal.SIG_IGN:
-                self._previous[number] = previous
+                self._previous_handlers[number] = previous
                 signal.signal(number, self._handler)
         return self
 
@@ -98,32 +98,34 @@ class Signals:
         # In a forked child everything was restored already.
         if not self._is_open:
             return
-        left = [number for number, came in self._restored().items() if came and number not in self._consumed]
+        left = [
+            number for number, came in self._restore_handlers().items() if came and number not in self._consumed_signals
+        ]
         try:
-            os.write(self._write, b"\0")
-            if not self._listening.acquire(timeout=CLOSE_S):
+            os.write(self._write_fd, b"\0")
+            if not self._listen_lock.acquire(timeout=CLOSE_S):
                 raise CkptError(f"listening to signals did not end within {CLOSE_S:g} s; end it before the block")
-            self._pass_on()
-            os.close(self._read)
-            os.close(self._write)
-            self._listening.release()
+            self._drain_pipe()
+            os.close(self._read_fd)
+            os.close(self._write_fd)
+            self._listen_lock.release()
         finally:
             for number in left:
                 signal.raise_signal(number)
 
     def consume(self, number: signal.Signals) -> None:
         """Marks the signal as handled: it is not delivered again on exit. Any thread, at any time."""
-        self._consumed.add(number)
+        self._consumed_signals.add(number)
 
     def wake(self) -> None:
         """Makes `listen` check at once whether to stop. Any thread, inside the block."""
         with contextlib.suppress(OSError):
-            os.write(self._write, b"\0")
+            os.write(self._write_fd, b"\0")
 
     def listen(
         self,
         stop: threading.Event,
-        tell: Tell,
+        tell: OnNoticeChange,
         again: Callable[[signal.Signals], None] = lambda number: None,
     ) -> None:
         """Implements Listener.listen. Each signal is reported once, with its first deadline.
@@ -131,15 +133,15 @@ class Signals:
         request on a second path (Slurm signals torchrun and its workers, and torchrun its workers). Errors: UsageError
         outside the block."""
         told: dict[int, float] = {}
-        with self._listening:
+        with self._listen_lock:
             if not self._is_open:
                 raise UsageError("signals are listened to only inside the with block")
             poll = select.poll()
-            poll.register(self._read, select.POLLIN)
+            poll.register(self._read_fd, select.POLLIN)
             while self._is_open and not stop.is_set():
                 poll.poll(SLICE_S * 1000)
-                for number in self._pass_on():
-                    if number not in self._previous:
+                for number in self._drain_pipe():
+                    if number not in self._previous_handlers:
                         continue
                     if number not in told:
                         told[number] = time.monotonic()
@@ -147,7 +149,7 @@ class Signals:
                     elif time.monotonic() - told[number] >= REPEAT_S:
                         again(signal.Signals(number))
 
-    def _unheard(self, number: signal.Signals) -> None:
+    def _warn_unheard(self, number: signal.Signals) -> None:
         told = (
             f"ckpt: {number.name} is not taken for a notice: it has a handler that is not Python's, which is left "
             f"alone; to have it heard, call signal.signal(signal.{number.name}, signal.SIG_DFL) before the block"
@@ -160,11 +162,11 @@ class Signals:
         return Notice(self._now_s() + lead_s, "signal", True, number.name, told)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number, signal.SIG_DFL)
+        previous = self._previous_handlers.get(number, signal.SIG_DFL)
         if self._is_open:
-            self._came[number] = True
+            self._received[number] = True
             with contextlib.suppress(OSError):  # the pipe is full: `listen` wakes anyway
-                os.write(self._write, bytes((number | BY_HANDLER,)))
+                os.write(self._write_fd, bytes((number | HANDLER_BIT,)))
         elif signal.getsignal(number) is self._handler:
             # Other code found this handler installed and put it back after the exit. Remove it for good.
             signal.signal(number, previous)
@@ -173,49 +175,49 @@ class Signals:
         if callable(previous):
             previous(number, frame)
 
-    def _pass_on(self) -> bytes:
+    def _drain_pipe(self) -> bytes:
         """The numbers of the signals that came. Also wakes the previous wake-up descriptor (asyncio)."""
         try:
-            read = os.read(self._read, 512).replace(b"\0", b"")
+            read = os.read(self._read_fd, 512).replace(b"\0", b"")
         except BlockingIOError:
             return b""
-        came = bytes(byte & ~BY_HANDLER for byte in read if self._is_first(byte))
-        if self._woken_before >= 0:
+        came = bytes(byte & ~HANDLER_BIT for byte in read if self._is_first(byte))
+        if self._previous_wakeup_fd >= 0:
             with contextlib.suppress(OSError):
-                os.write(self._woken_before, came)
+                os.write(self._previous_wakeup_fd, came)
         return came
 
     def _is_first(self, byte: int) -> bool:
         """Whether this byte is the first one of its signal."""
-        number = byte & ~BY_HANDLER
-        is_first = byte == number or number not in self._woken
+        number = byte & ~HANDLER_BIT
+        is_first = byte == number or number not in self._pending_wakeups
         if byte == number:
-            self._woken.add(number)
+            self._pending_wakeups.add(number)
         else:
-            self._woken.discard(number)
+            self._pending_wakeups.discard(number)
         return is_first
 
-    def _restored(self) -> dict[int, bool]:
+    def _restore_handlers(self) -> dict[int, bool]:
         """Restores the handlers. Returns for each signal whether it came and had no previous handler.
         Handlers that other code installed over ours stay."""
-        for number, previous in self._previous.items():
+        for number, previous in self._previous_handlers.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, previous)
         # Set only now: a signal until here is recorded.
         self._is_open = False
-        _open.remove(self)
+        _entered.remove(self)
         # Others that were entered inside this block and stay longer.
-        for other in _open:
-            for number, previous in self._previous.items():
-                if other._previous.get(number) is self._handler:
-                    other._previous[number] = previous
-            if other._woken_before == self._write:
-                other._woken_before = self._woken_before
-        if (current := signal.set_wakeup_fd(-1)) == self._write:
-            current = self._woken_before
+        for other in _entered:
+            for number, previous in self._previous_handlers.items():
+                if other._previous_handlers.get(number) is self._handler:
+                    other._previous_handlers[number] = previous
+            if other._previous_wakeup_fd == self._write_fd:
+                other._previous_wakeup_fd = self._previous_wakeup_fd
+        if (current := signal.set_wakeup_fd(-1)) == self._write_fd:
+            current = self._previous_wakeup_fd
         with contextlib.suppress(OSError, ValueError):  # the descriptor was closed: there is nothing to wake
             signal.set_wakeup_fd(current)
-        return {n: came and not callable(self._previous.get(n)) for n, came in self._came.items()}
+        return {n: came and not callable(self._previous_handlers.get(n)) for n, came in self._received.items()}
 
 
 def is_caught(number: int) -> bool:
@@ -227,31 +229,31 @@ def is_caught(number: int) -> bool:
     return False
 
 
-_open: list[Signals] = []
+_entered: list[Signals] = []
 
 
 _mask_before = threading.local()
 
 
-def _hold_back() -> None:
+def _block_signals() -> None:
     """Blocks the signals before a fork: until the child has its previous handlers, a signal to the child would run ours
     and wake its parent."""
-    numbers = {number for each in _open for number in each._leads_s}
+    numbers = {number for each in _entered for number in each._leads_s}
     _mask_before.value = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
-def _let_through() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before.value)
 
 
-def _forget() -> None:
-    for each in reversed(_open.copy()):
+def _reset_child() -> None:
+    for each in reversed(_entered.copy()):
         each._is_open = False
         with contextlib.suppress(ValueError, OSError):
-            each._restored()
-        os.close(each._read)
-        os.close(each._write)
-    _let_through()
+            each._restore_handlers()
+        os.close(each._read_fd)
+        os.close(each._write_fd)
+    _unblock_signals()
 
 
-os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_forget)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_child)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from ckpt.errors import UsageError
 from ckpt.events import Events
-from ckpt.preemption.notice import MOVED_S, KnownNotices, Notice, Tell
-from ckpt.preemption.poll import Fault, keep_asking
+from ckpt.preemption.notice import MOVED_S, KnownNotices, Notice, OnNoticeChange
+from ckpt.preemption.poll import Fault, poll_until_stopped
 
 POLL_S = 300.0  # each question goes to the one controller of the cluster
 POLL_NEAR_S = 60.0  # in the last NEAR_S
@@ -63,7 +63,7 @@ class SlurmListener:
         self._timeout_s = timeout_s
         self._now_s = now_s
 
-    def listen(self, stop: threading.Event, tell: Tell) -> None:
+    def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
         known = KnownNotices(tell)
         if self._end_s is not None:
             self._follow_end(self._end_s, known, stop)
@@ -72,38 +72,38 @@ class SlurmListener:
 
         def ask() -> float:
             asked_s = self._now_s()
-            left_s = time_left_s(self._output(stop, self._timeout_s))
-            known.standing(self.name, [] if left_s is None else [self._notice(asked_s + left_s)])
+            left_s = time_left_s(self._run_squeue(stop, self._timeout_s))
+            known.set_standing(self.name, [] if left_s is None else [self._notice(asked_s + left_s)])
             return POLL_NEAR_S if left_s is not None and left_s < NEAR_S else POLL_S
 
-        keep_asking(self.name, stop, ask, self._events)
+        poll_until_stopped(self.name, stop, ask, self._events)
 
     def _follow_end(self, end_s: float, known: KnownNotices, stop: threading.Event) -> None:
         while True:
             if (wait_s := end_s - NEAR_S - self._now_s()) > 0:
-                known.standing(self.name, [self._notice(end_s)])
+                known.set_standing(self.name, [self._notice(end_s)])
                 if stop.wait(wait_s):
                     return
             asked_s, before_s = self._now_s(), end_s
             ahead_s = end_s - asked_s
             timeout_s = min(self._timeout_s, ahead_s / 4) if ahead_s > 0 else self._timeout_s
             try:
-                left_s = time_left_s(self._output(stop, timeout_s))
+                left_s = time_left_s(self._run_squeue(stop, timeout_s))
             except Fault:
-                known.standing(self.name, [self._notice(end_s)])
+                known.set_standing(self.name, [self._notice(end_s)])
                 return
             if left_s is None:
-                known.standing(self.name, [])
+                known.set_standing(self.name, [])
                 return
             end_s = asked_s + left_s
-            known.standing(self.name, [self._notice(end_s)])
+            known.set_standing(self.name, [self._notice(end_s)])
             if abs(end_s - before_s) <= MOVED_S:
                 return
 
     def _notice(self, end_s: float) -> Notice:
         return Notice(end_s, self.name, True, self._job_id, f"the allocation of Slurm job {self._job_id} ends")
 
-    def _output(self, stop: threading.Event, timeout_s: float) -> str:
+    def _run_squeue(self, stop: threading.Event, timeout_s: float) -> str:
         """The output of squeue, bounded in bytes and time. The process has ended when this returns. Errors: Fault."""
         try:
             process = subprocess.Popen(

@@ -8,20 +8,30 @@ import re
 import threading
 
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, NotFound, StorageError, TransientError
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504, 509, *range(520, 528)}  # 520 to 527: from a proxy before the store
+_TRANSIENT_STATUSES = {
+    408,
+    425,
+    429,
+    500,
+    502,
+    503,
+    504,
+    509,
+    *range(520, 528),
+}  # 520 to 527: from a proxy before the store
 # S3's 400 for a body that arrived incomplete.
-_BROKE_OFF = re.compile(r"\b(?:RequestTimeout|IncompleteBody)\b")
+_INCOMPLETE_BODY = re.compile(r"\b(?:RequestTimeout|IncompleteBody)\b")
 _CREDENTIALS = re.compile(r"ExpiredToken|TokenRefreshRequired|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch")
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|StorageFull|EntityTooLarge")
 
 
-def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
+def error_of_reply(url: str, what: str, status: int, text: str) -> CkptError:
     """The error for an HTTP status that is not a success. `text`: the reply's body, or what is known of it."""
-    told = f"{url}: {what}: the store answered {status}{_told(text)}"
+    told = f"{url}: {what}: the store answered {status}{_reply_summary(text)}"
     if _FULL.search(text) or status in (413, 507):
-        return StorageError(f"{told}; it takes no more: {make_room(url)}, or raise the quota")
+        return StorageError(f"{told}; it takes no more: {full_store_hint(url)}, or raise the quota")
     if "RequestTimeTooSkewed" in text:
         return AccessDenied(f"{told}; this machine's clock is wrong by more than the store accepts: set it")
     if status in (401, 403) or _CREDENTIALS.search(text):
@@ -36,36 +46,36 @@ def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
         return NotFound(told)
     if status in (409, 412):
         return AlreadyExists(told)
-    if status in _PASSING or (status == 400 and _BROKE_OFF.search(text)):
+    if status in _TRANSIENT_STATUSES or (status == 400 and _INCOMPLETE_BODY.search(text)):
         return TransientError(told)
     return StorageError(told)
 
 
-def lost(url: str, what: str, why: object) -> TransientError:
+def connection_error(url: str, what: str, why: object) -> TransientError:
     """The error for a broken connection: it is unknown whether the request was carried out."""
     return TransientError(f"{url}: {what}: the connection failed: {why}")
 
 
-def make_room(url: str) -> str:
+def full_store_hint(url: str) -> str:
     """What to do about a full store."""
-    how = f"ckpt prune {shown(url)} --last 2 --yes, where the newest two are all that you want to keep"
+    how = f"ckpt prune {redact_url(url)} --last 2 --yes, where the newest two are all that you want to keep"
     again = ", and once more 15 minutes later: then the data goes" if "://" in url else ""
     return f"make room ({how}{again}; where no job runs and there is no room at all, give --now as well)"
 
 
-def none_restorable(url: str) -> str:
+def unrestorable_hint(url: str) -> str:
     """What to do about a URL whose checkpoints cannot be restored."""
-    return f"Run `ckpt verify {shown(url)}` to see what is damaged; to begin anew, use another URL"
+    return f"Run `ckpt verify {redact_url(url)}` to see what is damaged; to begin anew, use another URL"
 
 
-def _told(text: str) -> str:
+def _reply_summary(text: str) -> str:
     """Code and message of an S3 or Azure error document, else its first line."""
     found = [each[1].strip() for each in re.finditer(r"<(?:Code|Message)>([^<]{1,300})</", text)]
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return f" ({': '.join(each for each in found if each) or line[:300]})" if text.strip() else ""
 
 
-def check_wanted(cancel: threading.Event | None, url: str, key: str) -> None:
+def check_not_cancelled(cancel: threading.Event | None, url: str, key: str) -> None:
     """Errors: StorageError if the put has been cancelled."""
     if cancel is not None and cancel.is_set():
         raise StorageError(f"{url}: put {key}: it was broken off")

@@ -11,7 +11,7 @@ from ckpt.errors import DamagedData, NotFound
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[int, int]]:
+def open_file(path: str) -> Iterator[tuple[int, int]]:
     """Descriptor and size of a regular file. A pipe or a device does not block, and counts as missing. Errors: OSError;
     NotFound."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -20,19 +20,19 @@ PROMPT_PROTOCOLS = {
 }
 
 
-def why_late(url: str) -> str | None:
+def late_listing_cause(url: str) -> str | None:
     """What may show another machine's objects late, in words; None if nothing is known to. `url`: canonical, see
     `ckpt.storage.url.canonical`."""
     scheme, separator, _ = url.partition("://")
     if not separator:
-        return _of_folder(url)
+        return _folder_cause(url)
     protocol = scheme.removeprefix("fsspec+")
     if scheme in ("s3", "gs", "az", "memory") or protocol in PROMPT_PROTOCOLS:
         return None
     return f"the file system {protocol}"
 
 
-def _of_folder(path: str) -> str | None:
+def _folder_cause(path: str) -> str | None:
     kind, options = _mount_of(os.path.realpath(path))
     if LATE_TYPES.fullmatch(kind) or (kind in NFS_TYPES and "nocto" in options):
         return f"a mount of the type {kind}"

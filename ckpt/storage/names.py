@@ -9,18 +9,18 @@ from ckpt.types import PATH_NAME
 
 PARTS_MAX = 8
 # Begins the name of an unfinished file. Because of its dot such a name is not a key.
-TEMPORARY = ".ckpt-tmp-"
+TEMPORARY_PREFIX = ".ckpt-tmp-"
 
 # What follows a user name (me@corp.com). A port is not a password.
 _PASSWORD = re.compile(r"(://[^/:]*):(?!\d+(?:/|$)).*@", re.DOTALL)
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """The URL for messages, without its password; also if the password has slashes that should be %2F."""
     return _PASSWORD.sub(r"\1:***@", url)
 
 
-def naming(key: str, what: str) -> str:
+def problem_text(key: str, what: str) -> str:
     """A problem with an object, for messages: with the key in front unless `what` begins with it."""
     return what if what.startswith(key) else f"{key}: {what}"
 

@@ -28,16 +28,16 @@ from typing import TypeVar
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, NotFound, TransientError, Unsettled
 from ckpt.events import Events
 from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import check_wanted
+from ckpt.storage.failure import check_not_cancelled
 from ckpt.storage.names import is_key
-from ckpt.types import counted
+from ckpt.types import format_count
 
 T = TypeVar("T")
 
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 10.0
-ADDRESS = "; is the address right (AWS_ENDPOINT_URL and the like)?"
-LONGER = " CKPT_RETRY_S=60 waits for 60 s"
+ADDRESS_HINT = "; is the address right (AWS_ENDPOINT_URL and the like)?"
+RETRY_HINT = " CKPT_RETRY_S=60 waits for 60 s"
 CANCEL_S = 0.1  # in a pause, between two looks at `cancel`
 # After one or two seconds, and once: a person who waits is told why.
 LOUD_TRY = 5
@@ -68,15 +68,15 @@ class Retrying:
         self._contact_s = None if contact_s is None or contact_s >= retry_s else contact_s
         self._has_answered = False
         self._reopen = reopen
-        self._reopening = threading.Lock()
+        self._reopen_lock = threading.Lock()
         self._events = events or Events()
         self._now_s = now_s
         self._closed = threading.Event()
         self._pause = pause or self._closed.wait
         self._random = random.Random(seed)
-        self._telling = threading.Lock()
-        self._failed_s = -math.inf  # the newest failure
-        self._loud_from_s, self._loud_again_s = -math.inf, LOUD_AGAIN_S
+        self._warning_lock = threading.Lock()
+        self._last_failure_s = -math.inf  # the newest failure
+        self._next_warning_s, self._warning_interval_s = -math.inf, LOUD_AGAIN_S
 
     def put(
         self,
@@ -87,7 +87,7 @@ class Retrying:
     ) -> None:
         uncertain = False
 
-        check = functools.partial(check_wanted, cancel, self.url, key)
+        check = functools.partial(check_not_cancelled, cancel, self.url, key)
 
         def attempt() -> None:
             nonlocal uncertain
@@ -99,22 +99,22 @@ class Retrying:
                 check()
                 raise
             except AlreadyExists:
-                if not (uncertain and self._holds(key, chunks)):
+                if not (uncertain and self._has_content(key, chunks)):
                     raise
 
         try:
-            self._again(f"put {key}", attempt, cancel)
+            self._call_with_retries(f"put {key}", attempt, cancel)
         except TransientError as exc:
             raise Unsettled(f"{exc}; it may have landed: read {key} back before trusting either") from exc
 
     def get(self, key: str, size_max: int) -> bytes:
-        return self._again(f"get {key}", lambda: self.inner.get(key, size_max))
+        return self._call_with_retries(f"get {key}", lambda: self.inner.get(key, size_max))
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
-        return self._again(f"get {key}", lambda: self.inner.get_range(key, start, length))
+        return self._call_with_retries(f"get {key}", lambda: self.inner.get_range(key, start, length))
 
     def head(self, key: str) -> ObjectInfo:
-        return self._again(f"head {key}", lambda: self.inner.head(key))
+        return self._call_with_retries(f"head {key}", lambda: self.inner.head(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         last = ""
@@ -131,24 +131,26 @@ class Retrying:
                 listing = None
                 raise
 
-        while (info := self._again(f"list {prefix}", following)) is not None:
+        while (info := self._call_with_retries(f"list {prefix}", following)) is not None:
             last = info.key
             yield info
 
     def folders(self, prefix: str) -> Sequence[str]:
-        return self._again(f"look below {prefix}", lambda: self.inner.folders(prefix))
+        return self._call_with_retries(f"look below {prefix}", lambda: self.inner.folders(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         each = list(keys)
-        self._again(f"delete {counted(len(each), 'object')}", lambda: self.inner.delete(each))
+        self._call_with_retries(f"delete {format_count(len(each), 'object')}", lambda: self.inner.delete(each))
 
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
     ) -> int:
-        return self._again("abort uploads", lambda: self.inner.abort_uploads(older_than_s, prefixes, is_ours))
+        return self._call_with_retries(
+            "abort uploads", lambda: self.inner.abort_uploads(older_than_s, prefixes, is_ours)
+        )
 
     def now_s(self) -> float:
-        return self._again("ask the time", lambda: self.inner.now_s())
+        return self._call_with_retries("ask the time", lambda: self.inner.now_s())
 
     def close(self) -> None:
         """Closes the inner backend and ends every pause: an operation that waits for a retry raises its last error at
@@ -156,14 +158,14 @@ class Retrying:
         self._closed.set()
         self.inner.close()
 
-    def _holds(self, key: str, chunks: Sequence[Buffer]) -> bool:
+    def _has_content(self, key: str, chunks: Sequence[Buffer]) -> bool:
         ours = b"".join(chunks)
         try:
             return self.inner.get(key, len(ours)) == ours
         except (DamagedData, NotFound):
             return False
 
-    def _again(self, what: str, attempt: Callable[[], T], cancel: threading.Event | None = None) -> T:
+    def _call_with_retries(self, what: str, attempt: Callable[[], T], cancel: threading.Event | None = None) -> T:
         """Runs `attempt` with retries. `cancel` ends a pause; `attempt` decides what follows."""
         began_s = self._now_s()
         tries = 0
@@ -175,7 +177,7 @@ class Retrying:
                 result = attempt()
             except AccessDenied:
                 self._has_answered = True
-                if is_renewed or not self._renew(inner):
+                if is_renewed or not self._reopen_store(inner):
                     raise
                 is_renewed = True
             except TransientError as exc:
@@ -185,11 +187,11 @@ class Retrying:
                 pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(tries - 1, 20)) * self._random.uniform(0.5, 1.0)
                 if left_s <= pause_s or self._closed.is_set():
                     doubted = not self._has_answered and "://" in self.url  # a folder has no address
-                    hint = "" if not doubted else ADDRESS if contact_s is None else ADDRESS + LONGER
-                    after = counted(tries, "attempt")
+                    hint = "" if not doubted else ADDRESS_HINT if contact_s is None else ADDRESS_HINT + RETRY_HINT
+                    after = format_count(tries, "attempt")
                     raise type(exc)(f"{self.url}: gave up trying to {what} after {after}: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
-                loud = self._is_due(tries)
+                loud = self._is_warning_due(tries)
                 self._events.emit("store.retry", told, loud=loud, tries=tries, pause_s=pause_s)
                 self._wait(pause_s, cancel)
             except Exception:
@@ -199,22 +201,22 @@ class Retrying:
                 self._has_answered = True
                 return result
 
-    def _is_due(self, tries: int) -> bool:
+    def _is_warning_due(self, tries: int) -> bool:
         """Whether to log this failure as a warning: once per outage, then at growing intervals."""
-        with self._telling:
+        with self._warning_lock:
             now_s = self._now_s()
-            if now_s - self._failed_s > LOUD_AGAIN_S:
-                self._loud_from_s, self._loud_again_s = now_s, LOUD_AGAIN_S
-            self._failed_s = now_s
-            if tries < LOUD_TRY or now_s < self._loud_from_s:
+            if now_s - self._last_failure_s > LOUD_AGAIN_S:
+                self._next_warning_s, self._warning_interval_s = now_s, LOUD_AGAIN_S
+            self._last_failure_s = now_s
+            if tries < LOUD_TRY or now_s < self._next_warning_s:
                 return False
-            self._loud_from_s = now_s + self._loud_again_s
-            self._loud_again_s = min(2 * self._loud_again_s, LOUD_AGAIN_S_MAX)
+            self._next_warning_s = now_s + self._warning_interval_s
+            self._warning_interval_s = min(2 * self._warning_interval_s, LOUD_AGAIN_S_MAX)
             return True
 
-    def _renew(self, refused: Backend) -> bool:
+    def _reopen_store(self, refused: Backend) -> bool:
         """Opens the store anew in place of `refused`. Returns whether there is another store to ask. Errors: none."""
-        with self._reopening:
+        with self._reopen_lock:
             if self.inner is not refused:  # another thread was refused before
                 return True
             if self._reopen is None or self._closed.is_set():

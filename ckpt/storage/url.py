@@ -20,9 +20,9 @@ from typing import cast
 
 from ckpt.errors import UsageError
 from ckpt.events import Events
-from ckpt.settings import Settings, read
+from ckpt.settings import Settings, read_settings
 from ckpt.storage.contract import Backend
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 from ckpt.storage.retry import Retrying
 
 OUR_BACKENDS = {
@@ -33,7 +33,7 @@ OUR_BACKENDS = {
     "az": "ckpt.backends.cloud:open_cloud",
     "fsspec": "ckpt.backends.any_fsspec:open_fsspec",
 }
-ACCEPTED = (
+ACCEPTED_URLS = (
     "a path, file:///path, s3://bucket/path, gs://bucket/path, az://container/path, memory://name, "
     "or fsspec+protocol://... for any file system that fsspec knows"
 )
@@ -47,7 +47,7 @@ def open(
 ) -> Backend:
     """The store at that URL, with retries around it (`contact_s`: see Retrying). Creates and asks nothing before the
     first operation. Thread-safe. The caller closes the store. Errors: UsageError names the URLs that are accepted."""
-    settings = settings or read()
+    settings = settings or read_settings()
     url = canonical(url)
     make = functools.partial(_factory(scheme_of(url)), url)
     return Retrying(make(), settings.retry_s, events, reopen=make, contact_s=contact_s)
@@ -57,23 +57,23 @@ def canonical(url: str) -> str:
     """The canonical form of the URL: equal for equal stores. A folder's is its absolute path, with links resolved. Uses
     no network and imports no backend. Errors: UsageError names the URLs that are accepted."""
     if not url or any(ord(c) < 32 for c in url):
-        raise UsageError(f"not a URL: {shown(url)[:200]!r}; give {ACCEPTED}")
+        raise UsageError(f"not a URL: {redact_url(url)[:200]!r}; give {ACCEPTED_URLS}")
     head, mark, rest = url.partition("://")
     scheme = head.lower()
     if not mark:
         if found := re.match(r"(file|memory|s3|gs|az|https?)(:|//)", url, re.IGNORECASE):
             lacks = "the two slashes" if found[2] == ":" else "the colon"
-            raise UsageError(f"not a URL: {url!r} lacks {lacks}; give {ACCEPTED} (a path may begin with ./)")
+            raise UsageError(f"not a URL: {url!r} lacks {lacks}; give {ACCEPTED_URLS} (a path may begin with ./)")
         return os.path.realpath(os.path.expanduser(url))
     if not _SCHEME.fullmatch(scheme) or not rest:
-        raise UsageError(f"not a URL: {shown(url)[:200]!r}; give {ACCEPTED}")
+        raise UsageError(f"not a URL: {redact_url(url)[:200]!r}; give {ACCEPTED_URLS}")
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if not slash or host.lower() not in ("", "localhost"):  # RFC 8089
-            raise UsageError(f"{shown(url)!r} names a host; a local folder is file:///path or a plain path")
+            raise UsageError(f"{redact_url(url)!r} names a host; a local folder is file:///path or a plain path")
         path = urllib.parse.unquote(slash + path, errors="surrogateescape")
         if "\0" in path:
-            raise UsageError(f"not a URL: {url[:200]!r} has a %00, which no path has; give {ACCEPTED}")
+            raise UsageError(f"not a URL: {url[:200]!r} has a %00, which no path has; give {ACCEPTED_URLS}")
         return os.path.realpath(path)
     if scheme in ("memory", "s3", "gs", "az"):
         return f"{scheme}://{_bucket_and_path(url, rest)}"
@@ -91,7 +91,7 @@ def _bucket_and_path(url: str, rest: str) -> str:
     parts = [part for part in path.split("/") if part]
     if not _BUCKET.fullmatch(bucket) or not all(_FOLDER.fullmatch(part) for part in parts):
         raise UsageError(
-            f"not a store's URL: {shown(url)[:200]!r}; the bucket and the folders in it are named with "
+            f"not a store's URL: {redact_url(url)[:200]!r}; the bucket and the folders in it are named with "
             "A-Z a-z 0-9 . _ - (folders also = @ + ,); endpoint, region and credentials are taken from the "
             "environment (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, ...)"
         )

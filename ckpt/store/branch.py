@@ -21,15 +21,15 @@ def branch(run: Run, at: Identity) -> Claim:
 
     Errors: NoCheckpoint if `at` is not committed, or is retired; StorageError."""
     view = run.view()
-    if at in view.retired or at not in {ref.identity for ref in view.commits}:
+    if at in view.retired_at_s or at not in {ref.identity for ref in view.commits}:
         raise NoCheckpoint(f"{at} is not committed to {run.backend.url}; see ckpt ls --all")
     claim = Claim(
-        epoch=view.begin(),
+        epoch=view.new_epoch(),
         parent=at,
         launch=LAUNCH,
         host=socket.gethostname()[:TEXT_MAX],
         time_s=time.time(),
     )
-    run.claim(claim)
-    run.close(claim.epoch, f"a branch at {at}")
+    run.put_claim(claim)
+    run.close_epoch(claim.epoch, f"a branch at {at}")
     return claim

@@ -48,11 +48,11 @@ from ckpt.store import keys
 from ckpt.store.dedup import Placing
 from ckpt.store.lineage import CommitRef
 from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written, pack_keys
-from ckpt.store.run import in_parallel
+from ckpt.store.run import map_parallel
 from ckpt.types import Identity
 
 # At once, when looking at packs that were put before.
-LOOKS_MAX = 16
+PACK_CHECKS_MAX = 16
 # Between two looks at `cancel`, while a commit waits for other writers.
 CANCEL_S = 1.0
 
@@ -65,7 +65,7 @@ class OtherWriters(Protocol):
         numbers of one writer, and a future of what it has written."""
         ...
 
-    def ended(self) -> None:
+    def end_commit(self) -> None:
         """Tells the other writers that the commit has ended, well or not. They must write nothing more for it."""
         ...
 
@@ -108,9 +108,9 @@ class Committer:
         self.pack_bytes = pack_bytes
         self._clock = clock or SystemClock()
         self._events = events or Events()
-        self._pace = PutRateLimit(self._clock, bandwidth)
-        self._attempted: set[Identity] = set()
-        self._busy = threading.Lock()
+        self._rate_limit = PutRateLimit(self._clock, bandwidth)
+        self._attempted_identities: set[Identity] = set()
+        self._commit_lock = threading.Lock()
 
     def commit(
         self,
@@ -135,23 +135,25 @@ class Committer:
         some of the frames; `frame` is called only for the rest.
 
         Errors: SaveFailed: no record was put, or its outcome is unknown and harmless. Superseded: raised by `check`."""
-        if not self._busy.acquire(blocking=False):
+        if not self._commit_lock.acquire(blocking=False):
             raise UsageError("a Committer commits one checkpoint at a time")
         try:
             began_s = self._clock.now_s()
-            writer = self._writer_for(identity)
+            writer = self._writer_name(identity)
             cancel = cancel or threading.Event()
             try:
-                placing = self._placing(manifest.frames, base)
-                theirs = elsewhere(placing.todo) if elsewhere is not None else []
-                own = np.setdiff1d(placing.todo, [n for numbers, _ in theirs for n in numbers], assume_unique=True)
+                placing = self._place_frames(manifest.frames, base)
+                theirs = elsewhere(placing.frames_to_write) if elsewhere is not None else []
+                own = np.setdiff1d(
+                    placing.frames_to_write, [n for numbers, _ in theirs for n in numbers], assume_unique=True
+                )
                 written = [
                     (own, self.write(identity, manifest.frames[own], own.tolist(), frame, owner, writer, cancel))
                 ]
-                written += [(numbers, _result(future, cancel)) for numbers, future in theirs]
-                self._check_there([pack for _, each in written[1:] for pack in each.packs])
+                written += [(numbers, _await_written(future, cancel)) for numbers, future in theirs]
+                self._check_packs_stored([pack for _, each in written[1:] for pack in each.packs])
                 for numbers, each in written:
-                    placing.add(numbers, each)
+                    placing.add_written(numbers, each)
                 packs, places = tuple(placing.packs), placing.places
                 if len({key for key, _ in packs}) < len(packs):
                     raise SaveFailed("two nodes say that they have put one pack, or one says it twice")
@@ -164,11 +166,11 @@ class Committer:
             except Superseded:
                 raise
             except Exception as exc:
-                _let_go(exc)
+                _clear_tracebacks(exc)
                 raise SaveFailed(f"{identity}: {exc}") from exc
             finally:
                 if elsewhere is not None:
-                    elsewhere.ended()
+                    elsewhere.end_commit()
             return Committed(
                 record=made,
                 ref=CommitRef(identity, writer, len(body)),
@@ -179,7 +181,7 @@ class Committer:
                 seconds=self._clock.now_s() - began_s,
             )
         finally:
-            self._busy.release()
+            self._commit_lock.release()
 
     def write(
         self,
@@ -196,17 +198,19 @@ class Committer:
         keys_of = pack_keys(identity, owner, writer)
         at = lambda i: frame(numbers[i])  # noqa: E731
         try:
-            return Packs(self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._pace, cancel).write()
+            return Packs(
+                self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._rate_limit, cancel
+            ).write()
         except Exception as exc:
-            _let_go(exc)
+            _clear_tracebacks(exc)
             raise
 
-    def _placing(self, frames: Array, base: Record | None) -> Placing:
+    def _place_frames(self, frames: Array, base: Record | None) -> Placing:
         """The placement of the frames, after a check that the base's packs still exist. A pack may have been deleted
         since, by a person or by a rule of the bucket. Its frames are in memory here, so they are written again.
         Otherwise every later checkpoint would count as committed, and none could be restored."""
         placing = Placing(frames, base)
-        lost = self._not_there(placing.packs)
+        lost = self._unusable_packs(placing.packs)
         if not lost:
             return placing
         self._events.emit(
@@ -219,16 +223,16 @@ class Committer:
         )
         return Placing(frames, base, lost)
 
-    def _check_there(self, packs: Sequence[tuple[str, int]]) -> None:
+    def _check_packs_stored(self, packs: Sequence[tuple[str, int]]) -> None:
         """Checks that the packs which other writers report are in the store: a record must refer to no missing pack.
         Errors: SaveFailed names the first pack that is missing or has another size."""
-        for key, why in self._not_there(packs).items():
+        for key, why in self._unusable_packs(packs).items():
             raise SaveFailed(
                 f"another node says it has put {key}: {why}. All nodes have to reach the same store by this URL: a "
                 "folder has to be shared by all nodes"
             )
 
-    def _not_there(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:
+    def _unusable_packs(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:
         """The keys of packs that no record may refer to, each with the reason: missing, of another size, or access
         denied. Errors: StorageError if the store gives no answer."""
 
@@ -240,14 +244,14 @@ class Committer:
                 return str(exc)
             return "" if found == size else f"{key} has {found} bytes where {size} were put"
 
-        told = in_parallel(look, packs, LOOKS_MAX)
+        told = map_parallel(look, packs, PACK_CHECKS_MAX)
         return {key: why for (key, _), why in zip(packs, told, strict=True) if why}
 
-    def _writer_for(self, identity: Identity) -> str:
+    def _writer_name(self, identity: Identity) -> str:
         """The writer name of this attempt. A second attempt gets a new one: the puts of the first may still land."""
-        if identity in self._attempted:
+        if identity in self._attempted_identities:
             return keys.new_writer()
-        self._attempted.add(identity)
+        self._attempted_identities.add(identity)
         return self.writer
 
     def _put_record(self, made: Record, body: bytes, base: Record | None) -> None:
@@ -278,7 +282,7 @@ class Committer:
             raise SaveFailed(f"{identity} was retired meanwhile")
 
 
-def _result(future: Future[Written], cancel: threading.Event) -> Written:
+def _await_written(future: Future[Written], cancel: threading.Event) -> Written:
     """What the other writer has written. Errors: SaveFailed if cancelled; else the other writer's error."""
     while not cancel.is_set():
         with contextlib.suppress(TimeoutError):
@@ -286,7 +290,7 @@ def _result(future: Future[Written], cancel: threading.Event) -> Written:
     raise SaveFailed("it was cancelled")
 
 
-def _let_go(exc: BaseException | None) -> None:
+def _clear_tracebacks(exc: BaseException | None) -> None:
     """Clears the frames of the error's tracebacks: they hold views of memory that its owner wants to close."""
     while exc is not None:
         traceback.clear_frames(exc.__traceback__)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt.format.manifest import FRAME, PLACE, Record
 from ckpt.layout.layout import Array
-from ckpt.store.packs import Indices, Written, bytes_of
+from ckpt.store.packs import Indices, Written, raw_bytes_of
 
 # The share of a base's pack that must still be wanted. Packs below it are not referred to, so that they can be deleted.
 REFERRED_SHARE_MIN = 0.5
@@ -22,38 +22,39 @@ class Placing:
     """The places of a checkpoint's frames, filled in as its packs are written.
 
     `frames`: the manifest's. `base`: the record to whose packs unchanged frames may refer, except packs with a key in
-    `lost`. `todo`: the numbers of the frames to write; pass each to `add` once. After the last `add`, `places` and
-    `packs` are those of the record. Before the first, `packs` are the base's packs that are referred to."""
+    `lost`. `todo`: the numbers of the frames to write; pass each to `add_written` once. After the last `add_written`,
+    `places` and `packs` are those of the record. Before the first, `packs` are the base's packs that are referred
+    to."""
 
     def __init__(self, frames: Array, base: Record | None, lost: Collection[str] = ()) -> None:
         self.places: Array = np.zeros(len(frames), PLACE)
         self.packs: list[tuple[str, int]] = []
         self._frames = frames
-        new = np.arange(len(frames)) if base is None else self._refer(base, lost)
-        self.todo, self._same_as = _distinct(frames, new)
+        new = np.arange(len(frames)) if base is None else self._refer_to_base(base, lost)
+        self.frames_to_write, self._duplicates = _split_duplicates(frames, new)
 
     @property
     def raw_bytes(self) -> int:
-        return bytes_of(self._frames)
+        return raw_bytes_of(self._frames)
 
     @property
     def referred_bytes(self) -> int:
         """Raw bytes of the frames that need not be written."""
-        return self.raw_bytes - bytes_of(self._frames[self.todo])
+        return self.raw_bytes - raw_bytes_of(self._frames[self.frames_to_write])
 
-    def add(self, numbers: Indices, written: Written) -> None:
+    def add_written(self, numbers: Indices, written: Written) -> None:
         """Records that one writer has written these frames, in this order."""
         places = written.places.copy()
         places["pack"] += len(self.packs)
         self.packs += written.packs
         self.places[numbers] = places
-        for copy, original in self._same_as:
+        for copy, original in self._duplicates:
             self.places[copy] = self.places[original]
 
-    def _refer(self, base: Record, lost: Collection[str]) -> Indices:
+    def _refer_to_base(self, base: Record, lost: Collection[str]) -> Indices:
         """Places the frames that `base` holds with equal bytes. Returns the numbers of all other frames."""
-        known = {key: i for i, key in enumerate(_keys_of(base.manifest.frames))}
-        found = np.array([known.get(key, -1) for key in _keys_of(self._frames)], np.int64)
+        known = {key: i for i, key in enumerate(_frame_keys(base.manifest.frames))}
+        found = np.array([known.get(key, -1) for key in _frame_keys(self._frames)], np.int64)
         held = found >= 0
         once = base.places[np.unique(found[held])]
         wanted = np.bincount(once["pack"], once["length"], minlength=len(base.packs))
@@ -68,17 +69,17 @@ class Placing:
         return np.flatnonzero(~held)
 
 
-def _keys_of(frames: Array) -> list[bytes]:
+def _frame_keys(frames: Array) -> list[bytes]:
     """One key per frame: raw hash, length and dtype. Frames with equal keys have interchangeable encoded bytes."""
     keys_of: list[bytes] = np.ascontiguousarray(frames).view(f"V{FRAME.itemsize}").tolist()
     return keys_of
 
 
-def _distinct(frames: Array, todo: Indices) -> tuple[Indices, list[tuple[int, int]]]:
+def _split_duplicates(frames: Array, todo: Indices) -> tuple[Indices, list[tuple[int, int]]]:
     """The number of the first of each set of equal frames; and (number, first) for each of the others."""
     first: dict[bytes, int] = {}
     same_as = []
-    for i, key in zip(todo.tolist(), _keys_of(frames[todo]), strict=True):
+    for i, key in zip(todo.tolist(), _frame_keys(frames[todo]), strict=True):
         if first.setdefault(key, i) != i:
             same_as.append((i, first[key]))
     return np.array(list(first.values()), np.int64), same_as

@@ -19,9 +19,9 @@ from ckpt.format import values
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.layout.reshard import Cut
 from ckpt.store import trees
-from ckpt.store.dtypes import INTEGERS, Bits, distances, values_of
+from ckpt.store.dtypes import INTEGERS, Bits, distances, to_float64
 from ckpt.store.reader import FrameReader, load_values
-from ckpt.store.tensor_stream import check_globs, chosen, cuts_by_want, exported_name, slabs_of, stream
+from ckpt.store.tensor_stream import check_globs, choose_tensors, cuts_by_want, exported_name, slabs_of, stream
 from ckpt.types import FRAME_BYTES
 
 PATHS_MAX = 50
@@ -77,8 +77,8 @@ def diff(
 ) -> Diff:
     """Compares two checkpoints. `only`: globs on tensor names; if given, values are not compared. `progress(done,
     total)`: bytes of tensors. Errors: UsageError if a glob matches no tensor of either; DamagedData; StorageError."""
-    ours = {exported_name(spec): spec for spec in chosen(first.record.manifest, only)}
-    theirs = {exported_name(spec): spec for spec in chosen(second.record.manifest, only)}
+    ours = {exported_name(spec): spec for spec in choose_tensors(first.record.manifest, only)}
+    theirs = {exported_name(spec): spec for spec in choose_tensors(second.record.manifest, only)}
     check_globs(only, ours.keys() | theirs.keys(), "the two checkpoints")
     both = [name for name in ours if name in theirs]
     retyped = [name for name in both if _kind(ours[name]) != _kind(theirs[name])]
@@ -112,7 +112,7 @@ class _Sums:
     def add(self, a: Bits, b: Bits, dtype: str) -> None:
         raw = np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8)
         self.elements += int(raw.reshape(-1, a.itemsize).any(axis=1).sum())
-        x, y = values_of(a, dtype), values_of(b, dtype)
+        x, y = to_float64(a, dtype), to_float64(b, dtype)
         if x is None or y is None:
             self.are_numbers = False
             return
@@ -134,9 +134,11 @@ def _compare(
     wants = [want for spec in specs for want in slabs_of(spec, FRAME_BYTES)]
     ours = cuts_by_want(first.record.manifest, wants)
     theirs = cuts_by_want(second.record.manifest, wants)
-    signs = _signs(first.record.manifest), _signs(second.record.manifest)
+    signs = _frame_signatures(first.record.manifest), _frame_signatures(second.record.manifest)
     differing = [
-        want for want, a, b in zip(wants, ours, theirs, strict=True) if _signed(a, signs[0]) != _signed(b, signs[1])
+        want
+        for want, a, b in zip(wants, ours, theirs, strict=True)
+        if _slab_signature(a, signs[0]) != _slab_signature(b, signs[1])
     ]
     del ours, theirs, signs
     total = sum(want.box.size for want in wants)
@@ -150,10 +152,10 @@ def _compare(
         if progress is not None:
             progress(done, total)
     by_key = {(spec.name, spec.owner): spec for spec in specs}
-    return {exported_name(by_key[key]): _result(by_key[key], each) for key, each in sums.items()}
+    return {exported_name(by_key[key]): _changed_tensor(by_key[key], each) for key, each in sums.items()}
 
 
-def _result(spec: TensorSpec, sums: _Sums) -> Changed:
+def _changed_tensor(spec: TensorSpec, sums: _Sums) -> Changed:
     size = math.prod(spec.shape)
     return Changed(
         name=exported_name(spec),
@@ -165,30 +167,37 @@ def _result(spec: TensorSpec, sums: _Sums) -> Changed:
     )
 
 
-def _signs(manifest: Manifest) -> list[tuple[int, int, int]]:
+def _frame_signatures(manifest: Manifest) -> list[tuple[int, int, int]]:
     signs: list[tuple[int, int, int]] = manifest.frames[["hash_hi", "hash_lo", "length"]].tolist()
     return signs
 
 
-def _signed(by_frame: Mapping[int, Sequence[Cut]], signs: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:
+def _slab_signature(
+    by_frame: Mapping[int, Sequence[Cut]], signs: Sequence[tuple[int, int, int]]
+) -> list[tuple[Any, ...]]:
     """What a slab consists of, in a form that two checkpoints can compare: its cuts, with the frames' hashes."""
-    return sorted((c.at, c.shape, c.strides, c.offset, signs[f]) for f, its_cuts in by_frame.items() for c in its_cuts)
+    return sorted(
+        (c.box_offset, c.shape, c.strides, c.offset, signs[f]) for f, its_cuts in by_frame.items() for c in its_cuts
+    )
 
 
 def _changed_values(first: FrameReader, second: FrameReader) -> tuple[ChangedValue, ...]:
     ours, theirs = load_values(first), load_values(second)
     pairs: list[tuple[str, Any, Any]] = [("", ours.shared, theirs.shared)]
-    for coordinate in sorted({*ours.own_shared, *theirs.own_shared}):
-        a, b = ours.own_shared.get(coordinate, ours.shared), theirs.own_shared.get(coordinate, theirs.shared)
+    for coordinate in sorted({*ours.shared_by_coordinate, *theirs.shared_by_coordinate}):
+        a, b = (
+            ours.shared_by_coordinate.get(coordinate, ours.shared),
+            theirs.shared_by_coordinate.get(coordinate, theirs.shared),
+        )
         pairs.append((coordinate, a, b))
-    for coordinate in sorted({*ours.own, *theirs.own}):
-        pairs.append((coordinate, ours.own.get(coordinate), theirs.own.get(coordinate)))
-    found = (_changed(owner, each) for owner, a, b in pairs for each in _differences(a, b, ()))
+    for coordinate in sorted({*ours.own_by_coordinate, *theirs.own_by_coordinate}):
+        pairs.append((coordinate, ours.own_by_coordinate.get(coordinate), theirs.own_by_coordinate.get(coordinate)))
+    found = (_changed_value(owner, each) for owner, a, b in pairs for each in _differences(a, b, ()))
     return tuple(itertools.islice(found, PATHS_MAX))
 
 
-def _changed(owner: str, found: _Difference) -> ChangedValue:
-    before, after = (None if each is _NOTHING else trees.value_text(each) for each in (found.before, found.after))
+def _changed_value(owner: str, found: _Difference) -> ChangedValue:
+    before, after = (None if each is _ABSENT else trees.value_text(each) for each in (found.before, found.after))
     return ChangedValue(trees.path_text(owner, found.path), before, after)
 
 
@@ -199,19 +208,19 @@ def differences(a: Any, b: Any, path: str) -> Iterator[str]:
         yield path + "".join(_raw(each) for each in found.path)
 
 
-_NOTHING = object()
+_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
     """One difference. `before`, `after`: the parts that differ; _NOTHING if the tree has no such part."""
 
-    path: tuple[trees.Step, ...]
+    path: tuple[trees.PathStep, ...]
     before: Any
     after: Any
 
 
-def _differences(a: Any, b: Any, path: tuple[trees.Step, ...]) -> Iterator[_Difference]:
+def _differences(a: Any, b: Any, path: tuple[trees.PathStep, ...]) -> Iterator[_Difference]:
     if values.encode(a) == values.encode(b):
         return
     if type(a) is not type(b):
@@ -222,11 +231,11 @@ def _differences(a: Any, b: Any, path: tuple[trees.Step, ...]) -> Iterator[_Diff
         if ours != theirs:
             yield _Difference((*path, (trees.PathKind.ATTRIBUTE, name)), ours, theirs)
     if isinstance(a, dict):
-        yield from _of_dicts(a, b, path)
+        yield from _dict_differences(a, b, path)
     elif isinstance(a, (list, tuple, deque)):
-        for i, (x, y) in enumerate(itertools.zip_longest(a, b, fillvalue=_NOTHING)):
+        for i, (x, y) in enumerate(itertools.zip_longest(a, b, fillvalue=_ABSENT)):
             here = (*path, (trees.PathKind.INDEX, i))
-            if x is _NOTHING or y is _NOTHING:
+            if x is _ABSENT or y is _ABSENT:
                 yield _Difference(here, x, y)
             else:
                 yield from _differences(x, y, here)
@@ -234,26 +243,26 @@ def _differences(a: Any, b: Any, path: tuple[trees.Step, ...]) -> Iterator[_Diff
         yield _Difference(path, a, b)
 
 
-def _of_dicts(a: dict[Any, Any], b: dict[Any, Any], path: tuple[trees.Step, ...]) -> Iterator[_Difference]:
-    ours, theirs = _by_key(a), _by_key(b)
+def _dict_differences(a: dict[Any, Any], b: dict[Any, Any], path: tuple[trees.PathStep, ...]) -> Iterator[_Difference]:
+    ours, theirs = _keys_by_encoding(a), _keys_by_encoding(b)
     for code in [*ours, *(code for code in theirs if code not in ours)]:
         here = (*path, (trees.PathKind.KEY, ours.get(code, theirs.get(code))))
         if code in ours and code in theirs:
             yield from _differences(a[ours[code]], b[theirs[code]], here)
         else:
-            x, y = a[ours[code]] if code in ours else _NOTHING, b[theirs[code]] if code in theirs else _NOTHING
+            x, y = a[ours[code]] if code in ours else _ABSENT, b[theirs[code]] if code in theirs else _ABSENT
             yield _Difference(here, x, y)
     if ours.keys() == theirs.keys() and list(ours) != list(theirs):
         yield _Difference((*path, (trees.PathKind.NOTE, ORDER)), [*ours.values()], [*theirs.values()])
 
 
-def _raw(step: trees.Step) -> str:
+def _raw(step: trees.PathStep) -> str:
     kind, value = step
     if kind is trees.PathKind.NOTE:
         return str(value)
     return f".{value}" if kind is trees.PathKind.ATTRIBUTE else f"[{value!r}]"
 
 
-def _by_key(tree: dict[Any, Any]) -> dict[bytes, Any]:
+def _keys_by_encoding(tree: dict[Any, Any]) -> dict[bytes, Any]:
     """Each key by its encoding. There 1, True and 1.0 are three keys, and all NaN are one."""
     return {values.encode(key): key for key in tree}

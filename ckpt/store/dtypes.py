@@ -30,7 +30,7 @@ _FLOAT8 = {
 }
 INTEGERS = frozenset(name for name in _NUMPY if "int" in name)
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", "float8_e8m0fnu", *_FLOAT8})
-TARGETS = ("float16", "bfloat16", "float32", "float64")
+TARGET_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 Bits = npt.NDArray[Any]
 
@@ -41,12 +41,12 @@ def bits_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(_NUMPY.get(dtype, f"<u{size}" if size <= 8 else f"V{size}"))
 
 
-def values_of(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
+def to_float64(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
     """The numbers as float64 (complex128 for complex kinds); None if the dtype is not one of numbers."""
     # Ignored: a signalling NaN becomes a quiet one.
     with np.errstate(invalid="ignore"):
         if dtype in FLOATS:
-            return exact(bits, dtype).astype(np.float64)
+            return to_numpy_floats(bits, dtype).astype(np.float64)
         if dtype == "complex32":
             parts = np.ascontiguousarray(bits)[..., None].view(np.float16).astype(np.float64)
             return parts[..., 0] + 1j * parts[..., 1]
@@ -66,21 +66,23 @@ def distances(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float6
         return np.asarray(np.minimum(np.abs(a - b), np.finfo(np.float64).max), np.float64)
 
 
-def converted(bits: Bits, dtype: str, target: str) -> Bits:
+def convert_floats(bits: Bits, dtype: str, target: str) -> Bits:
     """The same numbers as `target` (one of TARGETS), rounded to nearest even. `dtype` is one of FLOATS. Errors:
     UsageError for any other dtype."""
-    if target not in TARGETS or dtype not in FLOATS:
-        raise UsageError(f"cannot convert {dtype} to {target}; floating-point tensors can become {', '.join(TARGETS)}")
+    if target not in TARGET_DTYPES or dtype not in FLOATS:
+        raise UsageError(
+            f"cannot convert {dtype} to {target}; floating-point tensors can become {', '.join(TARGET_DTYPES)}"
+        )
     if dtype == target:
         return bits
     with np.errstate(over="ignore", invalid="ignore"):
-        numbers = exact(bits, dtype)
+        numbers = to_numpy_floats(bits, dtype)
         if target == "bfloat16":
             return _to_bfloat16(numbers)
         return numbers.astype(_NUMPY[target])
 
 
-def exact(bits: Bits, dtype: str) -> npt.NDArray[Any]:
+def to_numpy_floats(bits: Bits, dtype: str) -> npt.NDArray[Any]:
     """The same numbers in a dtype that NumPy has. `dtype` is one of FLOATS."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)

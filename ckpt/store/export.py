@@ -26,10 +26,10 @@ from ckpt.errors import StorageError, UsageError
 from ckpt.format.manifest import TensorSpec
 from ckpt.format.safetensors import SafetensorsWriter, TensorHead, check_heads
 from ckpt.layout.reshard import Want
-from ckpt.store.dtypes import FLOATS, TARGETS, converted
+from ckpt.store.dtypes import FLOATS, TARGET_DTYPES, convert_floats
 from ckpt.store.reader import FrameReader
-from ckpt.store.tensor_stream import check_globs, exported_name, matching, slabs_of, stream
-from ckpt.store.tensors import TensorIndex, named
+from ckpt.store.tensor_stream import check_globs, exported_name, match_names, slabs_of, stream
+from ckpt.store.tensors import TensorIndex, index_tensors
 
 Format = Literal["safetensors", "sharded", "torch"]
 
@@ -71,18 +71,18 @@ def export(
     format = format or _format_of(to)
     if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path} is there already; remove it, or give another name")
-    if dtype is not None and dtype not in TARGETS:
-        raise UsageError(f"dtype {dtype!r}: floating-point tensors can become {', '.join(TARGETS)}")
-    tensors = named(reader)
-    chosen = _chosen(tensors, only)
-    check_globs(only, [*chosen, *tensors.copies], str(reader.record.identity))
+    if dtype is not None and dtype not in TARGET_DTYPES:
+        raise UsageError(f"dtype {dtype!r}: floating-point tensors can become {', '.join(TARGET_DTYPES)}")
+    tensors = index_tensors(reader)
+    chosen = _choose_tensors(tensors, only)
+    check_globs(only, [*chosen, *tensors.rank_copies], str(reader.record.identity))
     if not chosen:
         raise UsageError(f"{reader.record.identity} has no tensors")
-    short, specs = _stripped(list(chosen), strip), list(chosen.values())
+    short, specs = _strip_prefix(list(chosen), strip), list(chosen.values())
     names = {exported_name(spec): short[name] for name, spec in chosen.items()}
-    heads = [TensorHead(names[exported_name(s)], _target(s.dtype, dtype), s.shape) for s in specs]
+    heads = [TensorHead(names[exported_name(s)], _target_dtype(s.dtype, dtype), s.shape) for s in specs]
     metadata = {"format": "pt", "ckpt": str(reader.record.identity)}
-    with _under_another_name(path) as temporary:
+    with _temporary_path(path) as temporary:
         if format == "torch":
             sink: _Sink = _TorchFile(temporary, heads)
         elif format == "sharded":
@@ -90,19 +90,19 @@ def export(
         else:
             sink = SafetensorsWriter(temporary, heads, metadata)
         with sink:
-            _copy(reader, [want for spec in specs for want in slabs_of(spec)], names, dtype, sink, progress)
+            _copy_tensors(reader, [want for spec in specs for want in slabs_of(spec)], names, dtype, sink, progress)
     files = sorted(path.iterdir()) if format == "sharded" else [path]
-    firsts = tuple(name for name in tensors.firsts if name in chosen)
+    firsts = tuple(name for name in tensors.first_rank_names if name in chosen)
     return Exported(tuple(files), len(heads), sum(head.bytes for head in heads), firsts)
 
 
-def _chosen(tensors: TensorIndex, only: Sequence[str]) -> dict[str, TensorSpec]:
+def _choose_tensors(tensors: TensorIndex, only: Sequence[str]) -> dict[str, TensorSpec]:
     """The chosen tensors by name. A glob that matches no name selects among the ranks' copies, without those already
     chosen."""
-    found = {name: tensors.specs[name] for name in matching(tensors.specs, only)}
+    found = {name: tensors.specs[name] for name in match_names(tensors.specs, only)}
     for glob in only:
-        if not matching(tensors.specs, [glob]):
-            found.update((name, tensors.copies[name]) for name in matching(tensors.copies, [glob]))
+        if not match_names(tensors.specs, [glob]):
+            found.update((name, tensors.rank_copies[name]) for name in match_names(tensors.rank_copies, [glob]))
     taken = {exported_name(spec): name for name, spec in sorted(found.items(), reverse=True)}
     return {name: spec for name, spec in sorted(found.items()) if taken[exported_name(spec)] == name}
 
@@ -129,11 +129,11 @@ def _format_of(to: str | os.PathLike[str]) -> Format:
     return "sharded"
 
 
-def _target(dtype: str, wanted: str | None) -> str:
+def _target_dtype(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
-def _stripped(names: Sequence[str], prefix: str) -> dict[str, str]:
+def _strip_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
     """Each name with its name in the file. Errors: UsageError."""
     if prefix and not any(name.startswith(prefix) for name in names):
         raise UsageError(f"no tensor's name begins with {prefix!r}; there are {', '.join(names[:8])}")
@@ -151,7 +151,7 @@ def _stripped(names: Sequence[str], prefix: str) -> dict[str, str]:
     return found
 
 
-def _copy(
+def _copy_tensors(
     reader: FrameReader,
     wants: Sequence[Want],
     names: Mapping[str, str],
@@ -164,9 +164,9 @@ def _copy(
     at: dict[str, int] = {}
     for i, bits in stream(reader, wants):
         want = wants[i]
-        target = _target(want.dtype, dtype)
+        target = _target_dtype(want.dtype, dtype)
         if target != want.dtype:
-            bits = converted(bits, want.dtype, target)
+            bits = convert_floats(bits, want.dtype, target)
         name = names[exported_name(want)]
         sink.write(name, bits.reshape(-1).view(np.uint8).data, at.get(name, 0))
         at[name] = at.get(name, 0) + bits.nbytes
@@ -187,26 +187,28 @@ class _Folder:
         folder.mkdir()
         self._folder = folder
         self._metadata = metadata
-        self._file_of: dict[str, int] = {head.name: i for i, shard in enumerate(self._shards) for head in shard}
-        self._names = [f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors" for i in range(len(self._shards))]
+        self._shard_by_tensor: dict[str, int] = {head.name: i for i, shard in enumerate(self._shards) for head in shard}
+        self._file_names = [
+            f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors" for i in range(len(self._shards))
+        ]
         self._bytes = sum(head.bytes for head in heads)
-        self._begun = 0
+        self._shards_begun = 0
         # The last file that was begun.
         self._file: SafetensorsWriter | None = None
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        self._go_to(self._file_of[name]).write(name, data, offset)
+        self._open_shard(self._shard_by_tensor[name]).write(name, data, offset)
 
-    def _go_to(self, number: int) -> SafetensorsWriter:
+    def _open_shard(self, number: int) -> SafetensorsWriter:
         """The file of that number. All files before it are finished."""
-        while self._file is None or self._begun <= number:
-            self._end()
-            path, shard = self._folder / self._names[self._begun], self._shards[self._begun]
+        while self._file is None or self._shards_begun <= number:
+            self._close_file()
+            path, shard = self._folder / self._file_names[self._shards_begun], self._shards[self._shards_begun]
             self._file = SafetensorsWriter(path, shard, self._metadata)
-            self._begun += 1
+            self._shards_begun += 1
         return self._file
 
-    def _end(self) -> None:
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -219,9 +221,9 @@ class _Folder:
             if self._file is not None:
                 self._file.abandon()
             return
-        self._go_to(len(self._shards) - 1)
-        self._end()
-        weight_map = {name: self._names[i] for name, i in sorted(self._file_of.items())}
+        self._open_shard(len(self._shards) - 1)
+        self._close_file()
+        weight_map = {name: self._file_names[i] for name, i in sorted(self._shard_by_tensor.items())}
         index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
         with open(self._folder / INDEX, "w") as out:
             json.dump(index, out, indent=2)
@@ -249,20 +251,20 @@ class _TorchFile:
 
     def __init__(self, path: Path, heads: Sequence[TensorHead]) -> None:
         self._path = path
-        self._scratch = path.with_name(path.name + ".tensors")
+        self._scratch_path = path.with_name(path.name + ".tensors")
         self._heads = heads
-        self._at: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         end = 0
         for head in heads:
-            self._at[head.name] = end
+            self._offsets[head.name] = end
             end += -(-head.bytes // 64) * 64
         self._size = max(end, 1)
-        self._file = os.open(self._scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._scratch_fd = os.open(self._scratch_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        left, at = memoryview(data).cast("B"), self._at[name] + offset
+        left, at = memoryview(data).cast("B"), self._offsets[name] + offset
         while len(left):
-            written = os.pwrite(self._file, left, at)
+            written = os.pwrite(self._scratch_fd, left, at)
             left, at = left[written:], at + written
 
     def __enter__(self) -> _TorchFile:
@@ -273,21 +275,23 @@ class _TorchFile:
             if kind is None:
                 self._save()
         finally:
-            os.close(self._file)
-            self._scratch.unlink()
+            os.close(self._scratch_fd)
+            self._scratch_path.unlink()
 
     def _save(self) -> None:
         import torch
 
-        os.ftruncate(self._file, self._size)
-        mapped = mmap.mmap(self._file, self._size, access=mmap.ACCESS_COPY)
+        os.ftruncate(self._scratch_fd, self._size)
+        mapped = mmap.mmap(self._scratch_fd, self._size, access=mmap.ACCESS_COPY)
 
         def tensor(head: TensorHead) -> Any:
             dtype = getattr(torch, head.dtype)
             if head.bytes == 0:
                 return torch.empty(head.shape, dtype=dtype)
             count = math.prod(head.shape)
-            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=self._at[head.name]).reshape(head.shape)
+            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=self._offsets[head.name]).reshape(
+                head.shape
+            )
 
         with open(self._path, "wb") as file:
             try:
@@ -302,7 +306,7 @@ class _TorchFile:
 
 
 @contextmanager
-def _under_another_name(path: Path) -> Iterator[Path]:
+def _temporary_path(path: Path) -> Iterator[Path]:
     """A temporary path, renamed to `path` if the block succeeds and removed otherwise. An empty folder that exists is
     kept, since it may be a link, a mount or somebody's working directory. The files then move into it in order of name,
     the index last."""

@@ -23,12 +23,12 @@ from ckpt.types import PATH_NAME, Epoch, Identity
 
 COMMITS = "commits/"
 EPOCHS = "epochs/"
-ALIVE = "alive/"
+HEARTBEATS = "alive/"
 CLOSED = "closed/"
 DATA = "data/"
 RETIRED = "retired/"
 LEASES = "leases/"
-PREFIXES = (COMMITS, EPOCHS, ALIVE, CLOSED, DATA, RETIRED, LEASES)
+PREFIXES = (COMMITS, EPOCHS, HEARTBEATS, CLOSED, DATA, RETIRED, LEASES)
 
 # Short enough that `<identity>-<writer>` is one part of a key (64 characters) up to sub-step 99,999,999.
 WRITER = re.compile(r"[0-9a-z]{1,16}")
@@ -67,8 +67,8 @@ def epoch_key(epoch: Epoch) -> str:
     return f"{EPOCHS}{epoch}"
 
 
-def alive_key(epoch: Epoch) -> str:
-    return f"{ALIVE}{epoch}"
+def heartbeat_key(epoch: Epoch) -> str:
+    return f"{HEARTBEATS}{epoch}"
 
 
 def closed_key(epoch: Epoch) -> str:
@@ -103,7 +103,7 @@ def parse_pack(key: str) -> PackKey | None:
 
 def is_ours(key: str) -> bool:
     """Whether the key has the form of a run's object. A store may hold foreign objects, also below our prefixes."""
-    if any(parse_epoch(key, prefix) is not None for prefix in (EPOCHS, ALIVE, CLOSED)):
+    if any(parse_epoch(key, prefix) is not None for prefix in (EPOCHS, HEARTBEATS, CLOSED)):
         return True
     lease = key.startswith(LEASES) and WRITER.fullmatch(key.removeprefix(LEASES)) is not None
     return lease or any(parse(key) is not None for parse in (parse_record, parse_pack, parse_retired))

@@ -54,7 +54,7 @@ class Claim:
     `parent`: the fork point, at whatever level it was found; None: the start began from nothing. `ancestors`: what is
     known of the epochs from parent.epoch back that may never have been claimed, newest first. `launch`, `host`,
     `time_s` (Unix seconds): for people, and to tell a restart from another job. `agents`: name and HOST:PORT addresses
-    of the agents that may hold the epoch's checkpoints in memory. `run`: the name of the agents' secret.
+    of the agents that may hold the epoch's checkpoints in memory. `secret_name`: the name of the agents' secret.
 
     Errors: UsageError if a field exceeds its limit, or a parent is not older than its epoch."""
 
@@ -64,11 +64,11 @@ class Claim:
     launch: str = ""
     host: str = ""
     time_s: float = 0.0
-    run: str = ""
+    secret_name: str = ""
     agents: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        texts = [self.run, *(text for name, at in self.agents for text in (name, *at))]
+        texts = [self.secret_name, *(text for name, at in self.agents for text in (name, *at))]
         most = max((len(at) for _, at in self.agents), default=0)
         if len(self.agents) > AGENTS_MAX or most > AGENT_ADDRESSES_MAX or max(map(len, texts)) > AGENT_TEXT_MAX:
             raise UsageError(f"the claim of {self.epoch} says too much of its agents")
@@ -102,13 +102,13 @@ def encode_claim(claim: Claim) -> bytes:
         "host": claim.host,
         "time": claim.time_s,
     }
-    told = {"run": claim.run, "agents": [[name, list(at)] for name, at in claim.agents]} if claim.agents else {}
-    whole = _checked(body | told)
+    told = {"run": claim.secret_name, "agents": [[name, list(at)] for name, at in claim.agents]} if claim.agents else {}
+    whole = _add_check_hash(body | told)
     # The agents' names are only a help: a claim that is too long goes without them.
-    return whole if len(whole) <= CLAIM_BYTES_MAX else _checked(body)
+    return whole if len(whole) <= CLAIM_BYTES_MAX else _add_check_hash(body)
 
 
-def _checked(body: dict[str, Any]) -> bytes:
+def _add_check_hash(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
     return b'%s, "check": "%s"}' % (data[:-1], xxhash.xxh3_128_hexdigest(data).encode())
 
@@ -130,7 +130,7 @@ def decode_claim(data: bytes, key: str) -> Claim:
             launch=_str(body["launch"]),
             host=_str(body["host"]),
             time_s=time_s if math.isfinite(time_s) else 0.0,
-            run=_str(body.get("run", "")),
+            secret_name=_str(body.get("run", "")),
             agents=tuple((_str(name), tuple(map(_str, at))) for name, at in body.get("agents", ())),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
@@ -165,10 +165,10 @@ class Lineage:
         self._parents.update((epoch, claim.parent) for epoch, claim in self.claims.items())
 
     @property
-    def newest(self) -> Epoch | None:
+    def newest_epoch(self) -> Epoch | None:
         return max(self.epochs, default=None)
 
-    def chain(self, epoch: Epoch) -> list[tuple[Epoch, Identity | None]]:
+    def ancestry(self, epoch: Epoch) -> list[tuple[Epoch, Identity | None]]:
         """`epoch` and its ancestors, newest first, each with its last checkpoint on the branch history (None: all of
         them). The chain ends at an epoch that began from nothing, or whose beginning is unknown."""
         found: list[tuple[Epoch, Identity | None]] = [(epoch, None)]
@@ -176,20 +176,20 @@ class Lineage:
             found.append((parent.epoch, parent))
         return found
 
-    def broken(self, epoch: Epoch) -> Epoch | None:
+    def broken_epoch(self, epoch: Epoch) -> Epoch | None:
         """The epoch on the chain of `epoch` whose beginning is unknown; None if there is none."""
-        last = self.chain(epoch)[-1][0]
+        last = self.ancestry(epoch)[-1][0]
         return None if last in self._parents else last
 
-    def line(
+    def history(
         self, commits: Iterable[CommitRef], retired: Collection[Identity], epoch: Epoch | None = None
     ) -> list[CommitRef]:
         """The branch history of `epoch` (default: the newest), oldest first, with one commit per identity. If an
         identity has several records, each of them is complete; the one of the lowest writer is taken."""
-        epoch = self.newest if epoch is None else epoch
+        epoch = self.newest_epoch if epoch is None else epoch
         if epoch is None:
             return []
-        chain = self.chain(epoch)
+        chain = self.ancestry(epoch)
         order = {each: len(chain) - i for i, (each, _) in enumerate(chain)}
         last = dict(chain)
         best: dict[Identity, CommitRef] = {}
@@ -198,20 +198,20 @@ class Lineage:
             if at not in order or ref.identity in retired:
                 continue
             fork = last[at]
-            if fork is None or ref.identity.tick <= fork.tick:
+            if fork is None or ref.identity.version <= fork.version:
                 best[ref.identity] = min(ref, best.get(ref.identity, ref))
-        return sorted(best.values(), key=lambda ref: (order[ref.identity.epoch], ref.identity.tick))
+        return sorted(best.values(), key=lambda ref: (order[ref.identity.epoch], ref.identity.version))
 
     def branches(self, commits: Collection[CommitRef], retired: Collection[Identity]) -> list[CommitRef]:
         """The commits that are neither retired nor on the branch history, by identity; one per identity."""
-        on_line = {ref.identity for ref in self.line(commits, retired)}
+        on_line = {ref.identity for ref in self.history(commits, retired)}
         best: dict[Identity, CommitRef] = {}
         for ref in commits:
             if ref.identity not in on_line and ref.identity not in retired:
                 best[ref.identity] = min(ref, best.get(ref.identity, ref))
         return sorted(best.values())
 
-    def overlooked(
+    def overlooked_commits(
         self, epoch: Epoch, commits: Iterable[CommitRef], retired: Collection[Identity], seen: Collection[Identity]
     ) -> list[CommitRef]:
         """The commits that the start of `epoch` has passed over unknowingly, by identity: another start made them
@@ -219,7 +219,7 @@ class Lineage:
 
         Commits of epochs up to the newest claimed ancestor are not counted, since that ancestor answered for them. The
         ancestor's own commits after the fork are counted."""
-        chain = dict(self.chain(epoch))
+        chain = dict(self.ancestry(epoch))
         ancestor = max((each for each in chain if each != epoch and each in self.epochs), default=None)
         fork = chain[ancestor] if ancestor is not None else None
 
@@ -227,7 +227,7 @@ class Lineage:
             if identity in seen or identity in retired:
                 return False
             if identity.epoch == ancestor and fork is not None:
-                return identity.tick > fork.tick
+                return identity.version > fork.version
             return identity.epoch not in chain and (ancestor is None or identity.epoch > ancestor)
 
         best: dict[Identity, CommitRef] = {}
@@ -236,13 +236,13 @@ class Lineage:
                 best[ref.identity] = min(ref, best.get(ref.identity, ref))
         return sorted(best.values())
 
-    def superseded_by(self, epoch: Epoch) -> Epoch | None:
+    def superseding_epoch(self, epoch: Epoch) -> Epoch | None:
         """The newest epoch, if it is newer than `epoch`; else None. (An ancestor never is: its number is smaller.)"""
-        newest = self.newest
+        newest = self.newest_epoch
         return newest if newest is not None and newest > epoch else None
 
 
-def broken_line(epoch: Epoch) -> DamagedData:
+def broken_history(epoch: Epoch) -> DamagedData:
     """The error for an epoch whose beginning is unknown, so that nothing is left of its branch history."""
     return DamagedData(
         f"nothing says what epoch {epoch} went on from (its claim, epochs/{epoch}, is missing or damaged), so the "

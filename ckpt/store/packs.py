@@ -66,21 +66,21 @@ class Packs:
         pace: PutRateLimit,
         cancel: threading.Event,
     ) -> None:
-        self._backend, self._frames, self._frame, self._key = backend, frames, frame, key
-        self._codec, self._pack_bytes, self._pace, self._cancel = codec, pack_bytes, pace, cancel
-        self._staged: list[tuple[int, int, int]] = frames[["length", "hash_hi", "hash_lo"]].tolist()
+        self._backend, self._frames, self._frame_bytes, self._pack_key = backend, frames, frame, key
+        self._codec, self._pack_bytes, self._rate_limit, self._cancel = codec, pack_bytes, pace, cancel
+        self._staged_hashes: list[tuple[int, int, int]] = frames[["length", "hash_hi", "hash_lo"]].tolist()
         self._places: Array = np.zeros(len(frames), PLACE)
-        self._failed = threading.Event()
-        self._encoders = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
-        self._benches: queue.SimpleQueue[_Bench] = queue.SimpleQueue()
+        self._failed_event = threading.Event()
+        self._encoder_slots = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
+        self._idle_scratch: queue.SimpleQueue[_Bench] = queue.SimpleQueue()
 
     def write(self) -> Written:
         """Puts all packs. When it returns or raises, none of its threads is left. Errors: the error of the first pack
         that failed; SaveFailed if cancelled."""
-        groups = self._groups()
+        groups = self._group_frames()
         return Written(tuple(self._write_all(groups)) if groups else (), self._places)
 
-    def _groups(self) -> list[Indices]:
+    def _group_frames(self) -> list[Indices]:
         """The frames by pack: consecutive runs of about equal raw size, which keep a tensor's frames together."""
         if not len(self._frames):
             return []
@@ -89,15 +89,15 @@ class Packs:
         return np.split(np.arange(len(ends)), np.flatnonzero(np.diff((ends - 1) // size)) + 1)
 
     def _write_all(self, groups: list[Indices]) -> list[tuple[str, int]]:
-        largest = max(bytes_of(self._frames[group]) for group in groups)
+        largest = max(raw_bytes_of(self._frames[group]) for group in groups)
         puts = PUTS_MAX if self._codec == "raw" else max(1, min(PUTS_MAX, ENCODED_BYTES_MAX // largest))
         with Tasks("commit", pool_size=min(puts, len(groups))) as tasks:
             futures = [tasks.submit(self._write_one, number, group) for number, group in enumerate(groups)]
             try:
                 for future in futures:
-                    future.settle()
+                    future.wait_until_done()
             except BaseException:
-                self._failed.set()
+                self._failed_event.set()
                 raise
         ended = [future for future in futures if not future.cancelled()]
         errors = [error for future in ended if (error := future.exception()) is not None]
@@ -106,26 +106,30 @@ class Packs:
         return [future.result() for future in futures]
 
     def _write_one(self, number: int, group: Indices) -> tuple[str, int]:
-        key = self._key(number)
+        key = self._pack_key(number)
         try:
-            bench = self._benches.get_nowait()
+            bench = self._idle_scratch.get_nowait()
         except queue.Empty:
             bench = _Bench()
         try:
-            with self._encoders:
-                chunks = self._slices(number, group) if self._codec == "raw" else self._encoded(number, group, bench)
+            with self._encoder_slots:
+                chunks = (
+                    self._raw_chunks(number, group)
+                    if self._codec == "raw"
+                    else self._encoded_chunks(number, group, bench)
+                )
             size = sum(memoryview(chunk).nbytes for chunk in chunks)
-            self._pace.take(size, self._check)
-            self._check()
+            self._rate_limit.await_budget(size, self._check_stopped)
+            self._check_stopped()
             self._backend.put(key, chunks, cancel=self._cancel)
         except BaseException:
             # Packs whose put has not begun are not put any more.
-            self._failed.set()
+            self._failed_event.set()
             raise
-        self._benches.put(bench)
+        self._idle_scratch.put(bench)
         return key, size
 
-    def _slices(self, number: int, group: Indices) -> list[Buffer]:
+    def _raw_chunks(self, number: int, group: Indices) -> list[Buffer]:
         """The frames' own memory. The gap for alignment between two of them is part of the slice."""
         slices, places = _Slices(), []
         for i in group.tolist():
@@ -134,9 +138,9 @@ class Packs:
         self._places[group] = places
         return slices.chunks
 
-    def _encoded(self, number: int, group: Indices, bench: _Bench) -> list[Buffer]:
+    def _encoded_chunks(self, number: int, group: Indices, bench: _Bench) -> list[Buffer]:
         frames, at, places = self._frames[group], 0, []
-        room = bench.room(bytes_of(frames))
+        room = bench.pack_buffer(raw_bytes_of(frames))
         for i, dtype in zip(group.tolist(), frames["dtype"].tolist(), strict=True):
             raw = self._checked_frame(i)
             codec, data = codecs.encode(self._codec, dtype, raw, bench.scratch)
@@ -148,16 +152,16 @@ class Packs:
         return [room[:at]]
 
     def _checked_frame(self, i: int) -> memoryview:
-        self._check()
-        raw = self._frame(i).cast("B")
-        if (raw.nbytes, *frame_hash(raw)) != self._staged[i]:
+        self._check_stopped()
+        raw = self._frame_bytes(i).cast("B")
+        if (raw.nbytes, *frame_hash(raw)) != self._staged_hashes[i]:
             raise SaveFailed(f"frame {i} has changed in memory since it was staged")
         return raw
 
-    def _check(self) -> None:
+    def _check_stopped(self) -> None:
         if self._cancel.is_set():
             raise SaveFailed("it was cancelled")
-        if self._failed.is_set():
+        if self._failed_event.is_set():
             raise _Stopped("another pack failed")
 
 
@@ -172,7 +176,7 @@ class _Bench:
         self.scratch = codecs.CodecScratch()
         self._buffer = np.empty(0, np.uint8)
 
-    def room(self, size: int) -> memoryview:
+    def pack_buffer(self, size: int) -> memoryview:
         if len(self._buffer) < size:
             self._buffer = np.empty(size, np.uint8)
         return self._buffer.data
@@ -212,16 +216,16 @@ class PutRateLimit:
     def __init__(self, clock: Clock, bytes_per_s: float | None) -> None:
         self._clock = clock
         self._bytes_per_s = bytes_per_s
-        self._free_at_s = clock.now_s()
+        self._next_put_s = clock.now_s()
         self._lock = threading.Lock()
 
-    def take(self, size: int, check: Callable[[], None]) -> None:
+    def await_budget(self, size: int, check: Callable[[], None]) -> None:
         """Returns when `size` bytes may be sent. Meanwhile `check` is called every second, and may raise."""
         if self._bytes_per_s is None:
             return
         price_s = size / self._bytes_per_s
         with self._lock:
-            self._free_at_s = paid_at_s = max(self._free_at_s, self._clock.now_s()) + price_s
+            self._next_put_s = paid_at_s = max(self._next_put_s, self._clock.now_s()) + price_s
         try:
             while (left_s := paid_at_s - self._clock.now_s()) > 0:
                 check()
@@ -229,11 +233,11 @@ class PutRateLimit:
         except BaseException:
             with self._lock:
                 # These bytes are not sent, so the next commit does not pay for them.
-                self._free_at_s -= price_s
+                self._next_put_s -= price_s
             raise
 
 
-def bytes_of(frames: Array) -> int:
+def raw_bytes_of(frames: Array) -> int:
     return int(frames["length"].sum(dtype=np.int64))
 
 

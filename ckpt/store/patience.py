@@ -22,25 +22,25 @@ class Patience:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._until_s: float | None = None
+        self._deadline_s: float | None = None
         self._lock = threading.Lock()
 
-    def get(self, read: Callable[[], T]) -> T:
+    def retry_missing(self, read: Callable[[], T]) -> T:
         """The result of `read`. Errors: NotFound if time is up; all other errors of `read`."""
         pause_s = PAUSE_FIRST_S
         while True:
             try:
                 return read()
             except NotFound:
-                left_s = self._left_s()
+                left_s = self._remaining_s()
                 if left_s <= 0:
                     raise
             self._clock.sleep_s(min(pause_s, left_s))
             pause_s *= 2
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         now_s = self._clock.now_s()
         with self._lock:
-            if self._until_s is None:
-                self._until_s = now_s + LATE_S
-            return self._until_s - now_s
+            if self._deadline_s is None:
+                self._deadline_s = now_s + LATE_S
+            return self._deadline_s - now_s

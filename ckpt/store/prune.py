@@ -36,9 +36,9 @@ from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef, decode_json
 from ckpt.store.reader import open_record
-from ckpt.store.run import Run, RunView, in_parallel
+from ckpt.store.run import Run, RunView, map_parallel
 from ckpt.threads import Tasks
-from ckpt.types import Epoch, Identity, counted
+from ckpt.types import Epoch, Identity, format_count
 
 GRACE_S = 900.0
 FOLDER_GRACE_S = 10.0
@@ -54,10 +54,10 @@ def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, M
     """The checkpoints of a branch history (oldest first) that stay. `metrics`: needed only for keep.best. The newest
     always stays. All stay if `keep` has no rule, or only `best` with a metric that no checkpoint has. If one step has
     several checkpoints (a save, then the exit), `last` and `every` count the newest of them."""
-    best = None if keep.best is None else best_of(line, keep.best.metric, keep.best.mode, metrics)
+    best = None if keep.best is None else best_checkpoint(line, keep.best.metric, keep.best.mode, metrics)
     if keep.last is None and keep.every is None and best is None:
         return set(line)
-    newest = {identity.tick.step: identity for identity in line}
+    newest = {identity.version.step: identity for identity in line}
     kept = set(list(newest.values())[-(keep.last or 1) :])
     if keep.every is not None:
         kept.update(identity for step, identity in newest.items() if step % keep.every == 0)
@@ -66,7 +66,7 @@ def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, M
     return kept
 
 
-def best_of(
+def best_checkpoint(
     line: Iterable[Identity], metric: str, mode: Literal["min", "max"], metrics: Mapping[Identity, Mapping[str, float]]
 ) -> Identity | None:
     """The checkpoint with the best value of the metric; the newest among equals. NaN counts as no value. None: no
@@ -80,7 +80,7 @@ def best_of(
     return found
 
 
-def unknown_metric(metric: str, known: Iterable[Mapping[str, float]]) -> UsageError:
+def unknown_metric_error(metric: str, known: Iterable[Mapping[str, float]]) -> UsageError:
     """The error that no checkpoint has this metric. `known`: the metrics of each checkpoint."""
     names = sorted({name for metrics in known for name in metrics})
     there = ", ".join(names[:20]) or "none: ck.save(metrics=) gives them"
@@ -127,38 +127,38 @@ class Pruner:
         self.run = run
         self.epoch = epoch
         self.grace_s = grace_s
-        self._packs_of: dict[CommitRef, tuple[tuple[str, int], ...]] = {}
-        self._metrics_of: dict[CommitRef, dict[str, float]] = {}
+        self._packs_by_ref: dict[CommitRef, tuple[tuple[str, int], ...]] = {}
+        self._metrics_by_ref: dict[CommitRef, dict[str, float]] = {}
 
     def plan(self, view: RunView, keep: Keep, also: Collection[Identity] = ()) -> PrunePlan:
         """The next pass, without doing it. `also`: further checkpoints to retire; they may be on branches. Errors:
         UsageError if one of `also` is not committed or is the newest of the branch history; StorageError."""
         now_s = self.run.backend.now_s()
-        unread = self._read(view.commits)
+        unread = self._read_records(view.commits)
         listed = [(found, info) for info in self.run.backend.list(keys.DATA) if (found := keys.parse_pack(info.key))]
-        whole = self._whole(view, {info.key: info.size for _, info in listed})
-        retire = self._to_retire(whole, keep) | self._checked(also, view)
-        leased, stale, lease_problem = self._leases(now_s)
-        grace_s = self._grace_of_retired_s(whole, bool(leased or lease_problem))
+        whole = self._restorable_records(view, {info.key: info.size for _, info in listed})
+        retire = self._identities_to_retire(whole, keep) | self._check_also(also, view)
+        leased, stale, lease_problem = self._read_leases(now_s)
+        grace_s = self._retired_grace_s(whole, bool(leased or lease_problem))
 
         def is_over(since_s: float) -> bool:
             """Whether the grace that began at `since_s` is over. Without a grace the store's clock does not matter."""
             return grace_s == 0 or now_s - since_s > grace_s
 
-        expired = {each for each, since_s in view.retired.items() if is_over(since_s)}
+        expired = {each for each, since_s in view.retired_at_s.items() if is_over(since_s)}
         dead = {ref for ref in view.commits if ref.identity in expired and ref.identity not in leased}
         staying = [ref for ref in view.commits if ref not in dead]
         unread_one = next((ref for ref in staying if ref in unread), None)
-        blocked = lease_problem or (self._why_blocked(view, unread_one, unread, retire) if unread_one else "")
-        if math.inf in view.retired.values():
+        blocked = lease_problem or (self._blocked_reason(view, unread_one, unread, retire) if unread_one else "")
+        if math.inf in view.retired_at_s.values():
             blocked = blocked or (
                 f"{self.run.backend.url} does not say how old its objects are, so the end of the grace period is not "
                 "known; give another URL of that store that says so"
             )
 
-        gone_later = retire | set(view.retired)
-        live = self._referred(staying)
-        live_later = self._referred(ref for ref in staying if ref.identity not in gone_later)
+        gone_later = retire | set(view.retired_at_s)
+        live = self._referred_packs(staying)
+        live_later = self._referred_packs(ref for ref in staying if ref.identity not in gone_later)
         committed = {ref.identity for ref in view.commits}
         youngest_s: dict[Identity, float] = {}
         for found, info in listed:
@@ -166,7 +166,7 @@ class Pruner:
         settled = {
             identity
             for identity, since_s in youngest_s.items()
-            if now_s - since_s > self.grace_s and self._over(identity.epoch, view)
+            if now_s - since_s > self.grace_s and self._is_epoch_over(identity.epoch, view)
         }
         abandoned = settled - committed - gone_later
         packs, packs_bytes, later_bytes = [], 0, 0
@@ -181,8 +181,8 @@ class Pruner:
         return PrunePlan(
             retire=tuple(sorted(retire)),
             abandoned=tuple(sorted(abandoned)),
-            waiting=tuple(sorted((set(view.retired) - expired) & committed)),
-            damaged=tuple(sorted({ref.identity for ref in view.line} - {ref.identity for ref in whole})),
+            waiting=tuple(sorted((set(view.retired_at_s) - expired) & committed)),
+            damaged=tuple(sorted({ref.identity for ref in view.history} - {ref.identity for ref in whole})),
             records=tuple(sorted(keys.record_key(ref.identity, ref.writer) for ref in dead)),
             packs=tuple(packs),
             leases=tuple(sorted(stale)),
@@ -197,19 +197,19 @@ class Pruner:
         has the metric of `keep.best`. The name is misspelt then, and the best checkpoint would be deleted."""
         if keep.best is None:
             return
-        known = [self._metrics_of.get(ref, {}) for ref in view.line]
+        known = [self._metrics_by_ref.get(ref, {}) for ref in view.history]
         if not any(keep.best.metric in metrics for metrics in known):
-            raise unknown_metric(keep.best.metric, known)
+            raise unknown_metric_error(keep.best.metric, known)
 
-    def leased(self) -> set[Identity]:
+    def leased_identities(self) -> set[Identity]:
         """The checkpoints that readers hold by a lease. Errors: StorageError."""
-        return self._leases(self.run.backend.now_s())[0]
+        return self._read_leases(self.run.backend.now_s())[0]
 
     def execute(self, plan: PrunePlan) -> int:
         """Carries out the plan, also an empty one. May be repeated after any failure. Also aborts orphaned uploads that
         are older than the grace; returns their number. Errors: Superseded; StorageError."""
         if self.epoch is not None:
-            self.run.check(self.epoch)
+            self.run.check_not_superseded(self.epoch)
         backend = self.run.backend
         # First delete what former tombstones allow, and what killed writers have left. A store that is full has no room
         # for another tombstone before.
@@ -225,12 +225,13 @@ class Pruner:
         landed = {found[0] for info in backend.list(keys.COMMITS) if (found := keys.parse_record(info.key))}
         abandoned = [identity for identity in plan.abandoned if identity not in landed]
         body = json.dumps({"by": str(self.epoch) if self.epoch else "prune of a closed run"}).encode()
-        in_parallel(lambda identity: backend.put(keys.retired_key(identity), [body]), [*plan.retire, *abandoned], 8)
+        map_parallel(lambda identity: backend.put(keys.retired_key(identity), [body]), [*plan.retire, *abandoned], 8)
         self.run.events.emit(
             "prune.done",
-            f"{backend.url}: retired {counted(len(plan.retire), 'checkpoint')} and "
-            f"{counted(len(abandoned), 'abandoned commit')}, deleted {counted(len(plan.records), 'record')} and "
-            f"{counted(len(plan.packs), 'pack')} ({plan.deleted_bytes} bytes)"
+            f"{backend.url}: retired {format_count(len(plan.retire), 'checkpoint')} and "
+            f"{format_count(len(abandoned), 'abandoned commit')}, deleted {format_count(len(plan.records), 'record')} "
+            "and "
+            f"{format_count(len(plan.packs), 'pack')} ({plan.deleted_bytes} bytes)"
             + (f"; no pack could be deleted: {plan.blocked}" if plan.blocked else ""),
             loud=bool(plan.blocked),
             uploads_aborted=ended,
@@ -239,58 +240,58 @@ class Pruner:
             self.execute(self.plan(self.run.view(), Keep()))
         return ended
 
-    def _grace_of_retired_s(self, whole: Sequence[CommitRef], is_read: bool) -> float:
+    def _retired_grace_s(self, whole: Sequence[CommitRef], is_read: bool) -> float:
         folder = self.run.backend.url
         if "://" in folder:
             return self.grace_s
-        if whole and shutil.disk_usage(folder).free < sum(size for _, size in self._packs_of[whole[-1]]):
+        if whole and shutil.disk_usage(folder).free < sum(size for _, size in self._packs_by_ref[whole[-1]]):
             return min(self.grace_s, 0.0)
         return self.grace_s if is_read else min(self.grace_s, FOLDER_GRACE_S)
 
-    def _whole(self, view: RunView, sizes: Mapping[str, int]) -> list[CommitRef]:
+    def _restorable_records(self, view: RunView, sizes: Mapping[str, int]) -> list[CommitRef]:
         """For each checkpoint of the branch history that can be restored, a record that can be used. Retention counts
         only these: if the newest records or packs are gone, older checkpoints stay."""
 
         def is_whole(ref: CommitRef) -> bool:
-            return ref in self._packs_of and all(sizes.get(key) == size for key, size in self._packs_of[ref])
+            return ref in self._packs_by_ref and all(sizes.get(key) == size for key, size in self._packs_by_ref[ref])
 
-        found = (next(filter(is_whole, view.records[ref.identity]), None) for ref in view.line)
+        found = (next(filter(is_whole, view.records_by_identity[ref.identity]), None) for ref in view.history)
         return [ref for ref in found if ref is not None]
 
-    def _to_retire(self, whole: Sequence[CommitRef], keep: Keep) -> set[Identity]:
+    def _identities_to_retire(self, whole: Sequence[CommitRef], keep: Keep) -> set[Identity]:
         line = [ref.identity for ref in whole]
-        return set(line) - retention(line, keep, {ref.identity: self._metrics_of[ref] for ref in whole})
+        return set(line) - retention(line, keep, {ref.identity: self._metrics_by_ref[ref] for ref in whole})
 
-    def _why_blocked(
+    def _blocked_reason(
         self, view: RunView, ref: CommitRef, unread: Mapping[CommitRef, CkptError], retire: Collection[Identity]
     ) -> str:
         """Why an unread record blocks all deletion (its packs are unknown): what is wrong with it, and what to do."""
         wrong, identity = unread[ref], ref.identity
-        if identity in view.retired or identity in retire:
+        if identity in view.retired_at_s or identity in retire:
             return f"{wrong}. Nothing is to do: a prune after its grace period can delete"
         if isinstance(wrong, NewerFormat):
             return f"{wrong}. Prune with that ckpt"
-        if view.line and identity == view.line[-1].identity:
+        if view.history and identity == view.history[-1].identity:
             return f"{wrong}. It is the newest: ckpt branch to an older step, then ckpt prune --also {identity}"
         return f"{wrong}. To retire it as well: ckpt prune --also {identity}"
 
-    def _checked(self, also: Collection[Identity], view: RunView) -> set[Identity]:
+    def _check_also(self, also: Collection[Identity], view: RunView) -> set[Identity]:
         committed = {ref.identity for ref in view.commits}
         for identity in also:
-            if view.line and identity == view.line[-1].identity:
+            if view.history and identity == view.history[-1].identity:
                 raise UsageError(f"{identity} is the newest checkpoint of the run and stays")
             if identity not in committed:
                 raise UsageError(f"{identity} is not committed to {self.run.backend.url}; see ckpt ls --all")
-        return set(also) - set(view.retired)
+        return set(also) - set(view.retired_at_s)
 
-    def _over(self, epoch: Epoch, view: RunView) -> bool:
+    def _is_epoch_over(self, epoch: Epoch, view: RunView) -> bool:
         """Whether nothing more is expected of that epoch. (What lands all the same meets a tombstone.)"""
-        return epoch in view.closed or (view.newest_epoch is not None and view.newest_epoch > epoch)
+        return epoch in view.closed_epochs or (view.newest_epoch is not None and view.newest_epoch > epoch)
 
-    def _referred(self, refs: Iterable[CommitRef]) -> set[str]:
-        return {key for ref in refs for key, _ in self._packs_of.get(ref, ())}
+    def _referred_packs(self, refs: Iterable[CommitRef]) -> set[str]:
+        return {key for ref in refs for key, _ in self._packs_by_ref.get(ref, ())}
 
-    def _read(self, refs: Sequence[CommitRef]) -> dict[CommitRef, CkptError]:
+    def _read_records(self, refs: Sequence[CommitRef]) -> dict[CommitRef, CkptError]:
         """Reads the records, and remembers their packs and metrics. Returns the error of each record that could not be
         read."""
 
@@ -299,15 +300,15 @@ class Pruner:
                 found = open_record(self.run.backend, ref, self.run.patience)
             except (DamagedData, NotFound) as exc:
                 return exc
-            self._metrics_of[ref] = found.metrics
+            self._metrics_by_ref[ref] = found.metrics
             # Set last: from now on a plan on another thread takes this record as read.
-            self._packs_of[ref] = found.packs
+            self._packs_by_ref[ref] = found.packs
             return None
 
-        new = [ref for ref in refs if ref not in self._packs_of]
-        return {ref: wrong for ref, wrong in zip(new, in_parallel(read, new, _READERS), strict=True) if wrong}
+        new = [ref for ref in refs if ref not in self._packs_by_ref]
+        return {ref: wrong for ref, wrong in zip(new, map_parallel(read, new, _READERS), strict=True) if wrong}
 
-    def _leases(self, now_s: float) -> tuple[set[Identity], set[str], str]:
+    def _read_leases(self, now_s: float) -> tuple[set[Identity], set[str], str]:
         """The checkpoints that readers hold; the keys of leases that were not refreshed for two periods; what is wrong
         with a lease, or ""."""
         held: set[Identity] = set()
@@ -359,7 +360,7 @@ class Lease:
 
     def __enter__(self) -> Self:
         self.refresh()
-        self._tasks.start("refresh", self._keep_fresh)
+        self._tasks.start("refresh", self._refresh_loop)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -374,7 +375,7 @@ class Lease:
         body = {"identities": [str(each) for each in self._identities], "refresh_s": self._refresh_s, "n": self._count}
         self._backend.put(self.key, [json.dumps(body).encode()])
 
-    def _keep_fresh(self) -> None:
+    def _refresh_loop(self) -> None:
         while not self._tasks.stopping.wait(self._refresh_s):
             try:
                 self.refresh()

@@ -3,7 +3,7 @@
 Frames that are close in a pack are fetched together. Several such gets run at once, and frames are decoded straight
 into memory that the caller gives. Some stores show a new object late, so a missing pack is asked for again for some
 seconds. Then it counts as missing: it was deleted by hand, or by a prune while the reader held no lease.
-`newest_readable` then lists once more before it goes on to an older checkpoint.
+`use_newest_readable` then lists once more before it goes on to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Record
 from ckpt.storage.contract import Backend
 from ckpt.store import keys
-from ckpt.store.lineage import CommitRef, broken_line
+from ckpt.store.lineage import CommitRef, broken_history
 from ckpt.store.patience import Patience
 from ckpt.store.run import Run, RunView
 from ckpt.threads import Tasks
@@ -39,22 +39,22 @@ def candidates(view: RunView) -> list[CommitRef]:
     """The records that may be restored, newest first: the branch history, and behind each checkpoint its further
     records. A further record stands in for a damaged one. Errors: DamagedData if nothing is left of the branch history
     because a claim cannot be read. That run is not a fresh one."""
-    line = view.line
+    line = view.history
     newest = view.newest_epoch
-    broken = view.lineage.broken(newest) if newest is not None else None
+    broken = view.lineage.broken_epoch(newest) if newest is not None else None
     if not line and broken is not None:
-        raise broken_line(broken)
-    return [ref for newest_first in reversed(line) for ref in view.records[newest_first.identity]]
+        raise broken_history(broken)
+    return [ref for newest_first in reversed(line) for ref in view.records_by_identity[newest_first.identity]]
 
 
 def open_record(backend: Backend, ref: CommitRef, patience: Patience | None = None) -> Record:
     """The record that a listing has shown. `patience`: see Run. Errors: NotFound; DamagedData names the record."""
     key = keys.record_key(ref.identity, ref.writer)
     patience = patience or Patience()
-    return record.decode(patience.get(lambda: backend.get(key, record.RECORD_BYTES_MAX)), key)
+    return record.decode(patience.retry_missing(lambda: backend.get(key, record.RECORD_BYTES_MAX)), key)
 
 
-def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record], T]) -> T:
+def use_readable_record(run: Run, records: Sequence[CommitRef], use: Callable[[Record], T]) -> T:
     """The result of `use` for the first readable record of one checkpoint (RunView.records). An event names a damaged
     record. Errors: NoCheckpoint if the checkpoint was retired meanwhile. If no record is readable: the first
     NewerFormat, else the first DamagedData or NotFound. Other errors of `use`."""
@@ -75,13 +75,13 @@ def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record],
         return found
     if any(is_missing(exc) for exc in wrong) and run.is_retired(records[0].identity):
         raise NoCheckpoint(
-            f"{run.backend.url}: step {records[0].identity.tick.label} was retired meanwhile, and deleted; ckpt ls "
+            f"{run.backend.url}: step {records[0].identity.version.label} was retired meanwhile, and deleted; ckpt ls "
             "shows what is left"
         ) from wrong[0]
     raise next((exc for exc in wrong if isinstance(exc, NewerFormat)), wrong[0])
 
 
-def missing_pack(key: str, identity: Identity, cause: NotFound) -> MissingData:
+def missing_pack_error(key: str, identity: Identity, cause: NotFound) -> MissingData:
     """The error for a pack that the checkpoint needs and that is missing."""
     error = MissingData(f"{key} is missing, which the record of {identity} names: {cause}")
     error.__cause__ = cause
@@ -93,7 +93,7 @@ def is_missing(error: Exception) -> bool:
     return isinstance(error, NotFound | MissingData)
 
 
-def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
+def use_newest_readable(run: Run, use: Callable[[Record], T]) -> T:
     """The first result of `use` over the candidates, newest first.
 
     A candidate that is damaged or was deleted meanwhile is passed over, with a warning event. At the first missing
@@ -109,7 +109,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
     while True:
         left = [ref for ref in refs if ref not in struck]
         if newer is not None and (not left or left[0].identity != newer[0]):
-            step = newer[0].tick.step
+            step = newer[0].version.step
             raise NewerFormat(
                 f"{run.backend.url}: step {step}, the newest that is left, was saved by a newer ckpt ({newer[1]}). "
                 "An older one is not taken instead. Install that ckpt here as well"
@@ -181,7 +181,7 @@ class FrameReader:
         Errors: those of `out`, `deliver` and `failed`. Without `failed`, the error of the first frame: StorageError, or
         DamagedData, which names the pack and the frame (or says that the pack is missing). When it raises, no thread is
         left and no further call is made."""
-        gets = self._plan(frames)
+        gets = self._plan_gets(frames)
         if not gets:
             return
         largest = max(get.length for get in gets)
@@ -195,7 +195,7 @@ class FrameReader:
             if not hasattr(local, "scratch"):
                 local.scratch = codecs.CodecScratch()
             try:
-                self._read(get, deliver, out, failed, local.scratch, stop)
+                self._read_get(get, deliver, out, failed, local.scratch, stop)
             except BaseException:
                 stop.set()
                 raise
@@ -216,7 +216,7 @@ class FrameReader:
         self.read(held, lambda frame: None, lambda frame: memoryview(held[frame]))
         return held
 
-    def _plan(self, frames: Iterable[int]) -> list[_Get]:
+    def _plan_gets(self, frames: Iterable[int]) -> list[_Get]:
         numbers = np.unique(np.fromiter(frames, np.int64))
         places = self.record.places[numbers]
         order = np.lexsort((places["offset"], places["pack"]))
@@ -238,7 +238,7 @@ class FrameReader:
         close()
         return gets
 
-    def _read(
+    def _read_get(
         self,
         get: _Get,
         deliver: Callable[[int], None],
@@ -249,17 +249,17 @@ class FrameReader:
     ) -> None:
         key = self.record.packs[get.pack][0]
         try:
-            read = self.patience.get(lambda: self.backend.get_range(key, get.start, get.length))
+            read = self.patience.retry_missing(lambda: self.backend.get_range(key, get.start, get.length))
             data = memoryview(read).cast("B")
         except DamagedData as exc:
             # The pack is cut short: the frames before the cut may still be good.
             if len(get.frames) > 1:
                 for frame in get.frames:
-                    self._read(self._plan([frame])[0], deliver, out, failed, scratch, stop)
+                    self._read_get(self._plan_gets([frame])[0], deliver, out, failed, scratch, stop)
                 return
             error: Exception = exc
         except NotFound as exc:
-            error = missing_pack(key, self.record.identity, exc)
+            error = missing_pack_error(key, self.record.identity, exc)
         except StorageError as exc:
             error = exc
         else:
@@ -268,7 +268,7 @@ class FrameReader:
                     return
                 target = out(frame)
                 try:
-                    self._decode(frame, data, get.start, target, scratch)
+                    self._decode_frame(frame, data, get.start, target, scratch)
                 except DamagedData as exc:
                     if failed is None:
                         raise
@@ -281,7 +281,9 @@ class FrameReader:
         for frame in get.frames:
             failed(frame, error)
 
-    def _decode(self, frame: int, data: memoryview, start: int, out: memoryview, scratch: codecs.CodecScratch) -> None:
+    def _decode_frame(
+        self, frame: int, data: memoryview, start: int, out: memoryview, scratch: codecs.CodecScratch
+    ) -> None:
         spec = self.record.manifest.frames[frame]
         pack, offset, length, codec = self.record.places[frame].tolist()
         at = offset - start
@@ -297,12 +299,12 @@ class FrameReader:
 @dataclass(frozen=True, slots=True)
 class Values:
     """The values of a checkpoint: all that is not a tensor. `shared`: the tree that is the same on every rank.
-    `own_shared`: by coordinate, the differing copies of some ranks. `own`: by coordinate, each rank's generators and
-    loaders."""
+    `shared_by_coordinate`: by coordinate, the differing copies of some ranks. `own_by_coordinate`: by coordinate, each
+    rank's generators and loaders."""
 
     shared: Any
-    own_shared: dict[str, Any]
-    own: dict[str, Any]
+    shared_by_coordinate: dict[str, Any]
+    own_by_coordinate: dict[str, Any]
 
 
 def load_values(reader: FrameReader) -> Values:
@@ -310,8 +312,8 @@ def load_values(reader: FrameReader) -> Values:
     trees = dict(each_values(reader))
     return Values(
         shared=trees.get((VALUES, "")),
-        own_shared={owner: tree for (name, owner), tree in trees.items() if name == VALUES and owner},
-        own={owner: tree for (name, owner), tree in trees.items() if name == RANK_VALUES},
+        shared_by_coordinate={owner: tree for (name, owner), tree in trees.items() if name == VALUES and owner},
+        own_by_coordinate={owner: tree for (name, owner), tree in trees.items() if name == RANK_VALUES},
     )
 
 
@@ -330,14 +332,14 @@ def each_values(reader: FrameReader, held_bytes: int = HELD_BYTES_MAX) -> Iterat
     for frame in sorted(owners):
         length = int(manifest.frames["length"][frame])
         if batch and batch_bytes + length > held_bytes:
-            yield from _parsed(reader, batch, owners)
+            yield from _decode_values(reader, batch, owners)
             batch, batch_bytes = [], 0
         batch.append(frame)
         batch_bytes += length
-    yield from _parsed(reader, batch, owners)
+    yield from _decode_values(reader, batch, owners)
 
 
-def _parsed(
+def _decode_values(
     reader: FrameReader, frames: list[int], owners: dict[int, list[tuple[str, str]]]
 ) -> Iterator[tuple[tuple[str, str], Any]]:
     held = reader.read_bytes(frames)

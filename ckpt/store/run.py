@@ -17,7 +17,7 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AlreadyExists, DamagedData, NotFound, RunInUse, Superseded, Unsettled, UsageError
 from ckpt.events import Events
 from ckpt.storage.contract import Backend, ObjectInfo, PutMode
-from ckpt.storage.names import naming
+from ckpt.storage.names import problem_text
 from ckpt.store import keys
 from ckpt.store.lineage import (
     CLAIM_BYTES_MAX,
@@ -44,58 +44,58 @@ _LOOKS = 4  # at a foreign heartbeat, within one period
 
 @dataclass(frozen=True)
 class RunView:
-    """What one listing of a run found. `retired`: tombstones, with the store's time of their writing (Unix seconds;
-    infinity if the store gives no times). `damaged`: (key, problem) of claims that could not be read."""
+    """What one listing of a run found. `retired_at_s`: tombstones, with the store's time of their writing (Unix
+    seconds; infinity if the store gives no times). `damaged`: (key, problem) of claims that could not be read."""
 
     claims: tuple[Claim, ...]
     epochs: frozenset[Epoch]
     commits: tuple[CommitRef, ...]
-    retired: dict[Identity, float]
-    closed: frozenset[Epoch]
-    alive: dict[Epoch, str]
-    damaged: tuple[tuple[str, str], ...] = field(default=())
+    retired_at_s: dict[Identity, float]
+    closed_epochs: frozenset[Epoch]
+    heartbeats: dict[Epoch, str]
+    damaged_claims: tuple[tuple[str, str], ...] = field(default=())
 
     @cached_property
     def lineage(self) -> Lineage:
         return Lineage(self.claims, self.epochs)
 
     @cached_property
-    def line(self) -> list[CommitRef]:
+    def history(self) -> list[CommitRef]:
         """The branch history, oldest first."""
-        return self.lineage.line(self.commits, self.retired)
+        return self.lineage.history(self.commits, self.retired_at_s)
 
     @cached_property
     def branches(self) -> list[CommitRef]:
-        return self.lineage.branches(self.commits, self.retired)
+        return self.lineage.branches(self.commits, self.retired_at_s)
 
     @cached_property
-    def records(self) -> dict[Identity, list[CommitRef]]:
+    def records_by_identity(self) -> dict[Identity, list[CommitRef]]:
         """All records of each checkpoint, the lowest writer's first. The others stand in for a damaged one."""
         found: dict[Identity, list[CommitRef]] = {}
         for ref in sorted(self.commits):
             found.setdefault(ref.identity, []).append(ref)
         return found
 
-    def overlooked(self, claim: Claim, seen: Collection[Identity]) -> list[CommitRef]:
+    def overlooked_commits(self, claim: Claim, seen: Collection[Identity]) -> list[CommitRef]:
         """The commits that the start with this claim has passed over unknowingly: see Lineage.overlooked."""
         lineage = Lineage([*self.claims, claim], self.epochs)
-        return lineage.overlooked(claim.epoch, self.commits, self.retired, seen)
+        return lineage.overlooked_commits(claim.epoch, self.commits, self.retired_at_s, seen)
 
     @property
     def newest_epoch(self) -> Epoch | None:
-        return self.lineage.newest
+        return self.lineage.newest_epoch
 
-    def begin(self, remembered: Collection[Epoch] = ()) -> Epoch:
+    def new_epoch(self, remembered: Collection[Epoch] = ()) -> Epoch:
         """A new epoch. Its number is 1 + the largest that the store or any agent (`remembered`) knows."""
-        known = {*self.epochs, *self.closed, *self.alive, *remembered}
+        known = {*self.epochs, *self.closed_epochs, *self.heartbeats, *remembered}
         known.update(ref.identity.epoch for ref in self.commits)
-        known.update(identity.epoch for identity in self.retired)
+        known.update(identity.epoch for identity in self.retired_at_s)
         # Claims also name ancestors, but these have smaller numbers.
         return next_epoch(known)
 
 
 class Run:
-    """The run below a URL. Thread-safe. `heartbeat` and `close` may be repeated at any time."""
+    """The run below a URL. Thread-safe. `put_heartbeat` and `close_epoch` may be repeated at any time."""
 
     def __init__(self, backend: Backend, clock: Clock | None = None, events: Events | None = None) -> None:
         self.backend = backend
@@ -103,7 +103,7 @@ class Run:
         self.events = events or Events()
         # One patience for all objects that the newest listing has shown.
         self.patience = Patience(self.clock)
-        self._claims: dict[Epoch, Claim] = {}  # claims never change
+        self._claims_by_epoch: dict[Epoch, Claim] = {}  # claims never change
 
     def view(self) -> RunView:
         """A new listing of the run. Commits are listed before epochs, so that no commit is seen without its claim.
@@ -121,16 +121,16 @@ class Run:
             claims=claims,
             epochs=epochs | {ref.identity.epoch for ref in commits},
             commits=tuple(sorted(commits)),
-            closed=frozenset(self._epochs_below(keys.CLOSED)),
-            alive={epoch: info.version for epoch, info in self._epochs_below(keys.ALIVE).items()},
-            retired=self._retired(),
-            damaged=damaged,
+            closed_epochs=frozenset(self._list_epochs(keys.CLOSED)),
+            heartbeats={epoch: info.version for epoch, info in self._list_epochs(keys.HEARTBEATS).items()},
+            retired_at_s=self._list_retired(),
+            damaged_claims=damaged,
         )
 
     def epochs(self) -> frozenset[Epoch]:
-        return frozenset(self._epochs_below(keys.EPOCHS))
+        return frozenset(self._list_epochs(keys.EPOCHS))
 
-    def check(self, epoch: Epoch) -> None:
+    def check_not_superseded(self, epoch: Epoch) -> None:
         """Checks that the epoch is the newest. Call it right before a commit or a deletion. Errors: Superseded if a
         newer epoch is claimed."""
         newest = max(self.epochs(), default=epoch)
@@ -142,7 +142,7 @@ class Run:
                 "Start it again with take_over=True if it is the one that should go on"
             )
 
-    def claim(self, claim: Claim) -> None:
+    def put_claim(self, claim: Claim) -> None:
         """Puts the claim. A repetition is harmless; a lost reply is settled by reading back. Errors: UsageError if
         another claim has the key (the epoch's nonce is not new); StorageError."""
         key, body = keys.epoch_key(claim.epoch), encode_claim(claim)
@@ -155,13 +155,13 @@ class Run:
                 raise exc from None
             if found != body:
                 raise UsageError(f"{key} is claimed by another start; begin a new epoch") from exc
-        self._claims[claim.epoch] = claim
+        self._claims_by_epoch[claim.epoch] = claim
 
-    def retract(self, epoch: Epoch) -> None:
+    def delete_claim(self, epoch: Epoch) -> None:
         """Deletes a claim. Only the start that put it may do so, and only if nothing was committed under it."""
-        self.backend.delete([keys.epoch_key(epoch), keys.alive_key(epoch)])
+        self.backend.delete([keys.epoch_key(epoch), keys.heartbeat_key(epoch)])
 
-    def close(self, epoch: Epoch, reason: str) -> None:
+    def close_epoch(self, epoch: Epoch, reason: str) -> None:
         """Says that nothing more comes from that epoch. The first such statement stands."""
         body = json.dumps({"epoch": str(epoch), "reason": reason[:1000]}).encode()
         try:
@@ -169,14 +169,14 @@ class Run:
         except (AlreadyExists, Unsettled):
             # NotFound: the put did not happen, and the caller may close again.
             self.backend.head(keys.closed_key(epoch))
-        self.backend.delete([keys.alive_key(epoch)])
+        self.backend.delete([keys.heartbeat_key(epoch)])
 
-    def heartbeat(self, epoch: Epoch, count: int, heartbeat_s: float) -> None:
+    def put_heartbeat(self, epoch: Epoch, count: int, heartbeat_s: float) -> None:
         """Shows that the epoch lives. Call it every `heartbeat_s` seconds with a growing `count`."""
         body = json.dumps({"epoch": str(epoch), "count": count, "heartbeat_s": heartbeat_s}).encode()
-        self.backend.put(keys.alive_key(epoch), [body])
+        self.backend.put(keys.heartbeat_key(epoch), [body])
 
-    def watch_other(self, view: RunView, launch: str, heartbeat_s: float, *, take_over: bool = False) -> None:
+    def check_not_in_use(self, view: RunView, launch: str, heartbeat_s: float, *, take_over: bool = False) -> None:
         """Checks that no other job uses the run, by watching the newest epoch for two heartbeats (of that epoch's own
         period, if longer).
 
@@ -186,12 +186,12 @@ class Run:
 
         Errors: RunInUse if the heartbeat changes."""
         epoch = view.newest_epoch
-        if take_over or epoch is None or epoch in view.closed:
+        if take_over or epoch is None or epoch in view.closed_epochs:
             return
         claim = view.lineage.claims.get(epoch)
         if claim is not None and claim.launch == launch:
             return
-        before, period_s = self._heartbeat_of(epoch)
+        before, period_s = self._read_heartbeat(epoch)
         period_s = max(heartbeat_s, period_s)
         launch, host = (claim.launch, claim.host) if claim is not None else ("unknown", "unknown")
         self.events.emit(
@@ -205,17 +205,17 @@ class Run:
             self.clock.sleep_s(period_s / _LOOKS)
             if keys.closed_key(epoch) in {info.key for info in self.backend.list(keys.CLOSED)}:
                 return
-            if self._heartbeat_of(epoch)[0] != before:
+            if self._read_heartbeat(epoch)[0] != before:
                 raise RunInUse(
                     f"{self.backend.url} is in use: launch {launch!r} on host {host!r} is running its epoch {epoch}. "
                     "Stop that job, use another URL, or supersede it: take_over=True, or --take-over of `ckpt branch`"
                 )
 
-    def _heartbeat_of(self, epoch: Epoch) -> tuple[tuple[str, bytes] | None, float]:
+    def _read_heartbeat(self, epoch: Epoch) -> tuple[tuple[str, bytes] | None, float]:
         """The heartbeat's version and content (None if there is no heartbeat), and its period as it states itself.
         Where the store's times are coarse or missing, the version does not change with each heartbeat; the count in the
         content does."""
-        key = keys.alive_key(epoch)
+        key = keys.heartbeat_key(epoch)
         beat = ("", b"")
         try:
             beat = (self.backend.head(key).version, b"")
@@ -229,7 +229,7 @@ class Run:
             return beat, 0.0
         return beat, float(period_s)
 
-    def _epochs_below(self, prefix: str) -> dict[Epoch, ObjectInfo]:
+    def _list_epochs(self, prefix: str) -> dict[Epoch, ObjectInfo]:
         found = ((keys.parse_epoch(info.key, prefix), info) for info in self.backend.list(prefix))
         return {epoch: info for epoch, info in found if epoch is not None}
 
@@ -241,7 +241,7 @@ class Run:
             return False
         return True
 
-    def _retired(self) -> dict[Identity, float]:
+    def _list_retired(self) -> dict[Identity, float]:
         found = ((keys.parse_retired(info.key), info) for info in self.backend.list(keys.RETIRED))
         return {identity: info.modified_s for identity, info in found if identity is not None}
 
@@ -251,23 +251,25 @@ class Run:
         def read(epoch: Epoch) -> Claim | tuple[str, str]:
             key = keys.epoch_key(epoch)
             try:
-                return decode_claim(self.patience.get(lambda: self.backend.get(key, CLAIM_BYTES_MAX)), key)
+                return decode_claim(self.patience.retry_missing(lambda: self.backend.get(key, CLAIM_BYTES_MAX)), key)
             except (DamagedData, NotFound) as exc:
                 return key, str(exc)
 
-        missing = sorted(set(epochs) - set(self._claims))
+        missing = sorted(set(epochs) - set(self._claims_by_epoch))
         damaged: list[tuple[str, str]] = []
-        for found in in_parallel(read, missing, _READERS):
+        for found in map_parallel(read, missing, _READERS):
             if isinstance(found, Claim):
-                self._claims[found.epoch] = found
+                self._claims_by_epoch[found.epoch] = found
             else:
                 damaged.append(found)
         for key, what in damaged:
-            self.events.emit("claim.damaged", f"{self.backend.url}: {naming(key, what)}", loud=True, key=key)
-        return tuple(self._claims[each] for each in sorted(set(epochs) & set(self._claims))), tuple(damaged)
+            self.events.emit("claim.damaged", f"{self.backend.url}: {problem_text(key, what)}", loud=True, key=key)
+        return tuple(self._claims_by_epoch[each] for each in sorted(set(epochs) & set(self._claims_by_epoch))), tuple(
+            damaged
+        )
 
 
-def in_parallel(fn: Callable[[S], T], items: Sequence[S], width: int) -> list[T]:
+def map_parallel(fn: Callable[[S], T], items: Sequence[S], width: int) -> list[T]:
     """fn of every item, in order, at most `width` at once. The first error is raised after all have ended."""
     if len(items) < 2:
         return [fn(item) for item in items]

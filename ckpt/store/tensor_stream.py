@@ -18,7 +18,7 @@ import numpy as np
 from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.layout.gather import apply_cuts
-from ckpt.layout.reshard import Cut, Want, cuts
+from ckpt.layout.reshard import Cut, Want, plan_cuts
 from ckpt.store.dtypes import Bits, bits_dtype
 from ckpt.store.reader import FrameReader
 from ckpt.types import ITEMSIZE, Box
@@ -35,13 +35,13 @@ def exported_name(item: TensorSpec | Want) -> str:
     return f"{item.name}@{item.owner}" if item.owner else item.name
 
 
-def chosen(manifest: Manifest, only: Sequence[str] = ()) -> list[TensorSpec]:
+def choose_tensors(manifest: Manifest, only: Sequence[str] = ()) -> list[TensorSpec]:
     """The tensors (no values) whose exported name matches one of the globs, in order of name; all without a glob."""
     specs = {exported_name(spec): spec for spec in manifest.tensors if not spec.values}
-    return [specs[name] for name in matching(specs, only)]
+    return [specs[name] for name in match_names(specs, only)]
 
 
-def matching(names: Iterable[str], only: Sequence[str]) -> list[str]:
+def match_names(names: Iterable[str], only: Sequence[str]) -> list[str]:
     """The names that match one of the globs, in order; all without a glob."""
     return [name for name in names if not only or any(fnmatchcase(name, glob) for glob in only)]
 
@@ -56,7 +56,7 @@ def check_globs(only: Sequence[str], names: Collection[str], of: str) -> None:
 
 def slabs_of(spec: TensorSpec, slab_bytes: int = SLAB_BYTES) -> Iterator[Want]:
     """The tensor in non-empty parts, in row-major order."""
-    for box in _parts((), spec.shape, max(1, slab_bytes // ITEMSIZE[spec.dtype])):
+    for box in _split_box((), spec.shape, max(1, slab_bytes // ITEMSIZE[spec.dtype])):
         yield Want(spec.name, spec.owner, spec.dtype, spec.shape, box)
 
 
@@ -99,12 +99,12 @@ def stream(reader: FrameReader, wants: Sequence[Want]) -> Iterator[tuple[int, Bi
 def cuts_by_want(manifest: Manifest, wants: Sequence[Want]) -> list[dict[int, list[Cut]]]:
     """For each want: its cuts by frame, each with `want` 0."""
     found: list[dict[int, list[Cut]]] = [{} for _ in wants]
-    for cut in cuts(manifest, wants):
+    for cut in plan_cuts(manifest, wants):
         found[cut.want].setdefault(cut.frame, []).append(replace(cut, want=0))
     return found
 
 
-def _parts(at: tuple[int, ...], shape: tuple[int, ...], elements_max: int) -> Iterator[Box]:
+def _split_box(at: tuple[int, ...], shape: tuple[int, ...], elements_max: int) -> Iterator[Box]:
     """The parts of a box that is one element, `at`, in the leading dimensions, and `shape` in the rest."""
     size = math.prod(shape)
     ones = (1,) * len(at)
@@ -118,4 +118,4 @@ def _parts(at: tuple[int, ...], shape: tuple[int, ...], elements_max: int) -> It
             yield Box((*at, start, *(0,) * (len(shape) - 1)), (*ones, *box))
     else:
         for i in range(shape[0]):
-            yield from _parts((*at, i), shape[1:], elements_max)
+            yield from _split_box((*at, i), shape[1:], elements_max)

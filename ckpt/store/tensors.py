@@ -21,9 +21,9 @@ import numpy.typing as npt
 from ckpt.errors import UsageError
 from ckpt.format.manifest import TensorSpec
 from ckpt.layout.gather import apply_cuts
-from ckpt.layout.replica_match import alike, first_owners
+from ckpt.layout.replica_match import first_owners, match_replicas
 from ckpt.layout.reshard import Want
-from ckpt.store.dtypes import FLOATS, Bits, bits_dtype, exact, values_of
+from ckpt.store.dtypes import FLOATS, Bits, bits_dtype, to_float64, to_numpy_floats
 from ckpt.store.reader import FrameReader, load_values
 from ckpt.store.tensor_stream import cuts_by_want, exported_name
 from ckpt.types import Box
@@ -39,11 +39,11 @@ class TensorIndex:
     name for several copies, also the one that was taken."""
 
     specs: Mapping[str, TensorSpec]
-    firsts: tuple[str, ...]
-    copies: Mapping[str, TensorSpec]
+    first_rank_names: tuple[str, ...]
+    rank_copies: Mapping[str, TensorSpec]
 
 
-def named(reader: FrameReader) -> TensorIndex:
+def index_tensors(reader: FrameReader) -> TensorIndex:
     """The tensors of a checkpoint as one process names them. If ranks have copies, it reads small tensors and values.
     Errors: DamagedData; StorageError."""
     manifest = reader.record.manifest
@@ -52,7 +52,7 @@ def named(reader: FrameReader) -> TensorIndex:
     several = {spec.name for spec in specs if spec.owner} - whole
     if not several:
         return TensorIndex({exported_name(spec): spec for spec in specs}, (), {})
-    same = alike(manifest, reader.read_bytes)
+    same = match_replicas(manifest, reader.read_bytes)
     firsts = first_owners(manifest, _buffers(reader, several - same.keys()))
     taken = {name: owner for name, owner in {**firsts, **same}.items() if name in several}
     found: dict[str, TensorSpec] = {}
@@ -73,7 +73,7 @@ def _buffers(reader: FrameReader, names: Collection[str]) -> set[str]:
         return set()
     values = load_values(reader)
     objects: dict[str, list[Any]] = {}
-    for tree in (values.shared, *values.own_shared.values()):
+    for tree in (values.shared, *values.shared_by_coordinate.values()):
         for path, body in _dict(_dict(tree).get("objects")).items():
             objects.setdefault(str(path), []).append(_dict(body))
     modules = [path for path, bodies in objects.items() if any(body.get("kind") == "module" for body in bodies)]
@@ -91,10 +91,10 @@ def _dict(tree: Any) -> dict[Any, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def read(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
+def read_part(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
     """A part of a tensor, as an array of dtypes.bits_dtype. Reads only the frames that hold it. Errors: UsageError if
     the index does not fit; DamagedData; StorageError."""
-    box, then = _located(spec, index)
+    box, then = _locate_part(spec, index)
     want = Want(spec.name, spec.owner, spec.dtype, spec.shape, box)
     (by_frame,) = cuts_by_want(reader.record.manifest, [want])
     bits = np.empty(box.shape, bits_dtype(spec.dtype))
@@ -114,7 +114,7 @@ def read(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
     return found
 
 
-def _located(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
+def _locate_part(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
     """The box that holds the part, and the index of the part within that box. Errors: UsageError."""
     parts = index if isinstance(index, tuple) else (index,)
     around = [place for place, part in enumerate(parts) if part is ...]
@@ -147,9 +147,9 @@ def as_numpy(bits: Bits, dtype: str) -> npt.NDArray[Any]:
     if dtype == "bool":
         return bits.view(np.bool_)
     if dtype in FLOATS:
-        return np.asarray(exact(bits, dtype))
+        return np.asarray(to_numpy_floats(bits, dtype))
     if dtype == "complex32":
-        found = values_of(bits, dtype)
+        found = to_float64(bits, dtype)
         assert found is not None
         return np.asarray(found, np.complex64)
     return bits

@@ -22,8 +22,8 @@ from ckpt.format.record import RECORD_BYTES_MAX
 from ckpt.storage.contract import Backend, Buffer, PutMode
 from ckpt.store import keys
 from ckpt.store.lineage import CLAIM_BYTES_MAX, CommitRef
-from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, any_readable, missing_pack
-from ckpt.store.run import Run, RunView, in_parallel
+from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, missing_pack_error, use_readable_record
+from ckpt.store.run import Run, RunView, map_parallel
 from ckpt.store.verify import VerifyScratch
 from ckpt.types import Epoch, Identity
 
@@ -37,7 +37,7 @@ class Transferred:
     `retired`: checkpoints retired at the target, which stay so. `bytes`: size of the packs that were put."""
 
     copied: tuple[Identity, ...]
-    there: tuple[Identity, ...]
+    existing: tuple[Identity, ...]
     retired: tuple[Identity, ...]
     bytes: int
 
@@ -64,22 +64,24 @@ def transfer(
             f"{target.backend.url} holds another run (epoch {foreign[-1]}); give a URL where nothing is saved, or that "
             "of an earlier copy of this run"
         )
-    todo = [each for each in sorted(chosen) if each not in there.records and each not in there.retired]
+    todo = [each for each in sorted(chosen) if each not in there.records_by_identity and each not in there.retired_at_s]
     _copy_claims(source, target, view, epochs)
     copier = _Copier(source, target, progress)
-    copier.weigh([view.records[each] for each in todo])
+    copier.sum_pack_bytes([view.records_by_identity[each] for each in todo])
     for each in todo:
-        copier.copy(view.records[each])
+        copier.copy(view.records_by_identity[each])
     return Transferred(
         copied=tuple(todo),
-        there=tuple(each for each in sorted(chosen) if each in there.records),
-        retired=tuple(each for each in sorted(chosen) if each in there.retired and each not in there.records),
+        existing=tuple(each for each in sorted(chosen) if each in there.records_by_identity),
+        retired=tuple(
+            each for each in sorted(chosen) if each in there.retired_at_s and each not in there.records_by_identity
+        ),
         bytes=copier.put_bytes,
     )
 
 
 def _copy_claims(source: Run, target: Run, view: RunView, epochs: Sequence[Epoch]) -> None:
-    damaged = dict(view.damaged)
+    damaged = dict(view.damaged_claims)
     for epoch in sorted(epochs):
         key = keys.epoch_key(epoch)
         if key in damaged:
@@ -87,7 +89,7 @@ def _copy_claims(source: Run, target: Run, view: RunView, epochs: Sequence[Epoch
         if epoch in view.lineage.claims:
             _put_once(target.backend, key, source.backend.get(key, CLAIM_BYTES_MAX))
         closed = keys.closed_key(epoch)
-        if epoch in view.closed:
+        if epoch in view.closed_epochs:
             _put_once(target.backend, closed, source.backend.get(closed, _CLOSED_BYTES_MAX))
 
 
@@ -109,47 +111,47 @@ class _Copier:
     def __init__(self, source: Run, target: Run, progress: Callable[[int, int], None] | None) -> None:
         self.put_bytes = 0
         self._source, self._target, self._progress = source, target, progress
-        self._sizes = {info.key: info.size for info in target.backend.list(keys.DATA)}
+        self._target_sizes = {info.key: info.size for info in target.backend.list(keys.DATA)}
         # Frames that were checked: pack, offset, raw hash.
-        self._good: set[tuple[str, int, int, int]] = set()
+        self._checked_places: set[tuple[str, int, int, int]] = set()
         self._total = 0
 
-    def weigh(self, checkpoints: Sequence[Sequence[CommitRef]]) -> None:
+    def sum_pack_bytes(self, checkpoints: Sequence[Sequence[CommitRef]]) -> None:
         """Sums the size of the packs that must be put, for `progress`."""
         packs: dict[str, int] = {}
         for refs in checkpoints:
-            packs.update(any_readable(self._source, refs, lambda record: record.packs))
-        self._total = sum(size for key, size in packs.items() if self._sizes.get(key) != size)
+            packs.update(use_readable_record(self._source, refs, lambda record: record.packs))
+        self._total = sum(size for key, size in packs.items() if self._target_sizes.get(key) != size)
 
     def copy(self, refs: Sequence[CommitRef]) -> None:
         """Copies one checkpoint, by the first of its records that can be read. Errors: DamagedData."""
-        made = any_readable(self._source, refs, lambda record: record)
-        frames = self._unchecked(made)
-        missing = [n for n, (key, size) in enumerate(made.packs) if n in frames and self._sizes.get(key) != size]
+        made = use_readable_record(self._source, refs, lambda record: record)
+        frames = self._unchecked_frames(made)
+        missing = [n for n, (key, size) in enumerate(made.packs) if n in frames and self._target_sizes.get(key) != size]
         have = [frame for n in frames.keys() - set(missing) for frame in frames[n]]
-        again = self._damaged(made, have)
+        again = self._damaged_packs(made, have)
         packs = sorted({*missing, *again})
         largest = max((made.packs[n][1] for n in packs), default=1)
         width = max(1, min(PACKS_MAX, HELD_BYTES_MAX // max(1, largest)))
-        in_parallel(lambda n: self._copy_pack(made, n, frames[n]), packs, width)
-        self._good.update(self._places(made))
+        map_parallel(lambda n: self._copy_pack(made, n, frames[n]), packs, width)
+        self._checked_places.update(self._frame_places(made))
         key = keys.record_key(made.identity, made.writer)
         _put_once(self._target.backend, key, self._source.backend.get(key, RECORD_BYTES_MAX))
 
-    def _places(self, made: Record) -> list[tuple[str, int, int, int]]:
+    def _frame_places(self, made: Record) -> list[tuple[str, int, int, int]]:
         hashes = made.manifest.frames[["hash_hi", "hash_lo"]].tolist()
         places = made.places[["pack", "offset"]].tolist()
         return [(made.packs[n][0], at, *value) for (n, at), value in zip(places, hashes, strict=True)]
 
-    def _unchecked(self, made: Record) -> dict[int, list[int]]:
+    def _unchecked_frames(self, made: Record) -> dict[int, list[int]]:
         """The frames that were not checked yet, by pack."""
         found: dict[int, list[int]] = {}
-        for frame, (place, pack) in enumerate(zip(self._places(made), made.places["pack"].tolist(), strict=True)):
-            if place not in self._good:
+        for frame, (place, pack) in enumerate(zip(self._frame_places(made), made.places["pack"].tolist(), strict=True)):
+            if place not in self._checked_places:
                 found.setdefault(pack, []).append(frame)
         return found
 
-    def _damaged(self, made: Record, frames: Sequence[int]) -> set[int]:
+    def _damaged_packs(self, made: Record, frames: Sequence[int]) -> set[int]:
         """The packs at the target in which one of these frames is damaged. They are put once more."""
         bad: set[int] = set()
 
@@ -167,7 +169,7 @@ class _Copier:
         try:
             data = self._source.backend.get_range(key, 0, size)
         except NotFound as exc:
-            raise missing_pack(key, made.identity, exc) from exc
+            raise missing_pack_error(key, made.identity, exc) from exc
         out = VerifyScratch(made.manifest.frames["length"].tolist())
         FrameReader(cast(Backend, _InMemory(data)), made).read(frames, lambda frame: None, out)
         self._target.backend.put(key, [data])

@@ -22,19 +22,19 @@ class PathKind(Enum):
     NOTE = "note"
 
 
-Step = tuple[PathKind, Any]
+PathStep = tuple[PathKind, Any]
 
 
-def of_state(shared: Any) -> Any:
+def state_values(shared: Any) -> Any:
     """What the user registered, by key: the values of each object, with None in place of a tensor. An optimizer has its
     `param_groups`, each with the names of its `params`."""
     objects = _get(shared, "objects")
     if not isinstance(objects, dict):
         return shared
-    return {path: _of_object(body) for path, body in objects.items()}
+    return {path: _object_values(body) for path, body in objects.items()}
 
 
-def _of_object(body: Any) -> Any:
+def _object_values(body: Any) -> Any:
     kind = _get(body, "kind")
     if kind == "optimizer" and isinstance(groups := _get(body, "groups"), (list, tuple)):
         rest = _get(_get(body, "rest"), "value")
@@ -45,7 +45,7 @@ def _of_object(body: Any) -> Any:
     return _get(body, "value") if kind in ("data", "object") else body
 
 
-def of_rank(own: Any) -> Any:
+def rank_values(own: Any) -> Any:
     """What one rank has of its own: `loaders`, by their key in the state, and `generators`, by name."""
     if not isinstance(_get(own, "loaders"), dict):
         return own
@@ -53,19 +53,19 @@ def of_rank(own: Any) -> Any:
     return {"loaders": loaders, "generators": _dict(_get(own, "generators"))}
 
 
-def path_text(owner: str, steps: Sequence[Step]) -> str:
+def path_text(owner: str, steps: Sequence[PathStep]) -> str:
     """A path in the tree of a checkpoint, as the user writes it. `owner`: the rank's coordinate; "": all ranks."""
     keys = [value for _, value in steps]
     short = list(steps)
     if len(keys) > 1 and keys[0] == "objects":
-        short = [steps[1], *_within_object(steps[2:])]
+        short = [steps[1], *_object_path(steps[2:])]
     elif len(keys) > 1 and keys[0] == "loaders":
         short = [steps[1], *(steps[3:] if keys[2:3] == ["value"] else steps[2:])]
     text = "".join(_step_text(number, each) for number, each in enumerate(short))
     return f"{owner} {text}".strip()
 
 
-def _within_object(steps: Sequence[Step]) -> list[Step]:
+def _object_path(steps: Sequence[PathStep]) -> list[PathStep]:
     keys = [value for _, value in steps]
     if keys[:1] == ["groups"]:
         return [(PathKind.KEY, "param_groups"), *steps[1:2], *(steps[3:] if keys[2:3] == ["value"] else steps[2:])]
@@ -76,7 +76,7 @@ def _within_object(steps: Sequence[Step]) -> list[Step]:
     return list(steps)
 
 
-def _step_text(number: int, step: Step) -> str:
+def _step_text(number: int, step: PathStep) -> str:
     kind, value = step
     if kind is PathKind.NOTE:
         return str(value)

@@ -13,13 +13,13 @@ from ckpt.format.manifest import Manifest, Record
 from ckpt.storage.contract import ObjectInfo
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
-from ckpt.store.reader import FrameReader, each_values, is_missing, missing_pack, open_record
-from ckpt.store.run import Run, RunView, in_parallel
+from ckpt.store.reader import FrameReader, each_values, is_missing, missing_pack_error, open_record
+from ckpt.store.run import Run, RunView, map_parallel
 from ckpt.store.tensor_stream import exported_name
-from ckpt.types import Identity, counted
+from ckpt.types import Identity, format_count
 
 NAMED_MAX = 20
-LOOKS_MAX = 16  # at once, at packs
+PACK_CHECKS_MAX = 16  # at once, at packs
 # Pack, offset, codec, raw hash (2), raw length.
 _Place = tuple[str, int, int, int, int, int]
 
@@ -77,7 +77,7 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
             _Checked(ref, (found,)) if isinstance(found, Problem) else _verify_one(run, ref, found, sizes, good, meter)
         )
         by_checkpoint.setdefault(ref.identity, []).append(one)
-    return [_checkpoint(run, records) for records in by_checkpoint.values()]
+    return [_merge_results(run, records) for records in by_checkpoint.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +91,31 @@ class Unrecorded:
     is_lost: bool
 
 
-def unrecorded(run: Run, view: RunView, referred: Collection[str]) -> list[Unrecorded]:
+def find_unrecorded(run: Run, view: RunView, referred: Collection[str]) -> list[Unrecorded]:
     """The checkpoints without a record, by identity. Leaves out retired ones, and those whose commit may still be
     running: the newest of an epoch that is not over. `referred`: the keys of packs to which records refer. Errors:
     StorageError."""
     packs: dict[Identity, list[ObjectInfo]] = {}
     for info in run.backend.list(keys.DATA):
         found = keys.parse_pack(info.key)
-        if found is not None and found.identity not in view.records and found.identity not in view.retired:
+        if (
+            found is not None
+            and found.identity not in view.records_by_identity
+            and found.identity not in view.retired_at_s
+        ):
             packs.setdefault(found.identity, []).append(info)
     newest = {ref.identity.epoch: ref.identity for ref in sorted(view.commits)}
     listed = []
     for identity, its in sorted(packs.items()):
         epoch = identity.epoch
         is_lost = any(info.key in referred for info in its)
-        is_over = epoch in view.closed or (view.newest_epoch is not None and epoch < view.newest_epoch)
+        is_over = epoch in view.closed_epochs or (view.newest_epoch is not None and epoch < view.newest_epoch)
         if is_lost or is_over or (epoch in newest and identity < newest[epoch]):
             listed.append(Unrecorded(identity, len(its), sum(info.size for info in its), is_lost))
     return listed
 
 
-def check_whole(run: Run, record: Record, *, read: bool) -> Record:
+def check_record(run: Run, record: Record, *, read: bool) -> Record:
     """The record itself, after a check of its packs. `read`: reads and hashes its frames; else only looks whether its
     packs are there. Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
     if read:
@@ -126,11 +130,11 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
         try:
             found = run.backend.head(key).size
         except NotFound as exc:
-            raise missing_pack(key, record.identity, exc) from exc
+            raise missing_pack_error(key, record.identity, exc) from exc
         if found < size:
             raise DamagedData(f"{key} has {found} bytes, and not the {size} that were recorded")
 
-    in_parallel(look, record.packs, LOOKS_MAX)
+    map_parallel(look, record.packs, PACK_CHECKS_MAX)
     return record
 
 
@@ -158,7 +162,7 @@ class _Checked:
     checked_bytes: int = 0
 
 
-def _checkpoint(run: Run, records: Sequence[_Checked]) -> Verified:
+def _merge_results(run: Run, records: Sequence[_Checked]) -> Verified:
     best = next((each for each in records if not each.problems), records[0])
     problems = tuple(problem for each in records for problem in each.problems)
     is_good = not best.problems
@@ -195,7 +199,7 @@ def _verify_one(
     reader.read(todo, deliver, VerifyScratch(lengths), failed)
     good.update(places[frame] for frame in todo if frame not in bad)
     problems = _problems(record, bad)
-    problems += _other_sizes(record, sizes, {problem.key for problem in problems})
+    problems += _size_problems(record, sizes, {problem.key for problem in problems})
     if not problems:
         try:
             # One after the other, to save memory.
@@ -213,14 +217,14 @@ def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
         by_pack.setdefault(int(record.places["pack"][frame]), []).append(frame)
     problems = []
     for pack, frames in sorted(by_pack.items()):
-        more = f" (and {counted(len(frames) - 1, 'more frame')} of it)" if len(frames) > 1 else ""
-        names, names_more = _tensors_of(record.manifest, frames)
+        more = f" (and {format_count(len(frames) - 1, 'more frame')} of it)" if len(frames) > 1 else ""
+        names, names_more = _affected_tensors(record.manifest, frames)
         missing = any(is_missing(bad[frame]) for frame in frames)
         problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names, missing, names_more))
     return tuple(problems)
 
 
-def _other_sizes(record: Record, sizes: Mapping[str, int], known: Collection[str]) -> tuple[Problem, ...]:
+def _size_problems(record: Record, sizes: Mapping[str, int], known: Collection[str]) -> tuple[Problem, ...]:
     """Problems for packs of another size whose frames are all good. The checkpoint can be restored, but retention does
     not count it as kept."""
     return tuple(
@@ -230,7 +234,7 @@ def _other_sizes(record: Record, sizes: Mapping[str, int], known: Collection[str
     )
 
 
-def _tensors_of(manifest: Manifest, frames: Sequence[int]) -> tuple[tuple[str, ...], int]:
+def _affected_tensors(manifest: Manifest, frames: Sequence[int]) -> tuple[tuple[str, ...], int]:
     """Some names, and how many more there are."""
     boxes = manifest.extents["box"][np.isin(manifest.extents["frame"], frames)]
     tensors = dict.fromkeys(manifest.boxes[box][0] for box in np.unique(boxes).tolist())

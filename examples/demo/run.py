@@ -30,7 +30,7 @@ import psutil
 
 from ckpt import storage
 from ckpt.store import keys
-from ckpt.types import counted
+from ckpt.types import format_count
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -106,7 +106,7 @@ class Job:
             records = [keys.parse_record(info.key) for info in backend.list(keys.COMMITS)]
         finally:
             backend.close()
-        return tuple(sorted({found[0].tick.step for found in records if found}))
+        return tuple(sorted({found[0].version.step for found in records if found}))
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -169,7 +169,7 @@ def report(kills: list[Kill], job: Job, straight: Job) -> None:
         print(row.format(kill.what, f"step {kill.saving}", stored, f"step {came['step']}", level, lost))
     for run in (straight, job):
         receipt = run.read("receipt", run.starts)
-        taken = counted(receipt["snapshots"], "checkpoint")
+        taken = format_count(receipt["snapshots"], "checkpoint")
         paused = f"{receipt['stall_ms_median']:.1f} ms each, at most {receipt['stall_ms_max']:.1f} ms"
         print(f"{run.name}: the last start took {taken}; training paused {paused}")
 

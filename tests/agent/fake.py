@@ -28,19 +28,19 @@ from ckpt.format.record import decode_manifest
 from ckpt.ipc import client, messages
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.control_page import ControlPage, ControlWord, WordKind
-from ckpt.ipc.failure_domains import domains_here
+from ckpt.ipc.failure_domains import find_own_domains
 from ckpt.ipc.file_list import FileList
-from ckpt.ipc.node_list import encode_nodes, leader_of
+from ckpt.ipc.node_list import coordinator_of, encode_nodes
 from ckpt.ipc.notice_sources import Sources
 from ckpt.layout.gather import apply_cuts
 from ckpt.layout.layout import Declaration, Entry, Layout
-from ckpt.layout.reshard import Want, cuts
+from ckpt.layout.reshard import Want, plan_cuts
 from ckpt.layout.staging import stage
-from ckpt.settings import Settings, read, store_environment
+from ckpt.settings import Settings, read_settings, store_environment
 from ckpt.threads import Flag, Tasks
 from ckpt.trainer.loop.due_saves import SavePatience
-from ckpt.trainer.restore.file_reads import read as read_files
-from ckpt.types import Box, Epoch, Identity, Tick
+from ckpt.trainer.restore.file_reads import read_frames as read_files
+from ckpt.types import Box, Epoch, Identity, Version
 
 ROWS = 512
 DUE_S = 600.0  # how long a save that the policy names may wait for a slot
@@ -69,7 +69,7 @@ class FakeRank:
 
     def __init__(self, url: str, rank: int, world: int, launch: str = "test", settings: Settings | None = None) -> None:
         self.url, self.rank, self.world, self.launch = url, rank, world, launch
-        self.settings = settings or read()
+        self.settings = settings or read_settings()
         self.tasks = Tasks(f"fake-{rank}")
         self.first = ROWS * rank // world  # of its rows of what is sharded
         self.rows = ROWS * (rank + 1) // world - self.first
@@ -158,7 +158,7 @@ class FakeRank:
         """Has this node's agent take part in a job of several; how it is told of to the others."""
         answer = self.request("listen", {"secret": secret, "at": self.settings.listen, "name": ""}).fields
         told = {key: answer[key] for key in ("name", "addresses", "link_bytes_s")}
-        return {**told, "domains": domains_here(self.settings.domain)}
+        return {**told, "domains": find_own_domains(self.settings.domain)}
 
     def nodes_told(self) -> list[bytes]:
         return [encode_nodes(self.nodes)] if self.nodes else []
@@ -167,7 +167,7 @@ class FakeRank:
         fields: dict[str, Any] = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
         fields["store_env"] = store_environment()
         if self.nodes:
-            fields |= {"leader": leader_of(self.nodes), "peers": self.peers}
+            fields |= {"leader": coordinator_of(self.nodes), "peers": self.peers}
         return self.request("begin", fields, blobs=self.nodes_told())
 
     def join(self, epoch: str, resume: bool = False) -> None:
@@ -182,13 +182,13 @@ class FakeRank:
             "launch": self.launch,
             "parent": self.parent,
             "ancestors": self.ancestors,
-            "tick": str(Tick(self.layout_step)),
+            "version": str(Version(self.layout_step)),
             "values_bytes": 100,
             "resume": resume,
             "arenas": slots,
             "standing": self.standing if resume else [],
             "verdict": self.verdict,
-            "leader": leader_of(self.nodes),
+            "leader": coordinator_of(self.nodes),
             "peers": self.peers,
             "notices": self.notices,
         }
@@ -203,7 +203,7 @@ class FakeRank:
     @property
     def verdict(self) -> int:
         """The round by which an agent has told this rank to leave; 0: none has."""
-        return self.page.leaves() if self.page is not None else 0
+        return self.page.leave_attempt() if self.page is not None else 0
 
     def turned_from(self, page: ControlPage) -> None:
         """That of an agent that has died."""
@@ -224,7 +224,7 @@ class FakeRank:
         wants = [Want(name, "", "float32", (ROWS, 300), self.box(name)) for name in self.tensors]
         outs = list(self.tensors.values())
         wanted: dict[int, list[Any]] = {}
-        for cut in cuts(manifest, wants):
+        for cut in plan_cuts(manifest, wants):
             wanted.setdefault(cut.frame, []).append(cut)
 
         def deliver(frame: int, raw: memoryview) -> bool:
@@ -268,7 +268,7 @@ class FakeRank:
                     self.tell_got(good, bad)
                 elif message.kind == "files":
                     right = lambda frame, raw: not self.spoil(frame, raw) and deliver(frame, raw)  # noqa: E731
-                    read_files(FileList.of(message), right, None, self.tell_got, Flag())
+                    read_files(FileList.decode(message), right, None, self.tell_got, Flag())
                 else:
                     for level, count in message.fields["sources"].items():
                         self.fetched[level] = self.fetched.get(level, 0) + count
@@ -289,19 +289,19 @@ class FakeRank:
         Which one it is depends on how fast the ranks were so far."""
         assert self.page is not None
         deadline = time.monotonic() + timeout_s
-        while not (found := [w.step for w in self.page.appointed() if w.step > self.step and w.kind is kind]):
+        while not (found := [w.step for w in self.page.appointments() if w.step > self.step and w.kind is kind]):
             assert time.monotonic() < deadline, "nothing is appointed"
             threading.Event().wait(0.005)
         return min(found)
 
     def enter(self, step: int) -> None:
         assert self.page is not None
-        self.page.enter(self.rank, step)
+        self.page.publish_step(self.rank, step)
 
     def boundary(self) -> bool:
         """After a step: serves the words; whether to leave."""
         assert self.page is not None
-        words = self.page.appointed()
+        words = self.page.appointments()
         self.looked = self.step, {word for word in words if word.step <= self.step}
         new = [word for word in words if word not in self.answered and word.step <= self.step]
         self.answered = self.looked[1]
@@ -310,19 +310,19 @@ class FakeRank:
 
     def keep(self, word: ControlWord) -> bool:
         if word.step < self.step:
-            self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+            self.notify("missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"})
             return False
-        self.take(word.round, word.slot, Tick(self.step))
+        self.take(word.attempt_number, word.slot, Version(self.step))
         if word.kind is WordKind.HOLD:
-            return bool(self.request("held", {"round": word.round}, timeout_s=60).fields["leave"])
+            return bool(self.request("held", {"attempt": word.attempt_number}, timeout_s=60).fields["leave"])
         return False
 
-    def take(self, number: int, slot: int, tick: Tick) -> None:
+    def take(self, number: int, slot: int, version: Version) -> None:
         with self.changed:
             plan = self.plan
             warm = plan is not None and self.warm.get(slot) == plan.declaration.division
         if plan is None or not warm:
-            self.notify("missed", {"round": number, "tick": str(tick), "why": "not granted"})
+            self.notify("missed", {"attempt": number, "version": str(version), "why": "not granted"})
             return
         arena, declaration = self.slots[slot], plan.declaration
         arena.begin_fill()
@@ -333,11 +333,11 @@ class FakeRank:
             arena.data(int(segment["offset"]), length)[:] = raw[start : start + length]
         shared, own = values.encode({"step": self.step, "branch": self.branch}), values.encode({"rank": self.rank})
         about = values.encode({"metrics": {"loss": 1.0 / (1 + self.step)}, "ancestors": self.ancestors})
-        identity = Identity(Epoch.parse(self.epoch), tick)
+        identity = Identity(Epoch.parse(self.epoch), version)
         data_bytes = declaration.staging.data_bytes
         arena.seal(identity, self.rank, self.world, data_bytes, self.declared[slot], shared, own, about)
-        self.taken.append(tick.step)
-        fields = {"round": number, "tick": str(tick), "slot": slot, "division": declaration.division}
+        self.taken.append(version.step)
+        fields = {"attempt": number, "version": str(version), "slot": slot, "division": declaration.division}
         self.notify("staged", {**fields, "stall_s": 0.001, "lazy": False, "why": ""})
 
     @property
@@ -354,31 +354,33 @@ class FakeRank:
     def save_due(self) -> None:
         """Where it fails training goes on, as a trainer's does, and the other ranks do not wait for this one."""
         try:
-            self.save(Tick(self.step), "due", DUE_S)
+            self.save(Version(self.step), "due", DUE_S)
         except CkptError as exc:
-            self.gave_up = {"tick": str(Tick(self.step)), "why": str(exc)}
+            self.gave_up = {"version": str(Version(self.step)), "why": str(exc)}
             with contextlib.suppress(CkptError):
                 self.notify("unsavable", self.gave_up)
 
-    def save(self, tick: Tick, why: str = "save", timeout_s: float = 60) -> dict[str, Any]:
-        fields = {"tick": str(tick), "why": why, "metrics": {"loss": 0.5}, "values_bytes": 0}
+    def save(self, version: Version, why: str = "save", timeout_s: float = 60) -> dict[str, Any]:
+        fields = {"version": str(version), "why": why, "metrics": {"loss": 0.5}, "values_bytes": 0}
         if why == "due":
             assert self.connection is not None
             asked = self.connection
-            answer = self.patience.ask(lambda: asked.ask("save", fields), time.monotonic() + timeout_s)
+            answer = self.patience.request_save(
+                lambda: asked.start_request("save", fields), time.monotonic() + timeout_s
+            )
         else:
             answer = self.request("save", fields, timeout_s=timeout_s).fields
         if not answer["saved"]:
-            self.take(answer["round"], answer["slot"], tick)
+            self.take(answer["attempt"], answer["slot"], version)
         return answer
 
-    def wait_level(self, tick: Tick, level: str, timeout_s: float = 60) -> bool:
+    def wait_level(self, version: Version, level: str, timeout_s: float = 60) -> bool:
         """As a trainer's: what failed to reach this host's memory reaches nothing else."""
         with self.changed:
-            failed = lambda: not self.levels.get((str(tick), "local"), (True, ""))[0]  # noqa: E731
-            told = lambda: (str(tick), level) in self.levels or failed()  # noqa: E731
-            assert self.changed.wait_for(told, timeout_s), (tick, level)
-            return not failed() and self.levels[str(tick), level][0]
+            failed = lambda: not self.levels.get((str(version), "local"), (True, ""))[0]  # noqa: E731
+            told = lambda: (str(version), level) in self.levels or failed()  # noqa: E731
+            assert self.changed.wait_for(told, timeout_s), (version, level)
+            return not failed() and self.levels[str(version), level][0]
 
     def leave(self, outcome: str = "normal") -> dict[str, Any]:
         told = {"why": "", "left_s": 30.0, "committed": None} if outcome == "notice" else {}
@@ -394,7 +396,7 @@ class FakeRank:
             self.warm.clear()
             self.plan = None
         blobs = [encode_layout(self.layout()), self.hashes()]
-        self.notify("layout", {"tick": str(Tick(self.step)), "values_bytes": 100}, blobs=blobs)
+        self.notify("layout", {"version": str(Version(self.step)), "values_bytes": 100}, blobs=blobs)
 
     def wait_warm(self, timeout_s: float = 60) -> None:
         with self.changed:
@@ -434,7 +436,7 @@ class FakeRank:
                 if fields["slot"] in self.slots:
                     self.slots.pop(fields["slot"]).close()
             elif message.kind == "level":
-                self.levels[fields["tick"], fields["level"]] = bool(fields["ok"]), fields["message"]
+                self.levels[fields["version"], fields["level"]] = bool(fields["ok"]), fields["message"]
             elif message.kind == "standing":
                 self.standing = fields["notices"]
             elif message.kind == "superseded":
@@ -450,7 +452,7 @@ class FakeRank:
         """Others wait at the end of that step. This rank has passed it and had not been told: it does not come."""
         step, answered = self.looked
         if word is not None and word not in answered and word.step <= step:
-            self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+            self.notify("missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"})
 
     def on_arena(self, fields: dict[str, Any], message: messages.Message) -> None:
         slot = fields["slot"]
@@ -484,7 +486,7 @@ class FakeRank:
 def run(given: dict[str, Any]) -> None:
     """One rank in a process of its own: trains until it is told to stop, saying each step; dies at `die_at`."""
     rank = FakeRank(given["url"], given["rank"], given["world"], given.get("launch", "test"))
-    rank.notices = Sources.of(rank.settings).fields()
+    rank.notices = Sources.from_settings(rank.settings).fields()
     rank.connect()
     said = lambda **what: print(json.dumps(what), flush=True)  # noqa: E731
     if rank.rank == 0:
@@ -510,7 +512,7 @@ def run(given: dict[str, Any]) -> None:
                 rank.save_due()
             said(step=rank.step, taken=rank.taken[-1:])
         elif asked["do"] == "wait":
-            said(ok=rank.wait_level(Tick(asked["step"]), asked["level"]))
+            said(ok=rank.wait_level(Version(asked["step"]), asked["level"]))
         elif asked["do"] == "die":
             os.kill(os.getpid(), 9)
         elif asked["do"] == "leave":

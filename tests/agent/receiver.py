@@ -27,7 +27,7 @@ class Rank:
             for frame, region, offset, length in fields["at"]:
                 self.got[frame] = bytes(self.regions[region].view[offset : offset + length])
             done = [each[0] for each in fields["at"]]
-            self._post(lambda: self.owner.restore.got(self, done, []))
+            self._post(lambda: self.owner.restore.acknowledge_frames(self, done, []))
         elif fields["t"] == "fetched":
             self.outcome = fields
 

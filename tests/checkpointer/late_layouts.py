@@ -89,8 +89,8 @@ def differing(url: Path, expected: dict[int, dict[str, str]]) -> list[str]:
     """What the store has otherwise, or not at all."""
     wrong, found = [], set()
     with opened(url) as backend:
-        for ref in Run(backend).view().line:
-            step = ref.identity.tick.step
+        for ref in Run(backend).view().history:
+            step = ref.identity.version.step
             found.add(step)
             stored = read_all(backend, open_record(backend, ref), 64 << 20)
             hashes = {

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ckpt.ipc import client
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 
 
 def wait_agent_gone(url: str | os.PathLike[str], timeout_s: float = 60.0) -> None:
     """So that the next start finds the store alone, and not the memory of an agent that is about to end."""
-    places = client.places(canonical(os.fspath(url)), read())
+    places = client.make_agent_paths(canonical(os.fspath(url)), read_settings())
     deadline = time.monotonic() + timeout_s
     while places.run_lock.exists() or places.socket.exists():
         assert time.monotonic() < deadline, f"the agent of {url} is still there"

@@ -16,7 +16,7 @@ from obstore.store import S3Store
 import ckpt
 from ckpt.events import Event
 from ckpt.ipc import client
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.threads import Tasks
 from tests import servers
@@ -86,7 +86,7 @@ def run(url: str | os.PathLike[str], steps: int, job: Job | None = None, **optio
 
 def agent_status(url: str | os.PathLike[str]) -> dict[str, Any]:
     """What the agent of `url` says of itself; there must be one."""
-    sock = client.connect_nowait(client.places(canonical(os.fspath(url)), read()))
+    sock = client.connect_nowait(client.make_agent_paths(canonical(os.fspath(url)), read_settings()))
     assert sock is not None, f"no agent serves {url}"
     with Tasks("probe") as tasks:
         connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")

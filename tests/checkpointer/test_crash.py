@@ -73,7 +73,7 @@ def test_a_torchrun_killed_alone_leaves_no_second_writer(tmp_path: Path) -> None
     with opened(tmp_path / "run") as store:
         refs = Run(store).view().commits
     assert {ref.identity.epoch.number for ref in refs} == {1, 2}
-    assert max(ref.identity.tick.step for ref in refs if ref.identity.epoch.number == 1) <= fork
+    assert max(ref.identity.version.step for ref in refs if ref.identity.epoch.number == 1) <= fork
 
 
 @pytest.mark.torchrun

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
 from ckpt.ipc import client
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from tests.checkpointer.endings import PAD_BYTES
 from tests.checkpointer.loops import make, wait_agent_gone
@@ -109,20 +109,20 @@ def test_an_agent_does_not_wait_for_who_was_interrupted_at_the_end_of_the_block(
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(saver, "quiet", interrupted)
+        monkeypatch.setattr(saver, "wait_for_copies", interrupted)
         if fails:
             raise ZeroDivisionError
     assert is_all_gone(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["quiet", "prove", "_tasks.submit"])
+@pytest.mark.parametrize("where", ["wait_for_copies", "fill_report", "_tasks.submit"])
 def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KeyboardInterrupt), ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:  # noqa: PT012
         ck.step()
         ck.save().wait("store", timeout_s=60)
-        leave, saver = ck._parts.parting.leave, ck._parts.saver
+        leave, saver = ck._parts.shutdown.leave, ck._parts.saver
         owner: Any = saver._snapshotter._tasks if where == "_tasks.submit" else saver
 
         def interrupted(*args: object) -> None:
@@ -133,9 +133,9 @@ def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
             monkeypatch.setattr(owner, where.rpartition(".")[2], interrupted)
             return leave(outcome, until_s)
 
-        monkeypatch.setattr(ck._parts.parting, "leave", leave_and_break)
+        monkeypatch.setattr(ck._parts.shutdown, "leave", leave_and_break)
     assert is_all_gone(tmp_path)
-    assert not saver._snapshotter.bindings._bound, "views of arenas that are gone"
+    assert not saver._snapshotter.bindings._bindings_by_slot, "views of arenas that are gone"
     with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
         assert ck.restored.step == 1
 
@@ -157,14 +157,14 @@ def held() -> list[str]:
 
 
 LEAVING = [
-    "end_all",
-    "Checkpointer._forget",
+    "run_cleanups",
+    "Checkpointer._mark_exited",
     "Shutdown.end_threads",
     "StepTracking.close",
     "StepHook.remove",
     "Saver.close",
 ]
-LEAVING += ["Saver.quiet", "Snapshotter.close", "Link.close", "Link._drop_connection"]
+LEAVING += ["Saver.wait_for_copies", "Snapshotter.close", "Link.close", "Link._drop_connection"]
 LEAVING += ["Arena.close", "ControlPage.close", "Tasks.close", "Levels.fail_all", "Shutdown.close"]
 
 
@@ -184,14 +184,14 @@ def test_an_interrupt_before_the_first_line_of_what_closes_the_block_leaves_noth
         sys.setprofile(None)
     assert is_all_gone(tmp_path)
     assert not held()
-    assert ck._entered is None
+    assert ck._entered_parts is None
 
 
 ENTERING = ["Snapshotter.__init__", "Saver.__init__", "Saver.begin", "Tasks.start", "Link.connect", "Link.join"]
 ENTERING += [
-    "StepTracking.begin",
-    "StepTracking.collect",
-    "Shutdown.begin",
+    "StepTracking.install_hooks",
+    "StepTracking.read_scaler_states",
+    "Shutdown.start_listening",
     "Signals.__enter__",
     "is_caught",
     "Levels.begin",
@@ -238,7 +238,9 @@ def test_a_folder_for_sockets_with_too_long_a_path_is_an_error_that_says_what_to
 def test_a_folder_for_sockets_in_which_nothing_can_be_made_is_an_error_that_says_what_to_set(
     tmp_path: Path, runtime_dir: Path
 ) -> None:
-    client.places(canonical(str(tmp_path / "run")), read()).start_lock.mkdir()  # for root no folder is read-only
+    client.make_agent_paths(
+        canonical(str(tmp_path / "run")), read_settings()
+    ).start_lock.mkdir()  # for root no folder is read-only
     with pytest.raises(ckpt.AgentError, match=r"folder for ckpt's sockets: .*; set CKPT_RUNTIME_DIR"):
         ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}).__enter__()
 

@@ -10,7 +10,7 @@ import pytest
 from ckpt import Adaptive, Every, Keep, Limits, Parity, Replicas
 from ckpt.errors import UsageError
 from ckpt.trainer.link.options import UserOptions, make_options
-from ckpt.trainer.loop.entry import _check_facts, _options
+from ckpt.trainer.loop.entry import _check_facts, _compared_options
 
 FACTS: dict[str, Any] = {
     "url": "/run",
@@ -60,7 +60,7 @@ def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], 
     ],
 )
 def test_of_the_options_only_what_differs_is_named_with_what_it_is(changes: dict[str, Any], named: str) -> None:
-    one, other = (_options(asked(**given)) for given in ({}, changes))
+    one, other = (_compared_options(asked(**given)) for given in ({}, changes))
     with pytest.raises(UsageError) as raised:
         _check_facts([{**FACTS, "options": one}, {**FACTS, "coordinate": "rank=1", "options": other}])
     assert f"alike: {named}" in str(raised.value)

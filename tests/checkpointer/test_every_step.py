@@ -17,20 +17,20 @@ from tests.checkpointer.test_one_process import agent_pid
 
 
 class Commits:
-    """A sink: the ticks that were committed, in order, and the events that were emitted."""
+    """A sink: the versions that were committed, in order, and the events that were emitted."""
 
     def __init__(self) -> None:
-        self.ticks: list[str] = []
+        self.versions: list[str] = []
         self.names: list[str] = []
 
     def __call__(self, event: ckpt.Event) -> None:
         self.names.append(event.name)
         if event.name == "commit.done":
-            self.ticks.append(str(Identity.parse(event.data["identity"]).tick))
+            self.versions.append(str(Identity.parse(event.data["identity"]).version))
 
 
 def steps_of(commits: Commits) -> list[int]:
-    return [int(tick.split(".")[0]) for tick in commits.ticks]
+    return [int(version.split(".")[0]) for version in commits.versions]
 
 
 def test_every_named_step_is_saved_however_short_the_steps_are(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_exit_takes_no_second_checkpoint_of_a_step_that_was_saved(tmp_path: 
             job.train(step)
         ck.save(metrics={"loss": 1.5})
         ck.poll()
-    assert len(seen.ticks) == 1
+    assert len(seen.versions) == 1
     wait_agent_gone(tmp_path)
     with ckpt.open(tmp_path) as run:
         (found,) = run.checkpoints
@@ -109,7 +109,7 @@ def test_the_exit_saves_what_has_changed_since_the_step_was_saved(what: str, tmp
             weight.data.view(-1).numpy()[0] = 7.0  # which moves no version counter
         else:
             torch.rand(1)
-    assert len(seen.ticks) == 2
+    assert len(seen.versions) == 2
 
 
 def test_an_agent_that_hangs_stops_training_once_and_saves_when_it_wakes_up(tmp_path: Path) -> None:
@@ -134,6 +134,6 @@ def test_the_default_policy_takes_a_first_checkpoint_at_once(tmp_path: Path) -> 
     with ckpt.Checkpointer(tmp_path, job.state, sinks=(seen,)) as ck:
         for step in ck.steps(100_000):
             job.train(step)
-            if seen.ticks:
+            if seen.versions:
                 break
     assert "policy.first" in seen.names

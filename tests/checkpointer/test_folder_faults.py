@@ -29,7 +29,7 @@ def test_a_disk_with_room_for_one_checkpoint_more_than_is_kept_takes_every_save(
             ck.save().wait("store", timeout_s=60)
     wait_agent_gone(url)
     with opened(url) as store:
-        assert [ref.identity.tick.step for ref in Run(store).view().line][-2:] == [29, 30]
+        assert [ref.identity.version.step for ref in Run(store).view().history][-2:] == [29, 30]
 
 
 def test_a_full_disk_fails_saves_until_there_is_room(small_disk: Path) -> None:

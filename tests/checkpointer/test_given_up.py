@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.trainer.link.link import RESTARTS_IN_VAIN
+from ckpt.trainer.link.link import FAILED_RESTARTS_MAX
 from tests.checkpointer.loops import losses, make
 from tests.checkpointer.runs import Seen, kill_agent
 from tests.checkpointer.watched import calls_watched
@@ -23,10 +23,10 @@ def test_a_job_whose_agent_is_given_up_trains_to_its_end_and_waits_for_nothing_t
     for step in ck.steps(4):
         found.append(job.train(step))
         if step == 2:
-            for number in range(1, RESTARTS_IN_VAIN + 2):
+            for number in range(1, FAILED_RESTARTS_MAX + 2):
                 kill_agent(tmp_path / "run")
-                name = "agent.restarted" if number <= RESTARTS_IN_VAIN else "agent.given_up"
-                seen.wait_for(name, number if number <= RESTARTS_IN_VAIN else 1)
+                name = "agent.restarted" if number <= FAILED_RESTARTS_MAX else "agent.given_up"
+                seen.wait_for(name, number if number <= FAILED_RESTARTS_MAX else 1)
             ck.step()
             with pytest.raises(ckpt.SaveFailed, match="could not be started again"):
                 ck.save().wait(timeout_s=30)

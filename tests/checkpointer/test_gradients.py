@@ -46,7 +46,7 @@ class Run:
 
     @property
     def committed(self) -> list[int]:
-        return [Identity.parse(str(event.data["identity"])).tick.step for event in self.said("commit.done")]
+        return [Identity.parse(str(event.data["identity"])).version.step for event in self.said("commit.done")]
 
 
 def came_back(url: Path) -> tuple[int, Run]:

@@ -166,14 +166,14 @@ def test_ctrl_c_that_is_caught_while_a_step_ends_makes_no_other_step(
     run = Run(tmp_path)
     with run.ck as ck:
         saver = ck._parts.saver
-        boundary = saver.boundary
+        boundary = saver.note_boundary
 
         def interrupted(step: int) -> None:
             boundary(step)
             if step == 4:
                 interrupt()
 
-        monkeypatch.setattr(saver, "boundary", interrupted)
+        monkeypatch.setattr(saver, "note_boundary", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finish(run, ck)
         monkeypatch.undo()
@@ -497,7 +497,7 @@ def test_what_is_counted_behind_a_boundary_that_was_saved_is_in_the_last_checkpo
     run = Run(tmp_path, policy=ckpt.Every(seconds=0.001))
     run.ck.state["epoch"] = 0
     with run.ck as ck:
-        while ck._parts.saver.last is None or ck._parts.saver.last != ck._parts.steps.tick:
+        while ck._parts.saver.newest_taken is None or ck._parts.saver.newest_taken != ck._parts.steps.version:
             run.optim.step()
             ck.step()
         run.ck.state["epoch"] += counts

@@ -237,7 +237,7 @@ def a_run_whose_ranks_differed(folder: Path, **tensors: tuple[torch.Tensor, ...]
         for rank, each in enumerate(held)
     ]
     store = open_store(str(folder))
-    Run(store).claim(Claim(epoch(1), None))
+    Run(store).put_claim(Claim(epoch(1), None))
     made = snapshot(listed)
     Committer(store, "w1").commit(identity(1, 1), made.manifest, made.frame, check=lambda: None)
     store.close()

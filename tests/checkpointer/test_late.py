@@ -19,20 +19,20 @@ def test_a_rank_that_others_wait_for_says_at_once_that_it_is_past_their_boundary
         link = ck._parts.saver.link
 
         def missed(word: ControlWord) -> int:
-            before = ck._receipt.missed
+            before = ck._receipt.missed_snapshots
             link._on_message(Message({"t": "awaited", "word": word.pack()}))
-            return ck._receipt.missed - before
+            return ck._receipt.missed_snapshots - before
 
         assert missed(ControlWord(7, 0, WordKind.HOLD, 3)) == 0, "it will come there"
         assert missed(ControlWord(7, 0, WordKind.HOLD, 2, 1)) == 0, "a poll that is yet to come"
         assert missed(ControlWord(7, 0, WordKind.HOLD, 2)) == 1
         assert missed(ControlWord(7, 0, WordKind.HOLD, 1)) == 1
-        word, page = ControlWord(7, 0, WordKind.HOLD, 2), link.words
-        link.words = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
-        assert link.look(2, 0) == [word.pack()]
+        word, page = ControlWord(7, 0, WordKind.HOLD, 2), link.control_words
+        link.control_words = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
+        assert link.read_control_words(2, 0) == [word.pack()]
         assert missed(word) == 0, "it has seen it there, and answers itself"
         assert missed(ControlWord(8, 0, WordKind.HOLD, 2)) == 1
-        link.words = page
+        link.control_words = page
     wait_agent_gone(tmp_path / "run")
 
 
@@ -41,14 +41,14 @@ def test_what_a_rank_has_answered_it_does_not_answer_again_once_its_agent_is_con
     job = make(seed=1)
     with ckpt.Checkpointer(tmp_path / "run", job.state, policy=ckpt.Every(steps=1000)) as ck:
         link = ck._parts.saver.link
-        page, word = link.words, ControlWord(7, 0, WordKind.TAKE, 1)
+        page, word = link.control_words, ControlWord(7, 0, WordKind.TAKE, 1)
         appointed = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
         nothing = memoryview(bytearray(8)).cast("Q")
-        link.words = appointed
+        link.control_words = appointed
         ck.step()
-        answered = ck._receipt.missed
-        for link.words in (nothing, appointed):
+        answered = ck._receipt.missed_snapshots
+        for link.control_words in (nothing, appointed):
             ck.step()
-        assert ck._receipt.missed == answered
-        link.words = page
+        assert ck._receipt.missed_snapshots == answered
+        link.control_words = page
     wait_agent_gone(tmp_path / "run")

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.events import Event
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.types import Identity
 from tests.checkpointer.loops import losses, make, wait_agent_gone
 from tests.checkpointer.proxy import HELD, Proxy, answer
@@ -36,7 +36,7 @@ def waited_s(text: str) -> float:
 
 
 def committed_steps(seen: Seen) -> set[int]:
-    return {Identity.parse(each.data["identity"]).tick.step for each in seen.named("commit.done")}
+    return {Identity.parse(each.data["identity"]).version.step for each in seen.named("commit.done")}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_memory_that_is_short_gives_fewer_slots_and_every_save_lands(tmp_path: P
     assert "Limits(memory=)" in told.message
     assert seen.named("commit.failed") == seen.named("save.abandoned") == []
     assert committed_steps(seen) == {1, 2, 3, 4, 5, 6}
-    said = {path: path.read_text() for path in read().runtime_dir.glob("*.log")}
+    said = {path: path.read_text() for path in read_settings().runtime_dir.glob("*.log")}
     assert said == {}, "what it had to say was told"
     assert run(tmp_path / "run", 6).from_step == 6
 

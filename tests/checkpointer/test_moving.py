@@ -20,7 +20,7 @@ from ckpt.format.declaration import encode
 from ckpt.trainer.link.link import Link
 from ckpt.trainer.link.slots import Plan, RankSlot
 from ckpt.trainer.loop.saver import Saver
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.moving import KINDS, Value, bits
 from tests.checkpointer.scripts import Line, Script, torchrun
@@ -43,12 +43,12 @@ def test_appointed_checkpoints_are_taken_and_come_back(
 ) -> None:
     job, seen, missed = KINDS[kind](), {}, list[str]()
 
-    def spied(saver: Saver, round_: int, tick: Tick, why: str) -> None:
+    def spied(saver: Saver, attempt: int, version: Version, why: str) -> None:
         missed.append(why)
-        miss(saver, round_, tick, why)
+        miss(saver, attempt, version, why)
 
-    miss = Saver.missed
-    monkeypatch.setattr(Saver, "missed", spied)
+    miss = Saver.report_missed
+    monkeypatch.setattr(Saver, "report_missed", spied)
     job.begin()
     with (  # noqa: PT012
         pytest.raises(ZeroDivisionError),
@@ -152,7 +152,7 @@ def ready(link: Link) -> tuple[int, RankSlot, Plan]:
 
 def divided_anew(old: Plan) -> Plan:
     declaration = replace(old.declaration, division="new", staging=replace(old.staging))
-    return replace(old, declaration=declaration, encoded=encode(declaration))
+    return replace(old, declaration=declaration, encoded_declaration=encode(declaration))
 
 
 def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
@@ -179,18 +179,18 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
             bind(slot, walk, staging, data)
 
         monkeypatch.setattr(snapshotter.bindings, "bind", slow)
-        link.slots._plan = new
-        thread = threading.Thread(target=link.slots._prepare, args=(number, slot, new))
+        link.slots._present_plan = new
+        thread = threading.Thread(target=link.slots._prepare_slot, args=(number, slot, new))
         thread.start()
         assert is_inside.wait(60)
         ck.state["y"] = torch.ones(16)
-        assert saver.take(10**6, number, Tick(2)) == "not granted"
+        assert saver.take(10**6, number, Version(2)) == "not granted"
         thread.join()
         assert slot.plan is new
         snapshotter.bindings.bind = bind
-        assert saver.take(10**6, number, Tick(2)) == ""
+        assert saver.take(10**6, number, Version(2)) == ""
         assert snapshotter.bindings.is_bound(number, saver.walk, new.staging)
-        link.slots._plan = slot.plan = old
+        link.slots._present_plan = slot.plan = old
 
 
 def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_path: Path) -> None:
@@ -203,16 +203,16 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         number, slot, old = ready(link)
         assert slot.hold(link)
         before = bytes(slot.arena.view)
-        link.slots._plan = new = divided_anew(old)
-        thread = threading.Thread(target=link.slots._prepare, args=(number, slot, new))
+        link.slots._present_plan = new = divided_anew(old)
+        thread = threading.Thread(target=link.slots._prepare_slot, args=(number, slot, new))
         thread.start()
         time.sleep(0.3)
         assert slot.plan is old
         assert bytes(slot.arena.view) == before
-        slot.let_go(link)
+        slot.release(link)
         thread.join()
         assert slot.plan is new
-        link.slots._plan = slot.plan = old
+        link.slots._present_plan = slot.plan = old
 
 
 def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
         if kind in ("warm", "staged"):
             slot = link.slots.by_number[fields["slot"]]
             found.append((kind, slot.hold(link)))
-            slot.let_go(link)
+            slot.release(link)
         notify(link, kind, fields, blobs)
 
     monkeypatch.setattr(Link, "_notify", looking)
@@ -322,8 +322,8 @@ def test_the_stall_that_is_reported_is_all_that_training_stood_still_for(
         ck.state["y"] = ck.state["y"] + 1
         number, _, _ = ready(saver.link)
         began_s = time.perf_counter()
-        assert saver.take(10**6, number, Tick(2)) == ""
-        saver.quiet()
+        assert saver.take(10**6, number, Version(2)) == ""
+        saver.wait_for_copies()
         took_s = time.perf_counter() - began_s
         monkeypatch.undo()
     ((kind, fields),) = told

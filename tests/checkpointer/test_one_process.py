@@ -14,14 +14,14 @@ from torch import nn
 
 import ckpt
 from ckpt.ipc import client
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.trainer.loop.saver import Saver
 from ckpt.trainer.snapshot.snapshot import Snapshotter
 from tests.checkpointer.loops import Job, losses, make, wait_agent_gone
 
 
 def agent_pid(url: str) -> int | None:
-    sock = client.connect_nowait(client.places(ckpt.storage.canonical(url), read()))
+    sock = client.connect_nowait(client.make_agent_paths(ckpt.storage.canonical(url), read_settings()))
     if sock is None:
         return None
     from ckpt.threads import Tasks
@@ -194,7 +194,7 @@ def test_a_handle_follows_its_checkpoint_to_the_store(tmp_path: Path) -> None:
             handle.wait("store", timeout_s=30)
             assert handle.level == "store"
             assert handle.step == step
-            assert handle.tick.sub == 1
+            assert handle.version.sub == 1
 
 
 def test_values_in_state_are_live(tmp_path: Path) -> None:
@@ -267,14 +267,14 @@ def test_an_agent_that_is_started_again_sees_the_step_of_a_rank_that_waits_in_it
             job.train(step)
         ck.poll()
         link = ck._parts.saver.link
-        before, pid = link._page, agent_pid(str(tmp_path))
+        before, pid = link._control_page, agent_pid(str(tmp_path))
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 60
-        while (page := link._page) in (None, before) or not page.entered(0):
+        while (page := link._control_page) in (None, before) or not page.entered_step(0):
             assert time.monotonic() < deadline, "the new agent does not know which step it is"
             time.sleep(0.01)
-        assert (page.entered(0), page.polled(0)) == (4, 1)
+        assert (page.entered_step(0), page.poll_count(0)) == (4, 1)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         pid = agent_pid(str(tmp_path / "run"))
     assert pid is not None
     wait_gone(pid)
-    assert list(read().runtime_dir.iterdir()) == []
+    assert list(read_settings().runtime_dir.iterdir()) == []
     assert ck.receipt["committed_step"] == 2
 
 
@@ -304,7 +304,7 @@ def test_a_snapshot_that_is_due_in_a_long_evaluation_is_taken_at_a_poll(tmp_path
     done: list[str] = []
 
     def committed() -> str:
-        return next((tick for tick in done if not tick.endswith(".0000")), "")
+        return next((version for version in done if not version.endswith(".0000")), "")
 
     def note(event: ckpt.Event) -> None:
         if event.name == "commit.done":
@@ -349,16 +349,16 @@ def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
-    taken, made = Snapshotter.take, Saver._take
+    taken, made = Snapshotter.take, Saver._take_into_slot
 
     def take(self: Snapshotter, slot: int) -> Any:
-        calm, page = current[0].link.slots.calm.is_set(), current[0].link._page
+        calm, page = current[0].link.slots.training_running.is_set(), current[0].link._control_page
         assert page is not None
-        assert page.copies, "the agent sees it too"
+        assert page.has_copying_rank, "the agent sees it too"
         if fails:
             raise RuntimeError("no copy")
         found = taken(self, slot)
-        seen.append((calm, current[0].link.slots.calm.is_set()))
+        seen.append((calm, current[0].link.slots.training_running.is_set()))
         return found
 
     def _take(self: Saver, *args: Any) -> str:
@@ -366,14 +366,14 @@ def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
         try:
             return made(self, *args)
         finally:
-            assert self.link.slots.calm.is_set()
-            assert self.link._page is not None
-            assert not self.link._page.copies
+            assert self.link.slots.training_running.is_set()
+            assert self.link._control_page is not None
+            assert not self.link._control_page.has_copying_rank
 
     current: list[Saver] = []
     fails: list[bool] = []
     monkeypatch.setattr(Snapshotter, "take", take)
-    monkeypatch.setattr(Saver, "_take", _take)
+    monkeypatch.setattr(Saver, "_take_into_slot", _take)
     with ckpt.Checkpointer(tmp_path, make().state, policy=ckpt.Every(steps=10**6)) as ck:
         ck.step()
         ck.save().wait("local")

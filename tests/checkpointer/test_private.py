@@ -11,7 +11,7 @@ import pytest
 import ckpt
 from ckpt.errors import AgentError
 from ckpt.ipc import client, messages
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from tests.checkpointer.loops import losses, make
 
 NOBODY = 65534
@@ -28,7 +28,7 @@ def test_another_user_who_reaches_the_socket_is_not_served_and_the_job_goes_on(
         for step in ck.steps(3):
             found.append(job.train(step))
             if step == 2:
-                place = client.places(str(tmp_path), read()).socket
+                place = client.make_agent_paths(str(tmp_path), read_settings()).socket
                 runtime_dir.chmod(0o711)
                 place.chmod(0o777)
                 assert knock_as(NOBODY, place) == CLOSED

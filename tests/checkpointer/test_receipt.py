@@ -10,7 +10,7 @@ from torch import nn
 
 import ckpt
 from ckpt.events import Event
-from ckpt.trainer.loop.run_report import FALLEN_MAX, WORDS_MAX, RunReport
+from ckpt.trainer.loop.run_report import FALLBACK_MESSAGES_MAX, MESSAGE_CHARS_MAX, RunReport
 from tests.checkpointer.loops import make, wait_agent_gone
 from tests.checkpointer.runs import Seen, run
 from tests.checkpointer.scripts import torchrun
@@ -102,20 +102,20 @@ def test_each_rank_says_what_it_left_to_others_and_what_differs(tmp_path: Path) 
 
 def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     receipt = RunReport()
-    for number in range(2 * FALLEN_MAX):
-        receipt.hear(Event("restore.skipped", f"ckpt: {number}\n{'x' * 2 * WORDS_MAX}", True))
-    receipt.hear(Event("restore.skipped", "quiet"))
-    assert len(receipt.fallen) == FALLEN_MAX
-    receipt.fell_back = receipt.fallen
+    for number in range(2 * FALLBACK_MESSAGES_MAX):
+        receipt.on_event(Event("restore.skipped", f"ckpt: {number}\n{'x' * 2 * MESSAGE_CHARS_MAX}", True))
+    receipt.on_event(Event("restore.skipped", "quiet"))
+    assert len(receipt.fallback_messages) == FALLBACK_MESSAGES_MAX
+    receipt.fallbacks = receipt.fallback_messages
     assert "\n" not in receipt.line() + receipt.restored_line()
-    assert all(len(text) <= WORDS_MAX and text.endswith("x ...") for text in receipt.fallen)
+    assert all(len(text) <= MESSAGE_CHARS_MAX and text.endswith("x ...") for text in receipt.fallback_messages)
 
 
 def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> None:
     receipt = RunReport(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
     assert receipt.restored_line().startswith("ckpt: resumed at step 2 from the store, 7 steps to redo")
     assert receipt.line().startswith("ckpt: resumed at step 2 from the store, 7 steps redone;")
-    receipt.steps_lost = receipt.snapshots = receipt.committed.commits = 1
+    receipt.steps_lost = receipt.snapshot_count = receipt.committed.commits = 1
     assert ", 1 step to redo" in receipt.restored_line()
     for part in (", 1 step redone; ", "; 1 checkpoint; ", ", 0.0 KiB stored"):
         assert part in receipt.line()

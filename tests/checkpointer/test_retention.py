@@ -41,7 +41,7 @@ class Tuning:
 def referred(seen: Seen) -> dict[int, int]:
     """By step: how many bytes its commit referred to instead of writing them."""
     commits = seen.named("commit.done")
-    return {Identity.parse(each.data["identity"]).tick.step: each.data["referred_bytes"] for each in commits}
+    return {Identity.parse(each.data["identity"]).version.step: each.data["referred_bytes"] for each in commits}
 
 
 def stored_bytes(url: Path) -> int:

@@ -173,7 +173,7 @@ def test_a_job_that_restarts_while_its_old_writer_uploads_goes_on_from_memory(
     wait_agent_gone(URL)
     assert ck.receipt["committed_step"] == went_on + 3
     with opened(URL) as backend:
-        line = [ref.identity.tick.step for ref in Run(backend).view().line]
+        line = [ref.identity.version.step for ref in Run(backend).view().history]
     assert step in line
     assert line == sorted(line)
     again = run(URL, went_on + 4)
@@ -217,7 +217,7 @@ def killed_while_held(store: Proxy, log: Path) -> tuple[int, list[float]]:
         old.kill()
     record = parse_record(held_record(store))
     assert record is not None
-    return record[0].tick.step, [*losses_of(old.lines()).values()]
+    return record[0].version.step, [*losses_of(old.lines()).values()]
 
 
 def held_record(store: Proxy) -> str:

@@ -1,4 +1,4 @@
-"""A structure that changes in mid-run costs one appointed tick at most, and nothing of an explicit save."""
+"""A structure that changes in mid-run costs one appointed version at most, and nothing of an explicit save."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.ipc import client
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.runs import Seen, kill_agent
@@ -298,7 +298,7 @@ def agent_that_dies(job: Job) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
     optim, own, seen = torch.optim.Adam(model.parameters()), torch.full((5000,), float(r)), Seen()
-    start_lock = client.places(canonical(os.fspath(url)), read()).start_lock
+    start_lock = client.make_agent_paths(canonical(os.fspath(url)), read_settings()).start_lock
     state = {"model": model, "optim": optim, "own": own}
     with ckpt.Checkpointer(url, state, policy=ckpt.Every(seconds=0.01), sinks=(seen,)) as ck:
 
@@ -395,7 +395,7 @@ def refused_before_the_agent_died(job: Job) -> dict[str, Any]:
     with ckpt.Checkpointer(url, {"own": torch.ones(9)}, policy=LATER, limits=limits, sinks=(seen,)) as ck:
         ck.step()
         if r == 1:
-            ck.poll()  # so that it asks for another tick
+            ck.poll()  # so that it asks for another version
         if r < 2:
             said = _refused(ck)
         dist.barrier()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.trainer.link.levels import Level, Levels
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.checkpointer.scripts import say_line
 
 EXIT_S = 60.0
@@ -28,10 +28,10 @@ EXIT_S = 60.0
 def lose_the_word(trainer: int, agent: int, found_by: list[str]) -> None:
     """The first one of the store, with the agent that says it, once that trainer has ended. `found_by`: the threads
     that know it later."""
-    put = Levels.put
+    put = Levels.record
     killed: list[int] = []
 
-    def heard(levels: Levels, tick: Tick, level: Level, ok: bool, message: str = "") -> None:
+    def heard(levels: Levels, version: Version, level: Level, ok: bool, message: str = "") -> None:
         if level == "store" and not killed:
             with contextlib.suppress(ProcessLookupError):
                 while True:
@@ -42,9 +42,9 @@ def lose_the_word(trainer: int, agent: int, found_by: list[str]) -> None:
         else:
             if level == "store" and ok:
                 found_by.append(threading.current_thread().name)
-            put(levels, tick, level, ok, message)
+            put(levels, version, level, ok, message)
 
-    Levels.put = heard  # type: ignore[method-assign]
+    Levels.record = heard  # type: ignore[method-assign]
 
 
 def main() -> None:

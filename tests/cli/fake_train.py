@@ -19,18 +19,18 @@ from tests.cli.stores import arrays, begin, opened, save
 
 def main(url: str, steps: int, how: str) -> None:
     with opened(url) as store:
-        line = Run(store).view().line
+        line = Run(store).view().history
         unseeded = os.urandom(8)
         if line:
             restored = load_values(FrameReader(store, open_record(store, line[-1])))
-            unseeded = restored.own["rank=0"]["generators"].get("python")
+            unseeded = restored.own_by_coordinate["rank=0"]["generators"].get("python")
     parent = line[-1].identity if line else None
     if parent and how == "is not started again":
         return
     if parent and how == "had ended in memory":  # as an agent would have committed it
         parent = save(url, parent.epoch, steps, arrays(steps), own={"loader": {"position": steps}, **_drawn(steps)})
     epoch = begin(url, parent)
-    for step in range(parent.tick.step + 1 if parent else 1, steps + 1):
+    for step in range(parent.version.step + 1 if parent else 1, steps + 1):
         tensors, own = arrays(step), {"loader": {"position": step}, **_drawn(step)}
         if how.startswith("unseeded"):
             own["generators"]["python"] = unseeded

@@ -21,14 +21,14 @@ from ckpt.cli.main import main
 from ckpt.format import values
 from ckpt.format.frames import hash_frames
 from ckpt.layout.assemble import Blob, Staged, assemble
-from ckpt.layout.division import division_id, undivided
+from ckpt.layout.division import division_id, whole_share
 from ckpt.layout.layout import Declaration, Entry, Layout
 from ckpt.layout.staging import stage
 from ckpt.store.commit import Committer
 from ckpt.store.keys import new_writer
 from ckpt.store.lineage import Claim
 from ckpt.store.run import Run
-from ckpt.types import FRAME_BYTES, Box, Epoch, Identity, Tick
+from ckpt.types import FRAME_BYTES, Box, Epoch, Identity, Version
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -46,7 +46,7 @@ def arrays(step: int, elements: int = 1000) -> dict[str, np.ndarray]:
 def save(
     url: Path | str,
     epoch: Epoch,
-    step: int | Tick,
+    step: int | Version,
     tensors: Arrays | None = None,
     *,
     shared: Any = None,
@@ -55,12 +55,12 @@ def save(
     writer: str | None = None,
 ) -> Identity:
     """One committed checkpoint of one rank."""
-    tick = step if isinstance(step, Tick) else Tick(step)
-    step = tick.step
+    version = step if isinstance(step, Version) else Version(step)
+    step = version.step
     tensors = dict(sorted((arrays(step) if tensors is None else tensors).items()))
     entries = [Entry(name, str(a.dtype), a.shape, (Box.whole(a.shape),)) for name, a in tensors.items()]
     layout = Layout(tuple(entries))
-    share = undivided(layout)
+    share = whole_share(layout)
     staging = stage(layout, share, FRAME_BYTES)
     region = bytearray(staging.data_bytes)
     contents = [a.tobytes() for a in tensors.values()]
@@ -79,7 +79,7 @@ def save(
         offset, length, _ = staging.frames[at].tolist()
         return memoryview(region)[offset : offset + length]
 
-    identity = Identity(epoch, tick)
+    identity = Identity(epoch, version)
     with opened(url) as store:
         Committer(store, writer or new_writer()).commit(
             identity, assembled.manifest, frame, check=lambda: None, metrics=metrics or {}, about={"host": "here"}
@@ -99,10 +99,10 @@ def opened(url: Path | str):
 def begin(url: Path | str, parent: Identity | None = None, *, closed: bool = True) -> Epoch:
     with opened(url) as store:
         run = Run(store)
-        epoch = run.view().begin()
-        run.claim(Claim(epoch, parent, launch="test", host="here"))
+        epoch = run.view().new_epoch()
+        run.put_claim(Claim(epoch, parent, launch="test", host="here"))
         if closed:
-            run.close(epoch, "test")
+            run.close_epoch(epoch, "test")
     return epoch
 
 

@@ -16,12 +16,12 @@ import pytest
 
 from ckpt.agent.net.dialer import dial
 from ckpt.agent.net.handshake import Dialler, Role, Session
-from ckpt.agent.net.peer_network import run_of
+from ckpt.agent.net.peer_network import secret_id_of
 from ckpt.cli.exits import Exit
 from ckpt.cli.out import parse_size
 from ckpt.errors import UsageError
 from ckpt.ipc.addresses import Address, resolve
-from ckpt.ipc.secret import make
+from ckpt.ipc.secret import make_secret
 from tests.agent.net.loop import TurnedLoop
 from tests.cli.stores import ckpt
 
@@ -44,7 +44,7 @@ def greets(address: str, known: bytes) -> bool:
         said.append(True)
 
     try:
-        handshake = Dialler(known, run_of(known), Role.CONTROL, "test")
+        handshake = Dialler(known, secret_id_of(known), Role.CONTROL, "test")
         dial(loop, resolve(Address.parse(address))[0], handshake, done, lambda error: said.append(False))
         loop.until(lambda: said)
     finally:
@@ -154,7 +154,7 @@ def test_the_secret_may_come_by_standard_input_and_whoever_knows_it_is_let_in(
     with running(tmp_path / "run", "--json", "--secret-file", "-", given=f"{told}\n") as (_, line):
         (address,) = json.loads(line)["listen"]
         assert greets(address, bytes.fromhex(told))
-        assert not greets(address, make())
+        assert not greets(address, make_secret())
 
 
 def test_a_file_that_the_command_line_names_counts_before_that_of_the_environment(
@@ -162,7 +162,7 @@ def test_a_file_that_the_command_line_names_counts_before_that_of_the_environmen
 ) -> None:
     other = tmp_path / "other"
     other.touch(mode=0o600)
-    other.write_text(make().hex())
+    other.write_text(make_secret().hex())
     with running(tmp_path / "run", "--json", "--secret-file", str(other)) as (_, line):
         (address,) = json.loads(line)["listen"]
         assert greets(address, bytes.fromhex(other.read_text()))

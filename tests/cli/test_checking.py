@@ -13,7 +13,7 @@ from ckpt.policy.save_options import Keep
 from ckpt.store.commit import Committer
 from ckpt.store.prune import Pruner
 from ckpt.store.run import Run
-from ckpt.types import Identity, Tick
+from ckpt.types import Identity, Version
 from tests.cli.stores import a_run, arrays, begin, ckpt, opened, save
 from tests.store.build import floats, snapshot
 
@@ -104,7 +104,7 @@ def test_a_record_that_is_gone_is_damage_where_others_refer_to_its_packs(
     base = None
     with opened(tmp_path) as store:
         for step in (1, 2):
-            what = Identity(epoch, Tick(step))
+            what = Identity(epoch, Version(step))
             made = Committer(store, f"w{step}").commit(what, snap.manifest, snap.frame, check=lambda: None, base=base)
             base = made.record
     (first,) = (tmp_path / "commits").glob("*000000000001.*")
@@ -150,7 +150,7 @@ def test_where_a_step_is_damaged_the_way_on_is_said(tmp_path: Path, monkeypatch:
 
 def test_two_checkpoints_of_one_step_are_told_apart_as_ls_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = begin(tmp_path)
-    saved = [save(tmp_path, epoch, tick) for tick in (Tick(3), Tick(3, 1), Tick(3, 2))]
+    saved = [save(tmp_path, epoch, version) for version in (Version(3), Version(3, 1), Version(3, 2))]
     sorted((tmp_path / "data" / str(saved[1])).rglob("*.pack"))[0].unlink()
     said = ckpt(monkeypatch, "verify", tmp_path).out
     assert "step 3: good" in said

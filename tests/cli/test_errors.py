@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckpt import errors
-from ckpt.cli.exits import MEANING, Exit, exit_of
+from ckpt.cli.exits import MEANING, Exit, exit_code_of
 from tests.cli.stores import a_run, begin, ckpt, save
 
 COMMANDS = Path(__file__).parents[2] / "docs/commands.md"
@@ -24,7 +24,7 @@ def _tree(cls: type[errors.CkptError]) -> list[type[errors.CkptError]]:
 
 
 def test_every_error_has_an_exit_code() -> None:
-    codes = {cls.kind: exit_of(cls("x")) for cls in _tree(errors.CkptError)}
+    codes = {cls.kind: exit_code_of(cls("x")) for cls in _tree(errors.CkptError)}
     assert codes["not-found"] == codes["access-denied"] == codes["transient"] == Exit.STORAGE
     assert codes["no-checkpoint"] == Exit.NO_CHECKPOINT
     assert codes["usage"] == Exit.USAGE
@@ -154,7 +154,7 @@ def test_who_has_seen_enough_of_what_is_printed_gets_no_traceback(
     finally:
         os.close(writer)
     assert said.stderr == ""
-    assert said.returncode == Exit.UNREAD
+    assert said.returncode == Exit.BROKEN_PIPE
 
 
 @pytest.mark.parametrize("command", ["ls", "ls --json", "show -t", "ls --help", "--version"])
@@ -199,7 +199,7 @@ def test_what_asks_the_agent_of_a_folder_whose_name_is_no_utf8_says_so(
 @pytest.mark.parametrize(
     ("raised", "code", "kind"),
     [
-        (ZeroDivisionError("a slip"), Exit.UNFORESEEN, "unforeseen"),
+        (ZeroDivisionError("a slip"), Exit.UNEXPECTED, "unforeseen"),
         (PermissionError(13, "Permission denied", "/some/file"), Exit.STORAGE, "storage"),
         (KeyboardInterrupt(), Exit.INTERRUPTED, "interrupted"),
     ],
@@ -214,7 +214,7 @@ def test_what_no_command_foresaw_has_a_code_and_json_too(
     said = ckpt(monkeypatch, "ls", "--json")
     assert said.code == code
     assert said.json["error"]["kind"] == kind
-    assert ("Traceback" in said.err) == (code == Exit.UNFORESEEN)
+    assert ("Traceback" in said.err) == (code == Exit.UNEXPECTED)
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "-1"])

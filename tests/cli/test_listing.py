@@ -12,7 +12,7 @@ import pytest
 from ckpt.cli import out
 from ckpt.cli.exits import Exit
 from ckpt.store.commit import Committer
-from ckpt.types import Identity, Tick
+from ckpt.types import Identity, Version
 from tests.cli.stores import a_run, arrays, begin, ckpt, opened, save
 from tests.store.build import Tensor, snapshot
 
@@ -48,7 +48,7 @@ def test_ls_says_what_was_stored_and_measured(tmp_path: Path, monkeypatch: pytes
 
 def test_ls_of_a_folder_that_is_no_run_lists_the_runs_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path / "one")
-    save(tmp_path / "team" / "two", begin(tmp_path / "team" / "two"), Tick(7, 1))
+    save(tmp_path / "team" / "two", begin(tmp_path / "team" / "two"), Version(7, 1))
     begin(tmp_path / "team" / "began")
     (tmp_path / "notes").mkdir()
     (tmp_path / "latest").symlink_to("one")
@@ -91,7 +91,7 @@ def test_only_matches_the_name_by_which_a_tensor_is_restored(tmp_path: Path, mon
     epoch, own = begin(tmp_path), Tensor("int64", np.arange(3), owner="rank=1")
     snap = snapshot([("own", own), ("w", Tensor("int64", np.arange(3)))], shared={})
     with opened(tmp_path) as store:
-        Committer(store, "a").commit(Identity(epoch, Tick(1)), snap.manifest, snap.frame, check=lambda: None)
+        Committer(store, "a").commit(Identity(epoch, Version(1)), snap.manifest, snap.frame, check=lambda: None)
     body = ckpt(monkeypatch, "show", tmp_path, "--only", "*@rank=1", "--json").json
     assert [(each["name"], each["owner"]) for each in body["tensors"]] == [("own", "rank=1")]
 
@@ -102,14 +102,14 @@ def test_the_time_that_a_record_says_is_shown_where_it_is_read(tmp_path: Path, m
     for step, time_s in ((1, 1e9), (2, 1e300), (3, "then")):
         about = {"time_s": time_s, "host": "there"}
         with opened(tmp_path) as store:
-            committer, what = Committer(store, f"w{step}"), (Identity(epoch, Tick(step)), snap.manifest, snap.frame)
+            committer, what = Committer(store, f"w{step}"), (Identity(epoch, Version(step)), snap.manifest, snap.frame)
             committer.commit(*what, about=about, check=lambda: None)
     known, *unknown = (row["saved"] for row in ckpt(monkeypatch, "ls", tmp_path, "-l", "--json").json["checkpoints"])
     assert known == 1e9
     assert min(unknown) > 1.7e9, "of the files"
     assert ckpt(monkeypatch, "show", tmp_path, "--step", "1", "--json").json["saved"] == 1e9
     text = ckpt(monkeypatch, "show", tmp_path, "--step", "1").out
-    assert out.when(1e9) in text
+    assert out.format_time(1e9) in text
     assert "host there" in text
     assert "saved" not in ckpt(monkeypatch, "show", tmp_path, "--step", "2").out
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_within_a_step_is_found_by_the_name_that_ls_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epoch = begin(tmp_path)
-    saved = [save(tmp_path, epoch, Tick(300, sub)) for sub in (0, 1, 2)]
+    saved = [save(tmp_path, epoch, Version(300, sub)) for sub in (0, 1, 2)]
     *lines, explained = ckpt(monkeypatch, "ls", tmp_path).out.splitlines()[2:]
     listed = [line.split()[0] for line in lines]
     assert listed == ["300", "300.1", "300.2"]
@@ -194,7 +194,7 @@ def test_on_a_narrow_terminal_names_go_on_in_the_next_line(monkeypatch: pytest.M
     names = [f"model.transformer.layers.{n}.self_attention.in_projection.weight" for n in (0, 1, 10)]
     monkeypatch.setenv("COLUMNS", "60")
     with contextlib.redirect_stdout(Terminal()) as said:
-        out.table(("name", "dtype", "bytes"), [(name, "float32", "12.0 MiB") for name in names], right=("bytes",))
+        out.print_table(("name", "dtype", "bytes"), [(name, "float32", "12.0 MiB") for name in names], right=("bytes",))
     lines = said.getvalue().splitlines()
     assert all(len(line) <= 60 for line in lines)
     assert "…" not in said.getvalue()

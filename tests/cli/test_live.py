@@ -13,8 +13,8 @@ import pytest
 
 from ckpt.errors import CkptError, RunInUse
 from ckpt.ipc import messages
-from ckpt.ipc.client import VERSION, places
-from ckpt.settings import read
+from ckpt.ipc.client import VERSION, make_agent_paths
+from ckpt.settings import read_settings
 from ckpt.threads import Tasks
 from tests.cli.stores import a_run, begin, ckpt, save
 
@@ -27,7 +27,7 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
     asked: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        listening.bind(str(places(str(url), read()).socket))
+        listening.bind(str(make_agent_paths(str(url), read_settings()).socket))
         listening.listen()
         tasks = stack.enter_context(Tasks("fake-agent"))
 
@@ -114,7 +114,7 @@ def test_a_run_that_another_host_keeps_alive_is_not_changed(tmp_path: Path, monk
             count = 0
             while not tasks.stopping.wait(0.001):
                 count += 1
-                Run(store).heartbeat(epoch, count, 0.05)
+                Run(store).put_heartbeat(epoch, count, 0.05)
 
         tasks.start("beat", beat)
         for words in (["prune", tmp_path, "--last", "1", "--yes"], ["branch", tmp_path, "--at", "10"]):

@@ -251,5 +251,5 @@ def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
 
 
 def test_one_difference_is_spoken_of_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    rehearse._say(rehearse.Compared(5, ["model.weight differs"], [], []))
+    rehearse._print_comparison(rehearse.Compared(5, ["model.weight differs"], [], []))
     assert capsys.readouterr().out == "DIFFERENT in 1 place; the first:\nmodel.weight differs\n"

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ckpt.cli.exits import Exit
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.cli.stores import a_run, arrays, begin, ckpt, save
 
 
@@ -110,7 +110,7 @@ def test_a_dtype_that_a_safetensors_file_has_not_leads_to_what_there_is(
 
 
 def test_what_was_restored_is_called_as_ls_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "run", begin(tmp_path / "run"), Tick(3, 1))
+    save(tmp_path / "run", begin(tmp_path / "run"), Version(3, 1))
     assert "step 3.1: " in ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors").out
 
 
@@ -121,7 +121,7 @@ def test_an_ending_of_which_nothing_is_known_leads_to_those_there_are(
     a_run(tmp_path / "run")
     said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / name)
     assert said.code == Exit.USAGE
-    assert ".safetensors, .pt or .pth, or a folder" in said.err
+    assert ".safetensors, .pt or .pth, a folder" in said.err
     assert not (tmp_path / name).exists()
     assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / name, "--format", "torch").code == 0
     assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", f"{tmp_path}/v1.5/").code == 0

@@ -6,14 +6,14 @@ import pytest
 
 from ckpt import Checkpointer
 from ckpt.store.keys import pack_key
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests import servers
 from tests.checkpointer.loops import make, wait_agent_gone
 from tests.cli.stores import a_run, ckpt, opened
 from tests.servers import Server, start_upload
 
 URL = "s3://bucket/runs/one"
-PACK = pack_key(Identity(Epoch(1, "0" * 16), Tick(5)), "node", "0123456789ab", 0)
+PACK = pack_key(Identity(Epoch(1, "0" * 16), Version(5)), "node", "0123456789ab", 0)
 
 
 def reach(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from ckpt.cli import view
 
 COUNT = {"number": 3, "seconds": 1.2, "last_s": 0.4}
-SAFE = {"step": 60, "tick": "60.0", "age_s": 8.0}
+SAFE = {"step": 60, "version": "60.0", "age_s": 8.0}
 ACCOUNT: dict[str, Any] = {
     "phase": "training",
     "phase_s": 123.0,

@@ -22,9 +22,9 @@ import pytest
 from ckpt.cli import view
 from ckpt.cli import watch as watching
 from ckpt.errors import AgentError
-from ckpt.ipc.client import places
-from ckpt.policy.adaptive import span
-from ckpt.settings import read
+from ckpt.ipc.client import make_agent_paths
+from ckpt.policy.adaptive import format_duration
+from ckpt.settings import read_settings
 from tests.agent.fake import FakeRank
 from tests.agent.node import test_agent
 from tests.agent.node.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
@@ -42,7 +42,7 @@ def stopped(tmp_path: Path, runtime_dir: Path, monkeypatch: Monkey) -> Iterator[
     """The process of an agent that is connected to, and never answers."""
     monkeypatch.setattr(watching, "ANSWER_S", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(places(str(tmp_path), read()).socket))
+        listener.bind(str(make_agent_paths(str(tmp_path), read_settings()).socket))
         listener.listen()
         yield os.getpid()
 
@@ -270,7 +270,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_how_long_is_said_in_at_most_two_units(seconds: float, text: str) -> None:
-    assert span(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_what_others_wrote_does_not_reach_the_terminal_as_it_is() -> None:
@@ -357,7 +357,7 @@ def test_who_watches_on_reads_that_an_agent_does_not_answer_and_not_that_none_ru
     tmp_path: Path, stopped: int
 ) -> None:
     with contextlib.closing(watching.Looker(str(tmp_path))) as looker:
-        status = looker.look(patient=True)
+        status = looker.read_status(patient=True)
     assert (status["pid"], status["silent"]) == (None, stopped)
     found = view.text(status, 300).splitlines()
     assert found[1].split(maxsplit=1) == ["agent", f"process {stopped} does not answer"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpt.format import record
 from ckpt.store import keys, lineage
-from ckpt.types import Box, Epoch, Identity, Tick
+from ckpt.types import Box, Epoch, Identity, Version
 
 if __package__:
     from tests.format.build import Tensor
@@ -30,9 +30,9 @@ else:
 
 FIRST = Epoch(1, "00000000000000a1")
 SECOND = Epoch(2, "00000000000000b2")
-LINE = [Identity(FIRST, Tick(2)), Identity(SECOND, Tick(3))]
-BRANCH = Identity(FIRST, Tick(4))
-RETIRED = Identity(FIRST, Tick(1))
+LINE = [Identity(FIRST, Version(2)), Identity(SECOND, Version(3))]
+BRANCH = Identity(FIRST, Version(4))
+RETIRED = Identity(FIRST, Version(1))
 COORDINATES = ("rank=0", "rank=1")
 
 
@@ -87,7 +87,7 @@ def write(folder: Path) -> None:
     put(keys.retired_key(RETIRED), b"{}")
     base = None
     for identity in (RETIRED, LINE[0], BRANCH, LINE[1]):
-        step = identity.tick.step
+        step = identity.version.step
         made, frames = build_manifest(
             tensors(step), COORDINATES, (shared_values(step), [own_values(step, 0), own_values(step, 1)])
         )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import parity as benchmark
 from ckpt.errors import UsageError
 from ckpt.format import parity
-from ckpt.format.parity import BLOCK_BYTES, MEMBERS_MAX, Row, add, inverse, pieces, product, solve, weight
+from ckpt.format.parity import BLOCK_BYTES, MEMBERS_MAX, Row, add_data, inverse, pieces, product, solve_lost, weight
 
 SCRATCH = parity.ParityScratch()
 
@@ -46,7 +46,7 @@ def slow_parity(members: list[bytes], row: Row, length: int) -> bytes:
 def made(members: list[bytes], row: Row, length: int) -> bytearray:
     target = bytearray(length)
     for index, data in enumerate(members):
-        add(target, 0, {index: data}, row, SCRATCH)
+        add_data(target, 0, {index: data}, row, SCRATCH)
     return target
 
 
@@ -75,7 +75,7 @@ def test_weights_are_distinct_and_not_zero():
 def test_every_byte_is_multiplied_as_the_definition_says(member):
     data = bytes(range(256))
     target = bytearray(256)
-    add(target, 0, {member: data}, Row.Q, SCRATCH)
+    add_data(target, 0, {member: data}, Row.Q, SCRATCH)
     assert list(target) == PRODUCTS[member + 1]
 
 
@@ -83,8 +83,8 @@ def test_what_was_multiplied_by_any_weight_is_divided_by_it_again():
     data = bytes(range(256)) + b"end"
     for member in range(MEMBERS_MAX):
         target = bytearray(len(data))
-        add(target, 0, {member: data}, Row.Q, SCRATCH)
-        assert solve([member], {Row.Q: target}, SCRATCH) == [data]
+        add_data(target, 0, {member: data}, Row.Q, SCRATCH)
+        assert solve_lost([member], {Row.Q: target}, SCRATCH) == [data]
 
 
 LENGTHS = [
@@ -116,8 +116,8 @@ def test_every_loss_that_the_parities_can_bear_is_recovered(lengths, rows, seed)
             for row, target in left.items():
                 for index, data in enumerate(members):
                     if index not in lost:
-                        add(target, 0, {index: data}, row, SCRATCH)
-            found = dict(zip(lost, solve(lost, left, SCRATCH), strict=True))
+                        add_data(target, 0, {index: data}, row, SCRATCH)
+            found = dict(zip(lost, solve_lost(lost, left, SCRATCH), strict=True))
             for index in lost:
                 assert bytes(found[index]) == members[index].ljust(length, b"\0")
             again = [bytes(found.get(index, data)) for index, data in enumerate(members)]
@@ -133,8 +133,8 @@ def test_any_two_of_many_members_are_recovered_in_either_order(seed):
         left = {row: bytearray(target) for row, target in sums.items()}
         for row, target in left.items():
             for index in set(range(MEMBERS_MAX)) - set(pair):
-                add(target, 0, {index: members[index]}, row, SCRATCH)
-        assert [bytes(data) for data in solve(pair, left, SCRATCH)] == [members[i].ljust(20, b"\0") for i in pair]
+                add_data(target, 0, {index: members[index]}, row, SCRATCH)
+        assert [bytes(data) for data in solve_lost(pair, left, SCRATCH)] == [members[i].ljust(20, b"\0") for i in pair]
 
 
 @pytest.mark.parametrize("row", Row)
@@ -143,11 +143,11 @@ def test_members_that_are_added_together_are_the_same_as_one_by_one(row, at, see
     rng = random.Random(seed)
     members = data_of(rng, [2 * BLOCK_BYTES + 9, 0, BLOCK_BYTES, 3, BLOCK_BYTES + 70, 2 * BLOCK_BYTES])
     together, apart = bytearray(3 * BLOCK_BYTES), bytearray(3 * BLOCK_BYTES)
-    add(together, at, {i: members[i] for i in (5, 0, 1, 3, 2, 4)}, row, SCRATCH)
+    add_data(together, at, {i: members[i] for i in (5, 0, 1, 3, 2, 4)}, row, SCRATCH)
     for index, data in enumerate(members):
-        add(apart, at, {index: data}, row, SCRATCH)
+        add_data(apart, at, {index: data}, row, SCRATCH)
     assert together == apart
-    add(together, at, {}, row, SCRATCH)
+    add_data(together, at, {}, row, SCRATCH)
     assert together == apart
 
 
@@ -165,7 +165,7 @@ def test_bytes_may_come_in_any_order_and_cut_anywhere(members, row, rng, step):
     rng.shuffle(parts)
     target = bytearray(length)
     for index, at, data in parts:
-        add(target, at, {index: data}, row, SCRATCH)
+        add_data(target, at, {index: data}, row, SCRATCH)
     assert bytes(target) == slow_parity(members, row, length)
 
 
@@ -178,28 +178,28 @@ def test_more_than_a_block_at_any_alignment_is_the_same_as_byte_by_byte(seed):
     arrays = [np.frombuffer(data, np.uint8) for data in members]
     target = memoryview(bytearray(size + 5))[5:]
     for index in range(3):
-        add(target, 0, {index: memoryview(raw)[index : index + size]}, Row.Q, SCRATCH)
+        add_data(target, 0, {index: memoryview(raw)[index : index + size]}, Row.Q, SCRATCH)
     assert (np.frombuffer(target, np.uint8) == arrays[0] ^ tables[2][arrays[1]] ^ tables[3][arrays[2]]).all()
     left = {Row.P: made(members, Row.P, size), Row.Q: bytearray(target)}
     for row in left:
-        add(left[row], 0, {1: members[1]}, row, SCRATCH)
-    assert [bytes(data) for data in solve([2, 0], left, SCRATCH)] == [members[2], members[0]]
+        add_data(left[row], 0, {1: members[1]}, row, SCRATCH)
+    assert [bytes(data) for data in solve_lost([2, 0], left, SCRATCH)] == [members[2], members[0]]
     one = {Row.Q: bytearray(target)}
     for index in (0, 1):
-        add(one[Row.Q], 0, {index: members[index]}, Row.Q, SCRATCH)
-    assert bytes(solve([2], one, SCRATCH)[0]) == members[2]
+        add_data(one[Row.Q], 0, {index: members[index]}, Row.Q, SCRATCH)
+    assert bytes(solve_lost([2], one, SCRATCH)[0]) == members[2]
 
 
 def test_what_cannot_be_added_or_solved_is_refused():
     target = bytearray(8)
     for at, data in ((0, bytes(9)), (1, bytes(8)), (-1, b"1"), (9, b"")):
         with pytest.raises(UsageError, match="reach beyond"):
-            add(target, at, {0: data}, Row.P, SCRATCH)
+            add_data(target, at, {0: data}, Row.P, SCRATCH)
     for lost in ([0, 1], [2, 2]):
         with pytest.raises(UsageError, match="are lost"):
-            solve(lost, {Row.P: target}, SCRATCH)
+            solve_lost(lost, {Row.P: target}, SCRATCH)
     with pytest.raises(UsageError, match="different lengths"):
-        solve([0, 1], {Row.P: target, Row.Q: bytearray(7)}, SCRATCH)
+        solve_lost([0, 1], {Row.P: target, Row.Q: bytearray(7)}, SCRATCH)
     assert target == bytes(8)
 
 
@@ -212,7 +212,7 @@ def test_pieces_are_the_bytes_of_the_frames_laid_end_to_end(lengths, start, stop
         return
     found = list(pieces(lengths, start, stop))
     assert [(p.frame, p.offset + i) for p in found for i in range(p.length)] == whole[start:stop]
-    assert [p.at + i for p in found for i in range(p.length)] == list(range(stop - start))
+    assert [p.stripe_offset + i for p in found for i in range(p.length)] == list(range(stop - start))
 
 
 def test_the_benchmark_runs_and_names_its_machine(tmp_path, capsys):

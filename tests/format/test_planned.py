@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt.format import declaration, record
 from ckpt.layout.assemble import assemble
-from ckpt.layout.division import agree, divide
+from ckpt.layout.division import divide, find_agreed
 from tests.format.test_declaration import assert_equal
 from tests.layout.jobs import random_ranks, random_state, take
 
@@ -20,7 +20,7 @@ def test_what_the_planner_makes_comes_back_equal(seed: int, world: int, frame_by
     rng = random.Random(seed)
     ranks = random_ranks(rng, random_state(rng, 12), world)
     layouts = [rank.layout() for rank in ranks]
-    agreed, _ = agree(layouts, [rank.hashes() for rank in ranks])
+    agreed, _ = find_agreed(layouts, [rank.hashes() for rank in ranks])
     shares = divide(layouts, agreed if divided else set(), frame_bytes)
     for layout, share in zip(layouts, shares, strict=True):
         assert declaration.decode_layout(declaration.encode_layout(layout)) == layout

@@ -19,11 +19,11 @@ from ckpt.errors import DamagedData, NewerFormat, UsageError
 from ckpt.format import boxes as box_columns
 from ckpt.format import columns, record
 from ckpt.format.manifest import EXTENT, FRAME, PLACE, Manifest, Record, TensorSpec
-from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, Box, Epoch, Identity, Tick
+from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, Box, Epoch, Identity, Version
 from tests.format import build
 from tests.format.build import Tensor
 
-IDENTITY = Identity(Epoch(7, "0123456789abcdef"), Tick(1200, 3))
+IDENTITY = Identity(Epoch(7, "0123456789abcdef"), Version(1200, 3))
 KEY = f"commits/{IDENTITY}-w0"
 
 
@@ -327,7 +327,7 @@ def test_a_record_that_lies_is_refused(lie: Lie, says: str) -> None:
 
 def test_a_record_under_the_key_of_another_is_refused() -> None:
     data = record.encode(small())
-    other = Identity(IDENTITY.epoch, Tick(1201))
+    other = Identity(IDENTITY.epoch, Version(1201))
     record.decode(data, "a file that was copied somewhere")
     for key in (f"commits/{other}-w0", f"commits/{IDENTITY}-w1"):
         with pytest.raises(DamagedData, match="under another key"):

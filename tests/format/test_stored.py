@@ -22,7 +22,7 @@ from ckpt.format.manifest import RANK_VALUES, Codec, Record
 from ckpt.store import keys, lineage
 from ckpt.store.commit import Committer
 from ckpt.store.run import Run
-from ckpt.types import ITEMSIZE, Identity, Tick
+from ckpt.types import ITEMSIZE, Identity, Version
 from tests.format import build, make_stored
 from tests.format.test_values import same, trees
 
@@ -91,7 +91,7 @@ def expected(step: int) -> dict[tuple[str, str], Any]:
 def test_every_stored_checkpoint_is_read_bit_for_bit(store: Path, identity: Any) -> None:
     key = f"commits/{identity}-w0"
     done = record.decode((store / key).read_bytes(), key)
-    found, wanted = read_tensors(store, done), expected(identity.tick.step)
+    found, wanted = read_tensors(store, done), expected(identity.version.step)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert same(found[name], value), name
@@ -107,7 +107,7 @@ def test_the_line_of_every_stored_run_is_found(store: Path) -> None:
         refs.append(lineage.CommitRef(*parsed, path.stat().st_size))
     retired = [keys.parse_retired(f"retired/{path.name}") for path in (store / "retired").iterdir()]
     known = lineage.Lineage(claims)
-    assert [ref.identity for ref in known.line(refs, retired)] == make_stored.LINE
+    assert [ref.identity for ref in known.history(refs, retired)] == make_stored.LINE
     assert [ref.identity for ref in known.branches(refs, retired)] == [make_stored.BRANCH]
 
 
@@ -149,7 +149,7 @@ def test_the_stand_alone_reader_follows_ckpts_line_where_a_claim_is_missing_or_s
     if damage is not None:
         path.write_bytes(damage if isinstance(damage, bytes) else json.dumps(damage(claim)).encode())
     with contextlib.closing(storage.open(str(tmp_path))) as backend:
-        line = [ref.identity.tick.step for ref in Run(backend).view().line]
+        line = [ref.identity.version.step for ref in Run(backend).view().history]
     out = reader(tmp_path, "--list")
     assert (out.returncode, line) == (0, [3]), out.stderr
     assert [text[:7] for text in out.stdout.splitlines() if "branch" not in text] == ["step 3:"]
@@ -186,7 +186,7 @@ def test_the_stand_alone_reader_reads_what_a_run_commits(tmp_path: Path, codec: 
         raw = [memoryview(frame) for frame in frames]
         committer = Committer(backend, "w0", codec)
         done = committer.commit(
-            Identity(epoch, Tick(step)),
+            Identity(epoch, Version(step)),
             made,
             raw.__getitem__,
             check=lambda: None,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.ipc.addresses import SLOWEST_BYTES, SocketReceiver, receive_exactly, wait_at_most
+from ckpt.ipc.addresses import CALL_BYTES_MIN, SocketReceiver, receive_exactly, set_call_timeout
 from ckpt.threads import Tasks
 
 Pair = tuple[socket.socket, socket.socket]
@@ -25,13 +25,13 @@ def pair() -> Iterator[Pair]:
         with socket.create_connection(listener.getsockname()) as here:
             there, _ = listener.accept()
             with there:
-                wait_at_most(there, 60)
+                set_call_timeout(there, 60)
                 yield here, there
 
 
 def test_pieces_come_whole_whatever_their_size_and_that_of_the_kernels_buffers(pair: Pair) -> None:
     here, there = pair
-    pieces = [bytes([n]) * size for n, size in enumerate((1, 5, 1 << 20, 3, 300_000, SLOWEST_BYTES - 1))]
+    pieces = [bytes([n]) * size for n, size in enumerate((1, 5, 1 << 20, 3, 300_000, CALL_BYTES_MIN - 1))]
     receiver = SocketReceiver(there, 60)
     with Tasks("sending", pool_size=1) as tasks:
         sent = tasks.submit(here.sendall, b"".join(pieces))
@@ -62,7 +62,7 @@ def test_a_message_that_comes_a_byte_at_a_time_is_given_up(pair: Pair) -> None:
     """Or a stranger at the address of a node that is gone could hold up who fetches from there, for as long as he
     likes."""
     here, there = pair
-    wait_at_most(there, 0.2)
+    set_call_timeout(there, 0.2)
     over = threading.Event()
 
     def drip() -> None:
@@ -81,7 +81,7 @@ def test_a_message_that_comes_a_byte_at_a_time_is_given_up(pair: Pair) -> None:
 
 def test_a_connection_that_ends_in_the_midst_of_a_message_is_said_to_have_ended(pair: Pair) -> None:
     here, there = pair
-    wait_at_most(there, 10.0)
+    set_call_timeout(there, 10.0)
     here.sendall(bytes(100))
     here.close()
     with pytest.raises(EOFError):
@@ -90,7 +90,7 @@ def test_a_connection_that_ends_in_the_midst_of_a_message_is_said_to_have_ended(
 
 def test_a_signal_in_the_midst_of_a_message_ends_nothing(pair: Pair) -> None:
     here, there = pair
-    wait_at_most(there, 10.0)
+    set_call_timeout(there, 10.0)
     heard, never = threading.Event(), threading.Event()
 
     def disturb() -> None:

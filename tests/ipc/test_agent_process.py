@@ -18,7 +18,7 @@ import pytest
 from ckpt.errors import AgentError
 from ckpt.events import Event, Events
 from ckpt.ipc import agent_process, client, messages
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.threads import Tasks
 from tests.agent.fake import OPTIONS, FakeRank
 from tests.agent.node import test_agent
@@ -44,7 +44,11 @@ def meet(url: str, told: list[Event]) -> Iterator[Callable[..., client.Connectio
         def meet(hello_s: float = SOON_S, busy_s: float = 60.0) -> client.Connection:
             say = lambda message: message.close(), lambda why: None
             events = Events(told.append)
-            made.append(agent_process.meet(url, read(), tasks, events, *say, hello_s=hello_s, busy_s=busy_s))
+            made.append(
+                agent_process.connect_or_replace(
+                    url, read_settings(), tasks, events, *say, hello_s=hello_s, busy_s=busy_s
+                )
+            )
             return made[-1]
 
         yield meet
@@ -57,7 +61,7 @@ def stub(url: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     made: list[subprocess.Popen[str]] = []
 
     def begin(mode: str, *words: str) -> subprocess.Popen[str]:
-        place = client.places(url, read())
+        place = client.make_agent_paths(url, read_settings())
         command = [sys.executable, "-m", "tests.agent.stub", mode, str(place.socket), str(place.run_lock), *words]
         made.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY))
         assert made[-1].stdout is not None
@@ -114,7 +118,7 @@ def crowd(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """As many wait for the agent as it lets. They stay in its queue though they have given up; who comes then does so
     soon."""
     monkeypatch.setattr(client, "ACCEPT_S", 0.2)
-    path = os.fspath(client.places(url, read()).socket)
+    path = os.fspath(client.make_agent_paths(url, read_settings()).socket)
 
     def come() -> None:
         with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
@@ -157,7 +161,7 @@ def test_an_agent_of_another_run_is_not_ended_for_one_that_takes_no_more_connect
     told: list[Event],
 ) -> None:
     """In another container its socket may have the same path, and one that has nothing to do does not run at all."""
-    path = os.fspath(client.places(url, read()).socket)
+    path = os.fspath(client.make_agent_paths(url, read_settings()).socket)
     idle = [sys.executable, "-c", "import signal; signal.alarm(120); signal.pause()", "ckpt.agent.node.main", path]
     with subprocess.Popen(idle) as other:
         busy = stub("is-busy", "ckpt.agent.node.main")
@@ -179,7 +183,7 @@ def test_one_that_takes_connections_again_and_has_nothing_to_do_then_is_not_ende
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does not run, but not since it hangs."""
-    it, end = stub("wakes-up", "ckpt.agent.node.main"), agent_process._end_deaf
+    it, end = stub("wakes-up", "ckpt.agent.node.main"), agent_process._end_unresponsive
     crowd()
 
     def wake_before(*given: Any) -> None:
@@ -188,7 +192,7 @@ def test_one_that_takes_connections_again_and_has_nothing_to_do_then_is_not_ende
         assert it.stdout.readline() == "awake\n"
         end(*given)
 
-    monkeypatch.setattr(agent_process, "_end_deaf", wake_before)
+    monkeypatch.setattr(agent_process, "_end_unresponsive", wake_before)
     assert meet().agent_pid != it.pid
     assert it.wait(30) == 0
     assert [event.name for event in told] == ["agent.replaced"]
@@ -200,7 +204,7 @@ def test_a_signal_that_comes_while_one_waits_to_connect_changes_nothing(
 ) -> None:
     """Such as SIGCHLD of a loader's worker."""
     monkeypatch.setattr(client, "ACCEPT_S", 30.0 if is_taken else 0.5)
-    place, main = client.places(url, read()), threading.main_thread().ident
+    place, main = client.make_agent_paths(url, read_settings()), threading.main_thread().ident
     path = os.fspath(place.socket)
     with contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, lambda *_: None))
@@ -253,7 +257,7 @@ def test_an_agent_of_another_release_that_makes_way_is_waited_for(
 
 def hello(url: str, version: int, role: str = "trainer") -> dict[str, Any]:
     """What the agent of `url` answers to one of that version."""
-    sock = client.connect_nowait(client.places(url, read()))
+    sock = client.connect_nowait(client.make_agent_paths(url, read_settings()))
     assert sock is not None
     with sock:
         sock.settimeout(60)

@@ -10,11 +10,20 @@ import numpy as np
 import pytest
 
 from ckpt.errors import AgentError, DamagedData
-from ckpt.ipc.arena import DATA_AT, PAGE, Arena, arena_bytes
-from ckpt.ipc.control_page import ROUND_MAX, SLOTS_MAX, STEP_MAX, SUB_MAX, ControlPage, ControlWord, RankPlace, WordKind
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.ipc.arena import DATA_OFFSET, PAGE, Arena, arena_bytes
+from ckpt.ipc.control_page import (
+    ATTEMPT_MAX,
+    SLOTS_MAX,
+    STEP_MAX,
+    SUB_MAX,
+    ControlPage,
+    ControlWord,
+    RankPlace,
+    WordKind,
+)
+from ckpt.types import Epoch, Identity, Version
 
-IDENTITY = Identity(Epoch(7, "0123456789abcdef"), Tick(1200, 3))
+IDENTITY = Identity(Epoch(7, "0123456789abcdef"), Version(1200, 3))
 
 
 @pytest.fixture
@@ -114,25 +123,25 @@ def test_values_that_do_not_fit_are_refused_and_leave_it_unsealed(arena: Arena) 
         arena.header()
     arena.seal(IDENTITY, 0, 1, 10_000, place, bytes(room - 64), b"", b"")
     assert arena.header().data_bytes == 10_000
-    assert DATA_AT == PAGE
+    assert DATA_OFFSET == PAGE
 
 
 def test_a_word_survives_the_control_page() -> None:
     page = ControlPage.create(3)
     other = ControlPage(os.dup(page.fd))
     poll = ControlWord(9, 3, WordKind.HOLD, 500, SUB_MAX)
-    last = ControlWord(ROUND_MAX, SLOTS_MAX - 1, WordKind.HOLD, STEP_MAX)
+    last = ControlWord(ATTEMPT_MAX, SLOTS_MAX - 1, WordKind.HOLD, STEP_MAX)
     for word in (first := ControlWord(1, 0, WordKind.TAKE, 0), last, poll):
         page.announce(word.slot, word)
-    assert other.appointed() == [first, poll, last], "each slot has its own"
+    assert other.appointments() == [first, poll, last], "each slot has its own"
     page.announce(3, None)
-    assert other.appointed() == [first, last]
-    page.leave(ROUND_MAX)
-    assert (other.leaves(), other.appointed()) == (ROUND_MAX, [first, last])
-    other.enter(2, 77)
-    assert [page.entered(rank) for rank in range(3)] == [0, 0, 77]
-    other.enter(1, STEP_MAX, 2 * SUB_MAX)
-    assert [page.entered(1), page.polled(1), page.polled(2)] == [STEP_MAX, SUB_MAX, 0]
+    assert other.appointments() == [first, last]
+    page.publish_leave(ATTEMPT_MAX)
+    assert (other.leave_attempt(), other.appointments()) == (ATTEMPT_MAX, [first, last])
+    other.publish_step(2, 77)
+    assert [page.entered_step(rank) for rank in range(3)] == [0, 0, 77]
+    other.publish_step(1, STEP_MAX, 2 * SUB_MAX)
+    assert [page.entered_step(1), page.poll_count(1), page.poll_count(2)] == [STEP_MAX, SUB_MAX, 0]
     for slot, wrong in (
         (0, ControlWord(0, 0, WordKind.TAKE, 1)),
         (0, ControlWord(1, 0, WordKind.TAKE, 1, SUB_MAX + 1)),
@@ -149,7 +158,7 @@ def test_a_word_survives_the_control_page() -> None:
 def test_a_rank_knows_whether_an_appointment_is_yet_to_come() -> None:
     end = ControlWord(1, 0, WordKind.TAKE, 7)
     places = {(6, 9): RankPlace.EARLY, (7, 0): RankPlace.DUE, (7, 1): RankPlace.LATE, (8, 0): RankPlace.LATE}
-    assert {at: end.place(*at) for at in places} == places
+    assert {at: end.place_for(*at) for at in places} == places
     poll = ControlWord.unpack(ControlWord(1, 0, WordKind.TAKE, 70_000, 3).pack())
     assert poll is not None
     assert poll.step != 70_000, "told modulo 2^16 only"
@@ -161,4 +170,4 @@ def test_a_rank_knows_whether_an_appointment_is_yet_to_come() -> None:
         (70_000, 4): RankPlace.LATE,
         (70_001, 0): RankPlace.LATE,
     }
-    assert {at: poll.place(*at) for at in places} == places
+    assert {at: poll.place_for(*at) for at in places} == places

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from ckpt.errors import AgentError
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 
 CKPT = Path(__file__).parents[2] / "ckpt"
 OURS = {
@@ -53,17 +53,17 @@ def test_what_was_packed_comes_out_as_it_was_and_one_value_more_than_may_be_does
         value = some(rng, 3)
         blob: bytes = msgpack.packb(value)
         number = count(value)
-        assert unpacked(blob, "it", number) == value
+        assert unpack_bounded(blob, "it", number) == value
         with pytest.raises(AgentError, match="it has more than"):
-            unpacked(blob, "it", number - 1)
+            unpack_bounded(blob, "it", number - 1)
         for wrong in (blob[:-1], blob + b"\x00", b""):
             with pytest.raises(AgentError, match="it "):
-                unpacked(wrong, "it", number + 1)
+                unpack_bounded(wrong, "it", number + 1)
 
 
 def test_long_arrays_are_counted_too() -> None:
-    assert len(unpacked(msgpack.packb([1] * 70_000), "it")) == 70_000
-    assert len(unpacked(msgpack.packb({str(n): n for n in range(70_000)}), "it")) == 70_000
+    assert len(unpack_bounded(msgpack.packb([1] * 70_000), "it")) == 70_000
+    assert len(unpack_bounded(msgpack.packb({str(n): n for n in range(70_000)}), "it")) == 70_000
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_whatever_a_blob_says_of_itself_it_takes_little_memory(blob: bytes) -> N
     tracemalloc.start()
     try:
         with pytest.raises(AgentError):
-            unpacked(blob, "it")
+            unpack_bounded(blob, "it")
         assert tracemalloc.get_traced_memory()[1] < MIB
     finally:
         tracemalloc.stop()

@@ -28,16 +28,16 @@ def test_a_secret_comes_from_a_file_or_a_line_or_is_made(file: Path) -> None:
     file.chmod(0o400)
     assert secret.read_file(file) == bytes.fromhex(TEXT)
     assert secret.read_stream(io.BytesIO(TEXT.encode() + b"\nmore")) == bytes.fromhex(TEXT)
-    assert len(secret.make()) == secret.SECRET_BYTES
-    assert secret.make() != secret.make()
+    assert len(secret.make_secret()) == secret.SECRET_BYTES
+    assert secret.make_secret() != secret.make_secret()
 
 
 def test_a_file_counts_before_what_agents_know_and_that_before_a_new_one(file: Path) -> None:
-    former = secret.make()
-    with_file, without = settings.read({"CKPT_SECRET_FILE": str(file)}), settings.read({})
-    assert secret.for_run(with_file, former) == bytes.fromhex(TEXT)
-    assert secret.for_run(without, former) == former
-    assert len(secret.for_run(without, b"")) == secret.SECRET_BYTES
+    former = secret.make_secret()
+    with_file, without = settings.read_settings({"CKPT_SECRET_FILE": str(file)}), settings.read_settings({})
+    assert secret.choose_secret(with_file, former) == bytes.fromhex(TEXT)
+    assert secret.choose_secret(without, former) == former
+    assert len(secret.choose_secret(without, b"")) == secret.SECRET_BYTES
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o666])

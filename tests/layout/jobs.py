@@ -14,7 +14,7 @@ from ckpt.layout.assemble import DATA, OWN, SHARED, Assembled, Blob, Staged
 from ckpt.layout.division import divide, division_id
 from ckpt.layout.gather import apply_cuts
 from ckpt.layout.layout import Declaration, Entry, Layout, Share
-from ckpt.layout.reshard import Want, cuts, per_dimension
+from ckpt.layout.reshard import Want, plan_cuts, split_dimensions
 from ckpt.layout.staging import stage
 from ckpt.types import ITEMSIZE, Box
 
@@ -66,7 +66,7 @@ def halves(data: bytes) -> tuple[int, int]:
 
 @dataclass
 class Snapshot:
-    """All ranks' arenas of one tick."""
+    """All ranks' arenas of one version."""
 
     ranks: list[Rank]
     staged: list[Staged]
@@ -129,14 +129,14 @@ def fetch(snapshot: Snapshot, assembled: Assembled, wants: Sequence[Want]) -> li
     """The wanted boxes, put together from frames."""
     outs = [np.zeros(want.box.shape, numpy_dtype(want.dtype)) for want in wants]
     filled = [np.zeros(want.box.shape, np.uint8) for want in wants]
-    plan = cuts(assembled.manifest, wants)
+    plan = plan_cuts(assembled.manifest, wants)
     assert [cut.frame for cut in plan] == sorted(cut.frame for cut in plan)
     for frame, group in itertools.groupby(plan, key=lambda cut: cut.frame):
         some = list(group)
         apply_cuts(some, frame, snapshot.frame(assembled, frame), outs)
         for cut in some:
-            for part in per_dimension(cut, wants[cut.want].box.shape, 1):
-                filled[cut.want][tuple(slice(a, a + n) for a, n in zip(part.at, part.shape, strict=True))] += 1
+            for part in split_dimensions(cut, wants[cut.want].box.shape, 1):
+                filled[cut.want][tuple(slice(a, a + n) for a, n in zip(part.box_offset, part.shape, strict=True))] += 1
     assert all((count == 1).all() for count in filled), "each element is filled exactly once"
     return outs
 

@@ -14,7 +14,7 @@ from ckpt.errors import CkptError, DamagedData, UsageError
 from ckpt.format.manifest import RANK_VALUES, VALUES, TensorSpec
 from ckpt.format.record import decode_manifest, encode_manifest
 from ckpt.layout.assemble import OWN, SHARED, Blob, Incomplete, assemble
-from ckpt.layout.division import agree
+from ckpt.layout.division import find_agreed
 from ckpt.layout.layout import SEGMENT, STAGED_FRAME, Part, Staging
 from ckpt.layout.reshard import Want
 from ckpt.types import FRAME_BYTES_MAX, FRAMES_MAX, Box
@@ -56,7 +56,7 @@ def data_specs(assembled) -> list[tuple[str, str, tuple[int, ...]]]:
 def test_every_manifest_passes_the_checks_of_the_durable_format(seed, world, divided):
     rng = random.Random(seed)
     ranks = random_ranks(rng, random_state(rng, 10), world)
-    agreed, _ = agree([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
+    agreed, _ = find_agreed([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
     snapshot = take(ranks, agreed if divided else None)
     manifest = assemble(snapshot.staged, snapshot.read).manifest
     back = decode_manifest(encode_manifest(manifest))
@@ -72,7 +72,7 @@ def test_of_equal_replicas_the_lowest_ranks_frames_are_taken_in_any_order_of_arr
     again = assemble(snapshot.staged[::-1])
     assert (again.sources == assembled.sources).all()
     assert again.manifest.tensors == assembled.manifest.tensors
-    assert assembled.disagreed == ()
+    assert assembled.differing_tensors == ()
 
 
 def test_only_the_tensor_that_differs_is_stored_per_rank_though_others_share_its_frame():
@@ -81,12 +81,12 @@ def test_only_the_tensor_that_differs_is_stored_per_rank_though_others_share_its
     snapshot = take(ranks)
     assert len(snapshot.staged[0].hashes) == 1, "all three lie in one frame"
     assembled = assemble(snapshot.staged, snapshot.read)
-    assert assembled.disagreed == ("b",)
+    assert assembled.differing_tensors == ("b",)
     assert data_specs(assembled) == [
         ("a", "", (40,)), ("b", "rank=0", (40,)), ("b", "rank=1", (40,)), ("c", "", (40,))
     ]  # fmt: skip
     without = assemble(snapshot.staged)
-    assert without.disagreed == ("a", "b", "c"), "without the bytes, nothing in that frame is proven equal"
+    assert without.differing_tensors == ("a", "b", "c"), "without the bytes, nothing in that frame is proven equal"
 
 
 def test_equal_replicas_count_as_equal_though_their_ranks_pack_them_otherwise():
@@ -97,14 +97,14 @@ def test_equal_replicas_count_as_equal_though_their_ranks_pack_them_otherwise():
         rank.held["large", ""] = ("uint8", (1000,), [(Box((0,), (1000,)), large)])
     ranks[1].held["a", ""] = ("uint8", (7,), [(Box((0,), (7,)), random_array(RNG, "uint8", (7,)))])
     snapshot = take(ranks)
-    assert assemble(snapshot.staged, snapshot.read).disagreed == ()
+    assert assemble(snapshot.staged, snapshot.read).differing_tensors == ()
     other = take(ranks, frame_bytes=512)
     mixed = Snapshot(
         ranks, [snapshot.staged[0], replace_division(other.staged[1], snapshot)], [snapshot.data[0], other.data[1]]
     )
-    assert assemble(mixed.staged, mixed.read).disagreed == ()
+    assert assemble(mixed.staged, mixed.read).differing_tensors == ()
     mixed.data[1][-1] ^= 1  # of the last packed tensor, "c"
-    assert assemble(mixed.staged, mixed.read).disagreed == ("c",)
+    assert assemble(mixed.staged, mixed.read).differing_tensors == ("c",)
 
 
 def test_equal_frames_prove_nothing_of_tensors_that_lie_elsewhere_in_them():
@@ -117,7 +117,7 @@ def test_equal_frames_prove_nothing_of_tensors_that_lie_elsewhere_in_them():
             rank.held[name, ""] = ("uint8", (10,), [(box, array)])
     snapshot = take(ranks)
     assert (snapshot.staged[0].hashes == snapshot.staged[1].hashes).all()
-    assert assemble(snapshot.staged, snapshot.read).disagreed == ("b",)
+    assert assemble(snapshot.staged, snapshot.read).differing_tensors == ("b",)
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -125,7 +125,7 @@ def test_both_halves_of_a_hash_count(half):
     first, second = take(ranks_of(2, "a")).staged
     hashes = second.hashes.copy()
     hashes[:, half] ^= np.uint64(1)
-    assert assemble([first, replace(second, hashes=hashes)]).disagreed == ("a",)
+    assert assemble([first, replace(second, hashes=hashes)]).differing_tensors == ("a",)
 
 
 def test_a_box_may_be_staged_in_parts_by_any_ranks_in_any_order():
@@ -166,7 +166,7 @@ def test_a_tensor_of_other_dtype_or_shape_on_one_rank_is_stored_per_rank():
     ranks[2].held["b", ""] = ("uint8", (4, 10), [(Box.whole((4, 10)), random_array(RNG, "uint8", (4, 10)))])
     snapshot = take(ranks)
     assembled = assemble(snapshot.staged, snapshot.read)
-    assert assembled.disagreed == ("a", "b")
+    assert assembled.differing_tensors == ("a", "b")
     assert data_specs(assembled) == [
         (name, f"rank={r}", (4, 10) if (name, r) == ("b", 2) else (40,)) for name in "ab" for r in range(3)
     ]
@@ -179,7 +179,7 @@ def test_boxes_that_overlap_in_part_are_stored_per_rank_whole():
     ranks = sharded("t", (6, 2), [Box((0, 0), (4, 2))], [Box((2, 0), (4, 2))])
     snapshot = take(ranks)
     assembled = assemble(snapshot.staged, snapshot.read)
-    assert assembled.disagreed == ("t",)
+    assert assembled.differing_tensors == ("t",)
     assert data_specs(assembled) == [("t", "rank=0@0,0", (4, 2)), ("t", "rank=1@2,0", (4, 2))]
     for rank, (box, array) in ((r, ranks[r].held["t", ""][2][0]) for r in range(2)):
         (out,) = fetch(snapshot, assembled, [Want("t", f"rank={rank}", "uint8", (6, 2), box)])
@@ -194,7 +194,7 @@ def test_shards_whose_replicas_differ_come_back_part_by_part(size):
     agreed = {("t", "", right)}  # was equal when it was hashed: staged in parts by both, or whole by one
     snapshot = take(ranks, agreed)
     assembled = assemble(snapshot.staged, snapshot.read)
-    assert assembled.disagreed == ("t",)
+    assert assembled.differing_tensors == ("t",)
     for rank in ranks:
         boxes = rank.held["t", ""][2]
         wants = [Want("t", rank.coordinate, "uint8", (2 * size,), box) for box, _ in boxes]
@@ -274,7 +274,7 @@ def test_equal_names_of_several_owners_stay_apart():
         rank.held["t", rank.coordinate] = ("uint8", (9,), [(Box((0,), (9,)), random_array(RNG, "uint8", (9,)))])
     snapshot = take(ranks)
     assembled = assemble(snapshot.staged)
-    assert assembled.disagreed == ()
+    assert assembled.differing_tensors == ()
     for rank in ranks:
         (out,) = fetch(snapshot, assembled, [Want("t", rank.coordinate, "uint8", (9,), Box((0,), (9,)))])
         assert (out == rank.held["t", rank.coordinate][2][0][1]).all()
@@ -349,4 +349,4 @@ def test_empty_values_are_a_tensor_without_a_frame():
 def test_values_beyond_a_frame_are_refused():
     staged = take(ranks_of(1)).staged[0]
     with pytest.raises(UsageError, match="hold large data in tensors"):
-        assemble([replace(staged, own=Blob(blob(b"").hash, FRAME_BYTES_MAX + 1))])
+        assemble([replace(staged, own_values=Blob(blob(b"").hash, FRAME_BYTES_MAX + 1))])

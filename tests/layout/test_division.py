@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.layout.division import agree, divide, division_id, owned, undivided, with_holes
+from ckpt.layout.division import divide, division_id, find_agreed, incomplete_tensors, make_owned, whole_share
 from ckpt.layout.layout import Entry, Layout, Part
 from ckpt.layout.staging import small_bytes_for
 from ckpt.types import FRAME_BYTES, ITEMSIZE, Box
@@ -85,8 +85,8 @@ def test_what_is_not_agreed_is_staged_whole_by_each_rank_that_has_it():
     shares = divide([both, both], {("b", "", Box((0,), (10,)))}, FRAME)
     assert all(Part(0, 0, 0, 5000) in share for share in shares)
     assert sum(part.entry == 1 for share in shares for part in share) == 1
-    assert divide([both, both], set(), FRAME) == [undivided(both), undivided(both)]
-    assert all(part.entry != 2 for part in undivided(both))
+    assert divide([both, both], set(), FRAME) == [whole_share(both), whole_share(both)]
+    assert all(part.entry != 2 for part in whole_share(both))
 
 
 def test_a_box_is_divided_among_exactly_those_who_declare_it(seed):
@@ -155,7 +155,7 @@ def holders(each: Layout, shares: list[tuple[Part, ...]]) -> dict[tuple[str, int
 
 def test_a_box_that_two_ranks_declare_as_different_kinds_is_not_divided():
     one, other = layout(entry("a", 5000)), layout(entry("a", 5000, "int8"))
-    assert divide([one, other], keys(one, other), FRAME) == [undivided(one), undivided(other)]
+    assert divide([one, other], keys(one, other), FRAME) == [whole_share(one), whole_share(other)]
 
 
 def test_real_frames_divide_a_model_within_a_frame_of_equal():
@@ -175,7 +175,7 @@ def hashes(*rows: int) -> np.ndarray:
 
 def test_agree_tells_equal_from_different_from_unknown():
     each = layout(*(entry(name, 8) for name in "abcd"))
-    agreed, differing = agree([each] * 3, [hashes(1, 2, 3, 0), hashes(1, 2, 0, 0), hashes(1, 9, 3, 0)])
+    agreed, differing = find_agreed([each] * 3, [hashes(1, 2, 3, 0), hashes(1, 2, 0, 0), hashes(1, 9, 3, 0)])
     assert agreed == {("a", "", Box((0,), (8,)))}
     assert differing == {("b", "")}
 
@@ -183,38 +183,38 @@ def test_agree_tells_equal_from_different_from_unknown():
 def test_agree_finds_a_difference_behind_a_rank_that_did_not_hash():
     each = layout(entry("a", 8))
     for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):
-        agreed, differing = agree([each] * 3, [hashes(row) for row in order])
+        agreed, differing = find_agreed([each] * 3, [hashes(row) for row in order])
         assert (agreed, differing) == (set(), {("a", "")})
 
 
 def test_agree_needs_two_ranks_and_takes_other_kinds_as_different():
     layouts = [layout(entry("a", 8), entry("b", 8), entry("c", 8)), layout(entry("a", 8, "int8"), entry("b", 9))]
-    agreed, differing = agree(layouts, [hashes(1, 2, 3), hashes(1, 2)])
+    agreed, differing = find_agreed(layouts, [hashes(1, 2, 3), hashes(1, 2)])
     assert (agreed, differing) == (set(), {("a", ""), ("b", "")})
 
 
 def test_a_tensor_that_differs_in_one_box_is_agreed_in_none():
     boxes = (Box((0,), (4,)), Box((4,), (4,)))
     each = Layout((Entry("a", "uint8", (8,), boxes),))
-    assert agree([each, each], [hashes(1, 2), hashes(1, 3)]) == (set(), {("a", "")})
+    assert find_agreed([each, each], [hashes(1, 2), hashes(1, 3)]) == (set(), {("a", "")})
 
 
 def test_hashes_may_be_left_out_but_not_be_of_another_number():
     each = layout(entry("a", 8))
-    assert agree([each, each], [np.zeros((0, 2), np.uint64)] * 2) == (set(), set())
+    assert find_agreed([each, each], [np.zeros((0, 2), np.uint64)] * 2) == (set(), set())
     with pytest.raises(UsageError, match="rank 1 declares 1 boxes"):
-        agree([each, each], [hashes(1), hashes(1, 2)])
+        find_agreed([each, each], [hashes(1), hashes(1, 2)])
 
 
 def test_owned_rewrites_the_jobs_tensors_of_these_names_in_place():
     each = layout(entry("a", 8), entry("b", 8), entry("c", 8, owner="rank=1"))
-    assert [e.owner for e in owned(each, {"a", "c"}, "rank=0").entries] == ["rank=0", "", "rank=1"]
-    assert owned(each, set(), "rank=0") == each
+    assert [e.owner for e in make_owned(each, {"a", "c"}, "rank=0").entries] == ["rank=0", "", "rank=1"]
+    assert make_owned(each, set(), "rank=0") == each
 
 
 def test_a_division_is_named_by_all_that_it_was_made_from():
     each = layout(entry("a", 8), entry("b", 8))
-    share = undivided(each)
+    share = whole_share(each)
     base = division_id([each, each], [share, share])
     assert len(base) == 16
     assert base == division_id([layout(*each.entries)] * 2, [tuple(share)] * 2)
@@ -243,8 +243,8 @@ def test_ranks_that_share_a_layout_get_what_equal_layouts_get(seed):
     }
     told = [rows[id(each)].copy() for each in pattern]
     told[3][5] += 1  # the same layout, other bytes
-    agreed, differing = agree(pattern, told)
-    assert (agreed, differing) == agree(copies, told)
+    agreed, differing = find_agreed(pattern, told)
+    assert (agreed, differing) == find_agreed(copies, told)
     assert differing
     shares = divide(pattern, agreed, FRAME)
     assert shares == divide(copies, agreed, FRAME)
@@ -259,10 +259,10 @@ def test_tensors_that_the_ranks_do_not_hold_whole_are_found() -> None:
         return Box((first, 0), (last - first, 4))
 
     whole, top, low, middle = (rows(0, 8),), (rows(0, 4),), (rows(4, 8),), (rows(2, 6),)
-    assert with_holes([rank(a=top, b=whole, c=()), rank(a=low, b=whole, c=whole)]) == []
-    assert with_holes([rank(a=top, b=top, c=()), rank(a=low, b=(rows(5, 8),), c=())]) == ["b", "c"]
-    assert with_holes([rank(a=top), rank(a=whole)]) == [], "stored per rank, as boxes that overlap are"
-    assert with_holes([rank(a=top), rank(a=middle)]) == []
-    assert with_holes([rank(a=top), layout(Entry("a", "int8", (8, 4), ()))]) == [], "of different dtypes"
-    assert with_holes([layout(Entry("a", "uint8", (8, 4), top, "rank=0"))]) == [], "a rank's own"
-    assert with_holes([layout(Entry("a", "uint8", (0, 4), ()), Entry("z", "uint8", (), (Box((), ()),)))]) == []
+    assert incomplete_tensors([rank(a=top, b=whole, c=()), rank(a=low, b=whole, c=whole)]) == []
+    assert incomplete_tensors([rank(a=top, b=top, c=()), rank(a=low, b=(rows(5, 8),), c=())]) == ["b", "c"]
+    assert incomplete_tensors([rank(a=top), rank(a=whole)]) == [], "stored per rank, as boxes that overlap are"
+    assert incomplete_tensors([rank(a=top), rank(a=middle)]) == []
+    assert incomplete_tensors([rank(a=top), layout(Entry("a", "int8", (8, 4), ()))]) == [], "of different dtypes"
+    assert incomplete_tensors([layout(Entry("a", "uint8", (8, 4), top, "rank=0"))]) == [], "a rank's own"
+    assert incomplete_tensors([layout(Entry("a", "uint8", (0, 4), ()), Entry("z", "uint8", (), (Box((), ()),)))]) == []

@@ -12,7 +12,7 @@ from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format.manifest import VALUES
 from ckpt.layout.assemble import assemble
 from ckpt.layout.gather import apply_cuts
-from ckpt.layout.reshard import Cut, Want, cuts, match, per_dimension, whole_run
+from ckpt.layout.reshard import Cut, Want, find_mismatch, plan_cuts, split_dimensions, whole_run
 from ckpt.types import Box
 from tests.layout.jobs import Rank, fetch, random_array, region, take
 from tests.layout.reshard_cases import all_boxes, manifest_of_runs
@@ -40,7 +40,7 @@ def test_every_box_of_a_small_tensor_is_cut_right_for_every_extent_boundary(shap
     for run in range(1, max(array.size, 1) + 1):
         manifest, frames = manifest_of_runs(array, run)
         outs = [np.zeros(box.shape, np.uint16) for box in boxes]
-        plan = cuts(manifest, wants)
+        plan = plan_cuts(manifest, wants)
         for number, frame in enumerate(frames):
             apply_cuts(plan, number, frame, outs)
         for box, out in zip(boxes, outs, strict=True):
@@ -53,11 +53,11 @@ def test_a_frame_of_a_whole_box_is_one_run_and_at_most_two_cuts_per_dimension_le
     for run in range(1, 3**ndim + 1):
         array = array_of(shape)
         manifest, frames = manifest_of_runs(array, run)
-        plan = cuts(manifest, [want(shape)])
-        assert [(cut.frame, cut.at) for cut in plan] == [(n, (n * run,)) for n in range(len(frames))]
+        plan = plan_cuts(manifest, [want(shape)])
+        assert [(cut.frame, cut.box_offset) for cut in plan] == [(n, (n * run,)) for n in range(len(frames))]
         out = np.zeros(shape, np.uint16, order="F")
         for cut in plan:
-            parts = list(per_dimension(cut, shape, 2))
+            parts = list(split_dimensions(cut, shape, 2))
             assert len(parts) <= 2 * ndim - 1
             apply_cuts(parts, cut.frame, frames[cut.frame], [out])
         assert (out == array).all()
@@ -65,7 +65,7 @@ def test_a_frame_of_a_whole_box_is_one_run_and_at_most_two_cuts_per_dimension_le
 
 def test_a_wanted_row_needs_no_frame_that_holds_none_of_it():
     manifest, _ = manifest_of_runs(array_of((10, 4)), 4)
-    assert cuts(manifest, [want((10, 4), Box((3, 0), (2, 4)))]) == [
+    assert plan_cuts(manifest, [want((10, 4), Box((3, 0), (2, 4)))]) == [
         Cut(3, 6, (4,), (1,), 0, (0,)),
         Cut(4, 6, (4,), (1,), 0, (4,)),
     ]
@@ -73,7 +73,7 @@ def test_a_wanted_row_needs_no_frame_that_holds_none_of_it():
 
 def test_a_column_of_rows_is_a_strided_view():
     manifest, _ = manifest_of_runs(array_of((4, 6)), 12)
-    assert cuts(manifest, [want((4, 6), Box((0, 2), (4, 3)))]) == [
+    assert plan_cuts(manifest, [want((4, 6), Box((0, 2), (4, 3)))]) == [
         Cut(0, 6 + 4, (2, 3), (6, 1), 0, (0, 0)),
         Cut(1, 6 + 4, (2, 3), (6, 1), 0, (2, 0)),
     ]
@@ -82,29 +82,29 @@ def test_a_column_of_rows_is_a_strided_view():
 def test_what_is_missing_or_of_another_shape_is_not_cut():
     manifest, _ = manifest_of_runs(array_of((4,)), 4)
     with pytest.raises(StateMismatch, match="no u of shape"):
-        cuts(manifest, [want((4,), name="u")])
+        plan_cuts(manifest, [want((4,), name="u")])
     with pytest.raises(StateMismatch, match=r"no t of shape \(5,\)"):
-        cuts(manifest, [want((5,))])
+        plan_cuts(manifest, [want((5,))])
     with pytest.raises(StateMismatch, match=r"no t \(owned by rank=0\)"):
-        cuts(manifest, [want((4,), owner="rank=0")])
+        plan_cuts(manifest, [want((4,), owner="rank=0")])
     with pytest.raises(StateMismatch, match="is wanted of t, whose shape is"):
-        cuts(manifest, [want((4,), Box((2,), (3,)))])
+        plan_cuts(manifest, [want((4,), Box((2,), (3,)))])
 
 
 def test_a_manifest_that_does_not_hold_what_it_says_is_damaged():
     manifest, frames = manifest_of_runs(array_of((4, 4)), 4)
     with pytest.raises(DamagedData, match="hold 12 of 16 elements of t"):
-        cuts(replace(manifest, extents=manifest.extents[:-1]), [want((4, 4))])
+        plan_cuts(replace(manifest, extents=manifest.extents[:-1]), [want((4, 4))])
     short = manifest.extents[:1].copy()
     short["length"] = 8
     with pytest.raises(DamagedData, match="hold 4 of 16 elements of t"):
-        cuts(replace(manifest, extents=short), [want((4, 4))])
+        plan_cuts(replace(manifest, extents=short), [want((4, 4))])
     odd = manifest.extents.copy()
     odd["start"] += 1
     with pytest.raises(DamagedData, match="cuts an element"):
-        cuts(replace(manifest, extents=odd), [want((4, 4))])
-    plan = cuts(manifest, [want((4, 4))])
-    narrow = cuts(manifest, [want((4, 4), Box((0, 0), (4, 3)))])[0]
+        plan_cuts(replace(manifest, extents=odd), [want((4, 4))])
+    plan = plan_cuts(manifest, [want((4, 4))])
+    narrow = plan_cuts(manifest, [want((4, 4), Box((0, 0), (4, 3)))])[0]
     for bad in (replace(plan[0], offset=12), replace(plan[0], offset=-2), replace(narrow, strides=(1, 1 << 40))):
         with pytest.raises(DamagedData, match="frame 0"):
             apply_cuts([bad], 0, frames[0], [np.zeros((4, 4), np.uint16)])
@@ -126,7 +126,7 @@ def test_every_difference_is_named_once_and_by_kind():
         want((4, 2), name="new"),
         want((4, 2), name="mine", owner="rank=0"),
     ]
-    found = match(manifest, wants)
+    found = find_mismatch(manifest, wants)
     assert (found.missing, found.extra, found.reshaped, found.retyped) == (("new",), ("old",), ("shape",), ("dtype",))
     assert found.lines == (
         "only in the checkpoint: old",
@@ -137,8 +137,8 @@ def test_every_difference_is_named_once_and_by_kind():
     assert str(found) == "; ".join(found.lines)
     assert found
     fitting = [want((4, 2), name=name) for name in ("same", "shape", "dtype", "old")]
-    assert not match(manifest, fitting), "what other ranks own is not extra"
-    assert match(manifest, [*fitting, want((4, 2), name="more", owner="rank=1")]).extra == ("mine",)
+    assert not find_mismatch(manifest, fitting), "what other ranks own is not extra"
+    assert find_mismatch(manifest, [*fitting, want((4, 2), name="more", owner="rank=1")]).extra == ("mine",)
 
 
 def test_a_part_of_a_ranks_own_tensor_is_found_by_its_box():
@@ -152,14 +152,14 @@ def test_a_part_of_a_ranks_own_tensor_is_found_by_its_box():
     assembled = assemble(snapshot.staged)
     for r, rank in enumerate(ranks):
         wants = [want((4, 3), box, owner=rank.coordinate) for box, _ in arrays[r]]
-        assert not match(assembled.manifest, wants)
+        assert not find_mismatch(assembled.manifest, wants)
         for out, (_, array) in zip(fetch(snapshot, assembled, wants), arrays[r], strict=True):
             assert (out == array).all()
-    assert match(assembled.manifest, [want((4, 3), arrays[0][0][0], owner="rank=0")]).extra == ("t",)
+    assert find_mismatch(assembled.manifest, [want((4, 3), arrays[0][0][0], owner="rank=0")]).extra == ("t",)
     other = want((4, 3), Box((0, 0), (2, 3)), owner="rank=0")
-    assert match(assembled.manifest, [other]).reshaped == ("t",)
+    assert find_mismatch(assembled.manifest, [other]).reshaped == ("t",)
     with pytest.raises(StateMismatch):
-        cuts(assembled.manifest, [other])
+        plan_cuts(assembled.manifest, [other])
 
 
 def test_values_are_never_taken_for_a_tensor_of_their_name():
@@ -171,8 +171,8 @@ def test_values_are_never_taken_for_a_tensor_of_their_name():
     assert fetch(snapshot, assembled, [want((2,), name=VALUES)])[0].tolist() == [1, 2]
     rank.held.clear()
     manifest = assemble(take([rank]).staged).manifest
-    assert not match(manifest, [])
-    assert match(manifest, [want((2,), name=VALUES, dtype="uint8")]).missing == (VALUES,)
+    assert not find_mismatch(manifest, [])
+    assert find_mismatch(manifest, [want((2,), name=VALUES, dtype="uint8")]).missing == (VALUES,)
 
 
 @pytest.mark.parametrize("shape", [(), (24,), (5, 7), (2, 3, 4)])
@@ -180,7 +180,7 @@ def test_a_frame_that_lands_in_one_run_is_known_by_where_it_begins(shape):
     array = array_of(shape)
     for run in range(1, array.size + 1):
         manifest, frames = manifest_of_runs(array, run)
-        plan = cuts(manifest, [want(shape)])
+        plan = plan_cuts(manifest, [want(shape)])
         for number, frame in enumerate(frames):
             mine = [replace(cut, offset=cut.offset - 6) for cut in plan if cut.frame == number]
             assert whole_run(mine, 2, len(frame) - 10) == number * run
@@ -190,10 +190,12 @@ def test_a_frame_that_lands_in_one_run_is_known_by_where_it_begins(shape):
 def test_a_frame_that_is_cut_apart_or_goes_to_two_boxes_lands_in_no_one_run():
     manifest, _ = manifest_of_runs(array_of((4, 6)), 24)
     halves = [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]
-    plan = [replace(cut, offset=cut.offset - 6) for cut in cuts(manifest, [want((4, 6), box) for box in halves])]
+    plan = [replace(cut, offset=cut.offset - 6) for cut in plan_cuts(manifest, [want((4, 6), box) for box in halves])]
     assert whole_run(plan, 2, 48) is None
-    narrow = [replace(c, offset=c.offset - 6) for c in cuts(manifest, [want((4, 6), Box((0, 0), (4, 4)))])]
+    narrow = [replace(c, offset=c.offset - 6) for c in plan_cuts(manifest, [want((4, 6), Box((0, 0), (4, 4)))])]
     assert whole_run(narrow, 2, 32) is None
     manifest, _ = manifest_of_runs(array_of((24,)), 6)
-    swapped = [replace(cut, frame=0, offset=24 - 12 * i) for i, cut in enumerate(cuts(manifest, [want((24,))])[:2])]
+    swapped = [
+        replace(cut, frame=0, offset=24 - 12 * i) for i, cut in enumerate(plan_cuts(manifest, [want((24,))])[:2])
+    ]
     assert whole_run(swapped, 2, 24) is None, "the halves change places"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.layout.assemble import Incomplete, assemble
-from ckpt.layout.division import agree, divide, owned
-from ckpt.layout.reshard import Want, match
+from ckpt.layout.division import divide, find_agreed, make_owned
+from ckpt.layout.reshard import Want, find_mismatch
 from tests.layout.jobs import Rank, fetch, random_array, random_ranks, random_state, region, take, wants_of
 
 SEEDS = st.integers(0, 2**32)
@@ -29,13 +29,13 @@ def test_what_n_ranks_staged_comes_back_on_m_ranks_bit_for_bit(seed, world, othe
     rng = random.Random(seed)
     state = random_state(rng, 12)
     ranks = random_ranks(rng, state, world)
-    agreed, differing = agree([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
+    agreed, differing = find_agreed([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
     assert not differing
     snapshot = take(ranks, agreed if divided else None, frame_bytes)
     assembled = assemble(rng.sample(snapshot.staged, world), snapshot.read)
-    assert assembled.disagreed == ()
+    assert assembled.differing_tensors == ()
     wants = wants_of(rng, state, other_world)
-    assert not match(assembled.manifest, wants)
+    assert not find_mismatch(assembled.manifest, wants)
     check(snapshot, assembled, state, wants)
 
 
@@ -45,7 +45,7 @@ def test_dividing_stages_each_byte_of_the_state_once(seed, world):
     rng = random.Random(seed)
     state = random_state(rng, 12)
     ranks = random_ranks(rng, state, world)
-    agreed, _ = agree([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
+    agreed, _ = find_agreed([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
     snapshot = take(ranks, agreed)
     total = sum(int(staged.declaration.staging.segments["length"].sum()) for staged in snapshot.staged)
     assert total == sum(array.nbytes for _, array in state.values())
@@ -57,7 +57,7 @@ def test_without_any_one_part_a_divided_snapshot_is_incomplete(seed, world):
     rng = random.Random(seed)
     state = random_state(rng, 6)
     ranks = random_ranks(rng, state, world)
-    agreed, _ = agree([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
+    agreed, _ = find_agreed([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
     whole = take(ranks, agreed)
     choices = [(r, i) for r, staged in enumerate(whole.staged) for i in range(len(parts_of(ranks, agreed)[r]))]
     if not choices:
@@ -85,20 +85,20 @@ def test_replicas_that_differ_come_back_to_each_rank_as_it_held_them(seed, world
     ranks = random_ranks(rng, state, world)
     spoilt = spoil(rng, ranks)
     layouts = [rank.layout() for rank in ranks]
-    agreed, differing = agree(layouts, [rank.hashes() for rank in ranks])
+    agreed, differing = find_agreed(layouts, [rank.hashes() for rank in ranks])
     assert differing == {(name, "") for name in spoilt}
     if how == "owned":
         for rank in ranks:
-            rewritten = owned(rank.layout(), spoilt, rank.coordinate)
+            rewritten = make_owned(rank.layout(), spoilt, rank.coordinate)
             rank.held = {(entry.name, entry.owner): rank.held[entry.name, ""] for entry in rewritten.entries}
     snapshot = take(ranks, None if how == "unhashed" else agreed)
     assembled = assemble(snapshot.staged, snapshot.read if with_read else None)
     if how == "owned":
-        assert assembled.disagreed == ()
+        assert assembled.differing_tensors == ()
     elif with_read:
-        assert set(assembled.disagreed) == spoilt
+        assert set(assembled.differing_tensors) == spoilt
     else:
-        assert set(assembled.disagreed) >= spoilt
+        assert set(assembled.differing_tensors) >= spoilt
     owners = {(spec.name, spec.owner.partition("@")[0]) for spec in assembled.manifest.tensors}
     for rank in ranks:
         wants, expected = [], []
@@ -106,7 +106,7 @@ def test_replicas_that_differ_come_back_to_each_rank_as_it_held_them(seed, world
             owner = rank.coordinate if (name, rank.coordinate) in owners else ""
             wants += [Want(name, owner, dtype, shape, box) for box, _ in boxes]
             expected += [array for _, array in boxes]
-        assert not match(assembled.manifest, wants).missing
+        assert not find_mismatch(assembled.manifest, wants).missing
         for out, array in zip(fetch(snapshot, assembled, wants), expected, strict=True):
             assert out.tobytes() == np.ascontiguousarray(array).tobytes()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.layout.division import divide, undivided
+from ckpt.layout.division import divide, whole_share
 from ckpt.layout.layout import Entry, Layout, Part
 from ckpt.layout.staging import frame_bytes_for, small_bytes_for, stage
 from ckpt.types import DTYPE_CODE, FRAME_BYTES, FRAME_BYTES_MAX, FRAMES_MAX, ITEMSIZE, SMALL_BYTES, Box
@@ -46,7 +46,7 @@ def random_share(rng: random.Random, layout: Layout) -> tuple[Part, ...]:
 def test_segments_and_frames_keep_what_the_layout_of_an_arena_promises(case, seed):
     rng = random.Random(seed + case)
     layout = random_layout(rng, 30)
-    share = random_share(rng, layout) if case % 2 else undivided(layout)
+    share = random_share(rng, layout) if case % 2 else whole_share(layout)
     staging = stage(layout, share, FRAME)
     frames, segments = staging.frames, staging.segments
     ends = frames["offset"].astype(np.int64) + frames["length"]
@@ -82,7 +82,7 @@ def test_segments_and_frames_keep_what_the_layout_of_an_arena_promises(case, see
 
 def test_frames_of_a_large_box_do_not_depend_on_the_share():
     layout = Layout((entry("a", 10 * FRAME + 100), entry("b", 5)))
-    whole = {(s, n) for e, _, s, n, _, _ in stage(layout, undivided(layout), FRAME).segments.tolist() if e == 0}
+    whole = {(s, n) for e, _, s, n, _, _ in stage(layout, whole_share(layout), FRAME).segments.tolist() if e == 0}
     agreed = {("a", "", layout.entries[0].boxes[0])}
     divided = set()
     for share in divide([layout] * 3, agreed, FRAME):
@@ -92,7 +92,7 @@ def test_frames_of_a_large_box_do_not_depend_on_the_share():
 
 def test_small_tensors_are_packed_by_dtype_in_canonical_order_without_padding():
     layout = Layout((entry("a", 9), entry("b", 100, "float16"), entry("c", 11), entry("d", 3, "float16")))
-    staging = stage(layout, undivided(layout), FRAME)
+    staging = stage(layout, whole_share(layout), FRAME)
     assert staging.segments["entry"].tolist() == [0, 2, 1, 3]
     assert staging.frames.tolist() == [(0, 20, DTYPE_CODE["uint8"]), (64, 206, DTYPE_CODE["float16"])]
     assert staging.segments["offset"].tolist() == [0, 9, 64, 264]
@@ -100,16 +100,16 @@ def test_small_tensors_are_packed_by_dtype_in_canonical_order_without_padding():
 
 def test_a_box_has_frames_of_its_own_from_the_stated_size_on():
     layout = Layout((entry("a", SMALL), entry("b", SMALL - 1), entry("c", 1)))
-    staging = stage(layout, undivided(layout), FRAME)
+    staging = stage(layout, whole_share(layout), FRAME)
     assert staging.frames["length"].tolist() == [SMALL, SMALL]
 
 
 def test_a_packed_frame_ends_before_the_tensor_that_would_overfill_it():
     layout = Layout(tuple(entry(f"t{i}", 200) for i in range(12)))
-    staging = stage(layout, undivided(layout), FRAME)
+    staging = stage(layout, whole_share(layout), FRAME)
     assert staging.frames["length"].tolist() == [1000, 1000, 400]
     layout = Layout(tuple(entry(f"t{i}", 128) for i in range(9)))
-    assert stage(layout, undivided(layout), FRAME).frames["length"].tolist() == [1024, 128]
+    assert stage(layout, whole_share(layout), FRAME).frames["length"].tolist() == [1024, 128]
 
 
 def test_nothing_to_stage_is_no_frame():
@@ -123,7 +123,7 @@ def test_nothing_to_stage_is_no_frame():
 def test_frames_stay_below_the_cap_at_the_size_that_the_total_asks_for(sizes):
     """frame_bytes_for leaves 8 times as many frames as the bytes fill; no mix of sizes needs half of them."""
     layout = Layout(tuple(entry(f"t{i:04d}", sizes[i % len(sizes)]) for i in range(600)))
-    staging = stage(layout, undivided(layout), FRAME)
+    staging = stage(layout, whole_share(layout), FRAME)
     total = int(staging.frames["length"].sum())
     assert len(staging.frames) <= 4 * total / FRAME + 1
 
@@ -143,4 +143,4 @@ def test_frames_grow_with_the_state_up_to_a_stated_end():
 def test_a_frame_size_that_cannot_be_is_refused(frame_bytes):
     layout = Layout((entry("a", 9),))
     with pytest.raises(UsageError, match="multiple of 64"):
-        stage(layout, undivided(layout), frame_bytes)
+        stage(layout, whole_share(layout), frame_bytes)

@@ -185,7 +185,7 @@ class Elastic:
 def step_of(identity: str) -> int:
     from ckpt.types import Identity
 
-    return Identity.parse(identity).tick.step
+    return Identity.parse(identity).version.step
 
 
 def check_memory(came: list[Line], at_least: int) -> None:

@@ -41,7 +41,7 @@ def test_what_a_lost_trainers_node_had_is_committed_by_a_memory_only_node_and_co
     safe = max(safe, first.safe_step())
 
     deadline = time.monotonic() + COMMITTED_S
-    while not any(identity.tick.step >= safe for identity in line(first.url)):
+    while not any(identity.version.step >= safe for identity in line(first.url)):
         assert time.monotonic() < deadline, (tmp_path / "lending.log").read_text()
         time.sleep(0.2)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent.state.job_facts import REJOIN_S
-from ckpt.ipc.addresses import SILENT_S
+from ckpt.ipc.addresses import SILENCE_S_MAX
 from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
 from tests.nodes.lan import Lan
 from tests.nodes.train import losses
@@ -16,7 +16,7 @@ from tests.nodes.train import losses
 pytestmark = ELASTIC
 
 EVERY = 20
-CUT_S = SILENT_S + REJOIN_S + 10.0  # the agents take each other for lost, and the ranks there for away for long
+CUT_S = SILENCE_S_MAX + REJOIN_S + 10.0  # the agents take each other for lost, and the ranks there for away for long
 
 
 @pytest.mark.parametrize("rank", [2, 0])

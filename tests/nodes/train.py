@@ -122,7 +122,7 @@ class Parts:
         self._began_s = time.monotonic()
         self._fill_s = self._copy_s = self._filling_s = self._ask_s = 0.0
         self._lock, self._copying = threading.Lock(), 0
-        fill, call, ask = restore.fill, Filler.__call__, entry._ask
+        fill, call, ask = restore.fill, Filler.__call__, entry._request_decision
 
         def timed_ask(*args: Any) -> entry.StartDecision:
             began_s = time.monotonic()
@@ -151,7 +151,7 @@ class Parts:
                     if not self._copying:
                         self._copy_s += time.monotonic() - self._since_s
 
-        restore.fill, Filler.__call__, entry._ask = timed_fill, timed_call, timed_ask  # type: ignore[method-assign]
+        restore.fill, Filler.__call__, entry._request_decision = timed_fill, timed_call, timed_ask  # type: ignore[method-assign]
 
     def end(self) -> dict[str, float]:
         plan_s = (self._filling_s or time.monotonic()) - self._began_s

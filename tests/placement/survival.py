@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import more_lost
+from ckpt.placement.groups import loss_probability
 
 ENUMERATED_MAX = 20  # units; 2 ** 20 sets
 
@@ -73,7 +73,7 @@ def loss(groups: Sequence[tuple[Sequence[float], int]]) -> float:
     Poisson-binomial; its distribution is the product of (1 - q + q x)."""
     kept = 1.0
     for risks, survives in groups:
-        kept *= 1 - more_lost(risks, survives)
+        kept *= 1 - loss_probability(risks, survives)
     return 1 - kept
 
 

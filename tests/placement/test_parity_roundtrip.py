@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ckpt.format import parity
-from ckpt.format.parity import Row, add, pieces, solve
+from ckpt.format.parity import Row, add_data, pieces, solve_lost
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, place
 
@@ -30,7 +30,7 @@ def protect(states: dict[str, Frames], option: Parity, nodes: list[PlacementNode
                     frames = states[group.members[part.member]]
                     for piece in pieces([len(frame) for frame in frames], part.start, part.stop):
                         data = memoryview(frames[piece.frame])[piece.offset : piece.offset + piece.length]
-                        add(target, piece.at, {place_in_stripe: data}, row, SCRATCH)
+                        add_data(target, piece.stripe_offset, {place_in_stripe: data}, row, SCRATCH)
                 kept[g, s, row] = group.members[holder], target
     return placement, kept
 
@@ -50,8 +50,10 @@ def recovered(states: dict[str, Frames], gone: tuple[str, ...], placement, kept)
             for row, target in left.items():
                 for k, part in enumerate(stripe.parts):
                     if k not in lost:
-                        add(target, 0, {k: whole[group.members[part.member]][part.start : part.stop]}, row, SCRATCH)
-            for k, data in zip(lost, solve(lost, left, SCRATCH), strict=True):
+                        add_data(
+                            target, 0, {k: whole[group.members[part.member]][part.start : part.stop]}, row, SCRATCH
+                        )
+            for k, data in zip(lost, solve_lost(lost, left, SCRATCH), strict=True):
                 part = stripe.parts[k]
                 found[group.members[part.member]][part.start : part.stop] = data[: part.stop - part.start]
     return {name: bytes(data) for name, data in found.items()}
@@ -67,7 +69,7 @@ def test_any_losses_that_the_option_bears_are_made_good_bit_for_bit(option, coun
     }
     nodes = [PlacementNode(name, sum(map(len, frames)), 1 << 30) for name, frames in states.items()]
     states["m"] = []
-    placement, kept = protect(states, option, [*nodes, PlacementNode("m", 0, 1 << 30, trains=False)])
+    placement, kept = protect(states, option, [*nodes, PlacementNode("m", 0, 1 << 30, has_state=False)])
     assert placement.shortfalls == ()
     for gone in itertools.combinations(states, option.parity):
         found = recovered(states, gone, placement, kept)

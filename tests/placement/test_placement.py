@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import PlacementNode, grouped
+from ckpt.placement.groups import PlacementNode, group_nodes
 from ckpt.placement.parity_placement import ParityGroup
 from ckpt.placement.placement import GENERATIONS, Parity, Placement, Replicas, place, place_sparing
-from ckpt.placement.stripes import stripes
+from ckpt.placement.stripes import plan_stripes
 
 PAGE = 4096
 STATE = 60 * PAGE
@@ -29,7 +29,7 @@ def trainer(name: str, *domains: str, nbytes: int = STATE, lend: int = AMPLE, **
 
 
 def memory_only(name: str, *domains: str, lend: int = AMPLE, **more) -> PlacementNode:
-    return PlacementNode(name, 0, lend, domains, trains=False, **more)
+    return PlacementNode(name, 0, lend, domains, has_state=False, **more)
 
 
 def many(count: int, *domains: str) -> list[PlacementNode]:
@@ -38,7 +38,7 @@ def many(count: int, *domains: str) -> list[PlacementNode]:
 
 
 def holders(placement: Placement) -> dict[str, tuple[str, ...]]:
-    return {kept.node: kept.holders for kept in placement.kept}
+    return {kept.node: kept.holders for kept in placement.protected_states}
 
 
 def members(placement: Placement) -> list[tuple[str, ...]]:
@@ -63,7 +63,7 @@ def jobs(draw: st.DrawFn) -> list[PlacementNode]:
                 risk=draw(st.sampled_from((None, 0.0, 0.01, 0.3, 1.0))) if unequal else None,
                 up_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
                 down_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
-                trains=trains,
+                has_state=trains,
             )
         )
     return found
@@ -76,23 +76,23 @@ def is_sound(nodes: list[PlacementNode], placement: Placement, option: Replicas 
     """What holds for every placement."""
     by_id = {node.id: node for node in nodes}
     asked = option.n if isinstance(option, Replicas) else option.parity
-    assert [kept.node for kept in placement.kept] == sorted(node.id for node in nodes if node.trains)
-    assert sorted(itertools.chain(*(group.home for group in placement.groups))) == sorted(by_id)
-    for kept in placement.kept:
+    assert [kept.node for kept in placement.protected_states] == sorted(node.id for node in nodes if node.has_state)
+    assert sorted(itertools.chain(*(group.home_members for group in placement.groups))) == sorted(by_id)
+    for kept in placement.protected_states:
         assert kept.node not in kept.holders
         assert len(set(kept.holders)) == len(kept.holders)
-        assert 0 <= kept.losses <= asked
+        assert 0 <= kept.losses_max <= asked
     for load in placement.loads:
         assert 0 <= load.keeps_all_bytes <= load.lend_bytes == by_id[load.node].lend_bytes
         assert load.keeps_all_bytes == load.keeps_bytes * GENERATIONS
     assert sum(load.sends_bytes for load in placement.loads) == sum(load.receives_bytes for load in placement.loads)
-    assert {s.node: (s.asked, s.got) for s in placement.shortfalls} == {
-        kept.node: (asked, kept.losses) for kept in placement.kept if kept.losses < asked
+    assert {s.node: (s.requested, s.achieved) for s in placement.shortfalls} == {
+        kept.node: (asked, kept.losses_max) for kept in placement.protected_states if kept.losses_max < asked
     }
-    promised = {kept.node: kept.losses for kept in placement.kept}
+    promised = {kept.node: kept.losses_max for kept in placement.protected_states}
     for count in range(min(asked, len(nodes)) + 1):
         for gone in itertools.combinations(by_id, count):
-            assert not {id for id in placement.lost(gone) if promised[id] >= count}
+            assert not {id for id in placement.lost_nodes(gone) if promised[id] >= count}
 
 
 @given(jobs(), options)
@@ -122,9 +122,9 @@ def test_no_copy_is_left_out_or_left_in_its_domain_while_a_node_has_room(nodes, 
     by_id = {node.id: node for node in nodes}
     room = {load.node: by_id[load.node].lend_bytes // GENERATIONS - load.keeps_bytes for load in placement.loads}
     depth = max(len(node.domains) for node in nodes)
-    for kept in placement.kept:
+    for kept in placement.protected_states:
         owner = by_id[kept.node]
-        free = [id for id, left in room.items() if id not in (kept.node, *kept.holders) and left >= owner.bytes]
+        free = [id for id, left in room.items() if id not in (kept.node, *kept.holders) and left >= owner.state_bytes]
         if len(kept.holders) < min(n, len(nodes) - 1):
             assert not free
         for level in range(depth if kept.holders else 0):
@@ -139,9 +139,9 @@ def test_parity_is_left_out_only_where_all_that_is_left_together_cannot_keep_it(
         node.lend_bytes // GENERATIONS - load.keeps_bytes for node, load in zip(nodes, placement.loads, strict=True)
     ]
     for group in placement.groups:
-        sizes = [node.bytes if node.id in group.home else 0 for node in nodes]
+        sizes = [node.state_bytes if node.id in group.home_members else 0 for node in nodes]
         if not group.parity and any(sizes):
-            assert stripes(sizes, rooms, 1) is None
+            assert plan_stripes(sizes, rooms, 1) is None
 
 
 # -- who is put together
@@ -155,7 +155,7 @@ def test_groups_of_equal_sizes_get_no_more_of_a_domain_than_its_share(labels, co
     if not labels:
         return
     nodes = [trainer(f"n{i:02d}", label, f"{label}{rng.randrange(2)}") for i, label in enumerate(labels)]
-    found = grouped(nodes, [len(nodes) // count] * count, 1)
+    found = group_nodes(nodes, [len(nodes) // count] * count, 1)
     by_id = {node.id: node for node in nodes}
     for level in range(2):
         for domain in {node.domain(level) for node in nodes}:
@@ -182,7 +182,7 @@ def test_groups_of_unequal_sizes_share_as_few_domains_as_the_best_of_all_arrange
     for _ in range(3):
         nodes = [trainer(f"n{i}", rng.choice("ab"), rng.choice("xy")) for i in range(sum(sizes))]
         by_id = {node.id: node for node in nodes}
-        found = grouped(nodes, list(sizes), 1)
+        found = group_nodes(nodes, list(sizes), 1)
         assert pairs_alike([[by_id[id] for id in group] for group in found]) == brute_force(nodes, list(sizes))
 
 
@@ -190,21 +190,21 @@ def test_a_copy_lies_in_another_site_and_else_in_another_rack():
     nodes = many(8, "site", "rack{0}")
     nodes = [trainer(node.id, "east" if i < 4 else "west", f"rack{i // 2}") for i, node in enumerate(nodes)]
     by_id = {node.id: node for node in nodes}
-    for kept in place(nodes, Replicas(1)).kept:
+    for kept in place(nodes, Replicas(1)).protected_states:
         assert by_id[kept.node].domains[0] != by_id[kept.holders[0]].domains[0]
     one_site = [trainer(node.id, "east", *node.domains[1:]) for node in nodes]
     by_id = {node.id: node for node in one_site}
     placement = place(one_site, Replicas(1))
-    assert placement.exposed == ()
-    for kept in placement.kept:
+    assert placement.exposed_domains == ()
+    for kept in placement.protected_states:
         assert by_id[kept.node].domains != by_id[kept.holders[0]].domains
 
 
 def test_a_domain_whose_loss_would_lose_state_is_named():
     nodes = [trainer(f"n{i}", "east", f"rack{i // 3}", lend=2 * STATE) for i in range(4)]
     placement = place(nodes, Replicas(1))
-    assert placement.exposed == ("east/rack0",)  # three of four nodes: one of them keeps another's copy
-    assert place([trainer(n.id, *n.domains) for n in nodes], Replicas(1)).exposed == ()
+    assert placement.exposed_domains == ("east/rack0",)  # three of four nodes: one of them keeps another's copy
+    assert place([trainer(n.id, *n.domains) for n in nodes], Replicas(1)).exposed_domains == ()
 
 
 def test_a_copy_is_kept_in_the_stable_market_where_there_is_one():
@@ -213,7 +213,7 @@ def test_a_copy_is_kept_in_the_stable_market_where_there_is_one():
     placement = place(spot + stable, Parity(4, 1))
     assert all(any(id.startswith("stable") for id in group.members) for group in placement.groups)
     pairs = place([*spot[:2], *stable], Replicas(1))
-    assert all(kept.holders[0].startswith("stable") for kept in pairs.kept)
+    assert all(kept.holders[0].startswith("stable") for kept in pairs.protected_states)
 
 
 def by_first_domain(placement: Placement, nodes: list[PlacementNode]) -> set[tuple[str, ...]]:
@@ -279,9 +279,9 @@ def test_of_all_pairings_that_is_made_whose_slowest_transfer_is_the_quickest(cou
 
         def slowest(pairs: list[tuple[str, str]], by_id: dict[str, PlacementNode] = by_id) -> float:
             ways = [(by_id[a], by_id[b]) for pair in pairs for a, b in (pair, pair[::-1])]
-            return max(a.bytes / min(a.up_bytes_s, b.down_bytes_s) for a, b in ways)
+            return max(a.state_bytes / min(a.up_bytes_s, b.down_bytes_s) for a, b in ways)
 
-        made = [(kept.node, kept.holders[0]) for kept in place(nodes, Replicas(1)).kept]
+        made = [(kept.node, kept.holders[0]) for kept in place(nodes, Replicas(1)).protected_states]
         assert slowest(made) == pytest.approx(min(map(slowest, pairings(list(by_id)))))
 
 
@@ -316,7 +316,7 @@ def test_memory_only_nodes_that_lend_enough_keep_everything_and_survive_all_that
     assert len(whole) == (min(stable, n) if enough else 0)
     assert all(len(each) == min(n, len(nodes) - 1) for each in found if enough)
     if enough:
-        assert not placement.lost([node.id for node in nodes if node.trains])
+        assert not placement.lost_nodes([node.id for node in nodes if node.has_state])
     said = [note for note in placement.notes if "no memory-only node keeps all" in note]
     assert len(said) == (not enough and count > 1)
     assert place(nodes, Replicas(n), placement) == placement
@@ -365,7 +365,7 @@ def test_numbers_that_do_not_divide_give_a_ring_of_copies_and_short_groups_of_pa
     placement = place(many(7), Parity(2, 2))
     assert sorted(map(len, members(placement))) == [3, 4]
     assert "a group of 1 + 2 nodes, not 2 + 2" in placement.notes[0]
-    assert {kept.losses for kept in placement.kept} == {2}
+    assert {kept.losses_max for kept in placement.protected_states} == {2}
     assert sorted(map(len, members(place(many(5), Parity(2, 2))))) == [5]  # two cannot protect each other twice
 
 
@@ -379,8 +379,8 @@ def test_groups_are_long_where_short_ones_take_more_memory_than_is_lent():
 def test_two_parities_become_one_before_none():
     nodes = [trainer(f"n{i}", lend=2 * STATE // 2) for i in range(3)]
     placement = place(nodes, Parity(2, 2))
-    assert [(s.asked, s.got) for s in placement.shortfalls] == [(2, 1)] * 3
-    why = placement.shortfalls[0].why
+    assert [(s.requested, s.achieved) for s in placement.shortfalls] == [(2, 1)] * 3
+    why = placement.shortfalls[0].reason
     assert "too little memory" in why
     assert "ckpt.Limits(memory=)" in why, "it may be that, and nobody lends any"
 
@@ -391,21 +391,21 @@ def test_what_is_too_little_for_the_parity_asked_for_is_enough_for_less_of_all_s
     for pages in (20, 30, 40):  # 3 + 1 nodes need 20 each, 2 + 2 need 60
         lent = [trainer(f"n{i:02d}", lend=GENERATIONS * pages * PAGE) for i in range(count)]
         placement = place(lent, Parity(2, 2))
-        assert min(kept.losses for kept in placement.kept) >= 1
+        assert min(kept.losses_max for kept in placement.protected_states) >= 1
         is_sound(lent, placement, Parity(2, 2))
 
 
 @pytest.mark.parametrize("option", [Parity(2, 2), Parity(3, 1)])
 def test_where_groups_are_too_short_for_what_is_lent_they_are_as_long_as_it_takes(option):
     lent = [trainer(f"n{i:02d}", lend=GENERATIONS * 9 * PAGE) for i in range(8)]  # 7 + 1 nodes need 9 pages each
-    assert {kept.losses for kept in place(lent, option).kept} == {1}
+    assert {kept.losses_max for kept in place(lent, option).protected_states} == {1}
 
 
 def test_that_many_nodes_lend_too_little_for_any_parity_is_found_out_at_once():
     """The agent that places it does nothing else meanwhile."""
     began_s = time.process_time()
     lent = [trainer(f"n{i:03d}", nbytes=1000 * PAGE, lend=GENERATIONS * PAGE) for i in range(128)]
-    assert {kept.losses for kept in place(lent, Parity(6, 2)).kept} == {0}
+    assert {kept.losses_max for kept in place(lent, Parity(6, 2)).protected_states} == {0}
     assert time.process_time() - began_s < 5  # one helper after the other takes a minute
 
 
@@ -413,20 +413,20 @@ def test_that_many_nodes_lend_too_little_for_any_parity_is_found_out_at_once():
 def test_that_many_nodes_lend_too_little_for_the_copies_is_found_out_at_once(pages):
     began_s = time.process_time()
     lent = [trainer(f"n{i:03d}", nbytes=100 * PAGE, lend=GENERATIONS * pages * PAGE) for i in range(512)]
-    assert {kept.losses for kept in place(lent, Replicas(2)).kept} == {int(pages >= 100)}
+    assert {kept.losses_max for kept in place(lent, Replicas(2)).protected_states} == {int(pages >= 100)}
     assert time.process_time() - began_s < 5  # looking for each state whom its room would help takes half a minute
 
 
 def test_fewer_nodes_than_were_asked_for_is_said():
     alone = place(many(1), Replicas(1))
-    assert [(s.got, s.why) for s in alone.shortfalls] == [(0, "there is no other node")]
-    assert alone.lost(["n00"]) == {"n00"}
+    assert [(s.achieved, s.reason) for s in alone.shortfalls] == [(0, "there is no other node")]
+    assert alone.lost_nodes(["n00"]) == {"n00"}
     three = place(many(3), Replicas(3))
-    assert [(s.asked, s.got, s.why) for s in three.shortfalls] == [(3, 2, "there are only 3 nodes")] * 3
+    assert [(s.requested, s.achieved, s.reason) for s in three.shortfalls] == [(3, 2, "there are only 3 nodes")] * 3
     two = place(many(2), Parity(2, 2))
-    assert [(s.got, s.why) for s in two.shortfalls] == [(1, "there are only 2 nodes")] * 2
-    assert place(many(1), Parity(2, 1)).shortfalls[0].got == 0
-    assert place([], Replicas(1)).kept == ()
+    assert [(s.achieved, s.reason) for s in two.shortfalls] == [(1, "there are only 2 nodes")] * 2
+    assert place(many(1), Parity(2, 1)).shortfalls[0].achieved == 0
+    assert place([], Replicas(1)).protected_states == ()
 
 
 def test_a_copy_moves_out_of_the_way_of_one_that_fits_nowhere_else():
@@ -442,15 +442,15 @@ def test_no_state_has_one_copy_more_than_there_is_room_for_of_each(count):
     """A state of which there is none makes the copies of the others worth nothing: no checkpoint outlives its node."""
     for asked, room in itertools.combinations_with_replacement(range(1, min(count, 6)), 2):
         lent = [trainer(f"n{i:02d}", lend=GENERATIONS * STATE * room) for i in range(count)]
-        assert {kept.losses for kept in place(lent, Replicas(asked)).kept} == {asked}
+        assert {kept.losses_max for kept in place(lent, Replicas(asked)).protected_states} == {asked}
         lent = [trainer(f"n{i:02d}", lend=GENERATIONS * STATE * asked) for i in range(count)]
-        assert {kept.losses for kept in place(lent, Replicas(room)).kept} == {asked}
+        assert {kept.losses_max for kept in place(lent, Replicas(room)).protected_states} == {asked}
 
 
 def test_a_second_copy_gives_way_to_the_first_one_of_a_larger_state():
     pages = {"a": (2, 4), "b": (1, 1), "c": (4, 3)}  # of state, and of room
     lent = [trainer(name, nbytes=size * PAGE, lend=GENERATIONS * room * PAGE) for name, (size, room) in pages.items()]
-    assert [kept.losses for kept in place(lent, Replicas(2)).kept] == [1, 1, 1]
+    assert [kept.losses_max for kept in place(lent, Replicas(2)).protected_states] == [1, 1, 1]
 
 
 # -- stability
@@ -490,7 +490,7 @@ def test_a_node_that_is_spared_keeps_nothing_wherever_the_others_are_enough(coun
         keeps = {load.node: load.keeps_bytes for load in found.loads}
         assert [keeps[id] == 0 for id in spared] == [count - n > copies for n in range(1, len(spared) + 1)]
         for gone in itertools.combinations(keeps, min(copies, count - 1)):
-            assert not found.lost(gone)
+            assert not found.lost_nodes(gone)
         before = found
     assert holders(place_sparing(nodes, option, [], None)) == holders(place(nodes, option))
 
@@ -506,13 +506,15 @@ def test_sparing_nodes_is_as_sound_and_leaves_no_state_less_safe(nodes, option, 
 
 def is_as_safe(nodes: list[PlacementNode], found: Placement, usual: Placement, spared: Sequence[str]) -> None:
     """Whatever is likely to be lost at once: any few nodes, a domain, the spared ones."""
-    assert all(a.losses >= b.losses for a, b in zip(found.kept, usual.kept, strict=True))
+    assert all(
+        a.losses_max >= b.losses_max for a, b in zip(found.protected_states, usual.protected_states, strict=True)
+    )
     paths = {node.domains[:depth] for node in nodes for depth in range(1, len(node.domains) + 1)}
     for path in paths:
         inside = [node.id for node in nodes if node.domains[: len(path)] == path]
         if len(inside) < len(nodes):  # where nobody is left nothing is
-            assert found.lost(inside) <= usual.lost(inside), path
-    assert found.lost(spared) <= usual.lost(spared)
+            assert found.lost_nodes(inside) <= usual.lost_nodes(inside), path
+    assert found.lost_nodes(spared) <= usual.lost_nodes(spared)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -557,7 +559,9 @@ def test_no_node_is_spared_for_which_the_others_have_no_room() -> None:
     nodes = [trainer(name, lend=GENERATIONS * STATE) for name in "abcd"]
     assert place_sparing(nodes, Replicas(1), ["a"]) == place(nodes, Replicas(1))
     nodes[3] = replace(nodes[3], lend_bytes=2 * GENERATIONS * STATE)
-    assert {kept.node for kept in place_sparing(nodes, Replicas(1), ["a"]).kept if "a" in kept.holders} == set()
+    assert {
+        kept.node for kept in place_sparing(nodes, Replicas(1), ["a"]).protected_states if "a" in kept.holders
+    } == set()
 
 
 def test_a_node_more_or_less_changes_as_many_groups_as_change_size():
@@ -574,7 +578,7 @@ def test_groups_are_made_anew_where_all_can_be_safer():
     nodes = [trainer(id, f"rack{i}") for i, pair in enumerate(pairs) for id in pair]
     after = place(nodes, Replicas(1), flat)
     assert all(set(group) not in pairs for group in members(after))
-    assert after.exposed == ()
+    assert after.exposed_domains == ()
 
 
 def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
@@ -603,14 +607,14 @@ def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
         lambda: PlacementNode("a\0"),
         lambda: PlacementNode("a", -1),
         lambda: PlacementNode("a", 0, -1),
-        lambda: PlacementNode("a", 1, trains=False),
+        lambda: PlacementNode("a", 1, has_state=False),
         lambda: PlacementNode("a", risk=1.5),
         lambda: PlacementNode("a", risk=float("nan")),
         lambda: PlacementNode("a", up_bytes_s=0),
         lambda: PlacementNode("a", down_bytes_s=float("nan")),
         lambda: place([PlacementNode("a"), PlacementNode("a")], Replicas(1)),
         lambda: place([PlacementNode("a")], Replicas(1), generations=0),
-        lambda: grouped([PlacementNode("a")], [2], 1),
+        lambda: group_nodes([PlacementNode("a")], [2], 1),
     ],
 )
 def test_a_wrong_option_or_node_is_refused(make):

@@ -12,7 +12,15 @@ import pytest
 from ckpt.errors import UsageError
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Placement, place
-from ckpt.placement.rebuild import StagedRun, Striped, protected, rebuildable, solvable, stripes_of, windows
+from ckpt.placement.rebuild import (
+    StagedRun,
+    Striped,
+    protected_ranks,
+    rebuildable_ranks,
+    solvable_windows,
+    stripes_of,
+    windows,
+)
 
 OPTIONS = [Parity(1, 1), Parity(3, 1), Parity(2, 2), Parity(4, 2)]
 
@@ -56,8 +64,8 @@ def test_whichever_nodes_are_lost_their_ranks_can_be_made_again_where_the_placem
     for count in range(1, nodes + 1):
         for gone in itertools.combinations(staged, count):
             missing = {rank for name in gone for rank, _ in staged[name]}
-            made = rebuildable(missing, sizes, left(found, gone))
-            lost = {rank for name in placement.lost(gone) for rank, _ in staged[name]}
+            made = rebuildable_ranks(missing, sizes, left(found, gone))
+            lost = {rank for name in placement.lost_nodes(gone) for rank, _ in staged[name]}
             assert made >= missing - lost, (gone, placement)
             if count <= option.parity and count < nodes:
                 assert made == missing
@@ -68,7 +76,10 @@ def test_what_parity_is_said_to_protect_survives_any_loss_wherever_lost_ranks_we
     for _ in range(60):
         option = rng.choice(OPTIONS)
         placement, staged = job(rng, rng.randint(2, 7), option)
-        found, losses = all_stripes(placement, staged), {kept.node: kept.losses for kept in placement.kept}
+        found, losses = (
+            all_stripes(placement, staged),
+            {kept.node: kept.losses_max for kept in placement.protected_states},
+        )
         holders = {rank: [name] for name, ranks in staged.items() for rank, _ in ranks}
         sizes = dict(itertools.chain(*staged.values()))
 
@@ -77,18 +88,20 @@ def test_what_parity_is_said_to_protect_survives_any_loss_wherever_lost_ranks_we
 
         for count in range(1, option.parity + 1):
             whole = {rank for name, ranks in staged.items() for rank, _ in ranks if losses[name] >= count}
-            assert protected(holders, sizes, rows(()), count) >= whole, "nothing is lost: it is as it was placed"
+            assert protected_ranks(holders, sizes, rows(()), count) >= whole, "nothing is lost: it is as it was placed"
             more = {rank: [*names, *rng.sample(sorted(staged), rng.randint(0, 2))] for rank, names in holders.items()}
-            assert protected(more, sizes, rows(()), 1) >= protected(holders, sizes, rows(()), 1), "more is not less"
+            assert protected_ranks(more, sizes, rows(()), 1) >= protected_ranks(holders, sizes, rows(()), 1), (
+                "more is not less"
+            )
         before = tuple(rng.sample(sorted(staged), rng.randint(0, min(option.parity, len(staged) - 1))))
         there = [name for name in staged if name not in before]
         now = {rank: [at for at in names if at in there] or [rng.choice(there)] for rank, names in holders.items()}
         for rank in rng.sample(sorted(now), rng.randint(0, len(now))):  # made again though its node is there
             now[rank] = sorted({*now[rank], rng.choice(there)})
         for gone in itertools.combinations(there, min(option.parity, len(there))):
-            said = protected(now, sizes, rows(before), option.parity)
+            said = protected_ranks(now, sizes, rows(before), option.parity)
             missing = [rank for rank, names in now.items() if set(names) <= set(gone)]
-            again = rebuildable(missing, sizes, left(found, (*before, *gone)))
+            again = rebuildable_ranks(missing, sizes, left(found, (*before, *gone)))
             assert said.intersection(missing) <= again
 
 
@@ -100,7 +113,7 @@ def test_each_byte_lies_in_exactly_one_stripe_and_windows_cut_it_without_gaps(op
         sizes = dict(itertools.chain(*staged.values()))
         seen: dict[int, list[tuple[int, int]]] = {rank: [] for rank in sizes}
         for striped, _ in all_stripes(placement, staged):
-            cut = [part for window in windows(striped, ()) for part in window.cut(5000)]
+            cut = [part for window in windows(striped, ()) for part in window.split(5000)]
             assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])]
             assert cut[-1].stop == striped.length
             for part in cut:
@@ -140,16 +153,16 @@ def test_what_was_not_planned_for_is_refused() -> None:
 def test_a_rank_whose_stripe_nobody_holds_any_more_or_whose_size_nobody_knows_cannot_be_made_again() -> None:
     one = Striped(100, ((StagedRun(0, 0, 100),), (StagedRun(1, 0, 50),)))
     two = Striped(60, ((StagedRun(0, 100, 160),), (StagedRun(2, 0, 60),)))
-    assert rebuildable({0}, {0: 160}, {one: [0], two: [0]}) == {0}
-    assert rebuildable({0}, {0: 160}, {one: [1], two: [0]}) == {0}
-    assert rebuildable({0}, {0: 160}, {one: [0], two: []}) == frozenset()
-    assert rebuildable({0}, {0: 160}, {one: [0]}) == frozenset()
-    assert rebuildable({0}, {0: 161}, {one: [0], two: [0]}) == frozenset()
-    assert rebuildable({0}, {}, {one: [0], two: [0]}) == frozenset()
+    assert rebuildable_ranks({0}, {0: 160}, {one: [0], two: [0]}) == {0}
+    assert rebuildable_ranks({0}, {0: 160}, {one: [1], two: [0]}) == {0}
+    assert rebuildable_ranks({0}, {0: 160}, {one: [0], two: []}) == frozenset()
+    assert rebuildable_ranks({0}, {0: 160}, {one: [0]}) == frozenset()
+    assert rebuildable_ranks({0}, {0: 161}, {one: [0], two: [0]}) == frozenset()
+    assert rebuildable_ranks({0}, {}, {one: [0], two: [0]}) == frozenset()
     # Of two that one parity cannot tell apart, the byte that only one of them has comes back, and so not the whole.
-    assert rebuildable({0, 1}, {0: 160, 1: 50}, {one: [0], two: [0]}) == frozenset()
-    assert [(w.start, w.stop) for w in solvable({0, 1}, {one: [0]})] == [(50, 100)]
-    assert rebuildable({0, 1}, {0: 160, 1: 50}, {one: [0, 1], two: [0]}) == {0, 1}
+    assert rebuildable_ranks({0, 1}, {0: 160, 1: 50}, {one: [0], two: [0]}) == frozenset()
+    assert [(w.start, w.stop) for w in solvable_windows({0, 1}, {one: [0]})] == [(50, 100)]
+    assert rebuildable_ranks({0, 1}, {0: 160, 1: 50}, {one: [0, 1], two: [0]}) == {0, 1}
 
 
 @pytest.mark.parametrize(

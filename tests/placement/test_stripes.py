@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.placement.stripes import CUT_BYTES, Stripe, stripes
+from ckpt.placement.stripes import CUT_BYTES, Stripe, plan_stripes
 
 CUT = CUT_BYTES
 AMPLE = 1 << 40
@@ -39,38 +39,38 @@ def is_sound(found: tuple[Stripe, ...], sizes: list[int], parity: int) -> None:
 @pytest.mark.parametrize(("members", "parity"), [(2, 1), (4, 1), (4, 2), (8, 2), (3, 2), (9, 1)])
 def test_equal_members_keep_parity_over_data_of_a_state_each(members, parity):
     state = (members - parity) * 7 * CUT
-    found = stripes([state] * members, [AMPLE] * members, parity)
+    found = plan_stripes([state] * members, [AMPLE] * members, parity)
     is_sound(found, [state] * members, parity)
     assert keeps(found, members) == [state * parity // (members - parity)] * members
     assert len(found) <= members
 
 
 def test_members_without_data_take_parity_first():
-    found = stripes([30 * CUT] * 3 + [0], [AMPLE] * 4, 1)
+    found = plan_stripes([30 * CUT] * 3 + [0], [AMPLE] * 4, 1)
     assert keeps(found, 4) == [0, 0, 0, 30 * CUT]
-    found = stripes([30 * CUT] * 3 + [0, 0], [AMPLE] * 5, 1)
+    found = plan_stripes([30 * CUT] * 3 + [0, 0], [AMPLE] * 5, 1)
     assert keeps(found, 5) == [0, 0, 0, 15 * CUT, 15 * CUT]
 
 
 def test_a_member_with_little_room_keeps_little_and_the_others_the_rest():
-    found = stripes([30 * CUT] * 4, [AMPLE, AMPLE, AMPLE, CUT], 1)
+    found = plan_stripes([30 * CUT] * 4, [AMPLE, AMPLE, AMPLE, CUT], 1)
     is_sound(found, [30 * CUT] * 4, 1)
     assert keeps(found, 4)[3] <= CUT
 
 
 def test_no_parity_where_the_rooms_do_not_suffice_or_nobody_is_left_to_keep_it():
-    assert stripes([CUT] * 3, [0] * 3, 1) is None
-    assert stripes([CUT], [AMPLE], 1) is None
-    assert stripes([CUT, CUT], [AMPLE] * 2, 2) is None
-    assert stripes([8 * CUT] * 3, [4 * CUT] * 3, 1) is not None
-    assert stripes([8 * CUT] * 3, [4 * CUT, 4 * CUT, 4 * CUT - 1], 1) is None
-    assert stripes([0, 0], [0, 0], 1) == ()
+    assert plan_stripes([CUT] * 3, [0] * 3, 1) is None
+    assert plan_stripes([CUT], [AMPLE], 1) is None
+    assert plan_stripes([CUT, CUT], [AMPLE] * 2, 2) is None
+    assert plan_stripes([8 * CUT] * 3, [4 * CUT] * 3, 1) is not None
+    assert plan_stripes([8 * CUT] * 3, [4 * CUT, 4 * CUT, 4 * CUT - 1], 1) is None
+    assert plan_stripes([0, 0], [0, 0], 1) == ()
 
 
 def test_what_is_no_number_of_bytes_is_refused():
     for sizes, rooms, parity in (([-1], [0], 1), ([1], [], 1), ([1, 1], [1, 1], 3), ([1, 1], [1, 1], 0)):
         with pytest.raises(UsageError):
-            stripes(sizes, rooms, parity)
+            plan_stripes(sizes, rooms, parity)
 
 
 def least_memory(sizes: list[int], rooms: list[int], parity: int) -> int | None:
@@ -87,7 +87,7 @@ def least_memory(sizes: list[int], rooms: list[int], parity: int) -> int | None:
 )
 def test_any_sizes_and_rooms_give_sound_stripes_within_the_rooms_or_none_is_possible(members, parity):
     sizes, rooms = [size for size, _ in members], [room for _, room in members]
-    found = stripes(sizes, rooms, parity)
+    found = plan_stripes(sizes, rooms, parity)
     least = least_memory(sizes, rooms, parity)
     if found is None:
         assert least is None

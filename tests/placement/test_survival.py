@@ -34,7 +34,7 @@ def nodes(count: int, **fields: list) -> list[PlacementNode]:
 
 def enumerated(placement: Placement, lost: int) -> F:
     units = [[load.node] for load in placement.loads]
-    return survival_enumerated(lambda gone: not placement.lost(gone), units, lost)
+    return survival_enumerated(lambda gone: not placement.lost_nodes(gone), units, lost)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_whole_domains_are_paired_and_outlive_any_one_domain_and_two_thirds_of_t
     assert [survives([(0, 2), (1, 4), (3, 6), (5, 7)], k) for k in (1, 2)] == [1, F(1, 3)]  # scattered
     placement = place(nodes(8, domains=[(rack,) for rack in racks]), Replicas(1))
     for lost, probability in ((1, 1), (2, F(2, 3))):
-        assert survival_enumerated(lambda gone: not placement.lost(gone), units, lost) == probability
+        assert survival_enumerated(lambda gone: not placement.lost_nodes(gone), units, lost) == probability
     assert enumerated(placement, 2) == F(6, 7)
-    assert placement.exposed == ()
+    assert placement.exposed_domains == ()
 
 
 def test_the_riskiest_are_paired_with_the_safest():
@@ -97,7 +97,7 @@ def test_the_riskiest_are_paired_with_the_safest():
     assert loss([([0.01, 0.02], 1), ([0.05, 0.10], 1)]) == pytest.approx(0.005199, abs=1e-9)
     placement = place(nodes(4, risk=risks), Replicas(1))
     chances = {f"n{i:02d}": risk for i, risk in enumerate(risks)}
-    assert loss_enumerated(lambda gone: not placement.lost(gone), chances) == pytest.approx(0.001999, abs=1e-9)
+    assert loss_enumerated(lambda gone: not placement.lost_nodes(gone), chances) == pytest.approx(0.001999, abs=1e-9)
 
 
 def test_pairs_that_are_protected_again_in_two_minutes_last_67_hours():

@@ -58,14 +58,14 @@ class Job:
 
     @property
     def known(self) -> Measurements:
-        known = Measurements().ran(self.ran_s, self.nodes)
+        known = Measurements().with_uptime(self.ran_s, self.nodes)
         for _ in range(3):
-            known = known.stalled(self.stall_s).committed(self.commit_s, self.commit_bytes)
-            known = known.replicated(self.replication_s).stepped(10, 10 * self.step_s)
-            known = known.stepped_beside_commit(10, 10 * self.step_s / (1 - self.slowdown))
+            known = known.with_stall(self.stall_s).with_commit(self.commit_s, self.commit_bytes)
+            known = known.with_replication(self.replication_s).with_steps(10, 10 * self.step_s)
+            known = known.with_steps_beside_commit(10, 10 * self.step_s / (1 - self.slowdown))
         for failure in Failure:
             for _ in range(getattr(self, failure.value)):
-                known = known.failed(failure)
+                known = known.with_failure(failure)
         return known
 
     def decide(self, limits: Adaptive, current: Decision | None = None, slots: int = 3) -> Decision:
@@ -128,12 +128,12 @@ def test_before_anything_is_known_it_saves_each_minute_or_as_often_as_a_limit_ha
 def test_each_limit_is_kept_or_named(job, limits):
     found = job.decide(limits)
     kept = {
-        "overhead": found.saving <= limits.overhead * EXACT,
+        "overhead": found.saving_share <= limits.overhead * EXACT,
         "store_mb_s": limits.store_mb_s is None or found.store_mb_s <= limits.store_mb_s * EXACT,
         "at_risk_s": limits.at_risk_s is None or found.at_risk_s <= limits.at_risk_s * EXACT,
         "unsaved_s": job.unsaved_s is None or found.at_risk_s - job.commit_s <= job.unsaved_s * EXACT,
     }
-    assert {name for name, is_kept in kept.items() if not is_kept} == set(found.unmet)
+    assert {name for name, is_kept in kept.items() if not is_kept} == set(found.unmet_limits)
 
 
 @given(LIMITED, LIMITS)
@@ -141,33 +141,34 @@ def test_only_a_limit_that_another_excludes_is_not_kept(job, limits):
     """Traffic always is; at_risk_s but for traffic, for how long a commit takes, and for how seldom there can be a
     snapshot; overhead but for at_risk_s, though 1 may be less than continuous commits of everything take."""
     found = job.decide(limits)
-    assert "store_mb_s" not in found.unmet
-    if "at_risk_s" in found.unmet:
+    assert "store_mb_s" not in found.unmet_limits
+    if "at_risk_s" in found.unmet_limits:
         assert found.store_by in ("commit", "store_mb_s", "snapshot")
         alone = job.with_(unsaved_s=None).decide(Adaptive(overhead=1, at_risk_s=limits.at_risk_s))
-        assert "at_risk_s" in alone.unmet or found.store_by == "store_mb_s"
-    if "unsaved_s" in found.unmet:
+        assert "at_risk_s" in alone.unmet_limits or found.store_by == "store_mb_s"
+    if "unsaved_s" in found.unmet_limits:
         assert found.store_by in ("commit", "store_mb_s", "snapshot")
         alone = job.decide(Adaptive(overhead=1))
-        assert "unsaved_s" in alone.unmet or found.store_by == "store_mb_s"
-    if "overhead" in found.unmet:
+        assert "unsaved_s" in alone.unmet_limits or found.store_by == "store_mb_s"
+    if "overhead" in found.unmet_limits:
         assert (limits.at_risk_s, job.unsaved_s) != (None, None)
-        assert "overhead" not in job.with_(unsaved_s=None).decide(dataclasses.replace(limits, at_risk_s=None)).unmet
+        unlimited = dataclasses.replace(limits, at_risk_s=None)
+        assert "overhead" not in job.with_(unsaved_s=None).decide(unlimited).unmet_limits
 
 
 @given(LIMITED, LIMITS, LIMITS)
 def test_a_new_limit_is_kept_at_once_whatever_was_in_force(job, before, limits):
     current = job.decide(before)
     found, anew = job.decide(limits, current), job.decide(limits)
-    assert set(found.unmet) <= set(anew.unmet)
-    assert found.unmet == anew.unmet or job.unsaved_s is not None, "of that half is aimed at"
+    assert set(found.unmet_limits) <= set(anew.unmet_limits)
+    assert found.unmet_limits == anew.unmet_limits or job.unsaved_s is not None, "of that half is aimed at"
 
 
 def test_what_cannot_be_kept_is_missed_by_as_little_as_can_be():
     job = Job()
     loose = job.decide(Adaptive())
     found = job.decide(Adaptive(at_risk_s=60), loose)
-    assert (found.unmet, found.store_by) == (("at_risk_s",), "commit")
+    assert (found.unmet_limits, found.store_by) == (("at_risk_s",), "commit")
     assert found.store_s == pytest.approx(job.commit_s)
     assert job.decide(Adaptive(at_risk_s=60), found).store_s == found.store_s
 
@@ -181,8 +182,8 @@ def test_a_commit_lands_twice_as_often_as_a_job_would_leave_without_one_or_as_of
 ):
     found = Job(commit_s=commit_s, unsaved_s=600).decide(Adaptive())
     assert found.store_s == pytest.approx(store_s)
-    assert (found.store_by, found.unmet) == (by, unmet)
-    assert decide(Measurements().stalled(0.25), Adaptive(), unsaved_s=100).local_s == 25, (
+    assert (found.store_by, found.unmet_limits) == (by, unmet)
+    assert decide(Measurements().with_stall(0.25), Adaptive(), unsaved_s=100).local_s == 25, (
         "what one takes is not known yet"
     )
 
@@ -190,7 +191,7 @@ def test_a_commit_lands_twice_as_often_as_a_job_would_leave_without_one_or_as_of
 @pytest.mark.parametrize(("step_s", "unmet"), [(0.5, ()), (60.0, ()), (100.0, ("at_risk_s",))])
 def test_at_risk_s_counts_that_a_snapshot_waits_for_the_end_of_a_step_and_comes_at_the_third(step_s, unmet):
     found = Job(commit_s=20, step_s=step_s, job=20).decide(Adaptive(at_risk_s=260))
-    assert found.unmet == unmet
+    assert found.unmet_limits == unmet
     assert found.local_s * EXACT >= STEPS_APART * step_s
     steps = math.ceil(found.store_s / step_s / EXACT)
     assert steps * step_s + 20 <= found.at_risk_s * EXACT
@@ -200,9 +201,9 @@ def test_at_risk_s_counts_that_a_snapshot_waits_for_the_end_of_a_step_and_comes_
 def test_where_memory_has_room_for_one_snapshot_each_is_committed_and_limits_are_kept_as_well(job, limits):
     one, before = job.decide(limits, slots=1), job.decide(limits)
     assert one.snapshots == 1
-    assert ("store_mb_s" in one.unmet, "store_mb_s" in before.unmet) == (False, False)
-    assert "at_risk_s" in before.unmet or "at_risk_s" not in one.unmet
-    assert (limits.at_risk_s, job.unsaved_s) != (None, None) or "overhead" not in one.unmet
+    assert ("store_mb_s" in one.unmet_limits, "store_mb_s" in before.unmet_limits) == (False, False)
+    assert "at_risk_s" in before.unmet_limits or "at_risk_s" not in one.unmet_limits
+    assert (limits.at_risk_s, job.unsaved_s) != (None, None) or "overhead" not in one.unmet_limits
     again = job.decide(limits, before, slots=1)
     assert again.snapshots == 1, "it has to be, at once"
     assert before.snapshots == 1 or again.local_s == one.local_s
@@ -217,8 +218,8 @@ def test_where_memory_has_room_for_one_snapshot_each_is_committed_and_limits_are
 @given(JOBS)
 def test_without_limits_it_is_as_good_as_the_best_whole_numbers(job):
     found = job.decide(Adaptive(overhead=1))
-    by_steps = best(found.measured, job.step_s)
-    ours = overhead_first_order(found.measured, found.local_s, found.snapshots)
+    by_steps = best(found.level_costs, job.step_s)
+    ours = overhead_first_order(found.level_costs, found.local_s, found.snapshots)
     if found.local_by in ("rates", "store"):
         assert ours <= by_steps.overhead * 1.001
 
@@ -267,16 +268,16 @@ def test_nothing_lasts_so_long_without_failures_that_saving_ends():
 def test_before_anything_is_measured_a_snapshot_comes_soon_and_is_committed():
     found = decide(Measurements(), Adaptive())
     assert (found.local_s, found.snapshots, found.local_by, found.store_by) == (60, 1, "start", "start")
-    assert found.unmet == ()
+    assert found.unmet_limits == ()
 
 
 def test_until_a_commit_is_measured_each_snapshot_may_be_one():
-    known = Measurements().stalled(0.25)
+    known = Measurements().with_stall(0.25)
     found = decide(known, Adaptive(), current=decide(Measurements(), Adaptive()))
     assert (found.snapshots, found.local_by, found.store_by) == (1, "rates", "start")
-    assert decide(known.stalled(0.26), Adaptive(), current=found).local_s == found.local_s
-    assert decide(Measurements().stalled(1e4), Adaptive(at_risk_s=100)).local_s == 50
-    assert decide(known.committed(40, 1e9), Adaptive(), current=found).store_by == "rates"
+    assert decide(known.with_stall(0.26), Adaptive(), current=found).local_s == found.local_s
+    assert decide(Measurements().with_stall(1e4), Adaptive(at_risk_s=100)).local_s == 50
+    assert decide(known.with_commit(40, 1e9), Adaptive(), current=found).store_by == "rates"
 
 
 def after_a_first_stall_of(first_s: float, others_s: float, limits: Adaptive) -> Iterator[tuple[float, Decision]]:
@@ -289,7 +290,7 @@ def after_stalls_of(stalls_s: Iterable[float], limits: Adaptive) -> Iterator[tup
     found = decide(known, limits)
     for seconds in stalls_s:
         now_s += found.local_s
-        known = known.ran(found.local_s).stalled(seconds)
+        known = known.with_uptime(found.local_s).with_stall(seconds)
         found = decide(known, limits, current=found)
         yield now_s, found
 
@@ -304,8 +305,8 @@ def test_a_first_stall_that_is_no_measure_of_the_others_puts_the_second_snapshot
 def test_what_a_snapshot_stalls_is_believed_with_the_second():
     """However long that is: the limit of what saving may cost is kept from then on."""
     _, (_, found), *_ = after_a_first_stall_of(100.0, 100.0, Adaptive())
-    assert found.saving <= 0.05
-    assert found.measured.snapshot_stall_s == 100
+    assert found.saving_share <= 0.05
+    assert found.level_costs.snapshot_stall_s == 100
 
 
 @pytest.mark.parametrize("at", range(1, 8))
@@ -332,11 +333,11 @@ def test_the_same_knowledge_asks_for_no_change(job, limits):
 
 
 def test_a_bound_that_did_not_decide_is_no_reason_to_change_however_noisy_it_is():
-    known = Measurements().ran(3600)
+    known = Measurements().with_uptime(3600)
     for seconds in (0.0, 0.0, 1e6):
-        known = known.stalled(1).replicated(seconds).committed(100, 1e9)
+        known = known.with_stall(1).with_replication(seconds).with_commit(100, 1e9)
     for _ in range(500):
-        known = known.failed(Failure.PROCESS)
+        known = known.with_failure(Failure.PROCESS)
     found = decide(known, Adaptive(), 4, True)
     assert (found.local_by, found.store_by) == ("overhead", "overhead")
     assert decide(known, Adaptive(), 4, True, found) == found
@@ -349,13 +350,13 @@ def test_however_wild_what_is_measured_the_same_asks_for_no_change_and_intervals
         return draw.choice((0, 1e-9, 1e-3, 0.5, 1, 30, 1e4, 1e6, 1e9))
 
     for _ in range(2000):
-        known = Measurements().ran(wild(), draw.choice((1, 10**6)))
+        known = Measurements().with_uptime(wild(), draw.choice((1, 10**6)))
         for _ in range(draw.choice((0, 1, 3, 5))):
-            known = known.stalled(wild()).replicated(wild())
-            known = known.committed(wild(), wild()) if draw.random() < 0.7 else known
-            known = known.stepped(1, wild()).stepped_beside_commit(1, wild()) if draw.random() < 0.5 else known
-            known = known.failed(draw.choice(list(Failure)))
-        known = known.foreseen(draw.choice((0, 0.5, 0.999)), draw.choice((1e-9, 0.5, 1)))
+            known = known.with_stall(wild()).with_replication(wild())
+            known = known.with_commit(wild(), wild()) if draw.random() < 0.7 else known
+            known = known.with_steps(1, wild()).with_steps_beside_commit(1, wild()) if draw.random() < 0.5 else known
+            known = known.with_failure(draw.choice(list(Failure)))
+        known = known.with_predictor(draw.choice((0, 0.5, 0.999)), draw.choice((1e-9, 0.5, 1)))
         beyond = (None, LEAST, 1, MOST)
         limits = Adaptive(draw.choice((LEAST, 0.05, 1)), draw.choice(beyond), draw.choice((*beyond, 1e-6, 100)))
         unsaved_s = draw.choice((None, *beyond))
@@ -381,8 +382,9 @@ def test_noise_in_what_is_measured_changes_nothing_for_long(limits):
 
     known, current, changed = Job().known, None, []
     for i in range(1000):
-        known = known.stalled(about(0.25)).committed(about(41), 12e9 * rng.uniform(0.9, 1.1)).stepped(10, about(5))
-        known = known.stepped_beside_commit(10, about(5.15))
+        known = known.with_stall(about(0.25)).with_commit(about(41), 12e9 * rng.uniform(0.9, 1.1))
+        known = known.with_steps(10, about(5))
+        known = known.with_steps_beside_commit(10, about(5.15))
         found = decide(known, limits, current=current)
         if current is not None and (found.local_s, found.snapshots) != (current.local_s, current.snapshots):
             changed.append(i)
@@ -432,9 +434,9 @@ def test_intervals_do_not_go_to_and_fro_where_costs_vary_by_two_fifths(job, limi
         known, current = dataclasses.replace(job.known, **dict.fromkeys(COSTS, RobustMean())), None
         seen = Turns()
         for i in range(300):
-            known = known.stalled(about(job.stall_s)).committed(about(job.commit_s), about(job.commit_bytes))
-            known = known.stepped(10, about(10 * job.step_s, 0.1)).ran(600)
-            known = known.stepped_beside_commit(10, about(10 * job.step_s / (1 - job.slowdown), 0.1))
+            known = known.with_stall(about(job.stall_s)).with_commit(about(job.commit_s), about(job.commit_bytes))
+            known = known.with_steps(10, about(10 * job.step_s, 0.1)).with_uptime(600)
+            known = known.with_steps_beside_commit(10, about(10 * job.step_s / (1 - job.slowdown), 0.1))
             before, current = current, decide(known, limits, current=current)
             if i >= 16 and before is not None:  # little is known until then
                 seen.look(before, current)
@@ -455,13 +457,17 @@ def turns_of(job: Job, mtbf_s: dict[Failure, float], limits: Adaptive, commits: 
     for i in range(commits):
         gone_s = max(1.0, current.store_s if current is not None else 60.0)
         now_s += gone_s
-        known = known.ran(gone_s, job.nodes).stalled(about(job.stall_s)).replicated(about(job.replication_s))
-        known = known.committed(about(job.commit_s), about(job.commit_bytes, 0.1))
-        known = known.stepped(10, about(10 * job.step_s, 0.1))
-        known = known.stepped_beside_commit(10, about(10 * job.step_s / (1 - job.slowdown), 0.1))
+        known = (
+            known.with_uptime(gone_s, job.nodes)
+            .with_stall(about(job.stall_s))
+            .with_replication(about(job.replication_s))
+        )
+        known = known.with_commit(about(job.commit_s), about(job.commit_bytes, 0.1))
+        known = known.with_steps(10, about(10 * job.step_s, 0.1))
+        known = known.with_steps_beside_commit(10, about(10 * job.step_s / (1 - job.slowdown), 0.1))
         for failure, mean_s in mtbf_s.items():
             if fails_s[failure] <= now_s:
-                known = known.failed(failure)
+                known = known.with_failure(failure)
                 fails_s[failure] = now_s + rng.expovariate(1 / mean_s)
         before, current = current, decide(known, limits, job.nodes, job.peers, current)
         if i >= 50 and before is not None:
@@ -515,10 +521,10 @@ def test_a_state_that_grows_is_followed_where_limits_contradict_each_other():
     for times in (1, 3):
         for _ in range(20):
             commit_s = 70 * times * math.exp(rng.gauss(0, 0.2))
-            known = known.stalled(times).committed(commit_s, 1e9 * times).stepped(10, 20)
-            known = known.stepped_beside_commit(10, 20 / 0.85)
+            known = known.with_stall(times).with_commit(commit_s, 1e9 * times).with_steps(10, 20)
+            known = known.with_steps_beside_commit(10, 20 / 0.85)
             current = decide(known, limits, current=current)
-        assert current.unmet == ("overhead",)
+        assert current.unmet_limits == ("overhead",)
         assert current.store_s == pytest.approx(decide(known, limits).store_s, rel=0.15)
 
 
@@ -526,11 +532,11 @@ def test_an_interval_comes_back_when_failures_that_came_in_a_row_are_long_ago():
     known = Job(process=0, ran_s=DAY_S).known
     current = first = decide(known, Adaptive(overhead=1))
     for _ in range(4):
-        known = known.ran(100).failed(Failure.PROCESS)
+        known = known.with_uptime(100).with_failure(Failure.PROCESS)
         current = decide(known, Adaptive(overhead=1), current=current)
     assert current.local_s < first.local_s / 4, "they are taken for a rate of their own"
     for _ in range(24 * 60):
-        known = known.ran(3600)
+        known = known.with_uptime(3600)
         current = decide(known, Adaptive(overhead=1), current=current)
     assert current.local_s > decide(known, Adaptive(overhead=1)).local_s / 4
 
@@ -551,8 +557,8 @@ def test_an_interval_that_is_as_long_as_something_takes_does_not_follow_each_mea
         def about(value: float) -> float:
             return times * value * math.exp(rng.gauss(0, spread))
 
-        known = known.stalled(job.stall_s).committed(about(job.commit_s), 1e9)
-        return known.stepped(10, about(10 * job.step_s)).replicated(about(job.replication_s))
+        known = known.with_stall(job.stall_s).with_commit(about(job.commit_s), 1e9)
+        return known.with_steps(10, about(10 * job.step_s)).with_replication(about(job.replication_s))
 
     known, limits = job.known, Adaptive(overhead=1)
     current, changes = job.decide(limits), 0
@@ -596,12 +602,12 @@ def test_whatever_decides_an_interval_does_not_turn_it_round_in_a_thousand_looks
 
         known, current, seen = Measurements(), None, Turns()
         for i in range(1300):
-            known = known.ran(60 if current is None else current.local_s, 4).stalled(about(job.stall_s))
-            known = known.replicated(about(job.replication_s)).stepped(5, about(5 * job.step_s))
+            known = known.with_uptime(60 if current is None else current.local_s, 4).with_stall(about(job.stall_s))
+            known = known.with_replication(about(job.replication_s)).with_steps(5, about(5 * job.step_s))
             if current is None or i % current.snapshots == 0:
-                known = known.committed(about(job.commit_s), about(job.commit_bytes))
-                known = known.stepped_beside_commit(5, about(5 * job.step_s / (1 - job.slowdown)))
-            known = known.failed(fails) if i % 37 == 5 else known
+                known = known.with_commit(about(job.commit_s), about(job.commit_bytes))
+                known = known.with_steps_beside_commit(5, about(5 * job.step_s / (1 - job.slowdown)))
+            known = known.with_failure(fails) if i % 37 == 5 else known
             before, current = current, decide(known, limits, 4, job.peers, current)
             if i >= 300 and before is not None:
                 seen.look(before, current)
@@ -612,7 +618,7 @@ def test_a_state_that_grows_is_followed():
     known = Job().known
     current = decide(known, Adaptive())
     for _ in range(16):
-        known = known.stalled(4.0).committed(656, 192e9)
+        known = known.with_stall(4.0).with_commit(656, 192e9)
         current = decide(known, Adaptive(), current=current)
     fresh = decide(known, Adaptive())
     assert current.local_s == pytest.approx(fresh.local_s, rel=0.25)
@@ -625,9 +631,9 @@ def test_a_limit_is_kept_while_a_state_grows_and_left_again_when_it_has_shrunk(l
     current = first = decide(known, limits)
     for commit_s, count in ((123, 16), (41, 64)):
         for _ in range(count):
-            known = known.stalled(commit_s / 164).committed(commit_s, 3e8 * commit_s)
+            known = known.with_stall(commit_s / 164).with_commit(commit_s, 3e8 * commit_s)
             current = decide(known, limits, current=current)
-            assert not current.unmet
+            assert not current.unmet_limits
     assert current.store_s == pytest.approx(first.store_s, rel=0.3)
 
 
@@ -692,46 +698,46 @@ def test_each_term_that_can_decide_is_said(job, limits, says):
 # -- predictions
 
 
-def foreseeing(recall: float, precision: float) -> Measurements:
+def alarms(recall: float, precision: float) -> Measurements:
     """No commit is measured yet, so that the snapshots' interval is by itself."""
     known = Measurements()
     for _ in range(8):
-        known = known.stalled(1.0)
-    return known.ran(7 * DAY_S).foreseen(recall, precision)
+        known = known.with_stall(1.0)
+    return known.with_uptime(7 * DAY_S).with_predictor(recall, precision)
 
 
 def test_proven_predictions_lengthen_the_snapshots_interval_as_the_formula_has_it():
-    without, with_ = foreseeing(0.0, 1.0), foreseeing(0.7, 0.6)
+    without, with_ = alarms(0.0, 1.0), alarms(0.7, 0.6)
     before, after = (decide(known, Adaptive()) for known in (without, with_))
-    m = without.measured(1, False)
+    m = without.level_costs(1, False)
     wanted = with_predictions(1.0, 1 / m.memory_rate, 0, 1.0, 0.7, 0.6).interval_s
     assert (before.local_by, after.local_by) == ("rates", "predictions")
     assert wanted > 1.7 * before.local_s
     assert after.local_s == pytest.approx(wanted)
-    before, after = (decide(known.committed(60.0, 1e9), Adaptive()) for known in (without, with_))
+    before, after = (decide(known.with_commit(60.0, 1e9), Adaptive()) for known in (without, with_))
     assert after.local_s > 1.5 * before.local_s
     assert after.store_s == pytest.approx(before.store_s, rel=0.3), "the store's failures are not predicted"
     assert "beside what is predicted" in after.explain()
 
 
 def test_intervals_follow_at_once_where_no_source_is_proven_any_more():
-    known = Measurements().committed(60.0, 1e9)
+    known = Measurements().with_commit(60.0, 1e9)
     for _ in range(30):
-        known = known.stalled(1.0).committed(60.0, 1e9).ran(7200).failed(Failure.PROCESS)
+        known = known.with_stall(1.0).with_commit(60.0, 1e9).with_uptime(7200).with_failure(Failure.PROCESS)
     before = decide(known, Adaptive())
-    foreseen = decide(known.foreseen(0.7, 0.9), Adaptive(), current=before)
+    foreseen = decide(known.with_predictor(0.7, 0.9), Adaptive(), current=before)
     assert foreseen.local_s > 1.3 * before.local_s
     assert decide(known, Adaptive(), current=foreseen).local_s == pytest.approx(before.local_s, rel=0.15)
 
 
 def test_no_recall_and_no_use_change_nothing():
-    base = decide(foreseeing(0.0, 1.0), Adaptive())
-    assert decide(foreseeing(0.0, 1e-6), Adaptive()) == base
-    useless = decide(foreseeing(0.3, 1e-4), Adaptive())  # acting on it costs more than it saves
+    base = decide(alarms(0.0, 1.0), Adaptive())
+    assert decide(alarms(0.0, 1e-6), Adaptive()) == base
+    useless = decide(alarms(0.3, 1e-4), Adaptive())  # acting on it costs more than it saves
     assert (useless.local_s, useless.local_by) == (base.local_s, base.local_by)
 
 
 @pytest.mark.parametrize(("recall", "precision"), [(1.0, 1.0), (-0.1, 1.0), (0.5, 0.0), (0.5, 1.1), (math.nan, 1.0)])
 def test_a_recall_or_precision_that_cannot_be_is_refused(recall, precision):
     with pytest.raises(UsageError):
-        Measurements().foreseen(recall, precision)
+        Measurements().with_predictor(recall, precision)

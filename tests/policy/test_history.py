@@ -20,8 +20,8 @@ EVENTS = st.lists(
 def known_of(events: list[tuple[float, int, Failure | None]], known: Measurements | None = None) -> Measurements:
     known = known or Measurements()
     for seconds, nodes, failure in events:
-        known = known.ran(seconds, nodes)
-        known = known if failure is None else known.failed(failure)
+        known = known.with_uptime(seconds, nodes)
+        known = known if failure is None else known.with_failure(failure)
     return known
 
 
@@ -33,9 +33,9 @@ def test_rates_come_back_as_they_were(events):
     known = known_of(events)
     value = json.loads(json.dumps(remember(known)))
     found = recall(value)
-    assert found.refused == ""
-    assert found.known == known
-    assert remember(found.known) == remember(known)
+    assert found.refusal == ""
+    assert found.measurements == known
+    assert remember(found.measurements) == remember(known)
 
 
 def test_it_is_small_and_flat_and_only_numbers():
@@ -46,20 +46,20 @@ def test_it_is_small_and_flat_and_only_numbers():
 
 
 def test_costs_are_not_in_it():
-    known = SOME.stalled(3.0).committed(5.0, 1e9)
+    known = SOME.with_stall(3.0).with_commit(5.0, 1e9)
     assert remember(known) == remember(SOME)
 
 
 def test_what_goes_beyond_the_largest_number_is_cut_off_and_still_read():
-    value = remember(Measurements().ran(1e11, 100).failed(Failure.NODE).ran(1e13))
-    assert recall(value).refused == ""
+    value = remember(Measurements().with_uptime(1e11, 100).with_failure(Failure.NODE).with_uptime(1e13))
+    assert recall(value).refusal == ""
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", b"x", [], [("version", 1)], {}, {1: 2}, {"version": 1}, object()])
 def test_what_is_something_else_is_not_used(value):
     found = recall(value)
-    assert found.known == Measurements()
-    assert found.refused.startswith("what earlier runs learnt of failures is not used: ")
+    assert found.measurements == Measurements()
+    assert found.refusal.startswith("what earlier runs learnt of failures is not used: ")
 
 
 BAD = [True, None, "1", [], {}, math.nan, math.inf, -1, -1e-300, 1.1e12, 10**400, b"1"]
@@ -69,8 +69,8 @@ BAD = [True, None, "1", [], {}, math.nan, math.inf, -1, -1e-300, 1.1e12, 10**400
 def test_a_number_that_is_none_is_refused_by_name(bad):
     for name in remember(SOME):
         found = recall({**remember(SOME), name: bad})
-        assert found.known == Measurements()
-        assert name in found.refused
+        assert found.measurements == Measurements()
+        assert name in found.refusal
 
 
 def test_what_is_missing_or_unknown_is_refused_by_name():
@@ -80,14 +80,14 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
             continue
         less = {each: number for each, number in whole.items() if each != name}
         if name.endswith("gap.15"):  # fewer are allowed
-            assert recall(less).refused == ""
+            assert recall(less).refusal == ""
         else:
-            assert recall(less).refused
+            assert recall(less).refusal
     few = remember(Measurements())
-    assert "'else' is no name" in recall({**few, "else": 0}).refused
-    assert "more than 93" in recall({**whole, "else": 0}).refused
-    assert "gap.3" in recall({**few, "job.gap.3": 1.0}).refused
-    assert len(recall({**few, "x" * 10**6: 1.0}).refused) < 300
+    assert "'else' is no name" in recall({**few, "else": 0}).refusal
+    assert "more than 93" in recall({**whole, "else": 0}).refusal
+    assert "gap.3" in recall({**few, "job.gap.3": 1.0}).refusal
+    assert len(recall({**few, "x" * 10**6: 1.0}).refusal) < 300
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
     ],
 )
 def test_a_number_that_cannot_be_is_refused(name, number):
-    assert name in recall({**remember(SOME), name: number}).refused
+    assert name in recall({**remember(SOME), name: number}).refusal
 
 
 NUMBERS = st.one_of(st.floats(0, 1e12), st.sampled_from([0.0, 1.0, 1e-300, 16.0, 1e12]))
@@ -113,12 +113,12 @@ NUMBERS = st.one_of(st.floats(0, 1e12), st.sampled_from([0.0, 1.0, 1e-300, 16.0,
 def test_whatever_is_accepted_gives_intervals_within_the_limits(changes):
     value = {**remember(SOME), **changes, "version": 1}
     before = copy.deepcopy(value)
-    known = recall(value).known.stalled(0.2).committed(30.0, 1e9).ran(3600.0)
+    known = recall(value).measurements.with_stall(0.2).with_commit(30.0, 1e9).with_uptime(3600.0)
     found = decide(known, Adaptive(at_risk_s=1e4))
-    assert found.saving <= 0.05
+    assert found.saving_share <= 0.05
     assert 1 <= found.local_s <= 3600
     assert found.at_risk_s <= 1e4
-    assert decide(known.failed(Failure.JOB), Adaptive(), current=found).explain()
+    assert decide(known.with_failure(Failure.JOB), Adaptive(), current=found).explain()
     assert value == before
 
 
@@ -130,23 +130,23 @@ def test_sources_of_predictions_come_back_as_they_were_given():
     value = json.loads(json.dumps(remember(SOME, sources)))
     assert value["version"] == 2
     found = recall(value)
-    assert (found.refused, found.known, found.sources) == ("", SOME, sources)
+    assert (found.refusal, found.measurements, found.sources) == ("", SOME, sources)
 
 
 def test_without_sources_it_is_what_the_first_version_reads():
     assert remember(SOME, {}) == remember(SOME)
     assert remember(SOME)["version"] == 1
     assert recall(remember(SOME)).sources == {}
-    assert "source.memory.true" in recall({**remember(Measurements()), "source.memory.true": 1.0}).refused
+    assert "source.memory.true" in recall({**remember(Measurements()), "source.memory.true": 1.0}).refusal
 
 
 def test_sources_are_few_and_their_names_plain():
     value = remember(SOME, {"memory": SCORE})
     for name in ("source.memory", "source.Memory.true", "source..true", f"source.{'a' * 21}.true", "source.a.b c"):
-        assert recall({**value, name: 1.0}).refused
+        assert recall({**value, name: 1.0}).refusal
     many = {f"source.{chr(97 + i)}.true": 1.0 for i in range(16)}
-    assert "more than 16 sources" in recall({**value, **many}).refused
-    assert "more than 23 numbers" in recall({**value, **{f"source.memory.x{i}": 1.0 for i in range(21)}}).refused
+    assert "more than 16 sources" in recall({**value, **many}).refusal
+    assert "more than 23 numbers" in recall({**value, **{f"source.memory.x{i}": 1.0 for i in range(21)}}).refusal
 
 
 @given(EVENTS, EVENTS, EVENTS)
@@ -172,11 +172,14 @@ def test_who_went_on_from_what_another_wrote_is_not_set_back_by_it(before, after
     assert merged(base, later) == merged(later, base)
     for each in Failure:
         found = merged(later, base).rate_of(each)
-        assert (found.ever_s, found.seen) == (later.rate_of(each).ever_s, later.rate_of(each).seen)
+        assert (found.total_exposure_s, found.failure_count) == (
+            later.rate_of(each).total_exposure_s,
+            later.rate_of(each).failure_count,
+        )
 
 
 def test_merging_keeps_the_costs_of_the_first():
-    mine = Measurements().stalled(1.0)
-    found = merged(mine, SOME.stalled(9.0))
+    mine = Measurements().with_stall(1.0)
+    found = merged(mine, SOME.with_stall(9.0))
     assert found.stall == mine.stall
     assert found.job == SOME.job

@@ -19,7 +19,7 @@ POSTERIORS = st.builds(GammaRate, st.floats(0.05, 100), SECONDS, COUNTS, SECONDS
 
 
 def test_the_tabulated_posterior_comes_out():
-    rate = GammaRate(2, 8 * HOUR).observed(failures=5, exposure_s=10 * HOUR)
+    rate = GammaRate(2, 8 * HOUR).with_observations(failures=5, exposure_s=10 * HOUR)
     assert rate.mean * HOUR == pytest.approx(0.38889, abs=6e-6)
     assert rate.mtbf_s / HOUR == pytest.approx(2.5714, abs=6e-5)
     assert rate.survival(HOUR) == pytest.approx(0.684908, abs=6e-7)
@@ -67,11 +67,14 @@ def test_quantiles_grow_and_shrink_with_exposure(rate, p, q):
 
 @given(POSTERIORS, COUNTS, SECONDS, COUNTS, SECONDS)
 def test_what_is_learnt_adds_up_in_any_order(rate, n1, t1, n2, t2):
-    forth, back = rate.observed(n1, t1).observed(n2, t2), rate.observed(n2, t2).observed(n1, t1)
+    forth, back = (
+        rate.with_observations(n1, t1).with_observations(n2, t2),
+        rate.with_observations(n2, t2).with_observations(n1, t1),
+    )
     assert (forth.shape, forth.total_s) == pytest.approx((back.shape, back.total_s))
-    assert rate.observed(0, t1).mean < rate.mean
-    assert rate.observed(n1 + 1, 0).mean > rate.mean
-    assert rate.observed(0, 0) == rate
+    assert rate.with_observations(0, t1).mean < rate.mean
+    assert rate.with_observations(n1 + 1, 0).mean > rate.mean
+    assert rate.with_observations(0, 0) == rate
 
 
 @given(POSTERIORS, st.floats(0, 1))
@@ -105,8 +108,8 @@ def test_a_rate_is_refused_outside_its_domain(bad):
         lambda: GammaRate(1, 0),
         lambda: GammaRate(1, 1, failures=bad),
         lambda: GammaRate(1, 1, exposure_s=bad),
-        lambda: rate.observed(bad, 1),
-        lambda: rate.observed(1, bad),
+        lambda: rate.with_observations(bad, 1),
+        lambda: rate.with_observations(1, bad),
         lambda: rate.discounted(bad),
         lambda: rate.survival(bad),
         lambda: rate.quantile(bad),
@@ -133,12 +136,12 @@ ESTIMATES = st.fixed_dictionaries(
 @given(SECONDS, SECONDS, ESTIMATES)
 def test_no_estimates_ask_for_a_change_and_for_one_back(current, proposed, estimates):
     there, back = reconsider(current, proposed, **estimates), reconsider(proposed, current, **estimates)
-    assert not (there.changed and back.changed)
+    assert not (there.is_changed and back.is_changed)
     assert there.gain == pytest.approx(-back.gain, rel=1e-9, abs=1e-300)
     assert there.noise == pytest.approx(back.noise, rel=1e-9)
-    assert there.interval_s == (proposed if there.changed else current)
-    assert there.changed == (there.gain > there.noise)
-    assert not reconsider(current, current, **estimates).changed
+    assert there.interval_s == (proposed if there.is_changed else current)
+    assert there.is_changed == (there.gain > there.noise)
+    assert not reconsider(current, current, **estimates).is_changed
 
 
 @given(SECONDS, SECONDS, ESTIMATES)
@@ -148,7 +151,7 @@ def test_the_gain_is_the_difference_of_the_two_overheads(current, proposed, esti
     found = reconsider(current, proposed, **estimates)
     assert found.gain == pytest.approx(before - after, rel=1e-6, abs=1e-9 * before)
     exact = reconsider(current, proposed, c, rate)
-    assert (exact.noise, exact.changed) == (0, exact.gain > 0)
+    assert (exact.noise, exact.is_changed) == (0, exact.gain > 0)
 
 
 def test_the_noise_is_the_deviation_of_the_gain():
@@ -167,7 +170,7 @@ def test_to_youngs_interval_one_goes_where_it_differs_by_more_than_the_failures_
     apart = abs(current - proposed) / current
     assume(abs(apart * math.sqrt(n) - 1) > 1e-6)
     found = reconsider(current, proposed, stall, rate, rate_error=rate / math.sqrt(n))
-    assert found.changed == (apart > 1 / math.sqrt(n))
+    assert found.is_changed == (apart > 1 / math.sqrt(n))
 
 
 @pytest.mark.parametrize("wrong_by", [0.25, 1.0, 4.0])
@@ -183,10 +186,10 @@ def test_a_constant_rate_is_learnt_without_oscillating(wrong_by):
         for failure, up in enumerate(rng.exponential(1 / rate, 60).tolist()):
             cost = (stall / interval + rate * interval / 2) / best
             (early if failure < 20 else late).append(cost)
-            known = known.observed(1, up)
+            known = known.with_observations(1, up)
             found = reconsider(interval, young(stall, known.mtbf_s), stall, known.mean, 0, known.deviation)
             interval = found.interval_s
-            changed += [failure] * found.changed
+            changed += [failure] * found.is_changed
         changes.append(sum(each >= 20 for each in changed))
     assert np.mean(late) < 1.02
     assert np.mean(early) < 1.15

@@ -27,7 +27,7 @@ def log_loss(probabilities: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_it_begins_at_the_base_rate() -> None:
-    hazard = Hazard.base(0.01, features=3)
+    hazard = Hazard.from_base_rate(0.01, features=3)
     assert hazard.probability(np.array([5.0, -5.0, 100.0])) == pytest.approx(0.01)
 
 

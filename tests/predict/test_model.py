@@ -109,7 +109,7 @@ def test_it_answers_once_its_window_is_full_and_one_window_as_many() -> None:
     trained = made()
     reader, rng = PredictorReader(trained), random.Random(1)
     readings = [{"memory.used": rng.random(), "io.some": rng.random(), "other": 1.0} for _ in range(12)]
-    found = [reader.observed(each) for each in readings]
+    found = [reader.add_reading(each) for each in readings]
     assert found[:7] == [None] * 7
     rows = trained.rows(readings)
     windows = np.stack([rows[i : i + 8] for i in range(5)])
@@ -125,4 +125,4 @@ def test_a_signal_that_is_missing_or_wild_counts_as_usual_or_as_much_as_can_be()
 
 
 def test_a_constant_one_says_what_it_was_made_to() -> None:
-    assert PredictorReader(certain(0.9)).observed({}) == pytest.approx(0.9)
+    assert PredictorReader(certain(0.9)).add_reading({}) == pytest.approx(0.9)

@@ -15,7 +15,7 @@ from ckpt.predict.watching import SOURCES
 def watched(*nodes: str, sources: tuple[str, ...] = ("memory", "io")) -> Outcomes:
     found = Outcomes()
     for node in nodes:
-        found.watches(node, sources, 0.0)
+        found.set_sources(node, sources, 0.0)
     return found
 
 
@@ -26,66 +26,66 @@ def counts(outcomes: Outcomes, source: str) -> tuple[float, float, float, float]
 
 def test_a_failure_within_the_window_makes_the_alarm_true_and_the_silent_sources_miss_it() -> None:
     outcomes = watched("a")
-    assert outcomes.alarmed("a", "memory", 100.0)
-    outcomes.failed("a", 160.0, needed_s=10)
+    assert outcomes.record_alarm("a", "memory", 100.0)
+    outcomes.record_failure("a", 160.0, needed_s=10)
     assert counts(outcomes, "memory") == (1, 0, 0, 0)
     assert counts(outcomes, "io") == (0, 0, 0, 1)
     assert outcomes.scores["memory"].leads_s == (60.0,)
-    assert outcomes.standing() == {}
+    assert outcomes.standing_alarms() == {}
 
 
 def test_an_alarm_after_which_there_is_no_time_to_act_is_late() -> None:
     outcomes = watched("a")
-    outcomes.alarmed("a", "memory", 100.0)
-    outcomes.failed("a", 103.0, needed_s=10)
+    outcomes.record_alarm("a", "memory", 100.0)
+    outcomes.record_failure("a", 103.0, needed_s=10)
     assert counts(outcomes, "memory") == (0, 1, 0, 0)
 
 
 def test_an_alarm_whose_window_passed_was_false_and_the_failure_after_it_is_missed() -> None:
     outcomes = watched("a")
-    outcomes.alarmed("a", "memory", 100.0)
-    outcomes.failed("a", 101.0 + WINDOW_S, needed_s=10)
+    outcomes.record_alarm("a", "memory", 100.0)
+    outcomes.record_failure("a", 101.0 + WINDOW_S, needed_s=10)
     assert counts(outcomes, "memory") == (0, 0, 1, 1)
 
 
 def test_another_nodes_failure_says_nothing_of_this_ones_alarm() -> None:
     outcomes = watched("a", "b")
-    outcomes.alarmed("a", "memory", 100.0)
-    outcomes.failed("b", 110.0, needed_s=1)
+    outcomes.record_alarm("a", "memory", 100.0)
+    outcomes.record_failure("b", 110.0, needed_s=1)
     assert counts(outcomes, "memory") == (0, 0, 0, 1)
-    assert outcomes.standing() == {("a", "memory"): 100.0}
+    assert outcomes.standing_alarms() == {("a", "memory"): 100.0}
 
 
 def test_an_alarm_that_stands_is_one_alarm() -> None:
     outcomes = watched("a")
-    assert outcomes.alarmed("a", "memory", 100.0)
-    assert not outcomes.alarmed("a", "memory", 105.0)
-    assert outcomes.alarmed("a", "memory", 101.0 + WINDOW_S)
+    assert outcomes.record_alarm("a", "memory", 100.0)
+    assert not outcomes.record_alarm("a", "memory", 105.0)
+    assert outcomes.record_alarm("a", "memory", 101.0 + WINDOW_S)
 
 
 def test_alarms_of_who_was_not_said_to_watch_are_none() -> None:
     outcomes = watched("a")
-    assert not outcomes.alarmed("b", "memory", 1.0)
-    assert not outcomes.alarmed("a", "gpu", 1.0)
-    outcomes.watches("a", ["no such source"], 2.0)
-    assert not outcomes.alarmed("a", "no such source", 3.0)
+    assert not outcomes.record_alarm("b", "memory", 1.0)
+    assert not outcomes.record_alarm("a", "gpu", 1.0)
+    outcomes.set_sources("a", ["no such source"], 2.0)
+    assert not outcomes.record_alarm("a", "no such source", 3.0)
 
 
 def test_what_the_end_of_a_job_cuts_short_is_neither_true_nor_false() -> None:
     outcomes = watched("a")
-    outcomes.alarmed("a", "memory", 100.0)
-    outcomes.stopped(200.0)
+    outcomes.record_alarm("a", "memory", 100.0)
+    outcomes.stop_watching(200.0)
     assert counts(outcomes, "memory") == (0, 0, 0, 0)
-    assert outcomes.standing() == {}
-    outcomes.failed("a", 210.0, needed_s=1)
+    assert outcomes.standing_alarms() == {}
+    outcomes.record_failure("a", 210.0, needed_s=1)
     assert counts(outcomes, "memory") == (0, 0, 0, 0), "nobody watched"
 
 
 def test_only_the_time_in_which_a_source_watched_is_counted() -> None:
     outcomes = watched("a", "b")
-    outcomes.passed(50.0)
-    outcomes.stopped(100.0)
-    outcomes.passed(1000.0)
+    outcomes.advance_time(50.0)
+    outcomes.stop_watching(100.0)
+    outcomes.advance_time(1000.0)
     assert outcomes.scores["memory"].watched_s == pytest.approx(200.0)
 
 
@@ -96,22 +96,22 @@ def run(seed: int, precise: float, found: float, failures: int = 40) -> Outcomes
     for _ in range(failures):
         while rng.random() > precise:
             now_s += rng.uniform(1200, 7200)
-            outcomes.alarmed("a", "io", now_s)
+            outcomes.record_alarm("a", "io", now_s)
         now_s += rng.uniform(20_000, 60_000)
         if rng.random() < found:
-            outcomes.alarmed("a", "io", now_s - 200)
-        outcomes.failed("a", now_s, needed_s=20)
+            outcomes.record_alarm("a", "io", now_s - 200)
+        outcomes.record_failure("a", now_s, needed_s=20)
     return outcomes
 
 
 def test_a_source_that_is_good_is_proven_and_says_who_is_at_risk(seed: int) -> None:
     outcomes = run(seed, precise=0.8, found=0.9, failures=160)  # of forty, chance makes a worse one now and then
-    (score,) = outcomes.proven().values()
+    (score,) = outcomes.proven_scores().values()
     assert 0.5 < score.precision < 0.9
     assert 0.5 < score.recall < 0.98
     assert outcomes.risks(["a", "b"]) == {}
     now_s = 1e9
-    outcomes.alarmed("a", "io", now_s)
+    outcomes.record_alarm("a", "io", now_s)
     risks = outcomes.risks(["a", "b"])
     assert risks["a"] == score.precision
     assert risks["b"] < 0.1
@@ -120,8 +120,8 @@ def test_a_source_that_is_good_is_proven_and_says_who_is_at_risk(seed: int) -> N
 def test_a_source_that_is_none_is_not_proven_and_changes_no_risk(seed: int) -> None:
     outcomes = run(seed, precise=0.05, found=0.02)
     assert outcomes.scores["io"].seen > OUTCOMES_MIN
-    assert outcomes.proven() == {}
-    outcomes.alarmed("a", "io", 1e9)
+    assert outcomes.proven_scores() == {}
+    outcomes.record_alarm("a", "io", 1e9)
     assert outcomes.risks(["a", "b"]) == {}
 
 
@@ -136,12 +136,12 @@ def test_a_source_that_knows_nothing_is_not_proven_by_being_looked_at_a_thousand
         while now_s < 800 * 3600:
             now_s = min(fails_s, alarms_s)
             if now_s == alarms_s:
-                outcomes.alarmed("a", "io", now_s)
+                outcomes.record_alarm("a", "io", now_s)
                 alarms_s += rng.expovariate(1 / 3600)
             else:
-                outcomes.failed("a", now_s, needed_s=30)
+                outcomes.record_failure("a", now_s, needed_s=30)
                 fails_s += rng.expovariate(1 / 7200)
-            ever = ever or bool(outcomes.proven())
+            ever = ever or bool(outcomes.proven_scores())
         proven += ever
     assert proven <= 1
 
@@ -157,12 +157,12 @@ def test_what_was_seen_comes_back_and_unknown_sources_do_not(seed: int) -> None:
 
 def test_it_is_known_when_the_first_alarm_passes() -> None:
     outcomes = Outcomes()
-    outcomes.watches("", ["memory"], 0.0)
-    assert outcomes.next_s() == math.inf
-    outcomes.alarmed("", "memory", 5.0)
-    assert outcomes.next_s() == 5.0 + WINDOW_S
-    outcomes.passed(outcomes.next_s())
-    assert outcomes.standing() == {}
+    outcomes.set_sources("", ["memory"], 0.0)
+    assert outcomes.next_expiry_s() == math.inf
+    outcomes.record_alarm("", "memory", 5.0)
+    assert outcomes.next_expiry_s() == 5.0 + WINDOW_S
+    outcomes.advance_time(outcomes.next_expiry_s())
+    assert outcomes.standing_alarms() == {}
 
 
 def test_an_alarm_passes_exactly_when_it_was_said_to() -> None:
@@ -170,9 +170,9 @@ def test_an_alarm_passes_exactly_when_it_was_said_to() -> None:
     rng = random.Random(1)
     for _ in range(1000):
         outcomes = Outcomes()
-        outcomes.watches("", ["memory"], 0.0)
-        outcomes.alarmed("", "memory", rng.uniform(0.0, 1e6))
-        outcomes.passed(math.nextafter(outcomes.next_s(), 0.0))
-        assert outcomes.standing()
-        outcomes.passed(outcomes.next_s())
-        assert not outcomes.standing()
+        outcomes.set_sources("", ["memory"], 0.0)
+        outcomes.record_alarm("", "memory", rng.uniform(0.0, 1e6))
+        outcomes.advance_time(math.nextafter(outcomes.next_expiry_s(), 0.0))
+        assert outcomes.standing_alarms()
+        outcomes.advance_time(outcomes.next_expiry_s())
+        assert not outcomes.standing_alarms()

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from ckpt.policy.history import SOURCE_NUMBERS_MAX
-from ckpt.predict.scoring import LEADS, OUTCOMES_MIN, WINDOW_S, Score, beta_cdf, beta_quantile, merged
+from ckpt.predict.scoring import LEADS, OUTCOMES_MIN, WINDOW_S, Score, beta_cdf, beta_quantile, merge_scores
 
 DAY_S = 86_400.0
 
@@ -17,13 +17,13 @@ DAY_S = 86_400.0
 def scored(true: int = 0, false: int = 0, missed: int = 0, late: int = 0, days: float = 30) -> Score:
     score = Score()
     for count, then in (
-        (true, lambda s: s.came(120, True)),
-        (late, lambda s: s.came(1, False)),
-        (false, Score.came_to_nothing),
-        (missed, Score.was_silent),
+        (true, lambda s: s.with_true_alarm(120, True)),
+        (late, lambda s: s.with_true_alarm(1, False)),
+        (false, Score.with_false_alarm),
+        (missed, Score.with_missed_failure),
     ):
         for _ in range(count):
-            score = then(score.watched(days * DAY_S / (true + false + missed + late)))
+            score = then(score.with_watch_time(days * DAY_S / (true + false + missed + late)))
     return score
 
 
@@ -44,9 +44,9 @@ def test_quantiles_are_the_known_ones(a, b, p, x) -> None:
 
 def test_a_good_source_is_proven_by_its_twentieth_outcome_and_not_before() -> None:
     before, after = scored(true=OUTCOMES_MIN - 1), scored(true=OUTCOMES_MIN)
-    assert (before.recall, before.proven) == (0.0, False)
+    assert (before.recall, before.is_proven) == (0.0, False)
     assert before.precision > 0.8
-    assert after.proven
+    assert after.is_proven
     assert after.recall == pytest.approx(0.05 ** (1 / 20), abs=0.02)
     assert after.lead_s == 120
 
@@ -62,35 +62,35 @@ def test_a_source_that_always_cries_is_not_proven() -> None:
     windows = int(30 * DAY_S / WINDOW_S)
     score = Score()
     for n in range(windows):
-        score = score.watched(WINDOW_S)
-        score = score.came(WINDOW_S / 2, True) if n % (windows // 30) == 0 else score.came_to_nothing()
+        score = score.with_watch_time(WINDOW_S)
+        score = score.with_true_alarm(WINDOW_S / 2, True) if n % (windows // 30) == 0 else score.with_false_alarm()
     assert score.seen > OUTCOMES_MIN
-    assert not score.proven
+    assert not score.is_proven
     assert score.recall == 0
 
 
 def test_a_source_that_cries_by_chance_is_not_proven() -> None:
     score = scored(true=1, false=200, missed=29)
-    assert not score.proven
+    assert not score.is_proven
 
 
 def test_a_source_that_never_came_true_has_no_precision() -> None:
     score = scored(false=50)
-    assert (score.precision, score.recall, score.proven) == (0.0, 0.0, False)
+    assert (score.precision, score.recall, score.is_proven) == (0.0, 0.0, False)
 
 
 def test_alarms_too_late_to_act_on_count_for_the_precision_and_against_the_recall() -> None:
     score = scored(late=40)
     assert score.precision > 0.9
     assert score.recall == 0
-    assert not score.proven
+    assert not score.is_proven
 
 
 def test_what_has_turned_bad_is_found_out() -> None:
     score = scored(true=200)
-    assert score.proven
+    assert score.is_proven
     for _ in range(400):
-        score = score.watched(DAY_S).was_silent().watched(3600).came_to_nothing()
+        score = score.with_watch_time(DAY_S).with_missed_failure().with_watch_time(3600).with_false_alarm()
     assert score.recall < 0.05
 
 
@@ -101,12 +101,12 @@ def test_a_source_that_is_hardly_better_than_chance_is_not_proven_and_unproven_i
         rng, score, was = random.Random(seed), Score(), []
         for _ in range(600):
             for _ in range(4):
-                score = score.watched(7200 * 0.15 / 0.7 / 4)
-                was.append(score.proven)
-            score = score.came(100, True) if rng.random() < 0.15 else score.came_to_nothing()
+                score = score.with_watch_time(7200 * 0.15 / 0.7 / 4)
+                was.append(score.is_proven)
+            score = score.with_true_alarm(100, True) if rng.random() < 0.15 else score.with_false_alarm()
             if rng.random() < 0.15 * 0.43:
-                score = score.was_silent()
-            was.append(score.proven)
+                score = score.with_missed_failure()
+            was.append(score.is_proven)
         changes.append(sum(one != other for one, other in itertools.pairwise(was)))
     assert max(changes) <= 3, changes
     assert sum(changes) <= 15, changes
@@ -114,8 +114,8 @@ def test_a_source_that_is_hardly_better_than_chance_is_not_proven_and_unproven_i
 
 def test_it_comes_back_as_it_was() -> None:
     score = scored(true=25, false=3, missed=2, late=1)
-    assert Score.of(json.loads(json.dumps(score.numbers()))) == score
-    assert Score.of(Score().numbers()) == Score()
+    assert Score.from_numbers(json.loads(json.dumps(score.numbers()))) == score
+    assert Score.from_numbers(Score().numbers()) == Score()
 
 
 def test_all_its_numbers_are_kept_for_the_next_run() -> None:
@@ -139,10 +139,10 @@ def test_all_its_numbers_are_kept_for_the_next_run() -> None:
     ],
 )
 def test_numbers_that_cannot_be_are_not_taken(change) -> None:
-    assert Score.of({**scored(true=25, false=3).numbers(), **change}) is None
-    assert Score.of({}) is None
+    assert Score.from_numbers({**scored(true=25, false=3).numbers(), **change}) is None
+    assert Score.from_numbers({}) is None
 
 
 def test_of_two_the_one_that_saw_more_counts() -> None:
     more, less = scored(true=10), scored(true=5)
-    assert merged({"a": more, "b": less}, {"a": less, "b": more, "c": less}) == {"a": more, "b": more, "c": less}
+    assert merge_scores({"a": more, "b": less}, {"a": less, "b": more, "c": less}) == {"a": more, "b": more, "c": less}

@@ -12,7 +12,7 @@ import pytest
 from ckpt.errors import UsageError
 from ckpt.predict import training
 from ckpt.predict.model import Trained, load, save
-from ckpt.predict.recorded import read
+from ckpt.predict.recorded import read_signals
 from tests.predict.made_up import write
 
 
@@ -22,19 +22,19 @@ def with_sign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_planted_sign_is_found_on_nodes_that_were_not_seen(with_sign: Path, tmp_path: Path) -> None:
-    recorded = read([with_sign])
+    recorded = read_signals([with_sign])
     trained, found = training.train(recorded, seed=3, limit_s=60)
     assert found.auc > 0.7
     assert (found.failures, found.nodes) == (9, 3), "of the nodes that were held out"
     assert found.score.true >= 8
     assert found.score.precision > 0.4
-    assert found.score.bound_of_recall > 0.4
+    assert found.score.recall_bound > 0.4
     assert 100 < (found.score.lead_s or 0) <= 600
     save(trained, tmp_path / "model")
     again = load(tmp_path / "model")
     assert again.report["auc"] == pytest.approx(found.auc, abs=1e-5)
     held = training._split(recorded, 3)[1]
-    assert training.check(again, recorded.of(held)).score == found.score
+    assert training.evaluate(again, recorded.runs_of(held)).score == found.score
 
 
 def test_the_file_says_the_same_as_torch(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_file_says_the_same_as_torch(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same(with_sign: Path) -> None:
-    recorded = read([with_sign])
+    recorded = read_signals([with_sign])
     one, two = (training.train(recorded, seed=5, limit_s=0.0)[0] for _ in range(2))
     other = training.train(recorded, seed=6, limit_s=0.0)[0]
     assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
@@ -61,15 +61,15 @@ def test_the_same_seed_gives_the_same(with_sign: Path) -> None:
 
 
 def test_where_there_is_no_sign_nothing_is_proven(tmp_path: Path) -> None:
-    recorded = read([write(tmp_path / "x", 2, nodes=10, hours=2.5, failures=3, sign=0.0)])
+    recorded = read_signals([write(tmp_path / "x", 2, nodes=10, hours=2.5, failures=3, sign=0.0)])
     _, found = training.train(recorded, seed=1, limit_s=60)
     assert found.auc < 0.65
-    assert not found.score.proven
+    assert not found.score.is_proven
     assert found.score.recall == 0
 
 
 def test_nodes_are_held_out_and_not_readings(with_sign: Path) -> None:
-    recorded = read([with_sign])
+    recorded = read_signals([with_sign])
     learn, held = training._split(recorded, 0)
     assert not set(learn) & set(held)
     assert set(learn) | set(held) == set(recorded.nodes)
@@ -77,17 +77,17 @@ def test_nodes_are_held_out_and_not_readings(with_sign: Path) -> None:
 
 
 def test_too_few_failures_are_refused_in_words(tmp_path: Path) -> None:
-    few = read([write(tmp_path / "a", 1, nodes=12, hours=0.5, failures=0, sign=0.0)])
+    few = read_signals([write(tmp_path / "a", 1, nodes=12, hours=0.5, failures=0, sign=0.0)])
     with pytest.raises(UsageError, match="0 failures on 0 nodes, of 12 that were recorded, are too few"):
         training.train(few)
-    on_few_nodes = read([write(tmp_path / "b", 1, nodes=2, hours=5, failures=5, sign=0.3)])
+    on_few_nodes = read_signals([write(tmp_path / "b", 1, nodes=2, hours=5, failures=5, sign=0.3)])
     with pytest.raises(UsageError, match="10 failures on 2 nodes"):
         training.train(on_few_nodes)
 
 
 def test_it_ends_in_time(with_sign: Path) -> None:
     rounds = []
-    training.train(read([with_sign]), limit_s=0.0, progress=lambda done, total: rounds.append(done))
+    training.train(read_signals([with_sign]), limit_s=0.0, progress=lambda done, total: rounds.append(done))
     assert rounds == [1]
 
 
@@ -106,14 +106,14 @@ def test_a_node_that_never_ended_and_came_back_was_lost(tmp_path: Path) -> None:
     path = lines(
         tmp_path / "x", ("signals.begin", 0, 1), ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2)
     )
-    first, second = read([path]).runs
+    first, second = read_signals([path]).runs
     assert first.failures_s == [5.0]
     assert second.failures_s == [], "it may still go on"
 
 
 def test_a_node_that_ended_was_not(tmp_path: Path) -> None:
     path = lines(tmp_path / "x", ("signals.begin", 0, 1), ("signals", 5, 1), ("signals.end", 6, 1), ("signals", 55, 2))
-    assert read([path]).failures == 0
+    assert read_signals([path]).failures == 0
 
 
 def test_a_file_that_was_renamed_as_it_was_full_may_be_given_after_the_one_that_follows_it(tmp_path: Path) -> None:
@@ -122,18 +122,18 @@ def test_a_file_that_was_renamed_as_it_was_full_may_be_given_after_the_one_that_
     newer = lines(
         tmp_path / "x", ("signals", 10, 1), ("signals.end", 11, 1), ("signals.begin", 50, 2), ("signals", 55, 2)
     )
-    assert read([newer, older]).runs == read([older, newer]).runs
-    assert read([newer, older]).failures == 0
+    assert read_signals([newer, older]).runs == read_signals([older, newer]).runs
+    assert read_signals([newer, older]).failures == 0
 
 
 def test_what_is_given_twice_counts_once(with_sign: Path) -> None:
     """As by `signals.jsonl* signals.jsonl`, or a copy that was left beside it."""
-    assert read([with_sign, with_sign]).runs == read([with_sign]).runs
+    assert read_signals([with_sign, with_sign]).runs == read_signals([with_sign]).runs
 
 
 def test_a_node_is_known_to_be_lost_though_what_its_beginning_was_in_is_gone(tmp_path: Path) -> None:
     path = lines(tmp_path / "x", ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2))
-    assert [run.failures_s for run in read([path]).runs] == [[5.0], []]
+    assert [run.failures_s for run in read_signals([path]).runs] == [[5.0], []]
 
 
 def test_a_node_was_lost_also_where_the_next_agent_there_has_the_same_number(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_node_was_lost_also_where_the_next_agent_there_has_the_same_number(tmp
     path = lines(
         tmp_path / "x", ("signals.begin", 0, 7), ("signals", 5, 7), ("signals.begin", 50, 7), ("signals", 55, 7)
     )
-    assert [run.failures_s for run in read([path]).runs] == [[5.0], []]
+    assert [run.failures_s for run in read_signals([path]).runs] == [[5.0], []]
 
 
 def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
     wrong += [json.dumps({**right, **each}).encode() for each in changes]
     with open(path, "ab") as file:
         file.write(b"\n".join(wrong) + b"\n" + json.dumps(right).encode() + b"\n" + b'{"event": "sig')
-    recorded = read([path])
+    recorded = read_signals([path])
     assert [run.values for run in recorded.runs] == [[{"memory.used": 0.5}, {"a": 1.0}]]
     assert recorded.skipped >= len(wrong)
 
@@ -167,4 +167,4 @@ def test_a_value_that_no_predictor_could_hold_is_left_out(
             row["values"][name] = value
     path = tmp_path / "x"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read([path]).runs == read([with_sign]).runs
+    assert read_signals([path]).runs == read_signals([with_sign]).runs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from ckpt.predict.scoring import WINDOW_S
-from ckpt.predict.watching import FAMILIES, LEAST, PERIOD_S, SignalWatch, _least
+from ckpt.predict.watching import DEVIATION_MIN, FAMILIES, PERIOD_S, SignalWatch, _min_deviation
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Node:
             }
             for name, by in more.items():
                 values[name.replace("__", ".")] += by
-            found += [(alarm.source, alarm.at_s) for alarm in self.watch.observed(self.now_s, values)]
+            found += [(alarm.source, alarm.at_s) for alarm in self.watch.add_reading(self.now_s, values)]
         return found
 
 
@@ -65,17 +65,17 @@ def test_the_sources_are_those_of_which_there_is_a_signal(seed: int) -> None:
     assert node.watch.sources == ()
     node.run(1)
     assert node.watch.sources == ("memory", "io", "ecc", "net", "hazard")
-    node.watch.observed(1e6, {"unknown.thing": 1.0, "step.ratio": 1.0})
+    node.watch.add_reading(1e6, {"unknown.thing": 1.0, "step.ratio": 1.0})
     assert node.watch.sources == ("memory", "io", "ecc", "net", "step", "hazard")
-    assert {name.partition(".")[0] for name in LEAST} == set(FAMILIES)
-    assert all(_least(f"{family}.x") > 0 for family in FAMILIES)
+    assert {name.partition(".")[0] for name in DEVIATION_MIN} == set(FAMILIES)
+    assert all(_min_deviation(f"{family}.x") > 0 for family in FAMILIES)
 
 
 def test_the_hazard_is_the_base_rate_until_failures_were_seen(seed: int) -> None:
     node = Node(seed, SignalWatch())
     node.run(300)
     assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / 86_400)
-    node.watch.failed(node.now_s)
+    node.watch.record_failure(node.now_s)
     node.run(5)
     assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / 86_400)
 
@@ -85,7 +85,7 @@ def test_the_hazard_learns_what_precedes_failures(seed: int) -> None:
     for _ in range(8):
         node.run(1200)
         node.run(100, io__some=0.3)
-        node.watch.failed(node.now_s)
+        node.watch.record_failure(node.now_s)
     alarms = node.run(1200)
     assert node.watch.probabilities["hazard"] < 0.05
     assert [source for source, _ in alarms if source == "hazard"] == []
@@ -98,7 +98,7 @@ def test_failures_without_a_precursor_teach_no_more_than_how_often_they_come(see
     alarms = []
     for _ in range(12):
         alarms += node.run(node.random.randrange(900, 1500))
-        node.watch.failed(node.now_s)
+        node.watch.record_failure(node.now_s)
     assert len(alarms) < 6, "in one of thirty seeds chance looks like a precursor for a while"
     assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / (1200 * PERIOD_S), abs=0.1)
 
@@ -107,5 +107,5 @@ def test_hostile_readings_are_survived() -> None:
     watch = SignalWatch()
     for value in (float("nan"), float("inf"), -1e300, 1e300):
         for n in range(100):
-            watch.observed(n, {f"memory.{i}": value for i in range(100)})
-    assert len(watch._signals) <= 64
+            watch.add_reading(n, {f"memory.{i}": value for i in range(100)})
+    assert len(watch._detectors) <= 64

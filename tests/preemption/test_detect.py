@@ -54,7 +54,7 @@ def test_a_table_that_is_no_text_or_huge_says_nothing(tmp_path: Path) -> None:
 
 def names(cloud: Cloud | None, variables: dict[str, str] | None = None, **more: object) -> list[str]:
     with connections() as seen:
-        found = [each.name for each in listeners(cloud, Endpoints.read(variables or {}), **more)]  # type: ignore[arg-type]
+        found = [each.name for each in listeners(cloud, Endpoints.from_variables(variables or {}), **more)]  # type: ignore[arg-type]
     assert not seen
     return found
 
@@ -85,7 +85,7 @@ def test_an_address_that_was_given_is_word_that_the_service_is_there() -> None:
 
 def test_the_usual_addresses_are_the_documented_ones() -> None:
     def endpoint(cloud: Cloud, variables: dict[str, str]) -> str:
-        return listeners(cloud, Endpoints.read(variables))[0]._service.endpoint  # type: ignore[attr-defined]
+        return listeners(cloud, Endpoints.from_variables(variables))[0]._service.endpoint  # type: ignore[attr-defined]
 
     assert {endpoint(cloud, {}) for cloud in Cloud} == {"http://169.254.169.254"}
     assert endpoint(Cloud.AWS, {"AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE": "IPv6"}) == "http://[fd00:ec2::254]"

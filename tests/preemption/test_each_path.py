@@ -11,7 +11,7 @@ import pytest
 from ckpt.preemption.aws import AwsListener
 from ckpt.preemption.azure import AzureListener
 from ckpt.preemption.gcp import MAINTENANCE, PREEMPTED, GcpListener, Question
-from ckpt.preemption.notice import Notice, Withdrawn, Word
+from ckpt.preemption.notice import Notice, NoticeChange, Withdrawn
 from tests.preemption import test_aws, test_azure, test_gcp
 from tests.preemption.fakes import (
     Asked,
@@ -43,7 +43,7 @@ def ec2_that_says_all(clock: Clock, bad: Bad) -> Iterator[tuple[test_aws.Ec2, Aw
         yield ec2, AwsListener(ec2.endpoint, timeout_s=timeout_s(bad), now_s=clock.now_s)
 
 
-def drain(told: list[Word]) -> tuple[list[str], list[str]]:
+def drain(told: list[NoticeChange]) -> tuple[list[str], list[str]]:
     """The sources of the notices that were told since the last call, and of what was withdrawn."""
     notices = [word.source for word in told if isinstance(word, Notice)]
     withdrawn = [word.source for word in told if isinstance(word, Withdrawn)]
@@ -57,7 +57,7 @@ def test_a_path_of_ec2s_that_is_spoiled_hides_no_other_and_is_heard_when_it_answ
     path, body = SAYS[source]
     others = [other for other in SAYS if other != source]
     is_silence = bad is Bad.NO_SUCH_PATH  # it means that nothing stands
-    clock, told = Clock(), list[Word]()
+    clock, told = Clock(), list[NoticeChange]()
     with ec2_that_says_all(clock, bad) as (ec2, listener):
 
         def spoiled() -> None:
@@ -84,7 +84,7 @@ def test_a_path_of_ec2s_that_is_spoiled_hides_no_other_and_is_heard_when_it_answ
 
 @pytest.mark.parametrize("bad", Bad, ids=lambda bad: bad.name)
 def test_ec2s_notices_are_heard_when_a_token_can_be_had_and_none_ends_while_it_cannot(bad: Bad) -> None:
-    clock, told = Clock(), list[Word]()
+    clock, told = Clock(), list[NoticeChange]()
     with ec2_that_says_all(clock, bad) as (ec2, listener):
 
         def mend() -> None:
@@ -121,7 +121,7 @@ def test_azures_events_are_heard_when_the_name_of_the_vm_is_known(bad: Bad) -> N
 @pytest.mark.parametrize("bad", Bad, ids=lambda bad: bad.name)
 @pytest.mark.parametrize("question", [PREEMPTED, MAINTENANCE], ids=lambda question: question.source)
 def test_what_changes_while_a_long_poll_of_compute_engines_is_spoiled_is_heard(question: Question, bad: Bad) -> None:
-    before, after = next(iter(question.answers)), list(question.answers)[-1]
+    before, after = next(iter(question.meanings)), list(question.meanings)[-1]
     clock = Clock()
     with serving(test_gcp.Engine(before)) as engine:
 
@@ -142,7 +142,7 @@ def test_what_changes_while_a_long_poll_of_compute_engines_is_spoiled_is_heard(q
 def test_of_compute_engines_questions_each_is_heard_while_the_other_is_spoiled(spoiled: Question, bad: Bad) -> None:
     def says(asked: Asked) -> Says:
         question = PREEMPTED if PREEMPTED.path in asked.path else MAINTENANCE
-        return Says(body=list(question.answers)[-1])
+        return Says(body=list(question.meanings)[-1])
 
     with serving(FakeService()) as service, contextlib.ExitStack() as both:
         service.answer = says

@@ -18,8 +18,8 @@ from ckpt.preemption.azure import AzureListener
 from ckpt.preemption.gcp import MAINTENANCE, PREEMPTED, GcpListener
 from ckpt.preemption.http_connection import BODY_BYTES_MAX
 from ckpt.preemption.metadata import Fault, Service
-from ckpt.preemption.notice import Listener, Notice, Tell, Withdrawn
-from ckpt.preemption.poll import MUTE_FAULTS, PAUSE_MAX_S, keep_asking
+from ckpt.preemption.notice import Listener, Notice, OnNoticeChange, Withdrawn
+from ckpt.preemption.poll import MUTE_FAULTS, PAUSE_MAX_S, poll_until_stopped
 from tests.preemption.fakes import (
     NOT_THERE,
     NOW_S,
@@ -232,7 +232,7 @@ def test_an_end_to_the_faults_is_reported_too() -> None:
             raise Fault("no")
         return 1.0
 
-    keep_asking("x", Turns(clock, *[same] * (MUTE_FAULTS + 2)), ask, Events(said.append))
+    poll_until_stopped("x", Turns(clock, *[same] * (MUTE_FAULTS + 2)), ask, Events(said.append))
     assert [event.name for event in said] == ["notices.silent", "notices.answered"]
 
 
@@ -245,7 +245,7 @@ def test_pauses_begin_anew_after_an_answer() -> None:
             raise Fault("no")
         return pause_s
 
-    keep_asking("x", stop, ask)
+    poll_until_stopped("x", stop, ask)
     assert stop.pauses[1] >= 1.0  # the second fault in a row
     assert stop.pauses[2] == 7.0
     assert stop.pauses[3] <= 1.0  # the first one again
@@ -322,7 +322,7 @@ def test_a_date_that_is_none_corrects_nothing(date: str) -> None:
         service.skew_s, service.answer = None, lambda asked: Says(headers={"Date": date})
         reply = Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=PATIENT_S)
     assert reply.date_s is None
-    assert reply.ours_s(5.0) == 5.0
+    assert reply.to_local_s(5.0) == 5.0
 
 
 @pytest.mark.parametrize(
@@ -357,6 +357,6 @@ def test_an_error_of_the_owner_is_not_taken_for_a_fault_of_the_service() -> None
     clock, told = Clock(), tell
     with serving() as service:
         service.answer = gcp("TRUE")
-        telling: Tell = told
+        telling: OnNoticeChange = told
         with pytest.raises(RuntimeError, match="the owner's"):
             GcpListener(PREEMPTED, service.endpoint).listen(Turns(clock), telling)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.preemption.http_connection import BODY_BYTES_MAX, HEAD_BYTES_MAX, HttpResponse, Unheard, answer_in
+from ckpt.preemption.http_connection import BODY_BYTES_MAX, HEAD_BYTES_MAX, HttpResponse, Unheard, parse_response
 from ckpt.preemption.metadata import Service
 from ckpt.preemption.poll import Fault
 from tests.preemption.fakes import Says, serving
@@ -40,11 +40,11 @@ WHOLE = {
 def test_a_reply_is_one_when_its_last_byte_is_there_and_a_fault_when_it_ends_before(form: str) -> None:
     came, status, body = WHOLE[form]
     for count in range(len(came)):
-        assert answer_in(came[:count], is_end=False) is None
+        assert parse_response(came[:count], is_end=False) is None
         with pytest.raises(Fault):
-            answer_in(came[:count], is_end=True)
+            parse_response(came[:count], is_end=True)
     for is_end in (False, True):
-        answer = answer_in(came, is_end=is_end)
+        answer = parse_response(came, is_end=is_end)
         assert answer is not None
         assert (answer.status, answer.body) == (status, body)
         assert answer.is_last == (form == "by HTTP/1.0")
@@ -52,12 +52,14 @@ def test_a_reply_is_one_when_its_last_byte_is_there_and_a_fault_when_it_ends_bef
 
 def test_a_body_without_a_length_ends_with_its_connection_and_its_headers_do_not() -> None:
     came = OK + b"Date: Sun, 17 Mar 2030 17:46:40 GMT\r\n\r\nTRUE"
-    assert answer_in(came, is_end=False) is None
-    assert answer_in(came, is_end=True) == HttpResponse(200, {"date": "Sun, 17 Mar 2030 17:46:40 GMT"}, b"TRUE", True)
+    assert parse_response(came, is_end=False) is None
+    assert parse_response(came, is_end=True) == HttpResponse(
+        200, {"date": "Sun, 17 Mar 2030 17:46:40 GMT"}, b"TRUE", True
+    )
     with pytest.raises(Fault, match="the headers were cut short"):
-        answer_in(came[:40], is_end=True)
+        parse_response(came[:40], is_end=True)
     with pytest.raises(Unheard):
-        answer_in(b"", is_end=True)
+        parse_response(b"", is_end=True)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +73,10 @@ def test_a_body_without_a_length_ends_with_its_connection_and_its_headers_do_not
 )
 def test_the_service_says_whether_the_connection_stays_open(head: bytes, is_last: bool) -> None:
     came = head + b"\r\nContent-Length: 1\r\n\r\na"
-    answer = answer_in(came, is_end=False)
+    answer = parse_response(came, is_end=False)
     assert answer is not None
     assert answer.is_last is is_last
-    more = answer_in(came + b"b", is_end=False)
+    more = parse_response(came + b"b", is_end=False)
     assert more is not None
     assert more.is_last, "what comes after the reply would be taken for the next one"
 
@@ -108,13 +110,13 @@ def test_the_service_says_whether_the_connection_stays_open(head: bytes, is_last
 )
 def test_what_no_right_answer_says_is_a_fault_at_once(came: bytes) -> None:
     with pytest.raises(Fault):
-        answer_in(came, is_end=False)
+        parse_response(came, is_end=False)
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", OK, CHUNKED, OK + b"Content-Length: 3\r\n"]), st.booleans())
 def test_whatever_bytes_come_they_are_a_reply_or_a_fault_or_want_more(tail: bytes, head: bytes, is_end: bool) -> None:
     try:
-        answer = answer_in(head + tail, is_end=is_end)
+        answer = parse_response(head + tail, is_end=is_end)
     except Fault:
         return
     assert answer is not None or not is_end
@@ -139,4 +141,4 @@ def test_a_request_that_does_not_fit_into_the_sockets_buffers_is_sent_all_the_sa
 
 def test_hosts_are_named_as_http_has_it() -> None:
     for endpoint, named in (("http://[fd00:ec2::254]", "[fd00:ec2::254]"), ("[::1]:81", "[::1]:81"), ("a:80", "a")):
-        assert Service(endpoint)._named == named
+        assert Service(endpoint)._host_header == named

@@ -429,5 +429,5 @@ def test_an_owner_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(CkptError, match="did not end"):
             signals.__exit__(None, None, None)
         release.set()
-    os.close(signals._read)
-    os.close(signals._write)
+    os.close(signals._read_fd)
+    os.close(signals._write_fd)

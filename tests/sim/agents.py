@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.agent.net import framing
-from ckpt.agent.net.peer_network import PeerNetwork, run_of
+from ckpt.agent.net.peer_network import PeerNetwork, secret_id_of
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.agent import Agent
 from ckpt.agent.node.memory_node import MemoryNode, MemoryNodeOptions
@@ -109,7 +109,7 @@ class Fabric:
         agent = self.agents.get(node)
         if agent is not None:
             for channel in [each for each in self.channels if each.agent is agent]:
-                self.cut(channel.me, channel.peer)
+                self.cut(channel.agent_name, channel.peer)
             self.kill(node)
 
     def agent_of(self, node: int) -> AgentProcess:
@@ -138,7 +138,7 @@ class Fabric:
     def cut(self, a: str, b: str) -> None:
         """The connection of two agents."""
         for channel in list(self.channels):
-            if (channel.me, channel.peer) == (a, b):
+            if (channel.agent_name, channel.peer) == (a, b):
                 channel.cut("was cut")
                 channel.far.cut("was cut")
 
@@ -182,9 +182,9 @@ class AgentProcess:
         wake_s = self._settle()
         while self.lost and not self.over:
             peer = self.lost.pop()
-            self._guard(lambda peer=peer: self.node.ended(peer))
+            self._guard(lambda peer=peer: self.node.peer_disconnected(peer))
             wake_s = self._settle()
-        if self.node.finished():
+        if self.node.can_exit():
             self.end()
         elif wake_s is not None:
             self._wakes += 1
@@ -234,7 +234,7 @@ class AgentProcess:
         for peer in list(self.server.peers):
             peer.close()
         for channel in list(self.fabric.channels):
-            if self.network is not None and channel.me == self.network.me:
+            if self.network is not None and channel.agent_name == self.network.agent_name:
                 channel.close()
 
 
@@ -242,24 +242,24 @@ class SimServer(EventLoop):
     def __init__(self, agent: AgentProcess) -> None:
         self.path = agent.fabric.folder(agent.number) / "agent.sock"
         self.peers: dict[SimPeer, None] = {}
-        self.called = NodeNames()
-        self.end_asked = self.warned = False
+        self.node_names = NodeNames()
+        self.is_end_requested = self.pending_warning = False
         self.agent = agent
 
     def post(self, what: Callable[[], None]) -> None:
         self.agent.happens(what)
 
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         self.agent.happens(what, delay_s)
 
     def watch_death(self, peer: Peer) -> None:
         pass
 
-    def forget(self, peer: Peer) -> None:
+    def unwatch_death(self, peer: Peer) -> None:
         pass
 
-    def lose(self, peer: Peer) -> None:
-        if peer.open:
+    def disconnect_peer(self, peer: Peer) -> None:
+        if peer.is_open:
             self.peers.pop(peer, None)
             peer.close()
             self.agent.lost.append(peer)
@@ -272,20 +272,20 @@ class SimPeer(Peer):
     """The agent's end of a rank's connection."""
 
     def __init__(self, agent: AgentProcess, far: SimConnection, pid: int) -> None:
-        self.server, self.pid, self.role = agent.server, pid, ""
-        self.open, self.hung_up, self.was_reset = True, False, False
+        self.loop, self.pid, self.role = agent.server, pid, ""
+        self.is_open, self.is_remote_closed, self.was_reset = True, False, False
         self.outbox = ()
         self._fabric, self._far = agent.fabric, far
         self._way = Way(agent.world, agent.fabric.local_delay_s)
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
-        if self.open:
+        if self.is_open:
             message = self._fabric.carry(fields, fds, blobs)
             self._say(lambda: self._far.arrived(message))
 
     def close(self) -> None:
-        if self.open:
-            self.open = False
+        if self.is_open:
+            self.is_open = False
             self._say(lambda: self._far.ended("it closed the connection"))
 
     def _say(self, what: Callable[[], None]) -> None:
@@ -325,15 +325,15 @@ class SimConnection:
     def request(
         self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = (), timeout_s: float | None = 120.0
     ) -> messages.Message:
-        pending = self.ask(kind, fields, fds, blobs)
+        pending = self.start_request(kind, fields, fds, blobs)
         try:
-            return pending.answer(timeout_s)
+            return pending.wait_for_answer(timeout_s)
         except TimeoutError as exc:
             raise AgentError(f"the agent did not answer {kind!r} within {timeout_s:g} s") from exc
         finally:
             pending.forget()
 
-    def ask(self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = ()) -> client.Pending:
+    def start_request(self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = ()) -> client.Pending:
         pending = client.Pending(self, next(self._numbers), kind)
         self._pending[pending.id] = pending
         self.notify(kind, {"id": pending.id, **(fields or {})}, fds, blobs)
@@ -352,7 +352,7 @@ class SimConnection:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._say(lambda: self.agent.turn(lambda: self.agent.server.lose(self._peer)))
+            self._say(lambda: self.agent.turn(lambda: self.agent.server.disconnect_peer(self._peer)))
             self._fail()
 
     def died(self) -> None:
@@ -361,8 +361,8 @@ class SimConnection:
         agent, peer = self.agent, self._peer
 
         def seen() -> None:
-            agent.node.died(peer)
-            agent.server.lose(peer)
+            agent.node.peer_died(peer)
+            agent.server.disconnect_peer(peer)
 
         self._say(lambda: agent.turn(seen))
 
@@ -376,7 +376,7 @@ class SimConnection:
 
     def _handle(self, message: messages.Message) -> None:
         peer, node = self._peer, self.agent.node
-        if not peer.open:
+        if not peer.is_open:
             message.close()
             return
         try:
@@ -401,7 +401,7 @@ class SimConnection:
         elif "id" in message.fields and message.kind == "moving":
             moving = self._pending.get(message.fields["id"])
             if moving is not None:
-                moving.moves.set()
+                moving.progress.set()
         else:
             self._on_message(message)
 
@@ -424,11 +424,11 @@ class _Here(Agent):
     def __init__(self, fabric: Fabric, agent: AgentProcess, *more: Any) -> None:
         self._sim, self.agent = fabric, agent
         super().__init__(fabric.url, fabric.settings(agent.number), agent.server, *more)
-        self.foreseeing.reading.follow = lambda on: None
+        self.alarms.signal_reader.set_reading = lambda on: None
 
     def _open_network(self, name: str) -> PeerNetwork:
         if self.network is None:
-            self.network = SimNetwork(self._sim, self.agent, self._bulk, name, self)
+            self.network = SimNetwork(self._sim, self.agent, self._workers, name, self)
         return self.network
 
 
@@ -449,14 +449,14 @@ class _Clock:
 
 
 class SimNetwork(PeerNetwork):
-    def __init__(self, fabric: Fabric, agent: AgentProcess, bulk: Any, me: str, node: Agent) -> None:
+    def __init__(self, fabric: Fabric, agent: AgentProcess, workers: Any, me: str, node: Agent) -> None:
         self._fabric, self.agent = fabric, agent
         make = lambda greet: SimTransport(fabric, me)  # noqa: E731
-        super().__init__(agent.server, bulk, me, node, _Clock(), make)
+        super().__init__(agent.server, workers, me, node, _Clock(), make)
         self.at: Address | None = None
 
     def listen(self, secret: bytes, at: str) -> list[Address]:
-        self._secrets[run_of(secret)] = secret
+        self._secrets[secret_id_of(secret)] = secret
         if self.at is None:
             port = int(at.rpartition(":")[2]) or self._fabric.port()
             self.at = Address("10.0.0.1", port)
@@ -475,34 +475,34 @@ class SimNetwork(PeerNetwork):
             found = next(
                 (self._fabric.listening[each][0] for each in node.addresses if each in self._fabric.listening), None
             )
-            if found is None or found.me != node.name:
+            if found is None or found.agent_name != node.name:
                 then("nobody listens there")
                 return
             self._dialled_to(found)
             then("")
 
         delay_s = self._fabric.world.rng.expovariate(1 / (4 * self._fabric.link_delay_s))
-        self._loop.later(delay_s, dial)
+        self._loop.call_later(delay_s, dial)
 
-    def find(self, address: Address, then: Callable[[str, str], None]) -> None:
+    def connect_to_address(self, address: Address, then: Callable[[str, str], None]) -> None:
         def dial() -> None:
             found = self._fabric.listening.get(address)
             if found is None:
                 then("", "nobody listens there")
                 return
-            if found[0].me not in self._channels:
+            if found[0].agent_name not in self._channels:
                 self._dialled_to(found[0])
-            then(found[0].me, "")
+            then(found[0].agent_name, "")
 
-        self._loop.later(4 * self._fabric.link_delay_s, dial)
+        self._loop.call_later(4 * self._fabric.link_delay_s, dial)
 
     def _dialled_to(self, found: SimNetwork) -> None:
-        here, there = SimChannel(self, found.me), SimChannel(found, self.me)
+        here, there = SimChannel(self, found.agent_name), SimChannel(found, self.agent_name)
         here.far, there.far = there, here
         self._fabric.channels += [here, there]
-        found._called[there] = "10.0.0.1"
-        self._keep(here, "10.0.0.1")
-        self._note_dialled(here)
+        found._incoming_channels[there] = "10.0.0.1"
+        self._add_channel(here, "10.0.0.1")
+        self._record_dial(here)
         here.send({"t": "here"})
 
 
@@ -512,18 +512,18 @@ class SimChannel:
     far: SimChannel
 
     def __init__(self, network: SimNetwork, peer: str) -> None:
-        self.me, self.peer, self.run = network.me, peer, network.run
-        self.open = True
+        self.agent_name, self.peer, self.secret_id = network.agent_name, peer, network.secret_id
+        self.is_open = True
         self.waiting_bytes = 0
         self._network, self.agent = network, network.agent
         self._fabric = network._fabric
         self._way = Way(self._fabric.world, self._fabric.link_delay_s)
 
     def send(self, fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> None:
-        if not self.open:
+        if not self.is_open:
             return
         assembler, message = framing.Assembler(), None
-        for kind, payload in framing.payloads(fields, blobs):
+        for kind, payload in framing.make_payloads(fields, blobs):
             message = assembler.add(kind, bytes(payload))
         assert message is not None
         self._say(lambda: self.far._arrived(message))
@@ -535,18 +535,20 @@ class SimChannel:
         self.send(messages.error_fields(request_id, error))
 
     def close(self) -> None:
-        if self.open:
-            self.open = False
+        if self.is_open:
+            self.is_open = False
             self._gone()
             self._say(lambda: self.far.cut("closed it"))
 
     def cut(self, why: str) -> None:
         """It has ended by something else than this agent: it is told, and what is on its way here is lost."""
-        if self.open:
-            self.open = False
+        if self.is_open:
+            self.is_open = False
             self._gone()
             error = AgentError(f"the connection to agent {self.peer} has ended: it {why}")
-            self.agent.happens(lambda: self._network.closed(self, error), self._fabric.world.rng.uniform(0.0, 0.05))
+            self.agent.happens(
+                lambda: self._network.channel_closed(self, error), self._fabric.world.rng.uniform(0.0, 0.05)
+            )
 
     def _gone(self) -> None:
         if self in self._fabric.channels:
@@ -565,7 +567,7 @@ class SimChannel:
         world.owner = None
 
     def _handle(self, message: messages.Message) -> None:
-        if not self.open:
+        if not self.is_open:
             return
         try:
             self._network.message(self, message)
@@ -634,7 +636,7 @@ class SimFetch:
         landed: Callable[[int], None] | None,
         numbers: Sequence[int] | None,
     ) -> None:
-        self.done: Future[None] = Future()
+        self.completion: Future[None] = Future()
         self._fabric, self._peer, self._name, self._target, self._frames = fabric, peer, name, target, frames
         self._missing, self._landed, self._numbers = list(wanted), landed, numbers
         self._cancelled = False
@@ -656,14 +658,16 @@ class SimFetch:
                 time.sleep(self._fabric.world.rng.uniform(0.5, 1.5) * self._fabric.frame_s)
                 self._bring(number)
         except CkptError as exc:
-            self.done.set_exception(exc)
+            self.completion.set_exception(exc)
         else:
-            self.done.set_result(None)
+            self.completion.set_result(None)
 
     def _offer(self) -> tuple[memoryview, Frames]:
         """Which may come a little later than it is asked for: then the connection is made anew."""
         for _ in range(DIALS):
-            alive = any(a.network is not None and a.network.me == self._peer for a in self._fabric.agents.values())
+            alive = any(
+                a.network is not None and a.network.agent_name == self._peer for a in self._fabric.agents.values()
+            )
             offer = self._fabric.offers.get((self._peer, self._name)) if alive else None
             if offer is not None:
                 return offer
@@ -675,7 +679,7 @@ class SimFetch:
             raise AgentError("it was cancelled")
         source, theirs = self._offer()
         at = self._numbers[number] if self._numbers is not None else number
-        (start, length), (to, _) = theirs.places()[at], self._frames.places()[number]
+        (start, length), (to, _) = theirs.byte_ranges()[at], self._frames.byte_ranges()[number]
         self._target[to : to + length] = source[start : start + length]
         found = frame_hash(self._target[to : to + length])
         if list(found) != self._frames.hashes[number].astype(np.uint64).tolist():

@@ -12,9 +12,9 @@ from typing import Any
 from ckpt.errors import AgentError, CkptError, NotStaged
 from ckpt.ipc import messages
 from ckpt.ipc.control_page import ControlPage, ControlWord, RankPlace, WordKind
-from ckpt.preemption.notice import First, KnownNotices, Notice
-from ckpt.preemption.notice import Word as Told
-from ckpt.types import Tick
+from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice
+from ckpt.preemption.notice import NoticeChange as Told
+from ckpt.types import Version
 from tests.agent.fake import FakeRank
 from tests.sim.agents import Fabric, SimConnection
 
@@ -39,7 +39,7 @@ class SimRank(FakeRank):
         self.offered, self.hashed = (-1, 0), b""
 
     def hashes(self) -> bytes:
-        """Of what it was when its layout was, as all ranks' of that tick."""
+        """Of what it was when its layout was, as all ranks' of that version."""
         if self.offered != (self.layout_step, self.extra):
             self.offered, self.hashed = (self.layout_step, self.extra), super().hashes()
         return self.hashed
@@ -64,7 +64,7 @@ class SimRank(FakeRank):
         return super().verdict or self._left_by
 
     def turned_from(self, page: ControlPage) -> None:
-        self._left_by = page.leaves() or self._left_by
+        self._left_by = page.leave_attempt() or self._left_by
         super().turned_from(page)
 
     def on_lost(self, lost: threading.Event) -> None:
@@ -128,7 +128,7 @@ class SimRank(FakeRank):
     def on_message(self, message: messages.Message) -> None:
         if message.kind == "awaited":
             word = ControlWord.unpack(int(message.fields["word"]))
-            if word and word not in self.answered and word.place(self.step, self.sub) is not RankPlace.EARLY:
+            if word and word not in self.answered and word.place_for(self.step, self.sub) is not RankPlace.EARLY:
                 self._is_late(word)  # it was not announced yet when this rank was there
         super().on_message(message)
 
@@ -144,48 +144,48 @@ class SimRank(FakeRank):
         page = self.page
         assert page is not None
         self.sub += 1
-        page.enter(self.rank, self.step + 1, self.sub)
+        page.publish_step(self.rank, self.step + 1, self.sub)
         return self._serve()
 
     def _serve(self) -> bool:
         page = self.page
         assert page is not None
-        words = page.appointed() if self.is_back else []
-        here = [word for word in words if word.place(self.step, self.sub) is not RankPlace.EARLY]
+        words = page.appointments() if self.is_back else []
+        here = [word for word in words if word.place_for(self.step, self.sub) is not RankPlace.EARLY]
         new = [word for word in here if word not in self.answered]
         self.answered = set(here)
         held = [self.keep(word) for word in new]
         return any(held)
 
     def keep(self, word: ControlWord) -> bool:
-        if word.place(self.step, self.sub) is RankPlace.LATE:
+        if word.place_for(self.step, self.sub) is RankPlace.LATE:
             self._is_late(word)
             return False
         before = len(self.taken)
-        self.take(word.round, word.slot, Tick(self.step, self.sub))
-        return word.kind is WordKind.HOLD and len(self.taken) > before and self.hold(word.round)
+        self.take(word.attempt_number, word.slot, Version(self.step, self.sub))
+        return word.kind is WordKind.HOLD and len(self.taken) > before and self.hold(word.attempt_number)
 
     def _is_late(self, word: ControlWord) -> None:
-        self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+        self.notify("missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"})
 
-    def hold(self, round_: int) -> bool:
+    def hold(self, attempt: int) -> bool:
         """The verdict: as ckpt.trainer.loop.shutdown asks for it."""
         self.on_hold("holds")
         while True:
             try:
-                leave = bool(self.request("held", {"round": round_}, timeout_s=None).fields["leave"])
+                leave = bool(self.request("held", {"attempt": attempt}, timeout_s=None).fields["leave"])
                 self.on_hold("told")
                 return leave
             except AgentError:
-                if self._is_verdict(round_):
+                if self._is_verdict(attempt):
                     return True
                 while not self.is_back:
                     if self.gone:
                         return len(self.nodes) > 1
                     time.sleep(LATER_S)
 
-    def _is_verdict(self, round_: int) -> bool:
-        return round_ in (self._left_by, super().verdict)
+    def _is_verdict(self, attempt: int) -> bool:
+        return attempt in (self._left_by, super().verdict)
 
     # -- the end
 
@@ -207,7 +207,7 @@ class SimRank(FakeRank):
             if self.gone:
                 return
             try:
-                self.save(Tick(self.step, sub), "exit")
+                self.save(Version(self.step, sub), "exit")
                 return
             except (AgentError, NotStaged):
                 self._find()
@@ -226,13 +226,13 @@ class SimListener:
 
     name = "owner"
 
-    def __init__(self, stands: dict[str, Notice], first: First) -> None:
+    def __init__(self, stands: dict[str, Notice], first: FirstDeadlines) -> None:
         self._stands, self._first = stands, first.setdefault(self.name, {})
 
     def listen(self, stop: threading.Event, tell: Callable[[Told], None]) -> None:
         known = KnownNotices(tell, self._first)
         while not stop.is_set():
-            known.standing(self.name, list(self._stands.values()))
+            known.set_standing(self.name, list(self._stands.values()))
             stop.wait(ASKED_S)
 
 

@@ -88,7 +88,7 @@ class Doomed(Life):
         return seen
 
     def check(self, committed: list[Identity]) -> None:
-        newest = max((identity.tick.step for identity in committed), default=-1)
+        newest = max((identity.version.step for identity in committed), default=-1)
         for told in self.told:
             there = [told["committed_step"]] + [told["step"]] * (told["level"] == "store")
             if len(told["notices"]) == len(self.going) and self.killed_s < told["time_s"]:

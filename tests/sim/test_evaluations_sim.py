@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from ckpt.agent.state.step_timing import LONG, STEP_S
+from ckpt.agent.state.step_timing import LONG_FACTOR, STEP_S
 from ckpt.preemption.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Identity
@@ -37,7 +37,7 @@ class Evaluated(Doomed):
         for earlier in range(rng.randint(0, 2)):
             self.evaluations[self.before - 8 * (1 + earlier)] = [apart_s] * round(SHORTER_S / apart_s)
         self.takes = {node: rng.choice((1.0, 0.9)) for node in self.nodes}  # of the time
-        due_s = max(seconds, (LONG + 1) * max(STEP_S, self.step_s))
+        due_s = max(seconds, (LONG_FACTOR + 1) * max(STEP_S, self.step_s))
         self.goes_s = rng.uniform(due_s + 6 * apart_s + SAVES_S, 0.8 * LASTS_S)  # after the evaluation has begun
 
     def plan(self) -> None:
@@ -62,7 +62,7 @@ class Evaluated(Doomed):
 
     def check(self, committed: list[Identity]) -> None:
         super().check(committed)
-        newest = max((identity.tick.step for identity in committed), default=-1)
+        newest = max((identity.version.step for identity in committed), default=-1)
         assert newest == self.before - 1, (newest, self.before, self.goes_s, self.notices, self.options["policy"])
 
 

@@ -28,8 +28,8 @@ from ckpt.backends.memory import MemoryBackend
 from ckpt.errors import AccessDenied, AgentError
 from ckpt.ipc import secret
 from ckpt.predict import outcomes
-from ckpt.settings import Settings, read
-from ckpt.types import Tick
+from ckpt.settings import Settings, read_settings
+from ckpt.types import Version
 from tests.agent import fake
 from tests.agent.adaptive.test_alarms import good
 from tests.agent.nodes.cluster import line
@@ -58,7 +58,7 @@ class Life:
         self.put_s = 10 ** rng.uniform(-3, 0)
         self.step_s = 10 ** rng.uniform(-1, 0)
         self.refuses = rng.random() < 0.5  # the store, whatever is not a claim
-        self.key = secret.make()
+        self.key = secret.make_secret()
         self.nodes = list(range(rng.choice((2, 2, 3, 4))))
         self.losses = 1
         peers: dict[str, Any] = {"replicas": 1}
@@ -88,7 +88,7 @@ class Life:
             seen["allowed"] += 1
         self.world.run(lambda: job.is_over, LONG_S)
         if LENDER in self.fabric.agents:
-            self.fabric.agents[LENDER].server.end_asked = True
+            self.fabric.agents[LENDER].server.is_end_requested = True
             self.fabric.agents[LENDER].happens(lambda: None)
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
         return seen
@@ -149,18 +149,18 @@ class Life:
     def _alarm(self) -> None:
         """By a proven source, of any node of a job, with whoever coordinates it."""
         for agent in self.fabric.agents.values():
-            agent.happens(lambda agent=agent: self._tell(agent.node.foreseeing))
+            agent.happens(lambda agent=agent: self._tell(agent.node.alarms))
         self.world.at(self._quiet_s(), self._alarm)
 
-    def _tell(self, foreseeing: Alarms) -> None:
-        job = foreseeing._job
+    def _tell(self, alarms: Alarms) -> None:
+        job = alarms._job
         if job is None:
             return
-        if not foreseeing.outcomes.proven():
-            foreseeing.inherit({"memory": good().numbers()})
+        if not alarms.outcomes.proven_scores():
+            alarms.inherit_scores({"memory": good().numbers()})
         node = self.alarms.choice(["", *(node.name for node in job.nodes[1:])])
-        foreseeing.said(job, node, {"sources": ["memory"], "alarms": [["memory", None]]})
-        assert foreseeing._failed_s == -math.inf, "it made a mistake"
+        alarms.on_peer_signals(job, node, {"sources": ["memory"], "alarms": [["memory", None]]})
+        assert alarms._internal_error_s == -math.inf, "it made a mistake"
         self.alarmed += 1
 
     def wait(self, seconds: float) -> None:
@@ -176,7 +176,7 @@ class Life:
         """The newest step of this job that its ranks were told to be safe, at one of these levels; 0: none."""
         levels = [each for rank in job.ranks for each in rank.levels.items()]
         wanted = wanted or ("peer", "store")
-        safe = [Tick.parse(tick).step for (tick, level), (ok, _) in levels if ok and level in wanted]
+        safe = [Version.parse(version).step for (version, level), (ok, _) in levels if ok and level in wanted]
         return max(safe, default=0)
 
     def _lose(self, job: SimJob, seen: Counter[str]) -> None:
@@ -237,7 +237,7 @@ class Life:
 
 def live(seed: int, kind: type[Life] = Life) -> Counter[str]:
     with living(seed) as world:
-        life = kind(world, seed, replace(read(), notices="off"))
+        life = kind(world, seed, replace(read_settings(), notices="off"))
         seen = life.live()
         seen["alarms"] = life.alarmed
     line(life.url)
@@ -250,7 +250,7 @@ def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_t
     """The coordinator's agent dies, and before all ranks have come to the next one a rank of its node does, too."""
     for seed in range(20):
         with living(seed) as world:
-            life = Life(world, seed, replace(read(), notices="off"))
+            life = Life(world, seed, replace(read_settings(), notices="off"))
             life.nodes, life.refuses, life.lender = [0, 1], True, None
             life.options |= {"peers": {"replicas": 1}}
 
@@ -277,7 +277,7 @@ def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_t
 def test_what_a_link_is_cut_for_while_a_restarted_agent_asks_for_it_is_not_taken_for_lost(back: str) -> None:
     """A rank of the other node dies, too, where that does not come back."""
     with living(0) as world:
-        life = Life(world, 0, replace(read(), notices="off"))
+        life = Life(world, 0, replace(read_settings(), notices="off"))
         life.nodes, life.refuses, life.lender = [0, 1], True, None
         life.options |= {"peers": None, "policy": {"steps": 10, "seconds": None}}
 
@@ -288,24 +288,24 @@ def test_what_a_link_is_cut_for_while_a_restarted_agent_asks_for_it_is_not_taken
             life.safe = life.told(job, "local")
             agents = life.fabric.agents
             life.fabric.kill(0)
-            world.run(lambda: 0 in agents and agents[0].node.current is not None, LONG_S)
-            now = agents[0].node.current
+            world.run(lambda: 0 in agents and agents[0].node.current_job is not None, LONG_S)
+            now = agents[0].node.current_job
             assert now is not None
-            world.run(lambda: now._recovery is None, LONG_S)
-            assert now.group.recovering
+            world.run(lambda: now._arena_handover is None, LONG_S)
+            assert now.scheduler.is_recovering
             me, other = (agents[node].network for node in (0, 1))
             assert me is not None
             assert other is not None
-            life.fabric.cut(me.me, other.me)
+            life.fabric.cut(me.agent_name, other.agent_name)
             if back == "after an agent was started again":
                 life.fabric.kill(1)
             elif back == "never":
                 life.take_away(job, 1)
-                world.run(lambda: not now.group.recovering, LONG_S)
-                assert now.holds_unread
+                world.run(lambda: not now.scheduler.is_recovering, LONG_S)
+                assert now.has_unread_arenas
                 return Counter()
-            world.run(lambda: not now.group.recovering, LONG_S)
-            assert [each.tick.step for each in now.held()] == [life.safe]
+            world.run(lambda: not now.scheduler.is_recovering, LONG_S)
+            assert [each.version.step for each in now.checkpoint_identities()] == [life.safe]
             job.die(0.1)
             return Counter()
 
@@ -318,7 +318,7 @@ def test_what_a_job_of_one_node_has_in_memory_only_is_what_several_nodes_go_on_f
     first: tuple[int, ...], then: tuple[int, ...]
 ) -> None:
     with living(0) as world:
-        life = Life(world, 0, replace(read(), notices="off"))
+        life = Life(world, 0, replace(read_settings(), notices="off"))
         life.refuses, life.lender = True, None
         life.options |= {"peers": {"replicas": 1}}
 
@@ -343,7 +343,7 @@ def test_what_a_job_of_one_node_has_in_memory_only_is_what_several_nodes_go_on_f
 def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_training_keeps_does_not() -> None:
     for seed in range(5):
         with living(seed) as world:
-            life = Life(world, seed, replace(read(), notices="off"))
+            life = Life(world, seed, replace(read_settings(), notices="off"))
             life.nodes, life.refuses, life.lender, life.put_s = [0, 1, 2], False, None, 1e-4
             life.options |= {"peers": {"data": 2, "parity": 1}, "policy": {"steps": 20, "seconds": None}}
 
@@ -388,7 +388,7 @@ def started_by_the_other_node(life: Life, level: str) -> SimJob:
 def test_agents_that_have_led_one_start_each_do_not_keep_each_other_for_ever(refuses: bool) -> None:
     """The second one, by which rank 0 is on another node, ends before it has made anything complete."""
     with living(0) as world:
-        life = Life(world, 0, replace(read(), notices="off"))
+        life = Life(world, 0, replace(read_settings(), notices="off"))
         life.lender, life.refuses = None, refuses
         life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
 
@@ -402,7 +402,7 @@ def test_agents_that_have_led_one_start_each_do_not_keep_each_other_for_ever(ref
             return Counter()
 
         life.live(run)
-    assert line(life.url)[-1].tick.step >= life.safe
+    assert line(life.url)[-1].version.step >= life.safe
     del memory._STORES[life.url]
 
 
@@ -411,7 +411,7 @@ def test_what_a_start_has_left_is_committed_where_its_coordinator_follows_a_late
     copies: bool,
 ) -> None:
     with living(0) as world:
-        life = Life(world, 0, replace(read(), notices="off"))
+        life = Life(world, 0, replace(read_settings(), notices="off"))
         life.lender, life.refuses = None, True
         life.options |= {"peers": {"replicas": 1} if copies else None, "policy": {"steps": 10, "seconds": None}}
 
@@ -426,13 +426,13 @@ def test_what_a_start_has_left_is_committed_where_its_coordinator_follows_a_late
             return Counter()
 
         life.live(run)
-    assert line(life.url)[-1].tick.step >= life.safe
+    assert line(life.url)[-1].version.step >= life.safe
     del memory._STORES[life.url]
 
 
 def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_commit_what_earlier_ones_left() -> None:
     with living(0) as world:
-        life = Life(world, 0, replace(read(), notices="off"))
+        life = Life(world, 0, replace(read_settings(), notices="off"))
         life.nodes, life.refuses, life.lender = [0, 1], False, None
 
         def run() -> Counter[str]:
@@ -441,8 +441,8 @@ def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_c
             world.run(lambda: job.trains, LONG_S)
             node = life.fabric.agents[0].node
             with pytest.raises(AgentError, match="goes on"):
-                node._freeze("another", left=True)
-            assert not node.fence.stands(world.now_s)
+                node._grant_inventory_lease("another", left=True)
+            assert not node.inventory_lease.is_held(world.now_s)
             job.die(0.1)
             return Counter()
 
@@ -452,23 +452,23 @@ def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_c
 
 def test_a_node_knows_of_a_commit_before_its_part_of_it_is_asked_for_and_until_it_is_over() -> None:
     with living(0) as world:
-        life = Life(world, 0, replace(read(), notices="off"))
+        life = Life(world, 0, replace(read_settings(), notices="off"))
         life.nodes, life.refuses, life.lender = [0, 1], False, None
 
         def run() -> Counter[str]:
             job = SimJob(life.fabric, (0, 1), life.key, life.options)
             job.start(1000, lambda rank: 1.0)
             world.run(lambda: job.trains, LONG_S)
-            (there,), writing = life.fabric.agents[1].node.followings, life.fabric.agents[1].node._writing
-            world.run(lambda: there.commits is not None, LONG_S)
-            committed = there.commits
+            (there,), writing = life.fabric.agents[1].node.followed_jobs, life.fabric.agents[1].node._pending_writes
+            world.run(lambda: there.pending_commit is not None, LONG_S)
+            committed = there.pending_commit
             assert committed is not None
             assert not writing
             world.run(lambda: bool(writing), LONG_S)
-            world.run(lambda: there.commits != committed, LONG_S)
-            leads = life.fabric.agents[0].node.current
+            world.run(lambda: there.pending_commit != committed, LONG_S)
+            leads = life.fabric.agents[0].node.current_job
             assert leads is not None
-            assert leads.group.committed_tick == committed.tick
+            assert leads.scheduler.committed_version == committed.version
             job.die(0.1)
             return Counter()
 
@@ -479,7 +479,7 @@ def test_a_node_knows_of_a_commit_before_its_part_of_it_is_asked_for_and_until_i
 @pytest.mark.parametrize("again", [False, True], ids=["at the start", "by an agent that was started again"])
 def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_again(again: bool) -> None:
     with living(0) as world:
-        life = Life(world, 0, replace(read(), notices="off"))
+        life = Life(world, 0, replace(read_settings(), notices="off"))
         life.nodes, life.refuses, life.lender, life.fabric.frame_s = [0, 1, 2], True, None, 1.0
         life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 5, "seconds": None}}
 
@@ -501,14 +501,14 @@ def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_ag
 
             def is_shown() -> bool:
                 nonlocal copying
-                now, safe = node.current, node.showing.account.safe.get("peer")
-                if now is not None and now.reprotecting is not None and now.reprotecting._left:
+                now, safe = node.current_job, node.status_view.account.newest_by_level.get("peer")
+                if now is not None and now.rereplication is not None and now.rereplication._pending_transfers:
                     assert safe is None, "they are on their way"
                     copying += 1
                 return copying > 0 and safe is not None
 
             world.run(is_shown, LONG_S)
-            assert node.showing.account.safe["peer"][0].step == life.safe == job.restored_step
+            assert node.status_view.account.newest_by_level["peer"][0].step == life.safe == job.restored_step
             world.run(lambda: life._is_again(job), LONG_S)
             job.die(0.1)
             return Counter()

@@ -31,8 +31,8 @@ from ckpt.errors import CkptError
 from ckpt.ipc import secret
 from ckpt.ipc.notice_sources import Sources
 from ckpt.preemption.notice import Notice
-from ckpt.settings import Settings, read
-from ckpt.types import Identity, Tick
+from ckpt.settings import Settings, read_settings
+from ckpt.types import Identity, Version
 from tests.agent import fake
 from tests.agent.nodes.cluster import line
 from tests.sim.agents import Fabric, SimConnection
@@ -79,7 +79,7 @@ class Life:
         self.options = {**fake.OPTIONS, "policy": {"steps": steps, "seconds": seconds}}
         if rng.random() < 0.5:
             self.options["peers"] = {"replicas": 1}
-        self.key = secret.make()
+        self.key = secret.make_secret()
         self.job: SimJob | None = None
 
     # -- what happens
@@ -152,13 +152,13 @@ class Life:
     def _cut(self) -> None:
         if self.fabric.channels:
             channel = self.rng.choice(self.fabric.channels)
-            self.fabric.cut(channel.me, channel.peer)
+            self.fabric.cut(channel.agent_name, channel.peer)
 
     def _hang_up(self) -> None:
         agent = self.fabric.agents.get(self.rng.choice(self.nodes))
         if agent is not None and agent.server.peers:
             peer = self.rng.choice(list(agent.server.peers))
-            agent.happens(lambda: peer.lose())
+            agent.happens(lambda: peer.disconnect())
 
     def _linger(self) -> None:
         """A rank takes long over a step, as over an evaluation."""
@@ -212,7 +212,7 @@ class Life:
             stood = [each for each in stood if each[2] is None or self.held_s <= self._known_s(each[2])]
             assert stood, f"nothing made them leave after {self.held_s}: {self.notices}"
         if not self.faults:
-            committed = {Tick.parse(answer["committed"]).step for answer in job.answers.values()}
+            committed = {Version.parse(answer["committed"]).step for answer in job.answers.values()}
             assert committed == {step}, (committed, step, job.answers)
         if not seen["again"]:
             for from_s, notice, back_s in self.notices:
@@ -244,7 +244,7 @@ def live(seed: int) -> Counter[str]:
 
 
 def lived(kind: type[Life], seed: int) -> Counter[str]:
-    settings = replace(read(), notices="off")
+    settings = replace(read_settings(), notices="off")
     with living(seed) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake, "ROWS", 4)
         patch.setattr("ckpt.agent.runtime.memory_plan.free_bytes", lambda: 8 << 30)

@@ -36,8 +36,8 @@ from ckpt.backends.memory import MemoryBackend
 from ckpt.ipc.arena import Arena
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import place
-from ckpt.settings import Settings, read
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.settings import Settings, read_settings
+from ckpt.types import Epoch, Identity, Version
 from tests.agent import fake
 from tests.sim.agents import AgentProcess
 from tests.sim.jobs import SimJob, SimRank
@@ -102,9 +102,9 @@ class Short(Life):
         if not isinstance(agent, AgentProcess) or agent.number == LENDER:
             return 8 << 30
         node = agent.node
-        shares = [job.own for job in node._jobs()] + [each.ranks for each in node.followings]
-        used = sum(share.arena_bytes for share in shares) + node.copies.taken_bytes
-        used += node._bulk.closing_bytes
+        shares = [job.local_share for job in node._jobs()] + [each.local_share for each in node.followed_jobs]
+        used = sum(share.arena_bytes for share in shares) + node.replicas.allocated_bytes
+        used += node._workers.closing_bytes
         return max(0, int(self._room(agent.number)) - used)
 
     # -- what is owed
@@ -112,11 +112,11 @@ class Short(Life):
     def begins(self, protection: ReplicationManager, identity: Identity, safe: Identity | None) -> None:
         placement = protection.placement
         assert placement is not None
-        names = {name for kept in placement.kept for name in (kept.node, *kept.holders)}
+        names = {name for kept in placement.protected_states for name in (kept.node, *kept.holders)}
         names |= {name for group in placement.groups for name in group.members}
         agents = self.fabric.agents.items()
-        part = {node: each for node, each in agents if each.network is not None and each.network.me in names}
-        losses = min(kept.losses for kept in placement.kept)
+        part = {node: each for node, each in agents if each.network is not None and each.network.agent_name in names}
+        losses = min(kept.losses_max for kept in placement.protected_states)
         if identity == safe and not losses and identity in self.begun:  # copies that there are stay beside these
             former = self.begun[identity][0]
             lost = self._lost(former)
@@ -124,8 +124,8 @@ class Short(Life):
             losses = 1
         self.begun[identity] = Promise(identity, losses, part), self.world.owner
 
-    def promised(self, epoch: Epoch, tick: Tick) -> None:
-        made, by = self.begun[Identity(epoch, tick)]
+    def promised(self, epoch: Epoch, version: Version) -> None:
+        made, by = self.begun[Identity(epoch, version)]
         if by is not self.world.owner:  # it was found, with as much as is asked for now, which may be less
             made = replace(made, losses=min(made.losses, 1))
         assert made.losses, f"some node's part of {made.identity} is kept by nobody, and it was said to be safe"
@@ -157,8 +157,8 @@ class Short(Life):
             every = Inventory()
             for node, inventory in held.items():
                 if node not in more:
-                    every.add(inventory, str(node))
-            newest = max(every.complete(), default=None)
+                    every.merge(inventory, str(node))
+            newest = max(every.complete_checkpoints(), default=None)
             is_there = newest is not None and newest >= promise.identity
             assert is_there, (
                 f"{promise.identity} was safe from {promise.losses} losses; with {sorted(lost)} lost and {more} to be, "
@@ -183,7 +183,7 @@ class Short(Life):
         self._squeeze(job, seen)
         job.die(0.1)
         if LENDER in self.fabric.agents:
-            self.fabric.agents[LENDER].server.end_asked = True
+            self.fabric.agents[LENDER].server.is_end_requested = True
             self.fabric.agents[LENDER].happens(lambda: None)
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
         return seen
@@ -191,16 +191,16 @@ class Short(Life):
     def _squeeze(self, job: SimJob, seen: Counter[str]) -> None:
         """There comes to be room for two slots and the copies, and not for a third slot, and maybe no memory-only node
         is there any more."""
-        led, began_s = self.fabric.agents[job.ranks[0].node].node.current, self.world.now_s
+        led, began_s = self.fabric.agents[job.ranks[0].node].node.current_job, self.world.now_s
         assert led is not None
-        assert led.protection is not None
-        assert led.protection.option is not None
+        assert led.replication_manager is not None
+        assert led.replication_manager.option is not None
         assert led._division is not None
         assert isinstance(led.ranks, AllShares)
-        numbers = {agent.network.me: number for number, agent in self.fabric.agents.items() if agent.network}
-        sizes = led.ranks.by_name(dict(enumerate(led._division.arena_bytes)))
-        each_lends = [PlacementNode(name, bytes=size, lend_bytes=1 << 40) for name, size in sizes.items()]
-        for load in place(each_lends, led.protection.option).loads:
+        numbers = {agent.network.agent_name: number for number, agent in self.fabric.agents.items() if agent.network}
+        sizes = led.ranks.sum_by_node(dict(enumerate(led._division.arena_bytes)))
+        each_lends = [PlacementNode(name, state_bytes=size, lend_bytes=1 << 40) for name, size in sizes.items()]
+        for load in place(each_lends, led.replication_manager.option).loads:
             self.rooms[numbers[load.node]] = TWO_SLOTS * load.own_bytes + load.keeps_all_bytes + RESERVE
         self.squeezed, self.plenty = True, False
         self.refuses = False
@@ -213,7 +213,7 @@ class Short(Life):
             )  # it is little beside a large state
             self.until_copies_are_made(job)
         seen["squeezed s"] = round(self.world.now_s - began_s)
-        seen[f"{led.group.slots_in_use} slots in the end"] += 1
+        seen[f"{led.scheduler.slot_limit} slots in the end"] += 1
 
     def until_copies_are_made(self, job: SimJob) -> None:
         """Of what is taken from now on."""
@@ -276,20 +276,20 @@ class Short(Life):
     def _why(self, job: SimJob) -> str:
         """It is not settled."""
         agents = [self.fabric.agents[node] for node in sorted({rank.node for rank in job.ranks})]
-        led = agents[0].node.current
-        if led is None or str(led.epoch) != job.ranks[0].epoch or not led.group.is_kept_whole:
+        led = agents[0].node.current_job
+        if led is None or str(led.epoch) != job.ranks[0].epoch or not led.scheduler.is_placement_complete:
             return "no copies"
         for agent in agents:
-            old = {identity for identity in agent.node._inventory(True).worlds if identity.epoch != led.epoch}
-            if old or agent.node.former or len(agent.node.followings) > 1:
+            old = {identity for identity in agent.node._inventory(True).world_sizes if identity.epoch != led.epoch}
+            if old or agent.node.former_jobs or len(agent.node.followed_jobs) > 1:
                 return f"node {agent.number} has {sorted(map(str, old))}"
         return ""
 
     def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
         world, life = self.world, self
         until_of, put = world.run, MemoryBackend.put
-        replicate, replicated = ReplicationManager.replicate, Accounting.replicated
-        begin_fill, close, forget = Arena.begin_fill, Arena.close, ParityStore._forget
+        replicate, replicated = ReplicationManager.replicate, Accounting.record_replication
+        begin_fill, close, forget = Arena.begin_fill, Arena.close, ParityStore._evict_chunks
 
         def run_and_look(until: Callable[[], bool], limit_s: float) -> None:
             def looked() -> bool:
@@ -302,9 +302,9 @@ class Short(Life):
             life.begins(protection, identity, safe)
             replicate(protection, identity, safe, *given)
 
-        def promised(account: Accounting, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
-            life.promised(epoch, tick)
-            replicated(account, epoch, tick, count_bytes)
+        def promised(account: Accounting, epoch: Epoch, version: Version, count_bytes: int) -> None:
+            life.promised(epoch, version)
+            replicated(account, epoch, version, count_bytes)
 
         def stored(backend: MemoryBackend, key: str, *given: Any, **named: Any) -> None:
             put(backend, key, *given, **named)
@@ -327,10 +327,10 @@ class Short(Life):
             patch.setattr(world, "run", run_and_look)
             patch.setattr(MemoryBackend, "put", stored)
             patch.setattr(ReplicationManager, "replicate", begins)
-            patch.setattr(Accounting, "replicated", promised)
+            patch.setattr(Accounting, "record_replication", promised)
             patch.setattr(Arena, "begin_fill", fills)
             patch.setattr(Arena, "close", closes)
-            patch.setattr(ParityStore, "_forget", forgets)
+            patch.setattr(ParityStore, "_evict_chunks", forgets)
             patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
             patch.setattr("ckpt.agent.runtime.memory_plan.total_bytes", lambda: memory_pressure.RESERVE_PARTS * SLOT)
             patch.setattr("ckpt.agent.replication.replication_manager.WORK_BYTES", 1 << 16)
@@ -350,7 +350,7 @@ def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_
     node each."""
     for seed in range(3):
         with living(seed) as world:
-            life = Short(world, seed, replace(read(), notices="off"))
+            life = Short(world, seed, replace(read_settings(), notices="off"))
             life.nodes, life.lender, life.refuses, life.plenty = [0, 1, 2], None, True, True
             life.options |= {"peers": {"replicas": 2}, "policy": {"steps": 3, "seconds": None}}
 
@@ -365,8 +365,8 @@ def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_
                 world.run(lambda: life.told(job, "local") > newest + 10, 60.0)
                 life.refuses = False
                 agents = [life.fabric.agents[node] for node in (1, 2)]
-                assert all(agent.node.copies.identities for agent in agents)
-                world.run(lambda: not any(agent.node.copies.bytes for agent in agents), 120.0)
+                assert all(agent.node.replicas.identities for agent in agents)
+                world.run(lambda: not any(agent.node.replicas.bytes for agent in agents), 120.0)
                 assert life.told(job, "store") > safe, "they have gone for something newer"
                 job.die(0.1)
                 return Counter()
@@ -379,7 +379,7 @@ def test_copies_are_planned_with_no_memory_that_nodes_keep_free_for_other_proces
     """Of a large machine with little left that is more than a plan leaves: the copies gave way to a third slot, and of
     nothing but the first checkpoint any could be made."""
     with living(0) as world:
-        life = Short(world, 0, replace(read(), notices="off"))
+        life = Short(world, 0, replace(read_settings(), notices="off"))
         life.nodes, life.lender, life.refuses = [0, 1], None, True
         life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
         life.step_s, life.fabric.frame_s = 0.5, 0.01
@@ -410,7 +410,7 @@ def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: 
     and for ever no copy could be made where it lay. Also where an agent is lost just then, maybe with the word."""
     for seed in range(3 if dies is None else 10):
         with living(seed) as world:
-            life = Short(world, seed, replace(read(), notices="off"))
+            life = Short(world, seed, replace(read_settings(), notices="off"))
             life.nodes, life.lender, life.refuses = [0, 1], None, dies is None
             life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
             life.step_s, life.fabric.frame_s = 0.5, 0.01
@@ -437,8 +437,11 @@ def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: 
                     assert life.told(job, "peer") > 80, "each has copies"
                     assert [sorted(rank.slots) for rank in job.ranks] == [[0, 1]] * 2
                     node, other = (life.fabric.agents[number].node for number in (0, 1))
-                    assert node.current is not None
-                    assert [sorted(node.current.own.arenas), sorted(other.followings[0].ranks.arenas)] == [[0, 1]] * 2
+                    assert node.current_job is not None
+                    assert [
+                        sorted(node.current_job.local_share.arenas),
+                        sorted(other.followed_jobs[0].local_share.arenas),
+                    ] == [[0, 1]] * 2
                     job.die(0.1)
                 return Counter()
 
@@ -449,7 +452,7 @@ def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: 
 def test_a_state_that_shrinks_leaves_no_memory_in_arenas_that_are_too_large_for_it() -> None:
     """They were used as they were, and what they had more counted as free: for ever no copy could be made there."""
     with living(0) as world:
-        life = Short(world, 0, replace(read(), notices="off"))
+        life = Short(world, 0, replace(read_settings(), notices="off"))
         life.nodes, life.lender, life.refuses = [0, 1], None, False
         life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
         life.step_s, life.fabric.frame_s = 0.5, 0.01
@@ -471,11 +474,11 @@ def test_a_state_that_shrinks_leaves_no_memory_in_arenas_that_are_too_large_for_
                     rank.extra = 2 * SLOT // 4
                 job.start(1000, lambda rank: life.step_s)
                 world.run(lambda: life.told(job, "local") > 20, LONG_S)
-                large = job.ranks[0].slots[0].bytes
+                large = job.ranks[0].slots[0].size_bytes
                 assert life.told(job, "peer") == 0, "there is room for slots only"
                 world.run(lambda: life.told(job, "local") > 120, LONG_S)
                 assert life.told(job, "peer") > 100, "each has copies"
-                assert all(arena.bytes < large / 2 for rank in job.ranks for arena in rank.slots.values())
+                assert all(arena.size_bytes < large / 2 for rank in job.ranks for arena in rank.slots.values())
                 job.die(0.1)
             return Counter()
 
@@ -529,7 +532,7 @@ class Little(Short):
 def each_little(seeds: int, run: Callable[[Little], None]) -> None:
     for seed in range(seeds):
         with living(seed) as world:
-            life = Little(world, seed, replace(read(), notices="off"))
+            life = Little(world, seed, replace(read_settings(), notices="off"))
 
             def ran(life: Little = life) -> Counter[str]:
                 run(life)

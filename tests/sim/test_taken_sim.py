@@ -20,7 +20,7 @@ import ckpt.preemption.detect
 from ckpt.ipc.notice_sources import Sources
 from ckpt.preemption.notice import Notice
 from ckpt.settings import Settings
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.sim.jobs import SimJob, SimListener, SimRank
 from tests.sim.test_losses_sim import LONG_S, SCHEDULES, Life, live
 from tests.sim.world import BEGIN_S, EPOCH_S, World, each_life
@@ -80,7 +80,7 @@ class Taken(Life):
         """What was said to be safe. What the start before has left is so in memory once it has as many copies again, or
         is known to be in the store."""
         committed = [answer["committed"] for answer in job.answers.values() if answer.get("committed")]
-        self.stored = max(self.stored, self.told(job, "store"), *(Tick.parse(each).step for each in committed))
+        self.stored = max(self.stored, self.told(job, "store"), *(Version.parse(each).step for each in committed))
         self.safe = max(self.stored, self.told(job, "peer"), self.safe if self._is_again(job) else 0)
 
 

@@ -44,11 +44,11 @@ def test_the_page_on_which_a_rank_shows_where_it_is_has_its_clock() -> None:
 
         def train() -> None:
             time.sleep(5.0)
-            page.enter(0, 7)
+            page.publish_step(0, 7)
 
         world.spawn("rank", train)
-        world.run(lambda: page.entered(0) == 7, 100.0)
-        assert page.since_s(0) == pytest.approx(BEGIN_S + 5.0, abs=0.1)
+        world.run(lambda: page.entered_step(0) == 7, 100.0)
+        assert page.entry_time_s(0) == pytest.approx(BEGIN_S + 5.0, abs=0.1)
 
 
 def test_threads_and_pools_of_the_package_live_in_it() -> None:

@@ -101,6 +101,6 @@ def place(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def store(place: str) -> Iterator[storage.Backend]:
-    backend = storage.open(place, settings=replace(settings.read(), retry_s=60.0))
+    backend = storage.open(place, settings=replace(settings.read_settings(), retry_s=60.0))
     yield backend
     backend.close()

@@ -206,7 +206,7 @@ def test_a_reply_that_obstore_panics_at_is_an_error_like_any_other(server: TinyS
 
 
 def test_the_stack_tries_again_until_the_server_is_well(server: TinyS3) -> None:
-    store = storage.open(URL, settings=replace(settings.read(), retry_s=60.0))
+    store = storage.open(URL, settings=replace(settings.read_settings(), retry_s=60.0))
     server.plan = [("PUT", 503), ("PUT", RESET), ("PUT", LOST_REPLY), ("GET", 500), ("GET", CUT)]
     store.put("k", [b"data" * 100])
     assert store.get("k", 1000) == b"data" * 100

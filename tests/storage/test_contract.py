@@ -16,7 +16,7 @@ import pytest
 from ckpt import settings, storage
 from ckpt.errors import AlreadyExists, CkptError, DamagedData, NotFound, StorageError, UsageError
 from ckpt.storage import Backend, PutMode
-from ckpt.storage.names import TEMPORARY
+from ckpt.storage.names import TEMPORARY_PREFIX
 from ckpt.storage.probe import probe
 from tests.servers import start_upload
 from tests.storage.conftest import Kind
@@ -226,7 +226,7 @@ def test_unfinished_uploads_are_ended_by_age_and_are_never_objects(store: Backen
         start_upload(kind.server, f"{place.removeprefix('s3://').partition('/')[2]}/data/unfinished")
         start_upload(kind.server, "elsewhere/unfinished")
     elif kind.keeps_uploads:
-        with open(f"{place.removeprefix('fsspec+file://')}/data/{TEMPORARY}0123", "w") as file:
+        with open(f"{place.removeprefix('fsspec+file://')}/data/{TEMPORARY_PREFIX}0123", "w") as file:
             file.write("half")
     assert keys(store) == ["data/done"]
     if kind.dates_uploads:
@@ -295,7 +295,7 @@ def test_a_bucket_that_vanishes_is_named_and_is_not_an_empty_store(kind: Kind, p
         return
     bucket = f"gone{random.randrange(10**9)}"  # no hyphen: for gs it is sent as %2D, which moto does not read
     kind.server.make_bucket(bucket)
-    store = storage.open(f"{kind.scheme}://{bucket}/run", settings=replace(settings.read(), retry_s=5.0))
+    store = storage.open(f"{kind.scheme}://{bucket}/run", settings=replace(settings.read_settings(), retry_s=5.0))
     store.put("k", [b"x"])
     store.delete(["k"])
     kind.server.remove_bucket(bucket)

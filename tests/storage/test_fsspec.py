@@ -25,7 +25,7 @@ from ckpt.backends.any_fsspec import open_fsspec
 from ckpt.errors import AccessDenied, DamagedData, NotFound, RunInUse, StorageError, TransientError, UsageError
 from ckpt.policy.save_options import Keep
 from ckpt.storage import open as open_store
-from ckpt.storage.names import TEMPORARY
+from ckpt.storage.names import TEMPORARY_PREFIX
 from ckpt.store.commit import Committer
 from ckpt.store.lineage import Claim
 from ckpt.store.prune import Lease, Pruner
@@ -265,7 +265,7 @@ def test_a_prune_that_cannot_list_the_commits_retires_nothing(failing: type[Fail
     run = Run(store)
     snap = snapshot({"w": floats(4)})
     Committer(store, "w").commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
-    run.close(epoch(1), "test")
+    run.close_epoch(epoch(1), "test")
     failing.failure, failing.step = OSError("Socket is closed"), "list commits"
     with pytest.raises(StorageError):
         Pruner(run, None, grace_s=-1).plan(run.view(), Keep(last=1))
@@ -274,7 +274,7 @@ def test_a_prune_that_cannot_list_the_commits_retires_nothing(failing: type[Fail
 def test_a_file_left_by_a_dead_writer_is_no_object_and_goes_by_age(tmp_path: Path) -> None:
     store = open_fsspec(f"fsspec+file://{tmp_path}")
     store.put("a/k", [b"x"])
-    (tmp_path / "a" / f"{TEMPORARY}dead").write_text("half")
+    (tmp_path / "a" / f"{TEMPORARY_PREFIX}dead").write_text("half")
     assert [info.key for info in store.list("")] == ["a/k"]
     assert store.abort_uploads(3600) == 0
     assert store.abort_uploads(-60) == 1
@@ -461,11 +461,11 @@ def test_the_times_of_webhdfs_and_ftp_are_read(told: dict[str, object], monkeypa
 def test_where_no_time_is_told_nothing_is_ever_old(tmp_path: Path) -> None:
     store = open_fsspec(f"fsspec+timeless://{tmp_path}")
     run = Run(store)
-    run.claim(Claim(epoch(1), None))
+    run.put_claim(Claim(epoch(1), None))
     for step in (10, 20):
         snap = snapshot({"w": floats(8, 8, seed=step)})
         Committer(store, "w1", "raw").commit(identity(1, step), snap.manifest, snap.frame, check=lambda: None)
-    (tmp_path / "data" / f"{TEMPORARY}writing").write_text("half")
+    (tmp_path / "data" / f"{TEMPORARY_PREFIX}writing").write_text("half")
     pruner = Pruner(run, epoch(1), grace_s=0.0)
     with Lease(store, [identity(1, 10)], refresh_s=0.001):
         assert len(pruner.plan(run.view(), Keep(last=1)).retire) == 1
@@ -474,15 +474,15 @@ def test_where_no_time_is_told_nothing_is_ever_old(tmp_path: Path) -> None:
             pruner.execute(plan)
             assert (plan.records, plan.packs, plan.leases) == ((), (), ())
     assert "does not say how old its objects are" in plan.blocked
-    assert (tmp_path / "data" / f"{TEMPORARY}writing").exists()
+    assert (tmp_path / "data" / f"{TEMPORARY_PREFIX}writing").exists()
     assert all(ref.saved_s is None for ref in run.view().commits)
 
 
 def test_a_job_that_beats_is_seen_to_live_where_no_time_is_told(tmp_path: Path) -> None:
     store = open_fsspec(f"fsspec+timeless://{tmp_path}")
     theirs = Run(store)
-    theirs.claim(Claim(epoch(1), None, launch="theirs"))
-    theirs.heartbeat(epoch(1), 10, 10.0)
-    mine = Run(store, clock=Beating(lambda: theirs.heartbeat(epoch(1), 11, 10.0)))
+    theirs.put_claim(Claim(epoch(1), None, launch="theirs"))
+    theirs.put_heartbeat(epoch(1), 10, 10.0)
+    mine = Run(store, clock=Beating(lambda: theirs.put_heartbeat(epoch(1), 11, 10.0)))
     with pytest.raises(RunInUse):
-        mine.watch_other(mine.view(), "mine", 10.0)
+        mine.check_not_in_use(mine.view(), "mine", 10.0)

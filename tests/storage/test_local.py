@@ -23,7 +23,7 @@ import pytest
 from ckpt.backends.local import LocalBackend, open_local
 from ckpt.errors import AccessDenied, AlreadyExists, DamagedData, NotFound, StorageError, TransientError
 from ckpt.storage import PutMode
-from ckpt.storage.names import TEMPORARY
+from ckpt.storage.names import TEMPORARY_PREFIX
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_bytes_then_name_then_folder_reach_the_disk_in_that_order(
 
     def name_of(path: str) -> str:
         name = os.path.relpath(path, folder.parents[1])
-        return os.path.join(os.path.dirname(name), "TEMPORARY") if TEMPORARY in name else name
+        return os.path.join(os.path.dirname(name), "TEMPORARY") if TEMPORARY_PREFIX in name else name
 
     def note(name: str, told: Callable[..., str]) -> None:
         real = getattr(os, name)
@@ -252,7 +252,7 @@ def test_foreign_files_are_none_of_ours(store: LocalBackend, folder: Path) -> No
 def test_links_beside_our_folders_are_none_of_ours(store: LocalBackend, folder: Path) -> None:
     store.put("data/k", [b"x"])
     (folder / "latest").symlink_to("data")
-    (folder / "data" / f"{TEMPORARY}0123").write_text("half")
+    (folder / "data" / f"{TEMPORARY_PREFIX}0123").write_text("half")
     assert [info.key for info in store.list("data/")] == ["data/k"]
     assert store.abort_uploads(-60, ["data/", "commits/"]) == 1
     assert (folder / "latest").is_symlink()
@@ -326,7 +326,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_object(store: LocalBackend
         found = store.get("k", 8 << 20)
         assert found == found[:1] * (8 << 20)
     left = [name for name in os.listdir(folder) if name != "k"]
-    assert all(name.startswith(TEMPORARY) for name in left)
+    assert all(name.startswith(TEMPORARY_PREFIX) for name in left)
     assert store.abort_uploads(-60) == len(left)
     assert os.listdir(folder) == ["k"]
 

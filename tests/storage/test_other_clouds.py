@@ -36,7 +36,7 @@ def gcs() -> Iterator[Gcs]:
 
 
 def opened(url: str) -> storage.Backend:
-    return storage.open(url, settings=replace(settings.read(), retry_s=5.0))
+    return storage.open(url, settings=replace(settings.read_settings(), retry_s=5.0))
 
 
 def test_a_wrong_key_of_an_azure_account_is_named_as_such(azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ckpt import storage
 from ckpt.backends.cloud import CloudBackend
 from ckpt.errors import StorageError, UsageError
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage.retry import Retrying
 from tests import servers
 from tests.checkpointer import proxy as proxies
@@ -62,7 +62,7 @@ def over_tls(rclone: Server, trust: tuple[Path, ssl.SSLContext], monkeypatch: py
 
 @contextmanager
 def opened() -> Iterator[tuple[storage.Backend, CloudBackend]]:
-    backend = storage.open(URL, settings=replace(read(), retry_s=0.0))
+    backend = storage.open(URL, settings=replace(read_settings(), retry_s=0.0))
     try:
         assert isinstance(backend, Retrying)
         assert isinstance(backend.inner, CloudBackend)

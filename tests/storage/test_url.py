@@ -14,7 +14,7 @@ import pytest
 from ckpt import storage
 from ckpt.backends.any_fsspec import open_fsspec
 from ckpt.errors import UsageError
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 from ckpt.storage.retry import Retrying
 from ckpt.storage.url import OUR_BACKENDS, canonical, scheme_of
 
@@ -84,9 +84,9 @@ def test_a_refusal_does_not_tell_a_password(url: str) -> None:
 
 def test_a_store_is_told_of_without_its_password_and_with_its_port() -> None:
     assert open_fsspec("fsspec+memory://user:secret@host/a").url == "fsspec+memory://user:***@host/a"
-    assert shown("ftp://me@corp.com:secret@host:21/a") == "ftp://me@corp.com:***@host:21/a"
+    assert redact_url("ftp://me@corp.com:secret@host:21/a") == "ftp://me@corp.com:***@host:21/a"
     for url in ("sftp://user@host:22/a", "sftp://host:22/a@b", "s3://bucket/a", "/a:b@c"):
-        assert shown(url) == url
+        assert redact_url(url) == url
 
 
 def test_a_file_is_no_store(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, R
 from ckpt.store.dtypes import bits_dtype
 from ckpt.store.reader import FrameReader
 from ckpt.store.tensor_stream import slabs_of, stream
-from ckpt.types import DTYPE_CODE, Box, Epoch, Identity, Tick
+from ckpt.types import DTYPE_CODE, Box, Epoch, Identity, Version
 
 Bits = npt.NDArray[Any]
 
@@ -121,4 +121,4 @@ def epoch(number: int, nonce: int = 0) -> Epoch:
 
 
 def identity(epoch_number: int, step: int, nonce: int = 0, sub: int = 0) -> Identity:
-    return Identity(epoch(epoch_number, nonce), Tick(step, sub))
+    return Identity(epoch(epoch_number, nonce), Version(step, sub))

@@ -22,7 +22,7 @@ from ckpt.store import keys, packs
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.dedup import Placing
 from ckpt.store.lineage import Claim
-from ckpt.store.reader import newest_readable, open_record
+from ckpt.store.reader import open_record, use_newest_readable
 from ckpt.store.run import Run
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, same, snapshot
 from tests.store.sim import Fault, Sim
@@ -268,10 +268,10 @@ def test_after_a_cancel_nothing_more_is_written() -> None:
 def test_a_superseded_epoch_commits_nothing() -> None:
     store = Sim()
     run = Run(store)
-    run.claim(Claim(epoch(1), None))
-    Run(store.client()).claim(Claim(epoch(2), None))
+    run.put_claim(Claim(epoch(1), None))
+    Run(store.client()).put_claim(Claim(epoch(2), None))
     with pytest.raises(Superseded):
-        commit(store, 10, some(), check=lambda: run.check(epoch(1)))
+        commit(store, 10, some(), check=lambda: run.check_not_superseded(epoch(1)))
     assert store.held(keys.COMMITS) == []
 
 
@@ -304,9 +304,9 @@ def test_a_record_that_was_not_accepted_is_a_failed_save_and_may_still_land_whol
     assert store.held(keys.COMMITS) == []
     store.land()
     run = Run(store)
-    run.claim(Claim(epoch(1), None))
+    run.put_claim(Claim(epoch(1), None))
     store.fault = lambda operation, key: None
-    assert newest_readable(run, lambda record: same(read_all(store, record), snap.tensors))
+    assert use_newest_readable(run, lambda record: same(read_all(store, record), snap.tensors))
 
 
 def test_a_second_attempt_shares_no_key_with_the_first_whose_puts_may_still_land() -> None:
@@ -325,10 +325,10 @@ def test_a_second_attempt_shares_no_key_with_the_first_whose_puts_may_still_land
 
 def test_two_records_of_one_checkpoint_are_each_complete() -> None:
     store, snap = Sim(), some()
-    Run(store).claim(Claim(epoch(1), None))
+    Run(store).put_claim(Claim(epoch(1), None))
     refs = [commit(store, 10, snap, writer=writer).ref for writer in ("b", "a")]
     assert all(same(read_all(store, open_record(store, ref)), snap.tensors) for ref in refs)
-    assert [ref.writer for ref in Run(store).view().line] == ["a"]
+    assert [ref.writer for ref in Run(store).view().history] == ["a"]
 
 
 def test_a_commit_key_that_somebody_else_has_is_not_taken_for_our_own() -> None:
@@ -387,8 +387,8 @@ def test_what_was_never_sent_is_not_paid_for_by_the_next_commit() -> None:
 
     for _ in range(3):
         with pytest.raises(SaveFailed):
-            pace.take(10**9, stop)
-    pace.take(1000, lambda: None)
+            pace.await_budget(10**9, stop)
+    pace.await_budget(1000, lambda: None)
     assert clock.now_s() == pytest.approx(1.0)
 
 
@@ -416,12 +416,12 @@ def test_what_two_writers_put_is_one_record_that_comes_back_bit_for_bit() -> Non
     snap = some(2, frozen=frozen, twin=floats(64, 48, seed=2))
     placing = Placing(snap.manifest.frames, base)
     assert 0 < placing.referred_bytes < placing.raw_bytes
-    for name, numbers in (("a", placing.todo[1::2]), ("b", placing.todo[::2])):
+    for name, numbers in (("a", placing.frames_to_write[1::2]), ("b", placing.frames_to_write[::2])):
         its = numbers.tolist()
         frames, key = snap.manifest.frames[numbers], packs.pack_keys(identity(1, 20), "node", name)
         pace, cancel = packs.PutRateLimit(ManualClock(), None), threading.Event()
         one = packs.Packs(store, frames, lambda i, its=its: snap.frame(its[i]), key, "auto", 1024, pace, cancel)
-        placing.add(numbers, one.write())
+        placing.add_written(numbers, one.write())
     made = Record(identity(1, 20), "w", snap.manifest, tuple(placing.packs), placing.places, {}, {})
     assert {key.rpartition("/")[2].partition("-")[0] for key, _ in made.packs} == {"w", "a", "b"}
     assert same(read_all(store, record.decode(record.encode(made), "made")), snap.tensors)
@@ -452,7 +452,7 @@ class Others:
         done.set_result(packs.Written(tuple(self.told(*pack) for pack in made.packs), made.places))
         return [(numbers, done)]
 
-    def ended(self) -> None:
+    def end_commit(self) -> None:
         self.over = True
 
 

@@ -28,9 +28,9 @@ from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim, next_epoch
 from ckpt.store.prune import Pruner
-from ckpt.store.reader import newest_readable, open_record
+from ckpt.store.reader import open_record, use_newest_readable
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.storage import faulty
 from tests.store.build import Bits, Snapshot, epoch, floats, identity, read_all, same, snapshot
 from tests.store.sim import Crash, Fault, Sim
@@ -47,7 +47,9 @@ def state(seed: int) -> Snapshot:
 
 def save(store: Any, at: Identity, snap: Snapshot, writer: str, base: Record | None) -> Committed:
     committer = Committer(store, writer, "raw", pack_bytes=1280 if base else 2560)
-    return committer.commit(at, snap.manifest, snap.frame, check=lambda: Run(store).check(at.epoch), base=base)
+    return committer.commit(
+        at, snap.manifest, snap.frame, check=lambda: Run(store).check_not_superseded(at.epoch), base=base
+    )
 
 
 def restored(store: Sim) -> tuple[Identity, Content] | None:
@@ -55,9 +57,9 @@ def restored(store: Sim) -> tuple[Identity, Content] | None:
     told: list[Event] = []
     backend = store.client()
     run = Run(backend, events=Events(told.append))
-    if not run.view().line:
+    if not run.view().history:
         return None
-    found = newest_readable(run, lambda record: (record.identity, read_all(backend, record)))
+    found = use_newest_readable(run, lambda record: (record.identity, read_all(backend, record)))
     assert told == []
     return found
 
@@ -89,7 +91,7 @@ OLDER, OLD, NEW = identity(1, 5), identity(1, 10), identity(1, 20)
 
 def prepared(dedup: bool, honest: bool = True) -> Saved:
     store = Sim(honest=honest)
-    Run(store).claim(Claim(epoch(1), None, launch="job"))
+    Run(store).put_claim(Claim(epoch(1), None, launch="job"))
     older = save(store, OLDER, state(0), "a", None)
     old = save(store, OLD, state(1), "a", older.record if dedup else None)
     trial = store.copy()
@@ -131,7 +133,7 @@ def test_each_put_may_fail_lose_its_reply_land_late_or_be_the_last(
     saved = prepared(dedup, honest)
     for key, _ in saved.objects:
         store = saved.store.copy()
-        base = open_record(store, Run(store).view().line[-1]) if dedup else None
+        base = open_record(store, Run(store).view().history[-1]) if dedup else None
         faults = [fault]
         store.fault = lambda operation, asked, key=key, faults=faults: faults.pop() if asked == key and faults else None
         client: Any = Retrying(store, 60.0, pause=lambda seconds: None) if retried else store
@@ -160,7 +162,7 @@ def test_the_same_holds_in_a_folder(fault: faulty.Fault, tmp_path: Path) -> None
     puts = 4
     for nth in range(1, puts + 1):
         local = open_local(str(tmp_path / f"{fault.name}-{nth}"))
-        Run(local).claim(Claim(epoch(1), None))
+        Run(local).put_claim(Claim(epoch(1), None))
         base = save(local, OLD, state(1), "a", None).record
         client = faulty.FaultyBackend(local, [faulty.Rule("put", fault, nth=nth)])
         try:
@@ -172,7 +174,7 @@ def test_the_same_holds_in_a_folder(fault: faulty.Fault, tmp_path: Path) -> None
         for is_late in (False, True):
             if is_late:
                 client.land()
-            found = newest_readable(Run(local), lambda record, at=local: (record.identity, read_all(at, record)))  # type: ignore[misc]
+            found = use_newest_readable(Run(local), lambda record, at=local: (record.identity, read_all(at, record)))  # type: ignore[misc]
             is_new = found[0] == NEW
             assert is_new or found[0] == OLD
             assert is_new or not is_committed
@@ -183,20 +185,20 @@ def test_the_same_holds_in_a_folder(fault: faulty.Fault, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dedup", [False, True])
-@pytest.mark.parametrize("fork", [OLD, Identity(epoch(1), Tick(15)), NEW, Identity(epoch(1), Tick(30))], ids=str)
+@pytest.mark.parametrize("fork", [OLD, Identity(epoch(1), Version(15)), NEW, Identity(epoch(1), Version(30))], ids=str)
 def test_a_zombie_that_lands_late_is_on_the_line_only_up_to_the_fork_point(fork: Identity, dedup: bool) -> None:
     """The newer epoch went on from `fork` (from memory where that was never committed), and runs step 20 again."""
     saved = prepared(dedup)
-    again = Identity(epoch(2), Tick(fork.tick.step + 10))
+    again = Identity(epoch(2), Version(fork.version.step + 10))
     for landed, late in saved.sets():
         store = saved.store.copy()
         put(store, landed)
-        Run(store).claim(Claim(epoch(2), fork, launch="job"))
+        Run(store).put_claim(Claim(epoch(2), fork, launch="job"))
         on_line = fork >= NEW
         assert is_exactly(store, NEW, saved.new) if on_line and not late else is_exactly(store, OLD, saved.old)
         put(store, late)
         assert is_exactly(store, NEW, saved.new) if on_line else is_exactly(store, OLD, saved.old)
-        base = open_record(store, Run(store).view().line[-1]) if dedup else None
+        base = open_record(store, Run(store).view().history[-1]) if dedup else None
         save(store, again, state(7), "b", base)
         assert is_exactly(store, again, state(7))
 
@@ -204,12 +206,12 @@ def test_a_zombie_that_lands_late_is_on_the_line_only_up_to_the_fork_point(fork:
 def test_a_zombie_that_asks_before_its_record_puts_none() -> None:
     saved = prepared(dedup=True)
     store = saved.store.copy()
-    base = open_record(store, Run(store).view().line[-1])
+    base = open_record(store, Run(store).view().history[-1])
     newer = Run(store.client())
 
     def supersede(operation: str, key: str) -> None:
         if key.endswith(".pack") and epoch(2) not in newer.epochs():
-            newer.claim(Claim(epoch(2), OLD, launch="job"))
+            newer.put_claim(Claim(epoch(2), OLD, launch="job"))
 
     store.fault = supersede
     with pytest.raises(Exception, match="has taken over"):
@@ -232,18 +234,18 @@ def test_a_claim_that_lands_late_hides_nothing_that_the_next_start_has_committed
     assert lost.number == again.number
     store.fault = lambda operation, key: Fault.LATE
     with pytest.raises(TransientError):
-        Run(store).claim(Claim(lost, OLD, launch="job"))
+        Run(store).put_claim(Claim(lost, OLD, launch="job"))
     store.fault = lambda operation, key: None
     if nth == 1:
         store.land()
-    Run(store).claim(Claim(again, OLD, launch="job"))
+    Run(store).put_claim(Claim(again, OLD, launch="job"))
     if nth == 2:
         store.land()
     assert is_exactly(store, OLD, state(1))
-    save(store, Identity(again, Tick(20)), state(5), "b", None)
+    save(store, Identity(again, Version(20)), state(5), "b", None)
     store.land()
-    assert is_exactly(store, Identity(again, Tick(20)), state(5))
-    Run(store).check(again)
+    assert is_exactly(store, Identity(again, Version(20)), state(5))
+    Run(store).check_not_superseded(again)
 
 
 # --- deletion in between ---------------------------------------------------------------------------------------------
@@ -292,13 +294,13 @@ def test_a_zombies_save_that_lands_during_and_after_the_next_epochs_prune_harms_
     """Epoch 2 went on from step 15, in memory; epoch 1's save of step 20 is a branch, wherever it stops. Its packs
     are no orphans until they are older than the grace, and then it is retired before they go."""
     saved = prepared(dedup)
-    third = Identity(epoch(2), Tick(30))
+    third = Identity(epoch(2), Version(30))
     for landed, late in saved.sets():
         for after in range(4):
             store = saved.store.copy()
             put(store, landed)
-            Run(store).claim(Claim(epoch(2), Identity(epoch(1), Tick(15)), launch="job"))
-            base = open_record(store, Run(store).view().line[-1]) if dedup else None
+            Run(store).put_claim(Claim(epoch(2), Identity(epoch(1), Version(15)), launch="job"))
+            base = open_record(store, Run(store).view().history[-1]) if dedup else None
             save(store, third, state(3), "b", base)
             prune(store, epoch(2), Keep(last=1), after)
             put(store, late)
@@ -317,10 +319,10 @@ def test_a_record_up_to_the_fork_point_that_lands_late_is_restorable_as_long_as_
         for after in range(4):
             store = saved.store.copy()
             put(store, landed)
-            Run(store).claim(Claim(epoch(2), Identity(epoch(1), Tick(30)), launch="job"))
+            Run(store).put_claim(Claim(epoch(2), Identity(epoch(1), Version(30)), launch="job"))
             prune(store, epoch(2), Keep(last=1), after)
             put(store, late)
-            is_listed = NEW in {ref.identity for ref in Run(store).view().line}
+            is_listed = NEW in {ref.identity for ref in Run(store).view().history}
             assert is_exactly(store, NEW, saved.new) if is_listed else is_exactly(store, OLD, saved.old)
             prune(store, epoch(2), Keep(last=1), 4)
             assert is_exactly(store, NEW, saved.new) if is_listed else is_exactly(store, OLD, saved.old)

@@ -22,7 +22,7 @@ from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import CLAIM_BYTES_MAX, Claim, encode_claim
 from ckpt.store.prune import Pruner
-from ckpt.store.reader import FrameReader, each_values, load_values, newest_readable, open_record
+from ckpt.store.reader import FrameReader, each_values, load_values, open_record, use_newest_readable
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
 from tests.store.build import epoch, floats, identity, read_all, snapshot
@@ -33,7 +33,7 @@ SNAP = snapshot({"w": floats(64, 16), "v": floats(30)}, shared={"a": [1, 2]}, ow
 
 def a_run(store: Any, codec: Any = "auto") -> tuple[Run, Committed]:
     run = Run(store)
-    run.claim(Claim(epoch(1), None))
+    run.put_claim(Claim(epoch(1), None))
     committer = Committer(store, "w", codec, pack_bytes=2048)
     return run, committer.commit(identity(1, 10), SNAP.manifest, SNAP.frame, check=lambda: None)
 
@@ -47,7 +47,7 @@ def read_everything(run: Run) -> None:
         read_all(run.backend, record)
         load_values(FrameReader(run.backend, record))
 
-    newest_readable(run, use)
+    use_newest_readable(run, use)
 
 
 def test_a_record_or_pack_with_any_byte_changed_is_damaged_data_or_changes_nothing(seed: int) -> None:
@@ -73,14 +73,14 @@ def test_a_record_or_pack_with_any_byte_changed_is_damaged_data_or_changes_nothi
         store.spoil(key, change)
         run = Run(store)
         try:
-            ref = run.view().line[0]
+            ref = run.view().history[0]
             found = open_record(store, ref)
             tensors = read_all(store, found)
             tree = load_values(FrameReader(store, found))
         except (DamagedData, StorageError):
             continue
         assert {k: v.tobytes() for k, v in tensors.items()} == {k: v.tobytes() for k, v in SNAP.tensors.items()}
-        assert (tree.shared, tree.own) == ({"a": [1, 2]}, {"rank=0": {"b": (3,)}})
+        assert (tree.shared, tree.own_by_coordinate) == ({"a": [1, 2]}, {"rank=0": {"b": (3,)}})
 
 
 def test_a_record_that_points_anywhere_but_into_its_packs_is_refused(seed: int) -> None:
@@ -138,7 +138,7 @@ def test_a_claim_that_is_too_large_is_told_and_not_read() -> None:
     store = Sim()
     run, _ = a_run(store)
     store.put(keys.epoch_key(epoch(2)), [encode_claim(Claim(epoch(2), None)) + b" " * CLAIM_BYTES_MAX])
-    assert [key for key, _ in run.view().damaged] == [keys.epoch_key(epoch(2))]
+    assert [key for key, _ in run.view().damaged_claims] == [keys.epoch_key(epoch(2))]
 
 
 def test_a_record_of_another_version_says_which_and_a_newer_one_is_not_deleted_from() -> None:
@@ -149,7 +149,7 @@ def test_a_record_of_another_version_says_which_and_a_newer_one_is_not_deleted_f
     store.spoil(key, lambda data: data[:version_at] + b"\x63\x00" + data[version_at + 2 :])
     with pytest.raises(DamagedData, match="format version 99"):
         open_record(store, done.ref)
-    (report,) = verify(run, run.view().line)
+    (report,) = verify(run, run.view().history)
     assert "version 99" in report.problems[0].what
     store.advance(1e6)
     pruner = Pruner(run, epoch(1))
@@ -189,11 +189,11 @@ def test_a_file_where_the_store_needs_a_folder_is_named(tmp_path: Path) -> None:
     backend = storage.open(str(tmp_path))
     try:
         run = Run(backend)
-        run.claim(Claim(epoch(1), None))
+        run.put_claim(Claim(epoch(1), None))
         with pytest.raises(SaveFailed, match=str(tmp_path / "data")):
             Committer(backend, "w").commit(identity(1, 1), SNAP.manifest, SNAP.frame, check=lambda: None)
         assert (tmp_path / "data").read_text() == "1,2"
-        assert run.view().line == []
+        assert run.view().history == []
     finally:
         backend.close()
 
@@ -229,6 +229,6 @@ def test_values_that_are_no_values_are_damaged_data() -> None:
     with pytest.raises(DamagedData):
         load_values(FrameReader(store, done.record))
     run = Run(store)
-    run.claim(Claim(epoch(1), None))
-    (report,) = verify(run, run.view().line)
+    run.put_claim(Claim(epoch(1), None))
+    (report,) = verify(run, run.view().history)
     assert "its values do not parse" in report.problems[0].what

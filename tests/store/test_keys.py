@@ -10,12 +10,14 @@ from ckpt.errors import UsageError
 from ckpt.storage.names import is_key
 from ckpt.store import keys
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.store.build import epoch, identity
 from tests.store.sim import Sim
 
 epochs = st.builds(Epoch, st.integers(0, 99_999_999), st.text("0123456789abcdef", min_size=16, max_size=16))
-identities = st.builds(Identity, epochs, st.builds(Tick, st.integers(0, 999_999_999_999), st.integers(0, 99_999_999)))
+identities = st.builds(
+    Identity, epochs, st.builds(Version, st.integers(0, 999_999_999_999), st.integers(0, 99_999_999))
+)
 writers = st.from_regex(keys.WRITER, fullmatch=True)
 owners = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", fullmatch=True)
 
@@ -28,7 +30,11 @@ def test_every_key_that_is_built_is_a_key_and_is_parsed_again(one: Identity, wri
     assert keys.parse_record(record) == (one, writer)
     assert keys.parse_pack(pack) == keys.PackKey(one, owner, writer, n)
     assert keys.parse_retired(keys.retired_key(one)) == one
-    for prefix, build in ((keys.EPOCHS, keys.epoch_key), (keys.ALIVE, keys.alive_key), (keys.CLOSED, keys.closed_key)):
+    for prefix, build in (
+        (keys.EPOCHS, keys.epoch_key),
+        (keys.HEARTBEATS, keys.heartbeat_key),
+        (keys.CLOSED, keys.closed_key),
+    ):
         assert keys.parse_epoch(build(one.epoch), prefix) == one.epoch
         assert keys.is_ours(build(one.epoch))
     assert all(map(keys.is_ours, (record, pack, keys.retired_key(one), keys.lease_key(writer))))
@@ -64,7 +70,7 @@ JUNK = [
 @pytest.mark.parametrize("key", JUNK)
 def test_what_is_no_key_of_ours_is_parsed_as_nothing(key: str) -> None:
     found = [keys.parse_record(key), keys.parse_pack(key), keys.parse_retired(key)]
-    found += [keys.parse_epoch(key, prefix) for prefix in (keys.EPOCHS, keys.ALIVE, keys.CLOSED)]
+    found += [keys.parse_epoch(key, prefix) for prefix in (keys.EPOCHS, keys.HEARTBEATS, keys.CLOSED)]
     assert found == [None] * 6
     assert not keys.is_ours(key) or key.startswith(keys.LEASES)  # any reader may have one
 
@@ -75,7 +81,13 @@ def test_a_listing_with_foreign_objects_is_read_as_if_they_were_not_there() -> N
         if is_key(key):
             store.put(key, [b"\xff\x00junk"])
     view = Run(store).view()
-    assert (view.claims, view.commits, view.line, view.closed, view.alive) == ((), (), [], frozenset(), {})
+    assert (view.claims, view.commits, view.history, view.closed_epochs, view.heartbeats) == (
+        (),
+        (),
+        [],
+        frozenset(),
+        {},
+    )
 
 
 @pytest.mark.parametrize("writer", ["", "a-b", "../x", "A", "x" * 17, "a b"])

@@ -25,10 +25,10 @@ from ckpt.store import keys
 from ckpt.store.branch import branch
 from ckpt.store.lineage import Claim
 from ckpt.store.patience import LATE_S, Patience
-from ckpt.store.reader import FrameReader, any_readable, open_record
+from ckpt.store.reader import FrameReader, open_record, use_readable_record
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.commit.test_store_client import Side, complete
 from tests.agent.restore.test_restore_session import Loop, loop, reading
 from tests.store.sim import Sim
@@ -109,8 +109,8 @@ class LateSide(Side):
     def begin(self, launch: str) -> Claim:
         """A start that goes on from the newest that is listed."""
         view = self.opened.view()
-        parent = view.line[-1].identity if view.line else None
-        self.claims.began(SECOND, view, insists=False)
+        parent = view.history[-1].identity if view.history else None
+        self.claims.record_start(SECOND, view, insists=False)
         return Claim(SECOND, parent, launch=launch)
 
     def overlooked(self) -> list[Event]:
@@ -128,7 +128,7 @@ def test_a_start_that_went_on_from_an_older_step_says_so_once_the_newer_one_show
     side = LateSide(late)
     claim = side.begin("job")
     assert claim.parent is not None
-    assert claim.parent.tick == Tick(20)
+    assert claim.parent.version == Version(20)
     if shown == "after it":
         side.claim(claim)
     assert side.overlooked() == []
@@ -138,11 +138,11 @@ def test_a_start_that_went_on_from_an_older_step_says_so_once_the_newer_one_show
         side.heartbeat(SECOND, count)
     (told,) = side.overlooked()
     assert told.loud
-    assert "step 40 of epoch 1 the newest" in told.message
+    assert "The newest is step 40 of epoch 1" in told.message
     assert f"ckpt branch {late.url} --at {newest}" in told.message
-    side.opened.close(SECOND, "it was stopped")
+    side.opened.close_epoch(SECOND, "it was stopped")
     branch(side.opened, newest)
-    assert side.opened.view().line[-1].identity == newest
+    assert side.opened.view().history[-1].identity == newest
 
 
 def test_a_start_from_nothing_is_refused_once_another_launch_shows_checkpoints(
@@ -156,7 +156,7 @@ def test_a_start_from_nothing_is_refused_once_another_launch_shows_checkpoints(
     cache.unlisted = ()
     with pytest.raises(Superseded, match=r"'job' .* has saved step 40"):
         side.claim(claim)
-    assert [ref.identity.tick.step for ref in side.opened.view().line] == [40]
+    assert [ref.identity.version.step for ref in side.opened.view().history] == [40]
 
 
 def test_a_restart_from_nothing_says_what_its_launch_had_saved(
@@ -179,8 +179,8 @@ def test_what_a_listing_has_shown_and_a_read_denies_is_asked_for_again(
     save(40)
     cache.denied[prefix] = 3
     view = Run(late).view()
-    assert view.damaged == ()
-    (ref,) = view.line
+    assert view.damaged_claims == ()
+    (ref,) = view.history
     reader = FrameReader(late, open_record(late, ref))
     assert reader.read_bytes([0])
     assert cache.denied[prefix] == 0
@@ -192,11 +192,11 @@ def test_a_pack_that_a_rank_does_not_see_in_a_folder_is_waited_for(
 ) -> None:
     """The rank asks its agent, which asks the store again."""
     identity = save(40)
-    (ref,) = Run(late).view().line
+    (ref,) = Run(late).view().history
     record = open_record(late, ref)
     cache.denied[keys.DATA] = denied
     loop.restore = RestoreSession(
-        *(identity, record.manifest, 1, None, lambda: FrameReader(late, record), loop.bulk),
+        *(identity, record.manifest, 1, None, lambda: FrameReader(late, record), loop.workers),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/elsewhere",
     )
@@ -212,14 +212,14 @@ def test_what_stays_away_is_missing_and_what_is_spoilt_is_damaged(
 ) -> None:
     save(40)
     run = Run(late, Beating(lambda: None))
-    (ref,) = run.view().line
+    (ref,) = run.view().history
     record = open_record(late, ref)
     cache.denied[keys.DATA] = 1000
     with pytest.raises(MissingData, match="is missing") as missing:
         FrameReader(late, record).read_bytes([0])
     cache.denied = {keys.DATA: 0, keys.COMMITS: 1000}
     with pytest.raises(NotFound):
-        any_readable(run, [ref], lambda record: record)
+        use_readable_record(run, [ref], lambda record: record)
     cache.denied.clear()
     late.put(record.packs[0][0], [bytes(record.packs[0][1])])
     with pytest.raises(DamagedData, match="does not hash") as damaged:
@@ -235,7 +235,7 @@ def test_of_many_checkpoints_that_are_gone_only_the_first_is_waited_for(
         save(step)
     clock = Beating(lambda: None)
     run = Run(late, clock)
-    refs = run.view().line
+    refs = run.view().history
     cache.denied[gone] = 1000
     assert [report.is_good for report in verify(run, refs)] == [False] * 3
     for ref in refs:
@@ -253,5 +253,5 @@ def test_of_many_objects_that_are_gone_only_the_first_is_waited_for() -> None:
 
     for _ in range(5):
         with pytest.raises(NotFound):
-            patience.get(gone)
+            patience.retry_missing(gone)
     assert clock.slept_s == pytest.approx(LATE_S)

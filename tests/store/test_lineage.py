@@ -24,7 +24,7 @@ from ckpt.store.lineage import (
     encode_claim,
     next_epoch,
 )
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.store.build import epoch, identity
 
 
@@ -33,27 +33,27 @@ def refs(*identities: Identity, writer: str = "w") -> list[CommitRef]:
 
 
 def steps(line: list[CommitRef]) -> list[tuple[int, int]]:
-    return [(ref.identity.epoch.number, ref.identity.tick.step) for ref in line]
+    return [(ref.identity.epoch.number, ref.identity.version.step) for ref in line]
 
 
 def test_the_line_follows_each_epoch_up_to_and_including_its_fork_tick() -> None:
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 20)), Claim(epoch(3), identity(2, 30))])
     commits = refs(*(identity(1, s) for s in (10, 20, 30)), *(identity(2, s) for s in (25, 30, 35)), identity(3, 32))
-    assert steps(lineage.line(commits, ())) == [(1, 10), (1, 20), (2, 25), (2, 30), (3, 32)]
+    assert steps(lineage.history(commits, ())) == [(1, 10), (1, 20), (2, 25), (2, 30), (3, 32)]
     assert steps(lineage.branches(commits, ())) == [(1, 30), (2, 35)]
 
 
 def test_a_checkpoint_that_was_never_committed_can_be_a_fork_point() -> None:
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 25))])
-    assert steps(lineage.line(refs(identity(1, 10), identity(1, 20), identity(1, 30)), ())) == [(1, 10), (1, 20)]
+    assert steps(lineage.history(refs(identity(1, 10), identity(1, 20), identity(1, 30)), ())) == [(1, 10), (1, 20)]
 
 
 def test_the_chain_goes_on_through_ancestors_that_were_never_claimed() -> None:
     chain = (Ancestor(epoch(3), identity(2, 40)), Ancestor(epoch(2), identity(1, 20)))
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(4), identity(3, 50), chain)])
     commits = refs(identity(1, 10), identity(1, 20), identity(1, 30), identity(2, 35))
-    assert steps(lineage.line(commits, ())) == [(1, 10), (1, 20), (2, 35)]
-    assert lineage.broken(epoch(4)) is None
+    assert steps(lineage.history(commits, ())) == [(1, 10), (1, 20), (2, 35)]
+    assert lineage.broken_epoch(epoch(4)) is None
 
 
 def test_an_epochs_own_claim_counts_more_than_what_others_say_of_it() -> None:
@@ -62,29 +62,32 @@ def test_an_epochs_own_claim_counts_more_than_what_others_say_of_it() -> None:
         Claim(epoch(2), identity(1, 20)),
         Claim(epoch(3), identity(2, 30), (Ancestor(epoch(2), identity(1, 5)),)),
     ])  # fmt: skip
-    assert steps(lineage.line(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10), (1, 20)]
+    assert steps(lineage.history(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10), (1, 20)]
 
 
 def test_a_claim_alone_moves_the_line_so_that_a_branch_begins_without_a_commit() -> None:
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10))])
-    assert steps(lineage.line(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10)]
+    assert steps(lineage.history(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10)]
 
 
 def test_of_two_starts_that_took_one_number_the_larger_nonce_is_the_newer() -> None:
     a, b = epoch(2, nonce=1), epoch(2, nonce=2)
     lineage = Lineage([Claim(epoch(1), None), Claim(b, identity(1, 10)), Claim(a, identity(1, 10))])
     commits = refs(identity(1, 10), identity(2, 20, nonce=1), identity(2, 15, nonce=2))
-    assert [str(r.identity.epoch) for r in lineage.line(commits, ())] == [str(epoch(1)), str(b)]
-    assert lineage.superseded_by(a) == b
-    assert lineage.superseded_by(b) is None
+    assert [str(r.identity.epoch) for r in lineage.history(commits, ())] == [str(epoch(1)), str(b)]
+    assert lineage.superseding_epoch(a) == b
+    assert lineage.superseding_epoch(b) is None
 
 
 def test_a_start_has_overlooked_what_others_committed_and_it_did_not_list() -> None:
     claims = [Claim(epoch(1), None), Claim(epoch(2), identity(1, 10)), Claim(epoch(3), identity(1, 20))]
     lineage = Lineage([*claims, Claim(epoch(4), identity(1, 20))])
     commits = refs(identity(1, 20), identity(1, 30), identity(2, 20), identity(3, 30))
-    assert steps(lineage.overlooked(epoch(4), commits, (), [identity(1, 20), identity(2, 20)])) == [(1, 30), (3, 30)]
-    assert lineage.overlooked(epoch(4), commits, [identity(3, 30)], [ref.identity for ref in commits[:3]]) == []
+    assert steps(lineage.overlooked_commits(epoch(4), commits, (), [identity(1, 20), identity(2, 20)])) == [
+        (1, 30),
+        (3, 30),
+    ]
+    assert lineage.overlooked_commits(epoch(4), commits, [identity(3, 30)], [ref.identity for ref in commits[:3]]) == []
 
 
 def test_what_an_ancestor_has_left_behind_is_overlooked_by_no_start_after_it() -> None:
@@ -92,46 +95,46 @@ def test_what_an_ancestor_has_left_behind_is_overlooked_by_no_start_after_it() -
     unclaimed = (Ancestor(epoch(4), identity(3, 30)),)
     lineage = Lineage([*claims, Claim(epoch(5), identity(4, 40), unclaimed)])
     commits = refs(identity(1, 30), identity(2, 20), identity(3, 30), identity(3, 35))
-    assert steps(lineage.overlooked(epoch(5), commits, (), ())) == [(3, 35)]
+    assert steps(lineage.overlooked_commits(epoch(5), commits, (), ())) == [(3, 35)]
 
 
 def test_a_start_from_nothing_has_overlooked_all_that_is_there() -> None:
     lineage = Lineage([Claim(epoch(1, 1), None), Claim(epoch(1, 2), None)])
     commits = refs(identity(1, 10, nonce=1), identity(1, 20, nonce=1))
-    assert steps(lineage.overlooked(epoch(1, 2), commits, (), ())) == [(1, 10), (1, 20)]
+    assert steps(lineage.overlooked_commits(epoch(1, 2), commits, (), ())) == [(1, 10), (1, 20)]
 
 
 def test_a_step_that_two_epochs_ran_is_taken_from_the_newer_one_and_not_mixed() -> None:
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10))])
-    line = lineage.line(refs(identity(1, 10), identity(1, 20), identity(2, 20)), ())
+    line = lineage.history(refs(identity(1, 10), identity(1, 20), identity(2, 20)), ())
     assert steps(line) == [(1, 10), (2, 20)]
 
 
 def test_what_is_retired_is_on_no_line_and_no_branch() -> None:
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 20))])
     commits = refs(identity(1, 10), identity(1, 20), identity(1, 30))
-    assert steps(lineage.line(commits, {identity(1, 20)})) == [(1, 10)]
+    assert steps(lineage.history(commits, {identity(1, 20)})) == [(1, 10)]
     assert lineage.branches(commits, {identity(1, 30)}) == []
 
 
 def test_of_several_records_of_one_checkpoint_the_lowest_writer_counts() -> None:
     lineage = Lineage([Claim(epoch(1), None)])
     commits = [*refs(identity(1, 10), writer="b"), *refs(identity(1, 10), writer="a")]
-    assert [ref.writer for ref in lineage.line(commits, ())] == ["a"]
+    assert [ref.writer for ref in lineage.history(commits, ())] == ["a"]
 
 
 def test_polls_within_one_step_are_in_order() -> None:
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10, sub=2))])
     commits = refs(*(identity(1, 10, sub=n) for n in (0, 1, 2, 3)))
-    assert [ref.identity.tick.sub for ref in lineage.line(commits, ())] == [0, 1, 2]
+    assert [ref.identity.version.sub for ref in lineage.history(commits, ())] == [0, 1, 2]
 
 
 def test_a_claim_that_cannot_be_read_ends_the_line_there_and_is_named() -> None:
     lineage = Lineage([Claim(epoch(3), identity(2, 30))], epochs=[epoch(1), epoch(2), epoch(3)])
     commits = refs(identity(1, 10), identity(2, 30), identity(3, 40))
-    assert steps(lineage.line(commits, ())) == [(2, 30), (3, 40)]
-    assert lineage.broken(epoch(3)) == epoch(2)
-    assert lineage.newest == epoch(3)
+    assert steps(lineage.history(commits, ())) == [(2, 30), (3, 40)]
+    assert lineage.broken_epoch(epoch(3)) == epoch(2)
+    assert lineage.newest_epoch == epoch(3)
 
 
 def test_a_new_epoch_is_above_everything_that_anyone_remembers() -> None:
@@ -147,7 +150,7 @@ def test_a_new_epoch_is_above_everything_that_anyone_remembers() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Claim], list[CommitRef]]:
-    """Each epoch goes on from any tick of any earlier one; some are claimed only by their descendants."""
+    """Each epoch goes on from any version of any earlier one; some are claimed only by their descendants."""
     count = draw(st.integers(1, 6))
     forks: dict[int, Identity | None] = {1: None}
     for n in range(2, count + 1):
@@ -163,8 +166,8 @@ def histories(draw: st.DrawFn) -> tuple[list[Claim], list[CommitRef]]:
         return tuple(found)
 
     claims = [Claim(epoch(n), forks[n], chain(n)) for n in sorted(claimed)]
-    ticks = st.tuples(st.integers(1, count), st.integers(0, 6))
-    return claims, refs(*sorted({identity(*each) for each in draw(st.lists(ticks, max_size=20))}))
+    versions = st.tuples(st.integers(1, count), st.integers(0, 6))
+    return claims, refs(*sorted({identity(*each) for each in draw(st.lists(versions, max_size=20))}))
 
 
 @given(histories())
@@ -176,14 +179,14 @@ def test_the_line_is_what_a_walk_back_from_the_newest_epoch_passes(
     parents |= {each.epoch: each.parent for claim in claims for each in claim.ancestors if each.epoch not in parents}
     expected: list[CommitRef] = []
     at: Epoch | None = max(claim.epoch for claim in claims)
-    limit = Tick(10**9)
+    limit = Version(10**9)
     while at is not None:
-        expected += sorted((r for r in commits if r.identity.epoch == at and r.identity.tick <= limit), reverse=True)
+        expected += sorted((r for r in commits if r.identity.epoch == at and r.identity.version <= limit), reverse=True)
         parent = parents[at]
-        at, limit = (parent.epoch, parent.tick) if parent else (None, limit)
+        at, limit = (parent.epoch, parent.version) if parent else (None, limit)
     lineage = Lineage(claims)
-    assert lineage.line(commits, ()) == expected[::-1]
-    assert {*lineage.line(commits, ()), *lineage.branches(commits, ())} == set(commits)
+    assert lineage.history(commits, ()) == expected[::-1]
+    assert {*lineage.history(commits, ()), *lineage.branches(commits, ())} == set(commits)
 
 
 # --- claims as bytes -------------------------------------------------------------------------------------------------
@@ -192,19 +195,19 @@ def test_the_line_is_what_a_walk_back_from_the_newest_epoch_passes(
 def test_a_claim_comes_back_as_it_was() -> None:
     claim = Claim(epoch(3), identity(2, 30, sub=4), (Ancestor(epoch(2), None),), "job-é", "host", 12.5)
     assert decode_claim(encode_claim(claim), f"epochs/{epoch(3)}") == claim
-    told = replace(claim, run="r", agents=(("a", ("10.0.0.1:7", "[::1]:8")), ("b", ())))
+    told = replace(claim, secret_name="r", agents=(("a", ("10.0.0.1:7", "[::1]:8")), ("b", ())))
     assert decode_claim(encode_claim(told), f"epochs/{epoch(3)}") == told
 
 
 def test_a_claim_that_says_as_much_as_it_may_is_small_enough_to_be_read() -> None:
     agents = (("f" * 16, ("[2001:db8:1111:2222:3333:4444:5555:6666]:65535",) * AGENT_ADDRESSES_MAX),) * AGENTS_MAX
-    claim = Claim(epoch(600), None, run="r" * 16, agents=agents)
+    claim = Claim(epoch(600), None, secret_name="r" * 16, agents=agents)
     assert len(encode_claim(claim)) <= CLAIM_BYTES_MAX
     assert decode_claim(encode_claim(claim), f"epochs/{epoch(600)}") == claim
     chain = tuple(Ancestor(epoch(n), identity(n - 1, 10**9)) for n in range(599, 599 - ANCESTORS_MAX, -1))
     most = replace(claim, parent=identity(599, 1), ancestors=chain)
     assert len(encode_claim(most)) <= CLAIM_BYTES_MAX
-    assert decode_claim(encode_claim(most), f"epochs/{epoch(600)}") == replace(most, run="", agents=())
+    assert decode_claim(encode_claim(most), f"epochs/{epoch(600)}") == replace(most, secret_name="", agents=())
     with pytest.raises(UsageError, match="too much"):
         Claim(epoch(3), None, agents=(*agents, agents[0]))
 

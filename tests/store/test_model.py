@@ -17,9 +17,9 @@ from ckpt.store.commit import Committer
 from ckpt.store.keys import COMMITS, new_writer
 from ckpt.store.lineage import Ancestor, Claim
 from ckpt.store.prune import Pruner
-from ckpt.store.reader import candidates, newest_readable, open_record
+from ckpt.store.reader import candidates, open_record, use_newest_readable
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.store.build import Snapshot, Tensor, read_all, same, snapshot
 from tests.store.sim import Crash, Fault, Sim
 
@@ -44,7 +44,7 @@ class Histories(RuleBasedStateMachine):
         self.parents: dict[Epoch, Identity | None] = {}
         self.claimed: set[Epoch] = set()
         self.epoch = Epoch(0, "0" * 16)
-        self.tick = Tick(0)
+        self.version = Version(0)
         self.state: Content = {}
         self.pending: list[tuple[Sim, Identity]] = []
 
@@ -55,9 +55,9 @@ class Histories(RuleBasedStateMachine):
         self.start(None, claim=True)
 
     def start(self, parent: Identity | None, claim: bool) -> None:
-        self.epoch = Run(self.store).view().begin(self.parents)
+        self.epoch = Run(self.store).view().new_epoch(self.parents)
         self.parents[self.epoch] = parent
-        self.tick = Tick(parent.tick.step if parent else 0)
+        self.version = Version(parent.version.step if parent else 0)
         self.state = dict(self.memory[parent]) if parent else self.state
         if claim:
             self.claim()
@@ -68,19 +68,19 @@ class Histories(RuleBasedStateMachine):
         while parent is not None and parent.epoch not in self.claimed:
             chain.append(Ancestor(parent.epoch, self.parents[parent.epoch]))
             parent = self.parents[parent.epoch]
-        Run(self.store).claim(Claim(self.epoch, self.parents[self.epoch], tuple(chain), "job"))
+        Run(self.store).put_claim(Claim(self.epoch, self.parents[self.epoch], tuple(chain), "job"))
         self.claimed.add(self.epoch)
 
     def line(self) -> list[Identity]:
         """By a walk back from the newest epoch, newest first."""
         found = []
         at: Epoch | None = max(self.claimed)
-        limit = Tick(10**9)
+        limit = Version(10**9)
         while at is not None:
             live = self.committed - self.retired
-            found += sorted((i for i in live if i.epoch == at and i.tick <= limit), reverse=True)
+            found += sorted((i for i in live if i.epoch == at and i.version <= limit), reverse=True)
             parent = self.parents[at]
-            at, limit = (parent.epoch, parent.tick) if parent else (None, limit)
+            at, limit = (parent.epoch, parent.version) if parent else (None, limit)
         return found
 
     # --- what a job does
@@ -88,7 +88,7 @@ class Histories(RuleBasedStateMachine):
     @rule(changes=st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(0, 3)), steps=st.integers(1, 3))
     def train(self, changes: Content, steps: int) -> None:
         self.state = {**self.state, **changes}
-        self.tick = Tick(self.tick.step + steps)
+        self.version = Version(self.version.step + steps)
 
     @rule(
         fault=st.sampled_from([None, None, *Fault]),
@@ -97,16 +97,16 @@ class Histories(RuleBasedStateMachine):
         codec=st.sampled_from(["raw", "auto"]),
     )
     def save(self, fault: Fault | None, at: int, dedup: bool, codec: Any) -> None:
-        self.tick = Tick(self.tick.step, self.tick.sub + 1)
+        self.version = Version(self.version.step, self.version.sub + 1)
         if self.epoch not in self.claimed:
             self.claim()
-        self.commit(Identity(self.epoch, self.tick), fault, at, dedup, codec)
+        self.commit(Identity(self.epoch, self.version), fault, at, dedup, codec)
 
     def commit(self, identity: Identity, fault: Fault | None, at: int, dedup: bool, codec: Any) -> None:
         client = self.store.client()
         run = Run(client)
         view = run.view()
-        base = open_record(client, view.line[-1]) if dedup and view.line else None
+        base = open_record(client, view.history[-1]) if dedup and view.history else None
         self.memory[identity] = dict(self.state)
         snap = snapshot_of(self.state)
         count = [at]
@@ -118,7 +118,9 @@ class Histories(RuleBasedStateMachine):
         client.fault = plan
         committer = Committer(client, new_writer(), codec, pack_bytes=1024)
         try:
-            committer.commit(identity, snap.manifest, snap.frame, check=lambda: run.check(identity.epoch), base=base)
+            committer.commit(
+                identity, snap.manifest, snap.frame, check=lambda: run.check_not_superseded(identity.epoch), base=base
+            )
         except (SaveFailed, Crash):
             if client.late:
                 self.pending.append((client, identity))
@@ -165,8 +167,8 @@ class Histories(RuleBasedStateMachine):
     def zombie_tries_to_save(self, dedup: bool) -> None:
         older = sorted(e for e in self.claimed if e < max(self.claimed))
         if older:
-            self.commit(Identity(older[-1], Tick(10**6)), None, 0, dedup, "raw")
-            assert Identity(older[-1], Tick(10**6)) not in self.committed
+            self.commit(Identity(older[-1], Version(10**6)), None, 0, dedup, "raw")
+            assert Identity(older[-1], Version(10**6)) not in self.committed
 
     @rule(last=st.integers(1, 3), passes=st.integers(1, 3))
     def prune(self, last: int, passes: int) -> None:
@@ -176,8 +178,8 @@ class Histories(RuleBasedStateMachine):
             keep = Keep(last=last)
             plan = pruner.plan(run.view(), keep)
             line = self.line()
-            steps = sorted({each.tick.step for each in line}, reverse=True)[:last]
-            kept = {next(each for each in line if each.tick.step == step) for step in steps}
+            steps = sorted({each.version.step for each in line}, reverse=True)[:last]
+            kept = {next(each for each in line if each.version.step == step) for step in steps}
             assert set(plan.retire) == set(line) - kept
             assert plan.blocked == ""
             pruner.execute(plan)
@@ -193,10 +195,10 @@ class Histories(RuleBasedStateMachine):
         told: list[Event] = []
         run = Run(self.store, events=Events(told.append))
         view = run.view()
-        assert [ref.identity for ref in reversed(view.line)] == self.line()
-        assert {ref.identity for ref in (*view.line, *view.branches)} == self.committed - self.retired
-        if view.line:
-            found, tensors = newest_readable(run, lambda record: (record.identity, read_all(self.store, record)))
+        assert [ref.identity for ref in reversed(view.history)] == self.line()
+        assert {ref.identity for ref in (*view.history, *view.branches)} == self.committed - self.retired
+        if view.history:
+            found, tensors = use_newest_readable(run, lambda record: (record.identity, read_all(self.store, record)))
             assert found == self.line()[0]
             assert same(tensors, snapshot_of(self.memory[found]).tensors)
         assert told == []

@@ -22,9 +22,9 @@ from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim
 from ckpt.store.prune import FOLDER_GRACE_S, Lease, PrunePlan, Pruner, retention
-from ckpt.store.reader import newest_readable, open_record
+from ckpt.store.reader import open_record, use_newest_readable
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, same, snapshot
 from tests.store.sim import Fault, Sim
 
@@ -38,7 +38,7 @@ def line(*steps: int) -> list[Identity]:
 
 def kept(steps: Sequence[int], keep: Keep, metrics: dict[int, dict[str, float]] | None = None) -> list[int]:
     found = retention(line(*steps), keep, {identity(1, step): m for step, m in (metrics or {}).items()})
-    return sorted(each.tick.step for each in found)
+    return sorted(each.version.step for each in found)
 
 
 def test_retention_keeps_the_last_the_multiples_and_the_best() -> None:
@@ -55,7 +55,7 @@ def test_retention_keeps_the_last_the_multiples_and_the_best() -> None:
 
 
 def test_two_checkpoints_of_one_step_count_once() -> None:
-    first, saved, left = identity(1, 10), Identity(epoch(1), Tick(20, 1)), Identity(epoch(1), Tick(20, 2))
+    first, saved, left = identity(1, 10), Identity(epoch(1), Version(20, 1)), Identity(epoch(1), Version(20, 2))
     assert retention([first, saved, left], Keep(last=2), {}) == {first, left}
     assert retention([first, saved, left], Keep(every=20), {}) == {left}
     assert retention([first, saved, left], Keep(best=Best("loss")), {saved: {"loss": 1.0}}) == {saved, left}
@@ -81,7 +81,7 @@ class Job:
         self.epoch = epoch(number)
         self.told: list[Event] = []
         self.run = Run(self.store, events=Events(self.told.append))
-        self.run.claim(Claim(self.epoch, parent, launch="job"))
+        self.run.put_claim(Claim(self.epoch, parent, launch="job"))
         self.pruner = Pruner(self.run, self.epoch, grace_s=GRACE_S)
         self.writer = f"w{number}"
         self.base: Committed | None = None
@@ -89,7 +89,7 @@ class Job:
     def save(self, step: int, snap: Snapshot | None = None, *, dedup: bool = False, loss: float = 0.0) -> Committed:
         snap = snap or snapshot({"w": floats(32, 16, seed=step), "frozen": FROZEN})
         committer = Committer(self.store, self.writer, "raw", pack_bytes=2048)
-        at = Identity(self.epoch, identity(1, step).tick)
+        at = Identity(self.epoch, identity(1, step).version)
         base = self.base.record if dedup and self.base else None
         self.base = committer.commit(
             at, snap.manifest, snap.frame, check=lambda: None, base=base, metrics={"loss": loss}
@@ -107,14 +107,14 @@ class Job:
         return plan
 
     def steps(self) -> list[int]:
-        return [ref.identity.tick.step for ref in self.run.view().line]
+        return [ref.identity.version.step for ref in self.run.view().history]
 
     def packs_of(self, step: int) -> list[str]:
-        return self.store.held(f"{keys.DATA}{Identity(self.epoch, identity(1, step).tick)}/")
+        return self.store.held(f"{keys.DATA}{Identity(self.epoch, identity(1, step).version)}/")
 
     def is_whole(self) -> bool:
         """Everything that is listed can be read."""
-        return all(read_all(self.store, open_record(self.store, ref)) for ref in self.run.view().line)
+        return all(read_all(self.store, open_record(self.store, ref)) for ref in self.run.view().history)
 
 
 class Full(Sim):
@@ -152,7 +152,7 @@ def test_a_prune_makes_room_in_a_full_store_although_a_tombstone_takes_some() ->
     job.prune(Keep(last=2))
     store.full = True
     plan = job.prune(Keep(last=1))
-    assert [identity.tick.step for identity in plan.retire] == [20]
+    assert [identity.version.step for identity in plan.retire] == [20]
     assert (job.packs_of(10), job.steps()) == ([], [30])
 
 
@@ -172,7 +172,7 @@ def test_the_first_pass_only_retires_and_the_second_deletes_after_the_grace() ->
         job.save(step)
     job.store.advance(2 * GRACE_S)
     plan = job.plan(Keep(last=1))
-    assert [each.tick.step for each in plan.retire] == [10, 20]
+    assert [each.version.step for each in plan.retire] == [10, 20]
     assert (plan.records, plan.packs) == ((), ())
     assert plan.freed_later_bytes > 0
     job.pruner.execute(plan)
@@ -180,7 +180,7 @@ def test_the_first_pass_only_retires_and_the_second_deletes_after_the_grace() ->
     assert job.packs_of(10)
     job.store.advance(GRACE_S / 2)
     assert not job.plan(Keep(last=1))
-    assert [each.tick.step for each in job.plan(Keep(last=1)).waiting] == [10, 20]
+    assert [each.version.step for each in job.plan(Keep(last=1)).waiting] == [10, 20]
     job.store.advance(GRACE_S)
     job.prune(Keep(last=1))
     assert job.packs_of(10) == job.packs_of(20) == []
@@ -207,7 +207,7 @@ def _age(folder: Path, by_s: float) -> None:
 
 def test_in_a_folder_that_nobody_reads_the_grace_is_short(tmp_path: Path) -> None:
     job = _in_folder(tmp_path)
-    assert [each.tick.step for each in job.plan(Keep(last=1)).waiting] == [10]
+    assert [each.version.step for each in job.plan(Keep(last=1)).waiting] == [10]
     _age(tmp_path, FOLDER_GRACE_S + 1)
     plan = job.plan(Keep(last=1))
     assert len(plan.records) == 1
@@ -217,7 +217,7 @@ def test_in_a_folder_that_nobody_reads_the_grace_is_short(tmp_path: Path) -> Non
 def test_a_reader_of_a_folder_keeps_the_long_grace(tmp_path: Path) -> None:
     job = _in_folder(tmp_path)
     _age(tmp_path, FOLDER_GRACE_S + 1)
-    with Lease(job.store, [job.run.view().line[-1].identity]):
+    with Lease(job.store, [job.run.view().history[-1].identity]):
         assert job.plan(Keep(last=1)).records == ()
     assert len(job.plan(Keep(last=1)).records) == 1
 
@@ -388,7 +388,7 @@ def test_packs_without_a_record_go_by_two_passes_once_their_epoch_is_over(how: s
     job.save(10)
     failed_save(job, 20)
     if how == "closed":
-        job.run.close(job.epoch, "done")
+        job.run.close_epoch(job.epoch, "done")
         decider = job
     else:
         decider = Job(2, identity(1, 10), job.store)
@@ -432,7 +432,7 @@ def test_packs_of_a_failed_attempt_at_what_was_then_committed_go_once_the_epoch_
     job.store.advance(2 * GRACE_S)
     job.prune(Keep(), passes=2)
     assert first < set(job.packs_of(10))
-    job.run.close(job.epoch, "done")
+    job.run.close_epoch(job.epoch, "done")
     job.prune(Keep(), passes=1)
     assert first.isdisjoint(job.packs_of(10))
     assert job.is_whole()
@@ -489,7 +489,9 @@ def test_a_checkpoint_that_cannot_be_restored_does_not_count_as_kept(lost: str) 
     job.pruner = Pruner(job.run, job.epoch, grace_s=GRACE_S)
     job.prune(Keep(last=1), passes=4)
     assert job.steps() == [10, 20]
-    assert newest_readable(job.run, lambda record: read_all(job.store, record) and record.identity) == identity(1, 10)
+    assert use_newest_readable(job.run, lambda record: read_all(job.store, record) and record.identity) == identity(
+        1, 10
+    )
 
 
 def test_also_retires_what_is_named_branches_too_but_never_the_newest() -> None:
@@ -499,7 +501,7 @@ def test_also_retires_what_is_named_branches_too_but_never_the_newest() -> None:
     newer = Job(2, identity(1, 20), job.store)
     newer.save(25)
     with pytest.raises(UsageError, match="is the newest"):
-        newer.plan(Keep(), also=[Identity(epoch(2), identity(2, 25).tick)])
+        newer.plan(Keep(), also=[Identity(epoch(2), identity(2, 25).version)])
     with pytest.raises(UsageError, match="is not committed"):
         newer.plan(Keep(), also=[identity(1, 99)])
     assert newer.plan(Keep(last=1)).retire == (identity(1, 10), identity(1, 20))  # the branch stays

@@ -27,7 +27,7 @@ from ckpt.store import keys, reader
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim, CommitRef
 from ckpt.store.prune import Pruner
-from ckpt.store.reader import FrameReader, candidates, load_values, newest_readable, open_record
+from ckpt.store.reader import FrameReader, candidates, load_values, open_record, use_newest_readable
 from ckpt.store.run import Run
 from tests.storage.faulty import Fault, FaultyBackend, Rule
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, same, snapshot
@@ -44,7 +44,7 @@ def a_run(store: Any, *steps: int) -> Run:
     told: list[Event] = []
     run = Run(store, events=Events(told.append))
     run.told = told  # type: ignore[attr-defined]
-    run.claim(Claim(epoch(1), None))
+    run.put_claim(Claim(epoch(1), None))
     for step in steps:
         saved(store, step)
     return run
@@ -53,9 +53,9 @@ def a_run(store: Any, *steps: int) -> Run:
 def step_of(run: Run) -> int:
     def use(record: Any) -> int:
         read_all(run.backend, record)
-        return int(record.identity.tick.step)
+        return int(record.identity.version.step)
 
-    return newest_readable(run, use)
+    return use_newest_readable(run, use)
 
 
 class Frames:
@@ -269,7 +269,7 @@ def test_a_second_record_of_a_checkpoint_stands_in_for_a_damaged_one() -> None:
     run = a_run(store, 10)
     for writer in ("a", "b"):
         saved(store, 20, writer=writer)
-    assert [(ref.identity.tick.step, ref.writer) for ref in candidates(run.view())] == [
+    assert [(ref.identity.version.step, ref.writer) for ref in candidates(run.view())] == [
         (20, "a"),
         (20, "b"),
         (10, "w10"),
@@ -302,7 +302,7 @@ def test_a_reader_that_loses_its_checkpoint_to_prune_lists_again_and_takes_the_n
     tried: list[int] = []
 
     def use(record: Any) -> int:
-        tried.append(record.identity.tick.step)
+        tried.append(record.identity.version.step)
         if len(tried) == 1:  # meanwhile the job saves, and prunes what this reader holds no lease of
             saved(store, 20)
             pruner = Pruner(Run(store), epoch(1), grace_s=1.0)
@@ -310,9 +310,9 @@ def test_a_reader_that_loses_its_checkpoint_to_prune_lists_again_and_takes_the_n
                 pruner.execute(pruner.plan(Run(store).view(), Keep(last=1)))
                 store.advance(10.0)
         read_all(store, record)
-        return int(record.identity.tick.step)
+        return int(record.identity.version.step)
 
-    assert newest_readable(run, use) == 20
+    assert use_newest_readable(run, use) == 20
     assert tried == [10, 20]
 
 
@@ -356,8 +356,8 @@ def test_values_come_back_shared_and_per_rank() -> None:
     snap = snapshot({"w": floats(4)}, shared={"lr": 0.5, "t": (1, 2)}, own={"rank=0": {"at": 3}, "rank=1": {"at": 4}})
     found = load_values(FrameReader(store, saved(store, snap=snap, codec="auto").record))
     assert found.shared == {"lr": 0.5, "t": (1, 2)}
-    assert found.own == {"rank=0": {"at": 3}, "rank=1": {"at": 4}}
-    assert found.own_shared == {}
+    assert found.own_by_coordinate == {"rank=0": {"at": 3}, "rank=1": {"at": 4}}
+    assert found.shared_by_coordinate == {}
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

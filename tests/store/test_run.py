@@ -34,40 +34,40 @@ class Beating(ManualClock):
 def test_a_view_shows_what_was_claimed_committed_retired_closed_and_is_alive() -> None:
     store = Sim()
     run = Run(store)
-    run.claim(Claim(epoch(1), None, launch="a"))
-    run.claim(Claim(epoch(2), identity(1, 10), launch="b"))
-    run.heartbeat(epoch(2), 0, 10.0)
-    run.close(epoch(1), "it ended")
+    run.put_claim(Claim(epoch(1), None, launch="a"))
+    run.put_claim(Claim(epoch(2), identity(1, 10), launch="b"))
+    run.put_heartbeat(epoch(2), 0, 10.0)
+    run.close_epoch(epoch(1), "it ended")
     store.put(keys.record_key(identity(1, 10), "w"), [b"record"])
     store.put(keys.retired_key(identity(1, 5)), [b""])
     view = Run(store.client()).view()
     assert [claim.launch for claim in view.claims] == ["a", "b"]
-    assert [ref.size for ref in view.line] == [6]
-    assert set(view.retired) == {identity(1, 5)}
-    assert view.retired[identity(1, 5)] == store.now_s()
-    assert view.closed == {epoch(1)}
-    assert set(view.alive) == {epoch(2)}
+    assert [ref.size for ref in view.history] == [6]
+    assert set(view.retired_at_s) == {identity(1, 5)}
+    assert view.retired_at_s[identity(1, 5)] == store.now_s()
+    assert view.closed_epochs == {epoch(1)}
+    assert set(view.heartbeats) == {epoch(2)}
 
 
 def test_a_new_epoch_is_above_all_that_the_store_or_an_agent_knows() -> None:
     store = Sim()
     run = Run(store)
-    run.claim(Claim(epoch(3), None))
-    assert run.view().begin().number == 4
-    assert run.view().begin([epoch(7)]).number == 8
-    run.claim(Claim(epoch(12), identity(11, 5), (Ancestor(epoch(11), None),)))
-    assert run.view().begin().number == 13
+    run.put_claim(Claim(epoch(3), None))
+    assert run.view().new_epoch().number == 4
+    assert run.view().new_epoch([epoch(7)]).number == 8
+    run.put_claim(Claim(epoch(12), identity(11, 5), (Ancestor(epoch(11), None),)))
+    assert run.view().new_epoch().number == 13
     store.put(keys.record_key(identity(20, 5), "w"), [b""])
-    assert run.view().begin().number == 21
+    assert run.view().new_epoch().number == 21
 
 
 def test_a_damaged_claim_is_told_and_does_not_stop_the_listing() -> None:
     store, told = Sim(), list[Event]()
-    Run(store).claim(Claim(epoch(1), None))
+    Run(store).put_claim(Claim(epoch(1), None))
     store.put(keys.epoch_key(epoch(2)), [b"not json"])
     view = Run(store, events=Events(told.append)).view()
     assert view.newest_epoch == epoch(2)
-    assert [key for key, _ in view.damaged] == [keys.epoch_key(epoch(2))]
+    assert [key for key, _ in view.damaged_claims] == [keys.epoch_key(epoch(2))]
     assert [(event.name, event.loud) for event in told] == [("claim.damaged", True)]
 
 
@@ -78,7 +78,7 @@ def test_a_claim_whose_reply_was_lost_is_settled_by_reading_back(fault: Fault, h
     faults = [fault]
     store.fault = lambda operation, key: faults.pop() if faults else None
     run = Run(Retrying(store, 10.0, pause=lambda seconds: None))
-    run.claim(Claim(epoch(1), None))
+    run.put_claim(Claim(epoch(1), None))
     store.land() if honest is False else store.late.clear()
     assert [claim.epoch for claim in Run(store).view().claims] == [epoch(1)]
 
@@ -87,47 +87,47 @@ def test_a_claim_that_is_not_accepted_raises_and_nothing_is_claimed() -> None:
     store = Sim()
     store.fault = lambda operation, key: Fault.FAIL
     with pytest.raises(TransientError):
-        Run(store).claim(Claim(epoch(1), None))
+        Run(store).put_claim(Claim(epoch(1), None))
     assert Run(store).view().epochs == frozenset()
 
 
 def test_claiming_again_is_harmless_but_never_changes_a_claim() -> None:
     store = Sim()
     run = Run(store)
-    run.claim(Claim(epoch(1), None, launch="a"))
-    run.claim(Claim(epoch(1), None, launch="a"))
+    run.put_claim(Claim(epoch(1), None, launch="a"))
+    run.put_claim(Claim(epoch(1), None, launch="a"))
     with pytest.raises(UsageError, match="another start"):
-        run.claim(Claim(epoch(1), None, launch="b"))
+        run.put_claim(Claim(epoch(1), None, launch="b"))
     assert Run(store).view().claims[0].launch == "a"
 
 
 def test_check_raises_superseded_and_names_who_has_taken_over() -> None:
     store = Sim()
     run = Run(store)
-    run.claim(Claim(epoch(1), None, launch="old"))
-    run.check(epoch(1))
-    Run(store.client()).claim(Claim(epoch(2), identity(1, 10), launch="new", host="there"))
+    run.put_claim(Claim(epoch(1), None, launch="old"))
+    run.check_not_superseded(epoch(1))
+    Run(store.client()).put_claim(Claim(epoch(2), identity(1, 10), launch="new", host="there"))
     with pytest.raises(Superseded, match=r"'new' on host 'there'"):
-        run.check(epoch(1))
-    run.check(epoch(2))
+        run.check_not_superseded(epoch(1))
+    run.check_not_superseded(epoch(2))
 
 
 def test_an_older_epoch_that_claims_late_supersedes_nobody() -> None:
     store = Sim()
     run = Run(store)
-    run.claim(Claim(epoch(2), identity(1, 10)))
-    run.claim(Claim(epoch(1), None))
-    run.check(epoch(2))
+    run.put_claim(Claim(epoch(2), identity(1, 10)))
+    run.put_claim(Claim(epoch(1), None))
+    run.check_not_superseded(epoch(2))
 
 
 def test_closing_twice_is_harmless_and_removes_the_heartbeat() -> None:
     store = Sim()
     run = Run(store)
-    run.heartbeat(epoch(1), 0, 10.0)
-    run.close(epoch(1), "first")
-    run.close(epoch(1), "second")
-    assert run.view().closed == {epoch(1)}
-    assert run.view().alive == {}
+    run.put_heartbeat(epoch(1), 0, 10.0)
+    run.close_epoch(epoch(1), "first")
+    run.close_epoch(epoch(1), "second")
+    assert run.view().closed_epochs == {epoch(1)}
+    assert run.view().heartbeats == {}
 
 
 # --- another job at the same URL -------------------------------------------------------------------------------------
@@ -136,11 +136,11 @@ def test_closing_twice_is_harmless_and_removes_the_heartbeat() -> None:
 def other_job(store: Sim, *, launch: str = "theirs", heartbeat_s: float = 10.0) -> tuple[Run, Callable[[], None]]:
     """A claimed, unclosed epoch, and what makes its heart beat."""
     run, count = Run(store.client()), [0]
-    run.claim(Claim(epoch(1), None, launch=launch, host="their-host"))
+    run.put_claim(Claim(epoch(1), None, launch=launch, host="their-host"))
 
     def beat() -> None:
         count[0] += 1
-        run.heartbeat(epoch(1), count[0], heartbeat_s)
+        run.put_heartbeat(epoch(1), count[0], heartbeat_s)
 
     beat()
     return run, beat
@@ -148,7 +148,7 @@ def other_job(store: Sim, *, launch: str = "theirs", heartbeat_s: float = 10.0) 
 
 def watch(store: Sim, clock: Beating, launch: str = "ours", *, take_over: bool = False) -> None:
     run = Run(store, clock)
-    run.watch_other(run.view(), launch, 10.0, take_over=take_over)
+    run.check_not_in_use(run.view(), launch, 10.0, take_over=take_over)
 
 
 def test_a_living_job_of_another_launch_is_refused_by_name() -> None:
@@ -179,15 +179,15 @@ def test_a_job_that_beats_slower_than_we_do_is_watched_for_its_own_period() -> N
 def test_a_job_that_has_claimed_and_not_yet_beaten_is_seen_when_it_does() -> None:
     store = Sim()
     run = Run(store.client())
-    run.claim(Claim(epoch(1), None, launch="theirs"))
+    run.put_claim(Claim(epoch(1), None, launch="theirs"))
     with pytest.raises(RunInUse):
-        watch(store, Beating(lambda: run.heartbeat(epoch(1), 1, 10.0)))
+        watch(store, Beating(lambda: run.put_heartbeat(epoch(1), 1, 10.0)))
 
 
 def test_a_job_that_closes_while_it_is_watched_is_waited_for_no_longer() -> None:
     store = Sim()
     run, _ = other_job(store)
-    clock = Beating(lambda: run.close(epoch(1), "done"))
+    clock = Beating(lambda: run.close_epoch(epoch(1), "done"))
     watch(store, clock)
     assert clock.slept_s < 20.0
 
@@ -200,7 +200,7 @@ def test_nobody_is_waited_for(why: str) -> None:
         run, beat = other_job(store)
         clock = Beating(beat)
         if why == "closed":
-            run.close(epoch(1), "done")
+            run.close_epoch(epoch(1), "done")
     watch(store, clock, "theirs" if why == "same launch" else "ours", take_over=why == "take over")
     assert clock.slept_s == 0.0
 
@@ -209,8 +209,8 @@ def test_a_superseded_job_that_still_beats_is_not_waited_for() -> None:
     store = Sim()
     _, beat = other_job(store)
     newer = Run(store.client())
-    newer.claim(Claim(epoch(2), None, launch="newer"))
-    newer.close(epoch(2), "done")
+    newer.put_claim(Claim(epoch(2), None, launch="newer"))
+    newer.close_epoch(epoch(2), "done")
     clock = Beating(beat)
     watch(store, clock)
     assert clock.slept_s == 0.0
@@ -220,7 +220,7 @@ def test_a_hostile_heartbeat_cannot_make_anyone_wait_for_long() -> None:
     for body in (b'{"heartbeat_s": 1e12}', b'{"heartbeat_s": -5}', b'{"heartbeat_s": "x"}', b"junk", b"x" * 100_000):
         store = Sim()
         other_job(store)
-        store.put(keys.alive_key(epoch(1)), [body])
+        store.put(keys.heartbeat_key(epoch(1)), [body])
         clock = Beating(lambda: None)
         watch(store, clock)
         assert clock.slept_s == 20.0

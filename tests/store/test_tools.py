@@ -25,12 +25,12 @@ from ckpt.store import keys
 from ckpt.store.branch import branch
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.diff import ChangedValue, diff, differences
-from ckpt.store.dtypes import FLOATS, TARGETS, bits_dtype, converted, values_of
+from ckpt.store.dtypes import FLOATS, TARGET_DTYPES, bits_dtype, convert_floats, to_float64
 from ckpt.store.export import INDEX, export
 from ckpt.store.lineage import Claim
-from ckpt.store.reader import FrameReader, newest_readable
+from ckpt.store.reader import FrameReader, use_newest_readable
 from ckpt.store.run import Run
-from ckpt.store.tensor_stream import chosen
+from ckpt.store.tensor_stream import choose_tensors
 from ckpt.store.verify import verify
 from ckpt.types import ITEMSIZE
 from tests.storage.faulty import Fault, FaultyBackend, Rule
@@ -47,7 +47,7 @@ def save(store: Any, step: int, snap: Snapshot, base: Committed | None = None, c
 
 def a_run(store: Any) -> Run:
     run = Run(store)
-    run.claim(Claim(epoch(1), None))
+    run.put_claim(Claim(epoch(1), None))
     return run
 
 
@@ -61,7 +61,7 @@ def test_verify_reads_everything_once_and_finds_it_good() -> None:
     first = save(store, 10, snapshot({"w": floats(30, seed=1), "f": frozen}, shared={"a": 1}))
     second = save(store, 20, snapshot({"w": floats(30, seed=2), "f": frozen}, shared={"a": 1}), first)
     seen: list[tuple[int, int]] = []
-    reports = verify(run, run.view().line, lambda done, total: seen.append((done, total)))
+    reports = verify(run, run.view().history, lambda done, total: seen.append((done, total)))
     assert [report.is_good for report in reports] == [True, True]
     assert reports[1].checked_bytes == second.raw_bytes - second.referred_bytes
     assert reports[0].checked_bytes == first.raw_bytes
@@ -75,7 +75,7 @@ def test_verify_names_the_damaged_object_and_the_tensors_that_have_lost_bytes() 
     done = save(store, 10, snapshot({f"t{i}": floats(32, 32, seed=i) for i in range(4)}), codec="raw")
     store.spoil(done.record.packs[1][0], lambda data: data[:100] + b"!" + data[101:])
     store.delete([done.record.packs[3][0]])
-    (report,) = verify(run, run.view().line)
+    (report,) = verify(run, run.view().history)
     assert [(p.key, p.tensors) for p in report.problems] == [
         (done.record.packs[1][0], ("t1",)),
         (done.record.packs[3][0], ("t3",)),
@@ -91,7 +91,7 @@ def test_verify_goes_on_after_a_record_that_does_not_parse() -> None:
     save(store, 10, snapshot({"w": floats(30)}))
     save(store, 20, snapshot({"w": floats(30)}))
     store.spoil(keys.record_key(identity(1, 10), "w10"), lambda data: data[:50])
-    reports = verify(run, run.view().line)
+    reports = verify(run, run.view().history)
     assert [report.is_good for report in reports] == [False, True]
     assert reports[0].problems[0].key == keys.record_key(identity(1, 10), "w10")
 
@@ -102,7 +102,7 @@ def test_verify_does_not_call_it_damage_when_the_store_cannot_be_read() -> None:
     a_run(store)
     run = Run(FaultyBackend(store, [Rule("get_range", Fault.BEFORE, error=AccessDenied)]))
     with pytest.raises(AccessDenied):
-        verify(run, run.view().line)
+        verify(run, run.view().history)
 
 
 # --- diff ------------------------------------------------------------------------------------------------------------
@@ -269,13 +269,13 @@ def test_every_pattern_of_a_narrow_float_means_what_torch_says(dtype: str) -> No
     size = ITEMSIZE[dtype]
     bits = np.arange(256**size, dtype=f"u{size}")
     expected = torch.from_numpy(bits.copy()).view(getattr(torch, dtype)).to(torch.float64).numpy()
-    found = values_of(bits.view(bits_dtype(dtype)), dtype)
+    found = to_float64(bits.view(bits_dtype(dtype)), dtype)
     assert found is not None
     np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", sorted(FLOATS))
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGET_DTYPES)
 def test_conversion_rounds_as_torch_does(dtype: str, target: str, seed: int) -> None:
     size = ITEMSIZE[dtype]
     rng = np.random.default_rng(seed)
@@ -291,10 +291,10 @@ def test_conversion_rounds_as_torch_does(dtype: str, target: str, seed: int) -> 
         expected_bits = _nearest_float16(source.numpy())
     else:
         expected_bits = source.to(getattr(torch, target)).view(getattr(torch, f"int{8 * ITEMSIZE[target]}")).numpy()
-    found = converted(raw.view(bits_dtype(dtype)), dtype, target)
+    found = convert_floats(raw.view(bits_dtype(dtype)), dtype, target)
     nan = torch.isnan(source).numpy()
     assert np.array_equal(found.view(f"i{ITEMSIZE[target]}")[~nan], expected_bits.view(f"i{ITEMSIZE[target]}")[~nan])
-    back = values_of(found[nan], target)
+    back = to_float64(found[nan], target)
     assert back is not None
     assert np.isnan(back).all()
 
@@ -336,7 +336,7 @@ def _nearest_bfloat16(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def test_a_conversion_that_makes_no_sense_is_refused() -> None:
     for dtype, target in (("int64", "float32"), ("float32", "int8"), ("complex64", "float32")):
         with pytest.raises(UsageError, match="cannot convert"):
-            converted(np.zeros(1, bits_dtype(dtype)), dtype, target)
+            convert_floats(np.zeros(1, bits_dtype(dtype)), dtype, target)
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def test_memory_of_an_export_is_a_few_frames_however_large_the_checkpoint(tmp_pa
 
 def test_a_ranks_own_tensor_is_chosen_by_its_coordinate() -> None:
     _, _, source = exported()
-    assert [spec.name for spec in chosen(source.record.manifest, ["*@dp=0,tp=1"])] == ["optim.m"]
+    assert [spec.name for spec in choose_tensors(source.record.manifest, ["*@dp=0,tp=1"])] == ["optim.m"]
 
 
 # --- branch ----------------------------------------------------------------------------------------------------------
@@ -504,12 +504,12 @@ def test_a_branch_moves_the_line_and_keeps_what_came_after_as_a_branch() -> None
         save(store, step, snapshot({"w": floats(30, seed=step)}))
     claim = branch(run, identity(1, 20))
     view = run.view()
-    assert [ref.identity.tick.step for ref in view.line] == [10, 20]
-    assert [ref.identity.tick.step for ref in view.branches] == [30]
-    assert claim.epoch in view.closed
-    assert newest_readable(run, lambda record: read_all(store, record) and record.identity) == identity(1, 20)
+    assert [ref.identity.version.step for ref in view.history] == [10, 20]
+    assert [ref.identity.version.step for ref in view.branches] == [30]
+    assert claim.epoch in view.closed_epochs
+    assert use_newest_readable(run, lambda record: read_all(store, record) and record.identity) == identity(1, 20)
     back = branch(run, identity(1, 30))  # and back again
-    assert [ref.identity.tick.step for ref in run.view().line] == [10, 20, 30]
+    assert [ref.identity.version.step for ref in run.view().history] == [10, 20, 30]
     assert back.epoch.number == claim.epoch.number + 1
 
 

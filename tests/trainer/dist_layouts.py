@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
-from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.mesh_coordinate import find_coordinate
 from ckpt.trainer.state.state_walk import StateWalker
 
 # By world size. Sizes 6 and 10 are uneven over 4 ranks: the last rank holds less, or nothing.
@@ -116,7 +116,7 @@ def full(walker: StateWalker) -> dict[str, torch.Tensor]:
 
 
 def walker_of(state: dict[str, Any], rank: int, world: int) -> StateWalker:
-    return StateWalker(state, coordinate(state, rank, world), generators=False)
+    return StateWalker(state, find_coordinate(state, rank, world), generators=False)
 
 
 def save(layout: str, kind: str, rank: int, world: int) -> tuple[rt.Checkpoint, dict[str, torch.Tensor]]:
@@ -126,17 +126,17 @@ def save(layout: str, kind: str, rank: int, world: int) -> tuple[rt.Checkpoint, 
     walk = walker.walk()
     train(state, size, 3)
     evaluate(state, size)
-    assert walker.changed(walk), "the optimizer's state has appeared"
+    assert walker.has_changed(walk), "the optimizer's state has appeared"
     mine = rt.save_rank(walker, rank, world)
     walk = walker.walk()
-    replica = dict(zip((e.name for e in mine.declaration.layout.entries), walk.replica, strict=True))
+    replica = dict(zip((e.name for e in mine.declaration.layout.entries), walk.may_have_replicas, strict=True))
     assert replica["model.blocks.0.up.weight"] == (layout in ("plain", "ddp", "hsdp"))
     assert replica["optim.state.blocks.0.up.weight.step"]
     evaluate(state, size)
     assert walker_of(state, rank, world).walk().layout == mine.declaration.layout, "evaluation gathers parameters"
     train(state, size, 1)
     evaluate(state, size)
-    assert not walker.changed(walk), "a step, and an evaluation that gathers parameters, change no structure"
+    assert not walker.has_changed(walk), "a step, and an evaluation that gathers parameters, change no structure"
     assert [entry.name for entry in mine.declaration.layout.entries] == names_of_one_process(size)
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, mine)
@@ -167,9 +167,9 @@ def restore(
     walker = walker_of(state, rank, world)
     targets = rt.plan(walker, checkpoint)
     assert not targets.mismatch, str(targets.mismatch)
-    assert not targets.extra, targets.extra
+    assert not targets.extra_names, targets.extra_names
     rt.fill(targets, checkpoint)
-    targets.finish()
+    targets.install()
     for parameter, held in state["optim"].state.items():
         assert getattr(held["exp_avg"], "placements", None) == getattr(parameter, "placements", None)
     found = full(walker_of(state, rank, world))
@@ -224,7 +224,7 @@ def special(rank: int, world: int) -> None:
     checkpoint = rt.assemble_ranks(ranks)
     targets = rt.plan(walker_of({"x": held}, rank, world), checkpoint)
     rt.fill(targets, checkpoint)
-    targets.finish()
+    targets.install()
     assert torch.equal(held.tensor._local_tensor, whole[rank : rank + 1])
 
     column_major(mesh, rank, world)
@@ -256,7 +256,7 @@ def column_major(mesh: DeviceMesh, rank: int, world: int) -> None:
     checkpoint = rt.assemble_ranks(ranks)
     targets = rt.plan(walker_of(fresh, rank, world), checkpoint)
     rt.fill(targets, checkpoint)
-    targets.finish()
+    targets.install()
     ((_, before),), ((_, now),) = saved["optim"].state.items(), fresh["optim"].state.items()
     for key, tensor in before.items():
         assert now[key].placements == tensor.placements

@@ -16,13 +16,13 @@ from ckpt.format import values
 from ckpt.format.frames import frame_hash, hash_frames
 from ckpt.format.manifest import Manifest
 from ckpt.layout.assemble import Blob, Staged, assemble
-from ckpt.layout.division import agree, owned, undivided
+from ckpt.layout.division import find_agreed, make_owned, whole_share
 from ckpt.layout.layout import Array, Declaration
 from ckpt.layout.staging import stage
 from ckpt.trainer.restore.fill import Filler
-from ckpt.trainer.restore.restore import plan as restore_plan
+from ckpt.trainer.restore.restore import make_plan as restore_plan
 from ckpt.trainer.restore.restore_plan import RestorePlan
-from ckpt.trainer.state.mesh_coordinate import coordinate
+from ckpt.trainer.state.mesh_coordinate import find_coordinate
 from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
 
 FRAME_BYTES = 4096
@@ -70,7 +70,7 @@ class Checkpoint:
 
 
 def walker_of(state: dict[str, Any], generators: bool = False, rank: int = 0, world: int = 1) -> StateWalker:
-    return StateWalker(state, coordinate(state, rank, world), generators)
+    return StateWalker(state, find_coordinate(state, rank, world), generators)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -81,7 +81,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def save_rank(walker: StateWalker, rank: int = 0, world: int = 1) -> RankSave:
     walk = walker.walk()
-    staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
+    staging = stage(walk.layout, whole_share(walk.layout), FRAME_BYTES)
     data = bytearray(staging.data_bytes)
     for segment in staging.segments:
         box = raw(walk.tensors[segment["entry"]][segment["box"]])
@@ -94,17 +94,17 @@ def save_rank(walker: StateWalker, rank: int = 0, world: int = 1) -> RankSave:
 
 def assemble_ranks(ranks: list[RankSave], differed: Collection[str] = ()) -> Checkpoint:
     """As the agent does it: tensors whose hashes differ, or once `differed`, become the ranks' own."""
-    _, differing = agree([r.declaration.layout for r in ranks], [r.hashes for r in ranks])
+    _, differing = find_agreed([r.declaration.layout for r in ranks], [r.hashes for r in ranks])
     names = {name for name, _ in differing} | set(differed)
     staged = []
     for rank in ranks:
-        layout = owned(rank.declaration.layout, names, rank.declaration.coordinate)
+        layout = make_owned(rank.declaration.layout, names, rank.declaration.coordinate)
         hashes = hash_frames(memoryview(rank.data), rank.declaration.staging.frames)
         staged.append(
             Staged(replace(rank.declaration, layout=layout), hashes, _blob(rank.shared), _blob(rank.own)),
         )
     done = assemble(staged, lambda rank, offset, length: ranks[rank].data[offset : offset + length])
-    return Checkpoint(done.manifest, done.sources, ranks, done.disagreed)
+    return Checkpoint(done.manifest, done.sources, ranks, done.differing_tensors)
 
 
 def _blob(data: bytes) -> Blob:
@@ -122,10 +122,10 @@ class _Stored:
 
     checkpoint: Checkpoint
 
-    def values(self, name: str, owner: str) -> bytes | None:
+    def read_values(self, name: str, owner: str) -> bytes | None:
         return self.checkpoint.raw_blobs(name).get(owner)
 
-    def frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
+    def read_frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
         return {number: self.checkpoint.frame(number) for number in numbers}
 
 
@@ -140,7 +140,7 @@ def fill(targets: RestorePlan, checkpoint: Checkpoint) -> None:
         frame = bytearray(checkpoint.frame(number))
         assert filler(number, memoryview(frame))
         frame[:] = b"\xa5" * len(frame)
-    filler.check()
+    filler.check_overlaps()
 
 
 def restore(
@@ -151,7 +151,7 @@ def restore(
     if strict:
         assert not targets.mismatch, str(targets.mismatch)
     fill(targets, checkpoint)
-    targets.finish()
+    targets.install()
     return targets
 
 

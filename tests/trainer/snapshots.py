@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ckpt.events import Event, Events
-from ckpt.layout.division import undivided
+from ckpt.layout.division import whole_share
 from ckpt.layout.layout import Entry, Layout, Share, Staging
 from ckpt.layout.staging import stage
 from ckpt.threads import Tasks
 from ckpt.trainer.snapshot.cpu_copier import Copier, CpuCopier, Ticket
 from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
-from ckpt.trainer.state.pieces import CopyPiece, split
+from ckpt.trainer.state.pieces import CopyPiece, split_piece
 from ckpt.types import Box
 
 FRAME_BYTES = 1 << 16
@@ -29,7 +29,7 @@ LARGE = (160, 128)  # float32: 80 KiB, more than LATE_BYTES_MIN, two frames
 class HandWalk:
     layout: Layout
     tensors: tuple[tuple[Tensor, ...], ...]
-    late: tuple[bool, ...]
+    deferrable: tuple[bool, ...]
 
 
 def walk_of(named: Mapping[str, Tensor], late: Collection[str] = ()) -> HandWalk:
@@ -62,7 +62,7 @@ class Rig:
     def walk_again(self) -> None:
         """The state has changed its structure: what the session does then."""
         self.walk = walk_of(*self.state())
-        self.staging: Staging = stage(self.walk.layout, self.share or undivided(self.walk.layout), FRAME_BYTES)
+        self.staging: Staging = stage(self.walk.layout, self.share or whole_share(self.walk.layout), FRAME_BYTES)
         named = zip(self.walk.layout.entries, self.walk.tensors, strict=True)
         self.places = {entry.name: of_one[0].data_ptr() for entry, of_one in named}
         self.arenas = [bytearray(b"\xa5" * self.staging.data_bytes) for _ in range(self.slots)]
@@ -139,7 +139,7 @@ class TearingCopier(CpuCopier):
         self.on_fence: Callable[[], object] = lambda: None  # where the test stops who waits
 
     def prepare(self, pieces: Sequence[CopyPiece]) -> TearingJob:  # type: ignore[override]
-        return TearingJob(self, [part for piece in pieces for part in split(piece, self.nbytes_max)])
+        return TearingJob(self, [part for piece in pieces for part in split_piece(piece, self.nbytes_max)])
 
     def copy_some(self, count: int = 1) -> None:
         for ticket in self.open:
@@ -152,12 +152,12 @@ class TearingJob:
     copier: TearingCopier
     pieces: list[CopyPiece]
 
-    def eager(self) -> Ticket:
+    def start_eager(self) -> Ticket:
         for piece in self.pieces:
             piece.target.copy_(piece.source)
         return TearingTicket(self.copier, [])
 
-    def late(self) -> Ticket:
+    def start_deferred(self) -> Ticket:
         ticket = TearingTicket(self.copier, list(self.pieces))
         self.copier.open = [ticket]
         return ticket

@@ -15,8 +15,8 @@ from torch.utils.data import get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt.events import Events
-from ckpt.trainer.loop.worker_signals import shielded
-from ckpt.trainer.state.state_nodes import find
+from ckpt.trainer.loop.worker_signals import shield_loaders
+from ckpt.trainer.state.state_nodes import find_nodes
 
 FIRST: list[int] = []
 
@@ -41,7 +41,7 @@ def main() -> None:
     batches = StatefulDataLoader(
         Samples(), batch_size=None, num_workers=2, worker_init_fn=note, multiprocessing_context=context
     )
-    with shielded(find({"loader": batches}), Events()):
+    with shield_loaders(find_nodes({"loader": batches}), Events()):
         drawn = iter(batches)
         workers = [next(drawn) for _ in range(2)]
         assert [first for _, first in workers] == [[0], [1]], "a `worker_init_fn` of the user's own runs first"

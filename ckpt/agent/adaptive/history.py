@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.runtime.workers import Lane, Workers, failure
-from ckpt.agent.state.cost_model import ABOUT, CostModel, class_of
+from ckpt.agent.state.cost_model import ABOUT, CostModel, classify_failure
 from ckpt.events import Events
 from ckpt.policy.history import recall
 from ckpt.types import Epoch
@@ -35,17 +35,17 @@ RECORDS = 3
 
 
 class LearntHistory:
-    """The history of one agent. Main thread only, but for reading. `newest`: the newest job that trained here."""
+    """The history of one agent. Main thread only, but for reading. `newest_job`: the newest job that trained here."""
 
-    def __init__(self, bulk: Workers, store: StoreClient, foreseeing: Alarms, events: Events) -> None:
-        self._bulk = bulk
+    def __init__(self, workers: Workers, store: StoreClient, alarms: Alarms, events: Events) -> None:
+        self._workers = workers
         self._store = store
-        self._foreseeing = foreseeing
+        self._alarms = alarms
         self._events = events
-        self.newest: Job | None = None
-        self._asked: Epoch | None = None
+        self.newest_job: Job | None = None
+        self._loaded_epoch: Epoch | None = None
 
-    def goes_on(
+    def fill_cost_model(
         self,
         learning: CostModel,
         parent: Epoch,
@@ -55,66 +55,68 @@ class LearntHistory:
     ) -> None:
         """A start restored a checkpoint of epoch `parent`: fills its `learning`. `record`: the restored record, if it
         came from the store. `view`: the store's listing, if it answered. `nodes`: of the start."""
-        former = self.newest if self.newest is not None and self.newest.epoch >= parent else None
+        former = self.newest_job if self.newest_job is not None and self.newest_job.epoch >= parent else None
         # Without a listing it is unknown whether the parent was closed in order: then no failure is counted.
-        closed = view.closed if view is not None else {parent}
-        if former is not None and former.learning is not None:
-            self._from_former(learning, former, former.learning, record is not None, nodes)
+        closed = view.closed_epochs if view is not None else {parent}
+        if former is not None and former.cost_model is not None:
+            self._inherit_from_job(learning, former, former.cost_model, record is not None, nodes)
         elif former is None and record is not None and ABOUT in record.about:
-            self._tell(self._recall(learning, record.about[ABOUT]))
+            self._report_refused(self._inherit_entry(learning, record.about[ABOUT]))
             if parent not in closed:
                 claims = view.claims if view is not None else ()
                 agents = next((len(each.agents) for each in claims if each.epoch == parent), 0)
-                learning.failed(class_of(max(1, agents), agents > 1, True, False))
+                learning.record_failure(classify_failure(max(1, agents), agents > 1, True, False))
         elif former is None and record is None and parent not in closed:
             # The coordinator's node failed; what it had learnt is read next, and the failure counted then.
-            learning.owed = class_of(1, True, False, False)
+            learning.pending_failure = classify_failure(1, True, False, False)
 
-    def _from_former(
+    def _inherit_from_job(
         self, learning: CostModel, former: Job, learnt: CostModel, from_store: bool, nodes: Sequence[NodeAt]
     ) -> None:
         now_s = time.monotonic()
-        gone_s = now_s if former.gone_s is None else former.gone_s
-        learnt.ran(gone_s)
-        learning.inherit(learnt.known)
-        if former.ended_in_order:
+        gone_s = now_s if former.trainers_gone_s is None else former.trainers_gone_s
+        learnt.record_run_time(gone_s)
+        learning.merge_measurements(learnt.measurements)
+        if former.ended_cleanly:
             return
         lost = {node.name for node in former.nodes} - {node.name for node in nodes}
-        learning.failed(class_of(len(lost), learnt.peers, from_store, former.group.is_warned(gone_s)))
+        learning.record_failure(
+            classify_failure(len(lost), learnt.has_replicas, from_store, former.scheduler.is_warned(gone_s))
+        )
         near: Literal["local", "peer"] = "peer" if lost else "local"
-        learning.recovered("store" if from_store else near, now_s - gone_s)
+        learning.record_recovery("store" if from_store else near, now_s - gone_s)
 
-    def tend(self, job: Job | None) -> None:
+    def load_history(self, job: Job | None) -> None:
         """Reads the records once for each job that may lack history. `job`: the current one. Facts known already count
         once all the same. If the store does not answer, the job uses only what it learns itself."""
         if job is not None and job.claim is not None:
-            self.newest = job
-        if job is None or job.learning is None or job.epoch == self._asked:
+            self.newest_job = job
+        if job is None or job.cost_model is None or job.epoch == self._loaded_epoch:
             return
         goes_on = job.nodes and job.claim is not None and job.claim.parent is not None
-        if not job.taken_over and not goes_on and job.learning.owed is None:
+        if not job.is_taken_over and not goes_on and job.cost_model.pending_failure is None:
             return
-        self._asked = job.epoch
-        self._bulk.run(Lane.STORE, lambda: read_learnt(self._store), lambda done: self._read(job, done))
+        self._loaded_epoch = job.epoch
+        self._workers.run(Lane.STORE, lambda: read_learnt(self._store), lambda done: self._on_records_read(job, done))
 
-    def _read(self, job: Job, done: Future[list[Any]]) -> None:
-        refused, learning = failure(done), job.learning
+    def _on_records_read(self, job: Job, done: Future[list[Any]]) -> None:
+        refused, learning = failure(done), job.cost_model
         if learning is None:
             return
         for value in [] if refused else done.result():
-            refused = self._recall(learning, value) or refused
-        learning.pay()
-        job.follow_learning()
-        self._tell(refused)
+            refused = self._inherit_entry(learning, value) or refused
+        learning.count_pending_failure()
+        job.apply_cost_model()
+        self._report_refused(refused)
 
-    def _recall(self, learning: CostModel, value: object) -> str:
+    def _inherit_entry(self, learning: CostModel, value: object) -> str:
         """Inherits from a record's entry. Returns why a part of it was refused; "": nothing was."""
         recalled = recall(value)
-        learning.inherit(recalled.known)
-        self._foreseeing.inherit(recalled.sources)
-        return recalled.refused
+        learning.merge_measurements(recalled.measurements)
+        self._alarms.inherit_scores(recalled.sources)
+        return recalled.refusal
 
-    def _tell(self, refused: str) -> None:
+    def _report_refused(self, refused: str) -> None:
         if refused:
             self._events.emit("policy.refused", f"ckpt: a part of what the job had learnt is not known now: {refused}")
 
@@ -124,6 +126,6 @@ def read_learnt(store: StoreClient) -> list[Any]:
     DamagedData."""
     from ckpt.store.reader import open_record
 
-    run = store.run(impatient=True)
-    records = [open_record(run.backend, ref, run.patience) for ref in run.view().line[-RECORDS:]]
+    run = store.open_run(impatient=True)
+    records = [open_record(run.backend, ref, run.patience) for ref in run.view().history[-RECORDS:]]
     return [record.about[ABOUT] for record in records if ABOUT in record.about]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckpt.errors import CkptError
 from ckpt.events import Event, Events, JsonLines
 from ckpt.settings import Settings
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckpt.predict.watching import Alarm, Model, SignalWatch
 
 # Readings after which the watching sources are reported again: an earlier report may be lost.
-SAY_EVERY = 12
+REPORT_EVERY = 12
 # How long `close` waits for a driver that hangs; its thread ends with the process.
 CLOSE_S = 5.0
 
@@ -34,64 +34,64 @@ Heard = Callable[[tuple[str, ...], Sequence["Alarm"]], None]
 
 class SignalReader:
     """Owns the thread and the file. `heard` is called on the main thread with the watching sources and the new alarms.
-    `ratio`: this node's step time over its peers' median, as last told; None: unknown."""
+    `step_ratio`: this node's step time over its peers' median, as last told; None: unknown."""
 
     def __init__(
         self, settings: Settings, url: str, post: Callable[[Callable[[], None]], None], heard: Heard, events: Events
     ) -> None:
-        self.ratio: float | None = None
-        self._settings, self._post, self._heard, self._events = settings, post, heard, events
-        self._on = False
+        self.step_ratio: float | None = None
+        self._settings, self._post, self._on_signals, self._events = settings, post, heard, events
+        self._is_reading = False
         # Keeps readings between the lines `signals.begin` and `signals.end`.
-        self._recording = threading.Lock()
-        self._until_said = 0
+        self._log_lock = threading.Lock()
+        self._readings_until_report = 0
         self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
-        self._lines: JsonLines | None = None
+        self._signal_log: JsonLines | None = None
         self._tasks: Tasks | None = None
-        self._about = {"by": "agent", "node": socket.gethostname(), "url": shown(url), "pid": os.getpid()}
+        self._log_header = {"by": "agent", "node": socket.gethostname(), "url": redact_url(url), "pid": os.getpid()}
 
     @property
-    def on(self) -> bool:
-        return self._on
+    def is_reading(self) -> bool:
+        return self._is_reading
 
-    def follow(self, on: bool) -> None:
+    def set_reading(self, on: bool) -> None:
         """Switches reading on or off: whether a job trains here. The first `on` starts the thread."""
-        if on == self._on or self._settings.signals == "off":
+        if on == self._is_reading or self._settings.signals == "off":
             return
-        if self._lines is None and self._settings.signals_log is not None:
-            self._lines = JsonLines(self._settings.signals_log, self._about)
-        with self._recording:
-            self._on = on
-            if self._lines is not None:
-                self._lines(Event("signals.begin" if on else "signals.end", ""))
+        if self._signal_log is None and self._settings.signals_log is not None:
+            self._signal_log = JsonLines(self._settings.signals_log, self._log_header)
+        with self._log_lock:
+            self._is_reading = on
+            if self._signal_log is not None:
+                self._signal_log(Event("signals.begin" if on else "signals.end", ""))
         if on and self._tasks is None:
             self._tasks = Tasks("signals")
-            self._tasks.start("read", self._run)
+            self._tasks.start("read", self._read_loop)
 
-    def say(self) -> None:
+    def request_report(self) -> None:
         """Has the next reading report the watching sources again: another job listens now."""
-        self._until_said = 0
+        self._readings_until_report = 0
 
-    def failed(self, at_s: float) -> None:
+    def record_failure(self, at_s: float) -> None:
         """Records that this node failed at that monotonic time."""
         self._failures.put(at_s)
-        if self._lines is not None:
-            self._lines(Event("signals.failure", "", time_s=time.time() - (time.monotonic() - at_s)))
+        if self._signal_log is not None:
+            self._signal_log(Event("signals.failure", "", time_s=time.time() - (time.monotonic() - at_s)))
 
     def close(self) -> None:
-        self.follow(False)
+        self.set_reading(False)
         if self._tasks is not None:
             self._tasks.stopping.set()
             try:
                 self._tasks.close(CLOSE_S)
             except CkptError as exc:
                 self._events.emit("signals.failed", f"the node's signals: {exc}")
-        if self._lines is not None:
-            self._lines.close()
+        if self._signal_log is not None:
+            self._signal_log.close()
 
     # -- on the thread
 
-    def _run(self) -> None:
+    def _read_loop(self) -> None:
         from ckpt.predict.gpus import find_gpus
         from ckpt.predict.signals import Sampler
         from ckpt.predict.watching import SignalWatch
@@ -99,11 +99,11 @@ class SignalReader:
         assert self._tasks is not None
         gpus = find_gpus()
         try:
-            sampler, watch = Sampler(gpus=gpus), SignalWatch(self._model())
+            sampler, watch = Sampler(gpus=gpus), SignalWatch(self._load_predictor())
             while not self._tasks.stopping.is_set():
-                if self._on:
+                if self._is_reading:
                     self._read(sampler, watch)
-                self._tasks.stopping.wait(self._settings.signals_s)
+                self._tasks.stopping.wait(self._settings.signals_interval_s)
         except Exception as exc:
             text = f"this node's signals are not read any more: {type(exc).__name__}: {exc}"
             self._events.emit("signals.failed", text, loud=True)
@@ -114,21 +114,21 @@ class SignalReader:
     def _read(self, sampler: Sampler, watch: SignalWatch) -> None:
         now_s = time.monotonic()
         while not self._failures.empty():
-            watch.failed(self._failures.get())
+            watch.record_failure(self._failures.get())
         before = watch.sources
-        values = sampler.read(now_s, self.ratio)
-        alarms = watch.observed(now_s, values)
+        values = sampler.read(now_s, self.step_ratio)
+        alarms = watch.add_reading(now_s, values)
         rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
-        with self._recording:
-            if self._on and self._lines is not None:
-                self._lines(Event("signals", "", data={"values": rounded}))
+        with self._log_lock:
+            if self._is_reading and self._signal_log is not None:
+                self._signal_log(Event("signals", "", data={"values": rounded}))
         sources = watch.sources
-        self._until_said -= 1
-        if alarms or sources != before or self._until_said < 0:
-            self._until_said = SAY_EVERY
-            self._post(lambda: self._heard(sources, alarms))
+        self._readings_until_report -= 1
+        if alarms or sources != before or self._readings_until_report < 0:
+            self._readings_until_report = REPORT_EVERY
+            self._post(lambda: self._on_signals(sources, alarms))
 
-    def _model(self) -> Model | None:
+    def _load_predictor(self) -> Model | None:
         """The predictor that CKPT_PREDICTOR names; None without one, or, with a warning, if it cannot be read."""
         path = self._settings.predictor
         if path is None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.commit.store_client import options_from
-from ckpt.agent.snapshots.inventory import claim_told, texts
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.agent.snapshots.inventory import ancestor_fields, parse_claim
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.types import Epoch
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ class CommitTerms:
         return {
             "epoch": str(claim.epoch),
             "parent": str(claim.parent) if claim.parent is not None else None,
-            "ancestors": texts(claim),
+            "ancestors": ancestor_fields(claim),
             "launch": claim.launch,
             "host": claim.host,
             "time_s": claim.time_s,
-            "run": claim.run,
+            "run": claim.secret_name,
             "agents": [[name, list(at)] for name, at in claim.agents],
             "codec": self.codec,
             "bandwidth": self.bandwidth,
@@ -52,7 +52,7 @@ class CommitTerms:
     @staticmethod
     def decode(blob: bytes) -> CommitTerms:
         """The terms in a blob. Errors: as `parse`; AgentError if the blob is malformed."""
-        fields = unpacked(blob, "the terms of a loan")
+        fields = unpack_bounded(blob, "the terms of a loan")
         if not isinstance(fields, dict):
             raise TypeError("the terms of a loan are no map")
         return CommitTerms.parse(fields)
@@ -62,7 +62,7 @@ class CommitTerms:
         """The terms in a message's fields. Errors: UsageError, ValueError, TypeError, LookupError."""
         from ckpt.store.lineage import Claim
 
-        told = claim_told(Epoch.parse(str(fields["epoch"])), fields)
+        told = parse_claim(Epoch.parse(str(fields["epoch"])), fields)
         host, time_s = str(fields["host"])[:200], float(fields["time_s"])
         if not math.isfinite(time_s):
             raise ValueError(f"a claim at {time_s}")

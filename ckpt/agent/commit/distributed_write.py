@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.commit.write_timeout import overdue_s
-from ckpt.agent.snapshots.remote_share import WantedPart
+from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
 from ckpt.ipc.arena import Arena
@@ -36,18 +36,18 @@ log = logging.getLogger("ckpt")
 
 # Returns the nodes that have a replica of a node's part, or can rebuild it now, best first. Arguments: the node's name;
 # True to include rebuilds while that node is reachable but slow or failing.
-Others = Callable[[str, bool], Sequence[str]]
+FindProviders = Callable[[str, bool], Sequence[str]]
 # Called with what was written, or with None and the reason.
-Then = Callable[["Written | None", str], None]
+OnWritten = Callable[["Written | None", str], None]
 # Has a node write frames. Arguments: its name ("" for this node), the frames, `slow`, `cancel`, the callback. `slow`:
 # busy nodes that a rebuild should not use. `cancel`: set once nobody waits for the result. This node then stops its
 # puts at once. Other nodes are told only if the whole commit is given up (see give_up).
-Ask = Callable[[str, WantedPart, frozenset[str], threading.Event, Then], None]
+RequestWrite = Callable[[str, WriteRequest, frozenset[str], threading.Event, OnWritten], None]
 
 
 def write_part(
     store: StoreClient,
-    wanted: WantedPart,
+    wanted: WriteRequest,
     arenas: Mapping[int, Arena],
     moved: Callable[[], None] = lambda: None,
     cancel: threading.Event | None = None,
@@ -60,29 +60,29 @@ def write_part(
     for rank, arena in arenas.items():
         ours = wanted.ranks == rank
         offsets, ends = wanted.offsets[ours], wanted.offsets[ours] + lengths[ours]
-        if len(offsets) and (offsets.min() < 0 or ends.max() > arena.bytes):
+        if len(offsets) and (offsets.min() < 0 or ends.max() > arena.size_bytes):
             raise AgentError(f"a frame lies outside the arena of rank {rank}")
 
     def frame(i: int) -> memoryview:
         moved()
         return arenas[int(wanted.ranks[i])].part((int(wanted.offsets[i]), int(lengths[i])))
 
-    return store.write(wanted.identity, wanted.frames, frame, wanted.codec, wanted.bandwidth, cancel)
+    return store.write_packs(wanted.identity, wanted.frames, frame, wanted.codec, wanted.bandwidth, cancel)
 
 
 @dataclass(slots=True)
 class _Part:
     """The part that one node was asked to write. `names`: other nodes to ask, best first."""
 
-    name: str
-    wanted: WantedPart
+    owner: str
+    request: WriteRequest
     nbytes: int
     future: Future[Written]
-    names: list[str] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)  # nodes that have not answered
-    failed: set[str] = field(default_factory=set)
+    next_nodes: list[str] = field(default_factory=list)
+    pending_nodes: set[str] = field(default_factory=set)  # nodes that have not answered
+    failed_nodes: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
-    is_timed: bool = False  # a check of it is scheduled
+    has_timer: bool = False  # a check of it is scheduled
     is_refused: bool = False  # by a reachable node
     cancel: threading.Event = field(default_factory=threading.Event)
 
@@ -99,8 +99,8 @@ class DistributedWrite:
         checkpoint: MemoryCheckpoint,
         options: JobOptions,
         ranks: Mapping[str, frozenset[int]],
-        others: Others,
-        ask: Ask,
+        others: FindProviders,
+        ask: RequestWrite,
         post: Callable[[Callable[[], None]], None],
         later: Callable[[float, Callable[[], None]], None],
         margin_s: float,
@@ -114,35 +114,37 @@ class DistributedWrite:
         `safe`: True if all replicas or parity are in place; None: they are on their way. Until it is True, no slow
         node's part goes to another node, since that one may have no replica yet. While it is None, nodes that failed
         are asked once more."""
-        self._spared, self._safe = spared, safe
+        self._leaving_nodes, self._is_replicated = spared, safe
         self._checkpoint, self._options = checkpoint, options
-        self._ranks, self._others, self._ask, self._post = ranks, others, ask, post
-        self._later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
+        self._ranks_by_node, self._find_providers, self._request_write, self._post = ranks, others, ask, post
+        self._call_later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
         self._began_s = 0.0
         self._parts: list[_Part] = []
-        self._over = False
-        self._written: list[tuple[float, int]] = []  # of written parts: the two that decide when others are overdue
+        self._is_over = False
+        self._slowest_written: list[
+            tuple[float, int]
+        ] = []  # of written parts: the two that decide when others are overdue
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
         """The futures of all parts that cover `todo`. Called on the committing thread."""
         made = self._checkpoint
         found: list[tuple[Indices, Future[Written]]] = []
         self._began_s = self._clock.now_s()
-        for name, numbers in _by_node(self._ranks, made.ranks, todo).items():
+        for name, numbers in _group_by_node(self._ranks_by_node, made.ranks, todo).items():
             frames, at = made.manifest.frames[numbers], (made.ranks[numbers], made.offsets[numbers])
             codec, bandwidth = self._options.codec, self._options.limits.bandwidth
-            wanted = WantedPart(made.identity, frames, *at, codec, bandwidth)
+            wanted = WriteRequest(made.identity, frames, *at, codec, bandwidth)
             future: Future[Written] = Future()
             part = _Part(name, wanted, int(frames["length"].sum()), future)
             self._parts.append(part)
             found.append((numbers, future))
-        if self._over:
-            self._fail("it was given up")
+        if self._is_over:
+            self._fail_parts("it was given up")
         for part in self._parts:
-            self._post(functools.partial(self._begin, part))
+            self._post(functools.partial(self._begin_part, part))
         return found
 
-    def ended(self) -> None:
+    def end_commit(self) -> None:
         """The commit is over; all attempts are cancelled. Called on the committing thread."""
         for part in self._parts:
             # Set here, since nothing is posted any more when the agent ends, and the worker threads are joined.
@@ -151,167 +153,172 @@ class DistributedWrite:
 
     def abandon(self, why: str) -> None:
         """Fails each part that is not written yet, with `why`. Main thread."""
-        self._over = True
-        self._fail(why)
+        self._is_over = True
+        self._fail_parts(why)
 
     def give_up(self) -> set[str]:
         """Abandons this commit for another one. Returns the names of other nodes that still write, to be told to
         stop."""
         self.abandon("it was given up")
-        return {name for part in self._parts for name in part.asked} - {""}
+        return {name for part in self._parts for name in part.pending_nodes} - {""}
 
     # -- inside; on the main thread
 
     def _end(self) -> None:
-        self._over = True
+        self._is_over = True
 
-    def _fail(self, why: str) -> None:
+    def _fail_parts(self, why: str) -> None:
         for part in self._parts:
             part.cancel.set()
             with contextlib.suppress(InvalidStateError):  # it is written
                 part.future.set_exception(AgentError(why))
 
-    def _begin(self, part: _Part) -> None:
-        if self._over:
+    def _begin_part(self, part: _Part) -> None:
+        if self._is_over:
             return
-        spared = part.name in self._spared and self._safe()
-        others = [name for name in self._left(part, slow=False) if name not in self._spared] if spared else []
+        spared = part.owner in self._leaving_nodes and self._is_replicated()
+        others = (
+            [name for name in self._available_nodes(part, slow=False) if name not in self._leaving_nodes]
+            if spared
+            else []
+        )
         if others:
-            part.names = [*others[1:], part.name]
-            self._have_written(part, others[0])
+            part.next_nodes = [*others[1:], part.owner]
+            self._assign_part(part, others[0])
         else:
-            self._have_written(part, part.name)
+            self._assign_part(part, part.owner)
 
-    def _have_written(self, part: _Part, name: str) -> None:
+    def _assign_part(self, part: _Part, name: str) -> None:
         def answered(result: Written | None, error: str) -> None:
-            part.asked.discard(name)
-            if part.future.done() or self._over:
+            part.pending_nodes.discard(name)
+            if part.future.done() or self._is_over:
                 return  # another node was first, or nobody waits any more
             if result is not None:
                 part.cancel.set()
                 part.future.set_result(result)
-                self._is_written(part.nbytes)
+                self._record_written(part.nbytes)
                 return
-            part.failed.add(name)
-            why = f"{_node(name)} has not written {'its' if name == part.name else 'that'} part: {error}"
-            if name == part.name:
+            part.failed_nodes.add(name)
+            why = f"{_node_label(name)} has not written {'its' if name == part.owner else 'that'} part: {error}"
+            if name == part.owner:
                 part.errors.insert(0, why)  # the owner's own error says most
-                part.names = self._left(part, slow=False)
+                part.next_nodes = self._available_nodes(part, slow=False)
             else:
                 part.errors.append(why)
-            if not self._have_another_write(part, why):
-                self._give_up_or_wait()
+            if not self._assign_next_node(part, why):
+                self._handle_failed_parts()
 
         # If the node itself has failed, no other node is left out: a rebuild may need all of them.
-        slow = frozenset({part.name}) if part.is_refused or part.name in part.asked else frozenset[str]()
-        if part.name in part.asked:
-            slow |= self._slow()
-        part.asked.add(name)
-        self._ask(name, part.wanted, slow, part.cancel, answered)
+        slow = frozenset({part.owner}) if part.is_refused or part.owner in part.pending_nodes else frozenset[str]()
+        if part.owner in part.pending_nodes:
+            slow |= self._slow_nodes()
+        part.pending_nodes.add(name)
+        self._request_write(name, part.request, slow, part.cancel, answered)
 
-    def _have_another_write(self, part: _Part, why: str) -> bool:
+    def _assign_next_node(self, part: _Part, why: str) -> bool:
         """Asks the next node in `part.names`; returns False if there is none."""
-        if not part.names:
+        if not part.next_nodes:
             return False
         log.warning("%s; another node that has a copy, or makes one, writes it", why)
-        self._have_written(part, part.names.pop(0))
+        self._assign_part(part, part.next_nodes.pop(0))
         return True
 
-    def _give_up_or_wait(self) -> None:
+    def _handle_failed_parts(self) -> None:
         """Handles parts that no node writes any more: asks other nodes, waits, or fails the part.
 
         A part of a reachable node without replicas is rebuilt only after the store has taken another part. Otherwise
         the store itself is probably failing, and each rebuild would be wasted. The committing node's own part does not
         even wait for other parts, since that node must also put the record."""
         for part in self._parts:
-            if part.future.done() or part.asked or not part.errors:
+            if part.future.done() or part.pending_nodes or not part.errors:
                 continue
-            is_open = part.name != "" and any(self._is_under_way(each) for each in self._parts)
-            may_take = bool(self._written) or is_open
-            if may_take and self._safe() is None and self._left(part, slow=True):
-                part.failed.clear()  # nodes without a replica may have one by then
-                self._look_again(part, self._margin_s)
+            is_open = part.owner != "" and any(self._is_under_way(each) for each in self._parts)
+            may_take = bool(self._slowest_written) or is_open
+            if may_take and self._is_replicated() is None and self._available_nodes(part, slow=True):
+                part.failed_nodes.clear()  # nodes without a replica may have one by then
+                self._schedule_check(part, self._margin_s)
                 continue
-            part.names = self._untried(part, slow=False)
-            part.is_refused = not part.names
+            part.next_nodes = self._untried_nodes(part, slow=False)
+            part.is_refused = not part.next_nodes
             if part.is_refused and may_take:
-                part.names = self._untried(part, slow=True)
-                if part.names and not self._written:
+                part.next_nodes = self._untried_nodes(part, slow=True)
+                if part.next_nodes and not self._slowest_written:
                     continue
-            if not self._have_another_write(part, part.errors[0]):
+            if not self._assign_next_node(part, part.errors[0]):
                 part.future.set_exception(AgentError(part.errors[0]))
 
-    def _untried(self, part: _Part, slow: bool) -> list[str]:
-        return [name for name in self._left(part, slow) if name not in part.failed]
+    def _untried_nodes(self, part: _Part, slow: bool) -> list[str]:
+        return [name for name in self._available_nodes(part, slow) if name not in part.failed_nodes]
 
     @staticmethod
     def _is_under_way(part: _Part) -> bool:
-        return not part.future.done() and bool(part.asked or not part.errors)
+        return not part.future.done() and bool(part.pending_nodes or not part.errors)
 
-    def _left(self, part: _Part, slow: bool) -> list[str]:
+    def _available_nodes(self, part: _Part, slow: bool) -> list[str]:
         """Other nodes to ask for this part now, best first; with `slow`, nodes that are slow themselves come last."""
-        names = [name for name in self._others(part.name, slow) if name not in part.asked]
-        return sorted(names, key=self._slow().__contains__) if slow else names
+        names = [name for name in self._find_providers(part.owner, slow) if name not in part.pending_nodes]
+        return sorted(names, key=self._slow_nodes().__contains__) if slow else names
 
-    def _slow(self) -> frozenset[str]:
+    def _slow_nodes(self) -> frozenset[str]:
         """Nodes that should have written their own part by now and have not, even if another node has written it."""
         return frozenset(
-            part.name
+            part.owner
             for part in self._parts
-            if part.name in part.asked and (part.future.done() or len(part.asked) > 1 or self._is_overdue(part))
+            if part.owner in part.pending_nodes
+            and (part.future.done() or len(part.pending_nodes) > 1 or self._is_overdue(part))
         )
 
-    def _is_written(self, nbytes: int) -> None:
+    def _record_written(self, nbytes: int) -> None:
         """Records a written part of `nbytes`. Only two written parts matter to `overdue_s`: the slowest, and the
         slowest per byte."""
         if nbytes:
-            written = [*self._written, (self._since_s, nbytes)]
-            self._written = [max(written), max(written, key=lambda each: each[0] / each[1])]
+            written = [*self._slowest_written, (self._elapsed_s, nbytes)]
+            self._slowest_written = [max(written), max(written, key=lambda each: each[0] / each[1])]
         for part in self._parts:
-            self._look(part)
-        self._give_up_or_wait()
+            self._check_overdue(part)
+        self._handle_failed_parts()
 
-    def _look(self, part: _Part) -> None:
+    def _check_overdue(self, part: _Part) -> None:
         due_s = self._due_s(part)
-        if self._over or part.future.done() or due_s is None or part.errors or len(part.asked) > 1:
+        if self._is_over or part.future.done() or due_s is None or part.errors or len(part.pending_nodes) > 1:
             # A failed node was already followed by another, and a slow one needs only one other.
             return
-        left_s = max(due_s - self._since_s, 0.0 if self._safe() else self._margin_s)
+        left_s = max(due_s - self._elapsed_s, 0.0 if self._is_replicated() else self._margin_s)
         if left_s > 0:
-            self._look_again(part, left_s)
+            self._schedule_check(part, left_s)
             return
-        part.names = part.names or self._left(part, slow=True)
-        slow = f"{_node(part.name)} takes longer than {due_s:.1f} s for its part"
-        self._have_another_write(part, slow)
+        part.next_nodes = part.next_nodes or self._available_nodes(part, slow=True)
+        slow = f"{_node_label(part.owner)} takes longer than {due_s:.1f} s for its part"
+        self._assign_next_node(part, slow)
 
-    def _look_again(self, part: _Part, after_s: float) -> None:
+    def _schedule_check(self, part: _Part, after_s: float) -> None:
         def look() -> None:
-            part.is_timed = False
-            self._look(part)
-            if not self._over:
-                self._give_up_or_wait()
+            part.has_timer = False
+            self._check_overdue(part)
+            if not self._is_over:
+                self._handle_failed_parts()
 
-        if not part.is_timed:  # parts written meanwhile make it due no earlier
-            part.is_timed = True
-            self._later(after_s, look)
+        if not part.has_timer:  # parts written meanwhile make it due no earlier
+            part.has_timer = True
+            self._call_later(after_s, look)
 
     def _is_overdue(self, part: _Part) -> bool:
         due_s = self._due_s(part)
-        return due_s is not None and due_s <= self._since_s
+        return due_s is not None and due_s <= self._elapsed_s
 
     def _due_s(self, part: _Part) -> float | None:
-        return overdue_s(self._written, part.nbytes, self._margin_s)
+        return overdue_s(self._slowest_written, part.nbytes, self._margin_s)
 
     @property
-    def _since_s(self) -> float:
+    def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._began_s
 
 
-def _node(name: str) -> str:
+def _node_label(name: str) -> str:
     return f"node {name}" if name else "this node"
 
 
-def _by_node(
+def _group_by_node(
     ranks: Mapping[str, frozenset[int]], of_frames: npt.NDArray[np.int64], todo: Indices
 ) -> dict[str, Indices]:
     """Which of the frames `todo` lie on each node, in the order of `ranks`. Nodes without frames are left out. `ranks`:

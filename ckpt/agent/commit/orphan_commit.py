@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.store_client import StoreClient
-from ckpt.agent.snapshots.manifest_gather import read_parts
-from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, put_together
+from ckpt.agent.snapshots.manifest_gather import hash_parts
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, assemble_checkpoint
 from ckpt.errors import DamagedData, Superseded
 from ckpt.ipc.arena import Arena
 from ckpt.types import Identity
@@ -49,27 +49,27 @@ class OrphanVerdict(enum.Enum):
     COMMIT = "to be committed"
     CLAIM = "to be committed, once its epoch is claimed"
     DONE = "committed, or superseded by a newer commit"
-    OVER = "no longer in the history of the run, or retired"
+    OBSOLETE = "no longer in the history of the run, or retired"
 
 
 def judge(view: RunView, claim: Claim, identity: Identity) -> OrphanVerdict:
     """Whether a checkpoint, of an epoch with that claim, is still to be committed to the store that `view` shows."""
     from ckpt.store.lineage import CommitRef, Lineage
 
-    if identity in view.retired:
-        return OrphanVerdict.OVER
+    if identity in view.retired_at_s:
+        return OrphanVerdict.OBSOLETE
     if any(ref.identity == identity for ref in view.commits):
         return OrphanVerdict.DONE
     lineage, newest = Lineage([*view.claims, claim], view.epochs), view.newest_epoch
-    own = dict(lineage.chain(claim.epoch))
+    own = dict(lineage.ancestry(claim.epoch))
     claimed_late = claim.epoch not in view.epochs and (newest is None or newest in own)
     head = claim.epoch if claimed_late else newest
-    chain = dict(lineage.chain(head)) if head is not None else {}
+    chain = dict(lineage.ancestry(head)) if head is not None else {}
     fork = chain.get(identity.epoch)
-    if identity.epoch not in chain or (fork is not None and identity.tick > fork.tick):
-        return OrphanVerdict.OVER
+    if identity.epoch not in chain or (fork is not None and identity.version > fork.version):
+        return OrphanVerdict.OBSOLETE
     refs = [*view.commits, CommitRef(identity, "", 0)]
-    if lineage.line(refs, view.retired, head)[-1].identity != identity:
+    if lineage.history(refs, view.retired_at_s, head)[-1].identity != identity:
         return OrphanVerdict.DONE
     return OrphanVerdict.CLAIM if claimed_late else OrphanVerdict.COMMIT
 
@@ -77,7 +77,7 @@ def judge(view: RunView, claim: Claim, identity: Identity) -> OrphanVerdict:
 def check_due(store: StoreClient, claim: Claim, identity: Identity) -> None:
     """Checks that the checkpoint still needs a commit. Runs on a worker thread. Errors: Superseded if it needs none;
     StorageError."""
-    if (now := judge(store.run().view(), claim, identity)) not in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
+    if (now := judge(store.open_run().view(), claim, identity)) not in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
         raise Superseded(f"{identity} is {now.value}")
 
 
@@ -88,25 +88,25 @@ def commit_newest(store: StoreClient, found: Sequence[OrphanCheckpoint], cancel:
     Errors: SaveFailed; Superseded; StorageError; DamagedData if all checkpoints that need a commit are damaged."""
     damaged: DamagedData | None = None
     for each in sorted(found, key=lambda each: each.identity, reverse=True):
-        verdict = judge(store.run().view(), each.terms.claim, each.identity)
+        verdict = judge(store.open_run().view(), each.terms.claim, each.identity)
         if verdict is OrphanVerdict.DONE:
             return None
-        if verdict is OrphanVerdict.OVER:
+        if verdict is OrphanVerdict.OBSOLETE:
             continue
         try:
-            parts = read_parts(each.identity, len(each.arenas), each.arenas)
-            made = put_together(each.identity, parts, each.arenas)
+            parts = hash_parts(each.identity, len(each.arenas), each.arenas)
+            made = assemble_checkpoint(each.identity, parts, each.arenas)
         except DamagedData as exc:
             damaged = exc
             continue
-        commit_whole(store, made, each.terms, "a memory-only node", cancel)
+        commit_orphan(store, made, each.terms, "a memory-only node", cancel)
         return each.identity
     if damaged is not None:
         raise damaged
     return None
 
 
-def commit_whole(
+def commit_orphan(
     store: StoreClient,
     made: MemoryCheckpoint,
     terms: CommitTerms,
@@ -121,7 +121,7 @@ def commit_whole(
     claim, identity = terms.claim, made.identity
 
     def look() -> OrphanVerdict:
-        return judge(store.run().view(), claim, identity)
+        return judge(store.open_run().view(), claim, identity)
 
     def check() -> None:
         if (now := look()) not in (OrphanVerdict.COMMIT, OrphanVerdict.DONE):
@@ -134,7 +134,7 @@ def commit_whole(
         "launch": claim.launch,
         "world": len(made.manifest.coordinates),
         "time_s": time.time(),
-        "disagreed": list(made.disagreed[:100]),
+        "disagreed": list(made.differing_tensors[:100]),
         "by": by,
     }
-    return store.commit_for_another(made, terms.codec, terms.bandwidth, about, check, cancel, elsewhere)
+    return store.commit_orphan(made, terms.codec, terms.bandwidth, about, check, cancel, elsewhere)

@@ -21,7 +21,7 @@ from ckpt.placement.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.save_options import Best, Every, Keep, Limits
 from ckpt.settings import Settings
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 CODECS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
 # How long a failing store is retried when this node's memory could serve instead.
-IMPATIENT_S = 5.0
+SHORT_RETRY_S = 5.0
 
 
 class PrunePass(Enum):
     """What a prune does.
 
-    - `LOOK`: report only.
+    - `REPORT`: report only.
     - `DUE`: delete what is due, with as few requests as possible; runs after each commit.
     - `ALL`: also abort unfinished uploads that nobody continues, which no plan can name."""
 
-    LOOK = auto()
+    REPORT = auto()
     DUE = auto()
     ALL = auto()
 
@@ -132,19 +132,19 @@ class StoreClient:
         """`owner`: this node's name in the keys of its packs."""
         self.url = url
         self.events = events
-        self.claims = Claims(url, self.run, settings.heartbeat_s, events)
+        self.claims = Claims(url, self.open_run, settings.heartbeat_s, events)
         self._settings = settings
         self._owner = owner
         self._lock = threading.Lock()
         self._runs: dict[bool, Run] = {}
-        self._old: list[Run] = []
+        self._replaced_runs: list[Run] = []
         self._committers: dict[tuple[str, float | None], Committer] = {}
-        self._base: Record | None = None
+        self._base_record: Record | None = None
         # The newest checkpoint whose commit failed since. Its record may be in the store.
-        self._unsure: Identity | None = None
+        self._uncertain_commit: Identity | None = None
         self._pruners: dict[Epoch | None, Pruner] = {}  # each caches the records that it has read
 
-    def run(self, impatient: bool = False) -> Run:
+    def open_run(self, impatient: bool = False) -> Run:
         """The opened run. `impatient`: failed requests are retried for IMPATIENT_S at most. Errors: UsageError,
         StorageError."""
         from ckpt.storage import open as open_store
@@ -152,7 +152,7 @@ class StoreClient:
 
         with self._lock:
             if impatient not in self._runs:
-                retry_s = min(IMPATIENT_S, self._settings.retry_s) if impatient else self._settings.retry_s
+                retry_s = min(SHORT_RETRY_S, self._settings.retry_s) if impatient else self._settings.retry_s
                 backend = open_store(self.url, settings=replace(self._settings, retry_s=retry_s), events=self.events)
                 self._runs[impatient] = Run(backend, events=self.events)
             return self._runs[impatient]
@@ -166,7 +166,7 @@ class StoreClient:
 
     @property
     def backend(self) -> Backend:
-        return self.run().backend
+        return self.open_run().backend
 
     def claim(self, claim: Claim) -> None:
         """Puts the claim once; a second call does nothing. Errors: as Claims.claim."""
@@ -181,22 +181,22 @@ class StoreClient:
 
         Errors: StorageError; Superseded, see Claims."""
         if self.is_claimed(epoch):
-            run = self.run(impatient=True)
-            run.heartbeat(epoch, count, self._settings.heartbeat_s)
+            run = self.open_run(impatient=True)
+            run.put_heartbeat(epoch, count, self._settings.heartbeat_s)
             if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..
-                self.claims.look(run, epoch)
+                self.claims.check_overlooked(run, epoch)
 
-    def end(self, epoch: Epoch, reason: str) -> None:
+    def close_epoch(self, epoch: Epoch, reason: str) -> None:
         """Closes the epoch in the store. Errors: StorageError."""
         if self.is_claimed(epoch):
-            self.run(impatient=True).close(epoch, reason)
+            self.open_run(impatient=True).close_epoch(epoch, reason)
 
-    def reader(self, refs: Collection[CommitRef]) -> FrameReader:
+    def open_reader(self, refs: Collection[CommitRef]) -> FrameReader:
         """A reader of the first record that can be read. Errors: the last record's error; NewerFormat if any record
         needs a newer format."""
         from ckpt.store.reader import FrameReader, open_record
 
-        run = self.run()
+        run = self.open_run()
         failed: CkptError | None = None
         for ref in refs:
             try:
@@ -205,12 +205,12 @@ class StoreClient:
                 failed = failed if isinstance(failed, NewerFormat) else exc
         raise failed or StorageError("no record of it is in the store")
 
-    def restored(self, parent: Identity | None, record: Record | None) -> None:
+    def record_restore(self, parent: Identity | None, record: Record | None) -> None:
         """Training goes on from `parent`. `record`: its record, if its frames were just read from the store and
         verified. Then the next commit may refer to its unchanged frames. It may also refer to what this agent has
         committed itself."""
-        if record is not None or self._base is None or self._base.identity != parent:
-            self._base, self._unsure = record, None
+        if record is not None or self._base_record is None or self._base_record.identity != parent:
+            self._base_record, self._uncertain_commit = record, None
 
     def commit(
         self,
@@ -227,30 +227,30 @@ class StoreClient:
         epoch = claim.epoch
 
         def check() -> None:
-            self.check(epoch)
+            self.check_owner(epoch)
             self.claims.check_first(epoch)
 
         self.claims.check_refused(epoch)
         with contextlib.suppress(LostStore):
-            self.check(epoch)
+            self.check_owner(epoch)
         self.claim(claim)
-        if self._unsure is not None:
-            self._settle_base(self._unsure)
-        self._unsure = checkpoint.identity
+        if self._uncertain_commit is not None:
+            self._settle_base(self._uncertain_commit)
+        self._uncertain_commit = checkpoint.identity
         done = self._committer(options.codec, options.limits.bandwidth).commit(
             checkpoint.identity,
             checkpoint.manifest,
             checkpoint.frame,
             check=check,
-            base=self._base,
+            base=self._base_record,
             owner=self._owner,
             metrics=checkpoint.metrics,
             about=about,
             cancel=cancel,
             elsewhere=elsewhere,
         )
-        self._base, self._unsure = done.record, None
-        self.claims.settled(epoch)
+        self._base_record, self._uncertain_commit = done.record, None
+        self.claims.record_commit(epoch)
         return done
 
     def _settle_base(self, failed: Identity) -> None:
@@ -271,12 +271,12 @@ class StoreClient:
             found = keys.parse_record(info.key)
             if found is not None and found[0] == failed and not is_retired(failed):
                 with contextlib.suppress(NotFound, DamagedData):
-                    self._base = open_record(self.backend, CommitRef(*found, info.size))
+                    self._base_record = open_record(self.backend, CommitRef(*found, info.size))
                     return
-        if self._base is not None and is_retired(self._base.identity):
-            self._base = None
+        if self._base_record is not None and is_retired(self._base_record.identity):
+            self._base_record = None
 
-    def commit_for_another(
+    def commit_orphan(
         self,
         checkpoint: MemoryCheckpoint,
         codec: CodecOption,
@@ -302,7 +302,7 @@ class StoreClient:
             elsewhere=elsewhere,
         )
 
-    def write(
+    def write_packs(
         self,
         identity: Identity,
         frames: Array,
@@ -332,19 +332,19 @@ class StoreClient:
             self._committers[codec, bandwidth] = made
         return self._committers[codec, bandwidth]
 
-    def check(self, epoch: Epoch) -> None:
+    def check_owner(self, epoch: Epoch) -> None:
         """Checks that the epoch still owns the run.
 
         Errors: Superseded by a newer epoch of another agent; this agent's newer epochs continue this one. LostStore if
         this epoch's claim is gone: probably all else is too, so commits must not refer to earlier packs."""
-        run = self.run()
+        run = self.open_run()
         # Read before the listing, since the claim may land meanwhile.
         claimed = self.is_claimed(epoch)
         epochs = run.epochs()
         if claimed and epoch not in epochs:
-            self.claims.lost(epoch)
-            self._base = self._unsure = None
-            text = f"{shown(self.url)} has lost its content; the next save writes everything anew"
+            self.claims.forget_claim(epoch)
+            self._base_record = self._uncertain_commit = None
+            text = f"{redact_url(self.url)} has lost its content; the next save writes everything anew"
             self.events.emit("store.lost", f"ckpt: {text}", loud=True)
             raise LostStore(text)
         self.claims.check_newer(run, epoch, epochs)
@@ -359,10 +359,10 @@ class StoreClient:
         from ckpt.store.branch import LAUNCH
         from ckpt.store.prune import Pruner
 
-        run = self.run()
+        run = self.open_run()
         view = run.view()
-        if epoch is None and what is not PrunePass.LOOK and view.newest_epoch not in self.claims.begun:
-            run.watch_other(view, LAUNCH, self._settings.heartbeat_s)
+        if epoch is None and what is not PrunePass.REPORT and view.newest_epoch not in self.claims.own_epochs:
+            run.check_not_in_use(view, LAUNCH, self._settings.heartbeat_s)
             view = run.view()
         with self._lock:
             pruner = self._pruners.setdefault(epoch, Pruner(run, epoch))
@@ -379,12 +379,12 @@ class StoreClient:
         """Has the next use open the store anew, for example with new credentials. Operations under way end as they
         began."""
         with self._lock:
-            self._old += self._runs.values()
+            self._replaced_runs += self._runs.values()
             self._runs.clear()
             self._committers.clear()
             self._pruners.clear()
 
     def close(self) -> None:
-        for run in [*self._old, *self._runs.values()]:
+        for run in [*self._replaced_runs, *self._runs.values()]:
             run.backend.close()
         self._runs.clear()

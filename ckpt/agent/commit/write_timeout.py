@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SLOWER = 3.0  # times the slowest written part: encoding and uploading vary that much between equal nodes
+SLOWDOWN_MAX = 3.0  # times the slowest written part: encoding and uploading vary that much between equal nodes
 
 
 def overdue_s(written: Sequence[tuple[float, int]], nbytes: int, margin_s: float) -> float | None:
@@ -18,4 +18,4 @@ def overdue_s(written: Sequence[tuple[float, int]], nbytes: int, margin_s: float
     A part with more bytes than a written one may take longer in proportion. A smaller part gets no shorter time, since
     a part takes time beyond that for its bytes."""
     scaled = [seconds * max(1.0, nbytes / size) for seconds, size in written if size]
-    return SLOWER * max(scaled) + margin_s if scaled else None
+    return SLOWDOWN_MAX * max(scaled) + margin_s if scaled else None

@@ -14,31 +14,31 @@ from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.store_client import options_from, policy_from
 from ckpt.agent.job.agent_restart import AgentRestart
 from ckpt.agent.job.job_context import RankConnection, Services
-from ckpt.agent.preemption.deadline_strategy import When
-from ckpt.agent.preemption.notice_relay import StandingNotice, bare
+from ckpt.agent.preemption.deadline_strategy import ExitTiming
+from ckpt.agent.preemption.notice_relay import StandingNotice, strip_node
 from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
 from ckpt.agent.replication.restart_survey import RestartSurvey
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.snapshots.all_shares import AllShares
-from ckpt.agent.snapshots.division import RankContents, hashes_from, layout_from
+from ckpt.agent.snapshots.division import RankContents, parse_hashes, parse_layout
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, RemoteShare
 from ckpt.agent.state.cost_model import CostModel
-from ckpt.agent.state.job_facts import State, Store, Why
+from ckpt.agent.state.job_facts import SaveReason, SlotState, WorkState
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.ipc.messages import Message
-from ckpt.ipc.notice_sources import SIGNAL, Sources
+from ckpt.ipc.notice_sources import SIGNAL_SOURCE, Sources
 from ckpt.placement.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.interval import not_negative
 from ckpt.policy.interval_solver import START_S
-from ckpt.policy.known import NOTHING
+from ckpt.policy.known import PRIORS_ONLY
 from ckpt.policy.save_options import Every
-from ckpt.preemption.notice import Notice, Withdrawn, Word
-from ckpt.types import Epoch, Identity, Tick, counted
+from ckpt.preemption.notice import Notice, NoticeChange, Withdrawn
+from ckpt.types import Epoch, Identity, Version, format_count
 
 if TYPE_CHECKING:
     from ckpt.ipc.node_list import NodeAt
@@ -55,8 +55,8 @@ CUT_OFF_SHOWN = 8  # nodes
 
 class Job(AgentRestart):
     """One job that this agent coordinates. `first`: the connection of rank 0 that began it. `nodes`: the nodes of its
-    ranks, if there are several. `restore`: the candidate that the ranks are fetching. `gone_s`: when the last trainer
-    was gone; None: not yet."""
+    ranks, if there are several. `restore`: the candidate that the ranks are fetching. `trainers_gone_s`: when the last
+    trainer was gone; None: not yet."""
 
     def __init__(
         self,
@@ -69,75 +69,81 @@ class Job(AgentRestart):
         others: Sequence[RemoteShare] = (),
     ) -> None:
         super().__init__(services, epoch, world, launch, nodes, others)
-        self.told_newer = False  # whether other nodes know that this job has a complete checkpoint
-        self.first = first
+        self.has_announced_checkpoint = False  # whether other nodes know that this job has a complete checkpoint
+        self.starter_peer = first
         self.restore: RestoreSession | None = None
         # Re-replication of the parent checkpoint, until this job has one that is replicated as well.
-        self.reprotecting: Rereplication | None = None
-        self.refinding: RestartSurvey | None = None  # the survey for it after an agent restart
-        self.gone_s: float | None = None
-        self._sent_away = False  # a rank left because of a notice: a start may follow
+        self.rereplication: Rereplication | None = None
+        self.restart_survey: RestartSurvey | None = None  # the survey for it after an agent restart
+        self.trainers_gone_s: float | None = None
+        self._has_left_by_notice = False  # a rank left because of a notice: a start may follow
         self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the save attempt that was reported last
 
     # -- what the node asks
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """True if the job still has work to do, or a process that needs it."""
-        if self.failed:
+        if self.internal_error:
             return False
-        group = self.group
-        if group.at_work or self._is_awaited or self._prunes:
+        group = self.scheduler
+        if group.is_at_work or self._has_waiting_rank or self._pending_prunes:
             return True
-        return not group.superseded_by and (not group.all_gone or not group.closed_in_store or group.acknowledging)
+        return not group.superseded_by and (
+            not group.all_gone or not group.is_closed_in_store or group.is_acknowledging
+        )
 
     @property
-    def is_orphan(self) -> bool:
+    def needs_commit_retry(self) -> bool:
         """True if the newest checkpoint failed to commit and no trainer is left to hear it."""
-        newest, group = self.group.newest, self.group
-        if newest is None or newest.round is None or not group.all_gone or group.superseded_by or group.at_work:
+        newest, group = self.scheduler.newest_slot, self.scheduler
+        if newest is None or newest.attempt is None or not group.all_gone or group.superseded_by or group.is_at_work:
             return False
-        return newest.round.store is Store.FAILED and not group.closed_in_store and not self.failed
+        return (
+            newest.attempt.commit_state is WorkState.FAILED and not group.is_closed_in_store and not self.internal_error
+        )
 
     @property
-    def is_left_over(self) -> bool:
+    def is_orphaned(self) -> bool:
         """True if a newer start superseded this job, and its checkpoints may have to be committed if that start
         fails."""
-        return bool(self.checkpoints) and not self.failed and self.group.leaves_uncommitted
+        return bool(self.checkpoints) and not self.internal_error and self.scheduler.has_uncommitted_newest
 
     @property
-    def came_to_nothing(self) -> bool:
+    def ended_without_checkpoint(self) -> bool:
         """True if all ranks are gone, and the job has no complete checkpoint and will make none."""
-        return self.group.all_gone and not (self.group.at_work or self.checkpoints or self.holds_unread)
+        return self.scheduler.all_gone and not (self.scheduler.is_at_work or self.checkpoints or self.has_unread_arenas)
 
     @property
-    def ended_in_order(self) -> bool:
+    def ended_cleanly(self) -> bool:
         """True if no work was lost: each rank came to its end, or left when told to."""
-        group = self.group
-        return not group.superseded_by and all(m.presence is Presence.LEFT and not m.broke for m in group.members)
+        group = self.scheduler
+        return not group.superseded_by and all(
+            m.presence is Presence.LEFT and not m.has_failed for m in group.rank_states
+        )
 
     @property
-    def came_to_its_end(self) -> bool:
+    def is_finished(self) -> bool:
         """True if the job is done and needs no restart: each rank came to its end, and none left because of a
         notice."""
-        return self.ended_in_order and not self._sent_away
+        return self.ended_cleanly and not self._has_left_by_notice
 
     @property
     def is_idle(self) -> bool:
         """True if no rank is here or waits for an answer, no work on the job's memory is under way, and no lease is
         held."""
-        group = self.group
-        at_work = group.at_work or self._is_awaited
+        group = self.scheduler
+        at_work = group.is_at_work or self._has_waiting_rank
         return group.all_gone and not at_work and not any(slot.leases for slot in group.slots)
 
     @property
-    def _is_awaited(self) -> bool:
-        return any(member.leave is not None for member in self.group.members)
+    def _has_waiting_rank(self) -> bool:
+        return any(member.leave_request is not None for member in self.scheduler.rank_states)
 
     @property
     def has_complete(self) -> bool:
         """True if a complete checkpoint exists that, with several nodes, survives the loss of one node."""
-        return self.group.outlives_a_node or bool(self.checkpoints and not self.nodes)
+        return self.scheduler.survives_node_loss or bool(self.checkpoints and not self.nodes)
 
     @property
     def terms(self) -> CommitTerms | None:
@@ -145,11 +151,11 @@ class Job(AgentRestart):
         options = self.options
         return CommitTerms(self.claim, options.codec, options.limits.bandwidth) if self.claim is not None else None
 
-    def held(self) -> tuple[Identity, ...]:
+    def checkpoint_identities(self) -> tuple[Identity, ...]:
         """The complete checkpoints in memory."""
         return tuple(checkpoint.identity for checkpoint in self.checkpoints.values())
 
-    def checkpoint(self, identity: Identity) -> tuple[int, MemoryCheckpoint] | None:
+    def find_checkpoint(self, identity: Identity) -> tuple[int, MemoryCheckpoint] | None:
         """The slot and the checkpoint; None: not in memory. The caller must take a lease on the slot to use it."""
         return next(((slot, c) for slot, c in self.checkpoints.items() if c.identity == identity), None)
 
@@ -158,7 +164,7 @@ class Job(AgentRestart):
 
     def find_share(self, node: str) -> RemoteShare | None:
         """Another node's share of the job; None: that node has none."""
-        return self.ranks.others.get(node) if isinstance(self.ranks, AllShares) else None
+        return self.ranks.remote_shares.get(node) if isinstance(self.ranks, AllShares) else None
 
     def share_of(self, node: str) -> RemoteShare:
         """Another node's share of the job. Errors: AgentError if that node has no rank of the job."""
@@ -167,61 +173,66 @@ class Job(AgentRestart):
             raise AgentError(f"agent {node} has no rank of {self.epoch}")
         return found
 
-    def lends(self) -> dict[str, int]:
+    def spare_bytes_by_node(self) -> dict[str, int]:
         """By node: the bytes left beside its slots and one generation of replicas."""
-        nodes, placement = self.ranks, self.protection.placement if self.protection is not None else None
+        nodes, placement = (
+            self.ranks,
+            self.replication_manager.placement if self.replication_manager is not None else None,
+        )
         if self.plan is None or not isinstance(nodes, AllShares):
             return {}
         keeps = {load.node: load.keeps_bytes for load in placement.loads} if placement is not None else {}
-        left = {name: plan.left_bytes(self.plan.slots) for name, plan in nodes.plans_by_name().items()}
+        left = {name: plan.replica_bytes_max(self.plan.slots) for name, plan in nodes.plans_by_name().items()}
         return {name: max(0, count - keeps.get(name, 0)) for name, count in left.items()}
 
     def involves(self, peer: AnyPeer) -> bool:
-        return self.first is peer or self.rank_of(peer) is not None
+        return self.starter_peer is peer or self.rank_of(peer) is not None
 
     def status(self) -> dict[str, Any]:
-        group = self.group
+        group = self.scheduler
         return {
             "epoch": str(self.epoch),
             "launch": self.launch,
             "world": self.world,
-            "ranks": [m.presence.value for m in group.members],
+            "ranks": [m.presence.value for m in group.rank_states],
             "steps": self.ranks.steps(),
-            "cut_off": self.cut_off(),
+            "cut_off": self.disconnected_ranks(),
             "division": group.division,
             "slots": [
                 {
                     "slot": slot.number,
                     "state": slot.state.value,
-                    "tick": str(slot.round.tick) if slot.round else None,
-                    "store": slot.round.store.value if slot.round and slot.state is State.COMPLETE else None,
-                    "peer": slot.round.peer.value if slot.round and group.replicates else None,
+                    "version": str(slot.attempt.version) if slot.attempt else None,
+                    "store": slot.attempt.commit_state.value
+                    if slot.attempt and slot.state is SlotState.COMPLETE
+                    else None,
+                    "peer": slot.attempt.replication_state.value if slot.attempt and group.is_replication_on else None,
                     "leases": slot.leases,
-                    "bytes": sum(slot.bytes),
+                    "bytes": sum(slot.arena_bytes),
                 }
                 for slot in group.slots
-                if slot.bytes or slot.making or slot.round
+                if slot.arena_bytes or slot.is_making_arenas or slot.attempt
             ],
-            "committed": str(group.committed_tick) if group.committed_tick else None,
-            "error": self.failed or group.last_error or group.refusal or None,
+            "committed": str(group.committed_version) if group.committed_version else None,
+            "error": self.internal_error or group.last_error or group.refusal_reason or None,
             "superseded_by": group.superseded_by or None,
-            "frozen": group.frozen,
+            "frozen": group.is_frozen,
             "memory": self.memory_table(),
-            "peers": self.protection.shown() if self.protection is not None else None,
-            "notices": self._notices(),
-            "policy": self.learning.decision.explain().splitlines() if self.learning and self.is_adaptive else None,
+            "peers": self.replication_manager.status_fields() if self.replication_manager is not None else None,
+            "notices": self._notice_status(),
+            "policy": self.cost_model.decision.explain().splitlines() if self.cost_model and self.is_adaptive else None,
         }
 
-    def cut_off(self) -> list[dict[str, Any]]:
+    def disconnected_ranks(self) -> list[dict[str, Any]]:
         """By node (None for this one): the ranks that are not connected, though not known to be gone."""
         now_s = time.monotonic()
         found: dict[str, dict[str, Any]] = {}
-        for member in self.group.members.seen.lost:
-            if member.lost_s is not None and (member.presence is Presence.HERE or member.away):
+        for member in self.scheduler.rank_states.summary.disconnected:
+            if member.disconnected_s is not None and (member.presence is Presence.HERE or member.is_away):
                 node = self.ranks.node_of(member.rank)
                 each = found.setdefault(node, {"node": node or None, "ranks": [], "for_s": 0.0})
                 each["ranks"].append(member.rank)
-                each["for_s"] = max(each["for_s"], now_s - member.lost_s)
+                each["for_s"] = max(each["for_s"], now_s - member.disconnected_s)
         return list(found.values())[:CUT_OFF_SHOWN]
 
     # -- messages
@@ -236,19 +247,21 @@ class Job(AgentRestart):
         elsewhere = rank != peer.rank if isinstance(peer, RemotePeer) else bool(self.ranks.node_of(rank))
         if elsewhere:
             raise AgentError(f"rank {rank} of {self.epoch} is not where it joins from")
-        if self.group.superseded_by:
-            raise Superseded(f"{self.epoch} was superseded by {self.group.superseded_by}")
+        if self.scheduler.superseded_by:
+            raise Superseded(f"{self.epoch} was superseded by {self.scheduler.superseded_by}")
         # Every connection is closed, so that this agent ends if it has no other job, and another one takes over.
-        if self.failed:
-            peer.refuse(int(fields["id"]), AgentError(f"the agent cannot go on with {self.epoch}: {self.failed}"))
-            peer.lose()
+        if self.internal_error:
+            peer.refuse(
+                int(fields["id"]), AgentError(f"the agent cannot go on with {self.epoch}: {self.internal_error}")
+            )
+            peer.disconnect()
             return
-        if not self.group.may_join(rank):
+        if not self.scheduler.may_join(rank):
             raise AgentError(f"rank {rank} has left {self.epoch}; start the job again")
         known = self._members.get(rank)
         if known is not None and known.pid != peer.pid:
             raise AgentError(f"rank {rank} of {self.epoch} is process {known.pid} already")
-        held = self._held(message, str(fields["coordinate"]))
+        held = self._parse_contents(message, str(fields["coordinate"]))
         request_id = int(fields["id"])
         policy = policy_from(fields["options"])
         options = options_from(fields["options"])
@@ -257,187 +270,197 @@ class Job(AgentRestart):
         if resume:
             self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
         if known is not None and known.peer is not peer:
-            known.peer.forget()
-            known.peer.lose()
+            known.peer.unwatch_death()
+            known.peer.disconnect()
         self._members[rank] = RankConnection(peer, peer.pid, held)
-        fds = self.ranks.welcome(rank, peer)
+        fds = self.ranks.connect_rank(rank, peer)
         if rank == 0:
-            if self._services.listening is not None:
-                self._services.listening.follow(sources)
-            self.group.may_acknowledge = sources.acknowledge
+            if self._services.notice_listeners is not None:
+                self._services.notice_listeners.listen_to(sources)
+            self.scheduler.can_acknowledge = sources.acknowledge
             self.outcome_path = Path(sources.outcome) if sources.outcome else self.outcome_path
             self.options = options
-            self._protect(options.peers)
-            self._follow(policy)
-        self._limit_copies(rank)
-        self.group.told_before(int(fields.get("verdict") or 0))
-        self.group.joined(rank)
-        self.group.layout(rank)
+            self._set_up_replication(options.peers)
+            self._apply_policy(policy)
+        self._send_bandwidth_limit(rank)
+        self.scheduler.record_former_verdict(int(fields.get("verdict") or 0))
+        self.scheduler.record_join(rank)
+        self.scheduler.record_layout(rank)
         # Sent before the rank can ask for the same versions again.
-        for body in self.group.again() if resume else ():
+        for body in self.scheduler.reconnect_messages() if resume else ():
             peer.send(body)
         peer.reply(request_id, {}, fds)
-        if self._recovery is not None and len(self._members) == self.world:
-            self._recover(self._recovery)
+        if self._arena_handover is not None and len(self._members) == self.world:
+            self._recover_checkpoints(self._arena_handover)
 
     def message(self, rank: int, peer: AnyPeer, message: Message) -> None:
-        fields, group = message.fields, self.group
+        fields, group = message.fields, self.scheduler
         match message.kind:
             case "layout":
                 member = self._members[rank]
-                member.held = self._held(message, member.held.coordinate)
-                group.layout(rank)
-                if self._mixed and not self._is_mixed():
+                member.contents = self._parse_contents(message, member.contents.coordinate)
+                group.record_layout(rank)
+                if self._awaits_layouts and not self._has_mixed_layouts():
                     self._divide(patient=False)
             case "warm":
-                group.warm(rank, int(fields["slot"]), str(fields["division"]))
+                group.record_warm_arena(rank, int(fields["slot"]), str(fields["division"]))
             case "staged":
                 if why := str(fields.get("why") or ""):
-                    group.missed(rank, int(fields["round"]), why)
+                    group.record_miss(rank, int(fields["attempt"]), why)
                 else:
-                    tick = Tick.parse(str(fields["tick"]))
-                    self._compare(rank, fields)
-                    at = (int(fields["round"]), tick, int(fields["slot"]), str(fields["division"]))
-                    group.staged(rank, *at, not_negative("stall_s", float(fields["stall_s"])))
+                    version = Version.parse(str(fields["version"]))
+                    self._compare_samples(rank, fields)
+                    at = (int(fields["attempt"]), version, int(fields["slot"]), str(fields["division"]))
+                    group.record_staging(rank, *at, not_negative("stall_s", float(fields["stall_s"])))
             case "missed":
                 last, every = fields.get("updates") or (0, 0)
-                group.missed(rank, int(fields["round"]), str(fields["why"]), (int(last), int(every)))
+                group.record_miss(rank, int(fields["attempt"]), str(fields["why"]), (int(last), int(every)))
             case "save":
-                kind = _why(fields)
+                kind = _save_reason(fields)
                 metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}
-                same = Tick.parse(str(fields["same"])) if fields.get("same") else None
-                group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])), same)
+                same = Version.parse(str(fields["same"])) if fields.get("same") else None
+                group.record_save_request(
+                    rank, Version.parse(str(fields["version"])), kind, metrics, (peer, int(fields["id"])), same
+                )
             case "unsavable":
-                group.unsavable(rank, Tick.parse(str(fields["tick"])), str(fields["why"])[:1000])
+                group.record_unsavable(rank, Version.parse(str(fields["version"])), str(fields["why"])[:1000])
             case "held":
-                group.held(rank, int(fields["round"]), (peer, int(fields["id"])))
+                group.record_hold(rank, int(fields["attempt"]), (peer, int(fields["id"])))
             case "wanted":
-                group.wanted(Tick.parse(str(fields["tick"])), _why(fields))
+                group.require_commit(Version.parse(str(fields["version"])), _save_reason(fields))
             case "leave":
                 in_order = fields.get("outcome") != "exception"
                 sent_away = fields.get("outcome") == "notice"
                 if sent_away:
-                    self._sent_away = True
-                    by_s = time.monotonic() + finite(fields.get("left_s") or 0.0, "leave: left_s")
+                    self._has_left_by_notice = True
+                    by_s = time.monotonic() + parse_seconds(fields.get("left_s") or 0.0, "leave: left_s")
                     committed = fields.get("committed")
                     why = str(fields.get("why") or "")[:1000]
                     came = [str(each)[:200] for each in list(fields.get("notices") or ())[:NOTICES_MAX]]
-                    group.sent_away(why, by_s, Tick.parse(str(committed)) if committed else None, came)
-                group.leave(rank, (peer, int(fields["id"])), in_order, insists=sent_away)
+                    group.record_exit_order(why, by_s, Version.parse(str(committed)) if committed else None, came)
+                group.record_leave_request(rank, (peer, int(fields["id"])), in_order, insists=sent_away)
                 # This rank is done without the others.
                 if in_order and not sent_away and group.all_gone:
                     self._give_up_recovery(f"rank {rank} has come to its end, and no other has come")
             case "notice":
-                name, left_s = str(fields["key"])[:50], finite(fields["left_s"], "notice: left_s")
-                told = Notice(time.time() + left_s, SIGNAL, True, name, f"rank {rank} got {name}")
-                self.hear(told, When.AT_ONCE, node=self.ranks.node_of(rank))
+                name, left_s = str(fields["key"])[:50], parse_seconds(fields["left_s"], "notice: left_s")
+                told = Notice(time.time() + left_s, SIGNAL_SOURCE, True, name, f"rank {rank} got {name}")
+                self.on_notice(told, ExitTiming.AT_ONCE, node=self.ranks.node_of(rank))
                 peer.reply(int(fields["id"]), {})
             case "got" if self.restore is not None:
-                self.restore.got(peer, _numbers(fields["ok"]), _numbers(fields["bad"]))
+                self.restore.acknowledge_frames(peer, _parse_integers(fields["ok"]), _parse_integers(fields["bad"]))
             case "streamed" if self.restore is not None:
-                self.restore.streamed(peer, int(fields["stream"]))
+                self.restore.end_stream(peer, int(fields["stream"]))
             case "got" | "streamed":
                 pass  # of a fetch that is over
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")
 
-    def _compare(self, rank: int, fields: dict[str, Any]) -> None:
+    def _compare_samples(self, rank: int, fields: dict[str, Any]) -> None:
         """Compares samples of this rank's replicated tensors with other ranks' samples. On a difference the save
         attempt is abandoned, and from then on every rank saves its own copy."""
-        number, division, differing = int(fields["round"]), self._division, set[str]()
+        number, division, differing = int(fields["attempt"]), self._division, set[str]()
         samples, sample = fields.get("samples"), fields.get("sample")
         if division is not None and fields["division"] == division.id and isinstance(samples, bytes):
-            differing.update(self._comparing.differing(number, division.places, rank, samples))
+            differing.update(self._replica_check.find_differing(number, division.shared_boxes, rank, samples))
         if isinstance(sample, list) and len(sample) == 3 and isinstance(sample[2], bytes):
-            name, box, digest = str(sample[0]), tuple(_numbers(sample[1])), sample[2]
+            name, box, digest = str(sample[0]), tuple(_parse_integers(sample[1])), sample[2]
             if self._samples[0] != number:
                 self._samples = (number, {})
             if self._samples[1].setdefault((name, box), digest) != digest:
                 differing.add(name)
-        if new := sorted(differing - self._distrusted):
-            self._distrust(rank, number, new)
+        if new := sorted(differing - self._diverged_tensors):
+            self._mark_diverged(rank, number, new)
 
-    def _distrust(self, rank: int, number: int, names: list[str]) -> None:
-        self._distrusted.update(names)
+    def _mark_diverged(self, rank: int, number: int, names: list[str]) -> None:
+        self._diverged_tensors.update(names)
         what = (
             f"{names[0]} differs"
             if len(names) == 1
-            else f"{names[0]} and {counted(len(names) - 1, 'more tensor')} differ"
+            else f"{names[0]} and {format_count(len(names) - 1, 'more tensor')} differ"
         )
-        self.group.missed(rank, number, f"{what} between the ranks")
-        self.group.layout(rank)
+        self.scheduler.record_miss(rank, number, f"{what} between the ranks")
+        self.scheduler.record_layout(rank)
         what = names[0] if len(names) == 1 else f"{len(names)} tensors, {', '.join(names[:5])}"
         text = f"not the same on all ranks any more: {what}. From now on each rank saves its own"
         self.emit("replica.differs", text, True, {"tensor": names[0], "names": names[:NAMES_MAX]})
 
-    def ended(self, peer: AnyPeer) -> None:
+    def peer_disconnected(self, peer: AnyPeer) -> None:
         """A connection of this job is gone."""
         rank = self.rank_of(peer)
         if rank is not None:
-            self.group.lost(rank, time.monotonic())
-        elif self.first is peer and not self._members:
-            self.group.died(0)  # entering the block failed there: no rank will join this epoch
+            self.scheduler.record_disconnect(rank, time.monotonic())
+        elif self.starter_peer is peer and not self._members:
+            self.scheduler.record_death(0)  # entering the block failed there: no rank will join this epoch
         if self.restore is not None:
-            self.restore.drop(peer)
+            self.restore.drop_request(peer)
 
-    def died(self, peer: AnyPeer) -> None:
+    def peer_died(self, peer: AnyPeer) -> None:
         """The process of a rank is dead, or the process that began the job, before it joined."""
         rank = self.rank_of(peer)
         if rank is None:
-            rank = 0 if self.first is peer and 0 not in self._members else None
+            rank = 0 if self.starter_peer is peer and 0 not in self._members else None
         if rank is not None:
-            self.group.died(rank)
+            self.scheduler.record_death(rank)
             self._give_up_recovery(f"rank {rank} died")
 
-    def copies_lost(self, name: str) -> None:
+    def on_holder_lost(self, name: str) -> None:
         """The agent of that name is disconnected, and its replicas for this job may be lost. They are made anew as soon
         as possible. Until then, the affected versions do not count as replicated."""
-        if self.reprotecting is not None:
-            self.reprotecting.lost(name)
-        if self.refinding is not None:
-            self.refinding.lost()
-        protection, tick = self.protection, self.group.safe_tick
-        if protection is None:
+        if self.rereplication is not None:
+            self.rereplication.drop_holder(name)
+        if self.restart_survey is not None:
+            self.restart_survey.mark_stale()
+        replication_manager, version = self.replication_manager, self.scheduler.replicated_version
+        if replication_manager is None:
             return
-        lost = [each for each in self.group.copied_ticks if protection.involves(name, Identity(self.epoch, each))]
+        lost = [
+            each
+            for each in self.scheduler.peer_versions
+            if replication_manager.depends_on(name, Identity(self.epoch, each))
+        ]
         if lost:
-            self.group.copies_lost(name, lost)
-        if tick in lost and tick is not None and self._services.account.unprotected() is not None:
-            facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}
-            text = f"step {tick.step} has fewer copies in other nodes' memory than was asked for: agent {name} is gone "
+            self.scheduler.record_lost_holder(name, lost)
+        if version in lost and version is not None and self._services.account.clear_replicated() is not None:
+            facts = {"identity": str(Identity(self.epoch, version)), "agent": name}
+            text = (
+                f"step {version.step} has fewer copies in other nodes' memory than was asked for: agent {name} is gone "
+            )
             text += "or cut off, and its copies may be lost. They are made again as soon as possible"
             self.emit("replica.lost", text, True, facts)
 
-    def parent_is_safe(self, is_safe: bool) -> None:
+    def report_parent_replication(self, is_safe: bool) -> None:
         """Shows whether the parent checkpoint meets the replication target."""
         account, parent = self._services.account, self.claim.parent if self.claim is not None else None
         if parent is not None and is_safe:
-            account.found("peer", parent.epoch, parent.tick)
-        elif parent is not None and account.safe.get("peer", (None, None))[0] == parent.tick:
-            account.unprotected()
+            account.record_found("peer", parent.epoch, parent.version)
+        elif parent is not None and account.newest_by_level.get("peer", (None, None))[0] == parent.version:
+            account.clear_replicated()
 
-    def _follow(self, policy: Every | Adaptive) -> None:
+    def _apply_policy(self, policy: Every | Adaptive) -> None:
         now_s = time.monotonic()
-        known = self.learning.known if self.learning is not None else NOTHING
+        known = self.cost_model.measurements if self.cost_model is not None else PRIORS_ONLY
         self.is_adaptive = isinstance(policy, Adaptive)
         limits, given = (Adaptive(), policy) if isinstance(policy, Every) else (policy, Every(seconds=START_S))
-        self.learning = CostModel(limits, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
-        self.learning.peers = self.group.is_kept_whole
-        self.group.follow(given, now_s)
+        self.cost_model = CostModel(limits, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
+        self.cost_model.has_replicas = self.scheduler.is_placement_complete
+        self.scheduler.set_policy(given, now_s)
         if self.claim is not None:  # this agent took over a running job
-            self.learning.started(now_s, self.ranks.hindmost())
-        self.follow_learning()
+            self.cost_model.record_start(now_s, self.ranks.slowest_step())
+        self.apply_cost_model()
 
-    def _protect(self, option: Replicas | Parity | None) -> None:
+    def _set_up_replication(self, option: Replicas | Parity | None) -> None:
         """Sets up replicas or parity on other nodes, if there are any."""
-        network, copies, parities = self._services.network(), self._services.copies, self._services.parities
+        network, copies, parities = self._services.network(), self._services.replicas, self._services.parities
         if not self.nodes or network is None or copies is None or parities is None:
             return
-        if self.protection is None or self.protection.option != option:
-            self.protection = ReplicationManager(network, copies, parities, self.nodes, option, self._services.lenders)
-            self.group.unsure = self.taken_over and option is not None
+        if self.replication_manager is None or self.replication_manager.option != option:
+            self.replication_manager = ReplicationManager(
+                network, copies, parities, self.nodes, option, self._services.memory_nodes
+            )
+            self.scheduler.is_survey_pending = self.is_taken_over and option is not None
 
-    def _limit_copies(self, rank: int) -> None:
+    def _send_bandwidth_limit(self, rank: int) -> None:
         """Sends rank 0's bandwidth limit to the other nodes: to all, and to one that joins later or whose agent
         restarted. A node that was away also hears that replicas are no longer kept."""
         network, nodes = self._services.network(), self.ranks
@@ -445,13 +468,13 @@ class Job(AgentRestart):
             return
         rate = self.options.limits.peer_bandwidth
         if rank == 0:
-            network.limit(rate)
-        for name, share in nodes.others.items():
+            network.set_rate_limit(rate)
+        for name, share in nodes.remote_shares.items():
             # A message before the join would reach a node that does not know the job.
             if share.peers and (rank == 0 or nodes.node_of(rank) == name):
-                share.limit_copies(rate)
-                if self._unkept:
-                    share.tell({"t": "unkeep"})
+                share.limit_replication(rate)
+                if self._has_released_replicas:
+                    share.notify({"t": "unkeep"})
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """The job's parent is settled: begins to appoint snapshots, and claims the epoch in the store. `resumed`: this
@@ -459,61 +482,61 @@ class Job(AgentRestart):
         self.claim = claim
         now_s = time.monotonic()
         if resumed:
-            self.group.resumed(now_s)
+            self.scheduler.record_agent_restart(now_s)
         else:
-            step = claim.parent.tick.step if claim.parent else 0
-            self.group.started(step, now_s)
-            if self.learning is not None:
-                self.learning.started(now_s, step)
-        self._claim(claim)
-        self._later(self._services.heartbeat_s, self._beat)
+            step = claim.parent.version.step if claim.parent else 0
+            self.scheduler.record_start(step, now_s)
+            if self.cost_model is not None:
+                self.cost_model.record_start(now_s, step)
+        self._put_claim(claim)
+        self._call_later(self._services.heartbeat_s, self._send_heartbeat)
         with contextlib.suppress(OSError):
             if not resumed and self.outcome_path is not None and self.outcome_path.is_file():
                 self.outcome_path.unlink()  # of an earlier start
-        if self._services.listening is not None:
-            for notice, when in self._services.listening.heard():
-                if (notice.source, notice.key) not in self.group.notices:
-                    self.hear(notice, when)
+        if self._services.notice_listeners is not None:
+            for notice, when in self._services.notice_listeners.list_notices():
+                if (notice.source, notice.key) not in self.scheduler.notices:
+                    self.on_notice(notice, when)
 
     # -- notices
 
-    def hear(self, word: Word, when: When = When.IN_TIME, node: str = "") -> None:
+    def on_notice(self, word: NoticeChange, when: ExitTiming = ExitTiming.IN_TIME, node: str = "") -> None:
         """Passes a notice on to the scheduler, which decides what follows, and reports it to people. `node`: the node
         that it concerns; "" is this one."""
         name = word.source, word.key
-        known = self.group.notices.get(name)
+        known = self.scheduler.notices.get(name)
         if isinstance(word, Withdrawn):
             # An operator takes back a notice from any node.
             node = min(known.nodes) if known is not None else node
         machine = f"node {node}" if node else "this machine"
         if isinstance(word, Withdrawn):
-            self.group.withdrawn(*name)
+            self.scheduler.withdraw_notice(*name)
             if known is not None:
-                text = f"{word.source} {bare(word.key, node)}: {machine} stays after all"
+                text = f"{word.source} {strip_node(word.key, node)}: {machine} stays after all"
                 self.emit("notice.withdrawn", text, True, {"source": word.source, "key": word.key})
             return
         now_s = time.monotonic()
-        left_s = word.left_s
+        left_s = word.remaining_s
         told = StandingNotice(*name, now_s + left_s, now_s, word.certain, when, frozenset({node}))
-        when = self.group.warn(told).when
-        if known is not None and word.source == SIGNAL:
+        when = self.scheduler.add_notice(told).exit_timing
+        if known is not None and word.source == SIGNAL_SOURCE:
             return  # another rank got the signal too
         what = f"{machine} goes away" if word.certain else f"{machine} may go away"
-        leaves = word.certain and when is not When.NOT_AGAIN
+        leaves = word.certain and when is not ExitTiming.NOT_AGAIN
         then = "the job saves and leaves before" if leaves else "one more checkpoint is taken"
-        if when is When.NOT_AGAIN:
+        if when is ExitTiming.NOT_AGAIN:
             then = "the job has left because of this notice before, and does not leave again; " + then
         facts = {"source": word.source, "key": word.key, "left_s": round(left_s, 1), "certain": word.certain}
         text = f"{what} in {max(0.0, left_s):.1f} s ({word.message}): {then}"
         self.emit("notice", text, left_s < SOON_S, facts)
 
-    def notices_left(self) -> dict[tuple[str, str], float]:
+    def notice_left_s(self) -> dict[tuple[str, str], float]:
         """Seconds left for each notice, by source and key."""
         now_s = time.monotonic()
-        return {name: each.deadline_s - now_s for name, each in self.group.notices.items()}
+        return {name: each.deadline_s - now_s for name, each in self.scheduler.notices.items()}
 
-    def _notices(self) -> dict[str, Any]:
-        group, now_s = self.group, time.monotonic()
+    def _notice_status(self) -> dict[str, Any]:
+        group, now_s = self.scheduler, time.monotonic()
         return {
             "standing": [
                 {
@@ -527,71 +550,75 @@ class Job(AgentRestart):
                 for each in sorted(group.notices.values(), key=lambda each: each.deadline_s)
             ],
             "course": group.course.value,
-            "needs_s": round(group.need_s, 1),
-            "step_s": round(group.pace.step_s, 4),
+            "needs_s": round(group.lead_time_s, 1),
+            "step_s": round(group.step_timing.boundary_interval_s, 4),
         }
 
     def settle(self) -> float | None:
         """Decides and acts until nothing is left to do now. Returns when to look again, on the monotonic clock; None:
         not before something happens."""
-        if self._dropped or self.failed:
+        if self._is_dropped or self.internal_error:
             return None
         now_s = time.monotonic()
         self.guard(lambda: self._decide(now_s))
-        if self.group.all_gone and self.gone_s is None:
-            self.gone_s = now_s
-        return self.group.next_wake_s(now_s) if not self.failed else None
+        if self.scheduler.all_gone and self.trainers_gone_s is None:
+            self.trainers_gone_s = now_s
+        return self.scheduler.next_wake_s(now_s) if not self.internal_error else None
 
     def _decide(self, now_s: float) -> None:
         found = True
         while found:
-            actions = self.group.decide(now_s, self.ranks.steps(), self.ranks.polls(), self.ranks.since_s())
+            actions = self.scheduler.decide(now_s, self.ranks.steps(), self.ranks.polls(), self.ranks.steps_entered_s())
             for action in actions:
-                self._act(action)
+                self._execute_action(action)
             found = bool(actions)
 
-    def give_back(self, outdated: Callable[[Identity], bool]) -> None:
+    def free_outdated_slots(self, outdated: Callable[[Identity], bool]) -> None:
         """Frees slots on this node that hold nothing needed, once the job is idle. `outdated`: whether a checkpoint is
         superseded."""
-        used = {slot.round.tick for slot in self.group.slots if slot.state is not State.FREE and slot.round is not None}
+        used = {
+            slot.attempt.version
+            for slot in self.scheduler.slots
+            if slot.state is not SlotState.FREE and slot.attempt is not None
+        }
         if self.is_idle:
-            self.own.give_back(
-                lambda identity: outdated(identity) and not (identity.epoch == self.epoch and identity.tick in used)
+            self.local_share.free_outdated_slots(
+                lambda identity: outdated(identity) and not (identity.epoch == self.epoch and identity.version in used)
             )
 
     def drop(self, leave_others: bool = False) -> None:
         """Frees the job's memory. The caller ensures that no work is under way and no lease is held. `leave_others`:
         the other nodes keep their memory of the job."""
-        self._dropped = True
+        self._is_dropped = True
         self._give_up_recovery("")
         if self.restore is not None:
             self.restore.close()
         self.checkpoints.clear()
         if isinstance(self.ranks, AllShares) and leave_others:
-            self.ranks.leave_others()
+            self.ranks.detach_remotes()
         self.ranks.drop()
         for member in self._members.values():
-            member.peer.forget()
-        self.first.forget()
+            member.peer.unwatch_death()
+        self.starter_peer.unwatch_death()
 
     # -- small steps
 
-    def _held(self, message: Message, coordinate: str) -> RankContents:
+    def _parse_contents(self, message: Message, coordinate: str) -> RankContents:
         fields = message.fields
         if len(message.blobs) != 2:
             raise AgentError(f"{message.kind!r} comes with a layout and hashes")
-        layout, hashes = layout_from(message.blobs[0]), hashes_from(message.blobs[1])
+        layout, hashes = parse_layout(message.blobs[0]), parse_hashes(message.blobs[1])
         values_bytes = int(fields["values_bytes"])
         if not 0 <= values_bytes <= VALUES_BYTES_MAX:
             raise UsageError(f"values_bytes is {values_bytes}, not within 0 and {VALUES_BYTES_MAX}")
-        return RankContents(coordinate, layout, hashes, str(fields["tick"]), values_bytes)
+        return RankContents(coordinate, layout, hashes, str(fields["version"]), values_bytes)
 
 
-def _why(fields: dict[str, Any]) -> Why:
-    return {"exit": Why.EXIT, "due": Why.DUE}.get(str(fields["why"]), Why.SAVE)
+def _save_reason(fields: dict[str, Any]) -> SaveReason:
+    return {"exit": SaveReason.EXIT, "due": SaveReason.DUE}.get(str(fields["why"]), SaveReason.SAVE)
 
 
-def finite(value: Any, name: str) -> float:
+def parse_seconds(value: Any, name: str) -> float:
     """The value as a finite number of seconds. Errors: UsageError."""
     number = float(value)
     if not math.isfinite(number):
@@ -599,5 +626,5 @@ def finite(value: Any, name: str) -> float:
     return number
 
 
-def _numbers(value: Any) -> list[int]:
+def _parse_integers(value: Any) -> list[int]:
     return [int(number) for number in value]

@@ -31,7 +31,7 @@ from ckpt.agent.state.accounting import Accounting
 from ckpt.agent.state.cost_model import CostModel
 from ckpt.errors import AgentError
 from ckpt.events import Event
-from ckpt.ipc.control_page import ROUND_MAX
+from ckpt.ipc.control_page import ATTEMPT_MAX
 from ckpt.policy.save_options import Every
 from ckpt.types import Epoch
 
@@ -52,28 +52,29 @@ class Services:
     """What the agent provides to its jobs.
 
     - `taken(epoch)`: memory in use beside the slots of that epoch's job.
-    - `copies`: the replicas that this node keeps for others. `parities`: its part in parity.
-    - `network`: the other nodes; None until there is one. `lenders`: the reachable memory-only nodes. `awaits_lenders`:
-      True while the state of some is unknown.
-    - `listening`: the sources of preemption notices. `outcome`: the file for a notice's outcome unless a job names
-      another; None: no file.
-    - `account`: the measured costs. `told`: receives each event. `foreseen`: figures on the sources of predictions."""
+    - `replicas`: the replicas that this node keeps for others. `parities`: its part in parity.
+    - `network`: the other nodes; None until there is one. `memory_nodes`: the reachable memory-only nodes.
+      `awaits_memory_nodes`: True while the state of some is unknown.
+    - `notice_listeners`: the sources of preemption notices. `outcome_path`: the file for a notice's outcome unless a
+      job names another; None: no file.
+    - `account`: the measured costs. `on_event`: receives each event. `alarm_scores`: figures on the sources of
+      predictions."""
 
     server: EventLoop
-    bulk: Workers
+    workers: Workers
     store: StoreClient
     heartbeat_s: float
-    taken: Callable[[Epoch], memory_plan.MemoryUse]
-    listening: NoticeListeners | None = None
-    outcome: Path | None = None
-    copies: ReplicaStore | None = None
+    memory_use: Callable[[Epoch], memory_plan.MemoryUse]
+    notice_listeners: NoticeListeners | None = None
+    outcome_path: Path | None = None
+    replicas: ReplicaStore | None = None
     network: Callable[[], PeerNetwork | None] = lambda: None
     account: Accounting = field(default_factory=Accounting)
-    told: Callable[[Event], None] = lambda event: None
-    foreseen: Callable[[], dict[str, dict[str, float]]] = dict
+    on_event: Callable[[Event], None] = lambda event: None
+    alarm_scores: Callable[[], dict[str, dict[str, float]]] = dict
     parities: ParityService | None = None
-    lenders: Callable[[], Sequence[LentMemory]] = tuple
-    awaits_lenders: Callable[[], bool] = lambda: False
+    memory_nodes: Callable[[], Sequence[LentMemory]] = tuple
+    awaits_memory_nodes: Callable[[], bool] = lambda: False
 
 
 @dataclass(slots=True)
@@ -82,10 +83,10 @@ class RankConnection:
 
     peer: AnyPeer
     pid: int
-    held: RankContents
+    contents: RankContents
 
 
-def tell(peer: AnyPeer, event: Event) -> None:
+def send_event(peer: AnyPeer, event: Event) -> None:
     """Sends an event to a trainer."""
     text = event.message[:4000].encode(errors="replace").decode()
     fields = {"t": "event", "name": event.name, "message": text, "loud": event.loud, "data": event.data}
@@ -97,9 +98,9 @@ def tell(peer: AnyPeer, event: Event) -> None:
 
 class JobContext:
     """One job. `epoch`: of this start. `claim`: the claim for the store, once the parent checkpoint is known.
-    `checkpoints`: the complete checkpoints by slot. `ranks`: all ranks; `own`: those of this node. `failed`: an
-    unexpected error in this agent, or "". After it, nothing is decided for the job any more and its ranks are
-    disconnected."""
+    `checkpoints`: the complete checkpoints by slot. `ranks`: all ranks; `local_share`: those of this node.
+    `internal_error`: an unexpected error in this agent, or "". After it, nothing is decided for the job any more and
+    its ranks are disconnected."""
 
     def __init__(
         self,
@@ -113,33 +114,35 @@ class JobContext:
         """`nodes`: the nodes of the ranks if there are several, this one first. `others`: the shares of the other
         nodes."""
         # Made first, since it fails if there are too many ranks.
-        self.own = LocalShare(world, services.bulk, lambda: services.taken(epoch))
-        self.ranks: LocalShare | AllShares = AllShares(self.own, others, nodes[0].name) if nodes else self.own
+        self.local_share = LocalShare(world, services.workers, lambda: services.memory_use(epoch))
+        self.ranks: LocalShare | AllShares = (
+            AllShares(self.local_share, others, nodes[0].name) if nodes else self.local_share
+        )
         self.nodes = nodes
         self.epoch = epoch
         self.world = world
         self.launch = launch
-        self.failed = ""
-        self.taken_over = False  # from an agent that has died
+        self.internal_error = ""
+        self.is_taken_over = False  # from an agent that has died
         # Whether other nodes must be surveyed for the parent checkpoint, which only they know of.
-        self.asks_for_former = False
-        self.group = Scheduler(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
-        self.group.one_page = len(nodes) <= 1
-        self.protection: ReplicationManager | None = None  # None for a single node
+        self.needs_restart_survey = False
+        self.scheduler = Scheduler(world, Every(seconds=600), random.randrange(1, ATTEMPT_MAX))
+        self.scheduler.is_single_node = len(nodes) <= 1
+        self.replication_manager: ReplicationManager | None = None  # None for a single node
         self.claim: Claim | None = None
         self.options = JobOptions()
-        self.learning: CostModel | None = None  # once rank 0 has sent the policy
+        self.cost_model: CostModel | None = None  # once rank 0 has sent the policy
         # Whether the cost model sets the intervals. If not, it still learns for later starts.
         self.is_adaptive = False
-        self.outcome_path = services.outcome
+        self.outcome_path = services.outcome_path
         self.checkpoints: dict[int, MemoryCheckpoint] = {}
         self.plan: memory_plan.MemoryPlan | None = None
         self._services = services
         self._members: dict[int, RankConnection] = {}
-        self._dropped = False
+        self._is_dropped = False
 
     def supersede(self, by: str) -> None:
-        self.group.supersede(by)
+        self.scheduler.supersede(by)
 
     def guard(self, what: Callable[[], T]) -> T | None:
         """Runs `what` and returns its result. An exception ends this job in this agent, and no other job. The error is
@@ -148,42 +151,44 @@ class JobContext:
         try:
             return what()
         except Exception as exc:
-            if self.failed:
+            if self.internal_error:
                 return None
-            self.failed = f"{type(exc).__name__}: {exc}"[:MESSAGE_MAX]
+            self.internal_error = f"{type(exc).__name__}: {exc}"[:MESSAGE_MAX]
             log.exception("epoch %s failed in the agent", self.epoch)
-            self.emit("job.failed", f"the agent made a mistake and cannot go on with this job: {self.failed}", True)
+            self.emit(
+                "job.failed", f"the agent made a mistake and cannot go on with this job: {self.internal_error}", True
+            )
             for member in self._members.values():
-                member.peer.lose()
+                member.peer.disconnect()
             return None
 
     def _run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        self._services.bulk.run(lane, work, lambda done: self.guard(lambda: then(done)))
+        self._services.workers.run(lane, work, lambda done: self.guard(lambda: then(done)))
 
-    def _guarded(self, then: Callable[P, T]) -> Callable[P, T | None]:
+    def _guard_callback(self, then: Callable[P, T]) -> Callable[P, T | None]:
         return lambda *given, **named: self.guard(lambda: then(*given, **named))
 
-    def _later(self, delay_s: float, what: Callable[[], None]) -> None:
-        self._services.server.later(delay_s, lambda: self.guard(what))
+    def _call_later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self._services.server.call_later(delay_s, lambda: self.guard(what))
 
     def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
         """Emits an event and sends it to the lowest connected rank: one rank is enough."""
-        members = [member for _, member in sorted(self._members.items()) if member.peer.open]
+        members = [member for _, member in sorted(self._members.items()) if member.peer.is_open]
         log.log(logging.WARNING if loud else logging.INFO, "%s", message, extra={"told": bool(members)})
-        self._services.told(Event(name, message, loud, {"epoch": str(self.epoch), **(data or {})}))
+        self._services.on_event(Event(name, message, loud, {"epoch": str(self.epoch), **(data or {})}))
         if members:
-            tell(members[0].peer, Event(name, message, loud, data or {}))
+            send_event(members[0].peer, Event(name, message, loud, data or {}))
 
-    def follow_learning(self) -> None:
+    def apply_cost_model(self) -> None:
         """Has the cost model choose the save intervals, unless the user fixed them, and applies them from now on."""
-        assert self.learning is not None
-        before, now_s = self.learning.decision, time.monotonic()
+        assert self.cost_model is not None
+        before, now_s = self.cost_model.decision, time.monotonic()
         if not self.is_adaptive:
-            self.learning.ran(now_s)
+            self.cost_model.record_run_time(now_s)
             return
-        self.learning.slots = self.group.slots_in_use
-        decision = self.learning.decide(now_s)
-        self.group.paced(decision.local_s, decision.store_s, now_s)
+        self.cost_model.slots = self.scheduler.slot_limit
+        decision = self.cost_model.decide(now_s)
+        self.scheduler.set_intervals(decision.local_s, decision.store_s, now_s)
         if (decision.local_s, decision.snapshots) != (before.local_s, before.snapshots):
             facts = {
                 "local_s": decision.local_s,
@@ -191,6 +196,6 @@ class JobContext:
                 "local_by": decision.local_by,
                 "store_by": decision.store_by,
                 "overhead": decision.overhead,
-                "unmet": list(decision.unmet),
+                "unmet": list(decision.unmet_limits),
             }
             self.emit("policy.changed", decision.explain(), data=facts)

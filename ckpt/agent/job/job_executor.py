@@ -18,30 +18,30 @@ from ckpt.agent.runtime import memory_plan, memory_report
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.division import Division, make_division
-from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, put_together
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, assemble_checkpoint
 from ckpt.agent.snapshots.replica_check import ReplicaCheck
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.memory_pressure import PERIOD_S
-from ckpt.agent.state.replica_state import OUTDONE, ROOMLESS, UNKEPT
-from ckpt.agent.state.retention_rule import outlived
+from ckpt.agent.state.replica_state import NO_PEER_MEMORY, NO_PEER_ROOM, SUPERSEDED
+from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.ipc import outcome_file
 from ckpt.ipc.control_page import SLOTS_MAX
 from ckpt.placement.placement import Kept
-from ckpt.types import Identity, Tick, counted
+from ckpt.types import Identity, Version, format_count
 
 if TYPE_CHECKING:
     from ckpt.agent.replication.survey import SafeCheckpoint
 
-AWAIT_S = 0.2  # between checks whether all memory-only nodes have answered
-FULL_S = 60.0  # after an allocation failed, until memory is planned again
+MEMORY_NODES_POLL_S = 0.2  # between checks whether all memory-only nodes have answered
+REPLAN_PAUSE_S = 60.0  # after an allocation failed, until memory is planned again
 # A slot in use gives way to replicas after this time without room for them: room may come back sooner.
-SHORT_S = 60.0
-AGAIN_S = 600.0  # until a slot that gave way may come back
-PARTS = 8  # a change of free memory below this part of a slot is no reason to plan anew
+SLOT_YIELD_S = 60.0
+SLOT_RETURN_S = 600.0  # until a slot that gave way may come back
+FREE_PARTS = 8  # a change of free memory below this part of a slot is no reason to plan anew
 # Ranks change their layouts at the same step, but their reports arrive one after the other.
-MIXED_S = 1.0
+LAYOUTS_WAIT_S = 1.0
 
 
 class JobExecutor(JobCommits):
@@ -50,57 +50,57 @@ class JobExecutor(JobCommits):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._division: Division | None = None
-        self._mixed = False  # a division waits for other ranks' layouts of the same version
-        self._disagreed: set[str] = set()
-        self._planned_parts: dict[str, int] = {}  # see `_parts_free`
-        self._not_before_s = -math.inf  # memory is not planned again before this time
-        self._patience_s = PERIOD_S  # from a plan that finds nothing new until the next one
+        self._awaits_layouts = False  # a division waits for other ranks' layouts of the same version
+        self._reported_differing: set[str] = set()
+        self._planned_free_parts: dict[str, int] = {}  # see `_free_parts_by_node`
+        self._next_plan_s = -math.inf  # memory is not planned again before this time
+        self._plan_backoff_s = PERIOD_S  # from a plan that finds nothing new until the next one
         # Since when some node's part has had no replica. It restarts when another part loses its replica.
-        self._short_since_s = math.inf
-        self._fewer_until_s = -math.inf  # until then a slot gives way to replicas
-        self._least_slots = SLOTS_MAX  # the smallest number of slots that was reported as available
-        self._told_copies: dict[str, int] = {}  # by node: bytes of other nodes' replicas, as reported
-        self._told_placed = False  # whether a placement was reported
+        self._replica_short_since_s = math.inf
+        self._slot_yields_until_s = -math.inf  # until then a slot gives way to replicas
+        self._reported_slots_min = SLOTS_MAX  # the smallest number of slots that was reported as available
+        self._reported_replica_bytes: dict[str, int] = {}  # by node: bytes of other nodes' replicas, as reported
+        self._has_reported_placement = False  # whether a placement was reported
         # Other nodes were told that no replicas are kept, and no replication has begun since.
-        self._unkept = False
-        self._distrusted: set[str] = set()  # tensors that ceased to be replicas
-        self._comparing = ReplicaCheck()
+        self._has_released_replicas = False
+        self._diverged_tensors: set[str] = set()  # tensors that ceased to be replicas
+        self._replica_check = ReplicaCheck()
 
-    def _act(self, action: do.Action) -> None:
+    def _execute_action(self, action: do.Action) -> None:
         match action:
             case do.SetWord(slot, word):
                 self.ranks.announce(slot, word)
             case do.SetVerdict(number):
-                self.ranks.leave(number)
+                self.ranks.announce_verdict(number)
             case do.Divide():
                 self._divide()
             case do.MakeArenas(slot, sizes):
                 self._make_arenas(slot, sizes)
             case do.OfferSlot(slot):
-                self.ranks.offer(slot, self.group.division)
+                self.ranks.offer_slot(slot, self.scheduler.division)
             case do.CloseArenas(slot):
                 self.ranks.close_arenas(slot)
-            case do.Assemble(slot, number, tick):
-                self._assemble(slot, number, tick)
-            case do.Replicate(slot, _, tick):
-                self._replicate(slot, Identity(self.epoch, tick))
+            case do.Assemble(slot, number, version):
+                self._assemble(slot, number, version)
+            case do.Replicate(slot, _, version):
+                self._replicate(slot, Identity(self.epoch, version))
             case do.Commit(slot):
                 self._commit(slot)
-            case do.GiveUp():
-                self._give_up_commit()
-            case do.Recycle(slot):
+            case do.StopCommit():
+                self._cancel_commit()
+            case do.ClearSlot(slot):
                 self.checkpoints.pop(slot, None)
-            case do.ReplicaDegraded(tick):
-                self._unprotect(tick, "its memory is needed, since copies of newer ones have failed")
-            case do.Unkeep():
-                self._unkeep()
+            case do.ReplicaDegraded(version):
+                self._report_degraded(version, "its memory is needed, since copies of newer ones have failed")
+            case do.DropReplicas():
+                self._release_replicas()
             case do.AnswerRequest((peer, request_id), body):
                 peer.reply(request_id, body)
             case do.Refuse((peer, request_id), kind, message):
                 peer.send({"t": "error", "id": request_id, "kind": kind, "message": message})
             case do.ReportProgress((peer, request_id)):
                 peer.send({"t": "moving", "id": request_id})
-            case do.Tell(body):
+            case do.NotifyRanks(body):
                 for member in self._members.values():
                     member.peer.send(body)
             case do.Emit(name, message, loud, data):
@@ -108,60 +108,66 @@ class JobExecutor(JobCommits):
             case do.WriteOutcome(body):
                 self._write_outcome(body)
             case do.Acknowledge(source, key, node):
-                self._acknowledge(source, key, node)
-            case do.LeftBy(source, key, node):
-                self._left_by(source, key, node)
+                self._acknowledge_notice(source, key, node)
+            case do.RecordExit(source, key, node):
+                self._mark_notice_answered(source, key, node)
             case do.Close(reason):
-                self._close(reason)
+                self._close_epoch(reason)
 
     def _divide(self, patient: bool = True) -> None:
         """Makes a new division. If ranks report layouts of different versions, it waits MIXED_S for the other ranks'
         reports."""
-        self._mixed = patient and self._is_mixed()
-        if self._mixed:
-            self._later(MIXED_S, lambda: self._divide(False) if self._mixed else None)
+        self._awaits_layouts = patient and self._has_mixed_layouts()
+        if self._awaits_layouts:
+            self._call_later(LAYOUTS_WAIT_S, lambda: self._divide(False) if self._awaits_layouts else None)
             return
-        version, before = self.group.layouts_version, self._division
-        ranks = [self._members[rank].held for rank in range(self.world)]
-        distrusted = frozenset(self._distrusted)
+        layouts_version, before = self.scheduler.layouts_version, self._division
+        ranks = [self._members[rank].contents for rank in range(self.world)]
+        distrusted = frozenset(self._diverged_tensors)
         self._run(
-            Lane.MEMORY, lambda: make_division(ranks, before, distrusted), lambda done: self._divided(version, done)
+            Lane.MEMORY,
+            lambda: make_division(ranks, before, distrusted),
+            lambda done: self._on_division_done(layouts_version, done),
         )
 
-    def _divided(self, version: int, done: Future[Division]) -> None:
-        if self._dropped:
+    def _on_division_done(self, layouts_version: int, done: Future[Division]) -> None:
+        if self._is_dropped:
             return
         if error := failure(done):
             self.emit("division.failed", f"the state cannot be divided among the ranks: {error}", True)
-            self.group.unplannable(version, error)
+            self.scheduler.record_division_failure(layouts_version, error)
             return
         division = done.result()
         sizes = dict(enumerate(division.arena_bytes))
 
         def measured(plan: memory_plan.MemoryPlan | None, error: str) -> None:
-            self._measured(version, division, plan, error)
+            self._on_memory_measured(layouts_version, division, plan, error)
 
-        slots = memory_plan.slots_for(self.group.policy)
-        self.ranks.measure(sizes, slots, self.options.limits.memory, self._guarded(measured))
+        slots = memory_plan.slots_for(self.scheduler.policy)
+        self.ranks.plan_memory(sizes, slots, self.options.limits.memory, self._guard_callback(measured))
 
-    def _measured(self, version: int, division: Division, plan: memory_plan.MemoryPlan | None, error: str) -> None:
+    def _on_memory_measured(
+        self, layouts_version: int, division: Division, plan: memory_plan.MemoryPlan | None, error: str
+    ) -> None:
         if plan is None:
-            self.group.unplannable(version, f"the memory for it cannot be planned: {error}")
+            self.scheduler.record_division_failure(layouts_version, f"the memory for it cannot be planned: {error}")
             return
-        slots = self._place(division, plan.slots)
+        slots = self._place_replicas(division, plan.slots)
         if slots != plan.slots:
             plan = replace(plan, slots=slots)
-        if not self.group.planned(version, division.id, division.arena_bytes, plan.slots):
+        if not self.scheduler.record_division(layouts_version, division.id, division.arena_bytes, plan.slots):
             return
-        if division.differing and (self._division is None or division.differing != self._division.differing):
-            names = ", ".join(sorted(division.differing)[:5])
-            tensors = counted(len(division.differing), "tensor")
+        if division.differing_tensors and (
+            self._division is None or division.differing_tensors != self._division.differing_tensors
+        ):
+            names = ", ".join(sorted(division.differing_tensors)[:5])
+            tensors = format_count(len(division.differing_tensors), "tensor")
             text = f"{tensors} of one name, with different values on the ranks: saved per rank"
-            self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing)[:100]})
-        self.plan_soon()
+            self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing_tensors)[:100]})
+        self.request_replan()
         before, self.plan, self._division = self.plan, plan, division
-        self._planned_parts = self._parts_free(plan)
-        self._tell_memory(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
+        self._planned_free_parts = self._free_parts_by_node(plan)
+        self._report_memory(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
         for rank in self._members:
             fields = {
                 "t": "plan",
@@ -169,96 +175,110 @@ class JobExecutor(JobCommits):
                 "frame_bytes": division.frame_bytes,
                 "arena_bytes": division.arena_bytes[rank],
             }
-            self.ranks.send(rank, fields, division.plans[rank])
+            self.ranks.send(rank, fields, division.encoded_plans[rank])
 
     @property
-    def is_cramped(self) -> bool:
+    def is_short_of_memory(self) -> bool:
         """True if the job has fewer slots or replicas than it wants."""
-        group, protection = self.group, self.protection
-        if self.plan is None or not group.is_planned or group.superseded_by or group.all_gone:
+        group, replication_manager = self.scheduler, self.replication_manager
+        if self.plan is None or not group.has_division or group.superseded_by or group.all_gone:
             return False  # in these cases memory is planned anew anyway
-        is_kept = group.is_kept_whole and not group.copies_fail
-        unkept = protection is not None and protection.is_wanted and not is_kept
-        return unkept or group.slots_in_use < self.plan.wanted
+        is_kept = group.is_placement_complete and not group.is_replication_failing
+        unkept = replication_manager is not None and replication_manager.is_requested and not is_kept
+        return unkept or group.slot_limit < self.plan.wanted
 
-    def _parts_free(self, plan: memory_plan.MemoryPlan) -> dict[str, int]:
+    def _free_parts_by_node(self, plan: memory_plan.MemoryPlan) -> dict[str, int]:
         """By node: the free memory for this job when it was last measured, in units of a PARTS-th of a slot."""
         plans = self.ranks.plans_by_name() if isinstance(self.ranks, AllShares) else {"": plan}
-        return {name: each.left_bytes(0) * PARTS // max(1, each.slot_bytes) for name, each in plans.items()}
+        return {name: each.replica_bytes_max(0) * FREE_PARTS // max(1, each.slot_bytes) for name, each in plans.items()}
 
-    def plan_again(self) -> None:
+    def replan_memory(self) -> None:
         """Plans the memory of the same division again, since the free memory may have changed. More memory may be free
         once earlier starts' checkpoints or other processes are gone. Less may be free if replication fails; the
         placement is then decided anew. If there was no room for replicas for SHORT_S, a third slot gives way. While
         nothing changes, other nodes are asked less and less often."""
-        division, version, now_s = self._division, self.group.layouts_version, time.monotonic()
-        if now_s < self._not_before_s:
+        division, layouts_version, now_s = self._division, self.scheduler.layouts_version, time.monotonic()
+        if now_s < self._next_plan_s:
             return
-        if self._fewer_until_s <= now_s and self._fewer_until_s > -math.inf:
-            self._fewer_until_s, self._planned_parts = -math.inf, {}
+        if self._slot_yields_until_s <= now_s and self._slot_yields_until_s > -math.inf:
+            self._slot_yields_until_s, self._planned_free_parts = -math.inf, {}
         if len(self.nodes) > 1:
-            self._not_before_s, self._patience_s = now_s + self._patience_s, min(2 * self._patience_s, FULL_S)
+            self._next_plan_s, self._plan_backoff_s = (
+                now_s + self._plan_backoff_s,
+                min(2 * self._plan_backoff_s, REPLAN_PAUSE_S),
+            )
 
         def measured(plan: memory_plan.MemoryPlan | None, error: str) -> None:
             if plan is None or division is None or self._division is not division:
                 return
-            if version != self.group.layouts_version:
+            if layouts_version != self.scheduler.layouts_version:
                 return  # the new layouts are planned anyway
-            parts = self._parts_free(plan)
-            is_more = any(count > self._planned_parts.get(name, -1) for name, count in parts.items())
-            gives_way = now_s >= self._short_since_s + SHORT_S and not self.group.store_fails
-            if not (is_more or gives_way) and (parts == self._planned_parts or not self.group.copies_fail):
+            parts = self._free_parts_by_node(plan)
+            is_more = any(count > self._planned_free_parts.get(name, -1) for name, count in parts.items())
+            gives_way = now_s >= self._replica_short_since_s + SLOT_YIELD_S and not self.scheduler.is_commit_failing
+            if not (is_more or gives_way) and (
+                parts == self._planned_free_parts or not self.scheduler.is_replication_failing
+            ):
                 return
-            self._planned_parts = parts
-            used = self.group.slots_in_use
-            slots = self._place(division, max(plan.slots, used), used, gives_way)
+            self._planned_free_parts = parts
+            used = self.scheduler.slot_limit
+            slots = self._place_replicas(division, max(plan.slots, used), used, gives_way)
             if slots < used:
-                self._fewer_until_s = now_s + AGAIN_S
+                self._slot_yields_until_s = now_s + SLOT_RETURN_S
             self.plan = replace(plan, slots=slots, wanted=(self.plan or plan).wanted)
-            self.group.use_slots(slots)
-            self._tell_memory(slots != used)
+            self.scheduler.set_slot_limit(slots)
+            self._report_memory(slots != used)
 
         if division is not None:
-            most = SLOTS_MIN if now_s < self._fewer_until_s else memory_plan.slots_for(self.group.policy)
+            most = SLOTS_MIN if now_s < self._slot_yields_until_s else memory_plan.slots_for(self.scheduler.policy)
             sizes = dict(enumerate(division.arena_bytes))
-            self.ranks.measure(sizes, most, self.options.limits.memory, self._guarded(measured))
+            self.ranks.plan_memory(sizes, most, self.options.limits.memory, self._guard_callback(measured))
 
-    def plan_soon(self) -> None:
+    def request_replan(self) -> None:
         """Has the memory planned again without delay, since more may be free now."""
-        self._not_before_s, self._patience_s = -math.inf, PERIOD_S
+        self._next_plan_s, self._plan_backoff_s = -math.inf, PERIOD_S
 
-    def _place(self, division: Division, slots: int, used: int = 0, gives_way: bool = False) -> int:
+    def _place_replicas(self, division: Division, slots: int, used: int = 0, gives_way: bool = False) -> int:
         """Decides the placement of replicas; returns how many of `slots` remain beside them. `used`: slots already in
         use. `gives_way`: one of those may go for replicas, once it holds nothing needed."""
-        nodes, protection = self.ranks, self.protection
-        if protection is None or not isinstance(nodes, AllShares):
+        nodes, replication_manager = self.ranks, self.replication_manager
+        if replication_manager is None or not isinstance(nodes, AllShares):
             return slots
-        before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
-        kept_before = outlived(protection.kept)
-        slots = protection.place(sizes, nodes.plans_by_name(), used, gives_way)
-        self.group.replicates, self.group.kept = protection.protects, protection.kept
-        self.group.wants_copies = protection.is_wanted
-        is_whole = self.group.is_kept_whole
-        is_short = protection.is_wanted and not is_whole
+        before, sizes = replication_manager.placement_fields(), nodes.sum_by_node(dict(enumerate(division.arena_bytes)))
+        kept_before = surviving_nodes(replication_manager.holders_by_node)
+        slots = replication_manager.update_placement(sizes, nodes.plans_by_name(), used, gives_way)
+        self.scheduler.is_replication_on, self.scheduler.placement = (
+            replication_manager.has_holders,
+            replication_manager.holders_by_node,
+        )
+        self.scheduler.is_replication_wanted = replication_manager.is_requested
+        is_whole = self.scheduler.is_placement_complete
+        is_short = replication_manager.is_requested and not is_whole
         # If a node's part has lost its replica, the shortage is a new one and counts from now.
-        since_s = self._short_since_s if kept_before <= outlived(protection.kept) else math.inf
-        self._short_since_s = min(since_s, time.monotonic()) if is_short else math.inf
-        if self.learning is not None and self.learning.peers != is_whole:
-            self.learning.peers = is_whole
-            self.follow_learning()
-        if protection.table() != before or (protection.is_wanted and not self._told_placed):
-            self._told_placed = True
-            loud = bool(protection.warnings) or not (is_whole or protection.is_alone)
-            self.emit("replication.placed", protection.describe(), loud, protection.shown())
+        since_s = (
+            self._replica_short_since_s
+            if kept_before <= surviving_nodes(replication_manager.holders_by_node)
+            else math.inf
+        )
+        self._replica_short_since_s = min(since_s, time.monotonic()) if is_short else math.inf
+        if self.cost_model is not None and self.cost_model.has_replicas != is_whole:
+            self.cost_model.has_replicas = is_whole
+            self.apply_cost_model()
+        if replication_manager.placement_fields() != before or (
+            replication_manager.is_requested and not self._has_reported_placement
+        ):
+            self._has_reported_placement = True
+            loud = bool(replication_manager.warnings) or not (is_whole or replication_manager.is_alone)
+            self.emit("replication.placed", replication_manager.describe(), loud, replication_manager.status_fields())
         return slots
 
-    def place_again(self) -> None:
+    def replan_placement(self) -> None:
         """Decides the placement anew for the present slots, since the nodes that can keep replicas have changed."""
-        if self._division is not None and self.group.slots_in_use:
-            # Less may be free now than was planned with, so the next `plan_again` must act.
-            self._planned_parts = {}
-            self._place(self._division, self.group.slots_in_use, self.group.slots_in_use)
-            self._tell_memory(False)
+        if self._division is not None and self.scheduler.slot_limit:
+            # Less may be free now than was planned with, so the next `replan_memory` must act.
+            self._planned_free_parts = {}
+            self._place_replicas(self._division, self.scheduler.slot_limit, self.scheduler.slot_limit)
+            self._report_memory(False)
 
     def memory_table(self) -> dict[str, Any] | None:
         """The memory table of all nodes; None: not planned yet."""
@@ -269,16 +289,16 @@ class JobExecutor(JobCommits):
         if isinstance(nodes, AllShares):
             found = nodes.plans_by_name()
             plans = {node.name: found[node.name] for node in self.nodes if node.name in found}
-        peers = self.protection.table() if self.protection is not None else None
-        return {**plan.table(), **memory_report.table(plans, plan.slots, peers)}
+        peers = self.replication_manager.placement_fields() if self.replication_manager is not None else None
+        return {**plan.table(), **memory_report.make_table(plans, plan.slots, peers)}
 
-    def _tell_memory(self, changed: bool) -> None:
+    def _report_memory(self, changed: bool) -> None:
         """Reports the memory plan if the slots changed (`changed`), or the memory for other nodes' replicas did."""
         table = self.memory_table()
         if table is None or self.plan is None:
             return
         copies = {row["node"]: row["copies_bytes"] for row in table["nodes"]}
-        if changed or copies != self._told_copies:
+        if changed or copies != self._reported_replica_bytes:
             most = max(copies.values(), default=0)
             more = f"; up to {most >> 20:,} MiB for other nodes" if most else ""
             more += "" if self.plan.slots else "; nothing is saved until one fits: free memory, or save less"
@@ -288,32 +308,36 @@ class JobExecutor(JobCommits):
                 self.plan.slots < min(memory_plan.SLOTS, self.plan.wanted),
                 table,
             )
-        self._told_copies = copies
+        self._reported_replica_bytes = copies
 
     def _replicate(self, slot: int, identity: Identity) -> None:
-        protection = self.protection
-        assert protection is not None  # else nothing is replicated
+        replication_manager = self.replication_manager
+        assert replication_manager is not None  # else nothing is replicated
         began_s = time.monotonic()
 
         def ended(error: str, found: bool = False) -> bool:
             """True if peers may drop older replicas now. `found`: the version was replicated already, and nothing was
             copied."""
             now_s = time.monotonic()
-            why_not, seconds = self.group.replicated(slot, error, now_s), now_s - began_s
+            why_not, seconds = self.scheduler.record_replication(slot, error, now_s), now_s - began_s
             if why_not:
-                text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
-                loud = why_not not in (UNKEPT, ROOMLESS, OUTDONE)  # the placement reported these, or nothing is lost
+                text = f"step {identity.version.step} is not in other nodes' memory: {why_not}"
+                loud = why_not not in (
+                    NO_PEER_MEMORY,
+                    NO_PEER_ROOM,
+                    SUPERSEDED,
+                )  # the placement reported these, or nothing is lost
                 self.emit("replication.failed", text, loud, {"identity": str(identity)})
-                return self.group.lets_older_go(why_not)
-            if self.learning is not None and not found:
-                self.learning.replicated(seconds)
+                return self.scheduler.can_drop_older(why_not)
+            if self.cost_model is not None and not found:
+                self.cost_model.record_replication(seconds)
             made = self.checkpoints.get(slot)
             count = int(made.manifest.frames["length"].sum()) if made is not None else 0
-            self._services.account.replicated(self.epoch, identity.tick, count)
+            self._services.account.record_replication(self.epoch, identity.version, count)
             facts = {"identity": str(identity), "seconds": seconds}
             self.emit(
                 "replication.done",
-                f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s",
+                f"step {identity.version.step} is in other nodes' memory after {seconds:.2f} s",
                 data=facts,
             )
             return True
@@ -325,139 +349,146 @@ class JobExecutor(JobCommits):
             newest, kept = found.newest, []
             for node in self.nodes if newest is not None else ():
                 name = "" if node is self.nodes[0] else node.name
-                kept.append(Kept(name, max(0, min(found.outlives[rank] for rank in node.ranks))))
-            is_so = self.group.found_safe(newest.tick if newest is not None else None, kept, found.whole == newest)
-            if is_so and found.whole is not None and self.group.is_kept_whole:
-                self._services.account.found("peer", self.epoch, found.whole.tick)
+                kept.append(Kept(name, max(0, min(found.survived_losses[rank] for rank in node.ranks))))
+            is_so = self.scheduler.record_survey(
+                newest.version if newest is not None else None, kept, found.fully_replicated == newest
+            )
+            if is_so and found.fully_replicated is not None and self.scheduler.is_placement_complete:
+                self._services.account.record_found("peer", self.epoch, found.fully_replicated.version)
             self._replicate(slot, identity)
 
-        if self.group.unsure and self._services.awaits_lenders():
-            self._later(AWAIT_S, lambda: self._replicate(slot, identity))
+        if self.scheduler.is_survey_pending and self._services.awaits_memory_nodes():
+            self._call_later(MEMORY_NODES_POLL_S, lambda: self._replicate(slot, identity))
             return
-        if self.group.unsure:
-            tick = self.group.safe_tick
-            safe = Identity(self.epoch, tick) if tick is not None else None
+        if self.scheduler.is_survey_pending:
+            version = self.scheduler.replicated_version
+            safe = Identity(self.epoch, version) if version is not None else None
             held = [made.identity for made in self.checkpoints.values()]
-            protection.find_safe(self.epoch, safe, held, self.world, self._guarded(found_safe))
+            replication_manager.find_replicated(self.epoch, safe, held, self.world, self._guard_callback(found_safe))
             return
-        why_not = self.group.why_not_copied(identity.tick)
+        why_not = self.scheduler.why_not_replicated(identity.version)
         if why_not is not None:
             ended(why_not, found=True)
             return
-        own, stays = dict(self.own.arenas.get(slot, {})), self.group.stays_tick
+        own, stays = dict(self.local_share.arenas.get(slot, {})), self.scheduler.retained_version
         safe = Identity(self.epoch, stays) if stays is not None else None
-        self._unkept = False
-        protection.replicate(identity, safe, own, self._guarded(ended), self.group.safe_needed)
+        self._has_released_replicas = False
+        replication_manager.replicate(
+            identity, safe, own, self._guard_callback(ended), self.scheduler.retained_placement
+        )
 
-    def _unprotect(self, tick: Tick, why: str) -> None:
+    def _report_degraded(self, version: Version, why: str) -> None:
         """Reports that this version no longer meets the replication target, if it was reported as replicated."""
-        account, identity = self._services.account, Identity(self.epoch, tick)
-        if "peer" not in account.safe or account.safe["peer"][0] != tick:
+        account, identity = self._services.account, Identity(self.epoch, version)
+        if "peer" not in account.newest_by_level or account.newest_by_level["peer"][0] != version:
             return
-        account.unprotected()
-        text = f"step {tick.step} has fewer copies in other nodes' memory than was asked for: {why}"
+        account.clear_replicated()
+        text = f"step {version.step} has fewer copies in other nodes' memory than was asked for: {why}"
         self.emit("replica.lost", text, True, {"identity": str(identity)})
 
-    def _unkeep(self) -> None:
-        network, copies = self._services.network(), self._services.copies
+    def _release_replicas(self) -> None:
+        network, copies = self._services.network(), self._services.replicas
         assert network is not None  # else no replica was ever kept
         assert copies is not None
         try:
-            copies.unkeep(self.epoch)
+            copies.evict_epoch(self.epoch)
         except AgentError:  # a start surveys this node: its replicas stay
             return
-        self._unkept = True
-        for node in (*self.nodes[1:], *(each.node for each in self._services.lenders())):
-            network.tell(node.name, {"t": "unkeep", "epoch": str(self.epoch)})
+        self._has_released_replicas = True
+        for node in (*self.nodes[1:], *(each.node for each in self._services.memory_nodes())):
+            network.notify(node.name, {"t": "unkeep", "epoch": str(self.epoch)})
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:
             if not error:
-                self.group.made(slot, tuple(sizes_made[rank] for rank in range(self.world)))
-            elif self.group.needs(slot, sizes):
-                self._fewer(slot, error)
+                self.scheduler.record_arenas(slot, tuple(sizes_made[rank] for rank in range(self.world)))
+            elif self.scheduler.needs_arenas(slot, sizes):
+                self._reduce_slots(slot, error)
             else:  # these sizes are no longer needed
-                self.group.made(slot, ())
+                self.scheduler.record_arenas(slot, ())
 
-        self.ranks.make(slot, dict(enumerate(sizes)), self._guarded(made))
+        self.ranks.make_arenas(slot, dict(enumerate(sizes)), self._guard_callback(made))
 
-    def _fewer(self, slot: int, why: str) -> None:
-        had = self.group.slots_had
-        message = f"there is no memory for slot {slot} ({why}); in use: {counted(had, 'slot')}"
-        self.emit("memory.short", message, had < self._least_slots)
-        self._least_slots = min(had, self._least_slots)
-        self._not_before_s, self._planned_parts = time.monotonic() + FULL_S, {}  # less was free than planned
-        self.group.fewer_slots(had, f"not one arena fits into memory: {why}; free memory, or save less")
-        self.group.made(slot, ())
+    def _reduce_slots(self, slot: int, why: str) -> None:
+        had = self.scheduler.usable_slot_count
+        message = f"there is no memory for slot {slot} ({why}); in use: {format_count(had, 'slot')}"
+        self.emit("memory.short", message, had < self._reported_slots_min)
+        self._reported_slots_min = min(had, self._reported_slots_min)
+        self._next_plan_s, self._planned_free_parts = (
+            time.monotonic() + REPLAN_PAUSE_S,
+            {},
+        )  # less was free than planned
+        self.scheduler.limit_slots(had, f"not one arena fits into memory: {why}; free memory, or save less")
+        self.scheduler.record_arenas(slot, ())
 
-    def _assemble(self, slot: int, number: int, tick: Tick) -> None:
-        identity = Identity(self.epoch, tick)
-        round_ = self.group.slots[slot].round
-        if round_ is not None:
-            self._services.account.staged(time.monotonic(), tick, max(round_.staged.values()))
-        if self.learning is not None and round_ is not None:
-            self.learning.stalled(max(round_.staged.values()), tick.step + 1)
-            self.follow_learning()
+    def _assemble(self, slot: int, number: int, version: Version) -> None:
+        identity = Identity(self.epoch, version)
+        attempt = self.scheduler.slots[slot].attempt
+        if attempt is not None:
+            self._services.account.record_staging(time.monotonic(), version, max(attempt.staged_ranks.values()))
+        if self.cost_model is not None and attempt is not None:
+            self.cost_model.record_stall(max(attempt.staged_ranks.values()), version.step + 1)
+            self.apply_cost_model()
 
         def read(parts: list[StagedPart], error: str) -> None:
             if error:
-                self.group.assembled(slot, number, error)
+                self.scheduler.record_assembly(slot, number, error)
                 return
             arenas = self.ranks.arenas[slot]
             self._run(
                 Lane.MEMORY,
-                lambda: put_together(identity, parts, arenas),
-                lambda done: self._assembled(slot, number, done),
+                lambda: assemble_checkpoint(identity, parts, arenas),
+                lambda done: self._on_assembled(slot, number, done),
             )
 
-        self.ranks.read(slot, identity, self._guarded(read))
+        self.ranks.hash_snapshots(slot, identity, self._guard_callback(read))
 
-    def _assembled(self, slot: int, number: int, done: Future[MemoryCheckpoint]) -> None:
+    def _on_assembled(self, slot: int, number: int, done: Future[MemoryCheckpoint]) -> None:
         error = failure(done)
         if not error:
             made = done.result()
             self.checkpoints[slot] = made
-            tick, count = made.identity.tick, int(made.manifest.frames["length"].sum())
-            self._services.account.complete(self.epoch, tick, count)
-            text, facts = f"step {tick.step} is whole in memory", {"identity": str(made.identity), "bytes": count}
-            self._services.told(Event("snapshot.done", text, data=facts))
-            if set(made.disagreed) - self._disagreed:
-                self._disagreed.update(made.disagreed)
-                text = f"{counted(len(made.disagreed), 'tensor')} turned out to differ between the ranks"
-                names = ", ".join(made.disagreed[:5])
+            version, count = made.identity.version, int(made.manifest.frames["length"].sum())
+            self._services.account.record_completion(self.epoch, version, count)
+            text, facts = f"step {version.step} is whole in memory", {"identity": str(made.identity), "bytes": count}
+            self._services.on_event(Event("snapshot.done", text, data=facts))
+            if set(made.differing_tensors) - self._reported_differing:
+                self._reported_differing.update(made.differing_tensors)
+                text = f"{format_count(len(made.differing_tensors), 'tensor')} turned out to differ between the ranks"
+                names = ", ".join(made.differing_tensors[:5])
                 self.emit("snapshot.differs", f"{text}, saved per rank: {names}", True)
-        self.group.assembled(slot, number, error)
+        self.scheduler.record_assembly(slot, number, error)
 
     def _write_outcome(self, body: dict[str, Any]) -> None:
         if self.outcome_path is None:
             return
         try:
-            outcome_file.write(self.outcome_path, self.epoch, self.launch, body)
+            outcome_file.write_outcome(self.outcome_path, self.epoch, self.launch, body)
         except OSError as exc:
             text = f"what was saved could not be written to {self.outcome_path}: {exc}"
             self.emit("outcome.failed", text, True, body)
 
-    def _left_by(self, source: str, key: str, node: str) -> None:
+    def _mark_notice_answered(self, source: str, key: str, node: str) -> None:
         if node and isinstance(self.ranks, AllShares):
-            self.ranks.others[node].tell({"t": "left-by", "source": source, "key": key})
-        elif self._services.listening is not None:
-            self._services.listening.left_by(source, key)
+            self.ranks.remote_shares[node].notify({"t": "left-by", "source": source, "key": key})
+        elif self._services.notice_listeners is not None:
+            self._services.notice_listeners.record_exit(source, key)
 
-    def _acknowledge(self, source: str, key: str, node: str) -> None:
+    def _acknowledge_notice(self, source: str, key: str, node: str) -> None:
         def ended(error: str) -> None:
-            self.group.acknowledged()
+            self.scheduler.record_acknowledgement()
             what = f"{source} was told that {key} may begin: the job has left, and its checkpoint is in the store"
             text = f"{source} was not told that {key} may begin: {error}" if error else what
             facts = {"source": source, "key": key, "error": error}
             self.emit("notice.unacknowledged" if error else "notice.acknowledged", text, not error, facts)
 
-        then = self._guarded(ended)
+        then = self._guard_callback(ended)
         if node and isinstance(self.ranks, AllShares):
-            self.ranks.others[node].acknowledge(source, key, then)
-        elif self._services.listening is not None:
-            self._services.listening.acknowledge(source, key, then)
+            self.ranks.remote_shares[node].acknowledge_event(source, key, then)
+        elif self._services.notice_listeners is not None:
+            self._services.notice_listeners.acknowledge_event(source, key, then)
         else:
             ended("nothing is listened to")
 
-    def _is_mixed(self) -> bool:
-        return len({member.held.tick for member in self._members.values()}) > 1
+    def _has_mixed_layouts(self) -> bool:
+        return len({member.contents.version for member in self._members.values()}) > 1

@@ -18,8 +18,8 @@ from ckpt.errors import UsageError
 from ckpt.events import Event
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
-from ckpt.ipc.node_list import NodeAt, domains_told
-from ckpt.storage.names import shown
+from ckpt.ipc.node_list import NodeAt, limit_domains
+from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 # How long a start waits for one node: as long as a node takes to see that its former coordinator is gone.
-PATIENCE_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
 CALL_S = 5.0  # between calls while a job runs
 BUSY_S = 1.0  # until a node that lends to another job is asked again
-LENDERS_MAX = 64
+MEMORY_NODES_MAX = 64
 
 Later = Callable[[float, Callable[[], None]], None]
 Answered = Callable[[Message | None, str, bool], None]
 
 
-def addresses_from(given: Any) -> tuple[Address, ...]:
+def parse_addresses(given: Any) -> tuple[Address, ...]:
     """The addresses in rank 0's message. Errors: UsageError."""
     if given is None:
         return ()
-    if not isinstance(given, list) or len(given) > LENDERS_MAX:
-        raise UsageError(f"CKPT_PEERS names more than {LENDERS_MAX} memory-only nodes")
+    if not isinstance(given, list) or len(given) > MEMORY_NODES_MAX:
+        raise UsageError(f"CKPT_PEERS names more than {MEMORY_NODES_MAX} memory-only nodes")
     return tuple(dict.fromkeys(Address.parse(str(each)) for each in given))
 
 
@@ -57,96 +57,107 @@ class MemoryNodeClients:
         tell: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
-        self._url, self._network, self._later, self._tell, self._changed = url, network, later, tell, changed
-        self.wanted: tuple[Address, ...] = ()  # of the newest job
-        self._there: dict[Address, LentMemory] = {}
-        self._why: dict[Address, str] = {}  # the error of each unreachable node
+        self._url, self._network, self._call_later, self._emit_event, self._on_change = (
+            url,
+            network,
+            later,
+            tell,
+            changed,
+        )
+        self.addresses: tuple[Address, ...] = ()  # of the newest job
+        self._reachable_by_address: dict[Address, LentMemory] = {}
+        self._errors_by_address: dict[Address, str] = {}  # the error of each unreachable node
         # Those of the unreachable nodes that were cut off just now, and may still be alive.
-        self._cut: dict[Address, object] = {}
+        self._recently_lost: dict[Address, object] = {}
         self._terms: CommitTerms | None = None  # of the job under way, once it has begun
-        self._calls = 0  # the number of the newest round of calls; older rounds stop
+        self._call_round = 0  # the number of the newest round of calls; older rounds stop
 
     @property
-    def lead(self) -> bool:
+    def is_borrowing(self) -> bool:
         """True if a job of this agent borrows memory from memory-only nodes."""
         return self._terms is not None
 
     @property
-    def awaited(self) -> bool:
+    def has_pending_nodes(self) -> bool:
         """True while it is unknown whether some node is reachable: it has not answered yet, or was cut off just now."""
-        known = {*self._there, *self._why} - self._cut.keys()
-        return self.lead and any(address not in known for address in self.wanted)
+        known = {*self._reachable_by_address, *self._errors_by_address} - self._recently_lost.keys()
+        return self.is_borrowing and any(address not in known for address in self.addresses)
 
-    def there(self) -> tuple[LentMemory, ...]:
+    def reachable_nodes(self) -> tuple[LentMemory, ...]:
         """The reachable nodes, in a fixed order; a node with several addresses appears once."""
-        by_name = {self._there[address].node.name: self._there[address] for address in sorted(self._there)}
+        by_name = {
+            self._reachable_by_address[address].node.name: self._reachable_by_address[address]
+            for address in sorted(self._reachable_by_address)
+        }
         return tuple(by_name.values())
 
     def nodes(self) -> list[NodeAt]:
-        return [each.node for each in self.there()]
+        return [each.node for each in self.reachable_nodes()]
 
     def table(self) -> list[dict[str, Any]]:
         """One row per address, for people."""
         found = []
-        for address in self.wanted:
-            lent = self._there.get(address)
+        for address in self.addresses:
+            lent = self._reachable_by_address.get(address)
             about: dict[str, Any] = {}
             if lent is not None:
                 about = {"name": lent.node.name, "lends_bytes": lent.lend_bytes, "domains": list(lent.node.domains)}
-            found.append({"address": str(address), **about, "error": self._why.get(address, "") or None})
+            found.append({"address": str(address), **about, "error": self._errors_by_address.get(address, "") or None})
         return found
 
-    def begin(self, wanted: Sequence[Address], launch: str, take_over: bool, then: Callable[..., None]) -> None:
+    def survey_nodes(self, wanted: Sequence[Address], launch: str, take_over: bool, then: Callable[..., None]) -> None:
         """Asks each node, for a start, what it holds. Calls `then(address, answer, error)` once for each address,
         within PATIENCE_S."""
-        self.end()
-        self.wanted = tuple(wanted)
-        self._there = {each: lent for each, lent in self._there.items() if each in self.wanted}
-        for address in self.wanted:
-            self._ask_start(address, {"t": "start", "launch": launch, "take_over": take_over, "url": self._url}, then)
+        self.stop_borrowing()
+        self.addresses = tuple(wanted)
+        self._reachable_by_address = {
+            each: lent for each, lent in self._reachable_by_address.items() if each in self.addresses
+        }
+        for address in self.addresses:
+            self._survey_node(address, {"t": "start", "launch": launch, "take_over": take_over, "url": self._url}, then)
 
-    def led(self, terms: CommitTerms, wanted: Sequence[Address]) -> None:
+    def begin_borrowing(self, terms: CommitTerms, wanted: Sequence[Address]) -> None:
         """The job has begun an epoch, or its coordinator is back: calls the nodes again and again until `end`."""
-        self.wanted = tuple(wanted)
+        self.addresses = tuple(wanted)
         self._terms = terms
-        self._calls += 1
-        self._call(self._calls)
+        self._call_round += 1
+        self._call_nodes(self._call_round)
 
-    def end(self) -> None:
+    def stop_borrowing(self) -> None:
         """The job is over, or another one is about to follow: stops the calls."""
         self._terms = None
-        self._calls += 1
+        self._call_round += 1
 
-    def say(self, fields: dict[str, Any]) -> None:
+    def broadcast_hint(self, fields: dict[str, Any]) -> None:
         """Sends a hint to each reachable node; it may be lost."""
         network = self._network()
-        for lent in self.there():
+        for lent in self.reachable_nodes():
             if network is not None:
-                network.tell(lent.node.name, fields)
+                network.notify(lent.node.name, fields)
 
-    def closed(self, name: str) -> bool:
+    def on_disconnect(self, name: str) -> bool:
         """The connection to that agent is gone. Returns True if the agent was one of the memory-only nodes."""
         network = self._network()
         if network is not None and network.channel(name) is not None:
             return False  # a new connection exists
-        found = [address for address, lent in self._there.items() if lent.node.name == name]
+        found = [address for address, lent in self._reachable_by_address.items() if lent.node.name == name]
         for address in found:
-            self._cut_off(address, "the connection has ended")
+            self._mark_disconnected(address, "the connection has ended")
         return bool(found)
 
-    def _cut_off(self, address: Address, why: str) -> None:
+    def _mark_disconnected(self, address: Address, why: str) -> None:
         """Marks a node as disconnected; it may still be alive."""
-        self._lose(address, why)
-        self._cut[address] = token = object()
-        self._later(PATIENCE_S, functools.partial(self._gone, address, token))
+        self._mark_unreachable(address, why)
+        self._recently_lost[address] = token = object()
+        self._call_later(ANSWER_TIMEOUT_S, functools.partial(self._forget_lost_node, address, token))
 
-    def _gone(self, address: Address, cut: object) -> None:
-        if self._cut.get(address) is cut:
-            del self._cut[address]
+    def _forget_lost_node(self, address: Address, cut: object) -> None:
+        if self._recently_lost.get(address) is cut:
+            del self._recently_lost[address]
 
     # -- inside
 
-    def _ask(self, address: Address, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
+    def _ask_node(self, address: Address, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
         """Asks one node. `then` receives the answer or an error, and True if a connection existed."""
         network = self._network()
         if network is None:
@@ -157,15 +168,15 @@ class MemoryNodeClients:
             if error:
                 then(None, error, False)
             else:
-                network.ask(name, fields, blobs, lambda answer, why: then(answer, why, True))
+                network.request(name, fields, blobs, lambda answer, why: then(answer, why, True))
 
-        known = self._there.get(address)
+        known = self._reachable_by_address.get(address)
         if known is not None and network.channel(known.node.name) is not None:
             found(known.node.name, "")
         else:
-            network.find(address, found)
+            network.connect_to_address(address, found)
 
-    def _ask_start(self, address: Address, fields: dict[str, Any], then: Callable[..., None]) -> None:
+    def _survey_node(self, address: Address, fields: dict[str, Any], then: Callable[..., None]) -> None:
         over = False
 
         def end(answer: Message | None, error: str) -> None:
@@ -176,104 +187,110 @@ class MemoryNodeClients:
 
         def ask() -> None:
             if not over:
-                self._ask(address, fields, answered)
+                self._ask_node(address, fields, answered)
 
         def answered(answer: Message | None, error: str, was_there: bool) -> None:
             if over:
                 return
-            busy = self._busy(answer)
+            busy = self._busy_reason(answer)
             if busy:
-                self._why[address] = busy
-                self._later(BUSY_S, ask)
+                self._errors_by_address[address] = busy
+                self._call_later(BUSY_S, ask)
                 return
             if answer is not None:
-                error = self._take(address, answer)
+                error = self._record_lent_memory(address, answer)
             if error:
-                self._lose(address, error)
+                self._mark_unreachable(address, error)
             end(None if error else answer, error)
 
         def late() -> None:
             if not over:
-                why = self._why.get(address) or f"it has not answered within {PATIENCE_S:g} s"
-                self._lose(address, why)
+                why = self._errors_by_address.get(address) or f"it has not answered within {ANSWER_TIMEOUT_S:g} s"
+                self._mark_unreachable(address, why)
                 end(None, why)
 
-        self._later(PATIENCE_S, late)
+        self._call_later(ANSWER_TIMEOUT_S, late)
         ask()
 
-    def _call(self, number: int) -> None:
+    def _call_nodes(self, number: int) -> None:
         """Asks all nodes for their memory, every CALL_S. So a node is used again once it is back, or once another start
         releases it."""
         terms = self._terms
-        if terms is None or number != self._calls:
+        if terms is None or number != self._call_round:
             return
-        for address in self.wanted:
-            self._ask(address, {"t": "borrow", "url": self._url}, self._borrowed(address, number), [terms.encode()])
-        self._later(CALL_S, lambda: self._call(number))
+        for address in self.addresses:
+            self._ask_node(
+                address,
+                {"t": "borrow", "url": self._url},
+                self._make_borrow_callback(address, number),
+                [terms.encode()],
+            )
+        self._call_later(CALL_S, lambda: self._call_nodes(number))
 
-    def _borrowed(self, address: Address, number: int) -> Answered:
+    def _make_borrow_callback(self, address: Address, number: int) -> Answered:
         def answered(answer: Message | None, error: str, was_there: bool) -> None:
-            if number != self._calls:
+            if number != self._call_round:
                 return
             if not was_there:
-                self._cut.pop(address, None)
-            elif answer is None and self._is_cut_off(address):
-                # `closed` is called next, and handles the lost replicas.
+                self._recently_lost.pop(address, None)
+            elif answer is None and self._is_disconnected(address):
+                # `on_disconnect` is called next, and handles the lost replicas.
                 return
-            error = self._busy(answer) or error
+            error = self._busy_reason(answer) or error
             if not error and answer is not None:
-                error = self._take(address, answer)
-            if error and answer is None and was_there and address not in self._why:
-                self._cut_off(address, error)
+                error = self._record_lent_memory(address, answer)
+            if error and answer is None and was_there and address not in self._errors_by_address:
+                self._mark_disconnected(address, error)
             elif error:
-                self._lose(address, error)
+                self._mark_unreachable(address, error)
 
         return answered
 
-    def _is_cut_off(self, address: Address) -> bool:
-        lent, network = self._there.get(address), self._network()
+    def _is_disconnected(self, address: Address) -> bool:
+        lent, network = self._reachable_by_address.get(address), self._network()
         return lent is not None and network is not None and network.channel(lent.node.name) is None
 
-    def _busy(self, answer: Message | None) -> str:
+    def _busy_reason(self, answer: Message | None) -> str:
         launch = answer.fields.get("busy") if answer is not None else None
         return f"it lends to launch {launch!r:.200}, whose coordinator is connected" if launch else ""
 
-    def _take(self, address: Address, answer: Message) -> str:
+    def _record_lent_memory(self, address: Address, answer: Message) -> str:
         """Records what the node lends; returns the error if it lends nothing, else ""."""
         try:
             lends = answer.fields.get("lends")
             if type(lends) is not int or lends < 0:
                 return "the agent there lends no memory; it is that of a job's node"
             name = str(answer.fields["name"])[:100]
-            domains = domains_told([str(each) for each in list(answer.fields["domains"]) if each])
+            domains = limit_domains([str(each) for each in list(answer.fields["domains"]) if each])
             if not name or "\0" in "".join((name, *domains)):
                 return "it has answered a name or a domain that is none"
             link = max(0, int(answer.fields["link_bytes_s"]))
             lent = LentMemory(NodeAt(name, (address,), (), domains, link), lends)
         except (LookupError, TypeError, ValueError) as exc:
             return f"it has answered what cannot be read: {exc!r:.200}"
-        before = self._there.get(address)
-        self._there[address] = lent
-        self._cut.pop(address, None)
+        before = self._reachable_by_address.get(address)
+        self._reachable_by_address[address] = lent
+        self._recently_lost.pop(address, None)
         if before is None or before.node != lent.node:
-            known = self._why.pop(address, None)
+            known = self._errors_by_address.pop(address, None)
             text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"
             about = {"address": str(address), "lends_bytes": lends}
-            self._tell(Event("memory_node.joined", text, known is not None, about))
+            self._emit_event(Event("memory_node.joined", text, known is not None, about))
         if before != lent:
-            self._changed()
+            self._on_change()
         return ""
 
-    def _lose(self, address: Address, why: str) -> None:
-        was = self._there.pop(address, None)
-        if was is not None or not self._why.get(address):
+    def _mark_unreachable(self, address: Address, why: str) -> None:
+        was = self._reachable_by_address.pop(address, None)
+        if was is not None or not self._errors_by_address.get(address):
             text = (
                 f"the memory-only node at {address} cannot be used ({why}): training goes on without it, and it is "
-                f"called again. There, `ckpt agent {shown(self._url)} --listen {address} --memory SIZE` has to run, "
+                f"called again. There, `ckpt agent {redact_url(self._url)} --listen {address} --memory SIZE` has to "
+                "run, "
                 "for this job alone and with the same CKPT_SECRET_FILE, and this node has to reach it"
             )
-            self._tell(Event("memory_node.unreachable", text, True, {"address": str(address)}))
-        news = was is not None or address not in self._why
-        self._why[address] = why
+            self._emit_event(Event("memory_node.unreachable", text, True, {"address": str(address)}))
+        news = was is not None or address not in self._errors_by_address
+        self._errors_by_address[address] = why
         if news:
-            self._changed()
+            self._on_change()

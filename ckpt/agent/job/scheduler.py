@@ -30,36 +30,47 @@ from ckpt.agent.state.actions import (
     Action,
     AnswerRequest,
     Assemble,
+    ClearSlot,
     Close,
     CloseArenas,
     Commit,
     Divide,
+    DropReplicas,
     Emit,
-    GiveUp,
     MakeArenas,
     OfferSlot,
-    Recycle,
     Refuse,
     ReplicaDegraded,
     Replicate,
     ReportProgress,
     SetWord,
-    Unkeep,
+    StopCommit,
 )
-from ckpt.agent.state.job_facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
-from ckpt.agent.state.rank_presence import AGAIN, Presence
-from ckpt.agent.state.replica_state import UNKEPT
-from ckpt.agent.state.step_timing import TOLD_S
-from ckpt.ipc.control_page import ROUND_MAX, SUB_MAX, ControlWord, WordKind
+from ckpt.agent.state.job_facts import (
+    LATENCY_S,
+    MISSING_ANSWER_S,
+    REJOIN_S,
+    RETRY_S_MAX,
+    AnsweredSave,
+    SaveAttempt,
+    SaveReason,
+    Slot,
+    SlotState,
+    WorkState,
+)
+from ckpt.agent.state.rank_presence import LEAVE_RETRY, Presence
+from ckpt.agent.state.replica_state import NO_PEER_MEMORY
+from ckpt.agent.state.step_timing import REPORT_DELAY_S
+from ckpt.ipc.control_page import ATTEMPT_MAX, SUB_MAX, ControlWord, WordKind
 from ckpt.policy.save_options import STEPS_APART
-from ckpt.types import Tick, counted
+from ckpt.types import Version, format_count
 
 # In steps or polls: two announcements may be late before a rank misses one.
 LEAD_MIN = STEPS_APART - 1
 NEAR_MARGIN = 0.1  # of a step: steps vary in time
-MOVING_S = 1.0  # between two progress reports to ranks that wait for a slot
+PROGRESS_PERIOD_S = 1.0  # between two progress reports to ranks that wait for a slot
 # Ranks wait this long in a save for others before the others are named.
-AWAITED_S = 10.0
+MISSING_RANKS_S = 10.0
 # A silent rank this many steps past a version has staged it or never will.
 LOST_STEPS = 3
 
@@ -78,52 +89,58 @@ class Scheduler(ExitVote):
         """All actions that follow from the known facts. `steps`: the step that each rank has published as entered; 0:
         none yet. `polls`: each rank's polls and saves since its last ended step; empty: none. `since_s`: when each rank
         entered its step; None or empty: unknown."""
-        saved = self._settled.tick if self._settled is not None else None
-        self.pace.see(now_s, steps, polls, since_s, saved)
-        self._tend_notices(now_s, steps)
-        self._end_attempts(now_s)
-        self._bring_forward(now_s)
+        saved = self._answered_save.version if self._answered_save is not None else None
+        self.step_timing.record_progress(now_s, steps, polls, since_s, saved)
+        self._update_course(now_s, steps)
+        self._end_hopeless_waits(now_s)
+        self._apply_earlier_deadline(now_s)
         self._abandon_hopeless(now_s, steps)
         self._judge_holds(now_s)
-        self._ask_who_is_late(now_s)
-        self._judge_unknown(now_s)
+        self._query_late_ranks(now_s)
+        self._answer_unknown_holds(now_s)
         self._assemble_staged()
-        if not (self.frozen or self.unsure):
-            self._free_older()
-            self._give_up_copies()
-        if not self.frozen:
+        if not (self.is_frozen or self.is_survey_pending):
+            self._free_superseded_slots()
+            self._release_peer_replicas()
+        if not self.is_frozen:
             self._replicate_newest(now_s)
-        self._make_way(now_s)
+        self._cancel_blocking_commit(now_s)
         self._commit_next(now_s)
-        if not self.frozen:
-            self._divide_and_make(now_s)
+        if not self.is_frozen:
+            self._plan_and_make_arenas(now_s)
             self._grant_saves(now_s, steps)
-            self._appoint(now_s, steps)
-        self._tell_outcome(now_s)
-        self._let_go(now_s)
-        self._acknowledge(now_s)
-        out, self._out = self._out, []
+            self._appoint_snapshot(now_s, steps)
+        self._report_outcome(now_s)
+        self._release_leaving_ranks(now_s)
+        self._acknowledge_next(now_s)
+        out, self._actions = self._actions, []
         return out
 
     def _abandon_hopeless(self, now_s: float, steps: Sequence[int]) -> None:
-        for member in self.members.seen.lost:
-            for_long = self.superseded_by or (member.lost_s is not None and now_s >= member.lost_s + REJOIN_S)
+        for member in self.rank_states.summary.disconnected:
+            for_long = self.superseded_by or (
+                member.disconnected_s is not None and now_s >= member.disconnected_s + REJOIN_S
+            )
             if for_long and member.presence is Presence.HERE:
-                member.presence, member.away = Presence.LEFT, True
-        for slot, round_ in self._open():
-            waiting = [r for r in range(self.world) if r not in round_.staged]
-            away = waiting if self.members.seen.any_gone else ()
-            gone = next((r for r in away if self.members[r].presence is not Presence.HERE), None)
-            if round_.missed:
-                self._abandon(slot, round_, round_.missed, now_s)
+                member.presence, member.is_away = Presence.LEFT, True
+        for slot, attempt in self._open_attempts():
+            waiting = [r for r in range(self.world) if r not in attempt.staged_ranks]
+            away = waiting if self.rank_states.summary.any_gone else ()
+            gone = next((r for r in away if self.rank_states[r].presence is not Presence.HERE), None)
+            if attempt.miss_reason:
+                self._abandon_attempt(slot, attempt, attempt.miss_reason, now_s)
             elif self.superseded_by:
-                self._abandon(slot, round_, f"a newer start, {self.superseded_by}, owns the run", now_s)
+                self._abandon_attempt(slot, attempt, f"a newer start, {self.superseded_by}, owns the run", now_s)
             elif gone is not None:
-                self._abandon(slot, round_, f"rank {gone} {self._fate(gone)} before it had staged it", now_s)
-            elif waiting and now_s - round_.opened_s >= LOST_S:
-                silent = [r for r in waiting if steps[r] >= round_.tick.step + LOST_STEPS]
+                self._abandon_attempt(
+                    slot, attempt, f"rank {gone} {self._describe_absence(gone)} before it had staged it", now_s
+                )
+            elif waiting and now_s - attempt.opened_s >= MISSING_ANSWER_S:
+                silent = [r for r in waiting if steps[r] >= attempt.version.step + LOST_STEPS]
                 if silent:
-                    self._abandon(slot, round_, f"rank {silent[0]} has passed that step without an answer", now_s)
+                    self._abandon_attempt(
+                        slot, attempt, f"rank {silent[0]} has passed that step without an answer", now_s
+                    )
 
     def _judge_holds(self, now_s: float) -> None:
         """Decides for each open hold whether the ranks leave or go on. In this order:
@@ -134,605 +151,696 @@ class Scheduler(ExitVote):
         - The deadline passed, or all held but not all staged: go on, and abandon it. No rank could leave by it any
           more."""
         for slot in self.slots:
-            round_ = slot.round
-            if round_ is None or not round_.unjudged:
+            attempt = slot.attempt
+            if attempt is None or not attempt.is_verdict_pending:
                 continue
-            all_held = len(round_.held) == self.world
-            if self.is_lost_cause or self._ended:
-                self._judge(round_, True, now_s)
+            all_held = len(attempt.held_requests) == self.world
+            if self.is_lost_cause or self._is_end_ordered:
+                self._set_verdict(attempt, True, now_s)
             elif self.course is Course.STAY:
-                self._judge(round_, False, now_s)
-            elif all_held and len(round_.staged) == self.world:
-                self._judge(round_, True, now_s)
-            elif all_held or self.course is Course.OVER:
-                self._judge(round_, False, now_s)
-                if slot.state is State.GRANTED:
+                self._set_verdict(attempt, False, now_s)
+            elif all_held and len(attempt.staged_ranks) == self.world:
+                self._set_verdict(attempt, True, now_s)
+            elif all_held or self.course is Course.DEADLINE_PASSED:
+                self._set_verdict(attempt, False, now_s)
+                if slot.state is SlotState.GRANTED:
                     why = "not every rank had staged it, or reached it before the deadline"
-                    self._abandon(slot, round_, why, now_s)
+                    self._abandon_attempt(slot, attempt, why, now_s)
 
     def _assemble_staged(self) -> None:
-        for slot, round_ in self._open():
-            if len(round_.staged) == self.world:
-                slot.state = State.STAGED
-                self._clear_word(round_)
-                self._out.append(Assemble(slot.number, round_.number, round_.tick))
+        for slot, attempt in self._open_attempts():
+            if len(attempt.staged_ranks) == self.world:
+                slot.state = SlotState.STAGED
+                self._clear_control_word(attempt)
+                self._actions.append(Assemble(slot.number, attempt.number, attempt.version))
 
-    def _free_older(self) -> None:
-        newest, safe = self.newest, self.safe
+    def _free_superseded_slots(self) -> None:
+        newest, safe = self.newest_slot, self.replicated_slot
         # The replicated attempt then stays until a newer one is replicated.
-        waits = self.replicates and not self._is_stuck
-        if not waits and self._safe_is_outdone:
+        waits = self.is_replication_on and not self._is_blocked_on_commit
+        if not waits and self._is_replicated_superseded:
             safe = None
         for slot in self.slots:
-            round_ = slot.round
-            if slot.state is not State.COMPLETE or slot in (newest, safe) or slot.leases or round_ is None:
+            attempt = slot.attempt
+            if slot.state is not SlotState.COMPLETE or slot in (newest, safe) or slot.leases or attempt is None:
                 continue
-            if not round_.unjudged and not self._waits(slot) and not self._may_be_all(round_):
-                if round_.store is Store.NEW:
-                    self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
-                    if round_.why is Why.DUE:
-                        self._tell_passed(1, f"step {round_.tick.step} is not committed, while the store fails")
-                untold = round_.peer is not Store.DONE and (round_.tick, "peer") not in self._told
-                if untold and (self.replicates or round_.store is Store.FAILED):
-                    self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
-                self._free(slot)
+            if (
+                not attempt.is_verdict_pending
+                and not self._awaits_commit(slot)
+                and not self._may_still_be_needed(attempt)
+            ):
+                if attempt.commit_state is WorkState.NEW:
+                    self._report_level(
+                        attempt.version, "store", False, "skipped: a newer one was complete before its turn"
+                    )
+                    if attempt.reason is SaveReason.DUE:
+                        self._report_skipped(1, f"step {attempt.version.step} is not committed, while the store fails")
+                untold = (
+                    attempt.replication_state is not WorkState.DONE
+                    and (attempt.version, "peer") not in self._level_messages
+                )
+                if untold and (self.is_replication_on or attempt.commit_state is WorkState.FAILED):
+                    self._report_level(
+                        attempt.version, "peer", False, "skipped: a newer one was complete before its turn"
+                    )
+                self._free_slot(slot)
 
-    def _give_up_copies(self) -> None:
+    def _release_peer_replicas(self) -> None:
         """Lets peers drop their replicas if no node has room for new ones. They go once the store has a checkpoint at
         least as new as any replica, and the replicated slot is free. Until then they stay, including those of failed
         attempts: they may be all that survives this node."""
-        copied, stored = self._copied_tick, self.committed_tick
-        if self.replicates or self.replicating is not None or self.superseded_by or copied is None:
+        copied, stored = self._sent_version, self.committed_version
+        if self.is_replication_on or self.replicating_slot is not None or self.superseded_by or copied is None:
             return
-        is_outdone = self.safe_tick is None or self._safe_is_outdone
-        if self.safe is None and is_outdone and stored is not None and stored >= copied:
-            self.safe_tick, self._copied_tick, self.given_up_tick = None, None, copied
-            self._out.append(Unkeep())
+        is_outdone = self.replicated_version is None or self._is_replicated_superseded
+        if self.replicated_slot is None and is_outdone and stored is not None and stored >= copied:
+            self.replicated_version, self._sent_version, self.dropped_version = None, None, copied
+            self._actions.append(DropReplicas())
 
     def _replicate_newest(self, now_s: float) -> None:
         """Begins to replicate the newest attempt, one at a time; an attempt that is overtaken meanwhile is not
         replicated. It is repeated after a failure, and when a node returns that may have lost its replicas or has
         memory for more. The first call has peers surveyed for what is replicated, even if none of them keeps replicas
         now."""
-        newest = self.newest
-        if not (self.replicates or self.unsure) or self.replicating is not None or self.superseded_by:
+        newest = self.newest_slot
+        if (
+            not (self.is_replication_on or self.is_survey_pending)
+            or self.replicating_slot is not None
+            or self.superseded_by
+        ):
             return
-        if self.unsure and not self.division:
+        if self.is_survey_pending and not self.division:
             return  # the placement is not known before the first division
-        if self.all_gone and not self._copies_first(now_s):
+        if self.all_gone and not self._replicates_first(now_s):
             return
-        if newest is None or newest.round is None:
+        if newest is None or newest.attempt is None:
             return
-        peer = newest.round.peer
-        more = newest.round.tick == self.safe_tick and self._keeps_more
-        short = (bool(self._lost_with) or more) and not self.members.seen.lost
-        waits = self._copy_failures > 0 and now_s < self._retry_copy_s
-        again = peer is Store.FAILED or (peer is Store.DONE and short)
-        if peer is not Store.NEW and (not again or waits or self._broken()):
+        peer = newest.attempt.replication_state
+        more = newest.attempt.version == self.replicated_version and self._would_improve_replication
+        short = (bool(self._lost_holders) or more) and not self.rank_states.summary.disconnected
+        waits = self._replication_failures > 0 and now_s < self._retry_replication_s
+        again = peer is WorkState.FAILED or (peer is WorkState.DONE and short)
+        if peer is not WorkState.NEW and (not again or waits or self._is_rank_gone()):
             return
         # A replication now would reduce the protection of the replicated version. If a survey is still due, more may be
         # lost of that version than is known, and replication goes on.
-        if self.undoes_safe and not self.unsure:
-            if peer is Store.NEW:
-                newest.round.peer = Store.FAILED
-                self._tell_level(newest.round.tick, "peer", False, UNKEPT)
+        if self.would_reduce_protection and not self.is_survey_pending:
+            if peer is WorkState.NEW:
+                newest.attempt.replication_state = WorkState.FAILED
+                self._report_level(newest.attempt.version, "peer", False, NO_PEER_MEMORY)
             return
-        self.unsure = self.unsure or self._may_undo_safe
-        if self._safe_gives_way and self.safe_tick is not None:
-            self._out.append(ReplicaDegraded(self.safe_tick))
-        self.begin_copies(newest, newest.round, now_s)
-        self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
+        self.is_survey_pending = self.is_survey_pending or self._may_reduce_protection
+        if self._can_evict_replicated and self.replicated_version is not None:
+            self._actions.append(ReplicaDegraded(self.replicated_version))
+        self.begin_replication(newest, newest.attempt, now_s)
+        self._actions.append(Replicate(newest.number, newest.attempt.number, newest.attempt.version))
 
-    def _make_way(self, now_s: float) -> None:
+    def _cancel_blocking_commit(self, now_s: float) -> None:
         """Gives up the running commit if it keeps the last snapshot from being stored in time."""
-        newest, slot = self.newest, self.slots[self.committing] if self.committing is not None else None
-        if slot is None or slot.round is None or slot.round.gave_way or newest is None or newest.round is None:
+        newest, slot = self.newest_slot, self.slots[self.committing_slot] if self.committing_slot is not None else None
+        if (
+            slot is None
+            or slot.attempt is None
+            or slot.attempt.yield_reason
+            or newest is None
+            or newest.attempt is None
+        ):
             return
-        if self._keeps_back_the_last(slot, now_s):
-            last = newest.round.tick.step
-            slot.round.gave_way = f"its commit was given up for that of step {last}, which would have come too late"
-            self._out.append(GiveUp(slot.number))
+        if self._delays_last_commit(slot, now_s):
+            last = newest.attempt.version.step
+            slot.attempt.yield_reason = (
+                f"its commit was given up for that of step {last}, which would have come too late"
+            )
+            self._actions.append(StopCommit(slot.number))
 
     def _commit_next(self, now_s: float) -> None:
-        if self.committing is not None or (self.superseded_by and not self._left_over):
+        if self.committing_slot is not None or (self.superseded_by and not self._is_orphaned):
             return
-        newest = self.newest
-        if self._left_over:
-            self._left_over = False
-            if self.leaves_uncommitted and newest is not None and newest.round is not None:
-                self._begin_commit(newest, newest.round, now_s)
+        newest = self.newest_slot
+        if self._is_orphaned:
+            self._is_orphaned = False
+            if self.has_uncommitted_newest and newest is not None and newest.attempt is not None:
+                self._begin_commit(newest, newest.attempt, now_s)
             return
-        waiting = [slot for slot in self.slots if self._waits(slot)]
-        chosen = min(waiting, key=lambda s: s.round.tick, default=None)  # type: ignore[union-attr]
-        if chosen is not None and self._keeps_back_the_last(chosen, now_s):
+        waiting = [slot for slot in self.slots if self._awaits_commit(slot)]
+        chosen = min(waiting, key=lambda s: s.attempt.version, default=None)  # type: ignore[union-attr]
+        if chosen is not None and self._delays_last_commit(chosen, now_s):
             chosen = newest
-        if chosen is None and newest is not None and newest.round is not None:
-            round_ = newest.round
-            no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
-            last = no_more and not round_.last_try and not self._given_up and not self._waits_for_agent(now_s)
-            soon = self._is_stuck or not (self._broken() or self._would_delay_the_last(now_s))
-            due = now_s >= self._retry_commit_s or not self.store_fails  # an older one may have been stored since
-            again = round_.store is Store.FAILED and (last or (soon and due))
-            if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
+        if chosen is None and newest is not None and newest.attempt is not None:
+            attempt = newest.attempt
+            no_more = self._is_rank_gone() and not any(
+                s.state in (SlotState.GRANTED, SlotState.STAGED) for s in self.slots
+            )
+            last = (
+                no_more and not attempt.is_last_try and not self._is_commit_stopped and not self._waits_for_agent(now_s)
+            )
+            soon = self._is_blocked_on_commit or not (self._is_rank_gone() or self._would_delay_last_snapshot(now_s))
+            due = now_s >= self._retry_commit_s or not self.is_commit_failing  # an older one may have been stored since
+            again = attempt.commit_state is WorkState.FAILED and (last or (soon and due))
+            if again or (attempt.commit_state is WorkState.NEW and (no_more or self._is_commit_due(attempt, now_s))):
                 chosen = newest
-        if chosen is newest and self._copies_first(now_s):
+        if chosen is newest and self._replicates_first(now_s):
             return
-        chosen = chosen or self._gave_way_in_vain()
-        if chosen is not None and chosen.round is not None:
-            chosen.round.gave_way = ""
-            if self._broken():
-                chosen.round.last_try = True
-            self._begin_commit(chosen, chosen.round, now_s)
+        chosen = chosen or self._slot_to_recommit()
+        if chosen is not None and chosen.attempt is not None:
+            chosen.attempt.yield_reason = ""
+            if self._is_rank_gone():
+                chosen.attempt.is_last_try = True
+            self._begin_commit(chosen, chosen.attempt, now_s)
 
-    def _begin_commit(self, slot: Slot, round_: Round, now_s: float) -> None:
-        round_.store = Store.RUNNING
-        round_.commit_began_s = now_s
-        self._committed_from_s = round_.opened_s
+    def _begin_commit(self, slot: Slot, attempt: SaveAttempt, now_s: float) -> None:
+        attempt.commit_state = WorkState.RUNNING
+        attempt.commit_began_s = now_s
+        self._last_commit_opened_s = attempt.opened_s
         slot.leases += 1
-        self.committing = slot.number
-        self._out.append(Commit(slot.number, round_.number, round_.tick, round_.metrics))
+        self.committing_slot = slot.number
+        self._actions.append(Commit(slot.number, attempt.number, attempt.version, attempt.metrics))
 
-    def _is_its_turn(self, round_: Round, now_s: float) -> bool:
+    def _is_commit_due(self, attempt: SaveAttempt, now_s: float) -> bool:
         """True if the policy wants this appointed attempt committed. Each attempt is, if slots are stuck or it is time
         to leave."""
-        if self._is_stuck or self._insists(round_):
+        if self._is_blocked_on_commit or self._must_be_stored(attempt):
             return True
-        if self._would_delay_the_last(now_s):
+        if self._would_delay_last_snapshot(now_s):
             return False
-        if not self._commit_every_s or self.is_due(now_s):
+        if not self._commit_interval_s or self.is_due(now_s):
             return True
-        if any(tick is not None and round_.tick >= tick for tick in (self._away, self._early)):
+        if any(
+            version is not None and attempt.version >= version
+            for version in (self._extra_commit_version, self._near_commit_version)
+        ):
             return True
-        late = now_s >= min(self._late_commit_s(), self._retry_commit_s)  # the commit whose turn it was has failed
-        return late or round_.opened_s >= self._commit_due_s()
+        late = now_s >= min(self._commit_overdue_s(), self._retry_commit_s)  # the commit whose turn it was has failed
+        return late or attempt.opened_s >= self._commit_due_s()
 
-    def _divide_and_make(self, now_s: float) -> None:
-        if self._broken() or self.superseded_by or not self.members.seen.all_joined:
+    def _plan_and_make_arenas(self, now_s: float) -> None:
+        if self._is_rank_gone() or self.superseded_by or not self.rank_states.summary.all_joined:
             return
-        if self._planned_version != self._layouts_version:
-            if not self._dividing:
-                self._dividing = True
-                self._out.append(Divide(self._layouts_version))
+        if self._divided_layouts_version != self._layouts_version:
+            if not self._is_dividing:
+                self._is_dividing = True
+                self._actions.append(Divide(self._layouts_version))
             return
         # Appointments of another division are withdrawn and made anew under this one.
-        self._withdraw(now_s, lambda r: r.division != self.division)
+        self._withdraw_appointments(now_s, lambda r: r.division != self.division)
         self._close_unused()
-        making = any(slot.making for slot in self.slots)  # one slot at a time, so that the first can be used soon
+        making = any(
+            slot.is_making_arenas for slot in self.slots
+        )  # one slot at a time, so that the first can be used soon
         if self.division:
-            for slot in self._in_use:
-                if slot.leases or slot.making:
+            for slot in self._used_slots:
+                if slot.leases or slot.is_making_arenas:
                     continue
-                fits = self._fits(slot)
-                if not (fits and slot.offered) and self._gives_way(slot):
-                    self._free(slot)
-                if slot.state is State.FREE and not fits and not making:
-                    making = slot.making = True
-                    slot.warm.clear()
-                    slot.bytes = ()
-                    self._out.append(MakeArenas(slot.number, self._need))
-                elif slot.state is State.FREE and fits and not slot.offered:
-                    slot.offered = True
-                    slot.warm.clear()
-                    self._out.append(OfferSlot(slot.number))
+                fits = self._has_fitting_arenas(slot)
+                if not (fits and slot.is_offered) and self._can_reuse_only_slot(slot):
+                    self._free_slot(slot)
+                if slot.state is SlotState.FREE and not fits and not making:
+                    making = slot.is_making_arenas = True
+                    slot.warm_divisions.clear()
+                    slot.arena_bytes = ()
+                    self._actions.append(MakeArenas(slot.number, self._needed_arena_bytes))
+                elif slot.state is SlotState.FREE and fits and not slot.is_offered:
+                    slot.is_offered = True
+                    slot.warm_divisions.clear()
+                    self._actions.append(OfferSlot(slot.number))
 
     def _close_unused(self) -> None:
         """Closes the arenas of slots that are no longer in use; their memory would count as free for ever."""
-        for slot in self._by_use[self.slots_in_use :] if self.division else ():
-            if slot.handed and slot.state is State.FREE and not slot.leases and not slot.making:
-                slot.handed, slot.bytes = False, ()
-                self._out.append(CloseArenas(slot.number))
+        for slot in self._slots_by_use[self.slot_limit :] if self.division else ():
+            if slot.is_handed_out and slot.state is SlotState.FREE and not slot.leases and not slot.is_making_arenas:
+                slot.is_handed_out, slot.arena_bytes = False, ()
+                self._actions.append(CloseArenas(slot.number))
 
     def _grant_saves(self, now_s: float, steps: Sequence[int]) -> None:
         self._settle_unsavable()
-        self._repeat_saves()
-        saves = self._saves
+        self._repeat_save_answers()
+        saves = self._save_requests
         if len(saves) < self.world:
-            self._asked_s = None
-        elif self._asked_s is None:
-            self._asked_s = now_s
-        self._name_awaited(now_s)
+            self._all_saving_since_s = None
+        elif self._all_saving_since_s is None:
+            self._all_saving_since_s = now_s
+        self._report_missing_ranks(now_s)
         if not saves:
             return
         if self.superseded_by:
             self._refuse_saves("superseded", f"a newer start, {self.superseded_by}, owns the run")
-        elif self._broken():
-            rank = next(m.rank for m in self.members if m.presence is not Presence.HERE)
-            self._refuse_saves("save-failed", f"rank {rank} {self._fate(rank)}: no rank can save without it")
-        elif (away := self._away_for_dues(now_s)) is not None:
+        elif self._is_rank_gone():
+            rank = next(m.rank for m in self.rank_states if m.presence is not Presence.HERE)
+            self._refuse_saves(
+                "save-failed", f"rank {rank} {self._describe_absence(rank)}: no rank can save without it"
+            )
+        elif (away := self._unreachable_rank(now_s)) is not None:
             self._refuse_saves("save-failed", f"rank {away} cannot be reached, and training does not wait for it")
-        elif self._is_exit_behind():
-            self._refuse_behind()
-        elif len({save.tick for save in saves.values()}) > 1:
-            asked = ", ".join(f"rank {rank} {save.tick}" for rank, save in sorted(saves.items()))
-            what = "the block has to be ended" if self._all_exit() else "ck.save() has to be called"
+        elif self._has_differing_exits():
+            self._refuse_older_saves()
+        elif len({save.version for save in saves.values()}) > 1:
+            asked = ", ".join(f"rank {rank} {save.version}" for rank, save in sorted(saves.items()))
+            what = "the block has to be ended" if self._has_only_exits() else "ck.save() has to be called"
             self._refuse_saves("usage", f"{what} by all ranks at the same step; asked: {asked}")
         elif len(saves) < self.world:
-            tick = next(iter(saves.values())).tick
-            passed = [r for r in range(self.world) if r not in saves and steps[r] > tick.step + 1]
-            astray = self._gone_on_from(tick)
+            version = next(iter(saves.values())).version
+            passed = [r for r in range(self.world) if r not in saves and steps[r] > version.step + 1]
+            astray = self._rank_past_failed_save(version)
             if astray is not None:
-                failed, _ = self._unsavable[astray]
-                gone_on = f"rank {astray} has gone on from {failed}, which failed, and not to {tick}"
+                failed, _ = self._unsavable_versions[astray]
+                gone_on = f"rank {astray} has gone on from {failed}, which failed, and not to {version}"
                 self._refuse_saves("usage", f"ck.save() has to be called by all ranks at the same step; {gone_on}")
             elif passed:
                 went, first = f"rank {passed[0]} went past", next(iter(saves))
-                ended = f"rank {first} ended the block after step {tick.step}, and {went} that"
-                self._refuse_saves("usage", ended if self._all_exit() else f"{went} {tick} without calling ck.save()")
-        elif self.refusal:
-            self._refuse_saves("save-failed", self.refusal)
+                ended = f"rank {first} ended the block after step {version.step}, and {went} that"
+                self._refuse_saves(
+                    "usage", ended if self._has_only_exits() else f"{went} {version} without calling ck.save()"
+                )
+        elif self.refusal_reason:
+            self._refuse_saves("save-failed", self.refusal_reason)
         else:
-            self._grant(now_s)
-        self._say_that_dues_wait(now_s)
+            self._grant_save(now_s)
+        self._report_due_progress(now_s)
 
-    def _say_that_dues_wait(self, now_s: float) -> None:
+    def _report_due_progress(self, now_s: float) -> None:
         """Once a second tells ranks in a policy-due save that it is still under way. Without that message they train
         on."""
-        if now_s >= self._said_s + MOVING_S:
-            self._said_s = now_s
-            self._out += [ReportProgress(save.request) for save in self._saves.values() if save.why is Why.DUE]
+        if now_s >= self._last_progress_s + PROGRESS_PERIOD_S:
+            self._last_progress_s = now_s
+            self._actions += [
+                ReportProgress(save.request) for save in self._save_requests.values() if save.reason is SaveReason.DUE
+            ]
 
-    def _away_for_dues(self, now_s: float) -> int | None:
+    def _unreachable_rank(self, now_s: float) -> int | None:
         """A rank that has been unreachable for LOST_S while policy-due saves wait; else None."""
-        if not any(save.why is Why.DUE for save in self._saves.values()):
+        if not any(save.reason is SaveReason.DUE for save in self._save_requests.values()):
             return None
-        lost = ((m.rank, m.lost_s) for m in self.members.seen.lost)
-        return next((rank for rank, lost_s in lost if lost_s is not None and now_s >= lost_s + LOST_S), None)
+        lost = ((m.rank, m.disconnected_s) for m in self.rank_states.summary.disconnected)
+        return next((rank for rank, lost_s in lost if lost_s is not None and now_s >= lost_s + MISSING_ANSWER_S), None)
 
-    def _gone_on_from(self, tick: Tick) -> int | None:
+    def _rank_past_failed_save(self, version: Version) -> int | None:
         """A rank that saw another save of this step fail and apparently went on; else None. The ranks that wait may
         keep that rank inside the next step for ever. Saves at the end of the block are excluded: all ranks ask for them
         again, however long it takes."""
-        told = self._awaited_s == math.inf and not self._all_exit()
-        gave_up = ((rank, at) for rank, (at, _) in self._unsavable.items() if told and rank not in self._saves)
-        return next((rank for rank, at in gave_up if at.step == tick.step and at < tick), None)
+        told = self._partial_save_since_s == math.inf and not self._has_only_exits()
+        gave_up = (
+            (rank, at) for rank, (at, _) in self._unsavable_versions.items() if told and rank not in self._save_requests
+        )
+        return next((rank for rank, at in gave_up if at.step == version.step and at < version), None)
 
-    def _is_exit_behind(self) -> bool:
+    def _has_differing_exits(self) -> bool:
         """True if ranks at the end of their blocks ask for different versions of one step. Some then saw an attempt
         fail that others did not, for example since one node's agent restarted."""
-        ticks = {save.tick for save in self._saves.values()}
-        return len(ticks) > 1 and self._all_exit() and len({tick.step for tick in ticks}) == 1
+        versions = {save.version for save in self._save_requests.values()}
+        return len(versions) > 1 and self._has_only_exits() and len({version.step for version in versions}) == 1
 
-    def _all_exit(self) -> bool:
-        return all(save.why is Why.EXIT for save in self._saves.values())
+    def _has_only_exits(self) -> bool:
+        return all(save.reason is SaveReason.EXIT for save in self._save_requests.values())
 
     def _settle_unsavable(self) -> None:
         """Settles the version that a rank cannot save: no rank waits for it, now or later."""
-        for rank, (tick, why) in self._unsavable.items():
-            if self._settled is None or tick > self._settled.tick:
-                self._settled = Settled(tick, "save-failed", f"rank {rank} cannot save {tick}: {why}")
+        for rank, (version, why) in self._unsavable_versions.items():
+            if self._answered_save is None or version > self._answered_save.version:
+                self._answered_save = AnsweredSave(version, "save-failed", f"rank {rank} cannot save {version}: {why}")
 
-    def _name_awaited(self, now_s: float) -> None:
+    def _report_missing_ranks(self, now_s: float) -> None:
         """Reports once which ranks have not come to a save that others wait in. They may never come."""
-        absent = [rank for rank in range(self.world) if rank not in self._saves]
-        if not self._saves or not absent:
-            self._awaited_s = None
-        elif self._awaited_s is None:
-            self._awaited_s = now_s
-        elif now_s - self._awaited_s >= AWAITED_S:
-            self._awaited_s = math.inf
-            tick, more = next(iter(self._saves.values())).tick, f" and {len(absent) - 8} more" * (len(absent) > 8)
+        absent = [rank for rank in range(self.world) if rank not in self._save_requests]
+        if not self._save_requests or not absent:
+            self._partial_save_since_s = None
+        elif self._partial_save_since_s is None:
+            self._partial_save_since_s = now_s
+        elif now_s - self._partial_save_since_s >= MISSING_RANKS_S:
+            self._partial_save_since_s = math.inf
+            version, more = (
+                next(iter(self._save_requests.values())).version,
+                f" and {len(absent) - 8} more" * (len(absent) > 8),
+            )
             who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {absent[:8]}{more} have"
             what = "ck.save() and the end of the block are for all ranks, at the same step"
-            text = f"the other ranks wait to save {tick}: {who} not come to it for {AWAITED_S:.0f} s. {what}"
-            self._out.append(Emit("save.awaited", text, True, {"tick": str(tick), "ranks": absent[:100]}))
+            text = f"the other ranks wait to save {version}: {who} not come to it for {MISSING_RANKS_S:.0f} s. {what}"
+            self._actions.append(Emit("save.awaited", text, True, {"version": str(version), "ranks": absent[:100]}))
 
-    def _refuse_behind(self) -> None:
+    def _refuse_older_saves(self) -> None:
         """Refuses the saves of older versions; those ranks then ask for the next version."""
-        newest = max(save.tick for save in self._saves.values())
-        for rank in [rank for rank, save in self._saves.items() if save.tick < newest]:
-            save = self._saves.pop(rank)
-            message = f"the snapshot at {save.tick} was given up: other ranks ask for {newest}"
-            self._out.append(Refuse(save.request, "not-staged", message))
+        newest = max(save.version for save in self._save_requests.values())
+        for rank in [rank for rank, save in self._save_requests.items() if save.version < newest]:
+            save = self._save_requests.pop(rank)
+            message = f"the snapshot at {save.version} was given up: other ranks ask for {newest}"
+            self._actions.append(Refuse(save.request, "not-staged", message))
 
-    def _repeat_saves(self) -> None:
+    def _repeat_save_answers(self) -> None:
         """Answers a rank that asks again with the same outcome: its first answer was lost, or it comes after a
         refusal."""
-        for rank, save in list(self._saves.items()):
-            if self._settled is None or save.tick > self._settled.tick:
+        for rank, save in list(self._save_requests.items()):
+            if self._answered_save is None or save.version > self._answered_save.version:
                 continue
-            del self._saves[rank]
-            slot = next((s for s in self.slots if s.round is not None and s.round.tick in (save.tick, save.same)), None)
-            if slot is None or slot.round is None or slot.round.missed:
-                why = self._settled.message if save.tick == self._settled.tick else ""
-                message = why or f"the snapshot at {save.tick} was given up"
-                self._out.append(Refuse(save.request, self._settled.kind, message))
-            elif slot.state is State.GRANTED and rank not in slot.round.staged:
-                self._out.append(AnswerRequest(save.request, self._stage_now(slot, slot.round)))
+            del self._save_requests[rank]
+            slot = next(
+                (
+                    s
+                    for s in self.slots
+                    if s.attempt is not None and s.attempt.version in (save.version, save.equal_version)
+                ),
+                None,
+            )
+            if slot is None or slot.attempt is None or slot.attempt.miss_reason:
+                why = self._answered_save.message if save.version == self._answered_save.version else ""
+                message = why or f"the snapshot at {save.version} was given up"
+                self._actions.append(Refuse(save.request, self._answered_save.kind, message))
+            elif slot.state is SlotState.GRANTED and rank not in slot.attempt.staged_ranks:
+                self._actions.append(AnswerRequest(save.request, self._stage_answer(slot, slot.attempt)))
             else:
-                self._out.append(AnswerRequest(save.request, self._is_saved(slot.round)))
+                self._actions.append(AnswerRequest(save.request, self._saved_answer(slot.attempt)))
 
-    def _grant(self, now_s: float) -> None:
-        tick, same = self._saves[0].tick, {save.same for save in self._saves.values()}
-        holding = {tick, *same} if len(same) == 1 else {tick}  # snapshots of these versions equal the present state
+    def _grant_save(self, now_s: float) -> None:
+        version, same = self._save_requests[0].version, {save.equal_version for save in self._save_requests.values()}
+        holding = (
+            {version, *same} if len(same) == 1 else {version}
+        )  # snapshots of these versions equal the present state
         for slot in self.slots:
-            if slot.round and slot.round.tick in holding and slot.state in (State.STAGED, State.COMPLETE):
-                self._adopt(slot.round)
+            if (
+                slot.attempt
+                and slot.attempt.version in holding
+                and slot.state in (SlotState.STAGED, SlotState.COMPLETE)
+            ):
+                self._adopt_attempt(slot.attempt)
                 return
-        waited = self._asked_s is not None and now_s - self._asked_s >= LOST_S
+        waited = self._all_saving_since_s is not None and now_s - self._all_saving_since_s >= MISSING_ANSWER_S
         # All ranks wait in this save, so answers about earlier versions that are still missing were lost.
-        for _, earlier in self._open():
-            if waited and earlier.tick <= tick:
-                earlier.missed = "all ranks are past it"
-        appointed = next((round_ for _, round_ in self._open() if round_.tick == tick), None)
-        if appointed is not None and appointed.staged:
+        for _, earlier in self._open_attempts():
+            if waited and earlier.version <= version:
+                earlier.miss_reason = "all ranks are past it"
+        appointed = next((attempt for _, attempt in self._open_attempts() if attempt.version == version), None)
+        if appointed is not None and appointed.staged_ranks:
             return  # this version is being staged: it need not be taken twice
-        waiting = [s.round for s in self.slots if s.round and self._insists(s.round) and s.round.store is Store.NEW]
+        waiting = [
+            s.attempt
+            for s in self.slots
+            if s.attempt and self._must_be_stored(s.attempt) and s.attempt.commit_state is WorkState.NEW
+        ]
         # Later attempts that no rank has staged do not count: they wait for the ranks, which wait here.
-        queued = [round_ for round_ in waiting if round_.tick <= tick or round_.staged]
-        if queued or not self.is_planned:
+        queued = [attempt for attempt in waiting if attempt.version <= version or attempt.staged_ranks]
+        if queued or not self.has_division:
             return
-        free = self._grantable()
-        if (free is None or appointed is not None) and self._withdraw(now_s, lambda _: True):
+        free = self._find_free_slot()
+        if (free is None or appointed is not None) and self._withdraw_appointments(now_s, lambda _: True):
             # All ranks wait in this save, so none has acted on that appointment, or will.
-            free = self._grantable()
+            free = self._find_free_slot()
         if free is None:
             return
-        round_ = self._open_round(free, self._saves[0].why, tick, now_s)
-        round_.metrics = self._metrics()
-        self._answer_saves(self._stage_now(free, round_))
+        attempt = self._open_attempt(free, self._save_requests[0].reason, version, now_s)
+        attempt.metrics = self._merge_metrics()
+        self._answer_saves(self._stage_answer(free, attempt))
 
-    def _adopt(self, round_: Round) -> None:
+    def _adopt_attempt(self, attempt: SaveAttempt) -> None:
         """Uses a snapshot that is staged already for the save that all ranks ask for. It must now reach the store like
         any explicit save."""
-        if round_.why is not Why.HOLD:
-            round_.why = self._saves[0].why
-        if round_.store is Store.FAILED:
-            round_.store = Store.NEW
-        if round_.peer is Store.FAILED:
-            round_.peer = Store.NEW
+        if attempt.reason is not SaveReason.HOLD:
+            attempt.reason = self._save_requests[0].reason
+        if attempt.commit_state is WorkState.FAILED:
+            attempt.commit_state = WorkState.NEW
+        if attempt.replication_state is WorkState.FAILED:
+            attempt.replication_state = WorkState.NEW
         # The saving rank forgets earlier failures, so an earlier success is reported again.
-        for level, state in (("store", round_.store), ("peer", round_.peer)):
-            told = self._told.pop((round_.tick, level), None)
-            if told is not None and state is Store.DONE:
-                self._tell_level(round_.tick, level, told["ok"], told["message"])
-        round_.metrics.update(self._metrics())
-        self._answer_saves(self._is_saved(round_))
+        for level, state in (("store", attempt.commit_state), ("peer", attempt.replication_state)):
+            told = self._level_messages.pop((attempt.version, level), None)
+            if told is not None and state is WorkState.DONE:
+                self._report_level(attempt.version, level, told["ok"], told["message"])
+        attempt.metrics.update(self._merge_metrics())
+        self._answer_saves(self._saved_answer(attempt))
 
-    def _appoint(self, now_s: float, steps: Sequence[int]) -> None:
-        hold, extra = self.course in (Course.HOLD, Course.COPY), self._wants_extra()
-        self._resumed = self._resumed and not all(steps)
-        if self._at_end:
-            self._withdraw(now_s, lambda _: True)
-        if hold or self.course is Course.PUSH:
-            self._withdraw(now_s, lambda r: not r.unjudged)  # all other appointments give way to the last one
+    def _appoint_snapshot(self, now_s: float, steps: Sequence[int]) -> None:
+        hold, extra = self.course in (Course.HOLD, Course.REPLICATE), self._must_appoint_extra()
+        self._is_resumed = self._is_resumed and not all(steps)
+        if self._is_at_end:
+            self._withdraw_appointments(now_s, lambda _: True)
+        if hold or self.course is Course.COMMIT_NEWEST:
+            self._withdraw_appointments(
+                now_s, lambda r: not r.is_verdict_pending
+            )  # all other appointments give way to the last one
         elif extra:
             far = max(steps, default=0) + LEAD_MIN
-            self._withdraw(now_s, lambda r: r.tick.step > far)
-        at_polls = self.pace.all_poll and self.pace.is_long
-        if at_polls and self._withdraw(now_s, lambda r: not r.tick.sub):
+            self._withdraw_appointments(now_s, lambda r: r.version.step > far)
+        at_polls = self.step_timing.all_poll and self.step_timing.is_long
+        if at_polls and self._withdraw_appointments(now_s, lambda r: not r.version.sub):
             # This step's end is unknown, and no appointment was missed.
-            self._extra_tries += self._extra is not None
-        if self.course is Course.PUSH or not self._may_appoint() or self._saves or self._open():
+            self._extra_tries_left += self._extra_version is not None
+        if (
+            self.course is Course.COMMIT_NEWEST
+            or not self._can_appoint()
+            or self._save_requests
+            or self._open_attempts()
+        ):
             return
-        by_clock = now_s >= self._due_s
+        by_clock = now_s >= self._appoint_due_s
         if self._start_step is None or not (hold or extra or by_clock):
             return
-        slot = self._grantable()
-        if slot is None or not (hold or extra or self._can_spare(slot)):
-            self._pass_over(now_s)
+        slot = self._find_free_slot()
+        if slot is None or not (hold or extra or self._can_spare_slot(slot)):
+            self._skip_due_snapshots(now_s)
             return
         at = max(self._start_step, *steps)
-        if at_polls or (hold and self.pace.is_poll_next):
-            tick = self._next_poll()
+        if at_polls or (hold and self.step_timing.is_poll_next):
+            version = self._next_poll_version()
         else:
-            near = self._near_step(now_s) if hold else None
-            tick = self.pace.with_update(near or self._next_step(now_s, at))
-        round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
-        self._extra_tries -= extra
-        round_.announced = True
+            near = self._near_step_version(now_s) if hold else None
+            version = self.step_timing.next_update_version(near or self._next_step_version(now_s, at))
+        attempt = self._open_attempt(slot, SaveReason.HOLD if hold else SaveReason.STEP, version, now_s)
+        self._extra_tries_left -= extra
+        attempt.is_announced = True
         kind = WordKind.HOLD if hold else WordKind.TAKE
-        self._out.append(SetWord(slot.number, ControlWord(round_.number, slot.number, kind, tick.step, tick.sub)))
-        self._due_s = now_s + self._interval_s
+        self._actions.append(
+            SetWord(slot.number, ControlWord(attempt.number, slot.number, kind, version.step, version.sub))
+        )
+        self._appoint_due_s = now_s + self._interval_s
 
-    def _pass_over(self, now_s: float) -> None:
+    def _skip_due_snapshots(self, now_s: float) -> None:
         """Skips due snapshots for which no slot is free, once the next one is due too."""
-        if now_s >= self._due_s + self._interval_s:
-            count = int((now_s - self._due_s) / self._interval_s)
-            self._due_s += count * self._interval_s
-            self._tell_passed(count, "no slot was free when a snapshot was due")
+        if now_s >= self._appoint_due_s + self._interval_s:
+            count = int((now_s - self._appoint_due_s) / self._interval_s)
+            self._appoint_due_s += count * self._interval_s
+            self._report_skipped(count, "no slot was free when a snapshot was due")
 
-    def _tell_passed(self, count: int, why: str) -> None:
+    def _report_skipped(self, count: int, why: str) -> None:
         """Reports checkpoints that were due and were not taken or not committed."""
-        text = f"{counted(count, 'checkpoint')} passed over: {why}"
-        self._out.append(Emit("snapshot.passed", text, False, {"count": count}))
+        text = f"{format_count(count, 'checkpoint')} passed over: {why}"
+        self._actions.append(Emit("snapshot.passed", text, False, {"count": count}))
 
-    def _next_step(self, now_s: float, at: int) -> Tick:
+    def _next_step_version(self, now_s: float, at: int) -> Version:
         """The end of a step far enough ahead of `at`, the foremost rank's step, that two announcements may be late. It
         uses the pace seen since the last call."""
-        since_s, since = self._steps_from
+        since_s, since = self._step_rate_origin
         if now_s - since_s >= LATENCY_S:
             self._steps_per_s = (at - since) / (now_s - since_s)
-            self._steps_from = (now_s, at)
-        return Tick(at + self._lead(self._steps_per_s))
+            self._step_rate_origin = (now_s, at)
+        return Version(at + self._lead(self._steps_per_s))
 
-    def _near_step(self, now_s: float) -> Tick | None:
-        """An earlier version than `_next_step`: the end of the foremost rank's step, or of the next one; else None. A
-        step may take a minute, and a deadline may be as close. It is None if the pace is unknown, this step takes
-        unusually long, or announcements were late recently."""
-        at, step_s = self.pace.step, self.pace.measured_s
-        if not at or not self.pace.is_shown or step_s is None or self._latency_s > LATENCY_S:
+    def _near_step_version(self, now_s: float) -> Version | None:
+        """An earlier version than `_next_step_version`: the end of the foremost rank's step, or of the next one; else
+        None. A step may take a minute, and a deadline may be as close. It is None if the pace is unknown, this step
+        takes unusually long, or announcements were late recently."""
+        at, step_s = self.step_timing.step, self.step_timing.measured_step_s
+        if not at or not self.step_timing.is_entry_published or step_s is None or self._latency_s > LATENCY_S:
             return None
-        left_s = self.pace.entered_s + step_s - now_s
+        left_s = self.step_timing.entered_s + step_s - now_s
         margin_s = max(LATENCY_S, NEAR_MARGIN * step_s)
         if not margin_s - step_s <= left_s <= step_s + margin_s:  # this step is unlike the usual ones
             return None
-        return Tick(at if left_s >= margin_s else at + 1)
+        return Version(at if left_s >= margin_s else at + 1)
 
-    def _next_poll(self) -> Tick:
+    def _next_poll_version(self) -> Version:
         """The next poll that an announcement can reach, for ranks that all poll within one step, as in a long
         evaluation. If the step ends sooner, the ranks answer "late". Polls of different ranks need not keep pace. So
         the lead includes the polls that ranks of other nodes may have made since their last report."""
-        pace = self.pace
-        unseen = 0 if self.one_page else math.ceil(TOLD_S * pace.polls_per_s)
-        return Tick(pace.step - 1, min(SUB_MAX, pace.poll + unseen + self._lead(pace.polls_per_s)))
+        pace = self.step_timing
+        unseen = 0 if self.is_single_node else math.ceil(REPORT_DELAY_S * pace.polls_per_s)
+        return Version(pace.step - 1, min(SUB_MAX, pace.poll + unseen + self._lead(pace.polls_per_s)))
 
     def _lead(self, per_s: float) -> int:
         return max(LEAD_MIN, math.ceil(2 * self._latency_s * per_s))
 
-    def _let_go(self, now_s: float) -> None:
-        newest = self.newest.round if self.newest else None
-        busy = self.at_work and not (self.only_copies and self._is_all_stored(newest))
-        if busy or self._open() or (self.former_saves and self.newest is None):
+    def _release_leaving_ranks(self, now_s: float) -> None:
+        newest = self.newest_slot.attempt if self.newest_slot else None
+        busy = self.is_at_work and not (self.is_only_replicating and self._is_all_stored(newest))
+        if busy or self._open_attempts() or (self.is_former_committing and self.newest_slot is None):
             return
-        unsaved = newest is not None and newest.store is not Store.DONE and not (self.superseded_by or self._given_up)
+        unsaved = (
+            newest is not None
+            and newest.commit_state is not WorkState.DONE
+            and not (self.superseded_by or self._is_commit_stopped)
+        )
         if unsaved and self._waits_for_agent(now_s):
             return  # the commit is tried again
-        if self.all_gone and not self._closing and not unsaved:
-            self._closing = True
-            dead = [m.rank for m in self.members if m.presence is Presence.DEAD]
-            self._out.append(Close(f"ranks {dead[:8]} died" if dead else "left"))
-        for member in self.members.seen.leaving:
-            returns = member.insists and now_s < self._returns_by_s(member)
-            if returns or (member.lost_s is None and member.leave is AGAIN):
+        if self.all_gone and not self._is_closing and not unsaved:
+            self._is_closing = True
+            dead = [m.rank for m in self.rank_states if m.presence is Presence.DEAD]
+            self._actions.append(Close(f"ranks {dead[:8]} died" if dead else "left"))
+        for member in self.rank_states.summary.waiting_to_leave:
+            returns = member.can_retry_leave and now_s < self._rejoin_deadline_s(member)
+            if returns or (member.disconnected_s is None and member.leave_request is LEAVE_RETRY):
                 continue  # the rank gets its answer on its next connection
-            if member.lost_s is not None:
-                member.leave = None  # no rank waits for this answer any more
-            elif self.closed_in_store or unsaved or not self.all_gone:
+            if member.disconnected_s is not None:
+                member.leave_request = None  # no rank waits for this answer any more
+            elif self.is_closed_in_store or unsaved or not self.all_gone:
                 error = self.last_error or (f"superseded by {self.superseded_by}" if self.superseded_by else "")
-                committed = str(self.committed_tick) if self.committed_tick else None
-                self._out.append(AnswerRequest(member.leave, {"committed": committed, "error": error or None}))
-                member.leave = None
+                committed = str(self.committed_version) if self.committed_version else None
+                self._actions.append(
+                    AnswerRequest(member.leave_request, {"committed": committed, "error": error or None})
+                )
+                member.leave_request = None
 
     # -- small steps
 
-    def _is_all_stored(self, newest: Round | None) -> bool:
+    def _is_all_stored(self, newest: SaveAttempt | None) -> bool:
         """True if all ranks left without a notice, none died, and the last step is stored: replicas are not needed any
         more."""
-        have_left = self.all_gone and not self.members.seen.any_dead and self._report is None
-        return have_left and newest is not None and newest.store is Store.DONE
+        have_left = self.all_gone and not self.rank_states.summary.any_dead and self._pending_report is None
+        return have_left and newest is not None and newest.commit_state is WorkState.DONE
 
-    def _fate(self, rank: int) -> str:
-        member = self.members[rank]
-        return "died" if member.presence is Presence.DEAD else "is away" if member.away else "left"
+    def _describe_absence(self, rank: int) -> str:
+        member = self.rank_states[rank]
+        return "died" if member.presence is Presence.DEAD else "is away" if member.is_away else "left"
 
-    def _waits(self, slot: Slot) -> bool:
+    def _awaits_commit(self, slot: Slot) -> bool:
         """True if the slot's attempt waits to be committed and must not be skipped."""
-        round_ = slot.round
-        is_new = slot.state is State.COMPLETE and round_ is not None and round_.store is Store.NEW
-        return is_new and round_ is not None and self._insists(round_)
+        attempt = slot.attempt
+        is_new = slot.state is SlotState.COMPLETE and attempt is not None and attempt.commit_state is WorkState.NEW
+        return is_new and attempt is not None and self._must_be_stored(attempt)
 
-    def _insists(self, round_: Round) -> bool:
+    def _must_be_stored(self, attempt: SaveAttempt) -> bool:
         """True if the attempt must reach the store even if newer ones exist. A policy-due save need not while the store
         fails or a notice stands, since training would wait for its slot."""
-        is_spared = round_.why is Why.DUE and (self.store_fails or self.course is not Course.STAY)
-        return round_.explicit and not is_spared
+        is_spared = attempt.reason is SaveReason.DUE and (self.is_commit_failing or self.course is not Course.STAY)
+        return attempt.is_explicit and not is_spared
 
-    def _may_be_all(self, round_: Round) -> bool:
+    def _may_still_be_needed(self, attempt: SaveAttempt) -> bool:
         """True if the attempt's commit was given up for a newer one that is not known to be stored yet."""
-        committed = self.committed_tick
-        return bool(round_.gave_way) and (committed is None or committed < round_.tick)
+        committed = self.committed_version
+        return bool(attempt.yield_reason) and (committed is None or committed < attempt.version)
 
-    def _gave_way_in_vain(self) -> Slot | None:
+    def _slot_to_recommit(self) -> Slot | None:
         """The slot whose commit was given up for a newer one, if that one failed and is not tried again now."""
-        newest = self.newest.round if self.newest is not None else None
-        if newest is None or newest.store is not Store.FAILED or not newest.last_try:
+        newest = self.newest_slot.attempt if self.newest_slot is not None else None
+        if newest is None or newest.commit_state is not WorkState.FAILED or not newest.is_last_try:
             return None
-        return next((slot for slot in self.slots if slot.round is not None and self._may_be_all(slot.round)), None)
+        return next(
+            (slot for slot in self.slots if slot.attempt is not None and self._may_still_be_needed(slot.attempt)), None
+        )
 
-    def _grantable(self, slots: Sequence[Slot] | None = None) -> Slot | None:
+    def _find_free_slot(self, slots: Sequence[Slot] | None = None) -> Slot | None:
         """A slot, of `slots` if given, that is free and warm on all ranks; else None. A job's only slot counts if its
         attempt is committed; it is then freed."""
-        for slot in self._in_use if slots is None else slots:
-            if slot.making or slot.leases or not self._fits(slot):
+        for slot in self._used_slots if slots is None else slots:
+            if slot.is_making_arenas or slot.leases or not self._has_fitting_arenas(slot):
                 continue
-            if len(slot.warm) < self.world or set(slot.warm.values()) != {self.division}:
+            if len(slot.warm_divisions) < self.world or set(slot.warm_divisions.values()) != {self.division}:
                 continue
-            if slot.state is State.FREE:
+            if slot.state is SlotState.FREE:
                 return slot
-            if self._gives_way(slot):
-                self._free(slot)
+            if self._can_reuse_only_slot(slot):
+                self._free_slot(slot)
                 return slot
         return None
 
-    def _can_spare(self, slot: Slot) -> bool:
+    def _can_spare_slot(self, slot: Slot) -> bool:
         """True if a hold would still find a slot after this one is taken. Other slots may still be in the making, which
         may take as long as a commit beside training. The hold might then have to wait for a slot that is being
         committed."""
-        others = [each for each in self._in_use if each is not slot]
-        if not any(each.state is State.FREE for each in others) or self._grantable(others) is not None:
+        others = [each for each in self._used_slots if each is not slot]
+        if not any(each.state is SlotState.FREE for each in others) or self._find_free_slot(others) is not None:
             return True
-        rest = [s.round for s in others if s.state in (State.STAGED, State.COMPLETE) and not s.leases and s.round]
-        next_one = self.committing is None and any(round_.store is Store.NEW for round_ in rest)
+        rest = [
+            s.attempt
+            for s in others
+            if s.state in (SlotState.STAGED, SlotState.COMPLETE) and not s.leases and s.attempt
+        ]
+        next_one = self.committing_slot is None and any(attempt.commit_state is WorkState.NEW for attempt in rest)
         return len(rest) > next_one  # a newer complete attempt frees the others
 
-    def _gives_way(self, slot: Slot) -> bool:
+    def _can_reuse_only_slot(self, slot: Slot) -> bool:
         """True if this is the only slot in use and its attempt is in the store. It is False while a retired slot still
         holds an older attempt, which would become the newest again."""
-        done = slot.round is not None and slot.round.store is Store.DONE and not slot.round.unjudged
-        alone = self.slots_in_use == 1 and all(each.state is State.FREE for each in self.slots if each is not slot)
-        return alone and slot.state is State.COMPLETE and done
+        done = (
+            slot.attempt is not None
+            and slot.attempt.commit_state is WorkState.DONE
+            and not slot.attempt.is_verdict_pending
+        )
+        alone = self.slot_limit == 1 and all(each.state is SlotState.FREE for each in self.slots if each is not slot)
+        return alone and slot.state is SlotState.COMPLETE and done
 
-    def _open_round(self, slot: Slot, why: Why, tick: Tick, now_s: float) -> Round:
-        number = self._next_round
-        self._next_round = number % ROUND_MAX + 1
+    def _open_attempt(self, slot: Slot, why: SaveReason, version: Version, now_s: float) -> SaveAttempt:
+        number = self._next_attempt_number
+        self._next_attempt_number = number % ATTEMPT_MAX + 1
         # Forget what was reported of a failed attempt at this version.
-        self._told = {key: body for key, body in self._told.items() if key[0] != tick}
-        slot.state = State.GRANTED
-        slot.round = Round(number, slot.number, why, tick, self.division, now_s, sum(self._need))
-        return slot.round
+        self._level_messages = {key: body for key, body in self._level_messages.items() if key[0] != version}
+        slot.state = SlotState.GRANTED
+        slot.attempt = SaveAttempt(
+            number, slot.number, why, version, self.division, now_s, sum(self._needed_arena_bytes)
+        )
+        return slot.attempt
 
-    def _withdraw(self, now_s: float, which: Callable[[Round], bool]) -> bool:
+    def _withdraw_appointments(self, now_s: float, which: Callable[[SaveAttempt], bool]) -> bool:
         """Withdraws announced appointments that no rank has staged, so nothing is lost. Returns False if there are
         none."""
-        found = [(slot, r) for slot, r in self._open() if r.announced and not r.staged and which(r)]
-        for slot, round_ in found:
-            self._drop(slot, round_, now_s)
+        found = [(slot, r) for slot, r in self._open_attempts() if r.is_announced and not r.staged_ranks and which(r)]
+        for slot, attempt in found:
+            self._drop_attempt(slot, attempt, now_s)
         return bool(found)
 
-    def _abandon(self, slot: Slot, round_: Round, why: str, now_s: float) -> None:
-        message = f"the snapshot at {round_.tick} was given up: {why}"
-        if round_.staged or round_.missed or round_.explicit:  # else no rank had reached it: nothing is lost
-            self._out.append(Emit("save.abandoned", message, round_.explicit))
-        if round_.staged or round_.explicit:  # else no rank waits for it, except one that is just staging it
-            self._tell_level(round_.tick, "local", False, why)
-        if round_.explicit:
+    def _abandon_attempt(self, slot: Slot, attempt: SaveAttempt, why: str, now_s: float) -> None:
+        message = f"the snapshot at {attempt.version} was given up: {why}"
+        if (
+            attempt.staged_ranks or attempt.miss_reason or attempt.is_explicit
+        ):  # else no rank had reached it: nothing is lost
+            self._actions.append(Emit("save.abandoned", message, attempt.is_explicit))
+        if attempt.staged_ranks or attempt.is_explicit:  # else no rank waits for it, except one that is just staging it
+            self._report_level(attempt.version, "local", False, why)
+        if attempt.is_explicit:
             self.last_error = message
-        self._drop(slot, round_, now_s)
+        self._drop_attempt(slot, attempt, now_s)
 
-    def _drop(self, slot: Slot, round_: Round, now_s: float) -> None:
-        self._clear_word(round_)
-        self._abandoned.append(round_.number)
-        if round_.unjudged:
-            self._judge(round_, self.is_lost_cause or self._ended, now_s)
-        if round_.why is Why.STEP and self.policy.seconds is not None:
-            self._retries = min(self._retries + 1, 16)
-            self._due_s = round_.opened_s + min(2.0 ** (self._retries - 1), RETRY_S_MAX, self._interval_s)
-        self._free(slot)
+    def _drop_attempt(self, slot: Slot, attempt: SaveAttempt, now_s: float) -> None:
+        self._clear_control_word(attempt)
+        self._abandoned_attempts.append(attempt.number)
+        if attempt.is_verdict_pending:
+            self._set_verdict(attempt, self.is_lost_cause or self._is_end_ordered, now_s)
+        if attempt.reason is SaveReason.STEP and self.policy.seconds is not None:
+            self._retry_count = min(self._retry_count + 1, 16)
+            self._appoint_due_s = attempt.opened_s + min(2.0 ** (self._retry_count - 1), RETRY_S_MAX, self._interval_s)
+        self._free_slot(slot)
 
-    def _free(self, slot: Slot) -> None:
-        if slot.round is not None and slot is self.safe:
-            self._out.append(ReplicaDegraded(slot.round.tick))
-        slot.state = State.FREE
-        slot.round = None
-        self._out.append(Recycle(slot.number))
+    def _free_slot(self, slot: Slot) -> None:
+        if slot.attempt is not None and slot is self.replicated_slot:
+            self._actions.append(ReplicaDegraded(slot.attempt.version))
+        slot.state = SlotState.FREE
+        slot.attempt = None
+        self._actions.append(ClearSlot(slot.number))
 
-    def _clear_word(self, round_: Round) -> None:
-        if round_.announced:
-            round_.announced = False
-            self._out.append(SetWord(round_.slot, None))
+    def _clear_control_word(self, attempt: SaveAttempt) -> None:
+        if attempt.is_announced:
+            attempt.is_announced = False
+            self._actions.append(SetWord(attempt.slot, None))
 
-    def _metrics(self) -> dict[str, float]:
+    def _merge_metrics(self) -> dict[str, float]:
         """The metrics of all ranks' requests; if ranks differ, the lowest rank's value counts."""
         merged: dict[str, float] = {}
-        for rank in sorted(self._saves, reverse=True):
-            merged.update(self._saves[rank].metrics)
+        for rank in sorted(self._save_requests, reverse=True):
+            merged.update(self._save_requests[rank].metrics)
         return merged
 
-    def _stage_now(self, slot: Slot, round_: Round) -> dict[str, Any]:
-        return {"saved": False, "round": round_.number, "slot": slot.number, "division": round_.division}
+    def _stage_answer(self, slot: Slot, attempt: SaveAttempt) -> dict[str, Any]:
+        return {"saved": False, "attempt": attempt.number, "slot": slot.number, "division": attempt.division}
 
-    def _is_saved(self, round_: Round) -> dict[str, Any]:
-        level = "store" if round_.store is Store.DONE else "local"
-        return {"saved": True, "round": round_.number, "level": level, "tick": str(round_.tick)}
+    def _saved_answer(self, attempt: SaveAttempt) -> dict[str, Any]:
+        level = "store" if attempt.commit_state is WorkState.DONE else "local"
+        return {"saved": True, "attempt": attempt.number, "level": level, "version": str(attempt.version)}
 
     def _answer_saves(self, body: dict[str, Any]) -> None:
-        self._settled = Settled(max(save.tick for save in self._saves.values()), "save-failed", "")
-        for save in self._saves.values():
-            self._out.append(AnswerRequest(save.request, body))
-        self._saves.clear()
+        self._answered_save = AnsweredSave(
+            max(save.version for save in self._save_requests.values()), "save-failed", ""
+        )
+        for save in self._save_requests.values():
+            self._actions.append(AnswerRequest(save.request, body))
+        self._save_requests.clear()
 
     def _refuse_saves(self, kind: str, message: str) -> None:
-        self._settled = Settled(max(save.tick for save in self._saves.values()), kind, message)
-        for save in self._saves.values():
-            self._out.append(Refuse(save.request, kind, message))
-        self._saves.clear()
+        self._answered_save = AnsweredSave(max(save.version for save in self._save_requests.values()), kind, message)
+        for save in self._save_requests.values():
+            self._actions.append(Refuse(save.request, kind, message))
+        self._save_requests.clear()

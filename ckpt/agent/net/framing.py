@@ -26,7 +26,7 @@ ALIVE, MESSAGE, PART = range(3)  # kinds of records
 Payload = tuple[int, bytes | memoryview]
 
 
-def payloads(fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> list[Payload]:
+def make_payloads(fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> list[Payload]:
     """The payloads of a message. They are views of the blobs, not copies. Errors: AgentError if the message is too
     large, which is a bug in ckpt."""
     sizes = [memoryview(blob).nbytes for blob in blobs]
@@ -50,7 +50,7 @@ class Assembler:
         self._fields: dict[str, Any] | None = None
         self._sizes: list[int] = []
         self._blobs: list[bytes] = []
-        self._blob = bytearray()
+        self._partial_blob = bytearray()
 
     def add(self, kind: int, payload: bytes) -> Message | None:
         """The message that this payload completes; None if it is not complete yet. Errors: AgentError for a payload
@@ -59,19 +59,19 @@ class Assembler:
             self._fields = _fields(payload)
             self._sizes = _sizes(self._fields.pop("_blobs", []))
         elif kind == PART and self._fields is not None:
-            if not payload or len(self._blob) + len(payload) > self._sizes[len(self._blobs)]:
+            if not payload or len(self._partial_blob) + len(payload) > self._sizes[len(self._blobs)]:
                 raise AgentError("a peer sent more of a blob than its message says, or an empty part")
-            self._blob += payload
+            self._partial_blob += payload
         elif kind == ALIVE and self._fields is None and not payload:
             return None
         else:
             raise AgentError(f"a peer sent a record of kind {kind} where none is due")
-        return self._whole()
+        return self._take_message()
 
-    def _whole(self) -> Message | None:
-        while len(self._blobs) < len(self._sizes) and len(self._blob) == self._sizes[len(self._blobs)]:
-            self._blobs.append(bytes(self._blob))
-            self._blob = bytearray()
+    def _take_message(self) -> Message | None:
+        while len(self._blobs) < len(self._sizes) and len(self._partial_blob) == self._sizes[len(self._blobs)]:
+            self._blobs.append(bytes(self._partial_blob))
+            self._partial_blob = bytearray()
         if self._fields is None or len(self._blobs) < len(self._sizes):
             return None
         message = Message(self._fields, [], self._blobs)
@@ -83,17 +83,17 @@ def _fields(data: bytes) -> dict[str, Any]:
     if len(data) > MESSAGE_BYTES_MAX:
         raise AgentError(f"a peer's message of {len(data)} bytes; at most {MESSAGE_BYTES_MAX}")
     fields = unpack(data, "a peer's message")
-    if _deeper(fields, DEPTH_MAX):
+    if _is_deeper(fields, DEPTH_MAX):
         raise AgentError(f"a peer's message is nested deeper than {DEPTH_MAX}")
     return fields
 
 
-def _deeper(value: Any, levels: int) -> bool:
+def _is_deeper(value: Any, levels: int) -> bool:
     """Whether a value is nested deeper than `levels`. Handlers walk messages recursively, so the depth is limited."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_deeper(each, levels - 1) for each in inner)
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inner)
 
 
 def _sizes(given: Any) -> list[int]:

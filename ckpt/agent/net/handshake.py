@@ -141,9 +141,9 @@ class Session:
     that the dialler named, which is the transfer on data connections, and "" on control connections."""
 
     role: Role
-    run: str
+    secret_id: str
     peer: str
-    about: str
+    subject: str
     sealer: Sealer
     opener: Opener
 
@@ -165,7 +165,7 @@ def body_bytes(header: bytes | bytearray) -> int:
 
 
 class Dialler:
-    """The connecting side of a handshake. Send `first`, then pass each answer to `step` until `session` is set.
+    """The connecting side of a handshake. Send `hello`, then pass each answer to `step` until `session` is set.
 
     `me`: this agent's name. `expect`: the listener's name, if known. Errors: ValueError if a name has more than
     NAME_BYTES_MAX bytes."""
@@ -174,11 +174,11 @@ class Dialler:
         self, secret: bytes, run: str, role: Role, me: str, about: str = "", expect: str | None = None
     ) -> None:
         self.session: Session | None = None
-        self._secret, self._run, self._role, self._me, self._about = secret, run, role, me, about
-        self._expect = expect
-        self._claims = _named(me) + _named(about)
+        self._secret, self._secret_id, self._role, self._agent_name, self._subject = secret, run, role, me, about
+        self._expected_name = expect
+        self._claims = _encode_name(me) + _encode_name(about)
         self._keys: _Keys | None = None
-        self.first = _message(_HELLO, secrets.token_bytes(NONCE_BYTES) + bytes([role]) + _named(run))
+        self.hello = _message(_HELLO, secrets.token_bytes(NONCE_BYTES) + bytes([role]) + _encode_name(run))
 
     def step(self, message: bytes) -> bytes:
         """The answer to a whole message, header included. Errors: NotAuthentic; the caller then closes the
@@ -189,15 +189,15 @@ class Dialler:
             nonce = _body(message, _CHALLENGE)
             if len(nonce) != NONCE_BYTES:
                 raise NotAuthentic("the other agent's challenge is malformed")
-            self._keys = _Keys(self._secret, self.first, message)
-            return self._keys.signed(_PROOF, self._claims)
-        (name,) = self._keys.checked(_ACCEPT, message, 1)
-        if name == self._me:
+            self._keys = _Keys(self._secret, self.hello, message)
+            return self._keys.sign_message(_PROOF, self._claims)
+        (name,) = self._keys.verify_message(_ACCEPT, message, 1)
+        if name == self._agent_name:
             raise NotAuthentic("the connection leads back to this agent itself")
-        if self._expect is not None and name != self._expect:
-            raise NotAuthentic(f"the agent at that address is {name}, not {self._expect}")
+        if self._expected_name is not None and name != self._expected_name:
+            raise NotAuthentic(f"the agent at that address is {name}, not {self._expected_name}")
         sealer, opener = Sealer(self._keys.from_dialler), Opener(self._keys.from_listener)
-        self.session = Session(self._role, self._run, name, self._about, sealer, opener)
+        self.session = Session(self._role, self._secret_id, name, self._subject, sealer, opener)
         return b""
 
 
@@ -206,10 +206,10 @@ class Answerer:
 
     def __init__(self, secret_of: Callable[[str], bytes | None], me: str) -> None:
         self.session: Session | None = None
-        self._secret_of, self._me, self._claims = secret_of, me, _named(me)
+        self._secret_of, self._agent_name, self._claims = secret_of, me, _encode_name(me)
         self._keys: _Keys | None = None
         self._role = Role.CONTROL
-        self._run = ""
+        self._secret_id = ""
 
     def step(self, message: bytes) -> bytes:
         """The answer to a whole message, header included. Errors: NotAuthentic; the caller then sends the error's
@@ -218,23 +218,25 @@ class Answerer:
             raise NotAuthentic("the handshake is over")
         if self._keys is None:
             return self._challenge(message)
-        peer, about = self._keys.checked(_PROOF, message, 2)
-        if peer == self._me:
-            raise NotAuthentic("this agent was connected to itself", self._keys.signed(_ACCEPT, self._claims))
+        peer, about = self._keys.verify_message(_PROOF, message, 2)
+        if peer == self._agent_name:
+            raise NotAuthentic("this agent was connected to itself", self._keys.sign_message(_ACCEPT, self._claims))
         sealer, opener = Sealer(self._keys.from_listener), Opener(self._keys.from_dialler)
-        self.session = Session(self._role, self._run, peer, about, sealer, opener)
-        return self._keys.signed(_ACCEPT, self._claims)
+        self.session = Session(self._role, self._secret_id, peer, about, sealer, opener)
+        return self._keys.sign_message(_ACCEPT, self._claims)
 
     def _challenge(self, hello: bytes) -> bytes:
         body = _body(hello, _HELLO)
-        (self._run,) = _names(body[NONCE_BYTES + 1 :], 1)
+        (self._secret_id,) = _decode_names(body[NONCE_BYTES + 1 :], 1)
         try:
             self._role = Role(body[NONCE_BYTES])
         except ValueError:
             raise NotAuthentic(f"a connection for purpose {body[NONCE_BYTES]} is not known") from None
-        secret = self._secret_of(self._run)
+        secret = self._secret_of(self._secret_id)
         if secret is None:
-            raise NotAuthentic(f"the run {self._run!r} is not known here: its secret is another one, or a former one")
+            raise NotAuthentic(
+                f"the run {self._secret_id!r} is not known here: its secret is another one, or a former one"
+            )
         challenge = _message(_CHALLENGE, secrets.token_bytes(NONCE_BYTES))
         self._keys = _Keys(secret, hello, challenge)
         return challenge
@@ -246,22 +248,22 @@ class _Keys:
     def __init__(self, secret: bytes, hello: bytes, challenge: bytes) -> None:
         nonces = hello[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES] + challenge[HEADER_BYTES:]
         seen = hashlib.sha256(hello + challenge).digest()
-        made = (hkdf(secret, nonces, f"ckpt peers {VERSION} {use}".encode() + b"\0" + seen, 32) for use in _USES)
+        made = (hkdf(secret, nonces, f"ckpt peers {VERSION} {use}".encode() + b"\0" + seen, 32) for use in _KEY_LABELS)
         proof, accept, self.from_dialler, self.from_listener = made
         self._proofs = {_PROOF: proof, _ACCEPT: accept}
 
-    def signed(self, kind: int, claims: bytes) -> bytes:
+    def sign_message(self, kind: int, claims: bytes) -> bytes:
         return _message(kind, hmac.digest(self._proofs[kind], claims, "sha256") + claims)
 
-    def checked(self, kind: int, message: bytes, count: int) -> list[str]:
+    def verify_message(self, kind: int, message: bytes, count: int) -> list[str]:
         body = _body(message, kind)
         proof, claims = body[:_PROOF_BYTES], body[_PROOF_BYTES:]
         if not hmac.compare_digest(hmac.digest(self._proofs[kind], claims, "sha256"), proof):
             raise NotAuthentic("the other agent does not know this run's secret, or somebody changes what is sent")
-        return _names(claims, count)
+        return _decode_names(claims, count)
 
 
-_USES = ("proof of the dialler", "proof of the listener", "from the dialler", "from the listener")
+_KEY_LABELS = ("proof of the dialler", "proof of the listener", "from the dialler", "from the listener")
 
 
 def _message(kind: int, body: bytes) -> bytes:
@@ -276,14 +278,14 @@ def _body(message: bytes, kind: int) -> bytes:
     return message[HEADER_BYTES:]
 
 
-def _named(name: str) -> bytes:
+def _encode_name(name: str) -> bytes:
     data = name.encode()
     if len(data) > NAME_BYTES_MAX:
         raise ValueError(f"a name of {len(data)} bytes; at most {NAME_BYTES_MAX}")
     return bytes([len(data)]) + data
 
 
-def _names(data: bytes, count: int) -> list[str]:
+def _decode_names(data: bytes, count: int) -> list[str]:
     """Exactly `count` names, each with its length before it. Errors: NotAuthentic if `data` is malformed."""
     names = []
     try:

@@ -20,43 +20,54 @@ from typing import Any
 from ckpt.types import Epoch, Identity
 
 
-class Who(enum.Enum):
+class Sender(enum.Enum):
     """The condition that a message's sender must meet; see the module."""
 
     ANYONE = "anyone"
-    AWAITED = "awaited"
-    ASKED = "asked"
-    LEADS = "leads"
-    DROPS = "drops"
-    SERVES = "serves"
-    MEMBER = "member"
+    START_PENDING = "awaited"
+    SURVEYOR = "asked"
+    COORDINATOR = "leads"
+    EVICTING_COORDINATOR = "drops"
+    COORDINATOR_OR_SURVEYOR = "serves"
+    FOLLOWER = "member"
     OWNER = "owner"
 
 
-_SAID = {
-    Who.ANYONE: ("look", "parts", "borrow"),  # only memory-only nodes accept "borrow"
-    Who.AWAITED: ("start",),
-    Who.ASKED: ("outcome", "serve"),
-    Who.DROPS: ("keep", "kept", "unkeep", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
-    Who.SERVES: ("publish", "lend", "rebuild", "write", "keeps"),
-    Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
+_KINDS_BY_SENDER = {
+    Sender.ANYONE: ("look", "parts", "borrow"),  # only memory-only nodes accept "borrow"
+    Sender.START_PENDING: ("start",),
+    Sender.SURVEYOR: ("outcome", "serve"),
+    Sender.EVICTING_COORDINATOR: (
+        "keep",
+        "kept",
+        "unkeep",
+        "stripe",
+        "forget",
+        "drop",
+        "word",
+        "offer",
+        "make",
+        "close-arenas",
+    ),
+    Sender.COORDINATOR_OR_SURVEYOR: ("publish", "lend", "rebuild", "write", "keeps"),
+    Sender.FOLLOWER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
     # SharedRead, which handles the last two, knows its nodes.
-    Who.OWNER: ("unserve", "unwrite", "withdraw", "bring", "brought"),
+    Sender.OWNER: ("unserve", "unwrite", "withdraw", "bring", "brought"),
 }
-_WHO = {kind: who for who, kinds in _SAID.items() for kind in kinds}
+_SENDER_BY_KIND = {kind: who for who, kinds in _KINDS_BY_SENDER.items() for kind in kinds}
 # A peer that sends one of these has begun the epoch that it names.
-OF_AN_EPOCH = frozenset(("keep", "kept", "stripe", "forget"))
+EPOCH_KINDS = frozenset(("keep", "kept", "stripe", "forget"))
 
 
-def who_says(fields: Mapping[str, Any]) -> Who:
+def required_sender(fields: Mapping[str, Any]) -> Sender:
     """The condition for the message with these fields. Errors: LookupError if it has no type."""
     if fields["t"] == "keep" and fields.get("again"):
         # A replica of an older epoch; nothing is evicted for it.
-        return Who.SERVES
+        return Sender.COORDINATOR_OR_SURVEYOR
     if fields["t"] == "word" and fields.get("word") == 0:
         # The message only clears an appointment.
-        return Who.LEADS
-    return _WHO.get(str(fields["t"]), Who.LEADS)
+        return Sender.COORDINATOR
+    return _SENDER_BY_KIND.get(str(fields["t"]), Sender.COORDINATOR)
 
 
 def epoch_of(fields: Mapping[str, Any]) -> Epoch:

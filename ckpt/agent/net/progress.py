@@ -3,7 +3,7 @@
 The agent that works on a request sends `moving` every SAY_S in which some work was done. The agent that asked gives the
 request up ANSWER_S after the request or the last `moving`. So no size is too large, and a stuck request ends. Two
 failures are noticed much earlier: a dead or hanging agent by its connection, and a stalled transfer by itself. Main
-thread only, except `Progress.moved`.
+thread only, except `Progress.advance`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
     from ckpt.ipc.messages import Message
 
-ANSWER_S = 600.0  # longer than any work that does not report progress
-SAY_S = 20.0
-LOOK_S = 20.0  # between two looks for requests that are overdue
+ANSWER_TIMEOUT_S = 600.0  # longer than any work that does not report progress
+REPORT_INTERVAL_S = 20.0
+CHECK_INTERVAL_S = 20.0  # between two looks for requests that are overdue
 
 Then = Callable[["Message | None", str], None]
 
@@ -29,7 +29,7 @@ class Progress:
     def __init__(self) -> None:
         self.count = 0
 
-    def moved(self, _: object = None) -> None:
+    def advance(self, _: object = None) -> None:
         """Counts one piece. Any thread; two concurrent calls may count as one."""
         self.count += 1
 
@@ -41,32 +41,32 @@ class ProgressReport:
     def __init__(
         self, channel: Channel, request_id: int, progress: Progress, later: Callable[[float, Callable[[], None]], None]
     ) -> None:
-        self._channel, self._id, self._progress, self._later = channel, request_id, progress, later
-        self._over = False
-        self._said = progress.count
-        later(SAY_S, self._say)
+        self._channel, self._id, self._progress, self._call_later = channel, request_id, progress, later
+        self._is_ended = False
+        self._reported_count = progress.count
+        later(REPORT_INTERVAL_S, self._send_report)
 
     def end(self) -> None:
         """Stops the reports: the request is answered."""
-        self._over = True
+        self._is_ended = True
 
-    def _say(self) -> None:
-        if self._over or not self._channel.open:
+    def _send_report(self) -> None:
+        if self._is_ended or not self._channel.is_open:
             return
-        if self._progress.count != self._said:
-            self._said = self._progress.count
+        if self._progress.count != self._reported_count:
+            self._reported_count = self._progress.count
             self._channel.send({"t": "moving", "id": self._id})
-        self._later(SAY_S, self._say)
+        self._call_later(REPORT_INTERVAL_S, self._send_report)
 
 
 @dataclass(slots=True)
 class PeerRequest:
-    """A request to another agent. `then` is called with its answer. `due_s`: when the request is given up."""
+    """A request to another agent. `on_answer` is called with its answer. `deadline_s`: when the request is given up."""
 
     channel: Channel
-    then: Then
-    due_s: float
+    on_answer: Then
+    deadline_s: float
 
-    def moves(self, now_s: float) -> None:
+    def extend_deadline(self, now_s: float) -> None:
         """Moves the deadline: the peer has reported progress."""
-        self.due_s = now_s + ANSWER_S
+        self.deadline_s = now_s + ANSWER_TIMEOUT_S

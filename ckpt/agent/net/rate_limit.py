@@ -22,13 +22,13 @@ class Bucket:
         """`bytes_per_s`: the limit; None: no limit. Errors: ValueError if it is not positive and finite."""
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._rate = _checked(bytes_per_s)
+        self._rate = _checked_rate(bytes_per_s)
         self._paid_until_s = self._clock.now_s()
 
     def set_rate(self, bytes_per_s: float | None) -> None:
         """Changes the limit for bytes that are taken from now on. Errors: ValueError, as in the constructor."""
         with self._lock:
-            self._rate = _checked(bytes_per_s)
+            self._rate = _checked_rate(bytes_per_s)
 
     @property
     def piece_bytes(self) -> int:
@@ -38,7 +38,7 @@ class Bucket:
             return PIECE_BYTES
         return max(PIECE_BYTES_MIN, min(PIECE_BYTES, int(rate * PIECE_S)))
 
-    def take(self, nbytes: int) -> float:
+    def reserve_bytes(self, nbytes: int) -> float:
         """Counts `nbytes`; returns the seconds until they may be moved."""
         with self._lock:
             if self._rate is None:
@@ -52,7 +52,7 @@ class Bucket:
         """Counts `nbytes` and blocks until they may be moved, or until at most SLICE_S after `stopped()` is true."""
         if self._rate is None:
             return
-        due_s = self.take(nbytes)
+        due_s = self.reserve_bytes(nbytes)
         if due_s <= 0:
             return
         due_s += self._clock.now_s()
@@ -60,7 +60,7 @@ class Bucket:
             self._clock.sleep_s(min(left_s, SLICE_S))
 
 
-def _checked(bytes_per_s: float | None) -> float | None:
+def _checked_rate(bytes_per_s: float | None) -> float | None:
     if bytes_per_s is not None and not 0 < bytes_per_s < float("inf"):
         raise ValueError(f"a bandwidth of {bytes_per_s!r} bytes/s; give more than 0, or None for no limit")
     return bytes_per_s

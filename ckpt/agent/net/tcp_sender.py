@@ -22,23 +22,23 @@ from ckpt.agent.net import handshake
 from ckpt.agent.net.handshake import Dialler, Session
 from ckpt.agent.net.rate_limit import Bucket
 from ckpt.agent.net.tcp_receiver import (
-    ASK_FRAMES,
     BUSY,
     COUNT,
     GO,
     NUMBER,
+    REQUEST_FRAMES_MAX,
     WANT,
     Dial,
     FetchTerms,
     TcpFetch,
-    ask_for,
-    be_nice,
-    settled_by_us,
+    lower_thread_priority,
+    request_frames,
+    uncancellable_future,
 )
 from ckpt.agent.net.transport import Frames, Ledger
 from ckpt.clock import Clock
 from ckpt.errors import AgentError, CkptError
-from ckpt.ipc.addresses import Address, cut, receive_exactly, send_all, wait_at_most
+from ckpt.ipc.addresses import Address, receive_exactly, send_all, set_call_timeout, shut_down
 from ckpt.threads import Tasks
 
 log = logging.getLogger("ckpt")
@@ -52,13 +52,13 @@ PATIENCE_S = 30.0
 @dataclass(slots=True)
 class _Offer:
     source: memoryview
-    places: list[tuple[int, int]]  # (offset, length) of each frame
+    byte_ranges: list[tuple[int, int]]  # (offset, length) of each frame
     urgent: bool
     socks: set[socket.socket] = field(default_factory=set)
-    gone: Future[None] | None = None  # set once the offer is withdrawn
+    withdrawal: Future[None] | None = None  # set once the offer is withdrawn
 
-    def is_gone(self) -> bool:
-        return self.gone is not None
+    def is_withdrawn(self) -> bool:
+        return self.withdrawal is not None
 
 
 class TcpTransport:
@@ -76,39 +76,39 @@ class TcpTransport:
     ) -> None:
         """`bytes_per_s`: see `set_rate`. `clock`: the clock of the rate limit. `served_max`: connections served at a
         time. The other arguments are those of FetchTerms."""
-        self._outward, self._inward = Bucket(bytes_per_s, clock), Bucket(bytes_per_s, clock)
-        self._unlimited = Bucket(None, clock)
-        self._terms = FetchTerms(greet, self._inward, connections, stall_s, patience_s)
-        self._urgent = replace(self._terms, inward=self._unlimited, nice=False)
+        self._send_bucket, self._receive_bucket = Bucket(bytes_per_s, clock), Bucket(bytes_per_s, clock)
+        self._unlimited_bucket = Bucket(None, clock)
+        self._terms = FetchTerms(greet, self._receive_bucket, connections, stall_s, patience_s)
+        self._urgent_terms = replace(self._terms, receive_bucket=self._unlimited_bucket, is_low_priority=False)
         self._tasks = Tasks("peers")
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
         self._fetches: set[TcpFetch] = set()
         # The sockets of streams that are being connected; None once the transport is closed.
-        self._dialling: set[socket.socket] | None = set()
-        self._served, self._served_max = 0, served_max
+        self._connecting_socks: set[socket.socket] | None = set()
+        self._served_count, self._served_max = 0, served_max
         # Pieces sent, to all peers. Two concurrent ones may count as one.
-        self._given = 0
+        self._sent_pieces = 0
 
     def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
         if len(name.encode()) > handshake.NAME_BYTES_MAX:
             raise AgentError(f"the name of a transfer has {len(name)} characters: {name[:100]!r}")
         source = source.cast("B")
-        frames = frames.at(frames.offsets, source.nbytes)
+        frames = frames.with_offsets(frames.offsets, source.nbytes)
         with self._lock:
             if name in self._offers:
                 raise AgentError(f"{name} is offered already")
-            self._offers[name] = _Offer(source, frames.places(), urgent)
+            self._offers[name] = _Offer(source, frames.byte_ranges(), urgent)
 
     def withdraw(self, name: str) -> Future[None]:
-        gone = settled_by_us()
+        gone = uncancellable_future()
         with self._lock:
             offer = self._offers.pop(name, None)
             busy = offer is not None and bool(offer.socks)
             if offer is not None:
-                offer.gone = gone
+                offer.withdrawal = gone
                 for sock in offer.socks:
-                    cut(sock)
+                    shut_down(sock)
         if not busy:
             gone.set_result(None)
         return gone
@@ -125,32 +125,34 @@ class TcpTransport:
         urgent: bool = False,
         numbers: Sequence[int] | None = None,
     ) -> TcpFetch:
-        frames = frames.at(frames.offsets, target.nbytes)
-        terms, ledger = self._urgent if urgent else self._terms, Ledger(name, frames, only)
+        frames = frames.with_offsets(frames.offsets, target.nbytes)
+        terms, ledger = self._urgent_terms if urgent else self._terms, Ledger(name, frames, only)
         fetch = TcpFetch(terms, peer, addresses, name, target, frames, ledger, landed, numbers)
         with self._lock:
-            self._fetches = {each for each in self._fetches if not each.done.done()} | {fetch}
+            self._fetches = {each for each in self._fetches if not each.completion.done()} | {fetch}
         fetch.start(self._tasks)
         return fetch
 
     def stream(
         self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]
     ) -> Future[socket.socket]:
-        opened: Future[socket.socket] = settled_by_us()
-        dial = Dial(self._urgent, peer, name, list(addresses), self._dials, self._dialled)
+        opened: Future[socket.socket] = uncancellable_future()
+        dial = Dial(
+            self._urgent_terms, peer, name, list(addresses), self._add_connecting_sock, self._close_connecting_sock
+        )
 
         def work() -> None:
             sock: socket.socket | None = None
             try:
                 sock, session = dial.connect()
-                ask_for(sock, session, numbers)
+                request_frames(sock, session, numbers)
                 with self._lock:
-                    if self._dialling is None:
+                    if self._connecting_socks is None:
                         raise AgentError("the transport is closed")
-                    self._dialling.discard(sock)
+                    self._connecting_socks.discard(sock)
             except Exception as exc:
                 if sock is not None:
-                    self._dialled(sock)
+                    self._close_connecting_sock(sock)
                 known = isinstance(exc, OSError | AgentError)
                 opened.set_exception(exc if known else AgentError(f"{name} of agent {peer}: {exc}"))
             else:
@@ -159,28 +161,28 @@ class TcpTransport:
         self._tasks.start("stream", work)
         return opened
 
-    def _dials(self, sock: socket.socket) -> None:
+    def _add_connecting_sock(self, sock: socket.socket) -> None:
         with self._lock:
-            if self._dialling is None:
+            if self._connecting_socks is None:
                 raise OSError("the transport is closed")
-            self._dialling.add(sock)
+            self._connecting_socks.add(sock)
 
-    def _dialled(self, sock: socket.socket) -> None:
+    def _close_connecting_sock(self, sock: socket.socket) -> None:
         with self._lock:
-            if self._dialling is not None:
-                self._dialling.discard(sock)
+            if self._connecting_socks is not None:
+                self._connecting_socks.discard(sock)
             sock.close()
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        self._outward.set_rate(bytes_per_s)
-        self._inward.set_rate(bytes_per_s)
+        self._send_bucket.set_rate(bytes_per_s)
+        self._receive_bucket.set_rate(bytes_per_s)
 
     def close(self) -> None:
         with self._lock:
             names, fetches = list(self._offers), list(self._fetches)
-            for sock in self._dialling or ():
-                cut(sock)
-            self._dialling = None
+            for sock in self._connecting_socks or ():
+                shut_down(sock)
+            self._connecting_socks = None
         for name in names:
             self.withdraw(name)
         for fetch in fetches:
@@ -190,70 +192,70 @@ class TcpTransport:
     def accept(self, sock: socket.socket, session: Session) -> None:
         """Serves a connection on its own thread, or closes it. Takes over the socket. Does not wait."""
         with self._lock:
-            offer = self._offers.get(session.about)
-            is_busy = self._served >= self._served_max
+            offer = self._offers.get(session.subject)
+            is_busy = self._served_count >= self._served_max
             if offer is not None and not is_busy:
                 offer.socks.add(sock)
-                self._served += 1
+                self._served_count += 1
         if offer is None or is_busy:
             # OSError: the peer has closed the connection already.
             with contextlib.suppress(OSError):
                 if offer is not None:
-                    sock.send(session.sealer.seal(BUSY, COUNT.pack(self._given)))
+                    sock.send(session.sealer.seal(BUSY, COUNT.pack(self._sent_pieces)))
             sock.close()
             return
         try:
             self._tasks.start("serve", lambda: self._serve(sock, session, offer))
         except CkptError:  # the transport was closed meanwhile
-            self._served_out(sock, offer)
+            self._end_serving(sock, offer)
 
     def _serve(self, sock: socket.socket, session: Session, offer: _Offer) -> None:
         try:
             if not offer.urgent:
-                be_nice()
-            wait_at_most(sock, self._terms.stall_s)
+                lower_thread_priority()
+            set_call_timeout(sock, self._terms.stall_s)
             sock.sendall(session.sealer.seal(GO, b""))
-            while offer.gone is None:
-                for number in _wanted(sock, session, len(offer.places)):
-                    self._send(sock, offer, number)
+            while offer.withdrawal is None:
+                for number in _receive_request(sock, session, len(offer.byte_ranges)):
+                    self._send_frame(sock, offer, number)
         except EOFError:
             pass  # the receiver has all it needs, or will reconnect
         except (OSError, CkptError) as exc:
-            if offer.gone is None:
-                log.info("agent %s is not served %s any more: %s", session.peer, session.about, exc)
+            if offer.withdrawal is None:
+                log.info("agent %s is not served %s any more: %s", session.peer, session.subject, exc)
         finally:
-            self._served_out(sock, offer)
+            self._end_serving(sock, offer)
 
-    def _send(self, sock: socket.socket, offer: _Offer, number: int) -> None:
-        at, length = offer.places[number]
-        bucket = self._unlimited if offer.urgent else self._outward
+    def _send_frame(self, sock: socket.socket, offer: _Offer, number: int) -> None:
+        at, length = offer.byte_ranges[number]
+        bucket = self._unlimited_bucket if offer.urgent else self._send_bucket
         stop, size = at + length, bucket.piece_bytes
         while at < stop:
-            bucket.wait(min(size, stop - at), offer.is_gone)
-            if offer.gone is not None:
+            bucket.wait(min(size, stop - at), offer.is_withdrawn)
+            if offer.withdrawal is not None:
                 raise AgentError("the offer was withdrawn")
             with offer.source[at : min(at + size, stop)] as piece:
                 send_all(sock, piece)
-            self._given += 1
+            self._sent_pieces += 1
             at += size
 
-    def _served_out(self, sock: socket.socket, offer: _Offer) -> None:
+    def _end_serving(self, sock: socket.socket, offer: _Offer) -> None:
         with self._lock:
             # Closed under the lock: its number may be reused at once, and `withdraw` shuts sockets down by number.
             sock.close()
             offer.socks.discard(sock)
-            self._served -= 1
-            gone = offer.gone if not offer.socks else None
+            self._served_count -= 1
+            gone = offer.withdrawal if not offer.socks else None
         if gone is not None:
             gone.set_result(None)
 
 
-def _wanted(sock: socket.socket, session: Session, count: int) -> list[int]:
+def _receive_request(sock: socket.socket, session: Session, count: int) -> list[int]:
     """The frame numbers of the receiver's next request. `count`: frames of the offer. Errors: EOFError at the end;
     OSError; NotAuthentic; AgentError if the request is malformed."""
     header = receive_exactly(sock, handshake.RECORD_HEADER_BYTES)
     kind, payload = session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
-    if kind != WANT or len(payload) % NUMBER.size or len(payload) > ASK_FRAMES * NUMBER.size:
+    if kind != WANT or len(payload) % NUMBER.size or len(payload) > REQUEST_FRAMES_MAX * NUMBER.size:
         raise AgentError("a request for frames is malformed")
     numbers: list[int] = [number for (number,) in NUMBER.iter_unpack(payload)]
     if any(number >= count for number in numbers):

@@ -37,7 +37,7 @@ _MAGIC = b"CKFR"
 @dataclass(frozen=True, slots=True)
 class Frames:
     """The frames of a transfer, by number: offset in this side's memory, length (both in bytes), and xxh3-128 hash.
-    `hashes`: shape (n, 2), high half first. Make it by `placed` or `decode`, which check the values."""
+    `hashes`: shape (n, 2), high half first. Make it by `from_columns` or `decode`, which check the values."""
 
     offsets: U64
     lengths: U64
@@ -47,7 +47,7 @@ class Frames:
         return len(self.lengths)
 
     @staticmethod
-    def placed(offsets: U64, lengths: U64, hashes: U64, room_bytes: int) -> Frames:
+    def from_columns(offsets: U64, lengths: U64, hashes: U64, room_bytes: int) -> Frames:
         """Frames in a memory of `room_bytes`. Errors: AgentError if a frame is empty, too long, reaches beyond the
         memory, or overlaps another one. An overlap would overwrite bytes that were already verified."""
         offsets, lengths = offsets.astype(np.uint64), lengths.astype(np.uint64)
@@ -65,11 +65,11 @@ class Frames:
             raise AgentError("a transfer has frames that overlap")
         return Frames(offsets, lengths, hashes.astype(np.uint64))
 
-    def at(self, offsets: U64, room_bytes: int) -> Frames:
-        """The same frames at other offsets. Errors: those of `placed`."""
-        return Frames.placed(offsets, self.lengths, self.hashes, room_bytes)
+    def with_offsets(self, offsets: U64, room_bytes: int) -> Frames:
+        """The same frames at other offsets. Errors: those of `from_columns`."""
+        return Frames.from_columns(offsets, self.lengths, self.hashes, room_bytes)
 
-    def places(self) -> list[tuple[int, int]]:
+    def byte_ranges(self) -> list[tuple[int, int]]:
         """(offset, length) of each frame, in bytes."""
         return list(zip(self.offsets.tolist(), self.lengths.tolist(), strict=True))
 
@@ -80,14 +80,14 @@ class Frames:
 
     @staticmethod
     def decode(blob: bytes, room_bytes: int) -> Frames:
-        """The frames that `encode` wrote. Errors: AgentError if the blob is malformed; those of `placed`."""
+        """The frames that `encode` wrote. Errors: AgentError if the blob is malformed; those of `from_columns`."""
         if len(blob) < _COUNT.size:
             raise AgentError("a list of frames is cut short")
         magic, count = _COUNT.unpack_from(blob)
         if magic != _MAGIC or count > FRAMES_MAX or len(blob) != _COUNT.size + 32 * count:
             raise AgentError("a list of frames is malformed")
         flat = np.frombuffer(blob, "<u8", offset=_COUNT.size)
-        return Frames.placed(flat[:count], flat[count : 2 * count], flat[2 * count :].reshape(-1, 2), room_bytes)
+        return Frames.from_columns(flat[:count], flat[count : 2 * count], flat[2 * count :].reshape(-1, 2), room_bytes)
 
 
 class Ledger:
@@ -97,15 +97,15 @@ class Ledger:
         """`only`: the numbers of the wanted frames; all by default. Errors: AgentError if one is out of range."""
         self._name = name
         self._lengths = frames.lengths.tolist()
-        self._expected = frames.hashes.tolist()
+        self._expected_hashes = frames.hashes.tolist()
         self._missing = set(range(len(frames)) if only is None else only)
         if self._missing and not 0 <= min(self._missing) <= max(self._missing) < len(frames):
             raise AgentError(f"{name} has {len(frames)} frames, and others are wanted of it")
-        self._todo = collections.deque(sorted(self._missing))
-        self._wrong: collections.Counter[int] = collections.Counter()
+        self._unrequested = collections.deque(sorted(self._missing))
+        self._wrong_counts: collections.Counter[int] = collections.Counter()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return not self._missing
 
     @property
@@ -113,31 +113,31 @@ class Ledger:
         return sorted(self._missing)
 
     @property
-    def waiting(self) -> int:
+    def unrequested_count(self) -> int:
         """The number of missing frames that are not requested on any connection."""
-        return len(self._todo)
+        return len(self._unrequested)
 
-    def take(self, count: int, nbytes: int) -> list[int]:
+    def take_frames(self, count: int, nbytes: int) -> list[int]:
         """The next frames to request: at most `count`, and no further one once `nbytes` are reached; at least one if
         any is waiting."""
         taken: list[int] = []
-        while self._todo and len(taken) < count and (nbytes > 0 or not taken):
-            taken.append(self._todo.popleft())
+        while self._unrequested and len(taken) < count and (nbytes > 0 or not taken):
+            taken.append(self._unrequested.popleft())
             nbytes -= self._lengths[taken[-1]]
         return taken
 
-    def give_back(self, numbers: Iterable[int]) -> None:
-        """Puts back requested frames whose connection is gone. `take` returns them first."""
-        self._todo.extendleft(sorted((number for number in numbers if number in self._missing), reverse=True))
+    def return_frames(self, numbers: Iterable[int]) -> None:
+        """Puts back requested frames whose connection is gone. `take_frames` returns them first."""
+        self._unrequested.extendleft(sorted((number for number in numbers if number in self._missing), reverse=True))
 
-    def landed(self, number: int, value: tuple[int, int]) -> bool:
+    def verify_frame(self, number: int, value: tuple[int, int]) -> bool:
         """Whether an arrived frame has the expected hash; `value`: its hash. If so, it counts as in place. Errors:
         DamagedData once the frame was wrong WRONG_MAX times."""
-        if list(value) == self._expected[number]:
+        if list(value) == self._expected_hashes[number]:
             self._missing.discard(number)
             return True
-        self._wrong[number] += 1
-        if self._wrong[number] >= WRONG_MAX:
+        self._wrong_counts[number] += 1
+        if self._wrong_counts[number] >= WRONG_MAX:
             raise DamagedData(
                 f"frame {number} of {self._name} arrived {WRONG_MAX} times with another hash than was announced"
             )
@@ -148,7 +148,7 @@ class Fetch(Protocol):
     """One transfer under way into this agent's memory."""
 
     @property
-    def done(self) -> Future[None]:
+    def completion(self) -> Future[None]:
         """Settled once all frames are in place and verified, or with the error (AgentError, DamagedData). By then all
         connections are closed and nothing writes to the memory, so the memory may be used again."""
         ...
@@ -159,7 +159,8 @@ class Fetch(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Ends the transfer soon, with AgentError in `done`; does nothing after its end. Does not wait. Any thread."""
+        """Ends the transfer soon, with AgentError in `completion`; does nothing after its end. Does not wait. Any
+        thread."""
         ...
 
 

@@ -17,90 +17,97 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt.errors import AgentError
-from ckpt.types import HERE, Epoch
+from ckpt.types import OWN_NODE, Epoch
 
 # A lost connection is noticed up to 25 s late; from then on that coordinator fetches nothing from here.
-BOUND_S = 60.0
-UNHEARD_MAX = 10_000  # successive starts of the run that a node may not have heard of
+LEASE_TIMEOUT_S = 60.0
+EPOCH_GAP_MAX = 10_000  # successive starts of the run that a node may not have heard of
 
 
 @dataclass(slots=True)
 class _Asked:
     """One lease. `newest`: the newest epoch known here at the survey. `left`: held to commit orphaned checkpoints, not
-    by a start. `lost_s`: since when its holder is not connected; None: it is."""
+    by a start. `holder_lost_s`: since when its holder is not connected; None: it is."""
 
-    newest: Epoch
-    left: bool
-    lost_s: float | None = None
+    newest_epoch: Epoch
+    is_for_orphans: bool
+    holder_lost_s: float | None = None
 
 
 class InventoryLease:
     """The leases on one node's inventory, by the name of the agent that holds each; this agent is HERE."""
 
     def __init__(self) -> None:
-        self.floor = Epoch(0, "0" * 16)  # requests for older epochs are refused for good
-        self._asked: dict[str, _Asked] = {}  # oldest first
+        self.epoch_floor = Epoch(0, "0" * 16)  # requests for older epochs are refused for good
+        self._leases_by_agent: dict[str, _Asked] = {}  # oldest first
 
-    def asked(self, by: str, newest: Epoch, left: bool = False) -> None:
+    def take_lease(self, by: str, newest: Epoch, left: bool = False) -> None:
         """Agent `by` surveys this node for its start, and takes a lease. `newest`: the newest epoch known here. `left`:
         the survey is for an orphan commit. Errors: AgentError if an orphan commit has to give way to a start."""
-        starts = {name: each for name, each in self._asked.items() if not each.left}
+        starts = {name: each for name, each in self._leases_by_agent.items() if not each.is_for_orphans}
         if left and starts:
             raise AgentError("a start has asked what lies here, and its outcome is not known")
-        self._asked = self._asked if left else starts
-        self._asked.pop(by, None)
-        self._asked[by] = _Asked(newest, left)
+        self._leases_by_agent = self._leases_by_agent if left else starts
+        self._leases_by_agent.pop(by, None)
+        self._leases_by_agent[by] = _Asked(newest, left)
 
-    def has_asked(self, by: str) -> bool:
+    def has_lease(self, by: str) -> bool:
         """Whether that agent holds a lease."""
-        return by in self._asked
+        return by in self._leases_by_agent
 
-    def begun(self, by: str, epoch: Epoch) -> bool:
+    def on_epoch_begun(self, by: str, epoch: Epoch) -> bool:
         """The start of agent `by` has begun `epoch`: ends its lease and all older ones. False, without effect, if the
         agent holds no lease or the epoch was known at its survey."""
-        if by not in self._asked or epoch <= self._asked[by].newest:
+        if by not in self._leases_by_agent or epoch <= self._leases_by_agent[by].newest_epoch:
             return False
-        names = list(self._asked)
+        names = list(self._leases_by_agent)
         for name in names[: names.index(by) + 1]:
-            del self._asked[name]
-        self.floor = max(self.floor, epoch)
+            del self._leases_by_agent[name]
+        self.epoch_floor = max(self.epoch_floor, epoch)
         return True
 
-    def over(self, by: str) -> None:
+    def end_lease(self, by: str) -> None:
         """The start of that agent came to nothing: ends its lease."""
-        self._asked.pop(by, None)
+        self._leases_by_agent.pop(by, None)
 
-    def lost(self, by: str, now_s: float) -> None:
+    def on_holder_lost(self, by: str, now_s: float) -> None:
         """That agent is not connected any more."""
-        if by in self._asked and self._asked[by].lost_s is None:
-            self._asked[by].lost_s = now_s
+        if by in self._leases_by_agent and self._leases_by_agent[by].holder_lost_s is None:
+            self._leases_by_agent[by].holder_lost_s = now_s
 
-    def heard(self, by: str) -> None:
+    def on_holder_connected(self, by: str) -> None:
         """That agent is connected."""
-        if by in self._asked:
-            self._asked[by].lost_s = None
+        if by in self._leases_by_agent:
+            self._leases_by_agent[by].holder_lost_s = None
 
-    def stands(self, now_s: float) -> bool:
+    def is_held(self, now_s: float) -> bool:
         """Whether any lease stands. Ends those whose holder has not been connected for BOUND_S."""
-        for name, each in list(self._asked.items()):
-            if each.lost_s is not None and now_s >= each.lost_s + BOUND_S:
-                del self._asked[name]
-        return bool(self._asked)
+        for name, each in list(self._leases_by_agent.items()):
+            if each.holder_lost_s is not None and now_s >= each.holder_lost_s + LEASE_TIMEOUT_S:
+                del self._leases_by_agent[name]
+        return bool(self._leases_by_agent)
 
-    def until_s(self) -> float | None:
+    def next_expiry_s(self) -> float | None:
         """When the next lease expires; None: the holders of all leases are connected."""
-        return min((each.lost_s + BOUND_S for each in self._asked.values() if each.lost_s is not None), default=None)
+        return min(
+            (
+                each.holder_lost_s + LEASE_TIMEOUT_S
+                for each in self._leases_by_agent.values()
+                if each.holder_lost_s is not None
+            ),
+            default=None,
+        )
 
     def refusal(self, by: str, epoch: Epoch, now_s: float) -> str:
         """Why agent `by` may not drop or overwrite anything for that epoch now; "" if it may."""
-        if epoch < self.floor:
-            return f"{epoch} decides nothing any more: {self.floor} has begun"
-        if not self.stands(now_s):
+        if epoch < self.epoch_floor:
+            return f"{epoch} decides nothing any more: {self.epoch_floor} has begun"
+        if not self.is_held(now_s):
             return ""
-        last, each = next(reversed(self._asked.items()))
-        if by == last and epoch > each.newest:
+        last, each = next(reversed(self._leases_by_agent.items()))
+        if by == last and epoch > each.newest_epoch:
             return ""  # the epoch that its start begins
-        who = f"of agent {last}" if last != HERE else "on this node"
+        who = f"of agent {last}" if last != OWN_NODE else "on this node"
         what = f"a start {who} has asked what lies here, and its outcome is not known"
         return f"nothing is dropped for {epoch} now: {what}"
 
@@ -111,18 +118,18 @@ class InventoryLease:
 
 
 class Frozen:
-    """Times the warning that a job has taken no snapshot for BOUND_S. `due_s`: when the warning is due; None: the
-    job is not blocked, or the warning was given."""
+    """Times the warning that a job has taken no snapshot for BOUND_S. `warning_due_s`: when the warning is due; None:
+    the job is not blocked, or the warning was given."""
 
     def __init__(self) -> None:
-        self.due_s: float | None = None
-        self._what: tuple[Epoch, str] | None = None
+        self.warning_due_s: float | None = None
+        self._blocked_job: tuple[Epoch, str] | None = None
 
-    def is_late(self, what: tuple[Epoch, str] | None, now_s: float) -> bool:
+    def is_warning_due(self, what: tuple[Epoch, str] | None, now_s: float) -> bool:
         """True once, when the job has been blocked for BOUND_S. `what`: (its epoch, the kind of block), or None."""
-        if what != self._what:
-            self._what, self.due_s = what, now_s + BOUND_S if what is not None else None
-        if self.due_s is None or now_s < self.due_s:
+        if what != self._blocked_job:
+            self._blocked_job, self.warning_due_s = what, now_s + LEASE_TIMEOUT_S if what is not None else None
+        if self.warning_due_s is None or now_s < self.warning_due_s:
             return False
-        self.due_s = None
+        self.warning_due_s = None
         return True

@@ -4,7 +4,7 @@ The first trainer starts the process, in a session of its own. The process write
 once it serves, "busy" if another agent of this URL still lives, else what went wrong. At its end it removes its files;
 only a log with messages that no trainer was told stays.
 
-`lend` runs the agent of a memory-only node in the foreground.
+`run_memory_node` runs the agent of a memory-only node in the foreground.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.agent.runtime.event_loop import ENDS, EventLoop
+from ckpt.agent.runtime.event_loop import END_SIGNALS, EventLoop
 from ckpt.agent.runtime.priority import Priority
 from ckpt.errors import AgentError, UsageError
-from ckpt.settings import Settings, read
-from ckpt.storage.names import shown
+from ckpt.settings import Settings, read_settings
+from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.agent.node.memory_node import MemoryNodeOptions
 
-LENT_BYTES_MIN = 1 << 20  # the least size of an arena
+LENT_MEMORY_BYTES_MIN = 1 << 20  # the least size of an arena
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
     # These signals wait until the event loop runs: an earlier end would leave files behind.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     loud = _Loud()
     logging.getLogger().addHandler(loud)
-    lock = _lock(given.lock)
+    lock = _take_run_lock(given.lock)
     if lock is None:
-        _say(given.ready_fd, "busy")
+        _write_ready_line(given.ready_fd, "busy")
         return 0
     try:
         _use_all_cores()
-        _have_room()
+        _raise_open_files_limit()
         _serve(given)
-        if not loud.spoke and read().agent_log is None:
+        if not loud.has_unreported_record and read_settings().agent_log is None:
             # The lock is still held here: the next agent writes to the same file.
             given.log.unlink(missing_ok=True)
         for path in (given.lock, given.lock.with_suffix(".start")):
             path.unlink(missing_ok=True)
     except OSError as exc:
-        _say(given.ready_fd, f"{exc}")
+        _write_ready_line(given.ready_fd, f"{exc}")
         raise
     finally:
         os.close(lock)
@@ -64,32 +64,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(given: argparse.Namespace) -> None:
     from ckpt.agent.node.agent import Agent
 
-    settings = read()
-    for number in settings.warnings:
+    settings = read_settings()
+    for number in settings.warning_signals:
         # A launcher may send this notice to every process of a job: it must not kill the agent before the loop runs.
         signal.signal(number, signal.SIG_IGN)
     server = EventLoop(given.socket)
-    _log_in_words(server)
+    _log_node_names(server)
     node = Agent(given.url, settings, server)
-    _say(given.ready_fd, "ok")
+    _write_ready_line(given.ready_fd, "ok")
     # Lowered only now: until "ok" the trainers wait for this process.
     node.priority = Priority()
     try:
-        server.run(node, settings.warnings)
+        server.run(node, settings.warning_signals)
     finally:
         node.close()
         server.close()
 
 
-def lend(url: str, settings: Settings, terms: MemoryNodeOptions, listening: Callable[[list[str]], None]) -> None:
+def run_memory_node(
+    url: str, settings: Settings, terms: MemoryNodeOptions, listening: Callable[[list[str]], None]
+) -> None:
     """Runs the agent of a memory-only node in this process, until a signal asks the agent to end. `listening` is called
     with the agent's addresses once peers can connect; its OSError ends the agent and is raised. Errors: AgentError,
     UsageError, OSError."""
     from ckpt.agent.node.memory_node import MemoryNode
     from ckpt.agent.runtime import memory_plan
-    from ckpt.ipc.client import places
+    from ckpt.ipc.client import make_agent_paths
 
-    if terms.memory_bytes < LENT_BYTES_MIN:
+    if terms.memory_bytes < LENT_MEMORY_BYTES_MIN:
         raise UsageError(f"no snapshot fits into {terms.memory_bytes} bytes; give a unit, such as 64GiB")
     free = memory_plan.free_bytes()
     if terms.memory_bytes > free:
@@ -98,17 +100,17 @@ def lend(url: str, settings: Settings, terms: MemoryNodeOptions, listening: Call
             f"{free >> 20:,} MiB left; lend less, or free some"
         )
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
-    _have_room()
-    place = places(url, settings)
-    lock = _lock(place.run_lock)
+    _raise_open_files_limit()
+    place = make_agent_paths(url, settings)
+    lock = _take_run_lock(place.run_lock)
     if lock is None:
         raise AgentError(
-            f"an agent of {shown(url)} runs on this machine already: that of a job, or another `ckpt agent`. Lend "
+            f"an agent of {redact_url(url)} runs on this machine already: that of a job, or another `ckpt agent`. Lend "
             "memory on another machine, or set CKPT_RUNTIME_DIR to another folder for this agent's socket"
         )
     try:
         server = EventLoop(place.socket)
-        _log_in_words(server)
+        _log_node_names(server)
         try:
             node = MemoryNode(url, settings, server, terms)
             unsaid: list[OSError] = []
@@ -118,7 +120,7 @@ def lend(url: str, settings: Settings, terms: MemoryNodeOptions, listening: Call
                     listening([str(each) for each in node.addresses])
                 except OSError as exc:
                     unsaid.append(exc)
-                    server.end_asked = True
+                    server.is_end_requested = True
 
             try:
                 # Posted, so that `say` runs only once the loop handles signals.
@@ -146,7 +148,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _lock(path: Path) -> int | None:
+def _take_run_lock(path: Path) -> int | None:
     """The descriptor that holds the run lock until it is closed; None if another agent holds the lock. An agent deletes
     its lock file at its end, so a locked file may have lost its name: then the lock is taken anew."""
     while True:
@@ -162,14 +164,14 @@ def _lock(path: Path) -> int | None:
         os.close(fd)
 
 
-def _say(fd: int, line: str) -> None:
+def _write_ready_line(fd: int, line: str) -> None:
     """Writes the one line that the starting process waits for. That process may be gone."""
     with contextlib.suppress(OSError):
         os.write(fd, line.encode() + b"\n")
         os.close(fd)
 
 
-def _log_in_words(server: EventLoop) -> None:
+def _log_node_names(server: EventLoop) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_InWords(server))
 
@@ -181,7 +183,7 @@ def _use_all_cores() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def _have_room() -> None:
+def _raise_open_files_limit() -> None:
     """Raises the limit of open files to the user's hard limit: each other node needs a connection."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -193,19 +195,20 @@ class _InWords(logging.Formatter):
 
     def __init__(self, server: EventLoop) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
-        self._called = server.called
+        self._node_names = server.node_names
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._called.said(super().format(record))
+        return self._node_names.translate_text(super().format(record))
 
 
 class _Loud(logging.Handler):
-    """A log handler whose `spoke` is true once a record was logged that no trainer was told: then the log is kept."""
+    """A log handler whose `has_unreported_record` is true once a record was logged that no trainer was told: then the
+    log is kept."""
 
-    spoke = False
+    has_unreported_record = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.spoke = self.spoke or not getattr(record, "told", False)
+        self.has_unreported_record = self.has_unreported_record or not getattr(record, "told", False)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ from ckpt.agent.node.agent import Agent
 from ckpt.agent.node.memory_lease import MemoryLease
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
-from ckpt.agent.snapshots.inventory import Inventory, sealed
-from ckpt.agent.state.retention_rule import Begun
+from ckpt.agent.snapshots.inventory import Inventory, find_sealed_snapshot
+from ckpt.agent.state.retention_rule import NewestStart
 from ckpt.errors import AgentError, Superseded
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.settings import Settings
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-# Messages handled as on any other node; `PeerHandlers._check_sender` checks the sender by `_leads`.
-PASSED_ON = (
+# Messages handled as on any other node; `PeerHandlers._check_sender` checks the sender by `_is_coordinator`.
+COMMON_MESSAGES = (
     *("parts", "serve", "unserve", "write", "unwrite", "publish", "withdraw", "lend", "unkeep", "forget", "absent"),
     "keeps",
 )
@@ -63,14 +63,14 @@ class MemoryNode(Agent):
     def __init__(self, url: str, settings: Settings, server: EventLoop, lend: MemoryNodeOptions) -> None:
         """Errors: AgentError if it cannot listen on that address; UsageError."""
         super().__init__(url, settings, server)
-        self._lend = lend
-        self._loan = MemoryLease(lend.commit_after_s, time.monotonic())
-        self._committing: Identity | None = None
+        self._options = lend
+        self._memory_lease = MemoryLease(lend.commit_after_s, time.monotonic())
+        self._committing_identity: Identity | None = None
         self._cancel = threading.Event()
         self._last_error = ""
-        self._ending = False  # asked to end: one last commit was begun, or is not needed
+        self._is_ending = False  # asked to end: one last commit was begun, or is not needed
         self.addresses: list[Address] = self._open_network(self.incarnation).listen(lend.secret, lend.listen)
-        self._bulk.run(Lane.FRONT, lambda: self._store.run(impatient=True).view(), self._saw_store)
+        self._workers.run(Lane.FRONT, lambda: self._store.open_run(impatient=True).view(), self._on_store_checked)
 
     def close(self) -> None:
         self._cancel.set()
@@ -78,24 +78,28 @@ class MemoryNode(Agent):
 
     # -- what it lends
 
-    def _room(self) -> int:
+    def _replica_bytes_max(self) -> int:
         """The bytes that replicas may take now: what was lent, and no more than this machine has free."""
-        return min(self._lend.memory_bytes, self.copies.taken_bytes + self._bulk.free_bytes())
+        return min(self._options.memory_bytes, self.replicas.allocated_bytes + self._workers.free_bytes())
 
-    def _begun(self) -> Begun | None:
-        claim = self._loan.claim
-        return self._begun_with([claim] if claim is not None else [])
+    def _retention_rule(self) -> NewestStart | None:
+        claim = self._memory_lease.claim
+        return self._retention_rule_for([claim] if claim is not None else [])
 
-    def _answer_loan(self, channel: Channel, request_id: int, busy: str, blobs: list[bytes]) -> None:
+    def _answer_lease_request(self, channel: Channel, request_id: int, busy: str, blobs: list[bytes]) -> None:
         from ckpt.agent.net.peer_network import link_bytes_s
 
-        body: dict[str, Any] = {"name": self.incarnation, "lends": self._room(), "domains": list(self._lend.domains)}
+        body: dict[str, Any] = {
+            "name": self.incarnation,
+            "lends": self._replica_bytes_max(),
+            "domains": list(self._options.domains),
+        }
         body |= {"link_bytes_s": link_bytes_s(self.addresses[0])}
         channel.reply(request_id, {"busy": busy} if busy else body, [] if busy else blobs)
 
     def _inventory(self, whole: bool) -> Inventory:
         found = super()._inventory(whole)
-        for epoch, terms in self._loan.terms.items():
+        for epoch, terms in self._memory_lease.terms.items():
             found.add_epoch(terms.claim, epoch, 0)
         return found
 
@@ -106,32 +110,34 @@ class MemoryNode(Agent):
         match message.kind:
             case "start":
                 self._check_url(fields)
-                busy = self._loan.start(channel.peer, str(fields["launch"])[:200], bool(fields["take_over"]))
+                busy = self._memory_lease.lease_for_start(
+                    channel.peer, str(fields["launch"])[:200], bool(fields["take_over"])
+                )
                 if not busy:
-                    self._freeze(channel.peer)
+                    self._grant_inventory_lease(channel.peer)
                 packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
-                self._answer_loan(channel, int(fields["id"]), busy, [packed])
+                self._answer_lease_request(channel, int(fields["id"]), busy, [packed])
             case "borrow":
                 self._check_url(fields)
-                self._borrow(channel, message)
+                self._on_borrow(channel, message)
             case "outcome":
                 self._check_sender(channel.peer, fields)
                 if fields["epoch"] is None:
-                    self.fence.over(channel.peer)
-                    self._loan.gone(channel.peer, time.monotonic())
+                    self.inventory_lease.end_lease(channel.peer)
+                    self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
             case "keep" | "stripe":
                 identity = Identity.parse(str(fields["identity"]))
-                self._loan.check(channel.peer, identity)
-                self.fence.check(channel.peer, identity.epoch, time.monotonic())
+                self._memory_lease.check(channel.peer, identity)
+                self.inventory_lease.check(channel.peer, identity.epoch, time.monotonic())
                 super().peer_message(channel, message)
             case "kept":
-                self._loan.check(channel.peer, Identity.parse(str(fields["identity"])))
+                self._memory_lease.check(channel.peer, Identity.parse(str(fields["identity"])))
                 super().peer_message(channel, message)
             case "idle":
-                self._loan.gone(channel.peer, time.monotonic())
+                self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
             case "drop":
-                self._drop(channel, Epoch.parse(str(fields["epoch"])))
-            case _ if message.kind in PASSED_ON:
+                self._drop_epoch_replicas(channel, Epoch.parse(str(fields["epoch"])))
+            case _ if message.kind in COMMON_MESSAGES:
                 super().peer_message(channel, message)
             case _:
                 raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")
@@ -141,143 +147,151 @@ class MemoryNode(Agent):
         replicas, have them dropped, and be committed into this run."""
         url = str(fields["url"])[:1000]
         if url != self.url[:1000]:
-            raise AgentError(f"it was started for {shown(self.url)}, and lends to no job of {shown(url)}")
+            raise AgentError(f"it was started for {redact_url(self.url)}, and lends to no job of {redact_url(url)}")
 
-    def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
+    def _is_coordinator(self, name: str, epoch: Epoch | None = None) -> bool:
         """Whether agent `name` coordinates the job that is lent to, and in that epoch if one is named."""
-        return name == self._loan.leader and epoch in (self._loan.epoch, None)
+        return name == self._memory_lease.coordinator and epoch in (self._memory_lease.epoch, None)
 
-    def _borrow(self, channel: Channel, message: Message) -> None:
+    def _on_borrow(self, channel: Channel, message: Message) -> None:
         terms = CommitTerms.decode(message.blobs[0])
         agents = terms.claim.agents
-        self._server.called.learn(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
+        self._server.node_names.add_nodes(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
         epoch, now_s = terms.claim.epoch, time.monotonic()
-        waits = not self._loan.connected and self.fence.stands(now_s) and self.fence.refusal(channel.peer, epoch, now_s)
-        busy = self._loan.launch or "another one" if waits else self._loan.borrow(channel.peer, terms)
+        waits = (
+            not self._memory_lease.is_connected
+            and self.inventory_lease.is_held(now_s)
+            and self.inventory_lease.refusal(channel.peer, epoch, now_s)
+        )
+        busy = self._memory_lease.launch or "another one" if waits else self._memory_lease.borrow(channel.peer, terms)
         if not busy:
-            self.fence.begun(channel.peer, epoch)
+            self.inventory_lease.on_epoch_begun(channel.peer, epoch)
         if (
             not busy
-            and self._committing not in (None, terms.claim.parent)
-            and self._committing.epoch < terms.claim.epoch
+            and self._committing_identity not in (None, terms.claim.parent)
+            and self._committing_identity.epoch < terms.claim.epoch
         ):
             # The run goes on from another checkpoint than the one being committed here.
             self._cancel.set()
-        self._answer_loan(channel, int(message.fields["id"]), busy, [])
+        self._answer_lease_request(channel, int(message.fields["id"]), busy, [])
 
-    def _drop(self, channel: Channel, epoch: Epoch) -> None:
+    def _drop_epoch_replicas(self, channel: Channel, epoch: Epoch) -> None:
         """Forgets the replicas of that epoch and of older ones: the job has ended, and its state is in the store."""
-        if channel.peer == self._loan.leader and epoch == self._loan.epoch:
-            self.copies.forget(lambda identity: identity.epoch <= epoch)
+        if channel.peer == self._memory_lease.coordinator and epoch == self._memory_lease.epoch:
+            self.replicas.evict(lambda identity: identity.epoch <= epoch)
 
     def peer_closed(self, channel: Channel) -> None:
         if self.network is not None and self.network.channel(channel.peer) is None:
-            self._loan.gone(channel.peer, time.monotonic())
+            self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
         super().peer_closed(channel)
 
     # -- orphan commits
 
-    def _whole(self) -> list[OrphanCheckpoint]:
+    def _whole_checkpoints(self) -> list[OrphanCheckpoint]:
         """The checkpoints of which this node keeps every rank's snapshot, and knows the epoch's terms."""
         found = []
-        for identity in sorted({identity for identity, _ in self.copies.kept}):
-            arenas, terms = self.copies.of(identity), self._loan.terms.get(identity.epoch)
-            worlds = {each[1] for each in map(sealed, arenas.values()) if each is not None}
+        for identity in sorted({identity for identity, _ in self.replicas.arenas_by_key}):
+            arenas, terms = self.replicas.arenas_of(identity), self._memory_lease.terms.get(identity.epoch)
+            worlds = {each[1] for each in map(find_sealed_snapshot, arenas.values()) if each is not None}
             if terms is not None and worlds == {len(arenas)}:
                 found.append(OrphanCheckpoint(identity, arenas, terms))
         return found
 
     def settle(self) -> float | None:
         now_s = time.monotonic()
-        self._loan.keep_terms({identity.epoch for identity in self.copies.identities})
-        due_s = self._tend_commit(now_s)
+        self._memory_lease.drop_old_terms({identity.epoch for identity in self.replicas.identities})
+        due_s = self._begin_due_commit(now_s)
         times = [each for each in (due_s, super().settle()) if each is not None]
         return min(times, default=None)
 
-    def _tend_commit(self, now_s: float) -> float | None:
+    def _begin_due_commit(self, now_s: float) -> float | None:
         """Begins an orphan commit when one is due, or once before the agent ends. Returns when to look again."""
-        if self._committing is not None:
+        if self._committing_identity is not None:
             return None
-        newest = max((identity for identity, _ in self.copies.kept), default=None)
-        due_s = self._loan.due_s(newest)
-        ends = self._server.end_asked and not self._ending
-        self._ending = self._ending or ends
+        newest = max((identity for identity, _ in self.replicas.arenas_by_key), default=None)
+        due_s = self._memory_lease.commit_due_s(newest)
+        ends = self._server.is_end_requested and not self._is_ending
+        self._is_ending = self._is_ending or ends
         if due_s is None or (now_s < due_s and not ends):
             return due_s
-        whole = self._whole()
+        whole = self._whole_checkpoints()
         assert newest is not None  # else nothing was due
         if not whole:
-            self._loan.tried(newest, True, now_s)
+            self._memory_lease.record_commit_attempt(newest, True, now_s)
             log.warning("no coordinator is connected, and of %s only some ranks' parts are kept here", newest)
             return None
         for each in whole:
-            self.copies.lease(each.identity)
-        self._committing, self._cancel = newest, threading.Event()
+            self.replicas.lease(each.identity)
+        self._committing_identity, self._cancel = newest, threading.Event()
         cancel = self._cancel
         text = "no coordinator is connected: what is kept here is committed from here, unless it is in the store"
-        log.warning("%s (newest: step %d of %s)", text, whole[-1].identity.tick.step, whole[-1].identity.epoch)
-        self._bulk.run(
+        log.warning("%s (newest: step %d of %s)", text, whole[-1].identity.version.step, whole[-1].identity.epoch)
+        self._workers.run(
             Lane.COMMIT,
             lambda: commit_newest(self._store, whole, cancel),
-            lambda done: self._committed(newest, whole, done),
+            lambda done: self._on_commit_done(newest, whole, done),
         )
         return None
 
-    def _saw_store(self, done: Future[RunView]) -> None:
+    def _on_store_checked(self, done: Future[RunView]) -> None:
         """Warns at the start if the store cannot be read from here: later it would be too late to mend this machine."""
         if error := failure(done):
             text = "the store cannot be read from here now, and what is kept here could not be committed"
-            log.warning("%s (see `ckpt doctor %s`): %s", text, shown(self.url), error)
+            log.warning("%s (see `ckpt doctor %s`): %s", text, redact_url(self.url), error)
 
-    def _committed(self, newest: Identity, whole: list[OrphanCheckpoint], done: Future[Identity | None]) -> None:
-        self._committing = None
+    def _on_commit_done(self, newest: Identity, whole: list[OrphanCheckpoint], done: Future[Identity | None]) -> None:
+        self._committing_identity = None
         error = failure(done)
         for each in whole:
-            self.copies.release(each.identity)
-        self._loan.tried(newest, not error or isinstance(done.exception(), Superseded), time.monotonic())
+            self.replicas.release(each.identity)
+        self._memory_lease.record_commit_attempt(
+            newest, not error or isinstance(done.exception(), Superseded), time.monotonic()
+        )
         self._last_error = error
         if error:
             log.warning("what is kept here could not be committed: %s", error)
         elif (identity := done.result()) is not None:
-            log.warning("step %d of %s is committed", identity.tick.step, identity.epoch)
+            log.warning("step %d of %s is committed", identity.version.step, identity.epoch)
 
     # -- the rest
 
     def _hello(self, peer: Peer, message: Message) -> None:
         if message.fields["role"] == "trainer":
             raise AgentError(
-                f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and serves no trainer"
+                f"the agent of {redact_url(self.url)} on this machine lends its memory (`ckpt agent`) and serves no "
+                "trainer"
                 ": start the job on another machine, or with another CKPT_RUNTIME_DIR (the folder of agents' sockets)"
             )
         super()._hello(peer, message)
 
-    def _tool(self, peer: Peer, message: Message) -> None:
+    def _on_tool_message(self, peer: Peer, message: Message) -> None:
         if message.kind == "prune":
             raise AgentError(
-                f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and deletes nothing: "
+                f"the agent of {redact_url(self.url)} on this machine lends its memory (`ckpt agent`) and deletes "
+                "nothing: "
                 "prune on another machine, or with another CKPT_RUNTIME_DIR (the folder of agents' sockets)"
             )
-        super()._tool(peer, message)
+        super()._on_tool_message(peer, message)
 
     def status(self) -> dict[str, Any]:
-        loan = self._loan
-        kept = sorted(self.copies.identities)
+        loan = self._memory_lease
+        kept = sorted(self.replicas.identities)
         lending = {
             "at": [str(each) for each in self.addresses],
-            "memory_bytes": self._lend.memory_bytes,
-            "used_bytes": self.copies.bytes,
+            "memory_bytes": self._options.memory_bytes,
+            "used_bytes": self.replicas.bytes,
             "launch": loan.launch or None,
-            "connected": loan.connected,
+            "connected": loan.is_connected,
             "keeps": [str(each) for each in kept],
-            "whole": [str(each.identity) for each in self._whole()],
-            "committing": str(self._committing) if self._committing is not None else None,
+            "whole": [str(each.identity) for each in self._whole_checkpoints()],
+            "committing": str(self._committing_identity) if self._committing_identity is not None else None,
             "error": self._last_error or None,
         }
         return {**super().status(), "lending": lending}
 
-    def _end_s(self, now_s: float) -> float | None:
+    def _end_due_s(self, now_s: float) -> float | None:
         """The end comes when a signal asked for it and the last commit has been tried."""
-        return now_s if self._ending and self._committing is None else None
+        return now_s if self._is_ending and self._committing_identity is None else None
 
-    def _call_again(self, name: str) -> None:
+    def _reconnect_node(self, name: str) -> None:
         """Nothing: coordinators connect to a memory-only node, never the other way round."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.commit_turns import TURNS, CommitTurns
-from ckpt.agent.commit.distributed_write import DistributedWrite, Then, write_part
-from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_whole, judge
+from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, write_part
+from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
 from ckpt.agent.commit.store_client import JobOptions
 from ckpt.agent.node.peer_handlers import PeerHandlers
 from ckpt.agent.restore.collect import CheckpointCollector
@@ -27,7 +27,7 @@ from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
-from ckpt.agent.snapshots.remote_share import RemoteShare, WantedPart
+from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
 from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
 from ckpt.policy.save_options import Limits
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 # How long the survey waits: lost nodes never answer.
-LOOK_S = 5.0
+SURVEY_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One attempt to commit an orphaned checkpoint. `following`: the newest job that this node followed. `terms`: by
-    epoch, since the checkpoint may be of an earlier start. `silent`: the nodes that have not answered the survey;
-    `there`: the other nodes that have."""
+    """One attempt to commit an orphaned checkpoint. `followed_job`: the newest job that this node followed. `terms`: by
+    epoch, since the checkpoint may be of an earlier start. `pending_nodes`: the nodes that have not answered the
+    survey; `answered_nodes`: the other nodes that have."""
 
-    following: FollowerJob
+    followed_job: FollowerJob
     terms: Mapping[Epoch, CommitTerms]
     network: PeerNetwork
     inventory: Inventory
-    silent: set[str] = field(default_factory=set)
-    there: list[NodeAt] = field(default_factory=list)
+    pending_nodes: set[str] = field(default_factory=set)
+    answered_nodes: list[NodeAt] = field(default_factory=list)
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
@@ -72,228 +72,246 @@ class OrphanCommitter(PeerHandlers):
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
         self._turns = CommitTurns(settings.linger_s)
-        self._attempt: _Attempt | None = None
+        self._commit_attempt: _Attempt | None = None
 
     def _begin(self, peer: Peer, message: Message) -> None:
-        self._end_attempt()
+        self._end_commit_attempt()
         super()._begin(peer, message)
 
-    def _freeze(self, by: str, left: bool = False) -> None:
-        """As `NodeMemory._freeze`. An attempt from here gives way to another agent's survey. Errors: AgentError if
-        agent `by` has to give way itself, or if a job coordinated here still needs this node."""
-        other = self.network is None or by != self.network.me
+    def _grant_inventory_lease(self, by: str, left: bool = False) -> None:
+        """As `NodeMemory._grant_inventory_lease`. An attempt from here gives way to another agent's survey. Errors:
+        AgentError if agent `by` has to give way itself, or if a job coordinated here still needs this node."""
+        other = self.network is None or by != self.network.agent_name
         # Of two nodes that survey each other, the one with the lower name goes on.
-        if left and other and self._attempt is not None and by > self._attempt.network.me:
+        if left and other and self._commit_attempt is not None and by > self._commit_attempt.network.agent_name:
             raise AgentError("this node is already committing it")
         # Such a job could take no snapshot until the outcome.
-        if left and other and any(job.needed for job in self._jobs()):
+        if left and other and any(job.is_needed for job in self._jobs()):
             raise AgentError("a job that is coordinated here goes on")
-        super()._freeze(by, left)
+        super()._grant_inventory_lease(by, left)
         if other:
-            self._end_attempt()
+            self._end_commit_attempt()
 
-    def _outcome(self, name: str, fields: dict[str, Any]) -> None:
-        super()._outcome(name, fields)
+    def _on_start_outcome(self, name: str, fields: dict[str, Any]) -> None:
+        super()._on_start_outcome(name, fields)
         if fields.get("settled") is not None:
             settled = Epoch.parse(str(fields["settled"]))
-            self._turns.settled = self._turns.settled or all(each.epoch <= settled for each in self.followings)
+            self._turns.is_settled = self._turns.is_settled or all(each.epoch <= settled for each in self.followed_jobs)
 
-    def _tend_inheritance(self, now_s: float) -> float | None:
+    def _schedule_orphan_commit(self, now_s: float) -> float | None:
         """Begins this node's attempt in its turn, and ends it when a job needs the node. Returns when to look again."""
-        attempt, network, jobs = self._attempt, self.network, self._jobs()
-        newest = max(self.followings, key=lambda each: each.epoch, default=None)
-        needed = any(job.needed for job in jobs) or self._is_followed
+        attempt, network, jobs = self._commit_attempt, self.network, self._jobs()
+        newest = max(self.followed_jobs, key=lambda each: each.epoch, default=None)
+        needed = any(job.is_needed for job in jobs) or self._has_needed_followed_job
         if newest is None or needed or self._start is not None:
-            self._end_attempt()
-            self._turns.busy()
+            self._end_commit_attempt()
+            self._turns.restart_turns()
             return None
         if attempt is not None:
-            if attempt.following not in self.followings:
-                self._end_attempt()
+            if attempt.followed_job not in self.followed_jobs:
+                self._end_commit_attempt()
             return None
         # Jobs coordinated here count too. One newer than `newest` that has a checkpoint rules the attempt out.
-        known: list[FollowerJob | Job] = [*self.followings, *jobs]
+        known: list[FollowerJob | Job] = [*self.followed_jobs, *jobs]
         terms = {each.epoch: each.terms for each in known if each.terms is not None}
         outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
-        turn = next((n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.me), TURNS)
+        turn = next(
+            (n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.agent_name), TURNS
+        )
         due_s = self._turns.due_s(turn, now_s)
-        if network is None or not terms or outdone or self._server.end_asked or self.fence.stands(now_s):
+        if (
+            network is None
+            or not terms
+            or outdone
+            or self._server.is_end_requested
+            or self.inventory_lease.is_held(now_s)
+        ):
             return None
         if due_s is None or now_s < due_s:
             return due_s
-        self._attempt = _Attempt(newest, terms, network, Inventory())
-        self._freeze(network.me, left=True)
-        self._look_around(self._attempt)
+        self._commit_attempt = _Attempt(newest, terms, network, Inventory())
+        self._grant_inventory_lease(network.agent_name, left=True)
+        self._survey_other_nodes(self._commit_attempt)
         return None
 
-    def _end_attempt(self, settled: Epoch | None = None) -> None:
+    def _end_commit_attempt(self, settled: Epoch | None = None) -> None:
         """Ends the attempt and tells its outcome to the surveyed nodes. `settled`: nothing is left to commit up to this
         epoch; None: the attempt came to nothing."""
-        attempt, self._attempt = self._attempt, None
+        attempt, self._commit_attempt = self._commit_attempt, None
         if attempt is None:
             return
         attempt.cancel.set()
-        self._turns.settled = settled is not None
-        self._turns.ended(time.monotonic())
-        self.fence.over(attempt.network.me)
-        for node in attempt.following.nodes:
-            done = str(settled) if settled is not None and node in attempt.there else None
-            attempt.network.tell(node.name, {"t": "outcome", "epoch": None, "settled": done})
+        self._turns.is_settled = settled is not None
+        self._turns.record_attempt(time.monotonic())
+        self.inventory_lease.end_lease(attempt.network.agent_name)
+        for node in attempt.followed_job.nodes:
+            done = str(settled) if settled is not None and node in attempt.answered_nodes else None
+            attempt.network.notify(node.name, {"t": "outcome", "epoch": None, "settled": done})
 
-    def _while(self, attempt: _Attempt, what: Callable[[], None]) -> None:
+    def _guard_commit_attempt(self, attempt: _Attempt, what: Callable[[], None]) -> None:
         """Runs `what` if the attempt is still under way. An error in `what` ends the attempt and nothing else."""
-        if self._attempt is not attempt:
+        if self._commit_attempt is not attempt:
             return
         try:
             what()
         except Exception as exc:
-            log.exception("what %s has left in memory is not committed from here", attempt.following.epoch)
-            self._fail(attempt, str(exc))
+            log.exception("what %s has left in memory is not committed from here", attempt.followed_job.epoch)
+            self._fail_commit_attempt(attempt, str(exc))
 
-    def _fail(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
-        log.warning("what %s has left in memory is not committed from here: %s", attempt.following.epoch, why)
-        self._end_attempt(settled)
+    def _fail_commit_attempt(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
+        log.warning("what %s has left in memory is not committed from here: %s", attempt.followed_job.epoch, why)
+        self._end_commit_attempt(settled)
 
     # -- the survey
 
-    def _look_around(self, attempt: _Attempt) -> None:
+    def _survey_other_nodes(self, attempt: _Attempt) -> None:
         network = attempt.network
-        attempt.inventory.add(self._inventory(whole=True), "")
+        attempt.inventory.merge(self._inventory(whole=True), "")
 
         def look(node: NodeAt) -> None:
             def answered(answer: Message | None, error: str) -> None:
-                self._while(attempt, lambda: self._said(attempt, node, answer, error))
+                self._guard_commit_attempt(attempt, lambda: self._on_survey_answer(attempt, node, answer, error))
 
             def connected(error: str) -> None:
                 if error:
                     answered(None, error)
                 # A node surveyed after the attempt ended would never hear an outcome.
-                elif self._attempt is attempt:
-                    network.ask(node.name, {"t": "look", "left": True}, (), answered)
+                elif self._commit_attempt is attempt:
+                    network.request(node.name, {"t": "look", "left": True}, (), answered)
 
             network.connect(node, connected)
 
         def late() -> None:
-            if attempt.silent:
-                attempt.silent.clear()
-                self._choose_left(attempt)
+            if attempt.pending_nodes:
+                attempt.pending_nodes.clear()
+                self._choose_orphan(attempt)
 
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
-        lead, *rest = attempt.following.nodes
-        others = [node for node in rest if node.name != network.me]
+        lead, *rest = attempt.followed_job.nodes
+        others = [node for node in rest if node.name != network.agent_name]
         others += [lead] if network.channel(lead.name) is not None else []
-        attempt.silent.update(node.name for node in others)
+        attempt.pending_nodes.update(node.name for node in others)
         for node in others:
             look(node)
         if others:
-            self._server.later(LOOK_S, lambda: self._while(attempt, late))
+            self._server.call_later(SURVEY_TIMEOUT_S, lambda: self._guard_commit_attempt(attempt, late))
         else:
-            self._while(attempt, lambda: self._choose_left(attempt))
+            self._guard_commit_attempt(attempt, lambda: self._choose_orphan(attempt))
 
-    def _said(self, attempt: _Attempt, node: NodeAt, answer: Message | None, error: str) -> None:
-        if node.name not in attempt.silent:
+    def _on_survey_answer(self, attempt: _Attempt, node: NodeAt, answer: Message | None, error: str) -> None:
+        if node.name not in attempt.pending_nodes:
             return  # too late
         try:
             if answer is None:
                 raise AgentError(error)
-            attempt.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
-            attempt.there.append(node)
+            attempt.inventory.merge(Inventory.unpack(answer.blobs[0]), node.name)
+            attempt.answered_nodes.append(node)
         # A malformed answer can raise anything; the attempt does without that node.
         except Exception as exc:
             log.info("agent %s does not say what it holds: %s", node.name, exc)
-        attempt.silent.discard(node.name)
-        if not attempt.silent:
-            self._choose_left(attempt)
+        attempt.pending_nodes.discard(node.name)
+        if not attempt.pending_nodes:
+            self._choose_orphan(attempt)
 
-    def _choose_left(self, attempt: _Attempt) -> None:
+    def _choose_orphan(self, attempt: _Attempt) -> None:
         """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
-        identity = max((each for each in attempt.inventory.complete() if each.epoch in attempt.terms), default=None)
+        identity = max(
+            (each for each in attempt.inventory.complete_checkpoints() if each.epoch in attempt.terms), default=None
+        )
         if identity is None:
-            self._fail(attempt, "no checkpoint is whole on the nodes that answer")
+            self._fail_commit_attempt(attempt, "no checkpoint is whole on the nodes that answer")
             return
         claim = attempt.terms[identity.epoch].claim
 
         def judged(done: Future[OrphanVerdict]) -> None:
             if error := failure(done):
-                self._fail(attempt, error)
+                self._fail_commit_attempt(attempt, error)
             elif done.result() in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
-                self._collect_left(attempt, identity)
+                self._collect_orphan(attempt, identity)
             else:
-                self._fail(attempt, f"step {identity.tick.step} is {done.result().value}", identity.epoch)
+                self._fail_commit_attempt(
+                    attempt, f"step {identity.version.step} is {done.result().value}", identity.epoch
+                )
 
-        self._bulk.run(
+        self._workers.run(
             Lane.STORE,
-            lambda: judge(self._store.run().view(), claim, identity),
-            lambda done: self._while(attempt, lambda: judged(done)),
+            lambda: judge(self._store.open_run().view(), claim, identity),
+            lambda done: self._guard_commit_attempt(attempt, lambda: judged(done)),
         )
 
-    def _collect_left(self, attempt: _Attempt, identity: Identity) -> None:
+    def _collect_orphan(self, attempt: _Attempt, identity: Identity) -> None:
         def collected(found: GatheredManifest | None, error: str) -> None:
             if found is not None:
-                self._commit_left(attempt, found)
+                self._commit_orphan(attempt, found)
                 return
             log.warning("%s cannot be had from memory: %s", identity, error)
-            attempt.inventory.refute(identity)
-            self._choose_left(attempt)  # the next older one
+            attempt.inventory.mark_unusable(identity)
+            self._choose_orphan(attempt)  # the next older one
 
-        mine = [node for node in attempt.following.nodes if node.name == attempt.network.me]
-        services = attempt.network, self._bulk, self.parities, self._arenas_of, attempt.inventory
-        guard = lambda what: self._while(attempt, what)  # noqa: E731
-        CheckpointCollector(*services, [*mine, *attempt.there], (), guard).whole(identity, collected)
+        mine = [node for node in attempt.followed_job.nodes if node.name == attempt.network.agent_name]
+        services = attempt.network, self._workers, self.parities, self._arenas_of, attempt.inventory
+        guard = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
+        CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard).collect_whole(identity, collected)
 
     # -- the commit
 
-    def _commit_left(self, attempt: _Attempt, found: GatheredManifest) -> None:
+    def _commit_orphan(self, attempt: _Attempt, found: GatheredManifest) -> None:
         checkpoint, identity = found.checkpoint, found.checkpoint.identity
-        terms, step = attempt.terms[identity.epoch], identity.tick.step
+        terms, step = attempt.terms[identity.epoch], identity.version.step
         text = f"nobody coordinates {identity.epoch} any more: step {step}, which the nodes that are left have"
         log.warning("%s in memory, is committed from here", text)
 
         def ended(done: Future[Committed]) -> None:
-            self.copies.release(identity)
-            self._while(attempt, lambda: self._have_committed(attempt, identity, done))
+            self.replicas.release(identity)
+            self._guard_commit_attempt(attempt, lambda: self._on_orphan_committed(attempt, identity, done))
 
-        parts = self._parts(attempt, found, terms)
-        self.copies.lease(identity)
-        self._bulk.run(
+        parts = self._plan_orphan_write(attempt, found, terms)
+        self.replicas.lease(identity)
+        self._workers.run(
             Lane.COMMIT,
-            lambda: commit_whole(self._store, checkpoint, terms, "a node that was left", attempt.cancel, parts),
+            lambda: commit_orphan(self._store, checkpoint, terms, "a node that was left", attempt.cancel, parts),
             ended,
         )
 
-    def _parts(self, attempt: _Attempt, found: GatheredManifest, terms: CommitTerms) -> DistributedWrite:
+    def _plan_orphan_write(self, attempt: _Attempt, found: GatheredManifest, terms: CommitTerms) -> DistributedWrite:
         checkpoint, network = found.checkpoint, attempt.network
-        ranks, rest = shares(found.places.holders)
+        ranks, rest = assign_writers(found.places.holders)
 
-        def write(name: str, wanted: WantedPart, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
+        def write(
+            name: str, wanted: WriteRequest, slow: frozenset[str], cancel: threading.Event, then: OnWritten
+        ) -> None:
             if not name:
-                self._write_own(checkpoint, wanted, cancel, then)
+                self._write_own_part(checkpoint, wanted, cancel, then)
                 return
             node = RemoteShare(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
-            node.write(wanted, then)
+            node.write_frames(wanted, then)
 
         options = JobOptions(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._server, self._settings.heartbeat_s
         others = lambda name, slow: rest[name]  # noqa: E731
-        return DistributedWrite(checkpoint, options, ranks, others, write, server.post, server.later, margin_s)
+        return DistributedWrite(checkpoint, options, ranks, others, write, server.post, server.call_later, margin_s)
 
-    def _write_own(self, checkpoint: MemoryCheckpoint, wanted: WantedPart, cancel: threading.Event, then: Then) -> None:
+    def _write_own_part(
+        self, checkpoint: MemoryCheckpoint, wanted: WriteRequest, cancel: threading.Event, then: OnWritten
+    ) -> None:
         def written(done: Future[Written]) -> None:
             then(None if failure(done) else done.result(), failure(done))
 
-        self._bulk.run(Lane.PART, lambda: write_part(self._store, wanted, checkpoint.arenas, cancel=cancel), written)
+        self._workers.run(Lane.PART, lambda: write_part(self._store, wanted, checkpoint.arenas, cancel=cancel), written)
 
-    def _have_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
+    def _on_orphan_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
         if error := failure(done):
-            self._fail(attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None)
+            self._fail_commit_attempt(
+                attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None
+            )
             return
-        text = f"step {identity.tick.step} is committed by a node that is left of the job that saved it"
+        text = f"step {identity.version.step} is committed by a node that is left of the job that saved it"
         log.warning("%s", text)
-        self._event(Event("commit.orphan", text, True, {"identity": str(identity)}))
-        self._end_attempt(identity.epoch)
+        self._emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
+        self._end_commit_attempt(identity.epoch)
 
 
-def shares(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:
+def assign_writers(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:
     """Two maps by node name: the ranks whose frames the node writes, and the other nodes that hold all of these ranks.
     `holders`: by rank, the nodes that hold its snapshot, preferred first; "" is this node, which writes all it holds.
     """

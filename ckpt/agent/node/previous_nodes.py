@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 # The newest claims that are looked at: more than one, since a start that failed early staged nothing.
-CLAIMS = 3
+CLAIMS_MAX = 3
 # The start waits so long for an answer: lost nodes never give one.
-PATIENCE_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 
 
-def former_nodes(view: RunView, run: str, known: Collection[str]) -> list[NodeAt]:
+def nodes_from_claims(view: RunView, run: str, known: Collection[str]) -> list[NodeAt]:
     """The agents that the newest claims name, but for the `known` ones. `run`: the name of the run's secret; claims
     with another one are skipped."""
     found: dict[str, NodeAt] = {}
-    for claim in sorted(view.claims, key=lambda claim: claim.epoch)[: -CLAIMS - 1 : -1]:
-        for name, texts in claim.agents if claim.run == run else ():
+    for claim in sorted(view.claims, key=lambda claim: claim.epoch)[: -CLAIMS_MAX - 1 : -1]:
+        for name, texts in claim.agents if claim.secret_name == run else ():
             try:
                 addresses = tuple(Address.parse(text) for text in texts)
             except CkptError as exc:
@@ -45,7 +45,7 @@ def former_nodes(view: RunView, run: str, known: Collection[str]) -> list[NodeAt
     return list(found.values())
 
 
-def ask_former(
+def survey_previous_nodes(
     network: PeerNetwork,
     start: Start,
     guard: Callable[[Callable[[], None]], None],
@@ -54,33 +54,33 @@ def ask_former(
     """Surveys agents of earlier starts, unless the nodes of this start hold a checkpoint of the newest epoch. Adds each
     agent asked to `start.former`: that agent drops nothing until it hears the outcome. `guard`: runs a function only
     while the start is under way."""
-    view, complete = start.view, start.inventory.complete()
+    view, complete = start.run_view, start.inventory.complete_checkpoints()
     if view is None or any(identity.epoch == view.newest_epoch for identity in complete):
         return
-    known = {network.me, *(node.name for node in start.nodes)}
-    for node in former_nodes(view, network.run, known):
-        start.silent.add(node.name)
-        _ask(network, start, node, guard)
-        later(PATIENCE_S, lambda name=node.name: guard(lambda: start.silent.discard(name)))  # type: ignore[misc]
+    known = {network.agent_name, *(node.name for node in start.nodes)}
+    for node in nodes_from_claims(view, network.secret_id, known):
+        start.pending_nodes.add(node.name)
+        _survey_node(network, start, node, guard)
+        later(ANSWER_TIMEOUT_S, lambda name=node.name: guard(lambda: start.pending_nodes.discard(name)))  # type: ignore[misc]
 
 
-def _ask(network: PeerNetwork, start: Start, node: NodeAt, guard: Callable[[Callable[[], None]], None]) -> None:
+def _survey_node(network: PeerNetwork, start: Start, node: NodeAt, guard: Callable[[Callable[[], None]], None]) -> None:
     def connected(error: str) -> None:
         if error:
             answered(None, error)
         else:
-            start.former.append(node)
-            network.ask(node.name, {"t": "look"}, (), lambda *found: guard(lambda: answered(*found)))
+            start.previous_nodes.append(node)
+            network.request(node.name, {"t": "look"}, (), lambda *found: guard(lambda: answered(*found)))
 
     def answered(answer: Message | None, error: str) -> None:
-        if node.name not in start.silent:
+        if node.name not in start.pending_nodes:
             return  # too late
-        start.silent.discard(node.name)
+        start.pending_nodes.discard(node.name)
         try:
             if answer is None:
                 log.info("agent %s of an earlier start cannot be asked what it holds: %s", node.name, error)
                 return
-            start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
+            start.inventory.merge(Inventory.unpack(answer.blobs[0]), node.name)
         # A malformed answer can raise anything, and the start waits for this one.
         except Exception as exc:
             log.warning("what agent %s of an earlier start says it holds cannot be read: %r", node.name, exc)

@@ -15,19 +15,19 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.agent.job.job import Job
-from ckpt.agent.job.job_context import tell
-from ckpt.agent.net.progress import SAY_S
+from ckpt.agent.job.job_context import send_event
+from ckpt.agent.net.progress import REPORT_INTERVAL_S
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.startup_state import ResolvedStart, Start
-from ckpt.agent.restore.restore_session import RestoreSession, frames_asked
+from ckpt.agent.restore.restore_session import RestoreSession, decode_request
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots import candidates
 from ckpt.agent.snapshots.candidates import Candidate
-from ckpt.agent.snapshots.inventory import claim_told, texts
-from ckpt.agent.snapshots.memory_checkpoint import Memory, MemoryCheckpoint, Near
+from ckpt.agent.snapshots.inventory import ancestor_fields, parse_claim
+from ckpt.agent.snapshots.memory_checkpoint import LocalMemory, Memory, MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteShare
-from ckpt.agent.state.job_facts import State
+from ckpt.agent.state.job_facts import SlotState
 from ckpt.errors import (
     AgentError,
     CkptError,
@@ -42,11 +42,11 @@ from ckpt.errors import (
 from ckpt.events import Event
 from ckpt.ipc.control_page import WORLD_MAX
 from ckpt.ipc.messages import Message
-from ckpt.ipc.node_list import NodeAt, nodes_from
+from ckpt.ipc.node_list import NodeAt, parse_nodes
 from ckpt.settings import Settings, adopt_store_environment
-from ckpt.storage.failure import none_restorable
-from ckpt.storage.names import shown
-from ckpt.types import HERE, Epoch, Identity
+from ckpt.storage.failure import unrestorable_hint
+from ckpt.storage.names import redact_url
+from ckpt.types import OWN_NODE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.restore.peer_source import PeerSource
@@ -61,20 +61,21 @@ T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
-STAGED_S = 5.0  # how long a start waits until the last staged snapshot is hashed
+STAGED_WAIT_S = 5.0  # how long a start waits until the last staged snapshot is hashed
 LISTED_MAX = 200  # struck identities in an answer
 
 
 class Startup(NodeMemory):
-    """The part of the agent that runs the start under way. Main thread only, but for `_look` and `_resolve`."""
+    """The part of the agent that runs the start under way. Main thread only, but for `_list_store` and
+    `_resolve_candidate`."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
-        self._awaiting: list[Peer] = []  # ranks that told this agent to listen, and have joined no job yet
+        self._unjoined_peers: list[Peer] = []  # ranks that told this agent to listen, and have joined no job yet
         # Candidates that failed to restore, and why.
-        self._struck: dict[Identity, str] = {}
-        self._lease: tuple[Job, int] | None = None  # job and slot of the candidate being restored from memory
-        self._refused: dict[str, str] = {}  # launches that were superseded here, and by what
+        self._struck_candidates: dict[Identity, str] = {}
+        self._restore_lease: tuple[Job, int] | None = None  # job and slot of the candidate being restored from memory
+        self._superseded_launches: dict[str, str] = {}  # launches that were superseded here, and by what
 
     # -- a start
 
@@ -85,8 +86,8 @@ class Startup(NodeMemory):
         request_id = int(fields["id"])
         if not 0 < world <= WORLD_MAX:
             raise UsageError(f"world is {world}: one node has 1 to {WORLD_MAX} ranks")
-        nodes = self._nodes_of(message)
-        if nodes and (self.network is None or nodes[0].name != self.network.me):
+        nodes = self._parse_nodes(message)
+        if nodes and (self.network is None or nodes[0].name != self.network.agent_name):
             raise AgentError("rank 0 is on another node than this agent, or has not told it to listen")
         self._refuse_superseded(launch, take_over)
         if self._start is not None:
@@ -94,64 +95,81 @@ class Startup(NodeMemory):
         self._end_restore()
         peer.watch_death()
         self._adopt_environment(fields)
-        if self.current is not None:
-            self._move_aside(self.current, launch)
-        start = self._start = Start(peer, request_id, launch, world, take_over, nodes, self._lenders_of(message))
-        self._tell_of_moves(start, self._moves_of(start))
+        if self.current_job is not None:
+            self._supersede_current_job(self.current_job, launch)
+        start = self._start = Start(
+            peer, request_id, launch, world, take_over, nodes, self._parse_memory_nodes(message)
+        )
+        self._report_progress(start, self._progress_key(start))
         if nodes:
-            self._freeze(HERE)
+            self._grant_inventory_lease(OWN_NODE)
         start.inventory = self._inventory(whole=bool(nodes))
-        self._call_others(start)
-        memory = any(each.claim is not None for each in self._remembered(start))
-        self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+        self._survey_nodes(start)
+        memory = any(each.claim is not None for each in self._known_epochs(start))
+        self._run_for_start(
+            start, lambda: self._list_store(start, memory), lambda done: self._on_store_listed(start, memory, done)
+        )
 
     def _adopt_environment(self, fields: dict[str, Any]) -> None:
         """Reopens the store if the newest start has other store settings in its environment."""
         if "store_env" in fields and adopt_store_environment(dict(fields["store_env"])):
             self._store.reopen()
 
-    def _moves_of(self, start: Start) -> tuple[int, ...]:
+    def _progress_key(self, start: Start) -> tuple[int, ...]:
         """A value that changes whenever the start, or any work that it may wait for, makes progress."""
         heard = self.network.progress.count if self.network is not None else 0
-        known = len(start.silent), len(start.gathered), len(start.failed), len(self._struck)
-        return (*known, start.listed, start.asked_former, start.resolving, self.copies.progress.count, heard)
+        known = (
+            len(start.pending_nodes),
+            len(start.gathered_manifests),
+            len(start.gather_errors),
+            len(self._struck_candidates),
+        )
+        return (
+            *known,
+            start.is_store_listed,
+            start.has_surveyed_previous,
+            start.is_resolving,
+            self.replicas.progress.count,
+            heard,
+        )
 
-    def _tell_of_moves(self, start: Start, before: tuple[int, ...]) -> None:
+    def _report_progress(self, start: Start, before: tuple[int, ...]) -> None:
         """Reports progress every SAY_S to the trainer that waits for a candidate, so that it goes on waiting (see
         net/progress.py)."""
         if self._start is not start:
             return
-        now = self._moves_of(start)
+        now = self._progress_key(start)
         if now != before and start.request_id is not None:
             start.peer.send({"t": "moving", "id": start.request_id})
-        self._server.later(SAY_S, lambda: self._tell_of_moves(start, now))
+        self._server.call_later(REPORT_INTERVAL_S, lambda: self._report_progress(start, now))
 
-    def _nodes_of(self, message: Message) -> tuple[NodeAt, ...]:
+    def _parse_nodes(self, message: Message) -> tuple[NodeAt, ...]:
         """The nodes of the job's ranks; () for a job of one node. Errors: UsageError."""
         if not message.fields.get("leader"):
             return ()
-        nodes = nodes_from(message.blobs[-1], int(message.fields["world"]))
-        self._server.called.learn(nodes)
+        nodes = parse_nodes(message.blobs[-1], int(message.fields["world"]))
+        self._server.node_names.add_nodes(nodes)
         return nodes
 
-    def _lenders_of(self, message: Message) -> tuple[Address, ...]:
+    def _parse_memory_nodes(self, message: Message) -> tuple[Address, ...]:
         """The addresses of the memory-only nodes that the job names. Errors: UsageError."""
         if not message.fields.get("peers"):
             return ()
-        from ckpt.agent.job.memory_node_client import addresses_from
+        from ckpt.agent.job.memory_node_client import parse_addresses
 
-        return addresses_from(message.fields["peers"])
+        return parse_addresses(message.fields["peers"])
 
     def _refuse_superseded(self, launch: str, take_over: bool) -> None:
-        if launch in self._refused and not take_over:
+        if launch in self._superseded_launches and not take_over:
             raise Superseded(
-                f"launch {launch!r} was superseded by {self._refused[launch]} on this machine; it begins again only "
+                f"launch {launch!r} was superseded by {self._superseded_launches[launch]} on this machine; it begins "
+                "again only "
                 "with take_over=True"
             )
 
-    def _for(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
+    def _run_for_start(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` on a thread, then `then` on the main thread if that start is still under way."""
-        self._bulk.run(Lane.FRONT, work, lambda done: self._guard_start(start, lambda: then(done)))
+        self._workers.run(Lane.FRONT, work, lambda done: self._guard_start(start, lambda: then(done)))
 
     def _guard_start(self, start: Start, what: Callable[[], None]) -> None:
         """Runs `what` if that start is still under way. An error in `what` fails the start, and ends no other job."""
@@ -162,81 +180,94 @@ class Startup(NodeMemory):
         except Exception as exc:
             self._fail_start(start, exc)
 
-    def _move_aside(self, job: Job, launch: str) -> None:
+    def _supersede_current_job(self, job: Job, launch: str) -> None:
         """Makes the current job a former one; `launch` supersedes its live trainers."""
-        if not job.group.all_gone:
+        if not job.scheduler.all_gone:
             if job.launch != launch:
-                self._refused[job.launch] = f"launch {launch!r}"
+                self._superseded_launches[job.launch] = f"launch {launch!r}"
             job.supersede(f"launch {launch!r}, begun on this machine")
-        self.former.append(job)
-        self.current = None
+        self.former_jobs.append(job)
+        self.current_job = None
 
-    def _look(self, start: Start, memory: bool) -> RunView:
+    def _list_store(self, start: Start, memory: bool) -> RunView:
         """Lists the store, after it has made sure that no other agent's job uses the run. On a thread. `memory`: a
         checkpoint may be in memory, so the store is retried only briefly. Errors: RunInUse; StorageError."""
-        run = self._store.run(impatient=memory)
+        run = self._store.open_run(impatient=memory)
         view = run.view()
-        if view.newest_epoch in self._store.claims.begun:
+        if view.newest_epoch in self._store.claims.own_epochs:
             return view  # this agent began that epoch
-        before = (view.newest_epoch, view.closed)
-        run.watch_other(view, start.launch, self._settings.heartbeat_s, take_over=start.take_over)
+        before = (view.newest_epoch, view.closed_epochs)
+        run.check_not_in_use(view, start.launch, self._settings.heartbeat_s, take_over=start.take_over)
         if view.newest_epoch is not None:
-            self._store.claims.passed.add(view.newest_epoch)
+            self._store.claims.replaceable_epochs.add(view.newest_epoch)
         return view if view.newest_epoch is None or view.newest_epoch in before[1] else run.view()
 
-    def _looked(self, start: Start, memory: bool, done: Future[RunView]) -> None:
+    def _on_store_listed(self, start: Start, memory: bool, done: Future[RunView]) -> None:
         error = done.exception()
         if error is None:
-            start.view = done.result()
+            start.run_view = done.result()
         elif not (isinstance(error, StorageError) and memory):
             self._fail_start(start, error)
             return
         else:
             log.warning("the store does not answer; the start uses this node's memory alone: %s", error)
-        start.listed = True
+        start.is_store_listed = True
 
-    def _answer_start(self) -> None:
+    def _advance_start(self) -> None:
         """Chooses a candidate, once the store is listed, the nodes have answered, and staged snapshots are hashed."""
         start = self._start
-        if start is None or not start.listed or start.silent or start.resolving or start.request_id is None:
+        if (
+            start is None
+            or not start.is_store_listed
+            or start.pending_nodes
+            or start.is_resolving
+            or start.request_id is None
+        ):
             return
-        if not start.asked_former:
-            self._guard_start(start, lambda: self._ask_former(start))
-            if self._start is not start or start.silent:
+        if not start.has_surveyed_previous:
+            self._guard_start(start, lambda: self._survey_previous_nodes(start))
+            if self._start is not start or start.pending_nodes:
                 return
-        staged = any(slot.state is State.STAGED for job in self.former if not job.failed for slot in job.group.slots)
-        if staged and time.monotonic() < start.began_s + STAGED_S:
+        staged = any(
+            slot.state is SlotState.STAGED
+            for job in self.former_jobs
+            if not job.internal_error
+            for slot in job.scheduler.slots
+        )
+        if staged and time.monotonic() < start.began_s + STAGED_WAIT_S:
             return
-        self._guard_start(start, lambda: self._choose(start))
+        self._guard_start(start, lambda: self._choose_candidate(start))
 
-    def _ask_former(self, start: Start) -> None:
+    def _survey_previous_nodes(self, start: Start) -> None:
         """Asks agents of earlier starts what they hold. Without a network there are none to ask."""
-        start.asked_former = True
+        start.has_surveyed_previous = True
 
-    def _choose(self, start: Start) -> None:
+    def _choose_candidate(self, start: Start) -> None:
         """Chooses the newest candidate that is not struck out. One that lies on several nodes is gathered first."""
-        found = candidates.candidates(start.view, self._remembered(start))
+        found = candidates.find_candidates(start.run_view, self._known_epochs(start))
         # Remembered, since a checkpoint that cannot be gathered is no candidate any more.
-        start.has_any = start.has_any or bool(found)
-        start.newest_step = found[0].identity.tick.step if found else start.newest_step
-        start.stored = tuple(each.identity for each in found if each.records)
+        start.has_any_checkpoint = start.has_any_checkpoint or bool(found)
+        start.newest_step = found[0].identity.version.step if found else start.newest_step
+        start.stored_identities = tuple(each.identity for each in found if each.records)
         held: list[tuple[Candidate, MemoryCheckpoint | None]] = []
-        for each in (each for each in found if each.identity not in self._struck):
+        for each in (each for each in found if each.identity not in self._struck_candidates):
             # A start of several nodes gathers it even from one node: the other nodes ask where its frames are.
-            checkpoint = self._in_memory(each.identity) if not start.nodes else None
+            checkpoint = self._local_checkpoint(each.identity) if not start.nodes else None
             if each.in_memory and checkpoint is None:
-                if each.identity not in start.gathered:
+                if each.identity not in start.gathered_manifests:
                     if held:
                         break  # gathered only once the newer ones have failed
-                    start.resolving = True
-                    self._gather(start, each.identity)
+                    start.is_resolving = True
+                    self._gather_candidate(start, each.identity)
                     return
-                checkpoint = start.gathered[each.identity].checkpoint
+                checkpoint = start.gathered_manifests[each.identity].checkpoint
             held.append((each, checkpoint))
-        start.resolving = True
-        self._for(start, lambda: self._resolve(held), lambda done: self._resolved(start, done))
+        start.is_resolving = True
+        self._run_for_start(
+            start, lambda: self._resolve_candidate(held), lambda done: self._on_candidate_resolved(start, done)
+        )
 
-    def _resolve(
+    def _resolve_candidate(
         self, held: list[tuple[Candidate, MemoryCheckpoint | None]]
     ) -> tuple[ResolvedStart | None, dict[Identity, str]]:
         """The first candidate whose manifest can be read, and why each candidate before it cannot. On a thread.
@@ -250,12 +281,13 @@ class Startup(NodeMemory):
                 manifest = checkpoint.manifest
                 return ResolvedStart(candidate, manifest, encode_manifest(manifest), checkpoint.metrics), damaged
             try:
-                record = self._store.reader(candidate.records).record
+                record = self._store.open_reader(candidate.records).record
             except NewerFormat as exc:
                 raise NewerFormat(
-                    f"step {candidate.identity.tick.step}, the newest of {shown(self.url)} that is left, was saved by "
+                    f"step {candidate.identity.version.step}, the newest of {redact_url(self.url)} that is left, was "
+                    "saved by "
                     f"a newer ckpt ({exc}). An older checkpoint is not taken instead. Install that ckpt here as well, "
-                    f"or go back on purpose: ckpt branch {shown(self.url)} --at STEP"
+                    f"or go back on purpose: ckpt branch {redact_url(self.url)} --at STEP"
                 ) from exc
             except (DamagedData, NotFound) as exc:
                 damaged[candidate.identity] = str(exc)
@@ -264,43 +296,45 @@ class Startup(NodeMemory):
             return ResolvedStart(candidate, record.manifest, encoded, record.metrics, record), damaged
         return None, damaged
 
-    def _resolved(self, start: Start, done: Future[tuple[ResolvedStart | None, dict[Identity, str]]]) -> None:
-        start.resolving = False
+    def _on_candidate_resolved(
+        self, start: Start, done: Future[tuple[ResolvedStart | None, dict[Identity, str]]]
+    ) -> None:
+        start.is_resolving = False
         error = done.exception()
         if error is not None:
             self._fail_start(start, error)
             return
         chosen, damaged = done.result()
-        self._struck.update(damaged)
+        self._struck_candidates.update(damaged)
         if chosen is None and damaged:
             return  # older candidates may be left; they are looked at next
         # A run that had a checkpoint never begins afresh.
-        if chosen is None and start.has_any and start.job is None:
-            failed = {**start.failed, **self._struck}
-            text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(failed.items())[-3:])
-            why = f"no checkpoint of {shown(self.url)} can be restored: {text}. {none_restorable(self.url)}"
+        if chosen is None and start.has_any_checkpoint and start.job is None:
+            failed = {**start.gather_errors, **self._struck_candidates}
+            text = "; ".join(f"step {identity.version.step}: {why}" for identity, why in list(failed.items())[-3:])
+            why = f"no checkpoint of {redact_url(self.url)} can be restored: {text}. {unrestorable_hint(self.url)}"
             self._fail_start(start, NoCheckpoint(why))
             return
-        start.part = None
-        if chosen is None or chosen.record is None or chosen.candidate.identity not in start.inventory.worlds:
+        start.partial_places = None
+        if chosen is None or chosen.record is None or chosen.candidate.identity not in start.inventory.world_sizes:
             self._offer_candidate(start, chosen, damaged)
             return
-        start.resolving = True
-        self._find_part(start, chosen, lambda: self._offer_candidate(start, chosen, damaged))
+        start.is_resolving = True
+        self._find_frames_in_memory(start, chosen, lambda: self._offer_candidate(start, chosen, damaged))
 
     def _new_job(self, start: Start) -> Job:
         claims = self._store.claims
         # The inventory may be old by now, hence the newest epoch too.
-        begun = {*claims.begun, *start.inventory.steps, self._newest_epoch()}
-        epoch = candidates.begin(start.view, self._remembered(start), begun)
-        claims.began(epoch, start.view, start.take_over)
-        others = self._remote_ranks(epoch, start.world, start.nodes)
-        self.current = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
-        return self.current
+        begun = {*claims.own_epochs, *start.inventory.steps, self._newest_epoch()}
+        epoch = candidates.choose_epoch(start.run_view, self._known_epochs(start), begun)
+        claims.record_start(epoch, start.run_view, start.take_over)
+        others = self._make_remote_shares(epoch, start.world, start.nodes)
+        self.current_job = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
+        return self.current_job
 
-    def _remote_ranks(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteShare]:
+    def _make_remote_shares(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteShare]:
         """The local ranks of every node but the first, which is this one."""
-        network, called = self.network, self._server.called
+        network, called = self.network, self._server.node_names
         if network is None:
             return []
         return [RemoteShare(network, each.name, epoch, world, each.ranks, called) for each in nodes[1:]]
@@ -309,142 +343,151 @@ class Startup(NodeMemory):
         """Answers the waiting trainer with the chosen candidate, or with none. Begins the epoch at the first answer."""
         assert start.request_id is not None
         job = start.job = start.job or self._new_job(start)
-        start.chosen = chosen.candidate if chosen is not None else None
+        start.chosen_candidate = chosen.candidate if chosen is not None else None
         start.steps_lost = self._steps_lost(start)
         body: dict[str, Any] = {
             "epoch": str(job.epoch),
             "parent": None,
             "ancestors": [],
             "candidate": None,
-            "struck": [str(identity) for identity in self._struck][-LISTED_MAX:],
+            "struck": [str(identity) for identity in self._struck_candidates][-LISTED_MAX:],
             "steps_lost": start.steps_lost,
         }
-        self._tell_of_lost_parts(start, chosen)
+        self._report_lost_parts(start, chosen)
         for identity, why in damaged.items():
-            text = f"step {identity.tick.step} cannot be read and is passed over: {why}"
+            text = f"step {identity.version.step} cannot be read and is passed over: {why}"
             job.emit("restore.skipped", text, True, {"identity": str(identity)})
         if chosen is None:
-            self._answer(start, body, [])
+            self._send_candidate(start, body, [])
             return
         identity = chosen.candidate.identity
-        where = self._slot_of(identity)
+        where = self._find_local_checkpoint(identity)
         if where is not None:
-            where[0].group.lease(where[1])
-            self._lease = where[0], where[1]
+            where[0].scheduler.take_lease(where[1])
+            self._restore_lease = where[0], where[1]
         records = chosen.candidate.records
-        gathered, places = start.gathered.get(identity), start.places(identity)
-        memory: Memory | None = gathered.checkpoint if gathered is not None else self._in_memory(identity)
+        gathered, places = start.gathered_manifests.get(identity), start.find_places(identity)
+        memory: Memory | None = gathered.checkpoint if gathered is not None else self._local_checkpoint(identity)
         if memory is None and places is not None:
-            memory = Near(self._arenas_of(identity), places.ranks, places.offsets)
-        fan = self._fan_out(start, job, chosen, places) if records else None
+            memory = LocalMemory(self._arenas_of(identity), places.ranks, places.offsets)
+        fan = self._open_shared_read(start, job, chosen, places) if records else None
         job.restore = RestoreSession(
             identity,
             chosen.manifest,
-            job.ranks.count,
+            job.ranks.local_rank_count,
             memory,
-            (lambda: self._store.reader(records)) if records else None,
-            self._bulk,
-            self._server.later,
+            (lambda: self._store.open_reader(records)) if records else None,
+            self._workers,
+            self._server.call_later,
             self._server.post,
-            peers=self._serve_others(start, places, chosen.manifest) if places is not None else None,
+            peers=self._open_peer_source(start, places, chosen.manifest) if places is not None else None,
             fan=fan,
             folder=self._store.folder,
         )
         job.restore.record = chosen.record
         body |= {
             "parent": str(identity),
-            "ancestors": texts(self._claim(job, identity, start)),
+            "ancestors": ancestor_fields(self._make_claim(job, identity, start)),
             "candidate": {
                 "identity": str(identity),
                 "level": self._level_of(start, identity),
                 "stored": bool(records),
-                "step": identity.tick.step,
+                "step": identity.version.step,
                 "metrics": chosen.metrics,
             },
         }
-        self._answer(start, body, [chosen.encoded])
+        self._send_candidate(start, body, [chosen.encoded_manifest])
 
     def _steps_lost(self, start: Start) -> int | None:
         """How many steps the former run had ended beyond the chosen checkpoint; None if no living node knows. Steps
         that still earlier runs had ended do not count: the former start lost them."""
         ended = dict(start.inventory.steps)
         # The account outlives a job that has left nothing in memory.
-        account = self.showing.account.ended
-        for epoch, step in [*((job.epoch, job.ranks.ended()) for job in self.former), *([account] if account else [])]:
+        account = self.status_view.account.newest_ended_step
+        for epoch, step in [
+            *((job.epoch, job.ranks.ended_step()) for job in self.former_jobs),
+            *([account] if account else []),
+        ]:
             ended[epoch] = max(step, ended.get(epoch, 0))
         # An epoch reached at least the newest step that is held of it.
-        held = {identity.epoch: identity.tick.step for identity in sorted(start.inventory.worlds)}
-        chosen = start.chosen.identity if start.chosen is not None else None
+        held = {identity.epoch: identity.version.step for identity in sorted(start.inventory.world_sizes)}
+        chosen = start.chosen_candidate.identity if start.chosen_candidate is not None else None
         begun = {epoch for steps in (ended, held) for epoch, step in steps.items() if step}
         newest = max((epoch for epoch in begun if chosen is None or epoch >= chosen.epoch), default=None)
         known, least = (ended.get(newest, 0), held.get(newest, 0)) if newest is not None else (0, 0)
-        lost = max(known, least, start.newest_step) - (chosen.tick.step if chosen is not None else 0)
+        lost = max(known, least, start.newest_step) - (chosen.version.step if chosen is not None else 0)
         return max(0, lost) if known or lost > 0 else None
 
     def _level_of(self, start: Start, identity: Identity) -> str:
         """The level that the candidate is restored from: "local", "peer" or "store"."""
-        gathered = start.gathered.get(identity)
-        if self._slot_of(identity) is not None or (gathered is not None and gathered.is_here and len(start.nodes) == 1):
+        gathered = start.gathered_manifests.get(identity)
+        if self._find_local_checkpoint(identity) is not None or (
+            gathered is not None and gathered.is_local and len(start.nodes) == 1
+        ):
             return "local"
         return "peer" if gathered is not None else "store"
 
-    def _tell_of_lost_parts(self, start: Start, chosen: ResolvedStart | None) -> None:
+    def _report_lost_parts(self, start: Start, chosen: ResolvedStart | None) -> None:
         """Emits `restore.lost`, once, if a checkpoint newer than the chosen one lost a part together with a node."""
-        found = start.inventory.incomplete()
+        found = start.inventory.incomplete_checkpoints()
         # What memory lacks of the chosen checkpoint itself is in the store.
-        if not found or start.told_of_loss or (chosen is not None and max(found) <= chosen.candidate.identity):
+        if not found or start.has_reported_loss or (chosen is not None and max(found) <= chosen.candidate.identity):
             return
-        start.told_of_loss = True
+        start.has_reported_loss = True
         identity = max(found)
         ranks = found[identity]
-        what = f"step {identity.tick.step} was in memory, and the part of ranks {ranks[:8]} is on no node that is left"
-        then = f"going on from step {chosen.candidate.identity.tick.step}" if chosen is not None else "beginning afresh"
+        what = (
+            f"step {identity.version.step} was in memory, and the part of ranks {ranks[:8]} is on no node that is left"
+        )
+        then = (
+            f"going on from step {chosen.candidate.identity.version.step}" if chosen is not None else "beginning afresh"
+        )
         hint = "ckpt.Replicas(n) keeps copies on n other nodes"
         facts = {"identity": str(identity), "ranks": ranks[:100]}
         event = Event("restore.lost", f"ckpt: {what}: {then} ({hint})", True, facts)
         log.warning("%s", event.message, extra={"told": True})
-        self.showing.told(event)
-        tell(start.peer, event)
+        self.status_view.record_event(event)
+        send_event(start.peer, event)
 
-    def _answer(self, start: Start, body: dict[str, Any], blobs: list[bytes]) -> None:
+    def _send_candidate(self, start: Start, body: dict[str, Any], blobs: list[bytes]) -> None:
         assert start.request_id is not None
         start.peer.reply(start.request_id, body, blobs=blobs)
         # Cleared only after the reply was sent: until then the waiting trainer can still be told of an error.
         start.request_id = None
 
-    def _next(self, peer: Peer, message: Message) -> None:
+    def _strike_candidate(self, peer: Peer, message: Message) -> None:
         """Strikes out the candidate for all ranks, since it failed on one of them; the next one is chosen then."""
         fields = message.fields
-        start = self._started(peer, str(fields["epoch"]))
+        start = self._require_start(peer, str(fields["epoch"]))
         identity, request_id = Identity.parse(str(fields["identity"])), int(fields["id"])
-        self._struck[identity] = str(fields["why"])[:2000]
+        self._struck_candidates[identity] = str(fields["why"])[:2000]
         self._end_restore()
         start.request_id = request_id
 
-    def _restored(self, peer: Peer, message: Message) -> None:
+    def _finish_start(self, peer: Peer, message: Message) -> None:
         """Ends the start: all ranks have restored the candidate, or begin afresh. The job begins to train."""
         fields = message.fields
-        start = self._started(peer, str(fields["epoch"]))
+        start = self._require_start(peer, str(fields["epoch"]))
         job = start.job
         assert job is not None
         parent = Identity.parse(str(fields["identity"])) if fields["identity"] is not None else None
-        if parent is not None and (start.chosen is None or parent != start.chosen.identity):
+        if parent is not None and (start.chosen_candidate is None or parent != start.chosen_candidate.identity):
             raise AgentError(f"{parent} was not the candidate of this start")
         record = job.restore.record if job.restore is not None else None
-        self._store.restored(parent, record)
+        self._store.record_restore(parent, record)
         self._end_restore()
         self._start = None
-        former = next((each for each in self.former if parent is not None and each.epoch == parent.epoch), None)
+        former = next((each for each in self.former_jobs if parent is not None and each.epoch == parent.epoch), None)
         if former is not None:
-            job.group.goes_on(former.group)
-        if job.learning is not None and parent is not None:
-            self._relearning.goes_on(job.learning, parent.epoch, record, start.view, start.nodes)
-        claim = self._claim(job, parent, start)
+            job.scheduler.inherit_timings(former.scheduler)
+        if job.cost_model is not None and parent is not None:
+            self._learnt_history.fill_cost_model(job.cost_model, parent.epoch, record, start.run_view, start.nodes)
+        claim = self._make_claim(job, parent, start)
         job.begin_training(claim, resumed=False)
-        self._tell_others_of_claim(job)
+        self._announce_claim(job)
         peer.reply(int(fields["id"]), {})
 
-    def _started(self, peer: Peer, epoch: str) -> Start:
+    def _require_start(self, peer: Peer, epoch: str) -> Start:
         """The start under way, if `peer` began it and it has begun `epoch`. Errors: Superseded."""
         start = self._start
         if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
@@ -463,24 +506,24 @@ class Startup(NodeMemory):
 
     def _end_restore(self) -> None:
         """Ends the restore of the candidate: releases its slot, and ends the serving of its frames."""
-        if self._lease is not None:
-            self._lease[0].group.release(self._lease[1])
-            self._lease = None
+        if self._restore_lease is not None:
+            self._restore_lease[0].scheduler.release_lease(self._restore_lease[1])
+            self._restore_lease = None
         for job in self._jobs():
             if job.restore is not None:
                 job.restore.close()
                 self._end_serving(job.restore.identity)
                 job.restore = None
 
-    def _claim(self, job: Job, parent: Identity | None, start: Start) -> Claim:
+    def _make_claim(self, job: Job, parent: Identity | None, start: Start) -> Claim:
         """The claim of the job's epoch, which goes on from `parent`, with the ancestors that the store lacks."""
         from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENTS_MAX, ANCESTORS_MAX, Claim
 
         known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None} | start.inventory.claims
-        ancestors = candidates.unclaimed(parent, known.values(), self._store.is_claimed)
+        ancestors = candidates.unclaimed_ancestors(parent, known.values(), self._store.is_claimed)
         host = socket.gethostname()[:200]
         told = ancestors[:ANCESTORS_MAX]
-        run = self.network.run if self.network is not None and job.nodes else ""
+        run = self.network.secret_id if self.network is not None and job.nodes else ""
         agents = tuple((node.name, tuple(map(str, node.addresses[:AGENT_ADDRESSES_MAX]))) for node in job.nodes)
         return Claim(job.epoch, parent, told, start.launch, host, time.time(), run, agents[:AGENTS_MAX])
 
@@ -500,41 +543,41 @@ class Startup(NodeMemory):
         if job is None:
             if not fields["resume"]:
                 raise AgentError(f"no start of {epoch} is under way here")
-            job = self._resume(peer, epoch, message)
+            job = self._resume_job(peer, epoch, message)
         del message.blobs[2:]  # the node list
         job.join(peer, message)
-        self._awaiting = [each for each in self._awaiting if each is not peer]
-        # Without a claim the job is only about to begin; `_restored` then leads the memory-only nodes.
+        self._unjoined_peers = [each for each in self._unjoined_peers if each is not peer]
+        # Without a claim the job is only about to begin; `_finish_start` then leads the memory-only nodes.
         if int(fields["rank"]) == 0 and job.claim is not None:
-            self._lead_lenders(job, self._lenders_of(message))
+            self._borrow_memory(job, self._parse_memory_nodes(message))
 
-    def _resume(self, peer: AnyPeer, epoch: Epoch, message: Message) -> Job:
+    def _resume_job(self, peer: AnyPeer, epoch: Epoch, message: Message) -> Job:
         """Makes the job of a trainer whose agent died; the trainer brings its arenas. Errors: Superseded."""
-        if self._start is not None or self.current is not None:
-            raise Superseded(f"a newer start owns {shown(self.url)}; {epoch} was superseded")
-        claim = claim_told(epoch, message.fields)
+        if self._start is not None or self.current_job is not None:
+            raise Superseded(f"a newer start owns {redact_url(self.url)}; {epoch} was superseded")
+        claim = parse_claim(epoch, message.fields)
         # If this trainer dies before it has joined, the job ends with it.
         peer.watch_death()
-        world, nodes = int(message.fields["world"]), self._nodes_of(message)
-        others = self._remote_ranks(epoch, world, nodes)
-        job = self.current = Job(self._services, epoch, world, claim.launch, peer, nodes, others)
+        world, nodes = int(message.fields["world"]), self._parse_nodes(message)
+        others = self._make_remote_shares(epoch, world, nodes)
+        job = self.current_job = Job(self._services, epoch, world, claim.launch, peer, nodes, others)
         for node in nodes[1:]:
-            self._call_again(node.name)
-        self._store.claims.begun.add(epoch)
+            self._reconnect_node(node.name)
+        self._store.claims.own_epochs.add(epoch)
         job.recover_from_trainers()
         job.begin_training(claim, resumed=True)
         return job
 
     def _fetch(self, peer: Peer, message: Message) -> None:
-        job, _ = self._member(peer)
+        job, _ = self._require_member(peer)
         identity = Identity.parse(str(message.fields["identity"]))
         if job.restore is None or job.restore.identity != identity:
             raise AgentError(f"{identity} is not being restored now")
-        frames, whole = frames_asked(message)
+        frames, whole = decode_request(message)
         peer.reply(int(message.fields["id"]), {})
         job.restore.request(peer, frames, whole)
 
-    def _member(self, peer: AnyPeer) -> tuple[Job, int]:
+    def _require_member(self, peer: AnyPeer) -> tuple[Job, int]:
         """The job and the rank of that connection. Errors: AgentError."""
         for job in self._jobs():
             rank = job.rank_of(peer)
@@ -544,28 +587,30 @@ class Startup(NodeMemory):
 
     # -- what other nodes do for a start: see ClusterStartup
 
-    def _call_others(self, start: Start) -> None:
+    def _survey_nodes(self, start: Start) -> None:
         """Tells the other nodes of the start, and asks each for its inventory."""
         raise NotImplementedError
 
-    def _call_again(self, name: str) -> None:
+    def _reconnect_node(self, name: str) -> None:
         """Tries to connect to that node of the current job until a connection stands or none is needed."""
         raise NotImplementedError
 
-    def _gather(self, start: Start, identity: Identity) -> None:
+    def _gather_candidate(self, start: Start, identity: Identity) -> None:
         """Puts together a checkpoint that lies on several nodes; a candidate is chosen again after that."""
         raise NotImplementedError
 
-    def _find_part(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:
+    def _find_frames_in_memory(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:
         """Finds the frames of a store candidate that memory has, or will have soon; sets `start.part`, then calls
         `then`. The other frames are read from the store."""
         raise NotImplementedError
 
-    def _serve_others(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
+    def _open_peer_source(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
         """Has the holders serve their frames; returns the source of the frames that this node lacks."""
         raise NotImplementedError
 
-    def _fan_out(self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None) -> SharedRead | None:
+    def _open_shared_read(
+        self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None
+    ) -> SharedRead | None:
         """This node's part in the shared read: the nodes divide the frames that memory lacks, and each reads its part
         from the store; None for a job of one node."""
         raise NotImplementedError
@@ -574,9 +619,9 @@ class Startup(NodeMemory):
         """Has the holders end the serving of that checkpoint."""
         raise NotImplementedError
 
-    def _tell_others_of_claim(self, job: Job) -> None:
+    def _announce_claim(self, job: Job) -> None:
         raise NotImplementedError
 
-    def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
+    def _borrow_memory(self, job: Job, named: Sequence[Address]) -> None:
         """Asks the memory-only nodes that a job names to lend it their memory from now on."""
         raise NotImplementedError

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 class Start:
     """A start under way. `request_id`: the request that waits for a candidate; None: none waits now.
 
-    `nodes`: the nodes of the ranks, if there are several nodes or memory-only nodes are named. `lenders`: the addresses
-    of the memory-only nodes. `silent`: nodes that have not answered the survey. `inventory`: what the nodes and this
-    one hold. `gathered`: checkpoints put together from several nodes; `failed`: those that could not be, and why.
-    `listed`: the listing of the store has ended; `view`: that listing, None if the store did not answer.
-    `job`: set once the epoch has begun. `resolving`: a candidate is being gathered or its manifest read. `has_any`,
-    `newest_step`: of the branch history, struck candidates included. `stored`: what the store has of it, newest first.
-    `steps_lost`: steps to redo after the chosen checkpoint; None: unknown. `told_of_loss`: `restore.lost` was emitted.
-    `former`: nodes of earlier starts that have no rank in this one and were surveyed.
-    `told`: by checkpoint, the blobs that tell nodes where its frames are. `part`: the frames that memory has of a
-    candidate that is read from the store."""
+    `nodes`: the nodes of the ranks, if there are several nodes or memory-only nodes are named. `memory_node_addresses`:
+    the addresses of the memory-only nodes. `pending_nodes`: nodes that have not answered the survey. `inventory`: what
+    the nodes and this one hold. `gathered_manifests`: checkpoints put together from several nodes; `gather_errors`:
+    those that could not be, and why. `is_store_listed`: the listing of the store has ended; `run_view`: that listing,
+    None if the store did not answer. `job`: set once the epoch has begun. `is_resolving`: a candidate is being gathered
+    or its manifest read. `has_any_checkpoint`, `newest_step`: of the branch history, struck candidates included.
+    `stored_identities`: what the store has of it, newest first. `steps_lost`: steps to redo after the chosen
+    checkpoint; None: unknown. `has_reported_loss`: `restore.lost` was emitted. `previous_nodes`: nodes of earlier
+    starts that have no rank in this one and were surveyed. `location_blobs`: by checkpoint, the blobs that tell nodes
+    where its frames are. `partial_places`: the frames that memory has of a candidate that is read from the store."""
 
     peer: Peer
     request_id: int | None
@@ -42,39 +42,43 @@ class Start:
     world: int
     take_over: bool
     nodes: tuple[NodeAt, ...] = ()
-    lenders: tuple[Address, ...] = ()
-    silent: set[str] = field(default_factory=set)
+    memory_node_addresses: tuple[Address, ...] = ()
+    pending_nodes: set[str] = field(default_factory=set)
     inventory: Inventory = field(default_factory=Inventory)
-    gathered: dict[Identity, GatheredManifest] = field(default_factory=dict)
-    failed: dict[Identity, str] = field(default_factory=dict)
+    gathered_manifests: dict[Identity, GatheredManifest] = field(default_factory=dict)
+    gather_errors: dict[Identity, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
-    listed: bool = False
-    view: RunView | None = None
+    is_store_listed: bool = False
+    run_view: RunView | None = None
     job: Job | None = None
-    resolving: bool = False
-    has_any: bool = False
+    is_resolving: bool = False
+    has_any_checkpoint: bool = False
     newest_step: int = 0
     steps_lost: int | None = None
-    chosen: Candidate | None = None
-    stored: tuple[Identity, ...] = ()
-    told_of_loss: bool = False
-    asked_former: bool = False
-    former: list[NodeAt] = field(default_factory=list)
-    told: dict[Identity, list[bytes]] = field(default_factory=dict)
-    part: FramePlaces | None = None
+    chosen_candidate: Candidate | None = None
+    stored_identities: tuple[Identity, ...] = ()
+    has_reported_loss: bool = False
+    has_surveyed_previous: bool = False
+    previous_nodes: list[NodeAt] = field(default_factory=list)
+    location_blobs: dict[Identity, list[bytes]] = field(default_factory=dict)
+    partial_places: FramePlaces | None = None
 
     def newest_stored(self, struck: Container[Identity]) -> Identity | None:
         """The newest checkpoint in the store that is not struck and not newer than the chosen one; None: none."""
-        if self.chosen is None:
+        if self.chosen_candidate is None:
             return None
-        newest = self.chosen.identity
-        return next((each for each in self.stored if each <= newest and each not in struck), None)
+        newest = self.chosen_candidate.identity
+        return next((each for each in self.stored_identities if each <= newest and each not in struck), None)
 
-    def places(self, identity: Identity) -> FramePlaces | None:
+    def find_places(self, identity: Identity) -> FramePlaces | None:
         """The frames that memory has of that checkpoint, or of a part of it; None: none."""
-        if identity in self.gathered:
-            return self.gathered[identity].places
-        return self.part if self.part is not None and self.part.identity == identity else None
+        if identity in self.gathered_manifests:
+            return self.gathered_manifests[identity].places
+        return (
+            self.partial_places
+            if self.partial_places is not None and self.partial_places.identity == identity
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,6 @@ class ResolvedStart:
 
     candidate: Candidate
     manifest: Manifest
-    encoded: bytes
+    encoded_manifest: bytes
     metrics: dict[str, float]
     record: Record | None = None

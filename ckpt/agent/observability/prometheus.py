@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpt.agent.state.accounting import PARTS
-from ckpt.storage.names import shown
+from ckpt.storage.names import redact_url
 
 Sample = tuple[Mapping[str, str], float | None]
 Facts = Mapping[str, Any]
@@ -39,7 +39,7 @@ def page(status: Facts, unix_s: float) -> bytes:
             continue
         lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
         lines.append(f"# TYPE {metric.name} {metric.kind}")
-        lines += [f"{metric.name}{_labels(labels)} {_number(value)}" for labels, value in samples]
+        lines += [f"{metric.name}{_format_labels(labels)} {_format_number(value)}" for labels, value in samples]
     return "".join(f"{line}\n" for line in lines).encode()
 
 
@@ -48,7 +48,7 @@ def page(status: Facts, unix_s: float) -> bytes:
 NONE: Mapping[str, str] = {}
 
 
-def _top(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
+def _from_status(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
     return lambda status, unix_s: [(NONE, status.get(name))]
 
 
@@ -67,7 +67,7 @@ def _by_level(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
 
 
 def _info(status: Facts, unix_s: float) -> Iterable[Sample]:
-    return [({"version": str(status["version"]), "url": shown(str(status["url"]))}, 1)]
+    return [({"version": str(status["version"]), "url": redact_url(str(status["url"]))}, 1)]
 
 
 def _seconds(status: Facts, unix_s: float) -> Iterable[Sample]:
@@ -89,7 +89,7 @@ def _safe_at(status: Facts, unix_s: float) -> Iterable[Sample]:
     return [({"level": level}, unix_s - found["age_s"]) for level, found in safe if found["age_s"] is not None]
 
 
-def _job(read: Callable[[Facts], Iterable[Sample]]) -> Callable[[Facts, float], Iterable[Sample]]:
+def _from_job(read: Callable[[Facts], Iterable[Sample]]) -> Callable[[Facts, float], Iterable[Sample]]:
     """Reads from the current job; no samples without one."""
     return lambda status, unix_s: read(status["job"]) if status.get("job") else []
 
@@ -192,47 +192,47 @@ METRICS: tuple[Metric, ...] = (
     Metric("ckpt_restored_bytes_total", "counter", "Bytes that starts read, by level.", _by_level("restored_bytes")),
     Metric("ckpt_restores_total", "counter", "Starts by the level that they restored from.", _by_level("restores")),
     Metric("ckpt_step", "gauge", "Newest step that all ranks ended.", _account("ended_step")),
-    Metric("ckpt_step_seconds", "gauge", "Seconds of a step now.", _job(lambda job: [(NONE, job["step_s"])])),
+    Metric("ckpt_step_seconds", "gauge", "Seconds of a step now.", _from_job(lambda job: [(NONE, job["step_s"])])),
     Metric("ckpt_safe_step", "gauge", "Newest step that is complete at a level.", _safe_step),
     Metric("ckpt_safe_timestamp_seconds", "gauge", "When that step was taken, Unix time.", _safe_at),
-    Metric("ckpt_under_way", "gauge", "Checkpoints on their way to a level.", _job(_under_way)),
-    Metric("ckpt_interval_seconds", "gauge", "Present interval of a level, seconds.", _job(_intervals)),
-    Metric("ckpt_failures_per_second", "gauge", "Learnt failure rate by class.", _job(_rates)),
+    Metric("ckpt_under_way", "gauge", "Checkpoints on their way to a level.", _from_job(_under_way)),
+    Metric("ckpt_interval_seconds", "gauge", "Present interval of a level, seconds.", _from_job(_intervals)),
+    Metric("ckpt_failures_per_second", "gauge", "Learnt failure rate by class.", _from_job(_rates)),
     Metric(
         "ckpt_saving_ratio",
         "gauge",
         "Expected share of the run's time that saving takes.",
-        _job(lambda job: [(NONE, job.get("saving"))]),
+        _from_job(lambda job: [(NONE, job.get("saving"))]),
     ),
-    Metric("ckpt_ranks", "gauge", "Ranks of the current job, by state.", _job(_ranks)),
-    Metric("ckpt_notices", "gauge", "Standing notices, by whether they are certain.", _job(_notices)),
+    Metric("ckpt_ranks", "gauge", "Ranks of the current job, by state.", _from_job(_ranks)),
+    Metric("ckpt_notices", "gauge", "Standing notices, by whether they are certain.", _from_job(_notices)),
     Metric("ckpt_predictions", "gauge", "Standing alarms of all nodes, by source.", _alarms),
     Metric(
         "ckpt_prediction_precision_ratio", "gauge", "Lower bound of the precision, by source.", _sources("precision")
     ),
     Metric("ckpt_prediction_recall_ratio", "gauge", "Lower bound of the recall; 0 if not proven.", _sources("recall")),
-    Metric("ckpt_memory_bytes", "gauge", "Planned memory of this node, by use.", _job(_memory)),
+    Metric("ckpt_memory_bytes", "gauge", "Planned memory of this node, by use.", _from_job(_memory)),
     Metric(
         "ckpt_memory_allowed_bytes",
         "gauge",
         "Limit of the planned memory.",
-        _job(lambda job: [(NONE, job["memory"]["allowed_bytes"] if job["memory"] else None)]),
+        _from_job(lambda job: [(NONE, job["memory"]["allowed_bytes"] if job["memory"] else None)]),
     ),
     Metric(
         "process_resident_memory_bytes",
         "gauge",
         "Resident memory of the agent, with shared memory.",
-        _top("resident_bytes"),
+        _from_status("resident_bytes"),
     ),
-    Metric("process_cpu_seconds_total", "counter", "CPU seconds of the agent.", _top("cpu_s")),
-    Metric("process_start_time_seconds", "gauge", "Start of the agent, Unix time.", _top("began_at")),
+    Metric("process_cpu_seconds_total", "counter", "CPU seconds of the agent.", _from_status("cpu_s")),
+    Metric("process_start_time_seconds", "gauge", "Start of the agent, Unix time.", _from_status("began_at")),
 )
 
 
 # -- the format
 
 
-def _labels(labels: Mapping[str, str]) -> str:
+def _format_labels(labels: Mapping[str, str]) -> str:
     if not labels:
         return ""
     inside = ",".join(f'{name}="{_escape(value, quotes=True)}"' for name, value in labels.items())
@@ -244,7 +244,7 @@ def _escape(text: str, quotes: bool = False) -> str:
     return text.replace('"', '\\"') if quotes else text
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     value = float(value)
     if math.isnan(value):
         return "NaN"

@@ -24,12 +24,12 @@ class Course(enum.Enum):
 
     STAY = "stay"  # there is no notice, or time is left
     HOLD = "hold"  # a last snapshot is due or appointed, and is committed
-    COPY = "copy"  # as HOLD, but nodes that stay get replicas first, and commit the snapshot
-    PUSH = "push"  # the newest complete checkpoint is saved; no newer one is taken
-    OVER = "over"  # the deadline has passed and the machine is still here: training goes on
+    REPLICATE = "copy"  # as HOLD, but nodes that stay get replicas first, and commit the snapshot
+    COMMIT_NEWEST = "push"  # the newest complete checkpoint is saved; no newer one is taken
+    DEADLINE_PASSED = "over"  # the deadline has passed and the machine is still here: training goes on
 
 
-class When(enum.Enum):
+class ExitTiming(enum.Enum):
     """When a job leaves by a certain notice."""
 
     AT_ONCE = "at once"  # the notice is a request to leave now
@@ -41,41 +41,41 @@ class When(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveTiming:
-    """A measured save: `seconds` for a state of `bytes` of memory."""
+    """A measured save: `seconds` for a state of `state_bytes` of memory."""
 
     seconds: float
-    bytes: int
+    state_bytes: int
 
-    def seconds_of(self, count: int) -> float:
+    def estimate_s(self, count: int) -> float:
         """The expected seconds for `count` bytes. A larger state takes proportionally longer. A smaller one takes as
         long, since part of the time does not depend on the size."""
-        return self.seconds * max(1.0, count / self.bytes) if self.bytes else self.seconds
+        return self.seconds * max(1.0, count / self.state_bytes) if self.state_bytes else self.seconds
 
     @staticmethod
-    def learnt(took_s: float, count: int, before: SaveTiming | None) -> SaveTiming:
+    def from_save(took_s: float, count: int, before: SaveTiming | None) -> SaveTiming:
         """The new estimate after a save of `count` bytes took `took_s`. It rises at once, and falls by half steps."""
-        before_s = before.seconds_of(count) if before is not None else 0.0
+        before_s = before.estimate_s(count) if before is not None else 0.0
         return SaveTiming(max(took_s, 0.5 * (took_s + before_s)), count)
 
 
-def choose(left_s: float, commit_s: float, copy_s: float | None, pushes: bool) -> Course:
+def choose_course(left_s: float, commit_s: float, copy_s: float | None, pushes: bool) -> Course:
     """The course once it is time to leave: HOLD, COPY or PUSH.
 
     `commit_s`: seconds until a snapshot appointed now is committed. `copy_s`: seconds until nodes that stay have its
     replicas; None if no node stays, or nothing was measured. `pushes`: whether a complete checkpoint is not committed
     yet, and would be lost with the machine."""
     if copy_s is not None and copy_s <= left_s < SLACK * commit_s and copy_s < commit_s:
-        return Course.COPY
-    return Course.PUSH if pushes and left_s < commit_s else Course.HOLD
+        return Course.REPLICATE
+    return Course.COMMIT_NEWEST if pushes and left_s < commit_s else Course.HOLD
 
 
-def outlasts(kept: Sequence[Kept], doomed: Collection[str]) -> bool:
+def survives_nodes(kept: Sequence[Kept], doomed: Collection[str]) -> bool:
     """Whether the replicas still cover every node's state when the `doomed` nodes are gone. `kept`: per node.
     False if there are no replicas."""
 
     def stays(each: Kept) -> bool:
         if each.node not in doomed or any(holder not in doomed for holder in each.holders):
             return True
-        return not each.holders and each.losses >= len(doomed)
+        return not each.holders and each.losses_max >= len(doomed)
 
     return bool(kept) and all(map(stays, kept))

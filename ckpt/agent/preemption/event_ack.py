@@ -23,7 +23,7 @@ class PlannedEvent:
     key: str
 
 
-def next_of(
+def next_event(
     standing: Iterable[StandingNotice], done: Collection[PlannedEvent], now_s: float
 ) -> tuple[PlannedEvent, str] | None:
     """The event to acknowledge next, and the node that does it: the coordinator's ("") if it heard the event, else the
@@ -32,6 +32,6 @@ def next_of(
     for each in standing:
         if each.source in SOURCES and each.certain and each.deadline_s > now_s:
             for node in each.nodes:
-                found.setdefault(PlannedEvent(each.source, each.bare_key), set()).add(node)
+                found.setdefault(PlannedEvent(each.source, each.source_key), set()).add(node)
     left = sorted((planned, min(nodes)) for planned, nodes in found.items() if planned not in done)
     return left[0] if left else None

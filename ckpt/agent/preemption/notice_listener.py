@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, When
+from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, ExitTiming
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
 from ckpt.ipc.notice_sources import Sources
@@ -21,38 +21,41 @@ from ckpt.threads import Tasks
 
 if TYPE_CHECKING:
     from ckpt.preemption.azure import AzureListener
-    from ckpt.preemption.notice import First, Listener, Notice, Word
+    from ckpt.preemption.notice import FirstDeadlines, Listener, Notice, NoticeChange
 
 Post = Callable[[Callable[[], None]], None]
 
 ACKNOWLEDGE_TRIES = 3
-ACKNOWLEDGE_AGAIN_S = 1.0
+ACKNOWLEDGE_RETRY_S = 1.0
 PASSED_MAX = 100  # notices whose deadlines are remembered
 
 
 class NoticeListeners:
     """Owns the listener threads; all methods are for the main thread. `post`: runs a function on the main thread.
-    `tell`: called there with each notice or withdrawal. `standing`: the notices not withdrawn, by (source, key). Their
-    deadlines were ahead when first heard."""
+    `tell`: called there with each notice or withdrawal. `standing_notices`: the notices not withdrawn, by (source,
+    key). Their deadlines were ahead when first heard."""
 
     def __init__(
-        self, post: Callable[[Callable[[], None]], None], tell: Callable[[Word, When], None], events: Events
+        self,
+        post: Callable[[Callable[[], None]], None],
+        tell: Callable[[NoticeChange, ExitTiming], None],
+        events: Events,
     ) -> None:
         self.sources = Sources()
-        self.standing: dict[tuple[str, str], Notice] = {}
+        self.standing_notices: dict[tuple[str, str], Notice] = {}
         self._post = post
-        self._tell = tell
+        self._on_notice = tell
         self._events = events
         self._tasks: Tasks | None = None
-        self._ending: list[Tasks] = []
-        self._times: dict[tuple[str, str], float] = {}  # deadlines of notices not withdrawn
+        self._stopping_tasks: list[Tasks] = []
+        self._deadlines_s: dict[tuple[str, str], float] = {}  # deadlines of notices not withdrawn
         # The notices by which a job has left. Their deadlines stay as they were.
-        self._left: set[tuple[str, str]] = set()
+        self._exit_notices: set[tuple[str, str]] = set()
         # First deadlines. They outlive `stop`: a machine with 10 s left must not have 30 s for the next job.
-        self._first: First = {}
-        self._azure: AzureListener | None = None  # set by the thread "begin"
+        self._first_deadlines: FirstDeadlines = {}
+        self._azure_listener: AzureListener | None = None  # set by the thread "begin"
 
-    def follow(self, sources: Sources) -> None:
+    def listen_to(self, sources: Sources) -> None:
         """Listens to these sources from now on. Does nothing if it listens to them already."""
         if sources == self.sources and self._tasks is not None:
             return
@@ -61,52 +64,54 @@ class NoticeListeners:
         if sources.mode == "off":
             return
         tasks = self._tasks = Tasks("notices")
-        tasks.start("begin", lambda: self._begin(tasks, sources))
+        tasks.start("begin", lambda: self._start_listeners(tasks, sources))
 
     def stop(self) -> None:
         """Stops telling, and forgets the standing notices but for their first deadlines. Does not wait: the threads end
         within about a second."""
-        self.standing.clear()
+        self.standing_notices.clear()
         if self._tasks is not None:
             self._tasks.stopping.set()
-            self._ending.append(self._tasks)
+            self._stopping_tasks.append(self._tasks)
             self._tasks = None
 
-    def heard(self) -> list[tuple[Notice, When]]:
+    def list_notices(self) -> list[tuple[Notice, ExitTiming]]:
         """The standing notices, and when a job leaves by each."""
-        return [(notice, self._when(notice)) for notice in self.standing.values()]
+        return [(notice, self._exit_timing(notice)) for notice in self.standing_notices.values()]
 
-    def left_by(self, source: str, key: str) -> None:
+    def record_exit(self, source: str, key: str) -> None:
         """A job leaves by that notice. If the job is restarted here, it gains nothing by leaving again. So the notice
         counts as NOT_AGAIN until its source withdraws it, or names a later time."""
-        if (source, key) in self.standing:
-            self._times[source, key] = self.standing[source, key].deadline_s
-            self._left.add((source, key))
+        if (source, key) in self.standing_notices:
+            self._deadlines_s[source, key] = self.standing_notices[source, key].deadline_s
+            self._exit_notices.add((source, key))
 
-    def left_ahead_s(self, now_s: float) -> float:
+    def repeat_notice_s(self, now_s: float) -> float:
         """Seconds for which a restarted job may still meet a notice by which it left. This agent alone knows of that.
         0: there is no such notice. `now_s`: Unix time."""
-        return max(0.0, max((self._times[name] for name in self._left), default=-math.inf) + OUTLIVES_S - now_s)
+        return max(
+            0.0, max((self._deadlines_s[name] for name in self._exit_notices), default=-math.inf) + OUTLIVES_S - now_s
+        )
 
-    def remember(self, notice: Notice, when: When) -> None:
+    def restore_notice(self, notice: Notice, when: ExitTiming) -> None:
         """Takes over a notice that a former agent heard. A deadline counted from the first sight is not counted anew;
         if the notice no longer stands, its withdrawal is told."""
-        self._first.setdefault(notice.source, {})[notice.key] = notice.deadline_s
-        self._times[notice.source, notice.key] = notice.deadline_s
-        if when is When.NOT_AGAIN:
-            self._left.add((notice.source, notice.key))
+        self._first_deadlines.setdefault(notice.source, {})[notice.key] = notice.deadline_s
+        self._deadlines_s[notice.source, notice.key] = notice.deadline_s
+        if when is ExitTiming.NOT_AGAIN:
+            self._exit_notices.add((notice.source, notice.key))
 
-    def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
+    def acknowledge_event(self, source: str, key: str, then: Callable[[str], None]) -> None:
         """Tells the source that its planned event, which stands here, may begin now; retries a few times.
         `then` is called later on the main thread, with "" if the source agreed, else with the reason."""
-        azure, tasks = self._azure, self._tasks
+        azure, tasks = self._azure_listener, self._tasks
         if not self.sources.acknowledge:
             error = "this node's user does not let it (CKPT_ACKNOWLEDGE)"
-        elif azure is None or tasks is None or source != azure.name or (source, key) not in self.standing:
+        elif azure is None or tasks is None or source != azure.name or (source, key) not in self.standing_notices:
             error = "it does not stand here"
         else:
             try:
-                tasks.start("acknowledge", lambda: self._tell_it_may_begin(azure, tasks, key, then))
+                tasks.start("acknowledge", lambda: self._send_acknowledgement(azure, tasks, key, then))
                 return
             except CkptError as exc:
                 error = str(exc)
@@ -115,12 +120,12 @@ class NoticeListeners:
     def close(self) -> None:
         """Stops, and waits for the threads. Errors: CkptError if a thread does not end."""
         self.stop()
-        while self._ending:
-            self._ending.pop().close()
+        while self._stopping_tasks:
+            self._stopping_tasks.pop().close()
 
     # -- on threads
 
-    def _begin(self, tasks: Tasks, sources: Sources) -> None:
+    def _start_listeners(self, tasks: Tasks, sources: Sources) -> None:
         from ckpt.preemption.detect import Endpoints, listeners, which_cloud
 
         cloud = which_cloud() if sources.mode == "auto" else None
@@ -131,17 +136,17 @@ class NoticeListeners:
 
         found = listeners(
             cloud,
-            Endpoints.read(dict(sources.named)),
+            Endpoints.from_variables(dict(sources.named)),
             slurm_job=sources.slurm_job,
             slurm_end_s=sources.slurm_end_s,
             file=Path(sources.file) if sources.file else None,
             events=self._events,
             refused=refused,
-            first=self._first,
+            first=self._first_deadlines,
         )
         from ckpt.preemption.azure import AzureListener
 
-        self._azure = next((each for each in found if isinstance(each, AzureListener)), None)
+        self._azure_listener = next((each for each in found if isinstance(each, AzureListener)), None)
         for listener in found:
             try:
                 tasks.start(listener.name, lambda each=listener: self._listen(tasks, each))  # type: ignore[misc]
@@ -150,12 +155,12 @@ class NoticeListeners:
 
     def _listen(self, tasks: Tasks, listener: Listener) -> None:
         try:
-            listener.listen(tasks.stopping, lambda word: self._post(lambda: self._heard(tasks, word)))
+            listener.listen(tasks.stopping, lambda word: self._post(lambda: self._handle_notice(tasks, word)))
         except Exception as exc:
             text = f"{listener.name} is not listened to any more: {type(exc).__name__}: {exc}"
             self._events.emit("notices.failed", text, loud=True, source=listener.name)
 
-    def _tell_it_may_begin(self, azure: AzureListener, tasks: Tasks, key: str, then: Callable[[str], None]) -> None:
+    def _send_acknowledgement(self, azure: AzureListener, tasks: Tasks, key: str, then: Callable[[str], None]) -> None:
         error = ""
         for _ in range(ACKNOWLEDGE_TRIES):
             try:
@@ -163,41 +168,43 @@ class NoticeListeners:
             except UsageError as exc:
                 error = str(exc)  # the event was withdrawn
                 break
-            if not error or tasks.stopping.wait(ACKNOWLEDGE_AGAIN_S):
+            if not error or tasks.stopping.wait(ACKNOWLEDGE_RETRY_S):
                 break
         self._post(lambda: then(error))
 
     # -- on the main thread
 
-    def _heard(self, tasks: Tasks, word: Word) -> None:
+    def _handle_notice(self, tasks: Tasks, word: NoticeChange) -> None:
         from ckpt.preemption.notice import MOVED_S, Notice
 
         if tasks is not self._tasks:
             return  # stopped meanwhile
         name = (word.source, word.key)
         if isinstance(word, Notice):
-            if name in self._left and word.deadline_s > self._times[name] + MOVED_S:
-                self._left.remove(name)
-            word = self.standing[name] = self._ahead(word)
-            self._tell(word, self._when(word))
+            if name in self._exit_notices and word.deadline_s > self._deadlines_s[name] + MOVED_S:
+                self._exit_notices.remove(name)
+            word = self.standing_notices[name] = self._with_future_deadline(word)
+            self._on_notice(word, self._exit_timing(word))
         else:
-            self.standing.pop(name, None)
-            self._left.discard(name)
-            self._times.pop(name, None)
-            self._tell(word, When.IN_TIME)
+            self.standing_notices.pop(name, None)
+            self._exit_notices.discard(name)
+            self._deadlines_s.pop(name, None)
+            self._on_notice(word, ExitTiming.IN_TIME)
 
-    def _ahead(self, notice: Notice) -> Notice:
+    def _with_future_deadline(self, notice: Notice) -> Notice:
         """The notice with a deadline ahead. One that is past when first heard counts as PAST_S ahead; hearing it again
         does not move that."""
         name, now_s = (notice.source, notice.key), time.time()
         if notice.deadline_s <= now_s:
-            notice = replace(notice, deadline_s=min(now_s + PAST_S, self._times.get(name, math.inf)))
-        if name not in self._left:
-            self._times[name] = notice.deadline_s
-            if len(self._times) - len(self._left) > PASSED_MAX:
-                del self._times[min(self._times.keys() - self._left, key=self._times.__getitem__)]
+            notice = replace(notice, deadline_s=min(now_s + PAST_S, self._deadlines_s.get(name, math.inf)))
+        if name not in self._exit_notices:
+            self._deadlines_s[name] = notice.deadline_s
+            if len(self._deadlines_s) - len(self._exit_notices) > PASSED_MAX:
+                del self._deadlines_s[
+                    min(self._deadlines_s.keys() - self._exit_notices, key=self._deadlines_s.__getitem__)
+                ]
         return notice
 
-    def _when(self, notice: Notice) -> When:
-        left = (notice.source, notice.key) in self._left
-        return When.NOT_AGAIN if left or notice.deadline_s <= time.time() else When.IN_TIME
+    def _exit_timing(self, notice: Notice) -> ExitTiming:
+        left = (notice.source, notice.key) in self._exit_notices
+        return ExitTiming.NOT_AGAIN if left or notice.deadline_s <= time.time() else ExitTiming.IN_TIME

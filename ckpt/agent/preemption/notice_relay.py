@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.agent.preemption.deadline_strategy import PAST_S, When
+from ckpt.agent.preemption.deadline_strategy import PAST_S, ExitTiming
 from ckpt.errors import AgentError
-from ckpt.preemption.notice import MOVED_S, Notice, Withdrawn, Word
+from ckpt.preemption.notice import MOVED_S, Notice, NoticeChange, Withdrawn
 
 OPERATOR = "preempt"  # key of an operator's request
 NOTICES_MAX = 64  # of one node
@@ -29,16 +29,16 @@ class RelayedNotice:
     """The standing notices of this node, for the coordinator."""
 
     def __init__(self) -> None:
-        self._notices: dict[Name, tuple[Notice, When, float]] = {}  # float: deadline on the monotonic clock
+        self._notices: dict[Name, tuple[Notice, ExitTiming, float]] = {}  # float: deadline on the monotonic clock
 
-    def hear(self, word: Word, when: When = When.IN_TIME) -> None:
+    def record_notice(self, word: NoticeChange, when: ExitTiming = ExitTiming.IN_TIME) -> None:
         """Records a notice or a withdrawal."""
         if isinstance(word, Notice):
-            self._notices[word.source, word.key] = word, when, time.monotonic() + word.left_s
+            self._notices[word.source, word.key] = word, when, time.monotonic() + word.remaining_s
         else:
             self._notices.pop((word.source, word.key), None)
 
-    def told(self) -> list[dict[str, Any]]:
+    def notice_fields(self) -> list[dict[str, Any]]:
         """The standing notices as message fields, the newest NOTICES_MAX of them."""
         now_s = time.monotonic()
         return [
@@ -54,27 +54,28 @@ class RelayedNotice:
         ]
 
 
-def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, When]]:
-    """Parses the result of `RelayedNotice.told`, which a rank hands to its node's next agent. Errors: as `words`."""
+def parse_returned_notices(told: Any, now_s: float | None = None) -> list[tuple[Notice, ExitTiming]]:
+    """Parses the result of `RelayedNotice.notice_fields`, which a rank hands to its node's next agent. Errors: as
+    `parse_relayed_notices`."""
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:
         raise AgentError(f"a rank gives back more than {NOTICES_MAX} notices")
     return [
         (
             Notice(
-                now_s + _left_s(each),
+                now_s + _parse_left_s(each),
                 str(each["source"])[:200],
                 bool(each["certain"]),
                 str(each["key"])[:200],
                 str(each["message"])[:500],
             ),
-            _when(each),
+            _parse_exit_timing(each),
         )
         for each in told
     ]
 
 
-def _left_s(each: Any) -> float:
+def _parse_left_s(each: Any) -> float:
     """The seconds left, clipped to finite bounds. Errors: AgentError, ValueError, TypeError, LookupError."""
     left_s = float(each["left_s"])
     if math.isnan(left_s):
@@ -82,9 +83,9 @@ def _left_s(each: Any) -> float:
     return min(max(left_s, -LEFT_S_MAX), LEFT_S_MAX)
 
 
-def _when(each: Any) -> When:
-    """Errors: as `_left_s`."""
-    return When.NOT_AGAIN if _left_s(each) <= 0 else When(each["when"])
+def _parse_exit_timing(each: Any) -> ExitTiming:
+    """Errors: as `_parse_left_s`."""
+    return ExitTiming.NOT_AGAIN if _parse_left_s(each) <= 0 else ExitTiming(each["when"])
 
 
 def _is_same(left_s: float, known_s: float) -> bool:
@@ -93,67 +94,69 @@ def _is_same(left_s: float, known_s: float) -> bool:
     return abs(known_s - left_s) <= MOVED_S or (left_s <= 0 and known_s <= PAST_S)
 
 
-def _end(node: str) -> str:
+def _node_suffix(node: str) -> str:
     return f" on node {node}"
 
 
-def bare(key: str, node: str) -> str:
+def strip_node(key: str, node: str) -> str:
     """The key as the source on that node named it. `node`: "" is the coordinator's."""
-    return key.removesuffix(_end(node)) if node else key
+    return key.removesuffix(_node_suffix(node)) if node else key
 
 
-def is_operators(key: str) -> bool:
+def is_operator_key(key: str) -> bool:
     """Whether the key is that of an operator's request, on any node."""
-    return key == OPERATOR or key.startswith(OPERATOR + _end(""))
+    return key == OPERATOR or key.startswith(OPERATOR + _node_suffix(""))
 
 
-def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, When]]:
+def parse_relayed_notices(
+    node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None
+) -> list[tuple[NoticeChange, ExitTiming]]:
     """The notices and withdrawals that are new to the coordinator in a node's message, each with when a job leaves by
     it. `known`: the standing notices of all nodes, with the seconds left. Errors: AgentError, ValueError, TypeError,
     LookupError."""
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:
         raise AgentError(f"a node says that more than {NOTICES_MAX} notices stand there")
-    end = _end(node)
-    found: list[tuple[Word, When]] = []
+    end = _node_suffix(node)
+    found: list[tuple[NoticeChange, ExitTiming]] = []
     stand: set[Name] = set()
     for each in told:
         name = str(each["source"])[:200], str(each["key"])[:200] + end
-        left_s = _left_s(each)
+        left_s = _parse_left_s(each)
         stand.add(name)
         if name in known and _is_same(left_s, known[name]):
             continue
         text = str(each["message"])[:500]
-        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), _when(each)))
+        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), _parse_exit_timing(each)))
     gone = [name for name in known if name[1].endswith(end) and name not in stand]
-    return [*((Withdrawn(*name), When.IN_TIME) for name in gone), *found]
+    return [*((Withdrawn(*name), ExitTiming.IN_TIME) for name in gone), *found]
 
 
 @dataclass(frozen=True, slots=True)
 class StandingNotice:
     """A notice that was not withdrawn. (source, key) names it: a later one of that name replaces it. `deadline_s`,
-    `told_s`: on the clock of `decide`. `nodes`: the nodes that it concerns; "" is this one."""
+    `received_s`: on the clock of `decide`. `nodes`: the nodes that it concerns; "" is this one."""
 
     source: str
     key: str
     deadline_s: float
-    told_s: float
+    received_s: float
     certain: bool = True
-    when: When = When.IN_TIME
+    exit_timing: ExitTiming = ExitTiming.IN_TIME
     nodes: frozenset[str] = frozenset({""})
 
     @property
-    def sends_away(self) -> bool:
+    def causes_exit(self) -> bool:
         """Whether the job leaves by this notice."""
-        return self.certain and self.when is not When.NOT_AGAIN
+        return self.certain and self.exit_timing is not ExitTiming.NOT_AGAIN
 
     @property
-    def bare_key(self) -> str:
+    def source_key(self) -> str:
         """The key as the source named it, without the node's name."""
-        return next((key for node in self.nodes if (key := bare(self.key, node)) != self.key), self.key)
+        return next((key for node in self.nodes if (key := strip_node(self.key, node)) != self.key), self.key)
 
-    def is_that_of(self, other: StandingNotice) -> bool:
+    def is_same_event(self, other: StandingNotice) -> bool:
         """Whether both are the same event, heard by several nodes: the end of an allocation, say."""
-        same = (self.source, self.bare_key, self.certain, self.when)
+        same = (self.source, self.source_key, self.certain, self.exit_timing)
         same_time = abs(self.deadline_s - other.deadline_s) <= MOVED_S
-        return same_time and same == (other.source, other.bare_key, other.certain, other.when)
+        return same_time and same == (other.source, other.source_key, other.certain, other.exit_timing)

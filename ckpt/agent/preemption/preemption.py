@@ -24,22 +24,22 @@ from ckpt.agent.preemption.deadline_strategy import (
     PAST_S,
     SLACK,
     Course,
+    ExitTiming,
     SaveTiming,
-    When,
-    choose,
-    outlasts,
+    choose_course,
+    survives_nodes,
 )
 from ckpt.agent.preemption.event_ack import PlannedEvent
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state.actions import Acknowledge, Emit, WriteOutcome
-from ckpt.agent.state.job_facts import REJOIN_S, Round, Slot, State, Store, Why
+from ckpt.agent.state.job_facts import REJOIN_S, SaveAttempt, SaveReason, Slot, SlotState, WorkState
 from ckpt.agent.state.rank_presence import RankState
 from ckpt.agent.state.replica_state import ReplicaState
-from ckpt.agent.state.step_timing import PACE_S
-from ckpt.ipc.notice_sources import FORMER, SIGNAL
-from ckpt.ipc.outcome_file import text_of
+from ckpt.agent.state.step_timing import MEASURE_S_MIN
+from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
+from ckpt.ipc.outcome_file import describe_outcome
 from ckpt.policy.save_options import STEPS_APART
-from ckpt.types import Tick
+from ckpt.types import Version
 
 # Kept free before a deadline: clocks differ, stores have slow moments, machines go early.
 RESERVE_S = 10.0
@@ -59,21 +59,22 @@ NOTICES_MAX = 100
 
 
 # Of a report: the newest checkpoint's level and version; the newest committed and replicated versions; an error.
-Saved = tuple[str, Tick | None, Tick | None, Tick | None, str]
+Saved = tuple[str, Version | None, Version | None, Version | None, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """The outcome of a notice, reported once what was saved is settled.
 
-    `how`: "left"; "ended" (the ranks were told to end where they are); "pushed" (time sufficed only for the complete
-    checkpoint, and no rank left); "stayed" (the deadline passed, and no rank left). `why`: the reason of "ended"."""
+    `outcome`: "left"; "ended" (the ranks were told to end where they are); "pushed" (time sufficed only for the
+    complete checkpoint, and no rank left); "stayed" (the deadline passed, and no rank left). `reason`: the reason of
+    "ended"."""
 
-    how: str
-    why: str
+    outcome: str
+    reason: str
     deadline_s: float
     sources: tuple[str, ...]
-    told: Saved | None = None  # what was already reported
+    last_reported: Saved | None = None  # what was already reported
 
 
 class Preemption(ReplicaState):
@@ -83,486 +84,561 @@ class Preemption(ReplicaState):
         super().__init__(*given, **named)
         self.notices: dict[tuple[str, str], StandingNotice] = {}
         self.course = Course.STAY
-        self._due: set[tuple[str, str]] = set()  # notices by which it is time to leave; see `_find_due`
-        self._over: set[tuple[str, str]] = set()  # notices whose passing was reported
-        self._saved: SaveTiming | None = None  # from all staged to committed
-        self._committed_in: SaveTiming | None = None  # the commit alone
-        self._copied: SaveTiming | None = None  # from all staged to replicated
+        self._due_notices: set[tuple[str, str]] = (
+            set()
+        )  # notices by which it is time to leave; see `_update_due_notices`
+        self._passed_notices: set[tuple[str, str]] = set()  # notices whose passing was reported
+        self._save_timing: SaveTiming | None = None  # from all staged to committed
+        self._commit_timing: SaveTiming | None = None  # the commit alone
+        self._replication_timing: SaveTiming | None = None  # from all staged to replicated
         # Until this time the last snapshot is replicated to nodes that stay before it is committed.
-        self._copy_by_s: float | None = None
-        self._stall_s = 0.0
-        self._extra_asked = False
-        self._extra: Tick | None = None  # one extra checkpoint is wanted, of this version or a later one
-        self._extra_tries = 0
-        self._extra_alone = False  # the extra checkpoint was asked for without a notice
+        self._replicate_until_s: float | None = None
+        self._last_stall_s = 0.0
+        self._is_extra_requested = False
+        self._extra_version: Version | None = None  # one extra checkpoint is wanted, of this version or a later one
+        self._extra_tries_left = 0
+        self._is_extra_predicted = False  # the extra checkpoint was asked for without a notice
         # The first complete checkpoint from this version on is committed out of turn, as the extra one.
-        self._away: Tick | None = None
-        self._near: set[tuple[str, str]] = set()  # certain notices at most NEAR_S before it is time to leave
-        self._early: Tick | None = None  # as `_away`, for these notices
-        self._report: Report | None = None
-        self._end_reported = False  # the leave of ranks at the end of their blocks was reported
-        self.may_acknowledge = False  # the user allows acknowledgements; see event_ack.py
-        self.acknowledging = False  # an acknowledgement is under way
-        self._acknowledged: set[PlannedEvent] = set()  # events tried, also in vain
-        self._all_said = False  # no event is left to acknowledge
-        self._left_saved = False  # all ranks left by a notice, and their last snapshot is committed
+        self._extra_commit_version: Version | None = None
+        self._near_notices: set[tuple[str, str]] = set()  # certain notices at most NEAR_S before it is time to leave
+        self._near_commit_version: Version | None = None  # as `_extra_commit_version`, for these notices
+        self._pending_report: Report | None = None
+        self._is_end_reported = False  # the leave of ranks at the end of their blocks was reported
+        self.can_acknowledge = False  # the user allows acknowledgements; see event_ack.py
+        self.is_acknowledging = False  # an acknowledgement is under way
+        self._tried_events: set[PlannedEvent] = set()  # events tried, also in vain
+        self._is_acknowledging_done = False  # no event is left to acknowledge
+        self._is_exit_committed = False  # all ranks left by a notice, and their last snapshot is committed
 
     # -- facts
 
-    def warn(self, told: StandingNotice) -> StandingNotice:
+    def add_notice(self, told: StandingNotice) -> StandingNotice:
         """Records a new or moved notice; returns the notice as it stands now. A signal that several ranks got keeps its
         earliest deadline. Once the ranks leave by a notice they leave even if its deadline moves."""
         name = (told.source, told.key)
         before = self.notices.get(name)
-        if told.deadline_s <= told.told_s:
-            told = replace(told, deadline_s=told.told_s + PAST_S)
+        if told.deadline_s <= told.received_s:
+            told = replace(told, deadline_s=told.received_s + PAST_S)
         if before is not None:
-            first_s = min(before.deadline_s, told.deadline_s) if told.source == SIGNAL else told.deadline_s
+            first_s = min(before.deadline_s, told.deadline_s) if told.source == SIGNAL_SOURCE else told.deadline_s
             nodes = told.nodes | before.nodes
-            when = before.when if self._leave_round and before.sends_away and told.certain else told.when
-            told = replace(told, when=when, told_s=before.told_s, deadline_s=first_s, nodes=nodes)
+            when = (
+                before.exit_timing
+                if self._leave_attempt_number and before.causes_exit and told.certain
+                else told.exit_timing
+            )
+            told = replace(told, exit_timing=when, received_s=before.received_s, deadline_s=first_s, nodes=nodes)
             if told.deadline_s > before.deadline_s or not told.certain:
-                self._due.discard(name)
-                self._over.discard(name)
+                self._due_notices.discard(name)
+                self._passed_notices.discard(name)
         elif not told.certain:
-            self._extra_asked = True
+            self._is_extra_requested = True
         self.notices[name] = told
         if len(self.notices) > NOTICES_MAX:
-            self._make_room(name)
+            self._limit_notices(name)
         return told
 
-    def _make_room(self, newest: tuple[str, str]) -> None:
+    def _limit_notices(self, newest: tuple[str, str]) -> None:
         """Merges the newest notice with the same event heard by other nodes: none of them then counts as a node that
         stays. If there is none, the notice with the latest deadline is dropped."""
         told = self.notices[newest]
-        alike = [name for name, each in self.notices.items() if name != newest and each.is_that_of(told)]
+        alike = [name for name, each in self.notices.items() if name != newest and each.is_same_event(told)]
         if not alike:
-            self.withdrawn(*max(self.notices, key=lambda each: self.notices[each].deadline_s))
+            self.withdraw_notice(*max(self.notices, key=lambda each: self.notices[each].deadline_s))
             return
         kept = self.notices[alike[0]]
         until_s = min(kept.deadline_s, told.deadline_s)
         self.notices[alike[0]] = replace(kept, deadline_s=until_s, nodes=kept.nodes | told.nodes)
-        self.withdrawn(*newest)
+        self.withdraw_notice(*newest)
 
-    def withdrawn(self, source: str, key: str) -> None:
+    def withdraw_notice(self, source: str, key: str) -> None:
         """That notice stands no longer. Ranks that were told to leave still leave."""
         self.notices.pop((source, key), None)
-        self._due.discard((source, key))
-        self._over.discard((source, key))
-        self._is_far((source, key))
+        self._due_notices.discard((source, key))
+        self._passed_notices.discard((source, key))
+        self._remove_near_notice((source, key))
 
-    def goes_on(self, former: Preemption) -> None:
+    def inherit_timings(self, former: Preemption) -> None:
         """Takes the save times of the former start on this node, from which this one continues, until its own are
         measured."""
-        self._saved, self._copied = self._saved or former._saved, self._copied or former._copied
-        self._committed_in = self._committed_in or former._committed_in
+        self._save_timing, self._replication_timing = (
+            self._save_timing or former._save_timing,
+            self._replication_timing or former._replication_timing,
+        )
+        self._commit_timing = self._commit_timing or former._commit_timing
 
-    def acknowledged(self) -> None:
+    def record_acknowledgement(self) -> None:
         """Outcome of `Acknowledge`: it has ended, successful or not, and is not tried again."""
-        self.acknowledging = False
+        self.is_acknowledging = False
 
-    def ask_extra(self) -> None:
+    def request_extra(self) -> None:
         """A failure is predicted: one extra checkpoint is soon taken and committed. No rank leaves for that."""
-        self._extra_asked = self._extra_alone = True
+        self._is_extra_requested = self._is_extra_predicted = True
 
-    def committed(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
-        """As `JobFacts.committed`; also measures the commit time."""
-        super().committed(slot, error, now_s, passes)
-        round_ = self.slots[slot].round
-        if round_ is not None and error and self._waits_for_agent(now_s):
-            round_.last_try = False  # the lost node could not write its part
-        if round_ is not None and round_.commit_began_s is not None and not error:
-            took_s = now_s - round_.commit_began_s
-            self._committed_in = SaveTiming.learnt(took_s, round_.bytes, self._committed_in)
-            self._saved = SaveTiming.learnt(took_s + (round_.hashed_s or 0.0), round_.bytes, self._saved)
-        if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
-            self._away = None
-        if self._early is not None and self.committed_tick is not None and self.committed_tick >= self._early:
-            self._early = None
+    def record_commit(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
+        """As `JobFacts.record_commit`; also measures the commit time."""
+        super().record_commit(slot, error, now_s, passes)
+        attempt = self.slots[slot].attempt
+        if attempt is not None and error and self._waits_for_agent(now_s):
+            attempt.is_last_try = False  # the lost node could not write its part
+        if attempt is not None and attempt.commit_began_s is not None and not error:
+            took_s = now_s - attempt.commit_began_s
+            self._commit_timing = SaveTiming.from_save(took_s, attempt.memory_bytes, self._commit_timing)
+            self._save_timing = SaveTiming.from_save(
+                took_s + (attempt.hash_duration_s or 0.0), attempt.memory_bytes, self._save_timing
+            )
+        if (
+            self._extra_commit_version is not None
+            and self.committed_version is not None
+            and self.committed_version >= self._extra_commit_version
+        ):
+            self._extra_commit_version = None
+        if (
+            self._near_commit_version is not None
+            and self.committed_version is not None
+            and self.committed_version >= self._near_commit_version
+        ):
+            self._near_commit_version = None
 
-    def replicated(self, slot: int, error: str, now_s: float) -> str:
-        """As `ReplicaState.replicated`; also measures the replication time."""
-        why_not = super().replicated(slot, error, now_s)
-        round_ = self.slots[slot].round
-        if round_ is not None and round_.copy_began_s is not None and not error:
-            took_s = now_s - round_.copy_began_s + (round_.hashed_s or 0.0)
-            self._copied = SaveTiming.learnt(took_s, round_.bytes, self._copied)
+    def record_replication(self, slot: int, error: str, now_s: float) -> str:
+        """As `ReplicaState.record_replication`; also measures the replication time."""
+        why_not = super().record_replication(slot, error, now_s)
+        attempt = self.slots[slot].attempt
+        if attempt is not None and attempt.replication_began_s is not None and not error:
+            took_s = now_s - attempt.replication_began_s + (attempt.hash_duration_s or 0.0)
+            self._replication_timing = SaveTiming.from_save(took_s, attempt.memory_bytes, self._replication_timing)
         return why_not
 
     # -- queries
 
-    def _late_commit_s(self) -> float:
-        """As `JobFacts._late_commit_s`, later by the steps that an appointment lies ahead."""
-        return super()._late_commit_s() + (STEPS_APART + 1) * self.pace.usual_s
+    def _commit_overdue_s(self) -> float:
+        """As `JobFacts._commit_overdue_s`, later by the steps that an appointment lies ahead."""
+        return super()._commit_overdue_s() + (STEPS_APART + 1) * self.step_timing.usual_step_s
 
     @property
-    def _saving_s(self) -> float | None:
+    def _save_estimate_s(self) -> float | None:
         """Measured seconds from all staged to committed, scaled to the present state; None: not measured."""
-        return self._saved.seconds_of(sum(self._need)) if self._saved is not None else None
+        return self._save_timing.estimate_s(sum(self._needed_arena_bytes)) if self._save_timing is not None else None
 
     @property
-    def _copying_s(self) -> float | None:
+    def _replication_estimate_s(self) -> float | None:
         """Measured seconds from all staged to replicated, scaled to the present state; None: not measured."""
-        return self._copied.seconds_of(sum(self._need)) if self._copied is not None else None
+        return (
+            self._replication_timing.estimate_s(sum(self._needed_arena_bytes))
+            if self._replication_timing is not None
+            else None
+        )
 
     @property
-    def need_s(self) -> float:
+    def lead_time_s(self) -> float:
         """Seconds before a deadline at which the last appointment has to be made."""
-        return self._least_s() * SLACK + RESERVE_S
+        return self._expected_save_s() * SLACK + RESERVE_S
 
     def is_warned(self, now_s: float) -> bool:
         """Whether a machine is certain to go soon, or should just have gone. A notice that is days ahead (the end of an
         allocation, a maintenance) does not count yet."""
         certain = {n: each for n, each in self.notices.items() if each.certain and now_s < each.deadline_s + OUTLIVES_S}
-        near = any(each.when is When.AT_ONCE or now_s >= self._near_from_s(each) for each in certain.values())
-        return near or any(name in self._due for name in certain)
+        near = any(
+            each.exit_timing is ExitTiming.AT_ONCE or now_s >= self._near_from_s(each) for each in certain.values()
+        )
+        return near or any(name in self._due_notices for name in certain)
 
     def is_due(self, now_s: float) -> bool:
         """Whether it is time to leave, or to take an extra checkpoint, by a notice whose deadline is ahead."""
-        return any(self.notices[name].deadline_s > now_s for name in self._due)
+        return any(self.notices[name].deadline_s > now_s for name in self._due_notices)
 
     @property
-    def doomed(self) -> frozenset[str]:
+    def doomed_nodes(self) -> frozenset[str]:
         """The nodes that go away by certain notices: those that are due, and those that go before they could commit the
         replicas that they hold; "" is this node."""
-        due = {name: each for name, each in self.notices.items() if name in self._due}
-        until_s = min((each.deadline_s for each in due.values()), default=-math.inf) + self.need_s
+        due = {name: each for name, each in self.notices.items() if name in self._due_notices}
+        until_s = min((each.deadline_s for each in due.values()), default=-math.inf) + self.lead_time_s
         going = [each for n, each in self.notices.items() if each.certain and (n in due or each.deadline_s <= until_s)]
         return frozenset(node for each in going for node in each.nodes)
 
     @property
-    def left_to_others(self) -> frozenset[str]:
+    def delegated_nodes(self) -> frozenset[str]:
         """The nodes whose part of the last commit is written by holders of its replicas."""
-        newest = self.newest
-        copied = newest is not None and newest.round is not None and newest.round.peer is Store.DONE
-        return self.doomed if copied and self._copy_by_s is not None else frozenset()
+        newest = self.newest_slot
+        copied = (
+            newest is not None and newest.attempt is not None and newest.attempt.replication_state is WorkState.DONE
+        )
+        return self.doomed_nodes if copied and self._replicate_until_s is not None else frozenset()
 
     @property
     def heeds_notices(self) -> bool:
         """Whether notices still matter to this job. They do until the outcome is reported and all events are
         acknowledged: the report depends on the deadline and on the nodes that go."""
-        return not self.all_gone or self._report is not None or (self.may_acknowledge and not self._all_said)
+        return (
+            not self.all_gone
+            or self._pending_report is not None
+            or (self.can_acknowledge and not self._is_acknowledging_done)
+        )
 
     @property
-    def wants_extra(self) -> bool:
+    def is_extra_pending(self) -> bool:
         """Whether an extra checkpoint was asked for and is not on its way off this node. True also while an older
         commit delays it: more extra checkpoints meanwhile would cost their stall and protect nothing."""
-        if self._extra_asked or self._extra is not None:
+        if self._is_extra_requested or self._extra_version is not None:
             return True
-        round_ = self.newest.round if self.newest is not None else None
-        if round_ is None or self._away is None or round_.tick < self._away:
+        attempt = self.newest_slot.attempt if self.newest_slot is not None else None
+        if attempt is None or self._extra_commit_version is None or attempt.version < self._extra_commit_version:
             return False
-        return round_.store in (Store.NEW, Store.FAILED) and round_.peer is not Store.DONE
+        return (
+            attempt.commit_state in (WorkState.NEW, WorkState.FAILED)
+            and attempt.replication_state is not WorkState.DONE
+        )
 
     @property
-    def safe_since_s(self) -> float:
+    def protected_since_s(self) -> float:
         """When the newest checkpoint was appointed that is replicated, committed or being committed; -math.inf: there
         is none."""
-        safe = self._safe_whole if self.replicates else None
-        return max(self._committed_from_s, safe.opened_s if safe is not None else -math.inf)
+        safe = self._fully_replicated_attempt if self.is_replication_on else None
+        return max(self._last_commit_opened_s, safe.opened_s if safe is not None else -math.inf)
 
-    def safe_within_s(self, copied_s: float | None) -> float:
+    def protected_within_s(self, copied_s: float | None) -> float:
         """Seconds from asking for a checkpoint until it is safe off this node: replicated, which takes `copied_s`, or
         committed if that is None."""
-        return self._least_s(copied_s)
+        return self._expected_save_s(copied_s)
 
-    def _least_s(self, saving_s: float | None = None) -> float:
+    def _expected_save_s(self, saving_s: float | None = None) -> float:
         """Expected seconds from an appointment until the snapshot is saved, without a reserve. `saving_s`: from all
         staged to saved; None: to committed."""
         if saving_s is None:
-            saving_s = SAVING_S if self._saving_s is None else self._saving_s
-        return STEPS_TO_HOLD * self.pace.step_s + 2 * self._latency_s + self._stall_s + saving_s
+            saving_s = SAVING_S if self._save_estimate_s is None else self._save_estimate_s
+        return (
+            STEPS_TO_HOLD * self.step_timing.boundary_interval_s + 2 * self._latency_s + self._last_stall_s + saving_s
+        )
 
     def deadline_s(self, now_s: float) -> float | None:
         """The earliest deadline ahead by which the job leaves; None: there is none."""
-        return min((each.deadline_s for each in self._live(now_s)), default=None)
+        return min((each.deadline_s for each in self._exit_notices(now_s)), default=None)
 
     def next_wake_s(self, now_s: float) -> float | None:
         times = [super().next_wake_s(now_s)]
         for name, each in self.notices.items():
             if each.certain and each.deadline_s > now_s:
                 times.append(each.deadline_s)
-                due_s = self._due_from_s(each) if name not in self._due else None
+                due_s = self._due_from_s(each) if name not in self._due_notices else None
                 times += [max(now_s, due_s)] if due_s is not None else []
                 near_s = self._near_from_s(each)
-                times += [near_s] if near_s > now_s and name not in self._due | self._near else []
-                last_s = each.deadline_s - self._last_within_s()
+                times += [near_s] if near_s > now_s and name not in self._due_notices | self._near_notices else []
+                last_s = each.deadline_s - self._last_snapshot_lead_s()
                 times += [last_s] if last_s > now_s else []
-        if any(round_.announced and not round_.tick.sub for _, round_ in self._open()):
+        if any(attempt.is_announced and not attempt.version.sub for _, attempt in self._open_attempts()):
             # The ranks may poll for long before they come to the appointed step.
-            times.append(now_s + PACE_S)
-        back_s = [self._returns_by_s(member) for member in self.members.seen.lost if member.leave is not None]
+            times.append(now_s + MEASURE_S_MIN)
+        back_s = [
+            self._rejoin_deadline_s(member)
+            for member in self.rank_states.summary.disconnected
+            if member.leave_request is not None
+        ]
         times += [at_s for at_s in back_s if at_s > now_s]
-        if self._copy_by_s is not None and self._copy_by_s > now_s:
-            times.append(self._copy_by_s)
-        if self._report is not None:
-            ends_s = self._report.deadline_s
+        if self._replicate_until_s is not None and self._replicate_until_s > now_s:
+            times.append(self._replicate_until_s)
+        if self._pending_report is not None:
+            ends_s = self._pending_report.deadline_s
             times += [at_s for at_s in (ends_s - OUTCOME_S, ends_s) if at_s > now_s]
         return min((each for each in times if each is not None), default=None)
 
     # -- decisions
 
-    def _tend_notices(self, now_s: float, steps: Sequence[int]) -> None:
+    def _update_course(self, now_s: float, steps: Sequence[int]) -> None:
         """Measures save times, and sets the course for this call of `decide`."""
-        self._measure(now_s)
-        self._find_due(now_s)
-        self._find_near(now_s)
-        self._tend_extra(steps)
-        self.course = self._choose(now_s)
-        self._tend_push(now_s)
-        self._tend_end(now_s)
-        passed = [n for n, each in self.notices.items() if each.sends_away and each.deadline_s <= now_s]
-        new = [name for name in passed if name not in self._over]
-        self._over.update(new)
-        if new and not (self._leave_round or self._ended or self.all_gone or self.superseded_by):
+        self._measure_saves(now_s)
+        self._update_due_notices(now_s)
+        self._update_near_notices(now_s)
+        self._update_extra(steps)
+        self.course = self._choose_course(now_s)
+        self._update_push_report(now_s)
+        self._plan_end_report(now_s)
+        passed = [n for n, each in self.notices.items() if each.causes_exit and each.deadline_s <= now_s]
+        new = [name for name in passed if name not in self._passed_notices]
+        self._passed_notices.update(new)
+        if new and not (self._leave_attempt_number or self._is_end_ordered or self.all_gone or self.superseded_by):
             deadline_s = max(self.notices[name].deadline_s for name in new)
-            self._report = Report("stayed", "", deadline_s, self._texts(new))
+            self._pending_report = Report("stayed", "", deadline_s, self._notice_texts(new))
 
-    def _tend_push(self, now_s: float) -> None:
+    def _update_push_report(self, now_s: float) -> None:
         """Plans or cancels the report "pushed". If only the pending commit fits before the deadline, its outcome is
         reported just before the deadline. A hold has a report of its own, so it cancels this one."""
-        pushed = self._report is not None and self._report.how == "pushed"
-        is_over = self._leave_round or self._ended or self.superseded_by
+        pushed = self._pending_report is not None and self._pending_report.outcome == "pushed"
+        is_over = self._leave_attempt_number or self._is_end_ordered or self.superseded_by
         deadline_s = None if is_over else self.deadline_s(now_s)
-        if self.course is Course.PUSH and self._report is None and deadline_s is not None:
-            self._report = Report("pushed", "", deadline_s, self._certain())
-        elif pushed and self.course in (Course.HOLD, Course.COPY, Course.STAY):
-            self._report = None
+        if self.course is Course.COMMIT_NEWEST and self._pending_report is None and deadline_s is not None:
+            self._pending_report = Report("pushed", "", deadline_s, self._exit_notice_texts())
+        elif pushed and self.course in (Course.HOLD, Course.REPLICATE, Course.STAY):
+            self._pending_report = None
 
-    def _tend_end(self, now_s: float) -> None:
+    def _plan_end_report(self, now_s: float) -> None:
         """Plans the report "left" for ranks that had all ended their blocks before it was time to leave. They wait for
         the last commit, and leave in order at one step."""
-        if not self._at_end or self._leave_round or self._ended or self.all_gone or self.superseded_by:
+        if (
+            not self._is_at_end
+            or self._leave_attempt_number
+            or self._is_end_ordered
+            or self.all_gone
+            or self.superseded_by
+        ):
             return
-        due = [each for each in self._live(now_s) if (each.source, each.key) in self._due]
-        if due and not self._end_reported and (self._report is None or self._report.how == "pushed"):
-            self._end_reported = True
-            self._report = Report("left", "", min(each.deadline_s for each in due), self._certain())
+        due = [each for each in self._exit_notices(now_s) if (each.source, each.key) in self._due_notices]
+        if (
+            due
+            and not self._is_end_reported
+            and (self._pending_report is None or self._pending_report.outcome == "pushed")
+        ):
+            self._is_end_reported = True
+            self._pending_report = Report("left", "", min(each.deadline_s for each in due), self._exit_notice_texts())
 
-    def _measure(self, now_s: float) -> None:
+    def _measure_saves(self, now_s: float) -> None:
         for slot in self.slots:
-            round_ = slot.round
-            if round_ is None or not round_.staged:
+            attempt = slot.attempt
+            if attempt is None or not attempt.staged_ranks:
                 continue
-            if slot.state is State.STAGED and round_.all_staged_s is None:
-                round_.all_staged_s = now_s
-                self._stall_s = max(round_.staged.values())
-            elif slot.state is State.COMPLETE and round_.hashed_s is None and round_.all_staged_s is not None:
-                round_.hashed_s = now_s - round_.all_staged_s
+            if slot.state is SlotState.STAGED and attempt.all_staged_s is None:
+                attempt.all_staged_s = now_s
+                self._last_stall_s = max(attempt.staged_ranks.values())
+            elif (
+                slot.state is SlotState.COMPLETE
+                and attempt.hash_duration_s is None
+                and attempt.all_staged_s is not None
+            ):
+                attempt.hash_duration_s = now_s - attempt.all_staged_s
 
-    def _find_due(self, now_s: float) -> None:
+    def _update_due_notices(self, now_s: float) -> None:
         """Finds the due notices: time to leave, or to take an extra checkpoint if the job left by that notice before.
         A notice whose deadline passed long ago is not due. While no rank leaves, nor is one that became due too early:
         saving turned out quick, or a long step ended."""
-        leaves = bool(self._leave_round) or self._ended or self._report is not None
+        leaves = bool(self._leave_attempt_number) or self._is_end_ordered or self._pending_report is not None
         for name, each in self.notices.items():
-            early = each.when is not When.AT_ONCE and now_s < each.deadline_s - 2 * self.need_s
+            early = each.exit_timing is not ExitTiming.AT_ONCE and now_s < each.deadline_s - 2 * self.lead_time_s
             if now_s >= each.deadline_s + OUTLIVES_S or (early and not leaves):
-                self._due.discard(name)
+                self._due_notices.discard(name)
             due_s = self._due_from_s(each)
-            if due_s is not None and due_s <= now_s < each.deadline_s and name not in self._due:
-                self._due.add(name)
-                self._extra_asked = self._extra_asked or not each.sends_away
+            if due_s is not None and due_s <= now_s < each.deadline_s and name not in self._due_notices:
+                self._due_notices.add(name)
+                self._is_extra_requested = self._is_extra_requested or not each.causes_exit
 
-    def _find_near(self, now_s: float) -> None:
+    def _update_near_notices(self, now_s: float) -> None:
         """Finds the near notices. For each, one checkpoint is committed out of turn, the newest or the next complete
         one, since a machine may go early. Only one: a notice may be withdrawn, and should cost no more."""
         for name, each in self.notices.items():
             near_s = self._near_from_s(each)
             # The deadline was moved: no estimate changes by so much.
             if not each.certain or now_s < near_s - NEAR_S:
-                self._is_far(name)
-            elif near_s <= now_s < each.deadline_s and name not in self._near and name not in self._due:
-                self._near.add(name)
-                newest = self.newest.round if self.newest is not None else None
+                self._remove_near_notice(name)
+            elif near_s <= now_s < each.deadline_s and name not in self._near_notices and name not in self._due_notices:
+                self._near_notices.add(name)
+                newest = self.newest_slot.attempt if self.newest_slot is not None else None
                 if newest is None:
-                    self._early = Tick(0)
-                elif newest.store is not Store.DONE:
-                    self._early = newest.tick
+                    self._near_commit_version = Version(0)
+                elif newest.commit_state is not WorkState.DONE:
+                    self._near_commit_version = newest.version
 
-    def _is_far(self, name: tuple[str, str]) -> None:
-        self._near.discard(name)
-        if not self._near:
-            self._early = None
+    def _remove_near_notice(self, name: tuple[str, str]) -> None:
+        self._near_notices.discard(name)
+        if not self._near_notices:
+            self._near_commit_version = None
 
     def _near_from_s(self, each: StandingNotice) -> float:
-        return each.deadline_s - self.need_s - NEAR_S
+        return each.deadline_s - self.lead_time_s - NEAR_S
 
     def _due_from_s(self, each: StandingNotice) -> float | None:
         """When it is time to leave by that notice; None: never, or not known before training starts, since the former
         start's save times may not be known until then."""
-        if each.when is When.AT_ONCE and each.certain:
+        if each.exit_timing is ExitTiming.AT_ONCE and each.certain:
             return -math.inf
-        return each.deadline_s - self.need_s if each.certain and self._start_step is not None else None
+        return each.deadline_s - self.lead_time_s if each.certain and self._start_step is not None else None
 
-    def _tend_extra(self, steps: Sequence[int]) -> None:
-        if self._extra_asked:
-            self._extra_asked = False
-            self._extra, self._extra_tries = Tick(max(steps, default=0)), EXTRA_TRIES
-            self._away = self._extra
-        newest = self.newest
-        if self._extra is None:
+    def _update_extra(self, steps: Sequence[int]) -> None:
+        if self._is_extra_requested:
+            self._is_extra_requested = False
+            self._extra_version, self._extra_tries_left = Version(max(steps, default=0)), EXTRA_TRIES
+            self._extra_commit_version = self._extra_version
+        newest = self.newest_slot
+        if self._extra_version is None:
             return
-        reached = newest is not None and newest.round is not None and newest.round.tick >= self._extra
-        in_vain = self._extra_tries <= 0 and not self._open()
-        asked = self._extra_alone or not all(each.sends_away for each in self.notices.values())
-        self._away = self._away if asked else None
+        reached = newest is not None and newest.attempt is not None and newest.attempt.version >= self._extra_version
+        in_vain = self._extra_tries_left <= 0 and not self._open_attempts()
+        asked = self._is_extra_predicted or not all(each.causes_exit for each in self.notices.values())
+        self._extra_commit_version = self._extra_commit_version if asked else None
         if reached or in_vain or not asked:
-            self._extra, self._extra_alone = None, False
+            self._extra_version, self._is_extra_predicted = None, False
 
-    def _wants_extra(self) -> bool:
+    def _must_appoint_extra(self) -> bool:
         """Whether an extra snapshot has to be appointed: one is wanted, and none is staged."""
-        extra = self._extra
-        if extra is None or self._extra_tries <= 0:
+        extra = self._extra_version
+        if extra is None or self._extra_tries_left <= 0:
             return False
-        return not any(s.state is State.STAGED and s.round is not None and s.round.tick >= extra for s in self.slots)
+        return not any(
+            s.state is SlotState.STAGED and s.attempt is not None and s.attempt.version >= extra for s in self.slots
+        )
 
-    def _choose(self, now_s: float) -> Course:
-        live = self._live(now_s)
+    def _choose_course(self, now_s: float) -> Course:
+        live = self._exit_notices(now_s)
         if not live:
-            return Course.OVER if any(each.sends_away for each in self.notices.values()) else Course.STAY
-        if not any((each.source, each.key) in self._due for each in live):
+            return Course.DEADLINE_PASSED if any(each.causes_exit for each in self.notices.values()) else Course.STAY
+        if not any((each.source, each.key) in self._due_notices for each in live):
             return Course.STAY
-        if any(s.round is not None and s.round.unjudged for s in self.slots):
-            return Course.COPY if self.course is Course.COPY else Course.HOLD
-        newest = self.newest
-        may_reach = newest is not None and newest.round is not None and newest.round.store in (Store.NEW, Store.RUNNING)
+        if any(s.attempt is not None and s.attempt.is_verdict_pending for s in self.slots):
+            return Course.REPLICATE if self.course is Course.REPLICATE else Course.HOLD
+        newest = self.newest_slot
+        may_reach = (
+            newest is not None
+            and newest.attempt is not None
+            and newest.attempt.commit_state in (WorkState.NEW, WorkState.RUNNING)
+        )
         # After a request to leave now this host's memory may outlive the job.
-        goes_away = not any(each.when is When.AT_ONCE for each in live)
+        goes_away = not any(each.exit_timing is ExitTiming.AT_ONCE for each in live)
         left_s = min(each.deadline_s for each in live) - now_s
-        pushes = may_reach and goes_away and self._saving_s is not None
-        return choose(left_s, self._least_s(), self._copied_within_s(), pushes)
+        pushes = may_reach and goes_away and self._save_estimate_s is not None
+        return choose_course(left_s, self._expected_save_s(), self._replicated_within_s(), pushes)
 
-    def _copied_within_s(self) -> float | None:
+    def _replicated_within_s(self) -> float | None:
         """Expected seconds from an appointment until nodes that stay have the replicas; None: no replicas would stay,
         or nothing was measured."""
-        if self._copying_s is None or not (self.replicates and outlasts(self.kept, self.doomed)):
+        if self._replication_estimate_s is None or not (
+            self.is_replication_on and survives_nodes(self.placement, self.doomed_nodes)
+        ):
             return None
         # One replication runs at a time.
-        before_s = self._copying_s if self.replicating is not None else 0.0
-        return before_s + self._least_s(self._copying_s)
+        before_s = self._replication_estimate_s if self.replicating_slot is not None else 0.0
+        return before_s + self._expected_save_s(self._replication_estimate_s)
 
-    def _would_delay_the_last(self, now_s: float) -> bool:
+    def _would_delay_last_snapshot(self, now_s: float) -> bool:
         """Whether committing the complete checkpoint would delay the last snapshot, which still fits, past the
         deadline."""
         deadline_s = self.deadline_s(now_s)
-        if deadline_s is None or self._saving_s is None or self.course is Course.PUSH:
+        if deadline_s is None or self._save_estimate_s is None or self.course is Course.COMMIT_NEWEST:
             return False
         left_s = deadline_s - now_s
-        return self._last_within_s() <= left_s < self._least_s() + self._saving_s
+        return self._last_snapshot_lead_s() <= left_s < self._expected_save_s() + self._save_estimate_s
 
-    def _keeps_back_the_last(self, slot: Slot, now_s: float) -> bool:
+    def _delays_last_commit(self, slot: Slot, now_s: float) -> bool:
         """Whether the commit of that slot delays the last snapshot's commit past the deadline, where that commit would
         fit if it began now. The last snapshot is complete, and all ranks leave at it. By measured times; the time that
         the slot's commit has taken already counts. If both fit, or neither does, the older one goes first: it may be
         all that is saved."""
-        newest, deadline_s, took = self.newest, self.deadline_s(now_s), self._committed_in
-        last, older = newest.round if newest is not None else None, slot.round
+        newest, deadline_s, took = self.newest_slot, self.deadline_s(now_s), self._commit_timing
+        last, older = newest.attempt if newest is not None else None, slot.attempt
         if last is None or older is None or last is older or took is None or deadline_s is None:
             return False
-        if not (last.why is Why.HOLD and last.verdict and last.store is Store.NEW) or self.superseded_by:
+        if (
+            not (last.reason is SaveReason.HOLD and last.verdict and last.commit_state is WorkState.NEW)
+            or self.superseded_by
+        ):
             return False
-        if self._copies_first(now_s) or self._level_in_memory(last) == "peer":
+        if self._replicates_first(now_s) or self._level_in_memory(last) == "peer":
             return False  # the last snapshot is replicated, or will be
-        began_s = older.commit_began_s if older.store is Store.RUNNING else None
-        before_s = max(0.0, took.seconds_of(older.bytes) - (0.0 if began_s is None else now_s - began_s))
-        last_s = took.seconds_of(last.bytes)
+        began_s = older.commit_began_s if older.commit_state is WorkState.RUNNING else None
+        before_s = max(0.0, took.estimate_s(older.memory_bytes) - (0.0 if began_s is None else now_s - began_s))
+        last_s = took.estimate_s(last.memory_bytes)
         return last_s <= deadline_s - now_s < before_s + last_s
 
-    def _last_within_s(self) -> float:
+    def _last_snapshot_lead_s(self) -> float:
         """Seconds before a deadline at which a last snapshot still fits, by the present course."""
-        copied_s = self._copied_within_s() if self.course is Course.COPY else None
-        return self._least_s() if copied_s is None else copied_s
+        copied_s = self._replicated_within_s() if self.course is Course.REPLICATE else None
+        return self._expected_save_s() if copied_s is None else copied_s
 
     def _waits_for_agent(self, now_s: float) -> bool:
         """Whether the last commit waits for a lost agent to restart. Its node has a rank that waits to leave, and a
         part to write. False if the checkpoint is replicated, or if the agent is late."""
-        round_ = self.newest.round if self.newest is not None else None
-        if round_ is None or round_.peer is Store.DONE or self._given_up:
+        attempt = self.newest_slot.attempt if self.newest_slot is not None else None
+        if attempt is None or attempt.replication_state is WorkState.DONE or self._is_commit_stopped:
             return False
-        return any(now_s < self._returns_by_s(each) for each in self.members.seen.lost if each.leave is not None)
+        return any(
+            now_s < self._rejoin_deadline_s(each)
+            for each in self.rank_states.summary.disconnected
+            if each.leave_request is not None
+        )
 
-    def _returns_by_s(self, member: RankState) -> float:
+    def _rejoin_deadline_s(self, member: RankState) -> float:
         """The time until which a rank that waits to leave may rejoin; -math.inf: it is connected, or the job is
         superseded."""
-        if member.lost_s is None:
+        if member.disconnected_s is None:
             return -math.inf
-        by_s = math.inf if self._leave_by_s is None else self._leave_by_s - END_S
-        return -math.inf if self.superseded_by else min(member.lost_s + REJOIN_S, by_s)
+        by_s = math.inf if self._leave_deadline_s is None else self._leave_deadline_s - END_S
+        return -math.inf if self.superseded_by else min(member.disconnected_s + REJOIN_S, by_s)
 
-    def _copies_first(self, now_s: float) -> bool:
+    def _replicates_first(self, now_s: float) -> bool:
         """Whether the last snapshot, which is complete, is replicated to nodes that stay before it is committed."""
-        round_ = self.newest.round if self.newest is not None else None
-        by_s = self._copy_by_s
-        wanted = self.course is Course.COPY or (by_s is not None and now_s < by_s)
-        if not wanted or not self.replicates or round_ is None or round_.why is not Why.HOLD:
+        attempt = self.newest_slot.attempt if self.newest_slot is not None else None
+        by_s = self._replicate_until_s
+        wanted = self.course is Course.REPLICATE or (by_s is not None and now_s < by_s)
+        if not wanted or not self.is_replication_on or attempt is None or attempt.reason is not SaveReason.HOLD:
             return False
-        return round_.peer in (Store.NEW, Store.RUNNING) and outlasts(self.kept, self.doomed)
+        return attempt.replication_state in (WorkState.NEW, WorkState.RUNNING) and survives_nodes(
+            self.placement, self.doomed_nodes
+        )
 
-    def _tell_outcome(self, now_s: float) -> None:
+    def _report_outcome(self, now_s: float) -> None:
         """Reports the outcome once what was saved is settled. If that takes up to the deadline, the report is made
         shortly before the deadline, and repeated when more is saved."""
-        report, newest = self._report, self.newest
-        round_ = newest.round if newest is not None else None
+        report, newest = self._pending_report, self.newest_slot
+        attempt = newest.attempt if newest is not None else None
         if report is None:
             return
-        store = round_.store if round_ is not None else Store.DONE
-        again = store is Store.FAILED and round_ is not None and not round_.last_try and report.how != "stayed"
-        under_way = bool(self._open()) or self.at_work or store in (Store.NEW, Store.RUNNING) or again
+        store = attempt.commit_state if attempt is not None else WorkState.DONE
+        again = (
+            store is WorkState.FAILED and attempt is not None and not attempt.is_last_try and report.outcome != "stayed"
+        )
+        under_way = (
+            bool(self._open_attempts()) or self.is_at_work or store in (WorkState.NEW, WorkState.RUNNING) or again
+        )
         may_change = under_way and now_s < report.deadline_s and not self.superseded_by
         if may_change and now_s < report.deadline_s - OUTCOME_S:
             return
-        level = "none" if round_ is None else "store" if store is Store.DONE else self._level_in_memory(round_)
-        tick = round_.tick if round_ is not None else None
-        safe = self.safe.round if self.safe is not None else None
-        peer_tick = safe.tick if safe is not None and self._level_in_memory(safe) == "peer" else None
-        saved = level, tick, self.committed_tick, peer_tick, self.last_error
-        self._left_saved = report.how == "left" and level == "store"
-        self._report = replace(report, told=saved) if may_change else None
-        if saved == report.told:
+        level = "none" if attempt is None else "store" if store is WorkState.DONE else self._level_in_memory(attempt)
+        version = attempt.version if attempt is not None else None
+        safe = self.replicated_slot.attempt if self.replicated_slot is not None else None
+        peer_tick = safe.version if safe is not None and self._level_in_memory(safe) == "peer" else None
+        saved = level, version, self.committed_version, peer_tick, self.last_error
+        self._is_exit_committed = report.outcome == "left" and level == "store"
+        self._pending_report = replace(report, last_reported=saved) if may_change else None
+        if saved == report.last_reported:
             return
         left_s = report.deadline_s - now_s
         body = {
-            "how": report.how,
-            "why": report.why,
-            "notices": list(report.sources or self._certain() or (FORMER,)),
+            "how": report.outcome,
+            "why": report.reason,
+            "notices": list(report.sources or self._exit_notice_texts() or (FORMER_NOTICE,)),
             "level": level,
-            "tick": str(tick) if tick is not None else None,
-            "step": tick.step if tick is not None else None,
-            "committed_step": self.committed_tick.step if self.committed_tick is not None else None,
+            "version": str(version) if version is not None else None,
+            "step": version.step if version is not None else None,
+            "committed_step": self.committed_version.step if self.committed_version is not None else None,
             "peer_step": peer_tick.step if peer_tick is not None else None,
             "left_s": round(left_s, 3),
             "error": self.last_error,
         }
-        self._out.append(WriteOutcome(body))
-        self._out.append(Emit("notice.outcome", text_of(body), True, body))
+        self._actions.append(WriteOutcome(body))
+        self._actions.append(Emit("notice.outcome", describe_outcome(body), True, body))
 
-    def _level_in_memory(self, round_: Round) -> str:
-        gone = self.doomed | self._lost_with
-        copied = round_.tick == self.safe_tick and outlasts(self.safe_kept, gone)
+    def _level_in_memory(self, attempt: SaveAttempt) -> str:
+        gone = self.doomed_nodes | self._lost_holders
+        copied = attempt.version == self.replicated_version and survives_nodes(self.replicated_placement, gone)
         return "peer" if copied else "local"
 
-    def _acknowledge(self, now_s: float) -> None:
+    def _acknowledge_next(self, now_s: float) -> None:
         """Acknowledges the next planned event, after everything else is done; see event_ack.py."""
-        answered = self.closed_in_store and not self.members.seen.leaving
-        if self.acknowledging or not (answered or self.superseded_by):
+        answered = self.is_closed_in_store and not self.rank_states.summary.waiting_to_leave
+        if self.is_acknowledging or not (answered or self.superseded_by):
             return
-        may = self.may_acknowledge and self._left_saved and not self.superseded_by
-        found = event_ack.next_of(self.notices.values(), self._acknowledged, now_s) if may else None
-        self._all_said = found is None
+        may = self.can_acknowledge and self._is_exit_committed and not self.superseded_by
+        found = event_ack.next_event(self.notices.values(), self._tried_events, now_s) if may else None
+        self._is_acknowledging_done = found is None
         if found is not None:
             planned, node = found
-            self._acknowledged.add(planned)
-            self.acknowledging = True
-            self._out.append(Acknowledge(planned.source, planned.key, node))
+            self._tried_events.add(planned)
+            self.is_acknowledging = True
+            self._actions.append(Acknowledge(planned.source, planned.key, node))
 
     # -- helpers
 
-    def _live(self, now_s: float) -> list[StandingNotice]:
-        return [each for each in self.notices.values() if each.sends_away and each.deadline_s > now_s]
+    def _exit_notices(self, now_s: float) -> list[StandingNotice]:
+        return [each for each in self.notices.values() if each.causes_exit and each.deadline_s > now_s]
 
-    def _certain(self) -> tuple[str, ...]:
-        return self._texts([(each.source, each.key) for each in self.notices.values() if each.sends_away])
+    def _exit_notice_texts(self) -> tuple[str, ...]:
+        return self._notice_texts([(each.source, each.key) for each in self.notices.values() if each.causes_exit])
 
-    def _texts(self, names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    def _notice_texts(self, names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(f"{source} {key}"[:200] for source, key in sorted(names))

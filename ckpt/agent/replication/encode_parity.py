@@ -29,7 +29,7 @@ class ParityEncoding(Replication):
     """The parity form of Replication. `groups`: the parity groups of the placement, planned for at least the bytes that
     the nodes staged. Other parameters: see Replication."""
 
-    what = "parity"
+    replica_kind = "parity"
 
     def __init__(
         self,
@@ -47,66 +47,69 @@ class ParityEncoding(Replication):
         ranks = {node.name: node.ranks for node in nodes}
         self._groups = [group for group in groups if group.stripes]
         # A holder waits for all members of its groups: their staged bytes determine the sources of each stripe.
-        self._waiting: dict[str, set[str]] = {}
+        self._pending_sources: dict[str, set[str]] = {}
         for group in self._groups:
-            for holder in _holders(group):
-                self._waiting.setdefault(holder, set()).update(_givers(group))
+            for holder in _holder_nodes(group):
+                self._pending_sources.setdefault(holder, set()).update(_source_nodes(group))
         wanted = {
-            name: (ranks[name], sorted(holder for holder, givers in self._waiting.items() if name in givers))
-            for name in sorted(set().union(*self._waiting.values()))
+            name: (ranks[name], sorted(holder for holder, givers in self._pending_sources.items() if name in givers))
+            for name in sorted(set().union(*self._pending_sources.values()))
         }
         super().__init__(network, copies, nodes, wanted, identity, safe, own, then, needed)
-        self._parities = parities
-        self._described: dict[str, list[DescribedSnapshot]] = {}
-        self._failed: dict[str, str] = {}  # holders with a source that could not be described -> why
+        self._parity_service = parities
+        self._snapshots_by_source: dict[str, list[DescribedSnapshot]] = {}
+        self._errors_by_holder: dict[str, str] = {}  # holders with a source that could not be described -> why
 
-    def _keep(self, source: str, holder: str, blob: bytes) -> None:
-        self._described.setdefault(source, decode_described(blob))
-        self._heard(source, holder)
+    def _request_replica(self, source: str, holder: str, blob: bytes) -> None:
+        self._snapshots_by_source.setdefault(source, decode_described(blob))
+        self._note_described(source, holder)
 
-    def _ended(self, source: str, holder: str, error: str) -> None:
+    def _end_transfer(self, source: str, holder: str, error: str) -> None:
         """The source could not be described: the holder fails."""
-        self._failed.setdefault(holder, error)
-        self._heard(source, holder)
+        self._errors_by_holder.setdefault(holder, error)
+        self._note_described(source, holder)
 
-    def _heard(self, source: str, holder: str) -> None:
-        waiting = self._waiting[holder]
+    def _note_described(self, source: str, holder: str) -> None:
+        waiting = self._pending_sources[holder]
         waiting.discard(source)
         if waiting:
             return
-        groups = [group for group in self._groups if holder in _holders(group)]
-        givers = sorted(set().union(*map(_givers, groups)))
+        groups = [group for group in self._groups if holder in _holder_nodes(group)]
+        givers = sorted(set().union(*map(_source_nodes, groups)))
 
         def ended(_: object, error: str) -> None:
             for giver in givers:
-                super(ParityEncoding, self)._ended(giver, holder, error)
+                super(ParityEncoding, self)._end_transfer(giver, holder, error)
 
-        if holder in self._failed:
-            ended(None, self._failed[holder])
+        if holder in self._errors_by_holder:
+            ended(None, self._errors_by_holder[holder])
             return
         try:
             chunks = [(holder, name, None) for group in groups for name in self._chunks(group, holder)]
         except CkptError as exc:
             ended(None, str(exc))
             return
-        described = [each for giver in givers for each in self._described[giver]]
+        described = [each for giver in givers for each in self._snapshots_by_source[giver]]
         where = Where(
             {giver: self._nodes[giver].addresses for giver in givers},
-            {each.rank: giver for giver in givers for each in self._described[giver]},
+            {each.rank: giver for giver in givers for each in self._snapshots_by_source[giver]},
             chunks,
         )
         fields = {
             "t": "stripe",
             "identity": str(self._identity),
             "world": sum(len(node.ranks) for node in self._nodes.values()),
-            "safe": str(self._safe) if self._safe is not None else None,
-            "needed": self._needed_at(holder),
+            "safe": str(self._replicated) if self._replicated is not None else None,
+            "needed": self._needed_ranks_at(holder),
         }
-        self._parities.have(holder, fields, [where.encode(), encode_described(described)], ended)
+        self._parity_service.send_request(holder, fields, [where.encode(), encode_described(described)], ended)
 
     def _chunks(self, group: ParityGroup, holder: str) -> list[ParityChunkName]:
         """The chunks of a group that `holder` is to keep. Errors: UsageError."""
-        sizes = [[(each.rank, each.staged_bytes) for each in self._described.get(name, ())] for name in group.members]
+        sizes = [
+            [(each.rank, each.staged_bytes) for each in self._snapshots_by_source.get(name, ())]
+            for name in group.members
+        ]
         return [
             ParityChunkName(self._identity, Row(row), striped)
             for striped, holders in stripes_of(group.stripes, sizes)
@@ -115,9 +118,9 @@ class ParityEncoding(Replication):
         ]
 
 
-def _holders(group: ParityGroup) -> set[str]:
+def _holder_nodes(group: ParityGroup) -> set[str]:
     return {group.members[index] for stripe in group.stripes for index in stripe.holders}
 
 
-def _givers(group: ParityGroup) -> set[str]:
+def _source_nodes(group: ParityGroup) -> set[str]:
     return {group.members[part.member] for stripe in group.stripes for part in stripe.parts}

@@ -22,15 +22,15 @@ import msgpack
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.parity_worker import FrameOrigin, ParityWorker
 from ckpt.agent.replication.rebuild_queue import RebuildQueue, RebuildWork
-from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described, transfer_of
+from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described, transfer_name
 from ckpt.agent.runtime.workers import Lane, Workers, failure
-from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, row_from
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, parse_row
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
 from ckpt.ipc.addresses import Address
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.ipc.node_list import NodeAt
-from ckpt.placement.rebuild import Striped, rebuildable
+from ckpt.placement.rebuild import Striped, rebuildable_ranks
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckpt.ipc.arena import Arena
 
 CHUNKS_MAX = 4096  # parity chunks named in one message
-PARITY = "parity"  # the source name, in ReplicaStore.attempted, of chunks made here
+PARITY_SOURCE = "parity"  # the source name, in ReplicaStore.attempted, of chunks made here
 
 
 Then = Callable[[list[bytes], str], None]
@@ -49,24 +49,24 @@ class Where:
     """Where the parts of a checkpoint lie. `nodes`: addresses of the nodes named in the rest. `ranks`: rank -> a node
     with its snapshot. `chunks`: (node, parity chunk, its bytes as frames); frames are None before it is made."""
 
-    nodes: Mapping[str, tuple[Address, ...]]
-    ranks: Mapping[int, str]
+    addresses_by_node: Mapping[str, tuple[Address, ...]]
+    node_by_rank: Mapping[int, str]
     chunks: Sequence[tuple[str, ParityChunkName, Frames | None]]
 
     def encode(self) -> bytes:
         chunks = [
-            [name, int(chunk.row), chunk.striped.length, chunk.striped.rows(), frames.encode() if frames else None]
+            [name, int(chunk.row), chunk.stripe.length, chunk.stripe.source_rows(), frames.encode() if frames else None]
             for name, chunk, frames in self.chunks
         ]
-        nodes = [[name, [str(address) for address in addresses]] for name, addresses in self.nodes.items()]
-        packed: bytes = msgpack.packb([nodes, list(self.ranks.items()), chunks])
+        nodes = [[name, [str(address) for address in addresses]] for name, addresses in self.addresses_by_node.items()]
+        packed: bytes = msgpack.packb([nodes, list(self.node_by_rank.items()), chunks])
         return packed
 
     @staticmethod
     def decode(identity: Identity, blob: bytes) -> Where:
         """Errors: AgentError."""
         try:
-            nodes, ranks, chunks = unpacked(blob, "where a checkpoint is to be had")
+            nodes, ranks, chunks = unpack_bounded(blob, "where a checkpoint is to be had")
             if len(chunks) > CHUNKS_MAX:
                 raise AgentError("more parities are spoken of than there can be")
             return Where(
@@ -75,7 +75,7 @@ class Where:
                 [
                     (
                         str(name),
-                        ParityChunkName(identity, row_from(row), Striped.of(length, sources)),
+                        ParityChunkName(identity, parse_row(row), Striped.from_rows(length, sources)),
                         Frames.decode(frames, int(length)) if frames is not None else None,
                     )
                     for name, row, length, sources, frames in chunks
@@ -84,11 +84,11 @@ class Where:
         except (ValueError, TypeError, OverflowError, AttributeError) as exc:
             raise AgentError(f"where a checkpoint is to be had was told wrong: {exc}") from exc
 
-    def check(self, snapshots: Mapping[int, DescribedSnapshot]) -> None:
+    def check_sizes(self, snapshots: Mapping[int, DescribedSnapshot]) -> None:
         """Errors: AgentError if a parity chunk covers bytes that no rank staged."""
         sizes = {rank: each.staged_bytes for rank, each in snapshots.items()}
         for _, chunk, _ in self.chunks:
-            for run in (run for source in chunk.striped.sources for run in source):
+            for run in (run for source in chunk.stripe.sources for run in source):
                 if run.stop > sizes.get(run.rank, 0):
                     raise AgentError(f"a parity of bytes that rank {run.rank} has not staged")
 
@@ -99,133 +99,135 @@ class ParityService:
 
     def __init__(
         self,
-        bulk: Workers,
+        workers: Workers,
         post: Callable[[Callable[[], None]], None],
         copies: ReplicaStore,
         arenas_of: Callable[[Identity], dict[int, Arena]],
         network: Callable[[], PeerNetwork | None],
         free_bytes: Callable[[], int],
     ) -> None:
-        self._bulk, self._post, self._copies = bulk, post, copies
+        self._workers, self._post, self._replicas = workers, post, copies
         self._arenas_of, self._network, self._free_bytes = arenas_of, network, free_bytes
-        self._making = RebuildQueue(copies, free_bytes)
+        self._rebuild_queue = RebuildQueue(copies, free_bytes)
 
-    def have(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+    def send_request(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         """Sends a request to `node` ("" is this one). `then` hears the blobs of its answer and "", or the error. It is
         called after this method has returned."""
         network = self._network()
-        if not node or (network is not None and node == network.me):
-            self._post(lambda: self._here(fields, blobs, then))
+        if not node or (network is not None and node == network.agent_name):
+            self._post(lambda: self._serve_locally(fields, blobs, then))
         elif network is None:
             self._post(lambda: then([], f"there is no way to agent {node}"))
         else:
-            network.ask(node, fields, blobs, lambda answer, error: then(answer.blobs if answer else [], error))
+            network.request(node, fields, blobs, lambda answer, error: then(answer.blobs if answer else [], error))
 
-    def end_reading(self, identity: Identity, nodes: Sequence[str], reader: str) -> None:
+    def end_offers(self, identity: Identity, nodes: Sequence[str], reader: str) -> None:
         """Ends that reader's use of what `nodes` lent and published of the checkpoint."""
         network = self._network()
         if network is None:
             return
         for node in nodes:
-            if not node or node == network.me:
+            if not node or node == network.agent_name:
                 self.withdraw(identity, reader)
             else:
-                network.tell(node, {"t": "withdraw", "identity": str(identity), "reader": reader})
+                network.notify(node, {"t": "withdraw", "identity": str(identity), "reader": reader})
 
     def withdraw(self, identity: Identity, reader: str) -> None:
         """Ends that reader's use of the offers of the checkpoint here, and refuses its waiting rebuilds."""
         network = self._network()
         if network is not None:
-            self._copies.withdraw(network.transport, identity, reader)
-        self._making.unwanted(reader, f"nobody waits for {identity} any more")
+            self._replicas.withdraw(network.transport, identity, reader)
+        self._rebuild_queue.refuse_queued(reader, f"nobody waits for {identity} any more")
 
-    def _here(self, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+    def _serve_locally(self, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         try:
-            self.asked(fields, blobs, then)
+            self.serve_request(fields, blobs, then)
         except CkptError as exc:
             then([], str(exc))
 
-    def asked(self, fields: Mapping[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+    def serve_request(self, fields: Mapping[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         """Serves one request. Errors: AgentError, or any error of a malformed message; then `then` is not called."""
         identity = Identity.parse(str(fields["identity"]))
         match fields["t"]:
             case "stripe":
-                where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
-                where.check(snapshots)
+                where, snapshots = Where.decode(identity, blobs[0]), _decode_by_rank(blobs[1])
+                where.check_sizes(snapshots)
                 world, told = int(fields["world"]), fields["safe"]
                 safe = Identity.parse(str(told)) if told is not None else None
-                sizes = [name.striped.length for _, name, _ in where.chunks]
-                self._copies.make_room(identity, safe, sizes, ranks_told(fields.get("needed")))
-                chunks = self._copies.chunks
+                sizes = [name.stripe.length for _, name, _ in where.chunks]
+                self._replicas.evict_superseded(identity, safe, sizes, decode_ranks(fields.get("needed")))
+                chunks = self._replicas.parity_store
                 # `identity` may be replicated by its present chunks (`safe` is None: unknown). Then they stay for now.
-                drop = chunks.replace if safe in (None, identity) else chunks.only
+                drop = chunks.plan_replacement if safe in (None, identity) else chunks.evict_other_chunks
                 drop(identity, [name for _, name, _ in where.chunks])
-                self._copies.attempted(identity, PARITY, False)  # until it succeeds
-                self._keep(identity, world, where, snapshots, then)
+                self._replicas.record_transfer(identity, PARITY_SOURCE, False)  # until it succeeds
+                self._make_chunks(identity, world, where, snapshots, then)
             case "lend":
-                then([*self._lend(identity, str(fields["reader"]), bool(fields.get("urgent")))], "")
+                then([*self._offer_chunks(identity, str(fields["reader"]), bool(fields.get("urgent")))], "")
             case "rebuild":
-                where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
-                order = [row_from(row) for row in fields["order"]]
+                where, snapshots = Where.decode(identity, blobs[0]), _decode_by_rank(blobs[1])
+                order = [parse_row(row) for row in fields["order"]]
                 self._rebuild(identity, int(fields["rank"]), where, snapshots, order, fields, then)
             case "publish":
-                self._publish(identity, [int(rank) for rank in fields["ranks"]], fields, then)
+                self._offer_snapshots(identity, [int(rank) for rank in fields["ranks"]], fields, then)
 
     # -- keeping
 
-    def _keep(
+    def _make_chunks(
         self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, DescribedSnapshot], then: Then
     ) -> None:
-        chunks = self._copies.chunks
-        new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in chunks.kept]
-        if any(chunks.is_coming(name) for name in new):
+        chunks = self._replicas.parity_store
+        new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in chunks.chunks_by_name]
+        if any(chunks.is_incoming(name) for name in new):
             raise AgentError("it is on its way already")
-        lengths = [name.striped.length for name in new]
-        self._copies.make_way(lengths)
-        if not self._copies.fits(lengths):
+        lengths = [name.stripe.length for name in new]
+        self._replicas.evict_to_fit(lengths)
+        if not self._replicas.fits(lengths):
             raise AgentError(
                 f"there is no room for {sum(lengths) >> 20} MiB of parity in what this node has for others"
             )
-        short = sum(lengths) + self._making.to_take_bytes + self._copies.to_take_bytes - self._free_bytes()
+        short = (
+            sum(lengths) + self._rebuild_queue.unallocated_bytes + self._replicas.unallocated_bytes - self._free_bytes()
+        )
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
         origins = self._origins(identity, where, snapshots)
         arenas: dict[ParityChunkName, Arena] = {}
         try:
             for name in new:
-                arenas[name] = self._copies.begin_chunk(name)
+                arenas[name] = self._replicas.begin_chunk(name)
         except OSError as exc:
-            chunks.end(arenas, [])
+            chunks.end_chunks(arenas, [])
             raise AgentError(f"no memory for {sum(lengths) >> 20} MiB of parity") from exc
-        folding = self._folding()
+        folding = self._create_worker()
 
         def make() -> list[ParityChunk]:
             return [
-                folding.make(name, world, origins, {rank: snapshots[rank] for rank in name.striped.ranks}, arena)
+                folding.encode_chunk(name, world, origins, {rank: snapshots[rank] for rank in name.stripe.ranks}, arena)
                 for name, arena in arenas.items()
             ]
 
         def made(done: Future[list[ParityChunk]]) -> None:
             error = failure(done)
-            error = chunks.end(arenas, [] if error else done.result()) or error
-            self._copies.attempted(identity, PARITY, not error)
+            error = chunks.end_chunks(arenas, [] if error else done.result()) or error
+            self._replicas.record_transfer(identity, PARITY_SOURCE, not error)
             then([], error)
 
-        self._bulk.run(Lane.PARITY, make, made)
+        self._workers.run(Lane.PARITY, make, made)
 
     # -- lending
 
-    def _lend(self, identity: Identity, reader: str, urgent: bool) -> tuple[bytes, bytes]:
-        lent, network = self._copies.chunks.of(identity), self._network()
+    def _offer_chunks(self, identity: Identity, reader: str, urgent: bool) -> tuple[bytes, bytes]:
+        lent, network = self._replicas.parity_store.chunks_of(identity), self._network()
         if network is not None:
             for chunk in lent:
-                name = chunk.name.transfer
-                self._copies.offer(network.transport, name, chunk.data, chunk.frames, reader, urgent)
+                name = chunk.name.transfer_name
+                self._replicas.offer(network.transport, name, chunk.data, chunk.frames, reader, urgent)
         snapshots = {rank: described for chunk in lent for rank, described in chunk.snapshots.items()}
         where = Where({}, {}, [("", chunk.name, chunk.frames) for chunk in lent])
         return where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])
 
-    def _publish(self, identity: Identity, ranks: Sequence[int], fields: Mapping[str, Any], then: Then) -> None:
+    def _offer_snapshots(self, identity: Identity, ranks: Sequence[int], fields: Mapping[str, Any], then: Then) -> None:
         """Offers snapshots of this node's ranks, and copies, to other nodes."""
         network, arenas = self._network(), self._arenas_of(identity)
         if not set(ranks) <= arenas.keys():
@@ -239,7 +241,7 @@ class ParityService:
 
         given = {rank: arenas[rank] for rank in ranks}
         reader, urgent = str(fields.get("reader", "")), bool(fields.get("urgent"))
-        self._copies.publish(network.transport, identity, given, published, reader, urgent)
+        self._replicas.publish(network.transport, identity, given, published, reader, urgent)
 
     # -- making again
 
@@ -256,79 +258,79 @@ class ParityService:
         if rank in self._arenas_of(identity):
             then([], "")
             return
-        where.check(snapshots)
-        missing = {each for _, name, _ in where.chunks for each in name.striped.ranks} - where.ranks.keys()
-        origins, parities = self._origins(identity, where, snapshots), self._parities(where)
+        where.check_sizes(snapshots)
+        missing = {each for _, name, _ in where.chunks for each in name.stripe.ranks} - where.node_by_rank.keys()
+        origins, parities = self._origins(identity, where, snapshots), self._parity_origins(where)
         sizes = {each: found.staged_bytes for each, found in snapshots.items()}
-        if rank not in rebuildable(missing, sizes, parities):
+        if rank not in rebuildable_ranks(missing, sizes, parities):
             raise AgentError(f"rank {rank} of {identity} cannot be made again from what is told to be left of it")
         urgent = bool(fields.get("urgent"))
-        key, folding = (identity, rank), self._folding(urgent)
+        key, folding = (identity, rank), self._create_worker(urgent)
 
         def begin() -> None:
-            remake = lambda: folding.remake(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
-            self._bulk.run(Lane.REBUILD if urgent else Lane.PARITY, remake, made)
+            remake = lambda: folding.rebuild_snapshot(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
+            self._workers.run(Lane.REBUILD if urgent else Lane.PARITY, remake, made)
 
         def made(done: Future[Arena]) -> None:
             error = failure(done)
             if not error:
-                self._copies.add(key, done.result())
-            self._making.ended(work)
-            if folding.spoiled:
-                then([folding.spoiled.encode()], "")
+                self._replicas.add_rebuilt(key, done.result())
+            self._rebuild_queue.end_work(work)
+            if folding.damaged_transfer:
+                then([folding.damaged_transfer.encode()], "")
             else:
                 then([], error)
 
-        size, leave, reader = snapshots[rank].size, int(fields["leave"]), str(fields.get("reader", ""))
+        size, leave, reader = snapshots[rank].arena_bytes, int(fields["leave"]), str(fields.get("reader", ""))
         work = RebuildWork(size, leave, urgent, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
-        self._making.want(work)
+        self._rebuild_queue.enqueue(work)
 
     # -- small steps
 
-    def _folding(self, urgent: bool = False) -> ParityWorker:
+    def _create_worker(self, urgent: bool = False) -> ParityWorker:
         network = self._network()
-        return ParityWorker(network.transport if network is not None else None, self._copies.progress.moved, urgent)
+        return ParityWorker(network.transport if network is not None else None, self._replicas.progress.advance, urgent)
 
     def _origins(
         self, identity: Identity, where: Where, snapshots: Mapping[int, DescribedSnapshot]
     ) -> dict[int, FrameOrigin]:
         """By rank, where its snapshot can be read, of those ranks that are held. Errors: AgentError."""
         here, found = self._arenas_of(identity), {}
-        for rank in where.ranks.keys() & snapshots.keys():
-            name, frames = transfer_of(identity, rank), snapshots[rank].frames
-            if rank in here and here[rank].bytes >= snapshots[rank].size:
-                found[rank] = FrameOrigin(name, frames, here=here[rank].view)
+        for rank in where.node_by_rank.keys() & snapshots.keys():
+            name, frames = transfer_name(identity, rank), snapshots[rank].frames
+            if rank in here and here[rank].size_bytes >= snapshots[rank].arena_bytes:
+                found[rank] = FrameOrigin(name, frames, local_data=here[rank].view)
             else:
-                node = where.ranks[rank]
+                node = where.node_by_rank[rank]
                 found[rank] = FrameOrigin(name, frames, node, self._addresses(node, where))
         return found
 
-    def _parities(self, where: Where) -> dict[Striped, dict[Row, FrameOrigin]]:
+    def _parity_origins(self, where: Where) -> dict[Striped, dict[Row, FrameOrigin]]:
         found: dict[Striped, dict[Row, FrameOrigin]] = {}
         for node, name, frames in where.chunks:
-            kept = self._copies.chunks.kept.get(name)
+            kept = self._replicas.parity_store.chunks_by_name.get(name)
             if kept is not None:
-                origin = FrameOrigin(name.transfer, kept.frames, here=kept.data)
+                origin = FrameOrigin(name.transfer_name, kept.frames, local_data=kept.data)
             elif frames is not None:
-                origin = FrameOrigin(name.transfer, frames, node, self._addresses(node, where))
+                origin = FrameOrigin(name.transfer_name, frames, node, self._addresses(node, where))
             else:
                 continue
-            found.setdefault(name.striped, {})[name.row] = origin
+            found.setdefault(name.stripe, {})[name.row] = origin
         return found
 
     def _addresses(self, node: str, where: Where) -> tuple[Address, ...]:
         """Errors: AgentError."""
         network = self._network()
-        if network is None or node not in where.nodes:
+        if network is None or node not in where.addresses_by_node:
             raise AgentError(f"nothing says where agent {node} is")
-        return tuple(network.addresses(NodeAt(node, where.nodes[node], ())))
+        return tuple(network.addresses(NodeAt(node, where.addresses_by_node[node], ())))
 
 
-def ranks_told(needed: Any) -> list[int] | None:
+def decode_ranks(needed: Any) -> list[int] | None:
     """Decodes `needed`: the ranks whose copies have to stay; None: unknown. Errors: ValueError, TypeError."""
     return [int(rank) for rank in needed] if needed is not None else None
 
 
-def _by_rank(blob: bytes) -> dict[int, DescribedSnapshot]:
+def _decode_by_rank(blob: bytes) -> dict[int, DescribedSnapshot]:
     """Errors: AgentError."""
     return {described.rank: described for described in decode_described(blob)}

@@ -14,132 +14,135 @@ if TYPE_CHECKING:
 
 
 class ParityStore:
-    """`kept`: the complete, verified chunks. Chunks that are being filled count in the byte totals. `goes`: called for
-    each kept chunk before its memory is reused. Arenas are filled and closed by worker threads: zeroing 1 GiB would
-    block the main thread for half a second."""
+    """`chunks_by_name`: the complete, verified chunks. Chunks that are being filled count in the byte totals. `goes`:
+    called for each kept chunk before its memory is reused. Arenas are filled and closed by worker threads: zeroing 1
+    GiB would block the main thread for half a second."""
 
-    def __init__(self, bulk: Workers, goes: Callable[[ParityChunkName], None] = lambda name: None) -> None:
-        self._bulk, self._goes = bulk, goes
-        self.kept: dict[ParityChunkName, ParityChunk] = {}
-        self._coming: dict[ParityChunkName, Arena] = {}
-        self._unwanted: set[ParityChunkName] = set()  # chunks in `_coming` that were evicted meanwhile
-        self._spare: list[Arena] = []  # free arenas with warm pages
-        # By checkpoint, the chunks that replace its other chunks, at `replaced`.
-        self._instead: dict[Identity, frozenset[ParityChunkName]] = {}
-        self.since: Epoch | None = None  # earlier epochs are not kept any more
+    def __init__(self, workers: Workers, goes: Callable[[ParityChunkName], None] = lambda name: None) -> None:
+        self._workers, self._on_evicted = workers, goes
+        self.chunks_by_name: dict[ParityChunkName, ParityChunk] = {}
+        self._incoming: dict[ParityChunkName, Arena] = {}
+        self._evicted_incoming: set[ParityChunkName] = set()  # chunks in `_incoming` that were evicted meanwhile
+        self._spare_arenas: list[Arena] = []  # free arenas with warm pages
+        # By checkpoint, the chunks that replace its other chunks, at `evict_replaced`.
+        self._replacements: dict[Identity, frozenset[ParityChunkName]] = {}
+        self.oldest_epoch: Epoch | None = None  # earlier epochs are not kept any more
 
     @property
     def bytes(self) -> int:
         """Bytes of all arenas: kept, being filled, and spare."""
-        return self.used_bytes + _bytes(self._spare)
+        return self.used_bytes + _bytes(self._spare_arenas)
 
     @property
     def used_bytes(self) -> int:
         """`bytes` without the spare arenas."""
-        return self._kept_bytes + _bytes(self._coming.values())
+        return self._kept_bytes + _bytes(self._incoming.values())
 
     @property
-    def to_take_bytes(self) -> int:
+    def unallocated_bytes(self) -> int:
         """Bytes that chunks being filled will still allocate."""
-        return sum(arena.to_take_bytes for arena in self._coming.values())
+        return sum(arena.untouched_bytes for arena in self._incoming.values())
 
     def bytes_of(self, epoch: Epoch) -> int:
         """Bytes kept and being filled of that epoch's checkpoints, with all spare memory."""
-        arenas = {name: chunk.arena for name, chunk in self.kept.items()} | self._coming
-        return _bytes([*(arena for name, arena in arenas.items() if name.identity.epoch == epoch), *self._spare])
+        arenas = {name: chunk.arena for name, chunk in self.chunks_by_name.items()} | self._incoming
+        return _bytes([*(arena for name, arena in arenas.items() if name.identity.epoch == epoch), *self._spare_arenas])
 
     @property
     def identities(self) -> set[Identity]:
-        return {name.identity for name in self.kept}
+        return {name.identity for name in self.chunks_by_name}
 
-    def is_coming(self, name: ParityChunkName) -> bool:
-        return name in self._coming
+    def is_incoming(self, name: ParityChunkName) -> bool:
+        return name in self._incoming
 
-    def begin(self, name: ParityChunkName) -> Arena:
+    def begin_chunk(self, name: ParityChunkName) -> Arena:
         """An arena for that chunk, with arbitrary contents; a spare one if possible. Errors: OSError."""
-        found = self._warm(name.striped.length)
+        found = self._find_spare(name.stripe.length)
         if found is not None:
-            self._spare.remove(found)
-        self._coming[name] = Arena.create(name.striped.length) if found is None else found
-        return self._coming[name]
+            self._spare_arenas.remove(found)
+        self._incoming[name] = Arena.create(name.stripe.length) if found is None else found
+        return self._incoming[name]
 
-    def is_warm(self, length: int) -> bool:
+    def has_spare(self, length: int) -> bool:
         """Whether a spare arena serves for a chunk of that length."""
-        return self._warm(length) is not None
+        return self._find_spare(length) is not None
 
-    def drop_spare(self) -> bool:
+    def close_one_spare(self) -> bool:
         """Closes a spare arena. Returns whether there was one."""
-        return bool(self.cool(1))
+        return bool(self.close_spares(1))
 
-    def end(self, names: Iterable[ParityChunkName], made: Collection[ParityChunk]) -> str:
+    def end_chunks(self, names: Iterable[ParityChunkName], made: Collection[ParityChunk]) -> str:
         """Ends chunks that were begun; `made` are complete. Returns why some of `made` are not kept; "" if all are."""
-        unwanted = {c.name for c in made if c.name in self._unwanted or self.is_outdated(c.name.identity)}
-        self.kept.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
+        unwanted = {c.name for c in made if c.name in self._evicted_incoming or self.is_outdated(c.name.identity)}
+        self.chunks_by_name.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
         for name in names:
-            arena = self._coming.pop(name)
-            self._unwanted.discard(name)
-            if name not in self.kept:
-                self._put_back(arena)
+            arena = self._incoming.pop(name)
+            self._evicted_incoming.discard(name)
+            if name not in self.chunks_by_name:
+                self._recycle_arena(arena)
         return f"nobody goes on from {next(iter(unwanted)).identity} any more" if unwanted else ""
 
     def is_outdated(self, identity: Identity) -> bool:
-        return self.since is not None and identity.epoch < self.since
+        return self.oldest_epoch is not None and identity.epoch < self.oldest_epoch
 
-    def forget(self, goes: Callable[[Identity], bool]) -> None:
+    def evict(self, goes: Callable[[Identity], bool]) -> None:
         """Evicts these checkpoints' chunks, also those that are still being filled."""
-        self._unwanted.update(name for name in self._coming if goes(name.identity))
-        self._instead = {identity: names for identity, names in self._instead.items() if not goes(identity)}
-        self._forget([name for name in self.kept if goes(name.identity)])
+        self._evicted_incoming.update(name for name in self._incoming if goes(name.identity))
+        self._replacements = {identity: names for identity, names in self._replacements.items() if not goes(identity)}
+        self._evict_chunks([name for name in self.chunks_by_name if goes(name.identity)])
 
-    def only(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
+    def evict_other_chunks(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
         """Evicts all other chunks of that checkpoint: they came of a failed attempt."""
-        self._instead.pop(identity, None)
-        self._forget([name for name in self.kept if name.identity == identity and name not in names])
+        self._replacements.pop(identity, None)
+        self._evict_chunks([name for name in self.chunks_by_name if name.identity == identity and name not in names])
 
-    def replace(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
-        """As `only`, but at `replaced`: until then the other chunks are what replicates the checkpoint."""
-        self._instead[identity] = frozenset(names)
+    def plan_replacement(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
+        """As `evict_other_chunks`, but at `evict_replaced`: until then the other chunks are what replicates the
+        checkpoint."""
+        self._replacements[identity] = frozenset(names)
 
-    def replaced(self, identity: Identity) -> None:
-        """The checkpoint is replicated by the chunks named in `replace`: evicts its others."""
-        names = self._instead.pop(identity, None)
+    def evict_replaced(self, identity: Identity) -> None:
+        """The checkpoint is replicated by the chunks named in `plan_replacement`: evicts its others."""
+        names = self._replacements.pop(identity, None)
         if names is not None:
-            self.only(identity, names)
+            self.evict_other_chunks(identity, names)
 
-    def _forget(self, names: Iterable[ParityChunkName]) -> None:
+    def _evict_chunks(self, names: Iterable[ParityChunkName]) -> None:
         for name in names:
-            self._goes(name)
-            self._put_back(self.kept.pop(name).arena)
+            self._on_evicted(name)
+            self._recycle_arena(self.chunks_by_name.pop(name).arena)
 
-    def of(self, identity: Identity) -> list[ParityChunk]:
-        return [chunk for name, chunk in self.kept.items() if name.identity == identity]
+    def chunks_of(self, identity: Identity) -> list[ParityChunk]:
+        return [chunk for name, chunk in self.chunks_by_name.items() if name.identity == identity]
 
-    def cool(self, missing: int) -> int:
+    def close_spares(self, missing: int) -> int:
         """Closes spare arenas until about `missing` bytes are free. Returns the bytes freed."""
         freed = 0
-        while self._spare and freed < missing:
-            freed += self._spare[0].bytes
-            self._bulk.close_arenas([self._spare.pop(0)])
+        while self._spare_arenas and freed < missing:
+            freed += self._spare_arenas[0].size_bytes
+            self._workers.close_arenas([self._spare_arenas.pop(0)])
         return freed
 
     def close(self) -> None:
-        self._bulk.close_arenas([*(chunk.arena for chunk in self.kept.values()), *self._coming.values(), *self._spare])
-        self.kept.clear()
-        self._spare.clear()
+        self._workers.close_arenas(
+            [*(chunk.arena for chunk in self.chunks_by_name.values()), *self._incoming.values(), *self._spare_arenas]
+        )
+        self.chunks_by_name.clear()
+        self._spare_arenas.clear()
 
     @property
     def _kept_bytes(self) -> int:
-        return _bytes(chunk.arena for chunk in self.kept.values())
+        return _bytes(chunk.arena for chunk in self.chunks_by_name.values())
 
-    def _warm(self, length: int) -> Arena | None:
-        return next((each for each in self._spare if each.bytes == created_bytes(length)), None)
+    def _find_spare(self, length: int) -> Arena | None:
+        return next((each for each in self._spare_arenas if each.size_bytes == created_bytes(length)), None)
 
-    def _put_back(self, arena: Arena) -> None:
+    def _recycle_arena(self, arena: Arena) -> None:
         """Keeps the arena as a warm spare. Closes the oldest spares beyond the bytes of the chunks that are kept."""
-        self._spare.append(arena)
-        while _bytes(self._spare) > self._kept_bytes:
-            self.cool(1)
+        self._spare_arenas.append(arena)
+        while _bytes(self._spare_arenas) > self._kept_bytes:
+            self.close_spares(1)
 
 
 def _bytes(arenas: Iterable[Arena]) -> int:
-    return sum(arena.bytes for arena in arenas)
+    return sum(arena.size_bytes for arena in arenas)

@@ -17,13 +17,13 @@ import numpy as np
 from ckpt.agent.net.transport import Fetch, Frames, Transport
 from ckpt.agent.runtime.workers import PARITY_THREADS
 from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, chunk_frames
-from ckpt.agent.snapshots.inventory import sealed
+from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.frames import frame_hash
-from ckpt.format.parity import Buffer, ParityScratch, Row, add, pieces, solve
+from ckpt.format.parity import Buffer, ParityScratch, Row, add_data, pieces, solve_lost
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import WARM_BYTES, Arena
-from ckpt.placement.rebuild import StagedRun, Striped, StripeWindow, solvable
+from ckpt.placement.rebuild import StagedRun, Striped, StripeWindow, solvable_windows
 from ckpt.types import Identity
 
 BATCH_BYTES = 16 << 20  # of frames fetched at once; the next batch is on its way while one is added
@@ -35,32 +35,32 @@ WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES
 
 @dataclass(frozen=True, slots=True)
 class FrameOrigin:
-    """Where the frames of one transfer can be read: from agent `node` as the offer `name`, or, if `here` is given, at
-    their offsets in this node's memory."""
+    """Where the frames of one transfer can be read: from agent `node` as the offer `name`, or, if `local_data` is
+    given, at their offsets in this node's memory."""
 
     name: str
     frames: Frames
     node: str = ""
     addresses: tuple[Address, ...] = ()
-    here: memoryview | None = None
+    local_data: memoryview | None = None
 
 
 class ParityWorker:
-    """One encoding or rebuild; it runs on the calling thread, and blocks. `spoiled`: the name of the transfer whose
-    bytes failed their hash, "" if none did. `filled_bytes`: bytes rebuilt so far; may be read on any thread."""
+    """One encoding or rebuild; it runs on the calling thread, and blocks. `damaged_transfer`: the name of the transfer
+    whose bytes failed their hash, "" if none did. `filled_bytes`: bytes rebuilt so far; may be read on any thread."""
 
     def __init__(
         self, transport: Transport | None, moved: Callable[[], None] = lambda: None, urgent: bool = False
     ) -> None:
         """`transport`: None if all origins are on this node. `moved`: called after each frame. `urgent`: as in
         Transport.fetch."""
-        self.spoiled = ""
+        self.damaged_transfer = ""
         self.filled_bytes = 0
-        self._moved, self._urgent = moved, urgent
+        self._on_progress, self._urgent = moved, urgent
         self._transport = transport
         self._scratch = ParityScratch()
 
-    def make(
+    def encode_chunk(
         self,
         name: ParityChunkName,
         world: int,
@@ -71,16 +71,16 @@ class ParityWorker:
         """Encodes the parity chunk `name` into `arena`, whose former contents are overwritten. `origins`: by rank.
 
         Errors: AgentError, DamagedData."""
-        data = arena.part((0, name.striped.length))
+        data = arena.part((0, name.stripe.length))
         for at in range(0, len(data), WARM_BYTES):
             np.frombuffer(data[at : at + WARM_BYTES], np.uint8).fill(0)
-            self._moved()
+            self._on_progress()
         # In random order, so that not all holders read from the same node at once.
-        for place in random.sample(range(len(name.striped.sources)), len(name.striped.sources)):
-            self._add_source({name.row: data}, place, name.striped.sources[place], origins)
-        return ParityChunk(name, world, arena, chunk_frames(data, name.striped.length), snapshots)
+        for place in random.sample(range(len(name.stripe.sources)), len(name.stripe.sources)):
+            self._add_source({name.row: data}, place, name.stripe.sources[place], origins)
+        return ParityChunk(name, world, arena, chunk_frames(data, name.stripe.length), snapshots)
 
-    def remake(
+    def rebuild_snapshot(
         self,
         key: tuple[Identity, int],
         described: DescribedSnapshot,
@@ -93,13 +93,13 @@ class ParityWorker:
         `order`: the parity rows by preference, where fewer are needed. The caller has checked that it is rebuildable.
 
         Errors: AgentError, OSError; DamagedData, also if verified inputs give a wrong result."""
-        arena = Arena.create(described.size)
+        arena = Arena.create(described.arena_bytes)
         try:
-            for window in solvable(missing, chunks):
-                if any(window.runs[place].rank == key[1] for place in window.unknown):
-                    for part in window.cut(WINDOW_BYTES):
-                        self._solve(key[1], described, part, chunks[window.striped], origins, order, arena)
-            _check(key, described, arena)
+            for window in solvable_windows(missing, chunks):
+                if any(window.runs[place].rank == key[1] for place in window.unknown_sources):
+                    for part in window.split(WINDOW_BYTES):
+                        self._solve(key[1], described, part, chunks[window.stripe], origins, order, arena)
+            _verify_and_seal(key, described, arena)
             return arena
         except BaseException:
             arena.close()
@@ -118,20 +118,24 @@ class ParityWorker:
         arena: Arena,
     ) -> None:
         length = window.stop - window.start
-        used = [row for row in order if row in held][: len(window.unknown)]
+        used = [row for row in order if row in held][: len(window.unknown_sources)]
         left = {row: bytearray(length) for row in used}
         for row in used:
             whole = [StagedRun(0, window.start, window.stop)]
             self._add_source({Row.P: left[row]}, 0, whole, {0: held[row]})  # copied as it is
         for place, run in window.runs.items():
-            if place not in window.unknown:
+            if place not in window.unknown_sources:
                 self._add_source(left, place, [run], origins)
-        for place, data in zip(window.unknown, solve(window.unknown, left, self._scratch), strict=True):
+        for place, data in zip(
+            window.unknown_sources, solve_lost(window.unknown_sources, left, self._scratch), strict=True
+        ):
             run = window.runs[place]
             if run.rank == rank:
                 for piece in pieces(described.frames.lengths, run.start, run.stop):
                     at = int(described.frames.offsets[piece.frame]) + piece.offset
-                    arena.view[at : at + piece.length] = memoryview(data)[piece.at : piece.at + piece.length]
+                    arena.view[at : at + piece.length] = memoryview(data)[
+                        piece.stripe_offset : piece.stripe_offset + piece.length
+                    ]
                     self.filled_bytes += piece.length
 
     def _add_source(
@@ -146,17 +150,17 @@ class ParityWorker:
                     piece = wanted[frame]
                     part = data[piece.offset : piece.offset + piece.length]
                     for row, target in targets.items():
-                        add(target, at + piece.at, {place: part}, row, self._scratch)
-                    self._moved()
+                        add_data(target, at + piece.stripe_offset, {place: part}, row, self._scratch)
+                    self._on_progress()
             at += run.stop - run.start
 
     def _frames(self, origin: FrameOrigin, numbers: list[int]) -> Generator[tuple[int, memoryview], None, None]:
         """Yields (number, verified bytes) of these frames. The bytes are valid until the next frame is requested."""
-        if origin.here is not None:
+        if origin.local_data is not None:
             for number, (offset, length) in zip(numbers, _places(origin.frames, numbers), strict=True):
-                data = origin.here[offset : offset + length]
+                data = origin.local_data[offset : offset + length]
                 if list(frame_hash(data)) != origin.frames.hashes[number].tolist():
-                    self.spoiled = origin.name
+                    self.damaged_transfer = origin.name
                     raise DamagedData(f"frame {number} of {origin.name} has changed in this node's memory")
                 yield number, data
             return
@@ -172,9 +176,9 @@ class ParityWorker:
                     coming.append(self._fetch(origin, batches[n], buffers[n % 2]))
                 if n:
                     try:
-                        coming[0].done.result()
+                        coming[0].completion.result()
                     except DamagedData:
-                        self.spoiled = origin.name
+                        self.damaged_transfer = origin.name
                         raise
                     del coming[0]
                     at = 0
@@ -185,7 +189,7 @@ class ParityWorker:
             for fetch in coming:
                 fetch.cancel()
             for fetch in coming:
-                fetch.done.exception()  # waits: then nothing writes to the buffers
+                fetch.completion.exception()  # waits: then nothing writes to the buffers
 
     def _fetch(self, origin: FrameOrigin, batch: list[tuple[int, int]], buffer: memoryview) -> Fetch:
         if self._transport is None:
@@ -193,20 +197,20 @@ class ParityWorker:
         numbers = [number for number, _ in batch]
         lengths = origin.frames.lengths[numbers]
         offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths)[:-1].astype(np.uint64)])
-        frames = Frames.placed(offsets, lengths, origin.frames.hashes[numbers], buffer.nbytes)
+        frames = Frames.from_columns(offsets, lengths, origin.frames.hashes[numbers], buffer.nbytes)
         at, urgent = (origin.node, origin.addresses), self._urgent
         return self._transport.fetch(*at, origin.name, buffer, frames, urgent=urgent, numbers=numbers)
 
 
-def _check(key: tuple[Identity, int], described: DescribedSnapshot, arena: Arena) -> None:
+def _verify_and_seal(key: tuple[Identity, int], described: DescribedSnapshot, arena: Arena) -> None:
     """Verifies every frame, then writes the first page, which seals the arena. Errors: DamagedData."""
     frames = described.frames
-    for number, (offset, length) in enumerate(frames.places()):
+    for number, (offset, length) in enumerate(frames.byte_ranges()):
         with arena.view[offset : offset + length] as data:
             if list(frame_hash(data)) != frames.hashes[number].tolist():
                 raise DamagedData(f"frame {number} of rank {key[1]} of {key[0]} came out of the parity damaged")
-    arena.set_page(described.page)
-    found = sealed(arena)
+    arena.write_header_page(described.first_page)
+    found = find_sealed_snapshot(arena)
     if found is None or found[0] != key:
         raise DamagedData(f"what came out of the parity as rank {key[1]} of {key[0]} says that it is something else")
 

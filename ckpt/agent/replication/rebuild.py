@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.parity_service import ParityService, Where
-from ckpt.agent.replication.replica_store import decode_described, encode_described, transfer_of
+from ckpt.agent.replication.replica_store import decode_described, encode_described, transfer_name
 from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunkName
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
-from ckpt.placement.rebuild import Striped, rebuildable
+from ckpt.placement.rebuild import Striped, rebuildable_ranks
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
@@ -33,13 +33,14 @@ log = logging.getLogger("ckpt")
 UNWANTED = "nobody waits for it any more"
 ATTEMPTS = 3  # per rank, or one per node if those are more: some may lack the memory
 
-Made = dict[int, str]  # rank -> the node that rebuilt it
+NodeByRank = dict[int, str]  # rank -> the node that rebuilt it
 
 
 class Rebuild:
     """Rebuilds the ranks in `at`. `nodes`: those that are left, this one first; () if it is the only one. `holders`:
     rank -> nodes with its snapshot. `at`: lost rank -> nodes that may rebuild it, the best first. `then` hears which
-    node rebuilt which rank, and "" or why some failed; once, after `begin` has returned. `over`: `then` was called."""
+    node rebuilt which rank, and "" or why some failed; once, after `begin` has returned. `is_over`: `then` was
+    called."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Rebuild:
         identity: Identity,
         holders: Mapping[int, Sequence[str]],
         at: Mapping[int, Sequence[str]],
-        then: Callable[[Made, str], None],
+        then: Callable[[NodeByRank, str], None],
         me: str = "",
         leave: Mapping[str, int] | None = None,
         unwanted: Callable[[], bool] = lambda: False,
@@ -57,210 +58,228 @@ class Rebuild:
         """`me`: the name of this node if it is the only one. `leave`: by node, replica bytes that must stay free beside
         its rebuilds, else it refuses them; 0 by default. `unwanted`: whether nobody waits for the result any more.
         `urgent`: a start waits for it."""
-        self._parities, self._identity, self._then = parities, identity, then
+        self._parity_service, self._identity, self._on_done = parities, identity, then
         self._reader = secrets.token_hex(8)  # another rebuild may read the same offers
-        self._nodes = {node.name: node.addresses for node in nodes}
-        self._names = list(self._nodes) or [me]
+        self._addresses_by_node = {node.name: node.addresses for node in nodes}
+        self._names = list(self._addresses_by_node) or [me]
         self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
-        self._at = {rank: list(names) for rank, names in sorted(at.items())}
-        self._leave, self._urgent = leave or {}, urgent
-        self._left: set[str] = set()  # nodes, or ranks, whose answer is awaited
+        self._rebuilders_by_rank = {rank: list(names) for rank, names in sorted(at.items())}
+        self._reserved_bytes, self._urgent = leave or {}, urgent
+        self._pending_answers: set[str] = set()  # nodes, or ranks, whose answer is awaited
         self._chunks: list[tuple[str, ParityChunkName, Frames | None]] = []
-        self._described: dict[int, bytes] = {}
+        self._encoded_by_rank: dict[int, bytes] = {}
         self._snapshots: dict[int, DescribedSnapshot] = {}
-        self._tried: Counter[int] = Counter()
+        self._attempts_by_rank: Counter[int] = Counter()
         # Nodes that hold little rebuild more.
-        self._busy = Counter(names[0] for names in self._holders.values() if names)
-        self._made: Made = {}
-        self._failed: dict[int, str] = {}  # ranks that cannot be rebuilt -> why
-        self._damaged: set[str] = set()  # transfers found damaged since the last `_publish`
-        self._unwanted = unwanted
-        self.over = False
+        self._load_by_node = Counter(names[0] for names in self._holders.values() if names)
+        self._node_by_rebuilt_rank: NodeByRank = {}
+        self._errors_by_rank: dict[int, str] = {}  # ranks that cannot be rebuilt -> why
+        self._damaged_transfers: set[str] = set()  # transfers found damaged since the last `_publish`
+        self._is_unwanted = unwanted
+        self.is_over = False
 
     @property
-    def _todo(self) -> list[int]:
-        return [rank for rank in self._at if rank not in self._made and rank not in self._failed]
+    def _pending_ranks(self) -> list[int]:
+        return [
+            rank
+            for rank in self._rebuilders_by_rank
+            if rank not in self._node_by_rebuilt_rank and rank not in self._errors_by_rank
+        ]
 
     def begin(self) -> None:
-        self._left = set(self._names)
+        self._pending_answers = set(self._names)
         for name in self._names:
-            self._ask(name, {"t": "lend"}, (), lambda blobs, error, name=name: self._lent(name, blobs, error))
+            self._ask(
+                name, {"t": "lend"}, (), lambda blobs, error, name=name: self._handle_lend_answer(name, blobs, error)
+            )
 
     def give_up(self, why: str) -> None:
         """Fails the ranks that are not rebuilt yet, and ends."""
-        for rank in self._todo:
+        for rank in self._pending_ranks:
             self._fail(rank, why)
         self._finish()
 
     # -- what there is
 
-    def _lent(self, name: str, blobs: list[bytes], error: str) -> None:
+    def _handle_lend_answer(self, name: str, blobs: list[bytes], error: str) -> None:
         if self._is_late(name):
             return
-        self._left.discard(name)
+        self._pending_answers.discard(name)
         try:
             if error or len(blobs) != 2:
                 raise AgentError(error or "its answer has not what belongs to it")
             where, snapshots = Where.decode(self._identity, blobs[0]), decode_described(blobs[1])
-            where.check({each.rank: each for each in snapshots})
+            where.check_sizes({each.rank: each for each in snapshots})
         except CkptError as exc:
             log.warning("agent %s has no parity of %s to give: %s", name or "here", self._identity, exc)
             if error:  # A malformed answer excludes only the node's parity.
-                self._without(name)
-                self._at = {rank: [each for each in names if each != name] for rank, names in self._at.items()}
+                self._exclude_holder(name)
+                self._rebuilders_by_rank = {
+                    rank: [each for each in names if each != name] for rank, names in self._rebuilders_by_rank.items()
+                }
         else:
-            if self._agrees(name, snapshots):
+            if self._record_snapshots(name, snapshots):
                 self._chunks += [(name, chunk, frames) for _, chunk, frames in where.chunks]
-        if not self._left:
+        if not self._pending_answers:
             self._publish()
 
-    def _agrees(self, name: str, snapshots: Sequence[DescribedSnapshot]) -> bool:
+    def _record_snapshots(self, name: str, snapshots: Sequence[DescribedSnapshot]) -> bool:
         """Whether the node describes the snapshots as the others do: all parity must be of the same bytes."""
         for each in snapshots:
-            if self._described.setdefault(each.rank, encode_described([each])) != encode_described([each]):
+            if self._encoded_by_rank.setdefault(each.rank, encode_described([each])) != encode_described([each]):
                 log.warning("agent %s describes rank %d of %s unlike others do", name, each.rank, self._identity)
                 return False
             self._snapshots.setdefault(each.rank, each)
         return True
 
-    def _without(self, name: str) -> None:
+    def _exclude_holder(self, name: str) -> None:
         self._holders = {rank: [each for each in names if each != name] for rank, names in self._holders.items()}
 
     def _publish(self) -> None:
         """Has the holders of the needed snapshots let them be read."""
-        self._damaged.clear()
-        todo = set(self._todo)
-        stripes = [chunk.striped for _, chunk, _ in self._chunks if not chunk.striped.ranks.isdisjoint(todo)]
+        self._damaged_transfers.clear()
+        todo = set(self._pending_ranks)
+        stripes = [chunk.stripe for _, chunk, _ in self._chunks if not chunk.stripe.ranks.isdisjoint(todo)]
         needed = {rank for striped in stripes for rank in striped.ranks}
         by_node: dict[str, list[int]] = {}
         for rank in sorted(needed - todo):
             if self._holders.get(rank):
                 by_node.setdefault(self._holders[rank][0], []).append(rank)
-        self._left = set(by_node)
+        self._pending_answers = set(by_node)
         if not by_node:
-            self._share_out()
+            self._assign_ranks()
         for name, ranks in by_node.items():
             self._ask(
-                name, {"t": "publish", "ranks": ranks}, (), lambda _, error, name=name: self._published(name, error)
+                name,
+                {"t": "publish", "ranks": ranks},
+                (),
+                lambda _, error, name=name: self._handle_publish_answer(name, error),
             )
 
-    def _published(self, name: str, error: str) -> None:
+    def _handle_publish_answer(self, name: str, error: str) -> None:
         if self._is_late(name):
             return
         if error:
             log.warning("agent %s does not give what it has of %s: %s", name or "here", self._identity, error)
-            self._without(name)
-        self._left.discard(name)
-        if not self._left:
-            self._share_out()
+            self._exclude_holder(name)
+        self._pending_answers.discard(name)
+        if not self._pending_answers:
+            self._assign_ranks()
 
     def _is_late(self, name: str) -> bool:
         """Whether the rebuild was over before this node's answer. Then its offers are ended, too."""
-        if self.over:
-            self._parities.end_reading(self._identity, [name], self._reader)
-        return self.over
+        if self.is_over:
+            self._parity_service.end_offers(self._identity, [name], self._reader)
+        return self.is_over
 
     # -- making them
 
     @property
-    def _where(self) -> Where:
-        todo = set(self._todo)
+    def _locations(self) -> Where:
+        todo = set(self._pending_ranks)
         held = {rank: names[0] for rank, names in self._holders.items() if names and rank not in todo}
-        return Where(self._nodes, held, self._chunks)
+        return Where(self._addresses_by_node, held, self._chunks)
 
-    def _share_out(self) -> None:
-        if self._unwanted():
+    def _assign_ranks(self) -> None:
+        if self._is_unwanted():
             self.give_up(UNWANTED)
             return
-        where, sizes = self._where, {rank: each.staged_bytes for rank, each in self._snapshots.items()}
+        where, sizes = self._locations, {rank: each.staged_bytes for rank, each in self._snapshots.items()}
         rows: dict[Striped, set[Row]] = {}
         for _, chunk, _ in self._chunks:
-            rows.setdefault(chunk.striped, set()).add(chunk.row)
-        missing = {rank for _, chunk, _ in self._chunks for rank in chunk.striped.ranks} - where.ranks.keys()
-        possible = rebuildable(missing, sizes, rows)
-        for rank in self._todo:
+            rows.setdefault(chunk.stripe, set()).add(chunk.row)
+        missing = {rank for _, chunk, _ in self._chunks for rank in chunk.stripe.ranks} - where.node_by_rank.keys()
+        possible = rebuildable_ranks(missing, sizes, rows)
+        for rank in self._pending_ranks:
             if rank not in possible:
                 self._fail(rank, "too much of what it was kept with is lost, too")
-            elif not self._at[rank]:
+            elif not self._rebuilders_by_rank[rank]:
                 self._fail(rank, "no node is left that could")
-        todo = self._todo
-        self._left = {str(rank) for rank in todo}
+        todo = self._pending_ranks
+        self._pending_answers = {str(rank) for rank in todo}
         for rank in todo:
-            self._give(rank, _part_of(where, rank), self._at[rank])
+            self._assign_rank(rank, _part_of(where, rank), self._rebuilders_by_rank[rank])
         if not todo:
             self._finish()
 
-    def _give(self, rank: int, where: Where, at: Sequence[str]) -> None:
-        name = min(at, key=lambda each: (self._busy[each], at.index(each)))
-        order = list(Row) if self._tried[rank] % 2 == 0 else list(Row)[::-1]
-        self._tried[rank] += 1
-        self._busy[name] += 1
+    def _assign_rank(self, rank: int, where: Where, at: Sequence[str]) -> None:
+        name = min(at, key=lambda each: (self._load_by_node[each], at.index(each)))
+        order = list(Row) if self._attempts_by_rank[rank] % 2 == 0 else list(Row)[::-1]
+        self._attempts_by_rank[rank] += 1
+        self._load_by_node[name] += 1
         fields = {"t": "rebuild", "rank": rank, "order": [int(row) for row in order]}
-        fields["leave"] = self._leave.get(name, 0)
-        needed = {each for _, chunk, _ in where.chunks for each in chunk.striped.ranks}
+        fields["leave"] = self._reserved_bytes.get(name, 0)
+        needed = {each for _, chunk, _ in where.chunks for each in chunk.stripe.ranks}
         snapshots = encode_described([self._snapshots[each] for each in sorted(needed)])
 
         def made(blobs: list[bytes], error: str) -> None:
-            if self.over:
+            if self.is_over:
                 return
             if blobs and not error:
-                self._spoiled(rank, bytes(blobs[0]).decode(errors="replace"))
-            elif error and self._tried[rank] < max(ATTEMPTS, len(self._at[rank])) and not self._unwanted():
+                self._exclude_damaged(rank, bytes(blobs[0]).decode(errors="replace"))
+            elif (
+                error
+                and self._attempts_by_rank[rank] < max(ATTEMPTS, len(self._rebuilders_by_rank[rank]))
+                and not self._is_unwanted()
+            ):
                 log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
-                self._give(rank, where, [each for each in at if each != name] or at)
+                self._assign_rank(rank, where, [each for each in at if each != name] or at)
                 return
             elif error:
                 self._fail(rank, f"at agent {name or 'here'}: {error}")
             else:
-                self._made[rank] = name
+                self._node_by_rebuilt_rank[rank] = name
                 self._holders[rank] = [name]
-            self._left.discard(str(rank))
-            if not self._left:
-                self._go_on()
+            self._pending_answers.discard(str(rank))
+            if not self._pending_answers:
+                self._retry_or_finish()
 
         self._ask(name, fields, [where.encode(), snapshots], made)
 
-    def _spoiled(self, rank: int, transfer: str) -> None:
+    def _exclude_damaged(self, rank: int, transfer: str) -> None:
         """Excludes a damaged source; fails the rank if that source was not one of ours."""
-        if transfer in self._damaged:
+        if transfer in self._damaged_transfers:
             return  # another rank's rebuild has reported it
         log.warning("%s: what lies there is not what it was; it is done without", transfer[:200])
         before = len(self._chunks), self._holders
-        self._chunks = [each for each in self._chunks if each[1].transfer != transfer]
+        self._chunks = [each for each in self._chunks if each[1].transfer_name != transfer]
         self._holders = {
-            each: names[1:] if transfer == transfer_of(self._identity, each) else names
+            each: names[1:] if transfer == transfer_name(self._identity, each) else names
             for each, names in self._holders.items()
         }
         if before == (len(self._chunks), self._holders):
             self._fail(rank, f"{transfer:.200} is said to be damaged, and was not asked for")
         else:
-            self._damaged.add(transfer)
+            self._damaged_transfers.add(transfer)
 
     def _fail(self, rank: int, why: str) -> None:
-        self._failed[rank] = f"rank {rank} cannot be made again from parity: {why}"
+        self._errors_by_rank[rank] = f"rank {rank} cannot be made again from parity: {why}"
 
-    def _go_on(self) -> None:
+    def _retry_or_finish(self) -> None:
         """All have answered. Ranks that are left had a damaged source, and are tried again without it."""
-        if self._todo:
+        if self._pending_ranks:
             self._publish()
         else:
             self._finish()
 
     def _finish(self) -> None:
-        if not self.over:
-            self.over = True
-            self._parities.end_reading(self._identity, self._names, self._reader)
-            self._then(self._made, self._failed[min(self._failed)] if self._failed else "")
+        if not self.is_over:
+            self.is_over = True
+            self._parity_service.end_offers(self._identity, self._names, self._reader)
+            self._on_done(
+                self._node_by_rebuilt_rank,
+                self._errors_by_rank[min(self._errors_by_rank)] if self._errors_by_rank else "",
+            )
 
     def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
         more = {"identity": str(self._identity), "reader": self._reader, "urgent": self._urgent}
-        self._parities.have(name, {**fields, **more}, blobs, then)
+        self._parity_service.send_request(name, {**fields, **more}, blobs, then)
 
 
 def _part_of(where: Where, rank: int) -> Where:
     """The part of `where` that concerns the stripes of that rank."""
-    chunks = [each for each in where.chunks if rank in each[1].striped.ranks]
-    needed = {each for _, chunk, _ in chunks for each in chunk.striped.ranks}
-    ranks = {each: name for each, name in where.ranks.items() if each in needed}
+    chunks = [each for each in where.chunks if rank in each[1].stripe.ranks]
+    needed = {each for _, chunk, _ in chunks for each in chunk.stripe.ranks}
+    ranks = {each: name for each, name in where.node_by_rank.items() if each in needed}
     names = {*ranks.values(), *(name for name, _, _ in chunks)}
-    return Where({name: at for name, at in where.nodes.items() if name in names}, ranks, chunks)
+    return Where({name: at for name, at in where.addresses_by_node.items() if name in names}, ranks, chunks)

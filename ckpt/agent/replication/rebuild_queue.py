@@ -16,15 +16,16 @@ from ckpt.agent.replication.replica_store import ReplicaStore
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RebuildWork:
-    """One rebuild, of a copy of `size` bytes. `leave`: replica bytes that must stay free beside it; 0: no such limit.
-    `urgent`: it goes before others. `reader`: its requester. `filled`: bytes written so far; any thread. Either `begin`
-    or `refuse` is called, once. After `begin` the rebuild is under way until `RebuildQueue.ended`."""
+    """One rebuild, of a copy of `size` bytes. `reserved_bytes`: replica bytes that must stay free beside it; 0: no such
+    limit. `urgent`: it goes before others. `reader`: its requester. `get_filled_bytes`: bytes written so far; any
+    thread. Either `begin` or `refuse` is called, once. After `begin` the rebuild is under way until
+    `RebuildQueue.end_work`."""
 
     size: int
-    leave: int
+    reserved_bytes: int
     urgent: bool
     reader: str
-    filled: Callable[[], int]
+    get_filled_bytes: Callable[[], int]
     begin: Callable[[], None]
     refuse: Callable[[str], None]
 
@@ -33,50 +34,50 @@ class RebuildQueue:
     """Rebuilds of one node. `free_bytes`: memory that may still be taken on this machine."""
 
     def __init__(self, copies: ReplicaStore, free_bytes: Callable[[], int]) -> None:
-        self._copies, self._free_bytes = copies, free_bytes
-        self._under_way: list[RebuildWork] = []
-        self._waiting: list[RebuildWork] = []
+        self._replicas, self._free_bytes = copies, free_bytes
+        self._running_work: list[RebuildWork] = []
+        self._queued_work: list[RebuildWork] = []
 
     @property
-    def to_take_bytes(self) -> int:
+    def unallocated_bytes(self) -> int:
         """Bytes that rebuilds under way will still allocate; their scratch memory counts in full."""
-        return sum(work.size - work.filled() + SCRATCH_BYTES for work in self._under_way)
+        return sum(work.size - work.get_filled_bytes() + SCRATCH_BYTES for work in self._running_work)
 
-    def want(self, work: RebuildWork) -> None:
+    def enqueue(self, work: RebuildWork) -> None:
         """Adds a rebuild: it begins now, begins when others have ended, or is refused."""
-        self._waiting.append(work)
-        self._waiting.sort(key=lambda each: not each.urgent)  # stable: else in order of arrival
-        self._go_on()
+        self._queued_work.append(work)
+        self._queued_work.sort(key=lambda each: not each.urgent)  # stable: else in order of arrival
+        self._start_next()
 
-    def ended(self, work: RebuildWork) -> None:
+    def end_work(self, work: RebuildWork) -> None:
         """A rebuild has ended, as a copy or without a result."""
-        self._under_way.remove(work)
-        self._go_on()
+        self._running_work.remove(work)
+        self._start_next()
 
-    def unwanted(self, reader: str, why: str) -> None:
+    def refuse_queued(self, reader: str, why: str) -> None:
         """Refuses the rebuilds that wait for that reader."""
-        gone = [work for work in self._waiting if work.reader == reader]
-        self._waiting = [work for work in self._waiting if work.reader != reader]
+        gone = [work for work in self._queued_work if work.reader == reader]
+        self._queued_work = [work for work in self._queued_work if work.reader != reader]
         for work in gone:
             work.refuse(why)
-        self._go_on()
+        self._start_next()
 
-    def _go_on(self) -> None:
-        while self._waiting:
-            why_not = self._why_not(self._waiting[0])
-            if why_not and self._under_way:
+    def _start_next(self) -> None:
+        while self._queued_work:
+            why_not = self._refusal_reason(self._queued_work[0])
+            if why_not and self._running_work:
                 return
-            work = self._waiting.pop(0)
+            work = self._queued_work.pop(0)
             if why_not:
                 work.refuse(why_not)
             else:
-                self._under_way.append(work)
+                self._running_work.append(work)
                 work.begin()
 
-    def _why_not(self, work: RebuildWork) -> str:
-        if work.size + SCRATCH_BYTES + self.to_take_bytes + self._copies.to_take_bytes > self._free_bytes():
+    def _refusal_reason(self, work: RebuildWork) -> str:
+        if work.size + SCRATCH_BYTES + self.unallocated_bytes + self._replicas.unallocated_bytes > self._free_bytes():
             return f"there is no memory for {work.size >> 20} MiB and the way to them"
-        others_bytes = sum(each.size + SCRATCH_BYTES for each in self._under_way)
-        if work.leave and not self._copies.fits([others_bytes, work.size, work.leave]):
-            return f"{work.size >> 20} MiB would not leave the {work.leave >> 20} MiB that the job needs"
+        others_bytes = sum(each.size + SCRATCH_BYTES for each in self._running_work)
+        if work.reserved_bytes and not self._replicas.fits([others_bytes, work.size, work.reserved_bytes]):
+            return f"{work.size >> 20} MiB would not leave the {work.reserved_bytes >> 20} MiB that the job needs"
         return ""

@@ -31,7 +31,7 @@ class Replication:
     copies there must stay; None: unknown. `then` is called once, with "" or the error; until then the sources leave
     their snapshots unchanged. It returns whether older checkpoints may be evicted; otherwise none is."""
 
-    what = "a copy"
+    replica_kind = "a copy"
 
     def __init__(
         self,
@@ -45,39 +45,41 @@ class Replication:
         then: Callable[[str], bool | None],
         needed: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self._safe, self._needed = safe, needed
-        self._network, self._copies, self._then = network, copies, then
+        self._replicated, self._needed_ranks = safe, needed
+        self._network, self._replicas, self._on_done = network, copies, then
         self._nodes = {node.name: node for node in nodes}
-        self._wanted = {name: each for name, each in wanted.items() if all(each) and name in self._nodes}
-        self._identity, self._own = identity, own
-        self._left = {(source, holder) for source, (_, holders) in self._wanted.items() for holder in holders}
+        self._plan_by_source = {name: each for name, each in wanted.items() if all(each) and name in self._nodes}
+        self._identity, self._own_arenas = identity, own
+        self._pending_transfers = {
+            (source, holder) for source, (_, holders) in self._plan_by_source.items() for holder in holders
+        }
         self._errors: list[str] = []
 
     def begin(self) -> None:
-        if not self._left:
-            self._then("")
-        for source in self._wanted:
+        if not self._pending_transfers:
+            self._on_done("")
+        for source in self._plan_by_source:
             self._publish(source)
 
     def _publish(self, source: str) -> None:
-        if source == self._network.me:
+        if source == self._network.agent_name:
 
             def published(found: list[DescribedSnapshot], error: str) -> None:
-                self._published(source, b"" if error else encode_described(found), error)
+                self._handle_published(source, b"" if error else encode_described(found), error)
 
-            self._copies.publish(self._network.transport, self._identity, self._own, published)
+            self._replicas.publish(self._network.transport, self._identity, self._own_arenas, published)
             return
 
         def heard(answer: Message | None, error: str) -> None:
             if answer is not None and not answer.blobs:
                 error = "its answer has no description"
-            self._published(source, b"" if answer is None or error else answer.blobs[0], error)
+            self._handle_published(source, b"" if answer is None or error else answer.blobs[0], error)
 
-        fields = {"t": "publish", "identity": str(self._identity), "ranks": list(self._wanted[source][0])}
-        self._network.ask(source, fields, (), heard)
+        fields = {"t": "publish", "identity": str(self._identity), "ranks": list(self._plan_by_source[source][0])}
+        self._network.request(source, fields, (), heard)
 
-    def _published(self, source: str, blob: bytes, error: str) -> None:
-        ranks, holders = self._wanted[source]
+    def _handle_published(self, source: str, blob: bytes, error: str) -> None:
+        ranks, holders = self._plan_by_source[source]
         if not error:
             try:
                 if sorted(each.rank for each in decode_described(blob)) != sorted(ranks):
@@ -86,60 +88,60 @@ class Replication:
                 error = str(exc)
         for holder in holders:
             if error:
-                self._ended(source, holder, f"agent {source} does not give what is to be copied: {error}")
+                self._end_transfer(source, holder, f"agent {source} does not give what is to be copied: {error}")
             else:
-                self._keep(source, holder, blob)
+                self._request_replica(source, holder, blob)
 
-    def _keep(self, source: str, holder: str, blob: bytes) -> None:
+    def _request_replica(self, source: str, holder: str, blob: bytes) -> None:
         node = self._nodes[source]
-        if holder == self._network.me:
+        if holder == self._network.agent_name:
             wanted, addresses = decode_described(blob), self._network.addresses(node)
-            then = lambda error: self._ended(source, holder, error)  # noqa: E731
+            then = lambda error: self._end_transfer(source, holder, error)  # noqa: E731
             try:
-                sizes = [each.size for each in wanted]
-                self._copies.make_room(self._identity, self._safe, sizes, self._needed_at(holder))
+                sizes = [each.arena_bytes for each in wanted]
+                self._replicas.evict_superseded(self._identity, self._replicated, sizes, self._needed_ranks_at(holder))
             except AgentError as exc:
-                self._ended(source, holder, str(exc))
+                self._end_transfer(source, holder, str(exc))
                 return
-            self._copies.keep(self._network.transport, self._identity, source, addresses, wanted, then)
+            self._replicas.fetch_replicas(self._network.transport, self._identity, source, addresses, wanted, then)
             return
         fields = {
             "t": "keep",
             "identity": str(self._identity),
-            "safe": str(self._safe) if self._safe is not None else None,
-            "needed": self._needed_at(holder),
+            "safe": str(self._replicated) if self._replicated is not None else None,
+            "needed": self._needed_ranks_at(holder),
             "source": source,
             "addresses": [str(address) for address in node.addresses],
         }
-        self._network.ask(holder, fields, [blob], lambda answer, error: self._ended(source, holder, error))
+        self._network.request(holder, fields, [blob], lambda answer, error: self._end_transfer(source, holder, error))
 
-    def _needed_at(self, holder: str) -> Sequence[int] | None:
-        return self._needed.get(holder, ()) if self._needed is not None else None
+    def _needed_ranks_at(self, holder: str) -> Sequence[int] | None:
+        return self._needed_ranks.get(holder, ()) if self._needed_ranks is not None else None
 
-    def _ended(self, source: str, holder: str, error: str) -> None:
-        if (source, holder) not in self._left:
+    def _end_transfer(self, source: str, holder: str, error: str) -> None:
+        if (source, holder) not in self._pending_transfers:
             return
-        self._left.discard((source, holder))
+        self._pending_transfers.discard((source, holder))
         if error:
-            self._errors.append(f"{self.what} at agent {holder}: {error}")
-        if not self._left:
+            self._errors.append(f"{self.replica_kind} at agent {holder}: {error}")
+        if not self._pending_transfers:
             self._finish()
 
     def _finish(self) -> None:
         error = self._errors[0] if self._errors else ""
         identity = str(self._identity)
-        self._copies.withdraw(self._network.transport, self._identity)
-        for source in self._wanted:
-            if source != self._network.me:
-                self._network.tell(source, {"t": "withdraw", "identity": identity})
+        self._replicas.withdraw(self._network.transport, self._identity)
+        for source in self._plan_by_source:
+            if source != self._network.agent_name:
+                self._network.notify(source, {"t": "withdraw", "identity": identity})
         try:
             if not error:
-                self._copies.check(self._identity.epoch)
+                self._replicas.check_eviction(self._identity.epoch)
         except AgentError as exc:  # A start surveys this node: nothing is evicted, and the caller tries again.
             error = str(exc)
-        if not self._then(error) or error:
+        if not self._on_done(error) or error:
             return
-        self._copies.before(self._identity)
+        self._replicas.evict_older_than(self._identity)
         for name in self._nodes:
-            if name != self._network.me:
-                self._network.tell(name, {"t": "kept", "identity": identity})
+            if name != self._network.agent_name:
+                self._network.notify(name, {"t": "kept", "identity": identity})

@@ -13,10 +13,10 @@ from ckpt.agent.replication.parity_worker import SCRATCH_BYTES, WORK_BYTES
 from ckpt.agent.replication.rebuild import UNWANTED, Rebuild
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated
 from ckpt.agent.runtime.memory_plan import MemoryPlan
-from ckpt.agent.state.retention_rule import outlived
-from ckpt.ipc.failure_domains import lost_with_hosts, named, told_apart
+from ckpt.agent.state.retention_rule import surviving_nodes
+from ckpt.ipc.failure_domains import find_lost_with_hosts, relevant_domains, without_host
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place_sparing
 from ckpt.types import Epoch, Identity
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckpt.ipc.arena import Arena
     from ckpt.ipc.node_list import NodeAt
 
-USED_MAX = 8  # more than there are slots
+PLACEMENTS_USED_MAX = 8  # more than there are slots
 NODES_SHOWN = 64
 HOLDERS_SHOWN = 8
 NOTES_SHOWN = 16
@@ -43,72 +43,74 @@ class ReplicationManager:
         parities: ParityService,
         nodes: Sequence[NodeAt],
         option: Replicas | Parity | None,
-        lenders: Callable[[], Sequence[LentMemory]] = tuple,
+        memory_nodes: Callable[[], Sequence[LentMemory]] = tuple,
     ) -> None:
         self.option = option
         self.placement: Placement | None = None
-        self.with_hosts: dict[str, list[str]] = {}  # machine -> nodes whose state is lost with that machine
+        self.nodes_lost_with_host: dict[str, list[str]] = {}  # machine -> nodes whose state is lost with that machine
         self._risks: dict[str, float] = {}
-        self._used: dict[Identity, Placement] = {}  # newest checkpoints -> the placement each was replicated under
-        self._parts: dict[Identity, set[str]] = {}  # newest checkpoints -> nodes that took part in any attempt
-        self._anew = False  # whether the next placement may change the groups
-        self._lenders = lenders
-        self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
-        unnamed = [min(node.ranks) for node in self._nodes if not named(node.domains)]
+        self._placements_used: dict[
+            Identity, Placement
+        ] = {}  # newest checkpoints -> the placement each was replicated under
+        self._nodes_involved: dict[Identity, set[str]] = {}  # newest checkpoints -> nodes that took part in any attempt
+        self._must_regroup = False  # whether the next placement may change the groups
+        self._memory_nodes = memory_nodes
+        self._network, self._replicas, self._parity_service, self._nodes = network, copies, parities, tuple(nodes)
+        unnamed = [min(node.ranks) for node in self._nodes if not without_host(node.domains)]
         # One rank of each node without CKPT_DOMAIN, if other nodes have it.
-        self._unnamed = unnamed if len(unnamed) < len(self._nodes) else []
-        self._to_remake: deque[Callable[[], None]] = deque()  # rebuilds that wait for their turn
-        self._is_remaking = False
+        self._ranks_without_domain = unnamed if len(unnamed) < len(self._nodes) else []
+        self._pending_rebuilds: deque[Callable[[], None]] = deque()  # rebuilds that wait for their turn
+        self._is_rebuilding = False
 
     @property
-    def protects(self) -> bool:
+    def has_holders(self) -> bool:
         """Whether the placement has any node keep a replica of another node."""
-        return self.placement is not None and any(kept.losses for kept in self.placement.kept)
+        return self.placement is not None and any(kept.losses_max for kept in self.placement.protected_states)
 
     @property
     def is_alone(self) -> bool:
         """Whether there is no other node that could keep a replica."""
-        return len(self._nodes) == 1 and not self._lenders()
+        return len(self._nodes) == 1 and not self._memory_nodes()
 
     @property
-    def is_wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the user asked for replicas and there are other nodes, with or without room for them."""
         return self.option is not None and not self.is_alone
 
-    def foresees(self, risks: Mapping[str, float]) -> bool:
+    def update_risks(self, risks: Mapping[str, float]) -> bool:
         """Takes each node's probability to fail soon ({}: no prediction). Returns whether the nodes' order by risk has
-        changed; the numbers alone change with every reading. After a change the next `place` regroups the nodes,
-        the riskiest with the safest. Riskier nodes then keep no replicas where that makes no state less safe."""
-        news = _order(risks) != _order(self._risks)
+        changed; the numbers alone change with every reading. After a change the next `update_placement` regroups the
+        nodes, the riskiest with the safest. Riskier nodes then keep no replicas where that makes no state less safe."""
+        news = _risk_order(risks) != _risk_order(self._risks)
         if news:
             self._risks = dict(risks)
-            self._anew = True
+            self._must_regroup = True
         return news
 
     @property
-    def _failing(self) -> list[str]:
+    def _risky_nodes(self) -> list[str]:
         """The nodes that are riskier than the safest ones, the riskiest first."""
         usual = min(self._risks.values(), default=0.0)
         return sorted((n for n, risk in self._risks.items() if risk > usual), key=lambda n: (-self._risks[n], n))
 
     @property
-    def losses(self) -> int:
+    def losses_to_survive(self) -> int:
         """How many nodes the user wants each checkpoint to survive the loss of."""
         if self.option is None:
             return 0
         return self.option.parity if isinstance(self.option, Parity) else self.option.n
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def holders_by_node(self) -> tuple[Kept, ...]:
         """For each node, the nodes that keep its replicas; "" is this node."""
 
         def name(node: str) -> str:
-            return "" if node == self._network.me else node
+            return "" if node == self._network.agent_name else node
 
-        every = self.placement.kept if self.placement is not None else ()
-        return tuple(Kept(name(each.node), each.losses, tuple(map(name, each.holders))) for each in every)
+        every = self.placement.protected_states if self.placement is not None else ()
+        return tuple(Kept(name(each.node), each.losses_max, tuple(map(name, each.holders))) for each in every)
 
-    def place(
+    def update_placement(
         self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0, gives_way: bool = False
     ) -> int:
         """Decides which nodes keep whose replicas. Returns the number of slots that there is room for beside them.
@@ -118,23 +120,23 @@ class ReplicationManager:
         nodes. `sizes`: bytes of one slot's arenas, by node. `plans`: by node; all use the smallest slot count."""
         slots = max(used, min(plan.slots for plan in plans.values()))
         if self.option is None or slots < SLOTS_MIN:
-            self.placement, self.with_hosts = None, {}
+            self.placement, self.nodes_lost_with_host = None, {}
             return slots
-        former, before = self.placement, None if self._anew else self.placement
-        self._anew = False
+        former, before = self.placement, None if self._must_regroup else self.placement
+        self._must_regroup = False
         scratch_bytes = WORK_BYTES if isinstance(self.option, Parity) else 0
         names = {node.name for node in self._nodes}
-        lent = [each for each in self._lenders() if each.node.name not in names]
+        lent = [each for each in self._memory_nodes() if each.node.name not in names]
         told = {node.name: node.domains for node in (*self._nodes, *(each.node for each in lent))}
-        domains = told_apart(told)
-        lenders = [
+        domains = relevant_domains(told)
+        memory_nodes = [
             PlacementNode(
                 each.node.name,
                 lend_bytes=each.lend_bytes,
                 domains=domains[each.node.name],
                 up_bytes_s=each.node.link_bytes_s or None,
                 down_bytes_s=each.node.link_bytes_s or None,
-                trains=False,
+                has_state=False,
             )
             for each in lent
         ]
@@ -143,8 +145,8 @@ class ReplicationManager:
             nodes = [
                 PlacementNode(
                     node.name,
-                    bytes=sizes[node.name],
-                    lend_bytes=max(0, plans[node.name].left_bytes(wanted) - scratch_bytes),
+                    state_bytes=sizes[node.name],
+                    lend_bytes=max(0, plans[node.name].replica_bytes_max(wanted) - scratch_bytes),
                     domains=domains[node.name],
                     risk=self._risks.get(node.name),
                     up_bytes_s=node.link_bytes_s or None,
@@ -152,57 +154,63 @@ class ReplicationManager:
                 )
                 for node in self._nodes
             ]
-            nodes += lenders
-            found = place_sparing(nodes, self.option, self._failing, before)
-            if former is not None and not outlived(former.kept) <= outlived(found.kept):
+            nodes += memory_nodes
+            found = place_sparing(nodes, self.option, self._risky_nodes, before)
+            if former is not None and not surviving_nodes(former.protected_states) <= surviving_nodes(
+                found.protected_states
+            ):
                 found = former if _fits(former, nodes) else found
-            if wanted < used and chosen is not None and not outlived(chosen.kept) < outlived(found.kept):
+            if (
+                wanted < used
+                and chosen is not None
+                and not surviving_nodes(chosen.protected_states) < surviving_nodes(found.protected_states)
+            ):
                 continue
             chosen, left = found, wanted
-            possible = min(self.losses, len(nodes) - 1)
-            if all(each.got >= possible for each in found.shortfalls):
+            possible = min(self.losses_to_survive, len(nodes) - 1)
+            if all(each.achieved >= possible for each in found.shortfalls):
                 break  # More memory would not improve the protection.
         assert chosen is not None  # The first pass of the loop has set it.
-        self.placement, self.with_hosts = chosen, lost_with_hosts(told, chosen)
-        return left if self.protects else slots
+        self.placement, self.nodes_lost_with_host = chosen, find_lost_with_hosts(told, chosen)
+        return left if self.has_holders else slots
 
-    def involves(self, name: str, identity: Identity) -> bool:
+    def depends_on(self, name: str, identity: Identity) -> bool:
         """Whether that checkpoint is less protected without agent `name`'s memory. True if its holders are unknown."""
-        return identity not in self._parts or name in self._parts[identity]
+        return identity not in self._nodes_involved or name in self._nodes_involved[identity]
 
-    def others(self, identity: Identity, node: str, slow: bool) -> list[str]:
+    def find_providers(self, identity: Identity, node: str, slow: bool) -> list[str]:
         """Returns the other nodes that can provide what `node` staged of that checkpoint; "" is this node. With copies:
         the holders. With parity, and only if `node` is disconnected or `slow`: the nodes with ranks that can rebuild
         it, which are the members of its parity group and this node."""
-        me, placement = self._network.me, self._used.get(identity)
+        me, placement = self._network.agent_name, self._placements_used.get(identity)
         owner = node or me
-        found = self._kept_by(placement).get(owner, [])
+        found = self._keepers_by_node(placement).get(owner, [])
         if found and placement is not None and isinstance(placement.option, Parity):
             gone = owner != me and self._network.channel(owner) is None
             trains = {each.name for each in self._nodes} - {owner}
             found = list(dict.fromkeys(name for name in [*found, me] if name in trains)) if gone or slow else []
         return ["" if name == me else name for name in found]
 
-    def _kept_by(self, placement: Placement | None) -> dict[str, list[str]]:
+    def _keepers_by_node(self, placement: Placement | None) -> dict[str, list[str]]:
         if placement is None:
             return {}
         if isinstance(placement.option, Replicas):
-            return {kept.node: list(kept.holders) for kept in placement.kept}
-        found: dict[str, list[str]] = {kept.node: [] for kept in placement.kept}
+            return {kept.node: list(kept.holders) for kept in placement.protected_states}
+        found: dict[str, list[str]] = {kept.node: [] for kept in placement.protected_states}
         for group in placement.groups:
             for at, node in enumerate(group.members):
-                if group.parity and node in group.home:
+                if group.parity and node in group.home_members:
                     found[node] = [*group.members[at + 1 :], *group.members[:at]]
         return found
 
-    def table(self) -> dict[str, Any]:
+    def placement_fields(self) -> dict[str, Any]:
         """The placement for display: who keeps whose replicas, bytes in memory and on the network per checkpoint."""
         placement, option = self.placement, self.option
         parity = {"data": option.data, "parity": option.parity} if isinstance(option, Parity) else None
         copies = option.n if isinstance(option, Replicas) else None
         if placement is None:
             return {"copies": copies, "parity": parity, "nodes": [], "shortfalls": []}
-        holders = self._kept_by(placement)
+        holders = self._keepers_by_node(placement)
         return {
             "copies": copies,
             "parity": parity,
@@ -220,14 +228,16 @@ class ReplicationManager:
             ],
             "generations": GENERATIONS,
             "scratch_bytes": WORK_BYTES if parity else 0,
-            "shortfalls": [f"{each.node}: {each.got} of {each.asked}: {each.why}" for each in placement.shortfalls],
-            "exposed": list(placement.exposed),
+            "shortfalls": [
+                f"{each.node}: {each.achieved} of {each.requested}: {each.reason}" for each in placement.shortfalls
+            ],
+            "exposed": list(placement.exposed_domains),
             "notes": [*self.warnings, *placement.notes],
         }
 
-    def shown(self) -> dict[str, Any]:
+    def status_fields(self) -> dict[str, Any]:
         """`table`, cut to NODES_SHOWN nodes so that it fits into one message; `nodes_left_out` counts the rest."""
-        table = self.table()
+        table = self.placement_fields()
         rows = [{**row, "kept_by": row["kept_by"][:HOLDERS_SHOWN]} for row in table["nodes"][:NODES_SHOWN]]
         notes = {name: told[:NOTES_SHOWN] for name, told in table.items() if name in ("shortfalls", "exposed", "notes")}
         return {**table, **notes, "nodes": rows, "nodes_left_out": len(table["nodes"]) - len(rows)}
@@ -235,18 +245,18 @@ class ReplicationManager:
     def describe(self) -> str:
         """The placement in one line."""
         placement, parity = self.placement, isinstance(self.option, Parity)
-        if placement is None or not self.protects:
+        if placement is None or not self.has_holders:
             short = placement.shortfalls if placement is not None else ()
-            why = short[0].why if short else "they were not asked for, or there is too little memory"
+            why = short[0].reason if short else "they were not asked for, or there is too little memory"
             return f"no node keeps {'parity' if parity else 'copies'} of another's snapshots: {why}"
         most = max(load.keeps_all_bytes for load in placement.loads)
         sends = max(load.sends_bytes for load in placement.loads)
-        least = min(kept.losses for kept in placement.kept)
+        least = min(kept.losses_max for kept in placement.protected_states)
         text = f"any {least} of {len(placement.loads)} nodes may be lost"
-        for each in [each for each in placement.shortfalls if each.got == least][:1]:
-            text += f", not {each.asked} as was asked for ({each.why})"
+        for each in [each for each in placement.shortfalls if each.achieved == least][:1]:
+            text += f", not {each.requested} as was asked for ({each.reason})"
         if not least:
-            unkept = [kept.node for kept in placement.kept if not kept.losses]
+            unkept = [kept.node for kept in placement.protected_states if not kept.losses_max]
             text = f"no node has memory for the state of {', '.join(unkept[:HOLDERS_SHOWN])}: if that is lost, so is "
             text += "every checkpoint in memory"
         notes = "".join(f"; {note}" for note in [*self.warnings, *placement.notes][:3])
@@ -256,18 +266,20 @@ class ReplicationManager:
     @property
     def warnings(self) -> list[str]:
         """Which nodes share a machine or failure domain, or may, and which state would be lost with it."""
-        if self.placement is None or not self.protects:
+        if self.placement is None or not self.has_holders:
             return []
         found = [
             f"{', '.join(names[:HOLDERS_SHOWN])} and the nodes that keep their state are on one machine: if it is "
             "lost, so is that state"
-            for _, names in sorted(self.with_hosts.items())
+            for _, names in sorted(self.nodes_lost_with_host.items())
         ]
-        domains = [each for each in self.placement.exposed if each.rpartition("/")[2] not in self.with_hosts]
+        domains = [
+            each for each in self.placement.exposed_domains if each.rpartition("/")[2] not in self.nodes_lost_with_host
+        ]
         found += [f"if {each} is lost as a whole, so is state that is nowhere else" for each in domains]
-        if self._unnamed:
-            ranks = ", ".join(map(str, self._unnamed[:HOLDERS_SHOWN]))
-            which = f"those of ranks {ranks}" if len(self._unnamed) > 1 else f"that of rank {ranks}"
+        if self._ranks_without_domain:
+            ranks = ", ".join(map(str, self._ranks_without_domain[:HOLDERS_SHOWN]))
+            which = f"those of ranks {ranks}" if len(self._ranks_without_domain) > 1 else f"that of rank {ranks}"
             found.append(f"CKPT_DOMAIN is set on other nodes and not on {which}: each counts as a domain of its own")
         return found
 
@@ -286,36 +298,38 @@ class ReplicationManager:
         placement = self.placement
         assert placement is not None
         # A checkpoint that is replicated already keeps its placement until this replication succeeds.
-        if identity != safe or identity not in self._used:
-            self._used[identity] = placement
+        if identity != safe or identity not in self._placements_used:
+            self._placements_used[identity] = placement
         # The holders of a checkpoint that a survey found to be replicated are unknown.
-        if identity in self._parts or identity != safe:
-            self._parts.setdefault(identity, set()).update(_parts(placement))
-        while len(self._used) > USED_MAX:
-            oldest = next(iter(self._used))
-            del self._used[oldest]
-            self._parts.pop(oldest, None)
-        nodes = [*self._nodes, *(each.node for each in self._lenders())]
+        if identity in self._nodes_involved or identity != safe:
+            self._nodes_involved.setdefault(identity, set()).update(_involved_nodes(placement))
+        while len(self._placements_used) > PLACEMENTS_USED_MAX:
+            oldest = next(iter(self._placements_used))
+            del self._placements_used[oldest]
+            self._nodes_involved.pop(oldest, None)
+        nodes = [*self._nodes, *(each.node for each in self._memory_nodes())]
         ranks = {node.name: node.ranks for node in self._nodes}
         named: dict[str, list[int]] = {}
         for kept in needed or ():
             for holder in kept.holders:
-                named.setdefault(holder or self._network.me, []).extend(ranks[kept.node or self._network.me])
+                named.setdefault(holder or self._network.agent_name, []).extend(
+                    ranks[kept.node or self._network.agent_name]
+                )
 
         def ended(error: str) -> bool | None:
             if not error:
-                self._used[identity] = placement
+                self._placements_used[identity] = placement
             return then(error)
 
         what = identity, safe, own, ended, named if needed is not None else None
         if isinstance(placement.option, Parity):
-            services = self._network, self._copies, self._parities, nodes, placement.groups
+            services = self._network, self._replicas, self._parity_service, nodes, placement.groups
             ParityEncoding(*services, *what).begin()
             return
-        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in placement.kept}
-        Replication(self._network, self._copies, nodes, wanted, *what).begin()
+        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in placement.protected_states}
+        Replication(self._network, self._replicas, nodes, wanted, *what).begin()
 
-    def find_safe(
+    def find_replicated(
         self,
         epoch: Epoch,
         safe: Identity | None,
@@ -327,25 +341,31 @@ class ReplicationManager:
         result, or None if a node did not answer. `safe`: the newest that this agent knows to be replicated, even if
         only in part, which peers are not told. `held`: the checkpoints in this node's slots. Each node's part is
         searched for, also if no node has memory for it now: a replica may have been kept before."""
-        own = self._copies.inventory()
-        own.add_chunks(self._copies.chunks.kept.values())
+        own = self._replicas.inventory()
+        own.add_chunks(self._replicas.parity_store.chunks_by_name.values())
         ranks = {node.name: node.ranks for node in self._nodes}
         for identity in held:
-            own.hold(identity, world, ranks.get(self._network.me, ()))
-        losses = {rank: kept.losses for kept in self.kept for rank in ranks[kept.node or self._network.me]}
-        names = [*ranks, *(each.node.name for each in self._lenders())]
-        told = max(filter(None, (safe, self._copies.told_safe)), default=None)
-        keeps = KeptReplica.of(own, told, epoch)
+            own.add_local_snapshots(identity, world, ranks.get(self._network.agent_name, ()))
+        losses = {
+            rank: kept.losses_max
+            for kept in self.holders_by_node
+            for rank in ranks[kept.node or self._network.agent_name]
+        }
+        names = [*ranks, *(each.node.name for each in self._memory_nodes())]
+        told = max(filter(None, (safe, self._replicas.announced_replicated)), default=None)
+        keeps = KeptReplica.from_inventory(own, told, epoch)
 
         def ended(found: SafeCheckpoint | None) -> None:
             if found is not None and found.newest is not None:
                 # Its holders are unknown: a peer may keep a replica from before this agent was started.
-                self._parts.pop(found.newest, None)
+                self._nodes_involved.pop(found.newest, None)
             then(found)
 
-        find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended)
+        find_replicated(
+            self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended
+        )
 
-    def remake(
+    def rebuild_part(
         self,
         identity: Identity,
         lost: str,
@@ -360,7 +380,7 @@ class ReplicationManager:
         Nodes in `slow` are not read from. If `lost` is slow, nothing is lost: the rebuild runs only with memory to
         spare, and not once `over()` says that nobody waits. If `lost` is gone, the rebuild runs anyway, for the next
         start. If `lost` has reconnected by its turn, `then` hears `lost`."""
-        me, placement = self._network.me, self._used.get(identity)
+        me, placement = self._network.agent_name, self._placements_used.get(identity)
         if placement is None or not isinstance(placement.option, Parity):
             then(at, "")
             return
@@ -368,15 +388,15 @@ class ReplicationManager:
             then(at, "it is slow itself")
             return
         lost, maker, idle = lost or me, at or me, {name or me for name in slow}
-        every = [*self._nodes, *(each.node for each in self._lenders())]
+        every = [*self._nodes, *(each.node for each in self._memory_nodes())]
         left = [node for node in every if node.name not in {lost, *idle}]
         holders = {rank: [node.name] for node in left for rank in node.ranks}
         wanted = {rank: [maker] for node in self._nodes if node.name == lost for rank in node.ranks}
 
         def made(_: object, error: str) -> None:
-            self._is_remaking = False
+            self._is_rebuilding = False
             then(at, error)
-            self._remake_next()
+            self._start_next_rebuild()
 
         def unwanted() -> bool:
             return lost in idle and over()
@@ -387,28 +407,28 @@ class ReplicationManager:
             elif lost not in idle and self._network.channel(lost) is not None:
                 then(lost, "")
             else:
-                self._is_remaking = True
-                what = self._parities, left, identity, holders, wanted, made
-                leave = {maker: self._next_bytes(placement, maker)} if lost in idle else {}
+                self._is_rebuilding = True
+                what = self._parity_service, left, identity, holders, wanted, made
+                leave = {maker: self._next_parity_bytes(placement, maker)} if lost in idle else {}
                 Rebuild(*what, leave=leave, unwanted=unwanted).begin()
 
-        self._to_remake.append(begin)
-        self._remake_next()
+        self._pending_rebuilds.append(begin)
+        self._start_next_rebuild()
 
     @staticmethod
-    def _next_bytes(placement: Placement, node: str) -> int:
+    def _next_parity_bytes(placement: Placement, node: str) -> int:
         """Bytes at `node` for the next checkpoint's parity, which arrives before the current one is evicted."""
         return SCRATCH_BYTES + next((load.keeps_bytes for load in placement.loads if load.node == node), 0)
 
-    def _remake_next(self) -> None:
+    def _start_next_rebuild(self) -> None:
         """Starts the next rebuild unless one runs: each loads the other nodes heavily."""
-        while self._to_remake and not self._is_remaking:
-            self._to_remake.popleft()()
+        while self._pending_rebuilds and not self._is_rebuilding:
+            self._pending_rebuilds.popleft()()
 
 
-def _parts(placement: Placement) -> set[str]:
+def _involved_nodes(placement: Placement) -> set[str]:
     """The nodes that give or keep some replica in that placement."""
-    kept = {name for each in placement.kept for name in (each.node, *each.holders)}
+    kept = {name for each in placement.protected_states for name in (each.node, *each.holders)}
     return kept | {name for group in placement.groups if group.parity for name in group.members}
 
 
@@ -417,13 +437,13 @@ def _fits(placement: Placement, nodes: Iterable[PlacementNode]) -> bool:
     found = {node.id: node for node in nodes}
     return all(
         load.node in found
-        and found[load.node].bytes == load.own_bytes
+        and found[load.node].state_bytes == load.own_bytes
         and found[load.node].lend_bytes >= load.keeps_all_bytes
         for load in placement.loads
     )
 
 
-def _order(risks: Mapping[str, float]) -> dict[str, int]:
+def _risk_order(risks: Mapping[str, float]) -> dict[str, int]:
     """By node: its position in the order of risk, 0 the safest; equal risks share one."""
     levels = sorted(set(risks.values()))
     return {node: levels.index(risk) for node, risk in risks.items()}

@@ -20,8 +20,8 @@ from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.errors import CkptError
 from ckpt.ipc.messages import Message
 from ckpt.placement.groups import PlacementNode
-from ckpt.placement.rereplication import Copy, reprotect
-from ckpt.types import Identity, counted
+from ckpt.placement.rereplication import Copy, plan_rereplication
+from ckpt.types import Identity, format_count
 
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 RETRY_S_MAX = 60.0
-COPIES_TOLD = 64  # copies listed in an event
+TRANSFERS_SHOWN = 64  # copies listed in an event
 
 # (name, message, is_warning, data): see JobContext.emit.
 Emit = Callable[[str, str, bool, dict[str, Any]], None]
 
 
-def again_after_s(failures: int) -> float:
+def retry_delay_s(failures: int) -> float:
     """Seconds to wait before the next attempt, after so many failures."""
     return min(2.0 ** min(failures, 16), RETRY_S_MAX)
 
@@ -61,74 +61,74 @@ class Rereplication:
         safe: Callable[[bool], None],
     ) -> None:
         self.identity = identity
-        self._safe = safe
-        self._network, self._copies, self._own, self._later, self._emit = network, copies, own, later, emit
+        self._report_replicated = safe
+        self._network, self._replicas, self._arenas_of, self._call_later, self._emit = network, copies, own, later, emit
         self._nodes = {node.name: node for node in nodes}
         self._holders = {rank: set(names) for rank, names in holders.items()}
         self._sizes = dict(sizes)
-        self._left: set[Copy] = set()  # copies under way
-        self._failed: Counter[tuple[int, str]] = Counter()  # (rank, source) -> failed copies
-        self._short: tuple[int, ...] = ()  # ranks reported to lack memory for copies
-        self._done: list[Copy] = []
+        self._pending_transfers: set[Copy] = set()  # copies under way
+        self._failures_by_source: Counter[tuple[int, str]] = Counter()  # (rank, source) -> failed copies
+        self._short_ranks: tuple[int, ...] = ()  # ranks reported to lack memory for copies
+        self._finished_transfers: list[Copy] = []
         self._errors: list[str] = []
-        self._over = self._ended = False
-        self._began_s = self._again_s = time.monotonic()
-        self._failures = 0
+        self._is_settled = self._is_ended = False
+        self._began_s = self._next_attempt_s = time.monotonic()
+        self._failed_attempts = 0
 
     @property
     def is_due(self) -> bool:
-        """Whether `tend` is to be called now: at first, or again after a failure."""
-        return not self._left and not self._over and time.monotonic() >= self._again_s
+        """Whether `begin_attempt` is to be called now: at first, or again after a failure."""
+        return not self._pending_transfers and not self._is_settled and time.monotonic() >= self._next_attempt_s
 
-    def tend(self, lends: Mapping[str, int], copies: int) -> None:
+    def begin_attempt(self, lends: Mapping[str, int], copies: int) -> None:
         """Begins an attempt, when it is due. `lends`: node -> bytes lent. `copies`: how many beside the original."""
         nodes = [
-            PlacementNode(name, lend_bytes=lends.get(name, 0), domains=at.domains, trains=bool(at.ranks))
+            PlacementNode(name, lend_bytes=lends.get(name, 0), domains=at.domains, has_state=bool(at.ranks))
             for name, at in self._nodes.items()
         ]
         told = {rank: sorted(names) for rank, names in self._holders.items()}
-        plan = reprotect(told, self._sizes, nodes, copies, self._failed)
-        if plan.short and plan.short != self._short:
-            ranks = counted(len(plan.short), "rank")
-            text = f"{ranks} of step {self.identity.tick.step} on fewer nodes than was asked for"
+        plan = plan_rereplication(told, self._sizes, nodes, copies, self._failures_by_source)
+        if plan.short_ranks and plan.short_ranks != self._short_ranks:
+            ranks = format_count(len(plan.short_ranks), "rank")
+            text = f"{ranks} of step {self.identity.version.step} on fewer nodes than was asked for"
             self._emit(
-                "replication.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short[:100])}
+                "replication.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short_ranks[:100])}
             )
-        self._short = plan.short
-        self._safe(not (plan.copies or plan.short))
-        if not plan.copies:
-            self._over = True
+        self._short_ranks = plan.short_ranks
+        self._report_replicated(not (plan.replicas or plan.short_ranks))
+        if not plan.replicas:
+            self._is_settled = True
             return
-        self._left, self._done, self._errors = set(plan.copies), [], []
+        self._pending_transfers, self._finished_transfers, self._errors = set(plan.replicas), [], []
         self._began_s = time.monotonic()
         by_source: dict[str, list[Copy]] = {}
-        for copy in plan.copies:
+        for copy in plan.replicas:
             by_source.setdefault(copy.source, []).append(copy)
         for source, theirs in by_source.items():
             self._publish(source, theirs)
 
-    def lost(self, name: str) -> None:
+    def drop_holder(self, name: str) -> None:
         """An agent has disconnected: its snapshots count as lost, and are copied anew."""
-        if not self._ended and any(name in names for names in self._holders.values()):
+        if not self._is_ended and any(name in names for names in self._holders.values()):
             for names in self._holders.values():
                 names.discard(name)
-            self._over = False
+            self._is_settled = False
 
     def end(self) -> None:
         """Ends the re-replication; later answers are ignored."""
-        if not self._ended:
-            self._ended = self._over = True
-            if self._left:
+        if not self._is_ended:
+            self._is_ended = self._is_settled = True
+            if self._pending_transfers:
                 self._withdraw()
 
     # -- inside
 
     def _publish(self, source: str, theirs: list[Copy]) -> None:
         ranks = sorted({rank for copy in theirs for rank in copy.ranks})
-        if source == self._network.me:
-            arenas = {rank: arena for rank, arena in self._own(self.identity).items() if rank in ranks}
-            then = lambda found, error: self._published(theirs, ranks, found, error)  # noqa: E731
-            self._copies.publish(self._network.transport, self.identity, arenas, then)
+        if source == self._network.agent_name:
+            arenas = {rank: arena for rank, arena in self._arenas_of(self.identity).items() if rank in ranks}
+            then = lambda found, error: self._handle_published(theirs, ranks, found, error)  # noqa: E731
+            self._replicas.publish(self._network.transport, self.identity, arenas, then)
             return
 
         def heard(answer: Message | None, error: str) -> None:
@@ -138,28 +138,30 @@ class Rereplication:
                     found = decode_described(answer.blobs[0])
                 except (CkptError, LookupError) as exc:
                     error = f"agent {source} describes its snapshots wrong: {exc}"
-            self._published(theirs, ranks, found, error)
+            self._handle_published(theirs, ranks, found, error)
 
         fields = {"t": "publish", "identity": str(self.identity), "ranks": ranks}
-        self._network.ask(source, fields, (), heard)
+        self._network.request(source, fields, (), heard)
 
-    def _published(self, theirs: list[Copy], ranks: list[int], found: list[DescribedSnapshot], error: str) -> None:
-        if self._ended:
+    def _handle_published(
+        self, theirs: list[Copy], ranks: list[int], found: list[DescribedSnapshot], error: str
+    ) -> None:
+        if self._is_ended:
             return
         if not error and sorted(each.rank for each in found) != ranks:
             error = "it describes snapshots of other ranks than it was asked for"
         for copy in theirs:
             if error:
-                self._copied(copy, f"agent {copy.source} does not give what is to be copied: {error}")
+                self._end_transfer(copy, f"agent {copy.source} does not give what is to be copied: {error}")
             else:
-                self._keep(copy, [each for each in found if each.rank in copy.ranks])
+                self._request_replica(copy, [each for each in found if each.rank in copy.ranks])
 
-    def _keep(self, copy: Copy, wanted: list[DescribedSnapshot]) -> None:
+    def _request_replica(self, copy: Copy, wanted: list[DescribedSnapshot]) -> None:
         node = self._nodes[copy.source]
-        if copy.holder == self._network.me:
-            then = lambda error: self._copied(copy, error)  # noqa: E731
+        if copy.holder == self._network.agent_name:
+            then = lambda error: self._end_transfer(copy, error)  # noqa: E731
             at = self._network.addresses(node)
-            self._copies.keep(self._network.transport, self.identity, node.name, at, wanted, then)
+            self._replicas.fetch_replicas(self._network.transport, self.identity, node.name, at, wanted, then)
             return
         fields = {
             "t": "keep",
@@ -169,39 +171,42 @@ class Rereplication:
             "addresses": [str(address) for address in node.addresses],
         }
         blobs = [encode_described(wanted)]
-        self._network.ask(copy.holder, fields, blobs, lambda answer, error: self._copied(copy, error))
+        self._network.request(copy.holder, fields, blobs, lambda answer, error: self._end_transfer(copy, error))
 
-    def _copied(self, copy: Copy, error: str) -> None:
-        if self._ended or copy not in self._left:
+    def _end_transfer(self, copy: Copy, error: str) -> None:
+        if self._is_ended or copy not in self._pending_transfers:
             return
-        self._left.discard(copy)
+        self._pending_transfers.discard(copy)
         if error:
             self._errors.append(f"from {copy.source} to {copy.holder}: {error}")
-            self._failed.update((rank, copy.source) for rank in copy.ranks)
+            self._failures_by_source.update((rank, copy.source) for rank in copy.ranks)
         else:
-            self._done.append(copy)
+            self._finished_transfers.append(copy)
             for rank in copy.ranks:
-                failed = {name for name in self._nodes if self._failed.pop((rank, name), 0)}
+                failed = {name for name in self._nodes if self._failures_by_source.pop((rank, name), 0)}
                 self._holders[rank] -= failed - {copy.source}
                 self._holders[rank].add(copy.holder)
-        if not self._left:
+        if not self._pending_transfers:
             self._finish()
 
     def _finish(self) -> None:
         self._withdraw()
-        step, seconds = self.identity.tick.step, time.monotonic() - self._began_s
-        count = sum(self._sizes[rank] for copy in self._done for rank in copy.ranks)
+        step, seconds = self.identity.version.step, time.monotonic() - self._began_s
+        count = sum(self._sizes[rank] for copy in self._finished_transfers for rank in copy.ranks)
         facts = {
             "identity": str(self.identity),
-            "copies": [[copy.source, copy.holder, list(copy.ranks[:100])] for copy in self._done[:COPIES_TOLD]],
+            "copies": [
+                [copy.source, copy.holder, list(copy.ranks[:100])]
+                for copy in self._finished_transfers[:TRANSFERS_SHOWN]
+            ],
             "bytes": count,
             "seconds": seconds,
         }
         if self._errors:
-            self._failures += 1
-            again_s = again_after_s(self._failures)
-            self._again_s = time.monotonic() + again_s
-            self._later(again_s, lambda: None)  # wakes the event loop, which calls `tend`
+            self._failed_attempts += 1
+            again_s = retry_delay_s(self._failed_attempts)
+            self._next_attempt_s = time.monotonic() + again_s
+            self._call_later(again_s, lambda: None)  # wakes the event loop, which calls `begin_attempt`
             text = f"step {step} has lost copies, and not all are made again: {self._errors[0]}"
             self._emit("replication.failed", text, True, facts)
             return
@@ -209,7 +214,7 @@ class Rereplication:
         self._emit("replica.restored", f"{text} after {seconds:.2f} s", False, facts)
 
     def _withdraw(self) -> None:
-        self._copies.withdraw(self._network.transport, self.identity)
+        self._replicas.withdraw(self._network.transport, self.identity)
         for name in self._nodes:
-            if name != self._network.me:
-                self._network.tell(name, {"t": "withdraw", "identity": str(self.identity)})
+            if name != self._network.agent_name:
+                self._network.notify(name, {"t": "withdraw", "identity": str(self.identity)})

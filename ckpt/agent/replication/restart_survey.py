@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ckpt.agent.replication.rereplicate import again_after_s
+from ckpt.agent.replication.rereplicate import retry_delay_s
 from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.types import Identity
@@ -30,27 +30,27 @@ class Next(enum.Enum):
     """What follows on a survey."""
 
     COLLECT = "collect"  # the nodes have all of it
-    AGAIN = "again"  # a node that has not answered may have the rest
-    OVER = "over"  # a part is lost, or was evicted for a newer checkpoint
+    RETRY = "again"  # a node that has not answered may have the rest
+    STOP = "over"  # a part is lost, or was evicted for a newer checkpoint
 
 
-def next_of(inventory: Inventory, identity: Identity, all_said: bool) -> Next:
+def next_action(inventory: Inventory, identity: Identity, all_said: bool) -> Next:
     """Decides by the nodes' common `inventory`. `all_said`: whether every node has answered. Pure."""
-    if identity in inventory.complete():
+    if identity in inventory.complete_checkpoints():
         return Next.COLLECT
-    return Next.OVER if all_said else Next.AGAIN
+    return Next.STOP if all_said else Next.RETRY
 
 
-def together(kept: Mapping[str, KeptReplica], me: str) -> Inventory:
+def merge_answers(kept: Mapping[str, KeptReplica], me: str) -> Inventory:
     """One inventory of all answers. In it this node, `me`, is called ""."""
     every = Inventory()
     for name, each in kept.items():
-        every.add(each.held, "" if name == me else name)
+        every.merge(each.inventory, "" if name == me else name)
     return every
 
 
-Asked = Callable[[Inventory, bool], None]
-Collected = Callable[["FramePlaces | None", str], None]
+OnAnswers = Callable[[Inventory, bool], None]
+OnCollected = Callable[["FramePlaces | None", str], None]
 
 
 class RestartSurvey:
@@ -61,72 +61,72 @@ class RestartSurvey:
     def __init__(
         self,
         identity: Identity,
-        ask: Callable[[Asked], None],
-        collect: Callable[[Inventory, Collected], None],
+        ask: Callable[[OnAnswers], None],
+        collect: Callable[[Inventory, OnCollected], None],
         found: Callable[[FramePlaces, Inventory], None],
         later: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self.identity = identity
-        self._ask, self._collect, self._found, self._later = ask, collect, found, later
-        self._asking = self._stale = self._news = self._ended = False
-        self._again_s = -math.inf
-        self._failures = 0
+        self._ask_nodes, self._collect, self._on_found, self._call_later = ask, collect, found, later
+        self._is_running = self._is_stale = self._has_new_node = self._is_ended = False
+        self._next_survey_s = -math.inf
+        self._failed_surveys = 0
 
     @property
     def is_due(self) -> bool:
-        """Whether `tend` is to be called now."""
-        return not self._asking and not self._ended and time.monotonic() >= self._again_s
+        """Whether `begin_survey` is to be called now."""
+        return not self._is_running and not self._is_ended and time.monotonic() >= self._next_survey_s
 
-    def tend(self) -> None:
+    def begin_survey(self) -> None:
         """Asks all nodes; call it when `is_due`."""
-        self._asking, self._stale, self._news = True, False, False
-        self._ask(self._asked)
+        self._is_running, self._is_stale, self._has_new_node = True, False, False
+        self._ask_nodes(self._handle_answers)
 
-    def lost(self) -> None:
+    def mark_stale(self) -> None:
         """An agent has disconnected: its answer may not hold any more, so a survey under way is repeated."""
-        self._stale = self._asking
+        self._is_stale = self._is_running
 
-    def came(self) -> None:
+    def survey_again(self) -> None:
         """A memory-only node may have connected, with replicas that the others lack: asks again."""
-        self._news, self._again_s = self._asking, -math.inf
+        self._has_new_node, self._next_survey_s = self._is_running, -math.inf
 
     def end(self) -> None:
         """Ends the survey; later answers are ignored."""
-        self._ended = True
+        self._is_ended = True
 
     # -- inside
 
-    def _asked(self, inventory: Inventory, all_said: bool) -> None:
-        if self._ended:
+    def _handle_answers(self, inventory: Inventory, all_said: bool) -> None:
+        if self._is_ended:
             return
-        match next_of(inventory, self.identity, all_said):
+        match next_action(inventory, self.identity, all_said):
             case Next.COLLECT:
-                self._collect(inventory, lambda places, error: self._collected(places, inventory, error))
-            case Next.AGAIN:
+                self._collect(inventory, lambda places, error: self._handle_collected(places, inventory, error))
+            case Next.RETRY:
                 self._fail("a node that may have a part of it has not said what it has")
-            case Next.OVER:
+            case Next.STOP:
                 log.info("%s is not whole in memory any more", self.identity)
-                self._wait(math.inf)
+                self._schedule_next(math.inf)
 
-    def _collected(self, places: FramePlaces | None, inventory: Inventory, error: str) -> None:
-        if self._ended:
+    def _handle_collected(self, places: FramePlaces | None, inventory: Inventory, error: str) -> None:
+        if self._is_ended:
             return
         if places is None:
             self._fail(error)
-        elif self._stale:
-            self._wait(0.0)
+        elif self._is_stale:
+            self._schedule_next(0.0)
         else:
-            self._ended = True
-            self._found(places, inventory)
+            self._is_ended = True
+            self._on_found(places, inventory)
 
     def _fail(self, why: str) -> None:
         log.warning("who has what of %s is not known: %s", self.identity, why)
-        self._failures += 1
-        self._wait(again_after_s(self._failures))
+        self._failed_surveys += 1
+        self._schedule_next(retry_delay_s(self._failed_surveys))
 
-    def _wait(self, wait_s: float) -> None:
-        self._asking = False
-        if not self._news:
-            self._again_s = time.monotonic() + wait_s
-        if not self._news and wait_s < math.inf:
-            self._later(wait_s, lambda: None)  # wakes the event loop, which calls `tend`
+    def _schedule_next(self, wait_s: float) -> None:
+        self._is_running = False
+        if not self._has_new_node:
+            self._next_survey_s = time.monotonic() + wait_s
+        if not self._has_new_node and wait_s < math.inf:
+            self._call_later(wait_s, lambda: None)  # wakes the event loop, which calls `begin_survey`

@@ -34,18 +34,18 @@ class KeptReplica:
     """One node's answer to the survey. `held`: its replicas of the epoch. `safe`: the newest checkpoint of the epoch
     that it was told is replicated."""
 
-    safe: Identity | None
-    held: Inventory
+    replicated: Identity | None
+    inventory: Inventory
 
     @staticmethod
-    def of(inventory: Inventory, safe: Identity | None, epoch: Epoch) -> KeptReplica:
-        return KeptReplica(safe if safe is not None and safe.epoch == epoch else None, inventory.of_epoch(epoch))
+    def from_inventory(inventory: Inventory, safe: Identity | None, epoch: Epoch) -> KeptReplica:
+        return KeptReplica(safe if safe is not None and safe.epoch == epoch else None, inventory.filter_epoch(epoch))
 
     def fields(self) -> dict[str, Any]:
-        return {"safe": str(self.safe) if self.safe is not None else None}
+        return {"safe": str(self.replicated) if self.replicated is not None else None}
 
     def blobs(self) -> list[bytes]:
-        packed: bytes = msgpack.packb(self.held.fields())
+        packed: bytes = msgpack.packb(self.inventory.fields())
         return [packed]
 
     @staticmethod
@@ -53,7 +53,7 @@ class KeptReplica:
         """Errors: CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError."""
         told, held = fields["safe"], Inventory.unpack(blobs[0])
         safe = Identity.parse(str(told)) if told is not None else None
-        if any(identity.epoch != epoch for identity in (*held.worlds, *([safe] if safe is not None else []))):
+        if any(identity.epoch != epoch for identity in (*held.world_sizes, *([safe] if safe is not None else []))):
             raise AgentError(f"a node was asked for {epoch} and tells of another epoch")
         return KeptReplica(safe, held)
 
@@ -61,37 +61,39 @@ class KeptReplica:
 @dataclass(frozen=True, slots=True)
 class SafeCheckpoint:
     """The survey's result. `newest`: the newest replicated checkpoint; None: none is known. `whole`: the newest whose
-    replicas survive as many losses as asked for; None: none does. `outlives`: by rank of `newest`, how many losses it
-    survives, counted up to the number asked for; -1: the rank is lost."""
+    replicas survive as many losses as asked for; None: none does. `survived_losses`: by rank of `newest`, how many
+    losses it survives, counted up to the number asked for; -1: the rank is lost."""
 
     newest: Identity | None
-    whole: Identity | None
-    outlives: Sequence[int] = field(default=(), compare=False)
+    fully_replicated: Identity | None
+    survived_losses: Sequence[int] = field(default=(), compare=False)
 
 
-def newest_safe(kept: Mapping[str, KeptReplica], losses: Sequence[int]) -> SafeCheckpoint:
+def newest_replicated(kept: Mapping[str, KeptReplica], losses: Sequence[int]) -> SafeCheckpoint:
     """The result of all answers, by node name. `losses`: by rank, how many lost nodes it should survive."""
     every = Inventory()
     for name, each in kept.items():
-        every.add(each.held, name)
-    whole = max((identity for identity in every.worlds if _outlives(every, identity, losses)), default=None)
-    told = [each.safe for each in kept.values() if each.safe in every.worlds]
-    partly = (each for each in every.complete() if max(_outlived(every, each, losses), default=0) > 0)
+        every.merge(each.inventory, name)
+    whole = max((identity for identity in every.world_sizes if _survives(every, identity, losses)), default=None)
+    told = [each.replicated for each in kept.values() if each.replicated in every.world_sizes]
+    partly = (
+        each for each in every.complete_checkpoints() if max(_survived_losses(every, each, losses), default=0) > 0
+    )
     newest = max([*filter(None, told), *([whole] if whole is not None else [])], default=None) or next(partly, None)
-    for newer in [identity for identity in every.complete() if newest is not None and identity > newest]:
-        if newest is not None and _outlives(every, newer, _outlived(every, newest, losses)):
+    for newer in [identity for identity in every.complete_checkpoints() if newest is not None and identity > newest]:
+        if newest is not None and _survives(every, newer, _survived_losses(every, newest, losses)):
             newest = newer
-    return SafeCheckpoint(newest, whole, _outlived(every, newest, losses) if newest is not None else ())
+    return SafeCheckpoint(newest, whole, _survived_losses(every, newest, losses) if newest is not None else ())
 
 
-def _outlives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bool:
+def _survives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bool:
     """Whether each rank of that checkpoint survives its number of losses."""
-    return every.worlds[identity] == len(losses) and _outlived(every, identity, losses) == [*losses]
+    return every.world_sizes[identity] == len(losses) and _survived_losses(every, identity, losses) == [*losses]
 
 
-def _outlived(every: Inventory, identity: Identity, losses: Sequence[int]) -> list[int]:
+def _survived_losses(every: Inventory, identity: Identity, losses: Sequence[int]) -> list[int]:
     """By rank, how many losses it survives, counted up to `losses`; -1: it is lost."""
-    by_parity = functools.cache(lambda count: every.protected(identity, count))
+    by_parity = functools.cache(lambda count: every.parity_protected_ranks(identity, count))
     held = [len(every.holders.get((identity, rank), ())) for rank in range(len(losses))]
     return [
         next((count for count in range(most, -1, -1) if held[rank] > count or rank in by_parity(count)), -1)
@@ -99,7 +101,7 @@ def _outlived(every: Inventory, identity: Identity, losses: Sequence[int]) -> li
     ]
 
 
-def find_safe(
+def find_replicated(
     network: PeerNetwork,
     nodes: Iterable[str],
     own: KeptReplica,
@@ -107,15 +109,16 @@ def find_safe(
     losses: Sequence[int],
     then: Callable[[SafeCheckpoint | None], None],
 ) -> None:
-    """Surveys the nodes. `then` hears the result, or None if a node did not answer. See `ask_keeps`, `newest_safe`."""
+    """Surveys the nodes. `then` hears the result, or None if a node did not answer. See `survey_nodes`,
+    `newest_replicated`."""
 
     def asked(found: Mapping[str, KeptReplica], silent: Sequence[str]) -> None:
-        then(newest_safe(found, losses) if not silent else None)
+        then(newest_replicated(found, losses) if not silent else None)
 
-    ask_keeps(network, nodes, own, epoch, asked)
+    survey_nodes(network, nodes, own, epoch, asked)
 
 
-def ask_keeps(
+def survey_nodes(
     network: PeerNetwork,
     nodes: Iterable[str],
     own: KeptReplica,
@@ -124,8 +127,8 @@ def ask_keeps(
 ) -> None:
     """Asks `nodes`, all that may keep replicas, by name. `own`: this node's answer. `then` hears the answers by node,
     and the nodes that did not answer. It is called once: later, or within this call if there is no other node."""
-    names: Sequence[str] = sorted({*nodes} - {network.me})
-    left, found = set(names), {network.me: own}
+    names: Sequence[str] = sorted({*nodes} - {network.agent_name})
+    left, found = set(names), {network.agent_name: own}
 
     def end() -> None:
         if not left:
@@ -144,4 +147,4 @@ def ask_keeps(
     end()
     for name in names:
         fields = {"t": "keeps", "epoch": str(epoch)}
-        network.ask(name, fields, (), functools.partial(answered, name))
+        network.request(name, fields, (), functools.partial(answered, name))

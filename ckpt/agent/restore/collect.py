@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.agent.replication.parity_service import ParityService
-from ckpt.agent.replication.rebuild import Made, Rebuild
+from ckpt.agent.replication.rebuild import NodeByRank, Rebuild
 from ckpt.agent.restore.partial_match import AskingForPart
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.inventory import Inventory
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-LOOK_S = 30.0  # within which a partial rebuild has to advance; nodes report progress more often (net/progress.py)
-MAKING_BYTES_S = 50 << 20  # the least rebuild rate of a node; most stores are faster than this
+CHECK_S = 30.0  # within which a partial rebuild has to advance; nodes report progress more often (net/progress.py)
+REBUILD_BYTES_S_MIN = 50 << 20  # the least rebuild rate of a node; most stores are faster than this
 
 
 class CheckpointCollector:
@@ -36,7 +36,7 @@ class CheckpointCollector:
     def __init__(
         self,
         network: PeerNetwork | None,
-        bulk: Workers,
+        workers: Workers,
         parities: ParityService,
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
         inventory: Inventory,
@@ -48,14 +48,14 @@ class CheckpointCollector:
         """`inventory`: what all nodes hold; rebuilds and damage update it. `nodes`: those that may rebuild, this
         one first; () if it is the only one. `others`: nodes that only hold replicas. `guard`: runs a continuation while
         its result is still wanted. `urgent`: a start waits."""
-        self._network, self._bulk, self._parities, self._arenas_of = network, bulk, parities, arenas_of
-        self._inventory, self._nodes, self._others = inventory, list(nodes), list(others)
+        self._network, self._workers, self._parity_service, self._arenas_of = network, workers, parities, arenas_of
+        self._inventory, self._nodes, self._memory_nodes = inventory, list(nodes), list(others)
         self._guard, self._urgent = guard, urgent
-        self._me = network.me if network is not None else ""
+        self._me = network.agent_name if network is not None else ""
 
-    def whole(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
+    def collect_whole(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
         """Collects the whole checkpoint. Ranks that no node holds, or that turn out damaged, are rebuilt first."""
-        missing = self._inventory.missing(identity)
+        missing = self._inventory.missing_ranks(identity)
         if not missing:
             self._gather(identity, then)
             return
@@ -64,11 +64,11 @@ class CheckpointCollector:
             if error:
                 then(None, error)
             else:
-                self.whole(identity, then)
+                self.collect_whole(identity, then)
 
         self._rebuild(identity, missing, {}, made)
 
-    def part(
+    def collect_part(
         self,
         identity: Identity,
         manifest: Manifest,
@@ -84,28 +84,28 @@ class CheckpointCollector:
         def ask(error: str) -> None:
             if error:
                 log.warning("%s, and is read from the store", error)
-            holders = {rank: names for rank, names in self._inventory.by_rank(identity).items() if names}
-            services, arenas = (self._network, self._bulk), self._arenas_of(identity)
+            holders = {rank: names for rank, names in self._inventory.holders_by_rank(identity).items() if names}
+            services, arenas = (self._network, self._workers), self._arenas_of(identity)
             ended = lambda places, error: self._guard(lambda: then(places, error))  # noqa: E731
             AskingForPart(*services, identity, manifest, holders, arenas, later, ended).begin()
 
-        sizes = self._inventory.makeable(identity)
-        if not sizes or identity in self._inventory.refuted:  # Refuted: rebuilds were tried already.
+        sizes = self._inventory.rebuildable_ranks(identity)
+        if not sizes or identity in self._inventory.unusable_checkpoints:  # Refuted: rebuilds were tried already.
             ask("")
             return
         rebuilding = self._rebuild(identity, sizes, leave, ask)
         most_bytes = max(max(sizes.values()), sum(sizes.values()) // max(1, len(self._nodes)))
-        looks = int(most_bytes / MAKING_BYTES_S / LOOK_S)
+        looks = int(most_bytes / REBUILD_BYTES_S_MIN / CHECK_S)
 
         def look(left: int, before: object) -> None:
             now = moves()
             if not left or now == before:
-                rebuilding.give_up("it takes too long" if now != before else f"nothing has moved for {LOOK_S:g} s")
-            elif not rebuilding.over:
-                later(LOOK_S, lambda: look(left - 1, now))
+                rebuilding.give_up("it takes too long" if now != before else f"nothing has moved for {CHECK_S:g} s")
+            elif not rebuilding.is_over:
+                later(CHECK_S, lambda: look(left - 1, now))
 
         first = moves()
-        later(LOOK_S, lambda: look(looks, first))
+        later(CHECK_S, lambda: look(looks, first))
 
     # -- inside
 
@@ -116,18 +116,18 @@ class CheckpointCollector:
         inventory was updated."""
         inventory, me = self._inventory, self._me
 
-        def made(found: Made, error: str) -> None:
+        def made(found: NodeByRank, error: str) -> None:
             for rank, name in found.items():
-                inventory.made(identity, rank, "" if name == me else name)
+                inventory.add_rebuilt(identity, rank, "" if name == me else name)
             then(error)
 
-        holders = {rank: [name or me for name in names] for rank, names in inventory.by_rank(identity).items()}
-        unfit = {rank: [name or me for name in inventory.unfit.get((identity, rank), ())] for rank in ranks}
+        holders = {rank: [name or me for name in names] for rank, names in inventory.holders_by_rank(identity).items()}
+        unfit = {rank: [name or me for name in inventory.damaged_holders.get((identity, rank), ())] for rank in ranks}
         names = [node.name for node in self._nodes] or [me]
         at = {rank: [name for name in names if name not in unfit[rank]] for rank in ranks}
         ended = lambda found, error: self._guard(lambda: made(found, error))  # noqa: E731
-        givers = [*self._nodes, *self._others] if self._nodes else []
-        what = self._parities, givers, identity, holders, at, ended, me, leave
+        givers = [*self._nodes, *self._memory_nodes] if self._nodes else []
+        what = self._parity_service, givers, identity, holders, at, ended, me, leave
         rebuilding = Rebuild(*what, urgent=self._urgent)
         rebuilding.begin()
         return rebuilding
@@ -136,15 +136,17 @@ class CheckpointCollector:
         inventory, arenas = self._inventory, self._arenas_of(identity)
 
         def gathered(found: GatheredManifest | None, error: str) -> None:
-            lacking = gathering.lacking
+            lacking = gathering.missing_rank
             if found is None and lacking is not None:
-                inventory.without(identity, lacking)
-                if identity in inventory.complete():
+                inventory.mark_damaged(identity, lacking)
+                if identity in inventory.complete_checkpoints():
                     log.warning("%s: %s; it is made again from parity", identity, error)
-                    self.whole(identity, then)
+                    self.collect_whole(identity, then)
                     return
             then(found, error)
 
         ended = lambda found, error: self._guard(lambda: gathered(found, error))  # noqa: E731
-        gathering = ManifestGather(self._network, self._bulk, identity, inventory.by_rank(identity), arenas, ended)
+        gathering = ManifestGather(
+            self._network, self._workers, identity, inventory.holders_by_rank(identity), arenas, ended
+        )
         gathering.begin()

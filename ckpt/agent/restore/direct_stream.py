@@ -20,12 +20,12 @@ from typing import Any, Protocol
 from ckpt.agent.net.transport import STREAM_FRAMES
 from ckpt.agent.runtime.workers import failure
 from ckpt.errors import CkptError
-from ckpt.ipc.addresses import cut
+from ckpt.ipc.addresses import shut_down
 
 log = logging.getLogger("ckpt")
 
-STREAMS = 2  # at a time from one holder: as many as a transfer has connections
-RANK_STREAMS = 3  # at a time to one rank, which reads each on its own thread
+HOLDER_STREAMS_MAX = 2  # at a time from one holder: as many as a transfer has connections
+RANK_STREAMS_MAX = 3  # at a time to one rank, which reads each on its own thread
 SHARE_MIN = 8  # frames per connection; fewer are not divided further
 
 
@@ -38,14 +38,14 @@ class StreamPeer(Protocol):
 @dataclass(eq=False, slots=True)
 class FrameStream:
     """One stream. `open(frames)`: begins the connection. `left(frames)`: hears the frames that did not come by it.
-    `coming`: frames that the rank has not acknowledged yet."""
+    `pending_frames`: frames that the rank has not acknowledged yet."""
 
     receiver: StreamPeer
     holder: str
     frames: list[int]
-    open: Callable[[list[int]], Future[socket.socket]]
-    left: Callable[[list[int]], None]
-    coming: set[int] = field(default_factory=set)
+    open_socket: Callable[[list[int]], Future[socket.socket]]
+    on_missing: Callable[[list[int]], None]
+    pending_frames: set[int] = field(default_factory=set)
     sock: socket.socket | None = None
 
 
@@ -54,12 +54,12 @@ class DirectStreams:
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
-        self._waiting: collections.deque[FrameStream] = collections.deque()
-        self._open: dict[int, FrameStream] = {}  # by number, also those that are still connecting
+        self._queued_streams: collections.deque[FrameStream] = collections.deque()
+        self._streams_by_number: dict[int, FrameStream] = {}  # by number, also those that are still connecting
         self._numbers = itertools.count()
-        self._by_frame: dict[tuple[int, int], FrameStream] = {}  # (frame, id of the receiver) -> its stream
+        self._streams_by_frame: dict[tuple[int, int], FrameStream] = {}  # (frame, id of the receiver) -> its stream
 
-    def add(
+    def queue_streams(
         self,
         receiver: StreamPeer,
         holder: str,
@@ -67,89 +67,93 @@ class DirectStreams:
         open: Callable[[list[int]], Future[socket.socket]],
         left: Callable[[list[int]], None],
     ) -> None:
-        """Queues streams for these frames of one offer of `holder`, ascending. `pump` begins them."""
-        count = max(1, min(STREAMS, len(frames) // SHARE_MIN))
+        """Queues streams for these frames of one offer of `holder`, ascending. `start_streams` begins them."""
+        count = max(1, min(HOLDER_STREAMS_MAX, len(frames) // SHARE_MIN))
         share = min(STREAM_FRAMES, -(-len(frames) // count))
         for first in range(0, len(frames), share):
             part = frames[first : first + share]
             stream = FrameStream(receiver, holder, part, open, left, set(part))
-            self._waiting.append(stream)
-            self._by_frame.update(((frame, id(receiver)), stream) for frame in part)
+            self._queued_streams.append(stream)
+            self._streams_by_frame.update(((frame, id(receiver)), stream) for frame in part)
 
-    def pump(self) -> None:
+    def start_streams(self) -> None:
         """Begins waiting streams, within the limits STREAMS per holder and RANK_STREAMS per rank."""
-        while (stream := self._next()) is not None:
-            self._waiting.remove(stream)
+        while (stream := self._next_stream()) is not None:
+            self._queued_streams.remove(stream)
             served = stream.receiver
-            self._waiting = collections.deque(sorted(self._waiting, key=lambda each: each.receiver is served))
-            self._begin(stream)
+            self._queued_streams = collections.deque(
+                sorted(self._queued_streams, key=lambda each: each.receiver is served)
+            )
+            self._begin_stream(stream)
 
-    def has_come(self, frame: int, receiver: StreamPeer) -> bool:
+    def acknowledge_frame(self, frame: int, receiver: StreamPeer) -> bool:
         """A rank has acknowledged the frame. Returns whether it came by a stream."""
-        stream = self._by_frame.pop((frame, id(receiver)), None)
+        stream = self._streams_by_frame.pop((frame, id(receiver)), None)
         if stream is not None:
-            stream.coming.discard(frame)
+            stream.pending_frames.discard(frame)
         return stream is not None
 
-    def ended(self, receiver: StreamPeer, number: int) -> None:
+    def end_stream(self, receiver: StreamPeer, number: int) -> None:
         """A rank has stopped reading from the stream."""
-        stream = self._open.get(number)
+        stream = self._streams_by_number.get(number)
         if stream is not None and stream.receiver is receiver:
-            self._end(number)
+            self._close_stream(number)
 
-    def drop(self, receiver: StreamPeer) -> None:
+    def drop_receiver(self, receiver: StreamPeer) -> None:
         """Ends all streams of a rank that is gone, done, or requests anew."""
-        for stream in [each for each in self._waiting if each.receiver is receiver]:
-            self._waiting.remove(stream)
-            self._forget(stream)
-        for number in [n for n, each in self._open.items() if each.receiver is receiver]:
-            self._forget(self._open.pop(number))
-        self.pump()
+        for stream in [each for each in self._queued_streams if each.receiver is receiver]:
+            self._queued_streams.remove(stream)
+            self._discard_stream(stream)
+        for number in [n for n, each in self._streams_by_number.items() if each.receiver is receiver]:
+            self._discard_stream(self._streams_by_number.pop(number))
+        self.start_streams()
 
-    def source_gone(self, name: str) -> None:
-        """Agent `name` has disconnected: gives up its waiting streams, and cuts its open ones. A rank that was cut
-        off reports so; `ended` follows. The frames come from other sources, or through the window once it is back."""
-        while (stream := next((each for each in self._waiting if each.holder == name), None)) is not None:
-            self._waiting.remove(stream)
-            self._give_up(stream)
-        for stream in self._open.values():
+    def handle_disconnect(self, name: str) -> None:
+        """Agent `name` has disconnected: gives up its waiting streams, and cuts its open ones. A rank that was cut off
+        reports so; `end_stream` follows. The frames come from other sources, or through the window once it is back."""
+        while (stream := next((each for each in self._queued_streams if each.holder == name), None)) is not None:
+            self._queued_streams.remove(stream)
+            self._return_frames(stream)
+        for stream in self._streams_by_number.values():
             if stream.holder == name and stream.sock is not None:
-                cut(stream.sock)
+                shut_down(stream.sock)
 
     def close(self) -> None:
-        for stream in [*self._waiting, *self._open.values()]:
-            self._forget(stream)
-        self._waiting.clear()
-        self._open.clear()
+        for stream in [*self._queued_streams, *self._streams_by_number.values()]:
+            self._discard_stream(stream)
+        self._queued_streams.clear()
+        self._streams_by_number.clear()
 
     # -- inside
 
-    def _next(self) -> FrameStream | None:
+    def _next_stream(self) -> FrameStream | None:
         """The next stream to begin: of the rank with the fewest open ones; among equals the one served longest ago."""
-        busy = collections.Counter(stream.holder for stream in self._open.values())
-        gets = collections.Counter(id(stream.receiver) for stream in self._open.values())
+        busy = collections.Counter(stream.holder for stream in self._streams_by_number.values())
+        gets = collections.Counter(id(stream.receiver) for stream in self._streams_by_number.values())
         able = [
-            each for each in self._waiting if busy[each.holder] < STREAMS and gets[id(each.receiver)] < RANK_STREAMS
+            each
+            for each in self._queued_streams
+            if busy[each.holder] < HOLDER_STREAMS_MAX and gets[id(each.receiver)] < RANK_STREAMS_MAX
         ]
         return min(able, key=lambda stream: gets[id(stream.receiver)], default=None)
 
-    def _begin(self, stream: FrameStream) -> None:
+    def _begin_stream(self, stream: FrameStream) -> None:
         number = next(self._numbers)
-        self._open[number] = stream
+        self._streams_by_number[number] = stream
         try:
-            opening = stream.open(stream.frames)
+            opening = stream.open_socket(stream.frames)
         except (CkptError, OSError) as exc:
             log.info("no stream from agent %s: %s", stream.holder, exc)
-            self._post(lambda: self._end(number))
+            self._post(lambda: self._close_stream(number))
             return
-        opening.add_done_callback(lambda done: self._post(functools.partial(self._opened, number, done)))
+        opening.add_done_callback(lambda done: self._post(functools.partial(self._hand_over_socket, number, done)))
 
-    def _opened(self, number: int, done: Future[socket.socket]) -> None:
-        stream, error = self._open.get(number), failure(done)
+    def _hand_over_socket(self, number: int, done: Future[socket.socket]) -> None:
+        stream, error = self._streams_by_number.get(number), failure(done)
         if error:
             if stream is not None:
                 log.info("no stream from agent %s: %s", stream.holder, error)
-                self._end(number)
+                self._close_stream(number)
             return
         sock = done.result()
         if stream is None:  # ended while it connected
@@ -158,23 +162,23 @@ class DirectStreams:
         stream.sock = sock
         stream.receiver.send({"t": "stream", "stream": number, "frames": stream.frames}, [sock.fileno()])
 
-    def _end(self, number: int) -> None:
-        stream = self._open.pop(number, None)
+    def _close_stream(self, number: int) -> None:
+        stream = self._streams_by_number.pop(number, None)
         if stream is not None:
-            self._give_up(stream)
-            self.pump()
+            self._return_frames(stream)
+            self.start_streams()
 
-    def _give_up(self, stream: FrameStream) -> None:
-        left = sorted(stream.coming)
-        self._forget(stream)
+    def _return_frames(self, stream: FrameStream) -> None:
+        left = sorted(stream.pending_frames)
+        self._discard_stream(stream)
         if left:
-            stream.left(left)
+            stream.on_missing(left)
 
-    def _forget(self, stream: FrameStream) -> None:
-        for frame in stream.coming:
-            del self._by_frame[frame, id(stream.receiver)]
-        stream.coming.clear()
+    def _discard_stream(self, stream: FrameStream) -> None:
+        for frame in stream.pending_frames:
+            del self._streams_by_frame[frame, id(stream.receiver)]
+        stream.pending_frames.clear()
         if stream.sock is not None:
-            cut(stream.sock)  # ends the rank's duplicate of the descriptor, too
+            shut_down(stream.sock)  # ends the rank's duplicate of the descriptor, too
             stream.sock.close()
             stream.sock = None

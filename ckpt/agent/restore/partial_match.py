@@ -19,7 +19,7 @@ from ckpt.agent.snapshots.manifest_gather import FramePlaces, ManifestRequest
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest
-from ckpt.ipc.arena import DATA_AT, Arena
+from ckpt.ipc.arena import DATA_OFFSET, Arena
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-PATIENCE_S = 5.0  # for holders to answer; the store has all frames anyway
+ANSWER_TIMEOUT_S = 5.0  # for holders to answer; the store has all frames anyway
 
 Numbers = npt.NDArray[np.int64]
 
@@ -37,12 +37,12 @@ class AskingForPart(ManifestRequest[FramePlaces]):
     that have any. `then` hears the places, or None and why no frame matches; once, see ManifestRequest."""
 
     # The hashes in the arenas are taken as they are: receivers verify each frame, and the store has a good copy.
-    sealed = True
+    trusts_sealed_hashes = True
 
     def __init__(
         self,
         network: PeerNetwork | None,
-        bulk: Workers,
+        workers: Workers,
         identity: Identity,
         manifest: Manifest,
         holders: Mapping[int, Sequence[str]],
@@ -50,31 +50,33 @@ class AskingForPart(ManifestRequest[FramePlaces]):
         later: Callable[[float, Callable[[], None]], None],
         then: Callable[[FramePlaces | None, str], None],
     ) -> None:
-        super().__init__(network, bulk, identity, len(manifest.coordinates), holders, arenas, then)
-        self._manifest, self._later = manifest, later
+        super().__init__(network, workers, identity, len(manifest.coordinates), holders, arenas, then)
+        self._manifest, self._call_later = manifest, later
 
     def begin(self) -> None:
-        self._later(PATIENCE_S, self._wait_no_longer)
+        self._call_later(ANSWER_TIMEOUT_S, self._time_out)
         super().begin()
-        self._make_if_all()
+        self._assemble_if_complete()
 
-    def _lacks(self, rank: int, why: str) -> None:
+    def _handle_missing_rank(self, rank: int, why: str) -> None:
         log.info("rank %d of %s is read from the store: %s", rank, self._identity, why)
-        self.left.discard(rank)
-        self._make_if_all()
+        self.pending_ranks.discard(rank)
+        self._assemble_if_complete()
 
-    def _wait_no_longer(self) -> None:
-        if self.left:
-            log.warning("ranks %s of %s: who holds them does not say so", sorted(self.left)[:8], self._identity)
-            self.left.clear()
-            self._make_if_all()
+    def _time_out(self) -> None:
+        if self.pending_ranks:
+            log.warning(
+                "ranks %s of %s: who holds them does not say so", sorted(self.pending_ranks)[:8], self._identity
+            )
+            self.pending_ranks.clear()
+            self._assemble_if_complete()
 
-    def _make(self) -> FramePlaces:
+    def _make_result(self) -> FramePlaces:
         """Errors: AgentError if no frame matches."""
-        return places_of(self._identity, self._manifest, self._parts, self._sizes, self._holders)
+        return find_places(self._identity, self._manifest, self._parts, self._sizes, self._holders)
 
 
-def places_of(
+def find_places(
     identity: Identity,
     manifest: Manifest,
     parts: Sequence[StagedPart],
@@ -88,9 +90,9 @@ def places_of(
         told = part.declaration
         if told.world != len(manifest.coordinates) or manifest.coordinates[told.rank] != told.coordinate:
             raise AgentError(f"what is held of {told.coordinate} is not what {identity} is of")
-    keys, held_by, held_at = _held(sorted(parts, key=lambda part: part.declaration.rank))
+    keys, held_by, held_at = _held_frames(sorted(parts, key=lambda part: part.declaration.rank))
     columns = [manifest.frames[name].astype(np.uint64) for name in ("hash_hi", "hash_lo", "length")]
-    found = matched(np.column_stack(columns), keys)
+    found = match_rows(np.column_stack(columns), keys)
     is_held = found >= 0
     if not is_held.any():
         raise AgentError(f"no frame of {identity} is held as it is in the store")
@@ -105,7 +107,7 @@ def places_of(
     return places
 
 
-def matched(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Numbers:
+def match_rows(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Numbers:
     """For each row of `wanted`, the number of an equal row of `held`; -1 if there is none. A row of `held` is used at
     most once; equal rows are paired in their order."""
     count = len(wanted)
@@ -128,14 +130,14 @@ def matched(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Num
     return found
 
 
-def _held(parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.uint64], Numbers, Numbers]:
+def _held_frames(parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.uint64], Numbers, Numbers]:
     """For each frame held: (hash_hi, hash_lo, length), the rank, and the byte offset in that rank's memfd."""
     keys, ranks, offsets = [np.zeros((0, 3), np.uint64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for part in parts:
         staged = part.declaration.staging.frames
         keys.append(np.column_stack([part.hashes, staged["length"].astype(np.uint64)]))
-        offsets.append(DATA_AT + staged["offset"].astype(np.int64))
-        for blob, at in zip((part.shared, part.own), part.at, strict=True):
+        offsets.append(DATA_OFFSET + staged["offset"].astype(np.int64))
+        for blob, at in zip((part.shared_values, part.own_values), part.value_offsets, strict=True):
             halves = int.from_bytes(blob.hash[:8], "big"), int.from_bytes(blob.hash[8:], "big")
             keys.append(np.array([[*halves, blob.length]], np.uint64))
             offsets.append(np.array([at], np.int64))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ckpt.agent.net.transport import Fetch
 from ckpt.agent.restore.window import Window
-from ckpt.agent.snapshots.manifest_gather import placed
+from ckpt.agent.snapshots.manifest_gather import place_frames
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt.ipc.node_list import NodeAt
 
 
-def pull(
+def fetch_frames(
     network: PeerNetwork,
     post: Callable[[Callable[[], None]], None],
     window: Window,
@@ -52,7 +52,7 @@ def pull(
             network.addresses(node),
             name,
             window.arena.view,
-            placed(manifest, frames, [cells[frame] for frame in frames], window.arena.bytes),
+            place_frames(manifest, frames, [cells[frame] for frame in frames], window.arena.size_bytes),
             None,
             lambda at: post(lambda: has_landed(frames[at])),
             urgent=True,
@@ -62,5 +62,5 @@ def pull(
         for cell in cells.values():
             window.release(cell)
         raise
-    fetch.done.add_done_callback(lambda done: post(lambda: has_ended(done)))
+    fetch.completion.add_done_callback(lambda done: post(lambda: has_ended(done)))
     return fetch

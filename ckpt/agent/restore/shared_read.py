@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.agent.net.transport import Fetch
-from ckpt.agent.restore.peer_fetch import pull
+from ckpt.agent.restore.peer_fetch import fetch_frames
 from ckpt.agent.restore.shared_read_state import Given, HomeRequest
 from ckpt.agent.restore.store_source import same_frames
 from ckpt.agent.restore.window import Window
-from ckpt.agent.runtime.workers import Lane, Workers, failure, told
-from ckpt.agent.snapshots.manifest_gather import placed
-from ckpt.agent.snapshots.memory_checkpoint import Near
+from ckpt.agent.runtime.workers import Lane, Workers, error_text, failure
+from ckpt.agent.snapshots.manifest_gather import place_frames
+from ckpt.agent.snapshots.memory_checkpoint import LocalMemory
 from ckpt.errors import AgentError, CkptError
 from ckpt.events import Event
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import Arena
-from ckpt.layout.read_sharding import Numbers, homes
-from ckpt.types import HERE, Epoch, Identity
+from ckpt.layout.read_sharding import Numbers, shard_reads
+from ckpt.types import OWN_NODE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-PATIENCE_S = 20.0  # a home that was silent for so long is given up
-LOOK_S = 1.0  # between looks for silent homes
-AGAIN_S = 0.2  # until a home that has not begun its restore is asked again
-TELL_S = 0.02  # frames read within so long are announced together
-TRIES = 6  # times that a home is asked again after its connection has ended
+HOME_TIMEOUT_S = 20.0  # a home that was silent for so long is given up
+CHECK_S = 1.0  # between looks for silent homes
+RETRY_S = 0.2  # until a home that has not begun its restore is asked again
+REPORT_DELAY_S = 0.02  # frames read within so long are announced together
+ATTEMPTS_MAX = 6  # times that a home is asked again after its connection has ended
 FETCH_FRAMES = 16  # in one transfer
 FETCHES = 4  # transfers at a time, divided among the homes; at least one from each
 FETCHES_MAX = 16  # transfers at a time from all homes
@@ -57,9 +57,9 @@ DIALS_MAX = 32  # connections to homes being made at a time
 class SharedRead:
     """One node's side of the shared read. Its RestoreSession sets `window` and the callbacks:
 
-    `read(frames)`: these frames lie in `memory` now. `landed(frames, offset)`: their bytes are in the window's cell at
-    that offset, which the session then owns. `lacking(frames, why)`: their home does not give them. `opened(record)`:
-    the record was read. `guard(what)`: runs `what`, and reports exceptions, since ranks wait."""
+    `read(frames)`: these frames lie in `home_memory` now. `landed(frames, offset)`: their bytes are in the window's
+    cell at that offset, which the session then owns. `lacking(frames, why)`: their home does not give them.
+    `opened(record)`: the record was read. `guard(what)`: runs `what`, and reports exceptions, since ranks wait."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SharedRead:
         manifest: Manifest,
         nodes: Sequence[NodeAt],
         network: PeerNetwork,
-        bulk: Workers,
+        workers: Workers,
         later: Callable[[float, Callable[[], None]], None],
         post: Callable[[Callable[[], None]], None],
         open_record: Callable[[], FrameReader],
@@ -78,380 +78,396 @@ class SharedRead:
     ) -> None:
         """`nodes`: all nodes of the job, in the same order on each. `room`: bytes that this node may use for the shared
         memory until all ranks have restored. `tell`: emits an event. `only`: the frames to share; None: all."""
-        self.window: Callable[[], Window]
-        self.read: Callable[[list[int]], None] = lambda frames: None
-        self.landed: Callable[[list[int], int], None] = lambda frames, offset: None
-        self.lacking: Callable[[list[int], str], None] = lambda frames, why: None
-        self.opened: Callable[[Record], None] = lambda record: None
+        self.get_window: Callable[[], Window]
+        self.on_read: Callable[[list[int]], None] = lambda frames: None
+        self.on_received: Callable[[list[int], int], None] = lambda frames, offset: None
+        self.on_unavailable: Callable[[list[int], str], None] = lambda frames, why: None
+        self.on_record_opened: Callable[[Record], None] = lambda record: None
         self.guard: Callable[[Callable[[], None]], None] = lambda what: what()
         self._identity, self._epoch, self._manifest = identity, epoch, manifest
         self._nodes, self._network = list(nodes), network
-        self._bulk, self._open_record = bulk, open_record
-        self._room, self._tell_ranks, self._told = room, tell, False
-        self._run_later, self._run_soon = later, post
-        self._me = next(number for number, node in enumerate(nodes) if node.name == network.me)
-        self._at_once = max(1, FETCHES // max(1, len(nodes) - 1))
-        self._number = {node.name: number for number, node in enumerate(nodes)}
-        self._homes = homes(manifest.frames, len(nodes), only)
+        self._workers, self._open_record = workers, open_record
+        self._get_room_bytes, self._emit_event, self._has_reported_no_room = room, tell, False
+        self._call_later_unguarded, self._post_unguarded = later, post
+        self._own_number = next(number for number, node in enumerate(nodes) if node.name == network.agent_name)
+        self._fetches_per_home = max(1, FETCHES // max(1, len(nodes) - 1))
+        self._number_by_node = {node.name: number for number, node in enumerate(nodes)}
+        self._homes = shard_reads(manifest.frames, len(nodes), only)
         self._lengths = manifest.frames["length"].astype(np.int64)
-        self._wanted: dict[int, set[int]] = {}  # first frame of equal bytes -> equal frames that are awaited
-        self._given = Given()
-        self._region: Arena | None = None
+        self._awaited_frames: dict[int, set[int]] = {}  # first frame of equal bytes -> equal frames that are awaited
+        self._home_reads = Given()
+        self._home_arena: Arena | None = None
         self._reader: FrameReader | None = None
-        self._reading = self._unreadable = self._telling = self._closed = self._watching = False
-        self._asked: dict[int, HomeRequest] = {}  # home -> what is requested of it
-        self._tries: dict[int, int] = {}
-        self._to_reach: collections.deque[tuple[int, list[int]]] = collections.deque()
-        self._dialling = 0
-        self._fetches: dict[int, set[Fetch]] = {}
+        self._is_reading = self._is_unreadable = self._is_report_scheduled = self._closed = self._is_watching = False
+        self._requests_by_home: dict[int, HomeRequest] = {}  # home -> what is requested of it
+        self._attempts_by_home: dict[int, int] = {}
+        self._queued_requests: collections.deque[tuple[int, list[int]]] = collections.deque()
+        self._dial_count = 0
+        self._fetches_by_home: dict[int, set[Fetch]] = {}
 
     @property
-    def memory(self) -> Near:
+    def home_memory(self) -> LocalMemory:
         """Where the frames that are `here` lie. Its only arena has number 0."""
-        assert self._region is not None
-        return Near({0: self._region}, np.zeros_like(self._homes.offsets), self._homes.offsets)
+        assert self._home_arena is not None
+        return LocalMemory({0: self._home_arena}, np.zeros_like(self._homes.offsets), self._homes.offsets)
 
-    def here(self, frames: Collection[int]) -> set[int]:
+    def select_read(self, frames: Collection[int]) -> set[int]:
         """The subset that this node has read already."""
-        same = self._homes.same
-        return {frame for frame in frames if int(same[frame]) in self._given.here}
+        same = self._homes.first_equal
+        return {frame for frame in frames if int(same[frame]) in self._home_reads.read_frames}
 
-    def has_homes(self, frames: Collection[int]) -> set[int]:
+    def select_homed(self, frames: Collection[int]) -> set[int]:
         """The subset that has a home."""
-        return {frame for frame in frames if self._homes.nodes[frame] >= 0}
+        return {frame for frame in frames if self._homes.home_nodes[frame] >= 0}
 
-    def want(self, frames: Iterable[int]) -> None:
+    def request_frames(self, frames: Iterable[int]) -> None:
         """Requests frames that have a home. Repeated frames are requested once. No callback runs within this call."""
         by_home: dict[int, set[int]] = {}
         for frame in frames:
-            same = int(self._homes.same[frame])
-            self._wanted.setdefault(same, set()).add(frame)
-            by_home.setdefault(int(self._homes.nodes[frame]), set()).add(same)
-        for home in self._in_turn(by_home):
-            if home == self._me:
-                self._give(by_home[home], HERE)
+            same = int(self._homes.first_equal[frame])
+            self._awaited_frames.setdefault(same, set()).add(frame)
+            by_home.setdefault(int(self._homes.home_nodes[frame]), set()).add(same)
+        for home in self._rotate_homes(by_home):
+            if home == self._own_number:
+                self._schedule_reads(by_home[home], OWN_NODE)
             else:
-                self._ask(home, by_home[home])
-        self._read()  # reads at least the record: the next commit may refer to it
+                self._request_from(home, by_home[home])
+        self._start_pass()  # reads at least the record: the next commit may refer to it
 
-    def pump(self) -> None:
+    def start_fetches(self) -> None:
         """Fetches frames that homes have ready, as far as the window has free cells."""
-        for home in self._in_turn(self._asked):
-            asked = self._asked[home]
-            while not self._closed and asked.ready() is not None and len(self._fetches.get(home, ())) < self._at_once:
-                if sum(map(len, self._fetches.values())) >= FETCHES_MAX:
+        for home in self._rotate_homes(self._requests_by_home):
+            asked = self._requests_by_home[home]
+            while (
+                not self._closed
+                and asked.next_ready_frame() is not None
+                and len(self._fetches_by_home.get(home, ())) < self._fetches_per_home
+            ):
+                if sum(map(len, self._fetches_by_home.values())) >= FETCHES_MAX:
                     return  # pump() runs again when a transfer ends
                 if not self._fetch(home, asked):
                     break
 
     def close(self) -> None:
         self._closed = True
-        self._to_reach.clear()
-        for fetches in self._fetches.values():
+        self._queued_requests.clear()
+        for fetches in self._fetches_by_home.values():
             for fetch in fetches:
                 fetch.cancel()
-        if self._region is not None:
-            self._network.transport.withdraw(self._name)
-            self._bulk.close_arenas([self._region])  # stays mapped while it is read or sent
-            self._region = None
+        if self._home_arena is not None:
+            self._network.transport.withdraw(self._offer_name)
+            self._workers.close_arenas([self._home_arena])  # stays mapped while it is read or sent
+            self._home_arena = None
 
     # -- what other agents say
 
-    def bring(self, channel: Channel, message: Message) -> None:
+    def handle_bring(self, channel: Channel, message: Message) -> None:
         """Message "bring": another node requests frames whose home is here. Errors: AgentError."""
-        if channel.peer not in self._number:
+        if channel.peer not in self._number_by_node:
             raise AgentError(f"agent {channel.peer} has no part in {self._epoch}")
-        frames = self._frames_of(message.blobs[0] if message.blobs else b"")
-        if any(self._homes.nodes[frame] != self._me or self._homes.same[frame] != frame for frame in frames):
+        frames = self._decode_frames(message.blobs[0] if message.blobs else b"")
+        if any(
+            self._homes.home_nodes[frame] != self._own_number or self._homes.first_equal[frame] != frame
+            for frame in frames
+        ):
             raise AgentError(f"not all of these frames of {self._identity} are read here")
-        self._give(frames, channel.peer)
+        self._schedule_reads(frames, channel.peer)
         channel.reply(int(message.fields["id"]), {"ready": True})
-        self._read()
+        self._start_pass()
 
-    def brought(self, channel: Channel, message: Message) -> None:
+    def handle_brought(self, channel: Channel, message: Message) -> None:
         """Message "brought": a home has read frames, or cannot. Errors: AgentError."""
-        home = self._number.get(channel.peer)
-        asked = self._asked.get(home) if home is not None else None
+        home = self._number_by_node.get(channel.peer)
+        asked = self._requests_by_home.get(home) if home is not None else None
         if home is None or asked is None or asked.given_up:
             return
-        here, lacking = (self._frames_of(blob) for blob in message.blobs)
-        self._lack(asked.told(here, lacking, time.monotonic()), f"agent {channel.peer} cannot read them")
-        self.pump()
+        here, lacking = (self._decode_frames(blob) for blob in message.blobs)
+        self._hand_back(asked.record_answer(here, lacking, time.monotonic()), f"agent {channel.peer} cannot read them")
+        self.start_fetches()
 
-    def source_gone(self, name: str) -> None:
+    def handle_disconnect(self, name: str) -> None:
         """Agent `name` has disconnected: connects again if frames are still awaited from it."""
         if self._network.channel(name) is None:
-            self._given.gone(name)
-        home = self._number.get(name)
-        if home is not None and home in self._asked and self._asked[home].waits and not self._closed:
-            self._try_again(home, f"the connection to agent {name} has ended")
+            self._home_reads.drop_waiter(name)
+        home = self._number_by_node.get(name)
+        if (
+            home is not None
+            and home in self._requests_by_home
+            and self._requests_by_home[home].has_pending
+            and not self._closed
+        ):
+            self._reconnect(home, f"the connection to agent {name} has ended")
 
     # -- as a home
 
     @property
-    def _name(self) -> str:
+    def _offer_name(self) -> str:
         return f"store/{self._epoch}/{self._identity}"
 
-    def _give(self, frames: Iterable[int], who: str) -> None:
+    def _schedule_reads(self, frames: Iterable[int], who: str) -> None:
         """Schedules frames to be read for node `who`. Errors: AgentError if another node asks and memory is short."""
-        if self._region is None:
+        if self._home_arena is None:
             try:
-                self._make_region()
+                self._create_home_arena()
             except (CkptError, OSError) as exc:
                 lost, why = sorted(frames), str(exc)
-                self._tell_of_no_room(why)
-                if who != HERE:
+                self._report_no_room(why)
+                if who != OWN_NODE:
                     raise AgentError(why) from exc
-                self._post(lambda: self._lack(lost, why))
+                self._post(lambda: self._hand_back(lost, why))
                 return
-        self._given.want(frames, who)
-        self._tell_soon()
+        self._home_reads.add_requests(frames, who)
+        self._schedule_report()
 
-    def _tell_of_no_room(self, why: str) -> None:
+    def _report_no_room(self, why: str) -> None:
         """Emits the event once, however many nodes ask."""
-        if not self._told and not self._closed:
-            self._told = True
-            text = f"each node reads for itself the part of step {self._identity.tick.step} that this node was to read"
+        if not self._has_reported_no_room and not self._closed:
+            self._has_reported_no_room = True
+            text = (
+                f"each node reads for itself the part of step {self._identity.version.step} that this node was to read"
+            )
             text = f"{text} for all: {why}"
-            self._tell_ranks(Event("restore.unshared", text, False, {"identity": str(self._identity)}))
+            self._emit_event(Event("restore.unshared", text, False, {"identity": str(self._identity)}))
 
-    def _make_region(self) -> None:
-        size, room = self._homes.sizes[self._me], self._room()
+    def _create_home_arena(self) -> None:
+        size, room = self._homes.node_bytes[self._own_number], self._get_room_bytes()
         if self._closed or size > room:
             raise AgentError(f"{size >> 20} MiB to hold for all nodes, and {room >> 20} MiB may be taken for it")
-        mine = self._homes.of(self._me)
-        frames = placed(self._manifest, mine, self._homes.offsets[mine], size)
+        mine = self._homes.frames_of(self._own_number)
+        frames = place_frames(self._manifest, mine, self._homes.offsets[mine], size)
         region = Arena.create(size)
         try:
-            self._network.transport.offer(self._name, region.view, frames, urgent=True)
+            self._network.transport.offer(self._offer_name, region.view, frames, urgent=True)
         except CkptError:
             region.close()
             raise
-        self._region = region
+        self._home_arena = region
 
-    def _read(self) -> None:
+    def _start_pass(self) -> None:
         """Starts a read pass unless one runs. Frames requested meanwhile are read by the next pass."""
-        if self._closed or self._reading:
+        if self._closed or self._is_reading:
             return
-        frames = self._given.take()
-        if not frames and (self._reader is not None or self._unreadable):
+        frames = self._home_reads.take_requested()
+        if not frames and (self._reader is not None or self._is_unreadable):
             return
-        self._reading = True
-        region = self._region
-        self._bulk.run(
-            Lane.FRONT, lambda: self._pass(frames, region), lambda done: self.guard(lambda: self._passed(frames, done))
+        self._is_reading = True
+        region = self._home_arena
+        self._workers.run(
+            Lane.FRONT,
+            lambda: self._run_pass(frames, region),
+            lambda done: self.guard(lambda: self._end_pass(frames, done)),
         )
 
-    def _pass(self, frames: list[int], region: Arena | None) -> None:
+    def _run_pass(self, frames: list[int], region: Arena | None) -> None:
         """Reads frames into `region`. Runs on a worker, which starts further threads."""
         reader = self._reader or self._open_record()
         if self._reader is None:
-            self._post(lambda: self._was_opened(reader))
+            self._post(lambda: self._set_reader(reader))
         numbers = same_frames(self._manifest, reader.record.manifest, frames)
         ours = {their: frame for frame, their in zip(frames, numbers, strict=True) if their is not None}
 
         def out(their: int) -> memoryview:
-            assert region is not None  # `_give` has made it
+            assert region is not None  # `_schedule_reads` has made it
             frame = ours[their]
             return region.part((int(self._homes.offsets[frame]), int(self._lengths[frame])))
 
         def deliver(their: int) -> None:
-            self._post(lambda: self._was_read(ours[their]))
+            self._post(lambda: self._record_read(ours[their]))
 
         def failed(their: int, error: Exception) -> None:
             log.warning("frame %d of %s cannot be read: %s", ours[their], self._identity, error)
 
         reader.read(ours, deliver, out, failed)
 
-    def _was_read(self, frame: int) -> None:
-        self._given.read(frame)
-        self._tell_soon()
+    def _record_read(self, frame: int) -> None:
+        self._home_reads.mark_read(frame)
+        self._schedule_report()
 
-    def _was_opened(self, reader: FrameReader) -> None:
+    def _set_reader(self, reader: FrameReader) -> None:
         self._reader = reader
-        self.opened(reader.record)
+        self.on_record_opened(reader.record)
 
-    def _passed(self, frames: list[int], done: Future[None]) -> None:
-        self._reading = False
+    def _end_pass(self, frames: list[int], done: Future[None]) -> None:
+        self._is_reading = False
         if self._closed:
             return
         error = failure(done)
-        self._unreadable = bool(error)
+        self._is_unreadable = bool(error)
         if error:
             log.warning("%s cannot be read from the store for all nodes: %s", self._identity, error)
         for frame in frames:
-            self._given.lacks(frame)  # no effect if it was read
-        self._tell_soon()
-        self._read()
+            self._home_reads.mark_unavailable(frame)  # no effect if it was read
+        self._schedule_report()
+        self._start_pass()
 
-    def _tell_soon(self) -> None:
-        if not self._telling:
-            self._telling = True
-            self._later(TELL_S, self._tell)
+    def _schedule_report(self) -> None:
+        if not self._is_report_scheduled:
+            self._is_report_scheduled = True
+            self._call_later(REPORT_DELAY_S, self._report_reads)
 
-    def _tell(self) -> None:
-        self._telling = False
+    def _report_reads(self) -> None:
+        self._is_report_scheduled = False
         if self._closed:
             return
-        for who, (here, lacking) in self._given.news(time.monotonic()).items():
-            if who == HERE:
-                frames = [frame for same in here for frame in sorted(self._wanted.pop(same, ()))]
-                self.read(frames)
-                self._lack(lacking, "this node cannot read them for all")
+        for who, (here, lacking) in self._home_reads.take_reports(time.monotonic()).items():
+            if who == OWN_NODE:
+                frames = [frame for same in here for frame in sorted(self._awaited_frames.pop(same, ()))]
+                self.on_read(frames)
+                self._hand_back(lacking, "this node cannot read them for all")
             else:
                 fields = {"t": "brought", "epoch": str(self._epoch), "identity": str(self._identity)}
-                self._network.tell(who, fields, [_blob(here), _blob(lacking)])
+                self._network.notify(who, fields, [_encode_frames(here), _encode_frames(lacking)])
 
     # -- towards homes
 
-    def _ask(self, home: int, frames: set[int]) -> None:
-        asked = self._asked.setdefault(home, HomeRequest(time.monotonic()))
+    def _request_from(self, home: int, frames: set[int]) -> None:
+        asked = self._requests_by_home.setdefault(home, HomeRequest(time.monotonic()))
         if asked.given_up:
             why = f"agent {self._nodes[home].name} did not give others"
-            self._post(lambda: self._lack(sorted(frames), why))
+            self._post(lambda: self._hand_back(sorted(frames), why))
             return
-        new = asked.want(frames, time.monotonic())
+        new = asked.add_frames(frames, time.monotonic())
         if new:
-            self._reach(home, new)
-        if not self._watching:
-            self._watching = True
-            self._later(LOOK_S, self._look)
+            self._queue_request(home, new)
+        if not self._is_watching:
+            self._is_watching = True
+            self._call_later(CHECK_S, self._check_silent_homes)
 
-    def _in_turn(self, homes: Iterable[int]) -> list[int]:
+    def _rotate_homes(self, homes: Iterable[int]) -> list[int]:
         """The homes in order, starting after this node, so that nodes do not all ask the same one first."""
-        return sorted(homes, key=lambda home: (home - self._me) % len(self._nodes))
+        return sorted(homes, key=lambda home: (home - self._own_number) % len(self._nodes))
 
-    def _reach(self, home: int, frames: list[int]) -> None:
+    def _queue_request(self, home: int, frames: list[int]) -> None:
         """Queues a request; at most DIALS_MAX connect at a time: a home called by all at once would refuse some."""
-        self._to_reach.append((home, frames))
-        self._dial()
+        self._queued_requests.append((home, frames))
+        self._dial_next()
 
-    def _dial(self) -> None:
-        while self._to_reach and self._dialling < DIALS_MAX:
-            home, frames = self._to_reach.popleft()
-            self._dialling += 1
-            self._network.connect(self._nodes[home], functools.partial(self._dialled, home, frames))
+    def _dial_next(self) -> None:
+        while self._queued_requests and self._dial_count < DIALS_MAX:
+            home, frames = self._queued_requests.popleft()
+            self._dial_count += 1
+            self._network.connect(self._nodes[home], functools.partial(self._end_dial, home, frames))
 
-    def _dialled(self, home: int, frames: list[int], error: str) -> None:
-        self._dialling -= 1
-        self.guard(lambda: self._reached(home, frames, error))
-        self._dial()
+    def _end_dial(self, home: int, frames: list[int], error: str) -> None:
+        self._dial_count -= 1
+        self.guard(lambda: self._send_request(home, frames, error))
+        self._dial_next()
 
-    def _reached(self, home: int, frames: list[int], error: str) -> None:
-        if self._closed or self._asked[home].given_up:
+    def _send_request(self, home: int, frames: list[int], error: str) -> None:
+        if self._closed or self._requests_by_home[home].given_up:
             return
         if error:
-            self._give_up(home, error)
+            self._give_up_home(home, error)
             return
         name = self._nodes[home].name
         asked_on = self._network.channel(name)
         fields = {"t": "bring", "epoch": str(self._epoch), "identity": str(self._identity)}
-        then = lambda answer, error: self._answered(home, frames, asked_on, answer, error)  # noqa: E731
-        self._network.ask(name, fields, [_blob(frames)], then)
+        then = lambda answer, error: self._handle_answer(home, frames, asked_on, answer, error)  # noqa: E731
+        self._network.request(name, fields, [_encode_frames(frames)], then)
 
-    def _answered(
+    def _handle_answer(
         self, home: int, frames: list[int], asked_on: Channel | None, answer: Message | None, error: str
     ) -> None:
-        asked = self._asked[home]
+        asked = self._requests_by_home[home]
         if self._closed or asked.given_up:
             return
         if answer is None and self._network.channel(self._nodes[home].name) is asked_on:
-            self._give_up(home, error)
+            self._give_up_home(home, error)
         elif answer is None:  # The connection has ended, for example since both nodes dialled at once.
-            self._try_again(home, error)
+            self._reconnect(home, error)
         elif answer.fields.get("ready") is True:
-            asked.heard(time.monotonic())
+            asked.record_contact(time.monotonic())
         else:
-            self._later(AGAIN_S, lambda: self._once_more(home, frames))
+            self._call_later(RETRY_S, lambda: self._repeat_request(home, frames))
 
-    def _once_more(self, home: int, frames: list[int]) -> None:
-        if not self._closed and not self._asked[home].given_up:
-            self._reach(home, frames)
+    def _repeat_request(self, home: int, frames: list[int]) -> None:
+        if not self._closed and not self._requests_by_home[home].given_up:
+            self._queue_request(home, frames)
 
-    def _try_again(self, home: int, why: str) -> None:
-        asked = self._asked[home]
+    def _reconnect(self, home: int, why: str) -> None:
+        asked = self._requests_by_home[home]
         if asked.given_up:
             return
-        self._tries[home] = self._tries.get(home, 0) + 1
-        if self._tries[home] > TRIES:
-            self._give_up(home, why)
+        self._attempts_by_home[home] = self._attempts_by_home.get(home, 0) + 1
+        if self._attempts_by_home[home] > ATTEMPTS_MAX:
+            self._give_up_home(home, why)
         else:
-            self._reach(home, asked.open)  # Even an empty request shows whether the home is alive.
+            self._queue_request(home, asked.unanswered_frames)  # Even an empty request shows whether the home is alive.
 
-    def _look(self) -> None:
+    def _check_silent_homes(self) -> None:
         """Gives up homes that hang."""
         if self._closed:
             return
-        for home, asked in list(self._asked.items()):
-            if asked.silent_s(time.monotonic()) > PATIENCE_S:
-                self._give_up(home, f"agent {self._nodes[home].name} has said nothing for {PATIENCE_S:g} s")
-        self._later(LOOK_S, self._look)
+        for home, asked in list(self._requests_by_home.items()):
+            if asked.silent_s(time.monotonic()) > HOME_TIMEOUT_S:
+                self._give_up_home(home, f"agent {self._nodes[home].name} has said nothing for {HOME_TIMEOUT_S:g} s")
+        self._call_later(CHECK_S, self._check_silent_homes)
 
     def _fetch(self, home: int, asked: HomeRequest) -> bool:
         """Starts a transfer of the home's next frames into the window. False if no cell was free, or it failed."""
-        window, cells = self.window(), dict[int, int]()
-        while len(cells) < FETCH_FRAMES and (frame := asked.ready()) is not None:
-            cell = window.free_cell()
+        window, cells = self.get_window(), dict[int, int]()
+        while len(cells) < FETCH_FRAMES and (frame := asked.next_ready_frame()) is not None:
+            cell = window.take_cell_nowait()
             if cell is None:
                 break
-            asked.take(frame)
+            asked.begin_fetch(frame)
             cells[frame] = cell
         if not cells:
             return False
-        node, offered = self._nodes[home], self._homes.of(home)
+        node, offered = self._nodes[home], self._homes.frames_of(home)
         try:
-            fetch = pull(
-                *(self._network, self._post, window, node, self._name, self._manifest, cells, offered),
-                functools.partial(self._has_landed, home),
-                functools.partial(self._ended, home),
+            fetch = fetch_frames(
+                *(self._network, self._post, window, node, self._offer_name, self._manifest, cells, offered),
+                functools.partial(self._receive_frame, home),
+                functools.partial(self._end_fetch, home),
             )
         except (CkptError, OSError) as exc:
-            self._give_up(home, str(exc))
+            self._give_up_home(home, str(exc))
             return False
-        self._fetches.setdefault(home, set()).add(fetch)
+        self._fetches_by_home.setdefault(home, set()).add(fetch)
         return True
 
-    def _has_landed(self, home: int, frame: int, cell: int) -> None:
+    def _receive_frame(self, home: int, frame: int, cell: int) -> None:
         if self._closed:
             return
-        asked = self._asked[home]
-        asked.heard(time.monotonic())
-        wanted = asked.landed(frame)
-        self.landed(sorted(self._wanted.pop(frame, ())) if wanted else [], cell)
+        asked = self._requests_by_home[home]
+        asked.record_contact(time.monotonic())
+        wanted = asked.end_fetch(frame)
+        self.on_received(sorted(self._awaited_frames.pop(frame, ())) if wanted else [], cell)
 
-    def _ended(self, home: int, fetch: Fetch, left: list[int], error: BaseException | None) -> None:
-        self._fetches[home].discard(fetch)
+    def _end_fetch(self, home: int, fetch: Fetch, left: list[int], error: BaseException | None) -> None:
+        self._fetches_by_home[home].discard(fetch)
         if self._closed:
             return
         if error is not None:
-            self._give_up(home, told(error))
-        self.pump()
+            self._give_up_home(home, error_text(error))
+        self.start_fetches()
 
-    def _give_up(self, home: int, why: str) -> None:
-        asked = self._asked[home]
+    def _give_up_home(self, home: int, why: str) -> None:
+        asked = self._requests_by_home[home]
         if asked.given_up:
             return
         lost = asked.give_up()
         if lost:
             log.warning("%d frames of %s are read here and not by their home: %s", len(lost), self._identity, why)
-        for fetch in self._fetches.get(home, ()):
+        for fetch in self._fetches_by_home.get(home, ()):
             fetch.cancel()
-        self._lack(lost, why)
+        self._hand_back(lost, why)
 
-    def _lack(self, lost: list[int], why: str) -> None:
-        frames = [frame for same in lost for frame in sorted(self._wanted.pop(same, ()))]
+    def _hand_back(self, lost: list[int], why: str) -> None:
+        frames = [frame for same in lost for frame in sorted(self._awaited_frames.pop(same, ()))]
         if frames and not self._closed:
-            self.lacking(frames, why)
+            self.on_unavailable(frames, why)
 
     # -- small steps
 
     def _post(self, what: Callable[[], None]) -> None:
-        self._run_soon(lambda: self.guard(what))
+        self._post_unguarded(lambda: self.guard(what))
 
-    def _later(self, delay_s: float, what: Callable[[], None]) -> None:
-        self._run_later(delay_s, lambda: self.guard(what))
+    def _call_later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self._call_later_unguarded(delay_s, lambda: self.guard(what))
 
-    def _frames_of(self, blob: bytes) -> list[int]:
+    def _decode_frames(self, blob: bytes) -> list[int]:
         """Errors: AgentError."""
         count = len(self._lengths)
         if len(blob) % 4 or len(blob) > 4 * count:
@@ -462,5 +478,5 @@ class SharedRead:
         return frames
 
 
-def _blob(frames: Sequence[int]) -> bytes:
+def _encode_frames(frames: Sequence[int]) -> bytes:
     return np.asarray(frames, "<u4").tobytes()

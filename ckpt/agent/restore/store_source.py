@@ -26,108 +26,112 @@ if TYPE_CHECKING:
 
 
 class StoreSource:
-    """The frames of one record. Its RestoreSession sets `window` and the callbacks. `wanted()`: frames that ranks wait
-    for. `misread`: frames that a rank failed to read from a file. `named(files)`: the ranks can read these files
-    themselves. `landed(frames, cell)`: bytes that all of `frames` have lie at that offset of the window; the session
-    owns the cell. `free(cell)`: a taken cell stayed empty. `lacking(frame, error)`: the store does not give the frame.
-    `unreadable(error)`: the pass failed. `opened(record)`: a pass has ended. `guard(what)`: runs `what`, and reports
-    exceptions, since ranks wait."""
+    """The frames of one record. Its RestoreSession sets `window` and the callbacks. `get_wanted_frames()`: frames that
+    ranks wait for. `failed_file_frames`: frames that a rank failed to read from a file. `named(files)`: the ranks can
+    read these files themselves. `landed(frames, cell)`: bytes that all of `frames` have lie at that offset of the
+    window; the session owns the cell. `free(cell)`: a taken cell stayed empty. `lacking(frame, error)`: the store does
+    not give the frame. `unreadable(error)`: the pass failed. `opened(record)`: a pass has ended. `guard(what)`: runs
+    `what`, and reports exceptions, since ranks wait."""
 
     def __init__(
         self,
         manifest: Manifest,
         open_record: Callable[[], FrameReader],
-        bulk: Workers,
+        workers: Workers,
         post: Callable[[Callable[[], None]], None],
         folder: str | None = None,
     ) -> None:
-        self.window: Callable[[], Window]
-        self.wanted: Callable[[], Collection[int]] = lambda: ()
-        self.landed: Callable[[list[int], int], None] = lambda frames, cell: None
-        self.named: Callable[[FileList], None] = lambda files: None
-        self.misread: Collection[int] = ()
-        self.free: Callable[[int], None] = lambda cell: None
-        self.lacking: Callable[[int, Exception], None] = lambda frame, error: None
-        self.unreadable: Callable[[BaseException], None] = lambda error: None
-        self.opened: Callable[[Record], None] = lambda record: None
+        self.get_window: Callable[[], Window]
+        self.get_wanted_frames: Callable[[], Collection[int]] = lambda: ()
+        self.on_received: Callable[[list[int], int], None] = lambda frames, cell: None
+        self.on_files_listed: Callable[[FileList], None] = lambda files: None
+        self.failed_file_frames: Collection[int] = ()
+        self.release_cell: Callable[[int], None] = lambda cell: None
+        self.on_unavailable: Callable[[int, Exception], None] = lambda frame, error: None
+        self.on_error: Callable[[BaseException], None] = lambda error: None
+        self.on_record_opened: Callable[[Record], None] = lambda record: None
         self.guard: Callable[[Callable[[], None]], None] = lambda what: what()
         self._manifest, self._open_record = manifest, open_record
-        self._bulk, self._run_soon, self._folder = bulk, post, folder
+        self._workers, self._post_unguarded, self._folder = workers, post, folder
         self._reader: FrameReader | None = None
-        self._reading = self._closed = False
+        self._is_reading = self._closed = False
 
-    def pump(self) -> None:
+    def start_pass(self) -> None:
         """Begins a pass over the wanted frames, unless one runs."""
-        if self._reading or self._closed or not (frames := sorted(self.wanted())):
+        if self._is_reading or self._closed or not (frames := sorted(self.get_wanted_frames())):
             return
-        self._reading = True
-        new = [frame for frame in frames if frame not in self.misread] if self._folder is not None else []
-        work = functools.partial(self._name, new) if new else functools.partial(self._pass, self.window(), frames)
-        self._bulk.run(Lane.FRONT, work, lambda done: self.guard(lambda: self._passed(done)))
+        self._is_reading = True
+        new = [frame for frame in frames if frame not in self.failed_file_frames] if self._folder is not None else []
+        work = (
+            functools.partial(self._list_files, new)
+            if new
+            else functools.partial(self._run_pass, self.get_window(), frames)
+        )
+        self._workers.run(Lane.FRONT, work, lambda done: self.guard(lambda: self._end_pass(done)))
 
     def close(self) -> None:
         self._closed = True
 
     # -- inside
 
-    def _opened(self, frames: list[int]) -> tuple[FrameReader, dict[int, int]]:
+    def _open_reader(self, frames: list[int]) -> tuple[FrameReader, dict[int, int]]:
         """On a pass's thread: the reader, and the number of each frame in its record. Reports frames it lacks."""
         self._reader = reader = self._reader or self._open_record()
         theirs = dict(zip(frames, same_frames(self._manifest, reader.record.manifest, frames), strict=True))
         lacking = [frame for frame, their in theirs.items() if their is None]
-        self._lacks(lacking, CkptError("the store's record does not have it"))
+        self._report_unavailable(lacking, CkptError("the store's record does not have it"))
         return reader, {frame: their for frame, their in theirs.items() if their is not None}
 
-    def _name(self, frames: list[int]) -> Record:
+    def _list_files(self, frames: list[int]) -> Record:
         """On a worker: lists the files of these frames, for the ranks to read."""
-        reader, theirs = self._opened(frames)
+        reader, theirs = self._open_reader(frames)
         assert self._folder is not None
-        files = FileList.of_record(self._folder, reader.record, self._manifest, theirs)
-        self._post(lambda: self.named(files))
+        files = FileList.from_record(self._folder, reader.record, self._manifest, theirs)
+        self._post(lambda: self.on_files_listed(files))
         return reader.record
 
-    def _pass(self, window: Window, frames: list[int]) -> Record:
+    def _run_pass(self, window: Window, frames: list[int]) -> Record:
         """On a worker, which starts further threads: reads these frames into cells."""
-        reader, theirs = self._opened(frames)
+        reader, theirs = self._open_reader(frames)
         ours: dict[int, list[int]] = {}
         for frame, their in theirs.items():
             ours.setdefault(their, []).append(frame)
         cells: dict[int, tuple[int, memoryview]] = {}
 
         def out(their: int) -> memoryview:
-            cells[their] = window.cell(int(reader.record.manifest.frames["length"][their]))
+            cells[their] = window.wait_for_cell(int(reader.record.manifest.frames["length"][their]))
             return cells[their][1]
 
         def deliver(their: int) -> None:
             offset = cells.pop(their)[0]
-            self._post(lambda: self.landed(ours[their], offset))
+            self._post(lambda: self.on_received(ours[their], offset))
 
         def failed(their: int, error: Exception) -> None:
             cell = cells.pop(their, None)
             if cell is not None:
-                self._post(lambda: self.free(cell[0]))
-            self._lacks(ours[their], error)
+                self._post(lambda: self.release_cell(cell[0]))
+            self._report_unavailable(ours[their], error)
 
         reader.read(ours, deliver, out, failed)
         return reader.record
 
-    def _lacks(self, frames: list[int], error: Exception) -> None:
+    def _report_unavailable(self, frames: list[int], error: Exception) -> None:
         for frame in frames:
-            self._post(functools.partial(self.lacking, frame, error))
+            self._post(functools.partial(self.on_unavailable, frame, error))
 
-    def _passed(self, done: Future[Record]) -> None:
-        self._reading = False
+    def _end_pass(self, done: Future[Record]) -> None:
+        self._is_reading = False
         if self._closed:
             return
         error = done.exception()
         if error is not None:
-            self.unreadable(error)
+            self.on_error(error)
             return
-        self.opened(done.result())
-        self.pump()
+        self.on_record_opened(done.result())
+        self.start_pass()
 
     def _post(self, what: Callable[[], None]) -> None:
-        self._run_soon(lambda: self.guard(what))
+        self._post_unguarded(lambda: self.guard(what))
 
 
 def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:

@@ -26,19 +26,19 @@ from typing import Any, Protocol
 from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc import messages
-from ckpt.settings import WARNINGS
+from ckpt.settings import WARNING_SIGNALS
 
 log = logging.getLogger("ckpt")
 
 # Packets that wait for a peer that does not read. Beyond that the peer is disconnected.
 OUTBOX_MAX = 10_000
-AT_ONCE = 64  # messages of one peer before the other peers have their turn
+MESSAGES_PER_TURN = 64  # messages of one peer before the other peers have their turn
 # The longest wait in one call of the kernel, which counts milliseconds in 32 bits.
 WAIT_S_MAX = 3600.0
-ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A wait that ends this much too late means that the process was stopped, provided the thread was not at work.
-STOOD_STILL_S = 10.0
-AGAIN_S = 1.0  # until a failed settle or accept is tried again
+SUSPENDED_S_MIN = 10.0
+RETRY_S = 1.0  # until a failed settle or accept is tried again
 _UCRED = struct.Struct("3i")
 
 
@@ -50,15 +50,15 @@ class Handler(Protocol):
         logged; any other exception closes the connection."""
         ...
 
-    def ended(self, peer: Peer) -> None:
+    def peer_disconnected(self, peer: Peer) -> None:
         """The peer's connection is gone. Its process may still live."""
         ...
 
-    def died(self, peer: Peer) -> None:
+    def peer_died(self, peer: Peer) -> None:
         """The peer's process is dead (see `EventLoop.watch_death`). Every message that it sent before was handled."""
         ...
 
-    def stood_still(self, for_s: float) -> None:
+    def process_suspended(self, for_s: float) -> None:
         """This process was stopped for `for_s` seconds, for example by a suspended machine."""
         ...
 
@@ -67,30 +67,30 @@ class Handler(Protocol):
         limit."""
         ...
 
-    def finished(self) -> bool:
+    def can_exit(self) -> bool:
         """True if the agent may end now."""
         ...
 
 
 class Peer:
     """One connection. `pid`: the process at the other end, as the kernel reports it. `role`: "" until its hello.
-    `hung_up`: the other end is closed. Nothing more is sent then, but its earlier messages are still read."""
+    `is_remote_closed`: the other end is closed. Nothing more is sent then, but its earlier messages are still read."""
 
     def __init__(self, server: EventLoop, sock: socket.socket, pid: int) -> None:
-        self.server = server
+        self.loop = server
         self.sock = sock
         self.pid = pid
         self.pidfd: int | None = None
         self.role = ""
-        self.open = True
-        self.hung_up = self.was_reset = False
+        self.is_open = True
+        self.is_remote_closed = self.was_reset = False
         self.outbox: collections.deque[messages.Packet] = collections.deque()
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
         """Sends the message now, or as soon as the socket has room. Does nothing if the connection is gone."""
-        if not self.open or self.hung_up:
+        if not self.is_open or self.is_remote_closed:
             return
-        packet = messages.pack(self.server.called.sent(fields), list(fds), blobs)
+        packet = messages.pack(self.loop.node_names.translate_fields(fields), list(fds), blobs)
         if not self.outbox:
             try:
                 packet.send(self.sock)
@@ -98,11 +98,11 @@ class Peer:
                 pass  # no room: queued below
             except ConnectionError:
                 packet.close()
-                self._hang_up()
+                self._mark_remote_closed()
                 return
             except OSError:
                 packet.close()
-                self.server.lose(self)
+                self.loop.disconnect_peer(self)
                 return
             else:
                 packet.close()
@@ -112,9 +112,9 @@ class Peer:
         packet.close()
         self.outbox.append(messages.Packet(packet.data, copies, list(copies)))
         if len(self.outbox) > OUTBOX_MAX:
-            self.server.lose(self)
+            self.loop.disconnect_peer(self)
         else:
-            self.server.update(self)
+            self.loop.update_watch(self)
 
     def reply(
         self, request_id: int, body: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()
@@ -133,75 +133,75 @@ class Peer:
         except BlockingIOError:
             return
         except ConnectionError:
-            self._hang_up()
+            self._mark_remote_closed()
         except OSError:
-            self.server.lose(self)
+            self.loop.disconnect_peer(self)
 
-    def _hang_up(self) -> None:
-        self.hung_up = True
+    def _mark_remote_closed(self) -> None:
+        self.is_remote_closed = True
         while self.outbox:
             self.outbox.popleft().close()
 
     def watch_death(self) -> None:
         """Reports the end of the peer's process from now on. The socket's end is no proof, since forked children hold
         it open."""
-        self.server.watch_death(self)
+        self.loop.watch_death(self)
 
-    def forget(self) -> None:
+    def unwatch_death(self) -> None:
         """Stops watching the peer's process."""
-        self.server.forget(self)
+        self.loop.unwatch_death(self)
 
-    def lose(self) -> None:
-        """Closes the connection. The loop calls the handler's `ended` after the current event."""
-        self.server.lose(self)
+    def disconnect(self) -> None:
+        """Closes the connection. The loop calls the handler's `peer_disconnected` after the current event."""
+        self.loop.disconnect_peer(self)
 
     def close(self) -> None:
-        self.open = False
+        self.is_open = False
         self.sock.close()
         while self.outbox:
             self.outbox.popleft().close()
 
 
 class EventLoop:
-    """Owns the listening socket, the peers and the timers. `called`: the names of nodes in messages to people. Any
+    """Owns the listening socket, the peers and the timers. `node_names`: the names of nodes in messages to people. Any
     thread may call `post`; everything else is for the main thread only."""
 
     def __init__(self, path: Path) -> None:
         """Binds the socket. The caller must hold the run lock. Errors: OSError."""
         self.path = path
-        self.called = NodeNames()
+        self.node_names = NodeNames()
         self.peers: set[Peer] = set()
-        self.end_asked = False  # set by a signal of ENDS
+        self.is_end_requested = False  # set by a signal of ENDS
         # The name of a warning signal that the handler has not taken yet.
-        self.warned = ""
+        self.pending_warning = ""
         self._selector = selectors.DefaultSelector()
-        self._lost: list[Peer] = []
+        self._disconnected_peers: list[Peer] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._posted: collections.deque[Callable[[], None]] = collections.deque()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        self._posted_calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
         self._listen()
 
-    def run(self, handler: Handler, warnings: Sequence[signal.Signals] = WARNINGS) -> None:
+    def run(self, handler: Handler, warnings: Sequence[signal.Signals] = WARNING_SIGNALS) -> None:
         """Serves until the handler has finished. `warnings`: signals that count as preemption notices and do not end
         the agent."""
         self._handler = handler
-        for number in ENDS:
+        for number in END_SIGNALS:
             # nohup sets SIGHUP to be ignored; keep that.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         for number in warnings:
             # Slurm sends the warning to every process of a step.
             signal.signal(number, self._on_warning)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         idle_s = _idle_s()
         while True:
             wake_s = self._settle()
-            while self._lost:
-                self._guard(handler.ended, self._lost.pop())
+            while self._disconnected_peers:
+                self._call_guarded(handler.peer_disconnected, self._disconnected_peers.pop())
                 wake_s = self._settle()
-            if handler.finished() and self._end():
+            if handler.can_exit() and self._try_to_end():
                 return
             if self._timers:
                 wake_s = min(self._timers[0][0], wake_s if wake_s is not None else self._timers[0][0])
@@ -209,25 +209,25 @@ class EventLoop:
             ready = self._selector.select(timeout_s)
             idle_s, before_s = _idle_s(), idle_s
             late_s = idle_s - before_s - timeout_s if timeout_s is not None else 0.0
-            if late_s >= STOOD_STILL_S:
-                self._guard(handler.stood_still, late_s)
+            if late_s >= SUSPENDED_S_MIN:
+                self._call_guarded(handler.process_suspended, late_s)
             for key, events in ready:
-                self._guard(key.data, events)
-            while self._posted:
-                self._guard(self._posted.popleft())
+                self._call_guarded(key.data, events)
+            while self._posted_calls:
+                self._call_guarded(self._posted_calls.popleft())
             # The clock is read once, since a timer that sets itself anew must not keep the loop here.
             now_s = time.monotonic()
             while self._timers and self._timers[0][0] <= now_s:
-                self._guard(heapq.heappop(self._timers)[2])
+                self._call_guarded(heapq.heappop(self._timers)[2])
 
     def post(self, what: Callable[[], None]) -> None:
         """Queues `what` to run on the main thread, soon and in order. Any thread may call this."""
-        self._posted.append(what)
+        self._posted_calls.append(what)
         # The descriptor is closed once the loop has ended; then nothing waits for this call.
         with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), what))
 
     def watch(self, sock: socket.socket, events: int, what: Callable[[int], None]) -> None:
@@ -251,38 +251,38 @@ class EventLoop:
             raise AgentError(f"cannot watch process {peer.pid}: {exc}; is it in another pid namespace?") from exc
         self._selector.register(peer.pidfd, selectors.EVENT_READ, functools.partial(self._on_death, peer))
 
-    def forget(self, peer: Peer) -> None:
+    def unwatch_death(self, peer: Peer) -> None:
         if peer.pidfd is not None:
             self._selector.unregister(peer.pidfd)
             os.close(peer.pidfd)
             peer.pidfd = None
 
-    def lose(self, peer: Peer) -> None:
-        if peer.open:
+    def disconnect_peer(self, peer: Peer) -> None:
+        if peer.is_open:
             self._selector.unregister(peer.sock)
             self.peers.discard(peer)
             peer.close()
-            self._lost.append(peer)
+            self._disconnected_peers.append(peer)
 
-    def update(self, peer: Peer) -> None:
+    def update_watch(self, peer: Peer) -> None:
         """Watches the peer's socket for room to send as long as packets wait."""
-        if peer.open:
+        if peer.is_open:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
             self._selector.modify(peer.sock, events, functools.partial(self._on_peer, peer))
 
     def close(self) -> None:
         for peer in list(self.peers):
-            self.forget(peer)
+            self.unwatch_death(peer)
             self._selector.unregister(peer.sock)
             peer.close()
         self.peers.clear()
         self._selector.close()
         self._listener.close()
-        os.close(self._wake)
+        os.close(self._wake_fd)
 
     # -- inside
 
-    def _guard(self, what: Callable[..., None], *given: object) -> None:
+    def _call_guarded(self, what: Callable[..., None], *given: object) -> None:
         """Calls `what` and logs its exception: an error in one callback must not end all jobs."""
         try:
             what(*given)
@@ -294,7 +294,7 @@ class EventLoop:
             return self._handler.settle()
         except Exception:
             log.exception("the agent made a mistake, and goes on")
-            return time.monotonic() + AGAIN_S
+            return time.monotonic() + RETRY_S
 
     def _listen(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -305,28 +305,28 @@ class EventLoop:
         self._listener.listen(256)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
 
-    def _rest(self) -> None:
+    def _pause_accepting(self) -> None:
         """Stops accepting connections for AGAIN_S: a pending connection that fails would keep the loop busy."""
         listener = self._listener
-        self._deafen()
+        self._stop_accepting()
 
         def again() -> None:
             if listener.fileno() >= 0:  # else it was closed meanwhile
                 self._selector.register(listener, selectors.EVENT_READ, self._on_connect)
 
-        self.later(AGAIN_S, again)
+        self.call_later(RETRY_S, again)
 
-    def _deafen(self) -> None:
+    def _stop_accepting(self) -> None:
         self.unwatch(self._listener)  # does nothing during a rest
 
-    def _end(self) -> bool:
+    def _try_to_end(self) -> bool:
         """Removes the socket and returns True. Returns False while a peer is just connecting or has unsent messages."""
         if any(peer.outbox for peer in self.peers):
             return False
         self.path.unlink(missing_ok=True)
         before = len(self.peers)
         self._on_connect(selectors.EVENT_READ)
-        self._deafen()
+        self._stop_accepting()
         self._listener.close()
         if len(self.peers) > before:
             self._listen()
@@ -334,16 +334,16 @@ class EventLoop:
         return True
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self.end_asked = True
-        os.eventfd_write(self._wake, 1)
+        self.is_end_requested = True
+        os.eventfd_write(self._wake_fd, 1)
 
     def _on_warning(self, number: int, frame: object) -> None:
-        self.warned = signal.Signals(number).name
-        os.eventfd_write(self._wake, 1)
+        self.pending_warning = signal.Signals(number).name
+        os.eventfd_write(self._wake_fd, 1)
 
     def _on_wake(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):  # an earlier wake-up has taken the count
-            os.eventfd_read(self._wake)
+            os.eventfd_read(self._wake_fd)
 
     def _on_connect(self, events: int) -> None:
         while True:
@@ -354,7 +354,7 @@ class EventLoop:
             # Descriptors may have run out, or the caller may be gone again.
             except OSError as exc:
                 log.warning("a connection could not be accepted: %s", exc)
-                self._rest()
+                self._pause_accepting()
                 return
             sock.setblocking(False)
             pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -367,19 +367,19 @@ class EventLoop:
             self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_peer, peer))
 
     def _on_peer(self, peer: Peer, events: int) -> None:
-        if not peer.open:
+        if not peer.is_open:
             return
         if events & selectors.EVENT_WRITE:
             peer.flush()
-            self.update(peer)
+            self.update_watch(peer)
         if events & selectors.EVENT_READ:
-            for _ in range(AT_ONCE):
+            for _ in range(MESSAGES_PER_TURN):
                 if not self._receive(peer):
                     return
 
     def _receive(self, peer: Peer) -> bool:
         """Handles one message and returns True. Returns False if there is none."""
-        if not peer.open:
+        if not peer.is_open:
             return False
         try:
             message = messages.receive(peer.sock)
@@ -398,7 +398,7 @@ class EventLoop:
             log.warning("a connection of process %d was closed: %s", peer.pid, exc)
             message = None
         if message is None:
-            self.lose(peer)
+            self.disconnect_peer(peer)
             return False
         try:
             self._handler.message(peer, message)
@@ -411,7 +411,7 @@ class EventLoop:
         except Exception as exc:
             what = "a connection of process %d was closed: its message %r is malformed: %r"
             log.warning(what, peer.pid, message.kind[:100], exc, exc_info=True)
-            self.lose(peer)
+            self.disconnect_peer(peer)
         finally:
             message.close()
         return True
@@ -419,9 +419,9 @@ class EventLoop:
     def _on_death(self, peer: Peer, events: int) -> None:
         while self._receive(peer):
             pass
-        self.forget(peer)
-        self._guard(self._handler.died, peer)
-        self.lose(peer)
+        self.unwatch_death(peer)
+        self._call_guarded(self._handler.peer_died, peer)
+        self.disconnect_peer(peer)
 
 
 def _idle_s() -> float:

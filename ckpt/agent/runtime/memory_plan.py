@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.cgroups import CGROUPS, groups
+from ckpt.cgroups import CGROUPS, find_control_groups
 from ckpt.errors import AgentError
 from ckpt.ipc.control_page import SLOTS_MAX
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.save_options import STEPS_APART, Every
-from ckpt.types import counted
+from ckpt.types import format_count
 
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
 # One more: a snapshot is appointed while the one before it is still being filled.
@@ -56,7 +56,7 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return self.slots * self.slot_bytes + self.kept_bytes + self.commit_bytes
 
-    def left_bytes(self, slots: int) -> int:
+    def replica_bytes_max(self, slots: int) -> int:
         """Bytes that replicas of other nodes' snapshots may take beside `slots` slots."""
         taken_bytes = slots * self.slot_bytes + self.kept_bytes + self.commit_bytes
         return max(0, self.allowed_bytes - self.reserve_bytes - taken_bytes)
@@ -66,7 +66,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"{counted(self.slots, 'slot')} of {_mib(self.slot_bytes)}, {_mib(self.kept_bytes)} kept from before, "
+            f"{format_count(self.slots, 'slot')} of {_mib(self.slot_bytes)}, {_mib(self.kept_bytes)} kept from before, "
             f"{_mib(self.commit_bytes)} for commits: {_mib(self.total_bytes)} of {_mib(self.allowed_bytes)} "
             f"({self.bound})"
         )
@@ -87,7 +87,7 @@ def slots_for(policy: Every | Adaptive) -> int:
     return SLOTS_CLOSE if steps is not None and steps < STEPS_APART else SLOTS
 
 
-def plan(
+def make_plan(
     slot_bytes: int,
     kept_bytes: int,
     held_bytes: int,
@@ -127,7 +127,7 @@ def _commit_bytes(slot_bytes: int) -> int:
     return min(COMMIT_BYTES, 2 * slot_bytes)
 
 
-def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int) -> int:
+def restore_budget_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int) -> int:
     """Extra bytes that a start may take until all ranks have restored, beside the job's own memory.
 
     It is half of the machine's free memory, and no more than the user's limit leaves beside the slots. Nothing is
@@ -138,7 +138,7 @@ def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int
     return max(0, room)
 
 
-def plan_told(told: Any) -> MemoryPlan:
+def parse_plan(told: Any) -> MemoryPlan:
     """The plan in another agent's message, which is that plan's `table`. Errors: AgentError if it is malformed."""
     numbers: dict[str, Any] = {name: told.get(name) if isinstance(told, dict) else None for name in _NUMBERS}
     if not all(type(number) is int and number >= 0 for number in numbers.values()) or numbers["slots"] > SLOTS_MAX:
@@ -152,7 +152,7 @@ def free_bytes(meminfo: str | None = None, at: Path = CGROUPS, own: str | None =
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) << 10
-    for group in groups(at, own):
+    for group in find_control_groups(at, own):
         with contextlib.suppress(OSError, ValueError):  # another version of control groups, or "max": no limit
             free = min(free, group.limit_bytes() - group.used_bytes())
     return max(0, free)
@@ -162,7 +162,7 @@ def total_bytes(meminfo: str | None = None, at: Path = CGROUPS, own: str | None 
     """The machine's memory in bytes, or the lowest limit of the enclosing control groups if that is less."""
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     found = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
-    for group in groups(at, own):
+    for group in find_control_groups(at, own):
         with contextlib.suppress(OSError, ValueError):
             found = min(found, group.limit_bytes())
     return found

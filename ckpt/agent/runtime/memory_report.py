@@ -18,7 +18,7 @@ from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, MemoryPlan
 NODES_SHOWN = 64  # the fullest; the other nodes are only counted
 
 
-def table(plans: Mapping[str, MemoryPlan], slots: int, peers: Mapping[str, Any] | None) -> dict[str, Any]:
+def make_table(plans: Mapping[str, MemoryPlan], slots: int, peers: Mapping[str, Any] | None) -> dict[str, Any]:
     """The table. `plans`: each node's plan by its name, the coordinator's first. `slots`: the number that all nodes
     use. `peers`: what ReplicationManager.table returns; None: no replication."""
     loads = {row["node"]: row for row in peers["nodes"]} if peers is not None else {}

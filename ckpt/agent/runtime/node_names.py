@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RUNS_SHOWN = 4  # ranges of consecutive ranks
 # The text fields of messages to trainers.
-WORDS = ("message", "error", "why")
+TEXT_FIELDS = ("message", "error", "why")
 # An agent's name that stands alone. Names inside a key or an identity do not match.
 _NAME = re.compile(r"(?:\b(agent) |\bnode )?(?<![\w/.-])([0-9a-f]{16})(?![\w/-])")
 
@@ -28,27 +28,27 @@ class NodeNames:
     """Replaces agents' names in texts. `nodes`: the readable name by agent name, of the nodes in the newest starts."""
 
     def __init__(self) -> None:
-        self.nodes: dict[str, str] = {}
+        self.names_by_agent: dict[str, str] = {}
 
-    def learn(self, nodes: Iterable[NodeAt]) -> None:
+    def add_nodes(self, nodes: Iterable[NodeAt]) -> None:
         for node in nodes:
-            if node.ranks or node.name not in self.nodes:
+            if node.ranks or node.name not in self.names_by_agent:
                 # Removed first, so that the node moves to the end of the dict as the newest.
-                self.nodes.pop(node.name, None)
-                self.nodes[node.name] = _form(node)
-        while len(self.nodes) > 2 * NODES_MAX:
-            del self.nodes[next(iter(self.nodes))]
+                self.names_by_agent.pop(node.name, None)
+                self.names_by_agent[node.name] = _readable_name(node)
+        while len(self.names_by_agent) > 2 * NODES_MAX:
+            del self.names_by_agent[next(iter(self.names_by_agent))]
 
-    def said(self, text: str) -> str:
-        return said(text, self.nodes)
+    def translate_text(self, text: str) -> str:
+        return replace_agent_names(text, self.names_by_agent)
 
-    def sent(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def translate_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The message to a trainer, with readable names in its texts."""
-        texts = {key: self.said(fields[key]) for key in WORDS if isinstance(fields.get(key), str)}
+        texts = {key: self.translate_text(fields[key]) for key in TEXT_FIELDS if isinstance(fields.get(key), str)}
         return {**fields, **texts} if texts else fields
 
 
-def said(text: str, nodes: Mapping[str, str]) -> str:
+def replace_agent_names(text: str, nodes: Mapping[str, str]) -> str:
     """The text with each agent's name replaced by its node's readable name. An unknown agent keeps its name."""
 
     def one(found: re.Match[str]) -> str:
@@ -60,14 +60,14 @@ def said(text: str, nodes: Mapping[str, str]) -> str:
     return _NAME.sub(one, text)
 
 
-def _form(node: NodeAt) -> str:
+def _readable_name(node: NodeAt) -> str:
     if not node.ranks:
         return f"node {node.addresses[0]}" if node.addresses else f"agent {node.name}"
     host = node.host or (node.addresses[0].host if node.addresses else node.name)
-    return f"node {host} (rank{'s' * (len(node.ranks) > 1)} {_runs(sorted(node.ranks))})"
+    return f"node {host} (rank{'s' * (len(node.ranks) > 1)} {_format_ranges(sorted(node.ranks))})"
 
 
-def _runs(ranks: Sequence[int]) -> str:
+def _format_ranges(ranks: Sequence[int]) -> str:
     """Ranks as ranges: `0-3, 8`."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -51,7 +51,7 @@ _THREADS = {
     Lane.REBUILD: PARITY_THREADS,
 }
 _NOT_BEGUN = 1 << 62  # bytes
-_NOT_NICE = (Lane.FRONT, Lane.REBUILD, Lane.CLOSING)
+_NORMAL_LANES = (Lane.FRONT, Lane.REBUILD, Lane.CLOSING)
 
 
 class Workers:
@@ -62,14 +62,14 @@ class Workers:
         self._local = threading.local()
         self._lanes = {lane: Tasks(f"agent-{lane.value}", pool_size=threads) for lane, threads in _THREADS.items()}
         # The free bytes before each arena began to close.
-        self._closing: dict[Arena, int] = {}
+        self._closing_arenas: dict[Arena, int] = {}
 
     def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` in that lane, then `then` with the settled future on the main thread. If the lane takes no work,
         the future holds the error."""
         future: Future[T]
         try:
-            future = self._lanes[lane].submit(self._nicely, lane, work)
+            future = self._lanes[lane].submit(self._run_at_priority, lane, work)
         except CkptError as exc:
             future = Future()
             future.set_exception(exc)
@@ -81,14 +81,14 @@ class Workers:
         The kernel needs 0.2 s for each GiB. Other nodes would take the main thread for dead if it freed hundreds of GiB
         itself."""
         for arena in arenas:
-            self._closing[arena] = _NOT_BEGUN
+            self._closing_arenas[arena] = _NOT_BEGUN
             close = functools.partial(self._close, arena)
             self.run(Lane.CLOSING, close, lambda done, close=close: close() if failure(done) else None)  # type: ignore[misc]
 
     @property
     def closing_bytes(self) -> int:
         """Bytes of the arenas that are being closed. Any thread."""
-        return sum(arena.bytes for arena in list(self._closing))
+        return sum(arena.size_bytes for arena in list(self._closing_arenas))
 
     def free_bytes(self) -> int:
         """Bytes that may still be allocated on this machine, counting arenas that are being closed.
@@ -96,26 +96,26 @@ class Workers:
         The kernel frees a closing arena gradually. Memory that other processes take meanwhile hides as much of what was
         freed, so the result may be too large by up to that amount."""
         # Copied before the free memory is read. An arena that closes in between counts in both, for its part.
-        closing = self._closing.copy()
+        closing = self._closing_arenas.copy()
         free = memory_plan.free_bytes()
-        return free + sum(max(0, arena.bytes - max(0, free - before)) for arena, before in closing.items())
+        return free + sum(max(0, arena.size_bytes - max(0, free - before)) for arena, before in closing.items())
 
     def _close(self, arena: Arena) -> None:
-        self._closing[arena] = memory_plan.free_bytes()
+        self._closing_arenas[arena] = memory_plan.free_bytes()
         try:
             arena.close()
         finally:
-            self._closing.pop(arena, None)
+            self._closing_arenas.pop(arena, None)
 
     def close(self) -> None:
         for tasks in self._lanes.values():
             tasks.close()
         # These arenas still wait in the CLOSING lane.
-        for arena in self._closing:
+        for arena in self._closing_arenas:
             arena.close()
 
-    def _nicely(self, lane: Lane, work: Callable[[], T]) -> T:
-        if lane not in _NOT_NICE and not getattr(self._local, "nice", False):
+    def _run_at_priority(self, lane: Lane, work: Callable[[], T]) -> T:
+        if lane not in _NORMAL_LANES and not getattr(self._local, "nice", False):
             # Threads that this thread starts inherit its niceness.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             self._local.nice = True
@@ -124,10 +124,10 @@ class Workers:
 
 def failure(done: Future[T]) -> str:
     """The error text of a settled future, fit for a message; "" if it succeeded."""
-    return told(done.exception())
+    return error_text(done.exception())
 
 
-def told(error: BaseException | None) -> str:
+def error_text(error: BaseException | None) -> str:
     """The text of an exception, fit for a message; "" for None."""
     if error is None:
         return ""

@@ -21,9 +21,9 @@ class Share(Protocol):
 
     def announce(self, slot: int, word: ControlWord | None) -> None: ...
 
-    def leave(self, round_: int) -> None: ...
+    def announce_verdict(self, attempt: int) -> None: ...
 
-    def measure(
+    def plan_memory(
         self,
         sizes: Mapping[int, int],
         slots: int,
@@ -31,11 +31,11 @@ class Share(Protocol):
         then: Callable[[MemoryPlan | None, str], None],
     ) -> None: ...
 
-    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None: ...
+    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None: ...
 
-    def offer(self, slot: int, division: str) -> None: ...
+    def offer_slot(self, slot: int, division: str) -> None: ...
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None: ...
+    def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None: ...
 
     def close_arenas(self, slot: int) -> None: ...
 
@@ -49,39 +49,39 @@ class AllShares:
 
     def __init__(self, own: LocalShare, others: Sequence[RemoteShare], me: str) -> None:
         """`me`: the agent name of this node."""
-        self.own = own
+        self.local_share = own
         self.world = own.world
-        self.others = {each.name: each for each in others}
+        self.remote_shares = {each.name: each for each in others}
         self.plans: dict[str, MemoryPlan] = {}  # newest memory plan of each node
-        self._names = {"": me, **{each.name: each.name for each in others}}
-        self._shares: dict[str, Share] = {"": own, **self.others}
-        self._remote = {rank: each for each in others for rank in each.ranks}
-        self._here = [rank for rank in range(self.world) if rank not in self._remote]
+        self._agent_names = {"": me, **{each.name: each.name for each in others}}
+        self._shares: dict[str, Share] = {"": own, **self.remote_shares}
+        self._remote_by_rank = {rank: each for each in others for rank in each.ranks}
+        self._local_ranks = [rank for rank in range(self.world) if rank not in self._remote_by_rank]
 
     @property
-    def count(self) -> int:
+    def local_rank_count(self) -> int:
         """The number of this node's ranks."""
-        return self.world - len(self._remote)
+        return self.world - len(self._remote_by_rank)
 
     @property
     def arena_bytes(self) -> int:
         """The bytes of this node's arenas."""
-        return self.own.arena_bytes
+        return self.local_share.arena_bytes
 
     @property
     def arenas(self) -> dict[int, dict[int, Arena]]:
         """This node's arenas, by slot and rank."""
-        return self.own.arenas
+        return self.local_share.arenas
 
     @property
-    def ranks_elsewhere(self) -> dict[str, frozenset[int]]:
+    def remote_ranks(self) -> dict[str, frozenset[int]]:
         """The ranks of the other nodes, by agent name."""
-        return {name: each.ranks for name, each in self.others.items()}
+        return {name: each.ranks for name, each in self.remote_shares.items()}
 
     @property
     def ranks_by_node(self) -> dict[str, frozenset[int]]:
         """The ranks of all nodes, by agent name: this node, "", first."""
-        return {"": frozenset(self._here), **self.ranks_elsewhere}
+        return {"": frozenset(self._local_ranks), **self.remote_ranks}
 
     def holders(self) -> dict[int, list[str]]:
         """By rank: its node, as a list of one agent name; "" is this node."""
@@ -89,74 +89,75 @@ class AllShares:
 
     def node_of(self, rank: int) -> str:
         """The agent name of the rank's node; "": this node."""
-        remote = self._remote.get(rank)
+        remote = self._remote_by_rank.get(rank)
         return remote.name if remote is not None else ""
 
     def steps(self) -> list[int]:
-        return self._published(self.own.page.entered, 0)
+        return self._collect_reported(self.local_share.control_page.entered_step, 0)
 
-    def _published(self, here: Callable[[int], int], column: int) -> list[int]:
-        """By rank: `here` for local ranks, that column of `RemoteShare.published` for the others; 0: unknown."""
+    def _collect_reported(self, here: Callable[[int], int], column: int) -> list[int]:
+        """By rank: `here` for local ranks, that column of `RemoteShare.reported_steps` for the others; 0: unknown."""
         found = [0] * self.world
-        for rank in self._here:
+        for rank in self._local_ranks:
             found[rank] = here(rank)
-        for each in self.others.values():
-            for rank, told in each.published.items():
+        for each in self.remote_shares.values():
+            for rank, told in each.reported_steps.items():
                 found[rank] = told[column]
         return found
 
     def polls(self) -> list[int]:
-        return self._published(self.own.page.polled, 1)
+        return self._collect_reported(self.local_share.control_page.poll_count, 1)
 
-    def since_s(self) -> list[float | None]:
+    def steps_entered_s(self) -> list[float | None]:
         found: list[float | None] = [None] * self.world
-        for rank in self._here:
-            found[rank] = self.own.page.since_s(rank)
+        for rank in self._local_ranks:
+            found[rank] = self.local_share.control_page.entry_time_s(rank)
         return found
 
-    def hindmost(self) -> int:
-        """As `LocalShare.hindmost`, of this node's ranks only: the others keep step, and are known a little later."""
-        return self.own.hindmost()
+    def slowest_step(self) -> int:
+        """As `LocalShare.slowest_step`, of this node's ranks only: the others keep step, and are known a little
+        later."""
+        return self.local_share.slowest_step()
 
-    def ended(self) -> int:
-        return self.own.ended()
+    def ended_step(self) -> int:
+        return self.local_share.ended_step()
 
-    def hindmost_since_s(self) -> float | None:
-        return self.own.hindmost_since_s()
+    def slowest_entered_s(self) -> float | None:
+        return self.local_share.slowest_entered_s()
 
-    def welcome(self, rank: int, peer: object) -> list[int]:
-        remote = self._remote.get(rank)
+    def connect_rank(self, rank: int, peer: object) -> list[int]:
+        remote = self._remote_by_rank.get(rank)
         if remote is None:
-            return self.own.welcome(rank, peer)
+            return self.local_share.connect_rank(rank, peer)
         assert isinstance(peer, RemotePeer)
         remote.peers[rank] = peer
         return []
 
     def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        remote = self._remote.get(rank)
+        remote = self._remote_by_rank.get(rank)
         if remote is None:
-            self.own.send(rank, fields, blobs)
+            self.local_share.send(rank, fields, blobs)
         else:
             remote.peers[rank].send(fields, blobs=blobs)
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
         # Other nodes come first: their messages take longest.
-        for remote in self.others.values():
+        for remote in self.remote_shares.values():
             remote.announce(slot, word)
-        self.own.announce(slot, word)
+        self.local_share.announce(slot, word)
 
-    def leave(self, round_: int) -> None:
+    def announce_verdict(self, attempt: int) -> None:
         for share in self._shares.values():
-            share.leave(round_)
+            share.announce_verdict(attempt)
 
-    def measure(
+    def plan_memory(
         self,
         sizes: Mapping[int, int],
         slots: int,
         limit_bytes: int | None,
         then: Callable[[MemoryPlan | None, str], None],
     ) -> None:
-        """As `LocalShare.measure`; gives the plan of the node with the fewest slots, which all nodes have then."""
+        """As `LocalShare.plan_memory`; gives the plan of the node with the fewest slots, which all nodes have then."""
 
         def measured(plans: dict[str, MemoryPlan | None], error: str) -> None:
             # After an error the former plans stay: replicas may be placed anew at any time.
@@ -166,11 +167,11 @@ class AllShares:
             self.plans = {name: plan for name, plan in plans.items() if plan is not None}
             then(min(self.plans.values(), key=lambda plan: plan.slots), "")
 
-        answers, parts = _Answers[MemoryPlan | None](self._shares, measured), self._parts(sizes)
+        answers, parts = _Answers[MemoryPlan | None](self._shares, measured), self._split_by_node(sizes)
         for name, share in self._shares.items():
-            share.measure(parts[name], slots, limit_bytes, answers.of(name))
+            share.plan_memory(parts[name], slots, limit_bytes, answers.callback_for(name))
 
-    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
+    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         def made(found: dict[str, dict[int, int]], error: str) -> None:
             if error:
                 self.close_arenas(slot)
@@ -178,26 +179,26 @@ class AllShares:
             else:
                 then({rank: size for by_rank in found.values() for rank, size in by_rank.items()}, "")
 
-        answers, parts = _Answers[dict[int, int]](self._shares, made), self._parts(sizes)
+        answers, parts = _Answers[dict[int, int]](self._shares, made), self._split_by_node(sizes)
         for name, share in self._shares.items():
-            share.make(slot, parts[name], answers.of(name))
+            share.make_arenas(slot, parts[name], answers.callback_for(name))
 
-    def offer(self, slot: int, division: str) -> None:
+    def offer_slot(self, slot: int, division: str) -> None:
         for share in self._shares.values():
-            share.offer(slot, division)
+            share.offer_slot(slot, division)
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
+    def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
         def read(found: dict[str, list[StagedPart]], error: str) -> None:
             then([] if error else [part for parts in found.values() for part in parts], error)
 
         answers = _Answers[list[StagedPart]](self._shares, read)
         for name, share in self._shares.items():
-            share.read(slot, identity, answers.of(name))
+            share.hash_snapshots(slot, identity, answers.callback_for(name))
 
-    def has(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
+    def record_arenas(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
         # For a rank on another node that node's agent records the arenas.
-        if rank not in self._remote:
-            self.own.has(rank, slots, fds)
+        if rank not in self._remote_by_rank:
+            self.local_share.record_arenas(rank, slots, fds)
 
     def close_arenas(self, slot: int) -> None:
         for share in self._shares.values():
@@ -207,19 +208,19 @@ class AllShares:
         for share in self._shares.values():
             share.drop()
 
-    def leave_others(self) -> None:
+    def detach_remotes(self) -> None:
         """Detaches the other nodes: `drop` then frees the memory of this node only."""
-        for remote in self.others.values():
-            remote.dropped = True
+        for remote in self.remote_shares.values():
+            remote.is_dropped = True
 
-    def by_name(self, sizes: Mapping[int, int]) -> dict[str, int]:
+    def sum_by_node(self, sizes: Mapping[int, int]) -> dict[str, int]:
         """The sum of bytes by rank on each node, by agent name."""
-        return {self._names[name]: sum(part.values()) for name, part in self._parts(sizes).items()}
+        return {self._agent_names[name]: sum(part.values()) for name, part in self._split_by_node(sizes).items()}
 
     def plans_by_name(self) -> dict[str, MemoryPlan]:
-        return {self._names[name]: plan for name, plan in self.plans.items()}
+        return {self._agent_names[name]: plan for name, plan in self.plans.items()}
 
-    def _parts(self, sizes: Mapping[int, int]) -> dict[str, dict[int, int]]:
+    def _split_by_node(self, sizes: Mapping[int, int]) -> dict[str, dict[int, int]]:
         """Bytes by rank, split by node."""
         found: dict[str, dict[int, int]] = {name: {} for name in self._shares}
         for rank, size in sizes.items():
@@ -231,19 +232,19 @@ class _Answers(Generic[T]):
     """Collects one answer from each node; then calls `then` with all answers, and "" or the first error."""
 
     def __init__(self, names: Mapping[str, object], then: Callable[[dict[str, T], str], None]) -> None:
-        self._left = set(names)
-        self._then = then
-        self._found: dict[str, T] = {}
+        self._pending_names = set(names)
+        self._on_done = then
+        self._results: dict[str, T] = {}
         self._errors: list[str] = []
 
-    def of(self, name: str) -> Callable[[T, str], None]:
+    def callback_for(self, name: str) -> Callable[[T, str], None]:
         """The `then` to pass to that node's method."""
 
         def answered(result: T, error: str) -> None:
-            self._left.discard(name)
-            self._found[name] = result
+            self._pending_names.discard(name)
+            self._results[name] = result
             self._errors += [error] if error else []
-            if not self._left:
-                self._then(self._found, self._errors[0] if self._errors else "")
+            if not self._pending_names:
+                self._on_done(self._results, self._errors[0] if self._errors else "")
 
         return answered

@@ -21,16 +21,16 @@ MEMORY = ""  # writer of a checkpoint in memory; sorts before every real writer
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class MemoryEpoch:
     """An epoch known from memory. `held`: its complete checkpoints in memory. `claim`: how it began; None: no agent of
     the epoch is left. The store, or an epoch that continued from it, may still know."""
 
     claim: Claim | None
-    held: tuple[Identity, ...]
+    checkpoints: tuple[Identity, ...]
 
     @property
     def epoch(self) -> Epoch | None:
-        return self.claim.epoch if self.claim is not None else self.held[0].epoch if self.held else None
+        return self.claim.epoch if self.claim is not None else self.checkpoints[0].epoch if self.checkpoints else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class Candidate:
     records: tuple[CommitRef, ...]
 
 
-def begin(view: RunView | None, remembered: Sequence[Remembered], begun: Collection[Epoch]) -> Epoch:
+def choose_epoch(view: RunView | None, remembered: Sequence[MemoryEpoch], begun: Collection[Epoch]) -> Epoch:
     """A new epoch, greater than all that the store and this agent know. `begun`: epochs that ended unclaimed."""
     from ckpt.store.lineage import next_epoch
 
     claims = [each.claim for each in remembered if each.claim is not None]
     known = {*begun, *(claim.epoch for claim in claims)}
     known.update(ancestor.epoch for claim in claims for ancestor in claim.ancestors)
-    return view.begin(known) if view is not None else next_epoch(known)
+    return view.new_epoch(known) if view is not None else next_epoch(known)
 
 
-def unclaimed(
+def unclaimed_ancestors(
     parent: Identity | None, claims: Iterable[Claim], is_claimed: Callable[[Epoch], bool]
 ) -> tuple[Ancestor, ...]:
     """The unclaimed ancestors: the known epochs from that of `parent` back to one claimed in the store, newest first.
@@ -74,23 +74,23 @@ def unclaimed(
     return tuple(found)
 
 
-def candidates(view: RunView | None, remembered: Sequence[Remembered]) -> list[Candidate]:
+def find_candidates(view: RunView | None, remembered: Sequence[MemoryEpoch]) -> list[Candidate]:
     """The candidates, newest first. `view`: None if the store does not answer.
 
     Errors: DamagedData if an unreadable claim leaves no candidate: the run is not a fresh one."""
-    from ckpt.store.lineage import CommitRef, Lineage, broken_line
+    from ckpt.store.lineage import CommitRef, Lineage, broken_history
 
     told = [each.claim for each in remembered if each.claim is not None]
     claims = [*(view.claims if view is not None else ()), *told]
     lineage = Lineage(claims, view.epochs if view is not None else ())
     commits = list(view.commits) if view is not None else []
-    held = {identity for each in remembered for identity in each.held}
-    retired = view.retired if view is not None else {}
-    line = lineage.line([*commits, *(CommitRef(identity, MEMORY, 0) for identity in held)], retired)
-    newest = lineage.newest
-    broken = lineage.broken(newest) if newest is not None else None
+    held = {identity for each in remembered for identity in each.checkpoints}
+    retired = view.retired_at_s if view is not None else {}
+    line = lineage.history([*commits, *(CommitRef(identity, MEMORY, 0) for identity in held)], retired)
+    newest = lineage.newest_epoch
+    broken = lineage.broken_epoch(newest) if newest is not None else None
     if not line and broken is not None:
-        raise broken_line(broken)
+        raise broken_history(broken)
     records: dict[Identity, list[CommitRef]] = {}
     for ref in sorted(commits):
         records.setdefault(ref.identity, []).append(ref)

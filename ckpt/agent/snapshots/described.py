@@ -14,7 +14,7 @@ from ckpt.errors import AgentError, DamagedData
 from ckpt.format.declaration import decode
 from ckpt.format.frames import frame_hash
 from ckpt.format.parity import Row
-from ckpt.ipc.arena import DATA_AT, Arena
+from ckpt.ipc.arena import DATA_OFFSET, Arena
 from ckpt.placement.rebuild import Striped
 from ckpt.types import Identity
 
@@ -23,12 +23,12 @@ PIECE_BYTES = 4 << 20  # frame size of what lies behind the data, and of parity
 
 @dataclass(frozen=True, slots=True)
 class DescribedSnapshot:
-    """One rank's snapshot as described to another node. `size`: bytes of the arena. `page`: its first page. `frames`:
-    everything to copy, at its place in the arena."""
+    """One rank's snapshot as described to another node. `arena_bytes`: bytes of the arena. `first_page`: its first
+    page. `frames`: everything to copy, at its place in the arena."""
 
     rank: int
-    size: int
-    page: bytes
+    arena_bytes: int
+    first_page: bytes
     frames: Frames
 
     @property
@@ -37,13 +37,13 @@ class DescribedSnapshot:
         return int(self.frames.lengths.sum())
 
 
-def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[DescribedSnapshot]:
+def describe_snapshots(identity: Identity, arenas: Mapping[int, Arena]) -> list[DescribedSnapshot]:
     """Describes the arenas of these ranks; runs on a worker thread. Errors: DamagedData if an arena does not hold
     `identity`."""
-    return [_described(identity, rank, arena) for rank, arena in sorted(arenas.items())]
+    return [_describe_snapshot(identity, rank, arena) for rank, arena in sorted(arenas.items())]
 
 
-def _described(identity: Identity, rank: int, arena: Arena) -> DescribedSnapshot:
+def _describe_snapshot(identity: Identity, rank: int, arena: Arena) -> DescribedSnapshot:
     header, hashes = arena.header(), arena.hashes()
     if (header.identity, header.rank) != (identity, rank) or hashes is None:
         raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
@@ -52,10 +52,12 @@ def _described(identity: Identity, rank: int, arena: Arena) -> DescribedSnapshot
     starts = np.arange(at, at + length, PIECE_BYTES, dtype=np.uint64)
     sizes = np.minimum(PIECE_BYTES, at + length - starts.astype(np.int64)).astype(np.uint64)
     pieces = [frame_hash(arena.part((a, n))) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    offsets = np.concatenate([staged["offset"].astype(np.uint64) + DATA_AT, starts])
+    offsets = np.concatenate([staged["offset"].astype(np.uint64) + DATA_OFFSET, starts])
     lengths = np.concatenate([staged["length"].astype(np.uint64), sizes])
     every = np.concatenate([hashes, np.array(pieces, np.uint64).reshape(-1, 2)])
-    return DescribedSnapshot(rank, arena.bytes, arena.page(), Frames.placed(offsets, lengths, every, arena.bytes))
+    return DescribedSnapshot(
+        rank, arena.size_bytes, arena.header_page(), Frames.from_columns(offsets, lengths, every, arena.size_bytes)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,12 @@ class ParityChunkName:
 
     identity: Identity
     row: Row
-    striped: Striped
+    stripe: Striped
 
     @property
-    def transfer(self) -> str:
+    def transfer_name(self) -> str:
         """The name of the transfer that offers this chunk."""
-        about = msgpack.packb([int(self.row), self.striped.length, self.striped.rows()])
+        about = msgpack.packb([int(self.row), self.stripe.length, self.stripe.source_rows()])
         return f"parity/{self.identity}/{hashlib.blake2b(about, digest_size=16).hexdigest()}"
 
 
@@ -86,10 +88,10 @@ class ParityChunk:
 
     @property
     def data(self) -> memoryview:
-        return self.arena.part((0, self.name.striped.length))
+        return self.arena.part((0, self.name.stripe.length))
 
 
-def row_from(number: int) -> Row:
+def parse_row(number: int) -> Row:
     """The parity row of that number. Errors: AgentError if there is none."""
     if number not in (Row.P, Row.Q):
         raise AgentError(f"parity {number!r:.20}: 0 or 1")
@@ -101,4 +103,4 @@ def chunk_frames(data: memoryview, length: int) -> Frames:
     starts = np.arange(0, length, PIECE_BYTES, dtype=np.uint64)
     sizes = np.minimum(PIECE_BYTES, length - starts.astype(np.int64)).astype(np.uint64)
     hashes = [frame_hash(data[a : a + n]) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    return Frames.placed(starts, sizes, np.array(hashes, np.uint64).reshape(-1, 2), length)
+    return Frames.from_columns(starts, sizes, np.array(hashes, np.uint64).reshape(-1, 2), length)

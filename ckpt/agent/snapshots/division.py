@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt.agent.snapshots.replica_check import SharedBoxes, places_of
+from ckpt.agent.snapshots.replica_check import SharedBoxes, find_shared_boxes
 from ckpt.errors import CkptError, DamagedData
 from ckpt.format.declaration import bytes_max, decode_layout, encode_layout, encode_share
-from ckpt.gc_pause import no_collecting
+from ckpt.gc_pause import pause_gc
 from ckpt.ipc.arena import arena_bytes
-from ckpt.layout.division import Hashes, Key, agree, divide, division_id, owned, with_holes
+from ckpt.layout.division import Hashes, Key, divide, division_id, find_agreed, incomplete_tensors, make_owned
 from ckpt.layout.layout import Layout, Share
 from ckpt.layout.staging import frame_bytes_for, stage
 from ckpt.types import ITEMSIZE
@@ -25,38 +25,38 @@ from ckpt.types import ITEMSIZE
 
 @dataclass(frozen=True, slots=True)
 class RankContents:
-    """One rank's report of its state. `hashes`: of its tensors; empty if nothing was hashed. `tick`: the version of the
-    hashes. `values_bytes`: room for its plain values."""
+    """One rank's report of its state. `hashes`: of its tensors; empty if nothing was hashed. `version`: the version of
+    the hashes. `values_bytes`: room for its plain values."""
 
     coordinate: str
     layout: Layout
     hashes: Hashes
-    tick: str
+    version: str
     values_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A division, by rank. `layouts`: with owners for tensors that differ between ranks. `plans`: each rank's layout
-    and share, encoded to send. `agreed`, `differing`: the parts that were equal, and the tensors that differed, when
-    all ranks last hashed one version. `places`: which boxes of different ranks are the same box."""
+    """A division, by rank. `layouts`: with owners for tensors that differ between ranks. `encoded_plans`: each rank's
+    layout and share, encoded to send. `agreed`, `differing`: the parts that were equal, and the tensors that differed,
+    when all ranks last hashed one version. `shared_boxes`: which boxes of different ranks are the same box."""
 
     id: str
     frame_bytes: int
     layouts: tuple[Layout, ...]
     shares: tuple[Share, ...]
     arena_bytes: tuple[int, ...]
-    agreed: frozenset[Key]
-    differing: frozenset[str]
-    plans: tuple[tuple[bytes, bytes], ...]
-    places: SharedBoxes
+    agreed_parts: frozenset[Key]
+    differing_tensors: frozenset[str]
+    encoded_plans: tuple[tuple[bytes, bytes], ...]
+    shared_boxes: SharedBoxes
 
 
 _LAYOUTS: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
 
 
-@no_collecting()
-def layout_from(blob: bytes | memoryview) -> Layout:
+@pause_gc()
+def parse_layout(blob: bytes | memoryview) -> Layout:
     """Decodes a layout. Equal bytes, as replicated ranks send them, give the same object. Errors: DamagedData."""
     key = hashlib.blake2b(blob, digest_size=32).digest()
     found = _LAYOUTS.get(key)
@@ -65,7 +65,7 @@ def layout_from(blob: bytes | memoryview) -> Layout:
     return found
 
 
-@no_collecting()
+@pause_gc()
 def make_division(
     ranks: Sequence[RankContents], before: Division | None, distrusted: Collection[str] = frozenset()
 ) -> Division:
@@ -73,15 +73,15 @@ def make_division(
     version: hashes of two versions cannot be compared. `distrusted`: tensors seen to differ since then.
 
     Errors: CkptError if a rank's report contradicts itself, or no rank holds some part of a tensor."""
-    if len({rank.tick for rank in ranks}) == 1:
-        agreed, tensors = agree([rank.layout for rank in ranks], [rank.hashes for rank in ranks])
+    if len({rank.version for rank in ranks}) == 1:
+        agreed, tensors = find_agreed([rank.layout for rank in ranks], [rank.hashes for rank in ranks])
         differing = frozenset(name for name, owner in tensors if not owner)
     else:
         agreed = _still_agreed([rank.layout for rank in ranks], before) if before is not None else set()
-        differing = before.differing if before is not None else frozenset()
+        differing = before.differing_tensors if before is not None else frozenset()
     differing |= frozenset(distrusted)
-    layouts = [owned(rank.layout, differing, rank.coordinate) for rank in ranks]
-    if holes := with_holes(layouts):
+    layouts = [make_owned(rank.layout, differing, rank.coordinate) for rank in ranks]
+    if holes := incomplete_tensors(layouts):
         more = f" and {len(holes) - 5} more" if len(holes) > 5 else ""
         raise CkptError(
             f"no rank holds some part of {', '.join(holes[:5])}{more}: give every part of its global shape to some "
@@ -109,14 +109,14 @@ def make_division(
         frozenset(agreed),
         frozenset(differing),
         tuple((blobs[id(layout)], encode_share(share)) for layout, share in zip(layouts, shares, strict=True)),
-        places_of([rank.layout for rank in ranks], differing),
+        find_shared_boxes([rank.layout for rank in ranks], differing),
     )
 
 
 def _still_agreed(layouts: Sequence[Layout], before: Division) -> set[Key]:
     """The parts that were found equal, and are still held by the same ranks. A new holder has proven nothing yet."""
     then, now = _holders(before.layouts), _holders(layouts)
-    return {key for key in before.agreed if then.get(key) == now.get(key)}
+    return {key for key in before.agreed_parts if then.get(key) == now.get(key)}
 
 
 def _holders(layouts: Sequence[Layout]) -> dict[Key, set[int]]:
@@ -128,7 +128,7 @@ def _holders(layouts: Sequence[Layout]) -> dict[Key, set[int]]:
     return found
 
 
-def hashes_from(blob: bytes) -> Hashes:
+def parse_hashes(blob: bytes) -> Hashes:
     """Decodes hashes: (n, 2) uint64. Errors: DamagedData."""
     if len(blob) % 16:
         raise DamagedData(f"hashes of {len(blob)} bytes: not a whole number of them")

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.snapshots.candidates import Remembered
+from ckpt.agent.snapshots.candidates import MemoryEpoch
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.parity import Row
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.ipc.control_page import WORLD_MAX
-from ckpt.placement.rebuild import Striped, protected, rebuildable
+from ckpt.placement.rebuild import Striped, protected_ranks, rebuildable_ranks
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ EPOCHS_MAX = 64
 Key = tuple[Identity, int]  # a snapshot: its checkpoint and rank
 
 
-def whose(arena: Arena) -> tuple[Key, int] | None:
+def find_snapshot(arena: Arena) -> tuple[Key, int] | None:
     """The complete snapshot in an arena, and its world size; None: there is none. The other ranks need not have staged
     that version."""
     try:
@@ -42,9 +42,9 @@ def whose(arena: Arena) -> tuple[Key, int] | None:
     return (header.identity, header.rank), header.world
 
 
-def sealed(arena: Arena) -> tuple[Key, int] | None:
-    """As `whose`, only if all ranks were seen to stage that version."""
-    found = whose(arena)
+def find_sealed_snapshot(arena: Arena) -> tuple[Key, int] | None:
+    """As `find_snapshot`, only if all ranks were seen to stage that version."""
+    found = find_snapshot(arena)
     return found if found is not None and arena.hashes() is not None else None
 
 
@@ -52,19 +52,19 @@ def sealed(arena: Arena) -> tuple[Key, int] | None:
 class Inventory:
     """What one node or several nodes hold. Nodes go by agent name; "" is this node.
 
-    `claims`: of epochs that got beyond their start. `steps`: the newest known step of each epoch. `worlds`: world size
-    by checkpoint. `holders`: the nodes with each snapshot. `parities`: by checkpoint and stripe, the nodes with each
-    row. `sizes`: bytes of the snapshots that parity covers. `unfit`: the nodes with a damaged copy of a snapshot.
-    `refuted`: checkpoints that could not be put together."""
+    `claims`: of epochs that got beyond their start. `steps`: the newest known step of each epoch. `world_sizes`: world
+    size by checkpoint. `holders`: the nodes with each snapshot. `parity_holders`: by checkpoint and stripe, the nodes
+    with each row. `sizes`: bytes of the snapshots that parity covers. `damaged_holders`: the nodes with a damaged copy
+    of a snapshot. `unusable_checkpoints`: checkpoints that could not be put together."""
 
     claims: dict[Epoch, Claim] = field(default_factory=dict)
     steps: dict[Epoch, int] = field(default_factory=dict)
-    worlds: dict[Identity, int] = field(default_factory=dict)
+    world_sizes: dict[Identity, int] = field(default_factory=dict)
     holders: dict[Key, list[str]] = field(default_factory=dict)
-    parities: dict[Identity, dict[Striped, dict[int, set[str]]]] = field(default_factory=dict)
-    sizes: dict[Key, int] = field(default_factory=dict)
-    unfit: dict[Key, set[str]] = field(default_factory=dict)
-    refuted: set[Identity] = field(default_factory=set)
+    parity_holders: dict[Identity, dict[Striped, dict[int, set[str]]]] = field(default_factory=dict)
+    snapshot_bytes: dict[Key, int] = field(default_factory=dict)
+    damaged_holders: dict[Key, set[str]] = field(default_factory=dict)
+    unusable_checkpoints: set[Identity] = field(default_factory=set)
 
     def add_epoch(self, claim: Claim | None, epoch: Epoch, step: int) -> None:
         """Adds an epoch that is known to have come to `step`."""
@@ -75,31 +75,31 @@ class Inventory:
     def add_arenas(self, arenas: Iterable[Arena], node: str = "") -> None:
         """Adds the snapshots of the sealed arenas among these."""
         for arena in arenas:
-            found = sealed(arena)
+            found = find_sealed_snapshot(arena)
             if found is not None:
-                self._add(*found, node)
+                self._add_snapshot(*found, node)
 
-    def add(self, other: Inventory, node: str) -> None:
+    def merge(self, other: Inventory, node: str) -> None:
         """Adds what another node reported of itself."""
         self.claims |= other.claims
         for epoch, step in other.steps.items():
             self.steps[epoch] = max(step, self.steps.get(epoch, 0))
         for key in other.holders:
-            self._add(key, other.worlds[key[0]], node)
-        for identity, stripes in other.parities.items():
+            self._add_snapshot(key, other.world_sizes[key[0]], node)
+        for identity, stripes in other.parity_holders.items():
             for striped, rows in stripes.items():
-                sizes = {rank: other.sizes[identity, rank] for rank in striped.ranks}
-                self._add_parity(identity, other.worlds[identity], striped, rows, sizes, node)
+                sizes = {rank: other.snapshot_bytes[identity, rank] for rank in striped.ranks}
+                self._add_parity(identity, other.world_sizes[identity], striped, rows, sizes, node)
 
-    def hold(self, identity: Identity, world: int, ranks: Iterable[int]) -> None:
+    def add_local_snapshots(self, identity: Identity, world: int, ranks: Iterable[int]) -> None:
         """Adds snapshots of these ranks on this node."""
         for rank in ranks:
-            self._add((identity, rank), world, "")
+            self._add_snapshot((identity, rank), world, "")
 
-    def _add(self, key: Key, world: int, node: str) -> None:
+    def _add_snapshot(self, key: Key, world: int, node: str) -> None:
         if world > WORLD_MAX:
             return  # a false report: no job has so many ranks
-        known = self.worlds.setdefault(key[0], world)
+        known = self.world_sizes.setdefault(key[0], world)
         if known == world and key[1] < world and node not in self.holders.setdefault(key, []):
             self.holders[key].append(node)
 
@@ -108,7 +108,7 @@ class Inventory:
         for chunk in chunks:
             name = chunk.name
             sizes = {rank: each.staged_bytes for rank, each in chunk.snapshots.items()}
-            self._add_parity(name.identity, chunk.world, name.striped, {int(name.row)}, sizes)
+            self._add_parity(name.identity, chunk.world, name.stripe, {int(name.row)}, sizes)
 
     def _add_parity(
         self,
@@ -121,78 +121,87 @@ class Inventory:
     ) -> None:
         if world > WORLD_MAX:
             return
-        known = self.worlds.setdefault(identity, world)
+        known = self.world_sizes.setdefault(identity, world)
         if known == world and max(striped.ranks) < world:
-            held = self.parities.setdefault(identity, {}).setdefault(striped, {})
+            held = self.parity_holders.setdefault(identity, {}).setdefault(striped, {})
             for row in rows:
                 held.setdefault(int(row), set()).add(node)
             for rank, size in sizes.items():
-                self.sizes.setdefault((identity, rank), size)
+                self.snapshot_bytes.setdefault((identity, rank), size)
 
-    def missing(self, identity: Identity) -> list[int]:
+    def missing_ranks(self, identity: Identity) -> list[int]:
         """The ranks whose snapshots no node holds."""
-        return [rank for rank in range(self.worlds[identity]) if not self.holders.get((identity, rank))]
+        return [rank for rank in range(self.world_sizes[identity]) if not self.holders.get((identity, rank))]
 
-    def complete(self) -> list[Identity]:
+    def complete_checkpoints(self) -> list[Identity]:
         """The checkpoints available from memory: each rank is held, or can be rebuilt from parity."""
-        return sorted(identity for identity in self.worlds if self._can_be_had(identity))
+        return sorted(identity for identity in self.world_sizes if self._is_available(identity))
 
-    def _can_be_had(self, identity: Identity) -> bool:
-        missing = self.missing(identity)
-        return identity not in self.refuted and (not missing or len(self.makeable(identity)) == len(missing))
+    def _is_available(self, identity: Identity) -> bool:
+        missing = self.missing_ranks(identity)
+        return identity not in self.unusable_checkpoints and (
+            not missing or len(self.rebuildable_ranks(identity)) == len(missing)
+        )
 
-    def makeable(self, identity: Identity) -> dict[int, int]:
+    def rebuildable_ranks(self, identity: Identity) -> dict[int, int]:
         """The missing ranks that parity can rebuild, with the bytes that each staged."""
-        missing = self.missing(identity)
-        sizes = {rank: self.sizes[identity, rank] for rank in missing if (identity, rank) in self.sizes}
-        return {rank: sizes[rank] for rank in sorted(rebuildable(missing, sizes, self.parities.get(identity, {})))}
+        missing = self.missing_ranks(identity)
+        sizes = {
+            rank: self.snapshot_bytes[identity, rank] for rank in missing if (identity, rank) in self.snapshot_bytes
+        }
+        return {
+            rank: sizes[rank]
+            for rank in sorted(rebuildable_ranks(missing, sizes, self.parity_holders.get(identity, {})))
+        }
 
-    def protected(self, identity: Identity, losses: int) -> frozenset[int]:
+    def parity_protected_ranks(self, identity: Identity, losses: int) -> frozenset[int]:
         """The ranks whose snapshots survive the loss of any `losses` nodes by parity alone."""
-        ranks = range(self.worlds.get(identity, 0))
+        ranks = range(self.world_sizes.get(identity, 0))
         holders = {rank: self.holders.get((identity, rank), []) for rank in ranks}
-        sizes = {rank: self.sizes[identity, rank] for rank in ranks if (identity, rank) in self.sizes}
-        return protected(holders, sizes, self.parities.get(identity, {}), losses)
+        sizes = {rank: self.snapshot_bytes[identity, rank] for rank in ranks if (identity, rank) in self.snapshot_bytes}
+        return protected_ranks(holders, sizes, self.parity_holders.get(identity, {}), losses)
 
-    def of_epoch(self, epoch: Epoch) -> Inventory:
+    def filter_epoch(self, epoch: Epoch) -> Inventory:
         """The part of this inventory about that epoch's checkpoints."""
         found = Inventory()
-        found.worlds = {identity: world for identity, world in self.worlds.items() if identity.epoch == epoch}
+        found.world_sizes = {identity: world for identity, world in self.world_sizes.items() if identity.epoch == epoch}
         found.holders = {key: list(names) for key, names in self.holders.items() if key[0].epoch == epoch}
-        found.parities = {identity: rows for identity, rows in self.parities.items() if identity.epoch == epoch}
-        found.sizes = {key: size for key, size in self.sizes.items() if key[0].epoch == epoch}
+        found.parity_holders = {
+            identity: rows for identity, rows in self.parity_holders.items() if identity.epoch == epoch
+        }
+        found.snapshot_bytes = {key: size for key, size in self.snapshot_bytes.items() if key[0].epoch == epoch}
         return found
 
-    def without(self, identity: Identity, rank: int) -> None:
+    def mark_damaged(self, identity: Identity, rank: int) -> None:
         """Marks that snapshot as damaged on all of its present holders."""
-        self.unfit.setdefault((identity, rank), set()).update(self.holders.pop((identity, rank), []))
+        self.damaged_holders.setdefault((identity, rank), set()).update(self.holders.pop((identity, rank), []))
 
-    def made(self, identity: Identity, rank: int, node: str) -> None:
+    def add_rebuilt(self, identity: Identity, rank: int, node: str) -> None:
         """Adds a snapshot that was rebuilt on `node`."""
-        self._add((identity, rank), self.worlds[identity], node)
+        self._add_snapshot((identity, rank), self.world_sizes[identity], node)
 
-    def remembered(self) -> list[Remembered]:
+    def epochs_in_memory(self) -> list[MemoryEpoch]:
         """The epochs and complete checkpoints, as input of `candidates`."""
         held: dict[Epoch, list[Identity]] = {epoch: [] for epoch in self.claims}
-        for identity in self.complete():
+        for identity in self.complete_checkpoints():
             held.setdefault(identity.epoch, []).append(identity)
-        return [Remembered(self.claims.get(epoch), tuple(theirs)) for epoch, theirs in held.items()]
+        return [MemoryEpoch(self.claims.get(epoch), tuple(theirs)) for epoch, theirs in held.items()]
 
-    def incomplete(self) -> dict[Identity, list[int]]:
+    def incomplete_checkpoints(self) -> dict[Identity, list[int]]:
         """The checkpoints that are only partly available, with the ranks that no node holds."""
-        partly = sorted(self.worlds.keys() - self.complete())
-        return {identity: missing for identity in partly if (missing := self.missing(identity))}
+        partly = sorted(self.world_sizes.keys() - self.complete_checkpoints())
+        return {identity: missing for identity in partly if (missing := self.missing_ranks(identity))}
 
-    def by_rank(self, identity: Identity) -> dict[int, list[str]]:
+    def holders_by_rank(self, identity: Identity) -> dict[int, list[str]]:
         """The holders of each rank's snapshot, this node first. The order of the others varies by rank, so that they
         share the load."""
-        ranks = range(self.worlds[identity])
-        return {rank: spread(self.holders.get((identity, rank), []), rank) for rank in ranks}
+        ranks = range(self.world_sizes[identity])
+        return {rank: order_holders(self.holders.get((identity, rank), []), rank) for rank in ranks}
 
-    def refute(self, identity: Identity) -> None:
+    def mark_unusable(self, identity: Identity) -> None:
         """Marks a checkpoint as unusable as a whole. Its frames may still serve a restore of the same identity from the
         store."""
-        self.refuted.add(identity)
+        self.unusable_checkpoints.add(identity)
 
     # -- messages
 
@@ -200,18 +209,20 @@ class Inventory:
         """This inventory as message fields, without the holders: all of it must be on this node."""
         epochs = sorted({*self.claims, *self.steps})[-EPOCHS_MAX:]
         return {
-            "epochs": [[str(epoch), self.steps.get(epoch, 0), _told(self.claims.get(epoch))] for epoch in epochs],
-            "arenas": [[str(identity), rank, self.worlds[identity]] for identity, rank in sorted(self.holders)],
+            "epochs": [
+                [str(epoch), self.steps.get(epoch, 0), _claim_fields(self.claims.get(epoch))] for epoch in epochs
+            ],
+            "arenas": [[str(identity), rank, self.world_sizes[identity]] for identity, rank in sorted(self.holders)],
             "parities": [
                 [
                     str(identity),
-                    self.worlds[identity],
+                    self.world_sizes[identity],
                     sorted(rows),
                     striped.length,
-                    striped.rows(),
-                    [[rank, self.sizes[identity, rank]] for rank in sorted(striped.ranks)],
+                    striped.source_rows(),
+                    [[rank, self.snapshot_bytes[identity, rank]] for rank in sorted(striped.ranks)],
                 ]
-                for identity, stripes in self.parities.items()
+                for identity, stripes in self.parity_holders.items()
                 for striped, rows in stripes.items()
             ],
         }
@@ -219,7 +230,7 @@ class Inventory:
     @staticmethod
     def unpack(blob: bytes) -> Inventory:
         """The inventory in packed `fields` from another agent. Errors: as `parse`."""
-        return Inventory.parse(unpacked(blob, "what a node says it holds"))
+        return Inventory.parse(unpack_bounded(blob, "what a node says it holds"))
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> Inventory:
@@ -231,20 +242,20 @@ class Inventory:
             raise AgentError("a node says that it holds more than it can")
         for text, step, told in fields["epochs"]:
             epoch = Epoch.parse(str(text))
-            found.add_epoch(claim_told(epoch, told) if told is not None else None, epoch, int(step))
+            found.add_epoch(parse_claim(epoch, told) if told is not None else None, epoch, int(step))
         for text, rank, world in fields["arenas"]:
             if not 0 <= int(rank) < int(world) <= WORLD_MAX:
                 raise AgentError(f"a node says that it holds rank {rank} of {world}")
-            found._add((Identity.parse(str(text)), int(rank)), int(world), "")
+            found._add_snapshot((Identity.parse(str(text)), int(rank)), int(world), "")
         for text, world, rows, length, sources, sizes in told_parities:
-            striped, told_sizes = Striped.of(length, sources), {int(rank): int(size) for rank, size in sizes}
+            striped, told_sizes = Striped.from_rows(length, sources), {int(rank): int(size) for rank, size in sizes}
             if not striped.ranks <= told_sizes.keys() or not set(rows) <= set(Row) or int(world) > WORLD_MAX:
                 raise AgentError("a node says of its parity what cannot be")
             found._add_parity(Identity.parse(str(text)), int(world), striped, rows, told_sizes)
         return found
 
 
-def spread(holders: Iterable[str], turn: int) -> list[str]:
+def order_holders(holders: Iterable[str], turn: int) -> list[str]:
     """The order in which to ask holders: this node first, if it is one, then the others by name, rotated by `turn`."""
     names = sorted(holders)
     others = [name for name in names if name]
@@ -252,19 +263,23 @@ def spread(holders: Iterable[str], turn: int) -> list[str]:
     return [*names[: len(names) - len(others)], *others[first:], *others[:first]]
 
 
-def _told(claim: Claim | None) -> dict[str, Any] | None:
-    """A claim as message fields; `claim_told` parses them."""
+def _claim_fields(claim: Claim | None) -> dict[str, Any] | None:
+    """A claim as message fields; `parse_claim` parses them."""
     if claim is None:
         return None
-    return {"parent": str(claim.parent) if claim.parent else None, "ancestors": texts(claim), "launch": claim.launch}
+    return {
+        "parent": str(claim.parent) if claim.parent else None,
+        "ancestors": ancestor_fields(claim),
+        "launch": claim.launch,
+    }
 
 
-def texts(claim: Claim) -> list[list[str | None]]:
+def ancestor_fields(claim: Claim) -> list[list[str | None]]:
     """An epoch's ancestors as message fields."""
     return [[str(each.epoch), str(each.parent) if each.parent else None] for each in claim.ancestors]
 
 
-def claim_told(epoch: Epoch, fields: Mapping[str, Any]) -> Claim:
+def parse_claim(epoch: Epoch, fields: Mapping[str, Any]) -> Claim:
     """The claim in message fields of a joining rank or another agent. Errors: UsageError, ValueError, TypeError."""
     from ckpt.store.lineage import Ancestor, Claim
 

@@ -16,16 +16,16 @@ from ckpt.agent.net.progress import Progress
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.runtime.workers import Lane, Workers, failure
-from ckpt.agent.snapshots.inventory import whose
+from ckpt.agent.snapshots.inventory import find_snapshot
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader
 from ckpt.agent.state import memory_pressure
 from ckpt.errors import AgentError
-from ckpt.ipc.arena import GIVE_WAY_S, Arena
+from ckpt.ipc.arena import YIELD_S_MAX, Arena
 from ckpt.ipc.control_page import SLOTS_MAX, ControlPage, ControlWord
 from ckpt.placement.placement import GENERATIONS
 from ckpt.types import Identity
 
-LET_GO_S = 5.0  # generous time for ranks to release memory
+RELEASE_TIMEOUT_S = 5.0  # generous time for ranks to release memory
 
 
 class LocalShare:
@@ -34,33 +34,33 @@ class LocalShare:
     A method with `then` calls it later on the main thread, with the result and "", or with an empty result and an
     error. After `drop` it is not called."""
 
-    def __init__(self, world: int, bulk: Workers, taken: Callable[[], memory_plan.MemoryUse]) -> None:
+    def __init__(self, world: int, workers: Workers, taken: Callable[[], memory_plan.MemoryUse]) -> None:
         """`world`: ranks of the whole job. `taken`: returns the other memory that ckpt uses on this node.
         Errors: AgentError if a job cannot have so many ranks."""
-        self.page = ControlPage.create(world)
+        self.control_page = ControlPage.create(world)
         self.world = world
         self.peers: dict[int, Peer] = {}
         self.arenas: dict[int, dict[int, Arena]] = {}
-        self.dropped = False
+        self.is_dropped = False
         self.progress = Progress()  # of making arenas, and of hashing snapshots
-        self.reader = StagedReader(self.progress.moved)
-        self._bulk = bulk
-        self._taken = taken
+        self.reader = StagedReader(self.progress.advance)
+        self._workers = workers
+        self._get_memory_use = taken
         # The newest plan, if the user's limit bounds it.
-        self.limited: memory_plan.MemoryPlan | None = None
-        self.is_cramped = False  # at the newest plan, earlier starts' checkpoints left too little room
-        self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
-        self._making: dict[int, object] = {}  # by slot: identifies the call of `make` under way
+        self.limited_plan: memory_plan.MemoryPlan | None = None
+        self.is_memory_short = False  # at the newest plan, earlier starts' checkpoints left too little room
+        self._sent_arenas: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
+        self._pending_makes: dict[int, object] = {}  # by slot: identifies the call of `make` under way
 
     @property
-    def count(self) -> int:
+    def local_rank_count(self) -> int:
         """The number of ranks that may connect here."""
         return self.world
 
     @property
     def arena_bytes(self) -> int:
         """The bytes of all arenas here."""
-        return sum(arena.bytes for by_rank in self.arenas.values() for arena in by_rank.values())
+        return sum(arena.size_bytes for by_rank in self.arenas.values() for arena in by_rank.values())
 
     def node_of(self, rank: int) -> str:
         """The agent name of the rank's node; "": this node."""
@@ -71,52 +71,52 @@ class LocalShare:
 
     def steps(self) -> list[int]:
         """By rank: the step that it last entered; 0: none yet."""
-        return [self.page.entered(rank) for rank in range(self.world)]
+        return [self.control_page.entered_step(rank) for rank in range(self.world)]
 
     def polls(self) -> list[int]:
         """By rank: its polls and saves since the last ended step."""
-        return [self.page.polled(rank) for rank in range(self.world)]
+        return [self.control_page.poll_count(rank) for rank in range(self.world)]
 
-    def since_s(self) -> list[float | None]:
+    def steps_entered_s(self) -> list[float | None]:
         """By rank: when it entered its step, on the monotonic clock; None: unknown."""
-        return [self.page.since_s(rank) for rank in range(self.world)]
+        return [self.control_page.entry_time_s(rank) for rank in range(self.world)]
 
-    def hindmost(self) -> int:
+    def slowest_step(self) -> int:
         """The newest step that all connected local ranks have entered; 0: none yet."""
-        return min((self.page.entered(rank) for rank in self.peers), default=0)
+        return min((self.control_page.entered_step(rank) for rank in self.peers), default=0)
 
-    def ended(self) -> int:
+    def ended_step(self) -> int:
         """The newest step that all connected local ranks have ended; 0: none yet."""
-        return max(0, self.hindmost() - 1)
+        return max(0, self.slowest_step() - 1)
 
-    def hindmost_since_s(self) -> float | None:
+    def slowest_entered_s(self) -> float | None:
         """When the slowest local rank entered its step, on the monotonic clock; None: unknown."""
-        last = min(self.peers, key=self.page.entered, default=None)
-        return self.page.since_s(last) if last is not None else None
+        last = min(self.peers, key=self.control_page.entered_step, default=None)
+        return self.control_page.entry_time_s(last) if last is not None else None
 
-    def welcome(self, rank: int, peer: object) -> list[int]:
+    def connect_rank(self, rank: int, peer: object) -> list[int]:
         """Takes `peer` as the rank's connection; returns the descriptors to send with the reply."""
         assert isinstance(peer, Peer)
         self.peers[rank] = peer
-        return [self.page.fd]
+        return [self.control_page.fd]
 
     def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.peers[rank].send(fields, blobs=blobs)
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
         """Writes the slot's control word: the version it is appointed for; None: nothing."""
-        self.page.announce(slot, word)
+        self.control_page.announce(slot, word)
 
-    def appoint_nothing(self) -> None:
+    def clear_appointments(self) -> None:
         """Withdraws the appointments of all slots."""
         for slot in range(SLOTS_MAX):
-            self.page.announce(slot, None)
+            self.control_page.announce(slot, None)
 
-    def leave(self, round_: int) -> None:
+    def announce_verdict(self, attempt: int) -> None:
         """Writes the verdict to the control page: the ranks leave by that save attempt."""
-        self.page.leave(round_)
+        self.control_page.publish_leave(attempt)
 
-    def measure(
+    def plan_memory(
         self,
         sizes: Mapping[int, int],
         slots: int,
@@ -124,83 +124,83 @@ class LocalShare:
         then: Callable[[memory_plan.MemoryPlan | None, str], None],
     ) -> None:
         """Plans the memory here: the number of slots, at most `slots`. `sizes`: arena bytes by rank."""
-        taken, total_bytes = self._taken(), memory_plan.total_bytes()
-        plan = memory_plan.plan(
+        taken, total_bytes = self._get_memory_use(), memory_plan.total_bytes()
+        plan = memory_plan.make_plan(
             slot_bytes=sum(sizes.values()),
             kept_bytes=taken.kept_bytes,
             held_bytes=self.arena_bytes + taken.lent_bytes,
             limit_bytes=limit_bytes,
-            free_bytes=self._bulk.free_bytes(),
+            free_bytes=self._workers.free_bytes(),
             slots=slots,
             reserve_bytes=memory_pressure.reserve_bytes(total_bytes),
             total_bytes=total_bytes,
         )
-        self.limited = plan if plan.allowed_bytes == limit_bytes else None
-        self.is_cramped = bool(plan.kept_bytes) and plan.left_bytes(slots) < GENERATIONS * plan.slot_bytes
+        self.limited_plan = plan if plan.allowed_bytes == limit_bytes else None
+        self.is_memory_short = bool(plan.kept_bytes) and plan.replica_bytes_max(slots) < GENERATIONS * plan.slot_bytes
         then(plan, "")
 
-    def for_a_while_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
+    def restore_budget_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
         """The bytes that a start may use here until all ranks have restored. `slot_bytes`, `slots`: the arenas that the
         job will have."""
-        free_bytes, taken = self._bulk.free_bytes(), self._taken()
+        free_bytes, taken = self._workers.free_bytes(), self._get_memory_use()
         held_bytes = self.arena_bytes + taken.lent_bytes
-        plan = memory_plan.plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
-        return memory_plan.for_a_while_bytes(plan, limit_bytes, free_bytes)
+        plan = memory_plan.make_plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
+        return memory_plan.restore_budget_bytes(plan, limit_bytes, free_bytes)
 
-    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
+    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         """Makes new arenas with warm pages, of `sizes` by rank; `then` hears their sizes. The slot's former arenas must
         be unused. After an error the slot has no arenas. Closing or remaking the slot meanwhile is such an error: a
         coordinator that was cut off does not know of this call."""
         self.close_arenas(slot)
-        mine = self._making[slot] = object()
+        mine = self._pending_makes[slot] = object()
 
         def made(done: Future[dict[int, Arena]]) -> None:
             if error := failure(done):
-                if not self.dropped:
+                if not self.is_dropped:
                     then({}, error)
-            elif self.dropped or self._making.get(slot) is not mine:
-                self._bulk.close_arenas(done.result().values())
-                if not self.dropped:
+            elif self.is_dropped or self._pending_makes.get(slot) is not mine:
+                self._workers.close_arenas(done.result().values())
+                if not self.is_dropped:
                     then({}, "the slot was closed meanwhile")
             else:
                 self.arenas[slot] = done.result()
-                then({rank: arena.bytes for rank, arena in done.result().items()}, "")
+                then({rank: arena.size_bytes for rank, arena in done.result().items()}, "")
 
         def make() -> dict[int, Arena]:
             self._await_room(sum(sizes.values()))
-            return _make(sizes, self._give_way)
+            return _make_arenas(sizes, self._yield_to_snapshot)
 
-        self._bulk.run(Lane.MEMORY, make, made)
+        self._workers.run(Lane.MEMORY, make, made)
 
     def _await_room(self, count: int) -> None:
         """Waits until `count` bytes are free. Memory of closed arenas is free once the kernel and the ranks release it.
         Errors: AgentError if that takes too long."""
-        until_s = time.monotonic() + LET_GO_S
+        until_s = time.monotonic() + RELEASE_TIMEOUT_S
         while (short := count - memory_plan.free_bytes()) > 0:
-            if self._bulk.closing_bytes:
-                until_s = time.monotonic() + LET_GO_S
-            if self.dropped or time.monotonic() >= until_s:
+            if self._workers.closing_bytes:
+                until_s = time.monotonic() + RELEASE_TIMEOUT_S
+            if self.is_dropped or time.monotonic() >= until_s:
                 raise AgentError(f"{-(-short >> 20)} MiB of memory are missing for it")
-            time.sleep(LET_GO_S / 100)
+            time.sleep(RELEASE_TIMEOUT_S / 100)
 
-    def _give_way(self) -> None:
+    def _yield_to_snapshot(self) -> None:
         """Pauses making an arena while training stands still for a copy, which needs the memory bandwidth more. The
         wait is bounded: a rank killed in a copy shows that copy for ever."""
-        until_s = time.monotonic() + GIVE_WAY_S
-        while not self.dropped and self.page.copies and time.monotonic() < until_s:
+        until_s = time.monotonic() + YIELD_S_MAX
+        while not self.is_dropped and self.control_page.has_copying_rank and time.monotonic() < until_s:
             time.sleep(0.001)
-        self.progress.moved()
+        self.progress.advance()
 
-    def offer(self, slot: int, division: str) -> None:
+    def offer_slot(self, slot: int, division: str) -> None:
         """Sends each rank its arena of the slot, to bind for that division."""
         for rank, peer in self.peers.items():
             arena = self.arenas[slot][rank]
-            new = (slot, rank) not in self._handed
-            self._handed.add((slot, rank))
-            fields = {"t": "arena", "slot": slot, "bytes": arena.bytes, "division": division}
+            new = (slot, rank) not in self._sent_arenas
+            self._sent_arenas.add((slot, rank))
+            fields = {"t": "arena", "slot": slot, "bytes": arena.size_bytes, "division": division}
             peer.send(fields, [arena.fd] if new else [])
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
+    def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
         """Hashes the snapshots staged in a slot, and writes the hashes into the arenas.
         Errors: AgentError if the slot has no arenas here, as after a request meant for a former agent."""
         arenas = self.arenas.get(slot)
@@ -209,22 +209,24 @@ class LocalShare:
 
         def read(done: Future[list[StagedPart]]) -> None:
             error = failure(done)
-            if not self.dropped:
+            if not self.is_dropped:
                 then([] if error else done.result(), error)
 
-        self._bulk.run(Lane.MEMORY, lambda: self.reader.read(identity, self.world, arenas), read)
+        self._workers.run(Lane.MEMORY, lambda: self.reader.read(identity, self.world, arenas), read)
 
-    def adopt(self, slot: int, arenas: Mapping[int, Arena]) -> None:
+    def adopt_slot_arenas(self, slot: int, arenas: Mapping[int, Arena]) -> None:
         """Takes over a slot's arenas of a former agent, which the ranks handed over."""
         self.arenas[slot] = dict(arenas)
-        self._handed |= {(slot, rank) for rank in arenas}
+        self._sent_arenas |= {(slot, rank) for rank in arenas}
 
-    def has(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
+    def record_arenas(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
         """Records which arenas a rank on a new connection has. Those that it never received are sent again."""
-        self._handed = {each for each in self._handed if each[1] != rank}
-        self._handed |= {(slot, rank) for slot, fd in zip(slots, fds, strict=False) if self._is_arena(slot, rank, fd)}
+        self._sent_arenas = {each for each in self._sent_arenas if each[1] != rank}
+        self._sent_arenas |= {
+            (slot, rank) for slot, fd in zip(slots, fds, strict=False) if self._is_arena(slot, rank, fd)
+        }
 
-    def bring(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
+    def adopt_rank_arenas(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
         """Takes over the arenas of a former agent from a rank that is new to this agent."""
         for slot in slots:
             arena = Arena.adopt(fds.pop(0))
@@ -232,9 +234,9 @@ class LocalShare:
             if old is not None:
                 old.close()
             self.arenas[slot][rank] = arena
-            self._handed.add((slot, rank))
+            self._sent_arenas.add((slot, rank))
 
-    def lacks(self, slot: int) -> bool:
+    def has_missing_arena(self, slot: int) -> bool:
         """Whether some connected local rank has no arena in that slot."""
         return any(rank not in self.arenas.get(slot, {}) for rank in self.peers)
 
@@ -242,26 +244,26 @@ class LocalShare:
         """Frees the slot's memory: here, and in the local ranks."""
         for peer in self.peers.values():
             peer.send({"t": "close-arena", "slot": slot})
-        self._close_here(slot)
+        self._close_local_arenas(slot)
 
-    def _close_here(self, slot: int) -> None:
+    def _close_local_arenas(self, slot: int) -> None:
         """Frees the slot's memory here only: the ranks may hand their arenas to another agent."""
-        self._making.pop(slot, None)
-        self._bulk.close_arenas(self.arenas.pop(slot, {}).values())
-        self._handed = {each for each in self._handed if each[0] != slot}
+        self._pending_makes.pop(slot, None)
+        self._workers.close_arenas(self.arenas.pop(slot, {}).values())
+        self._sent_arenas = {each for each in self._sent_arenas if each[0] != slot}
 
-    def give_back(self, outdated: Callable[[Identity], bool]) -> None:
+    def free_outdated_slots(self, outdated: Callable[[Identity], bool]) -> None:
         """Frees the slots that hold no snapshot, or only outdated ones. The caller ensures that no rank is staging."""
         for slot, by_rank in list(self.arenas.items()):
-            if all(found is None or outdated(found[0][0]) for found in map(whose, by_rank.values())):
-                self._close_here(slot)
+            if all(found is None or outdated(found[0][0]) for found in map(find_snapshot, by_rank.values())):
+                self._close_local_arenas(slot)
 
     def drop(self) -> None:
         """Frees all memory here. The caller makes sure that there is no lease on it."""
-        self.dropped = True
+        self.is_dropped = True
         for slot in list(self.arenas):
-            self._close_here(slot)
-        self.page.close()
+            self._close_local_arenas(slot)
+        self.control_page.close()
 
     def _is_arena(self, slot: int, rank: int, fd: int) -> bool:
         """Whether the descriptor is the slot's present arena of the rank."""
@@ -269,7 +271,7 @@ class LocalShare:
         return arena is not None and os.path.samestat(os.fstat(fd), os.fstat(arena.fd))
 
 
-def _make(sizes: Mapping[int, int], between: Callable[[], None]) -> dict[int, Arena]:
+def _make_arenas(sizes: Mapping[int, int], between: Callable[[], None]) -> dict[int, Arena]:
     made: dict[int, Arena] = {}
     try:
         for rank, size in sizes.items():

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.runtime.workers import Lane, Workers, failure
-from ckpt.agent.snapshots.inventory import spread
-from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, StagedReader, put_together
+from ckpt.agent.snapshots.inventory import order_holders
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, StagedReader, assemble_checkpoint
 from ckpt.agent.snapshots.remote_share import decode_parts, encode_parts
 from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.ipc.messages import Message
 from ckpt.types import Identity
 
@@ -43,11 +43,11 @@ class FramePlaces:
     identity: Identity
     ranks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
-    sizes: dict[int, int]
+    arena_sizes: dict[int, int]
     holders: dict[int, list[str]]
 
     @property
-    def lacking(self) -> npt.NDArray[np.int64] | None:
+    def missing_frames(self) -> npt.NDArray[np.int64] | None:
         """The frames that no node holds; None: there are none."""
         found = np.flatnonzero(self.ranks < 0)
         return found if len(found) else None
@@ -59,14 +59,15 @@ class FramePlaces:
     def frames(self, rank: int, manifest: Manifest) -> Frames:
         """The frames in that rank's arena, for a transfer. Errors: AgentError if they do not fit into the arena."""
         numbers = self.numbers(rank)
-        return placed(manifest, numbers, self.offsets[numbers], self.sizes[rank])
+        return place_frames(manifest, numbers, self.offsets[numbers], self.arena_sizes[rank])
 
-    def seen_by(self, me: str, other: str) -> FramePlaces:
+    def translate_holders(self, me: str, other: str) -> FramePlaces:
         """These places as node `me` sees them, as told by node `other`. Each node gets another order of holders, to
         spread the load of frames that all need."""
         names, turn = {"": other, me: ""}, zlib.crc32(me.encode())
         holders = {
-            rank: spread([names.get(each, each) for each in held], turn + rank) for rank, held in self.holders.items()
+            rank: order_holders([names.get(each, each) for each in held], turn + rank)
+            for rank, held in self.holders.items()
         }
         return replace(self, holders=holders)
 
@@ -76,7 +77,7 @@ class FramePlaces:
 
     def blobs(self) -> list[bytes]:
         """The message blobs that `parse` takes."""
-        about: bytes = msgpack.packb([list(self.sizes.items()), list(self.holders.items())])
+        about: bytes = msgpack.packb([list(self.arena_sizes.items()), list(self.holders.items())])
         return [self.ranks.astype("<i4").tobytes(), self.offsets.astype("<i8").tobytes(), about]
 
     @staticmethod
@@ -84,7 +85,7 @@ class FramePlaces:
         """The places in another node's message. Errors: AgentError, ValueError, TypeError, LookupError."""
         ranks = np.frombuffer(blobs[0], "<i4").astype(np.int64)
         offsets = np.frombuffer(blobs[1], "<i8").astype(np.int64)
-        told_sizes, told_holders = unpacked(blobs[2], "where frames lie")
+        told_sizes, told_holders = unpack_bounded(blobs[2], "where frames lie")
         sizes = {int(rank): int(size) for rank, size in told_sizes}
         holders = {int(rank): [str(name) for name in names] for rank, names in told_holders}
         held = set(np.unique(ranks).tolist()) - {-1}
@@ -101,7 +102,7 @@ class GatheredManifest:
     places: FramePlaces
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether all arenas are on this node."""
         return len(self.checkpoint.arenas) == len(self.places.holders)
 
@@ -115,79 +116,79 @@ class ManifestRequest(Generic[T]):
     rank. `then` is called once on the main thread, with the result and "", or with None and an error."""
 
     # Whether the hashes in the arenas suffice; see StagedReader.sealed.
-    sealed = False
+    trusts_sealed_hashes = False
 
     def __init__(
         self,
         network: PeerNetwork | None,
-        bulk: Workers,
+        workers: Workers,
         identity: Identity,
         world: int,
         holders: Mapping[int, Sequence[str]],
         arenas: Mapping[int, Arena],
         then: Callable[[T | None, str], None],
     ) -> None:
-        self._network, self._bulk, self._then = network, bulk, then
+        self._network, self._workers, self._on_done = network, workers, then
         self._identity, self._world, self._arenas = identity, world, dict(arenas)
         # By rank: the holders that have not failed, and the holders not asked yet.
         self._holders = {rank: list(names) for rank, names in holders.items()}
-        self._rest = {
+        self._untried_holders = {
             rank: [*([""] if rank in arenas else []), *(name for name in names if name)]
             for rank, names in holders.items()
         }
         self._parts: list[StagedPart] = []
-        self._sizes = {rank: arena.bytes for rank, arena in arenas.items()}
-        self.left = set(holders)  # ranks not described yet
-        self._making = False
-        self._over = False
+        self._sizes = {rank: arena.size_bytes for rank, arena in arenas.items()}
+        self.pending_ranks = set(holders)  # ranks not described yet
+        self._is_assembling = False
+        self._is_done = False
 
     def begin(self) -> None:
         """Sends the first requests."""
-        self._ask_next(list(self._holders), "nobody holds it")
+        self._request_next_holder(list(self._holders), "nobody holds it")
 
-    def _lacks(self, rank: int, why: str) -> None:
+    def _handle_missing_rank(self, rank: int, why: str) -> None:
         """No holder could describe that rank's snapshot. `why`: the last error."""
         raise NotImplementedError
 
-    def _make(self) -> T:
+    def _make_result(self) -> T:
         """Makes the result from all parts; runs on a worker thread. Errors: CkptError."""
         raise NotImplementedError
 
-    def _ask_next(self, ranks: Sequence[int], why: str) -> None:
+    def _request_next_holder(self, ranks: Sequence[int], why: str) -> None:
         """Asks the next holder of each rank. `why`: the error of the former one."""
         asked: dict[str, list[int]] = {}
         for rank in ranks:
-            if not self._rest[rank]:
-                self._lacks(rank, why)
-                if self._over:
+            if not self._untried_holders[rank]:
+                self._handle_missing_rank(rank, why)
+                if self._is_done:
                     return
                 continue
-            asked.setdefault(self._rest[rank].pop(0), []).append(rank)
+            asked.setdefault(self._untried_holders[rank].pop(0), []).append(rank)
         for name, theirs in asked.items():
-            self._ask(name, theirs)
+            self._request_parts(name, theirs)
 
-    def _ask(self, name: str, ranks: list[int]) -> None:
+    def _request_parts(self, name: str, ranks: list[int]) -> None:
         if not name:
             arenas = {rank: self._arenas[rank] for rank in ranks}
-            read = sealed_parts if self.sealed else read_parts
+            read = read_sealed_parts if self.trusts_sealed_hashes else hash_parts
             work = lambda: read(self._identity, self._world, arenas)  # noqa: E731
-            self._bulk.run(Lane.FRONT, work, lambda done: self._read_here(ranks, done))
+            self._workers.run(Lane.FRONT, work, lambda done: self._handle_local_parts(ranks, done))
         elif self._network is None:
-            self._refused(name, ranks, f"there is no way to agent {name}")
+            self._retry_elsewhere(name, ranks, f"there is no way to agent {name}")
         else:
             fields = {"t": "parts", "identity": str(self._identity), "ranks": ranks, "world": self._world}
-            fields["sealed"] = self.sealed
-            heard = lambda answer, error: self._heard(name, ranks, answer, error)  # noqa: E731
-            self._network.ask(name, fields, (), heard)
+            fields["sealed"] = self.trusts_sealed_hashes
+            heard = lambda answer, error: self._handle_answer(name, ranks, answer, error)  # noqa: E731
+            self._network.request(name, fields, (), heard)
 
-    def _read_here(self, ranks: list[int], done: Future[list[StagedPart]]) -> None:
+    def _handle_local_parts(self, ranks: list[int], done: Future[list[StagedPart]]) -> None:
         if error := failure(done):
-            self._refused("", ranks, error)
+            self._retry_elsewhere("", ranks, error)
         else:
-            self._got(done.result())
+            self._add_parts(done.result())
 
-    def _heard(self, name: str, ranks: list[int], answer: Message | None, error: str) -> None:
-        if self._making:
+    def _handle_answer(self, name: str, ranks: list[int], answer: Message | None, error: str) -> None:
+        if self._is_assembling:
             return  # the answer is late: all parts are there
         try:
             if answer is None:
@@ -198,48 +199,48 @@ class ManifestRequest(Generic[T]):
                 raise AgentError("it has told of other ranks than it was asked for")
         # A malformed answer may raise anything, and a start waits for the result.
         except Exception as exc:
-            self._refused(name, ranks, f"agent {name} does not give {self._identity}: {exc!s:.500}")
+            self._retry_elsewhere(name, ranks, f"agent {name} does not give {self._identity}: {exc!s:.500}")
             return
         self._sizes |= sizes
-        self._got(parts)
+        self._add_parts(parts)
 
-    def _refused(self, name: str, ranks: list[int], error: str) -> None:
+    def _retry_elsewhere(self, name: str, ranks: list[int], error: str) -> None:
         """Asks the holder again for each rank alone, since only one may be damaged; then asks the next holder."""
-        if self._over or self._making:
+        if self._is_done or self._is_assembling:
             return
         if len(ranks) > 1:
             for rank in ranks:
-                self._ask(name, [rank])
+                self._request_parts(name, [rank])
             return
         log.warning("rank %d of %s: %s", ranks[0], self._identity, error)
         if not name:
             del self._arenas[ranks[0]]
         self._holders[ranks[0]] = [each for each in self._holders[ranks[0]] if each != name]
-        self._ask_next(ranks, error)
+        self._request_next_holder(ranks, error)
 
-    def _got(self, parts: list[StagedPart]) -> None:
-        if self._making:
+    def _add_parts(self, parts: list[StagedPart]) -> None:
+        if self._is_assembling:
             return
-        self.left -= {part.declaration.rank for part in parts}
+        self.pending_ranks -= {part.declaration.rank for part in parts}
         self._parts += parts
-        self._make_if_all()
+        self._assemble_if_complete()
 
-    def _make_if_all(self) -> None:
-        if not self.left and not self._over and not self._making:
-            self._making = True
-            self._bulk.run(Lane.FRONT, self._make, self._made)
+    def _assemble_if_complete(self) -> None:
+        if not self.pending_ranks and not self._is_done and not self._is_assembling:
+            self._is_assembling = True
+            self._workers.run(Lane.FRONT, self._make_result, self._finish)
 
-    def _made(self, done: Future[T]) -> None:
+    def _finish(self, done: Future[T]) -> None:
         if error := failure(done):
             self._fail(error)
-        elif not self._over:
-            self._over = True
-            self._then(done.result(), "")
+        elif not self._is_done:
+            self._is_done = True
+            self._on_done(done.result(), "")
 
     def _fail(self, error: str) -> None:
-        if not self._over:
-            self._over = True
-            self._then(None, error)
+        if not self._is_done:
+            self._is_done = True
+            self._on_done(None, error)
 
 
 class ManifestGather(ManifestRequest[GatheredManifest]):
@@ -249,48 +250,52 @@ class ManifestGather(ManifestRequest[GatheredManifest]):
     def __init__(
         self,
         network: PeerNetwork | None,
-        bulk: Workers,
+        workers: Workers,
         identity: Identity,
         holders: Mapping[int, Sequence[str]],
         arenas: Mapping[int, Arena],
         then: Callable[[GatheredManifest | None, str], None],
     ) -> None:
-        super().__init__(network, bulk, identity, len(holders), holders, arenas, then)
-        self.lacking: int | None = None
+        super().__init__(network, workers, identity, len(holders), holders, arenas, then)
+        self.missing_rank: int | None = None
 
-    def _lacks(self, rank: int, why: str) -> None:
-        self.lacking = rank if self.lacking is None else self.lacking
+    def _handle_missing_rank(self, rank: int, why: str) -> None:
+        self.missing_rank = rank if self.missing_rank is None else self.missing_rank
         self._fail(why)
 
-    def _make(self) -> GatheredManifest:
+    def _make_result(self) -> GatheredManifest:
         """Errors: CkptError if the parts do not belong together, or a frame does not fit into its arena."""
-        made = put_together(self._identity, self._parts, self._arenas)
+        made = assemble_checkpoint(self._identity, self._parts, self._arenas)
         places = FramePlaces(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
         for rank in self._sizes:
             places.frames(rank, made.manifest)
         return GatheredManifest(made, places)
 
 
-def read_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
+def hash_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
     """Describes these arenas by hashing them again; the hashes must match those in the arenas. Runs on a worker thread.
     Errors: DamagedData."""
     return StagedReader().read(identity, world, arenas, keep_hashes=False)
 
 
-def sealed_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
+def read_sealed_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
     """Describes these arenas by the hashes in them, unverified. Runs on a worker thread. Errors: DamagedData."""
-    return StagedReader().sealed(identity, world, arenas)
+    return StagedReader().read_sealed(identity, world, arenas)
 
 
-def encoded_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool = False) -> bytes:
-    """As `read_parts`, or `sealed_parts` if `sealed`, encoded for another node. Errors: DamagedData."""
+def encode_local_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool = False) -> bytes:
+    """As `hash_parts`, or `read_sealed_parts` if `sealed`, encoded for another node. Errors: DamagedData."""
     reader = StagedReader()
-    told = reader.sealed(identity, world, arenas) if sealed else reader.read(identity, world, arenas, keep_hashes=False)
-    return encode_parts(told, {}, reader.declared())
+    told = (
+        reader.read_sealed(identity, world, arenas)
+        if sealed
+        else reader.read(identity, world, arenas, keep_hashes=False)
+    )
+    return encode_parts(told, {}, reader.encoded_declarations())
 
 
-def placed(manifest: Manifest, frames: npt.ArrayLike, offsets: npt.ArrayLike, room_bytes: int) -> Frames:
+def place_frames(manifest: Manifest, frames: npt.ArrayLike, offsets: npt.ArrayLike, room_bytes: int) -> Frames:
     """Frames of a manifest at these offsets of a memory of `room_bytes`. Errors: AgentError if they do not fit."""
     columns = manifest.frames[np.asarray(frames)]
     hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1)
-    return Frames.placed(np.asarray(offsets), columns["length"], hashes, room_bytes)
+    return Frames.from_columns(np.asarray(offsets), columns["length"], hashes, room_bytes)

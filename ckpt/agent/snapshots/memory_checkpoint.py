@@ -15,7 +15,7 @@ from ckpt.format import values
 from ckpt.format.declaration import decode
 from ckpt.format.frames import frame_hash, hash_bytes, hash_frames
 from ckpt.format.manifest import Manifest
-from ckpt.ipc.arena import DATA_AT, Arena, Header
+from ckpt.ipc.arena import DATA_OFFSET, Arena, Header
 from ckpt.layout.assemble import DATA, SHARED, Blob, Staged, assemble
 from ckpt.layout.layout import Array, Declaration
 from ckpt.types import Identity
@@ -31,9 +31,9 @@ class StagedPart:
 
     declaration: Declaration
     hashes: npt.NDArray[np.uint64]
-    shared: Blob
-    own: Blob
-    at: tuple[int, int]
+    shared_values: Blob
+    own_values: Blob
+    value_offsets: tuple[int, int]
     metrics: dict[str, float]
 
 
@@ -41,7 +41,7 @@ class StagedPart:
 class MemoryCheckpoint:
     """A complete checkpoint in memory. `arenas`: by rank, those on this node. `ranks`, `offsets`, `lengths`: the place
     of each frame: the rank of its arena, and bytes of that memfd. `metrics`: the user's; the lowest rank's value wins.
-    `disagreed`: tensors stored per rank because the ranks differ."""
+    `differing_tensors`: tensors stored per rank because the ranks differ."""
 
     identity: Identity
     manifest: Manifest
@@ -50,7 +50,7 @@ class MemoryCheckpoint:
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     metrics: dict[str, float]
-    disagreed: tuple[str, ...]
+    differing_tensors: tuple[str, ...]
 
     def frame(self, number: int) -> memoryview:
         """The raw bytes of a frame on this node, not copied: valid while the caller holds a lease on the slot."""
@@ -73,7 +73,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class LocalMemory:
     """The plain implementation of `Memory`."""
 
     arenas: Mapping[int, Arena]
@@ -86,9 +86,9 @@ class StagedReader:
     change only with the division. `moved`: called after each rank, to show progress."""
 
     def __init__(self, moved: Callable[[], None] = lambda: None) -> None:
-        self._moved = moved
+        self._on_progress = moved
         self._lock = threading.Lock()
-        self._declared: dict[int, tuple[bytes, Declaration]] = {}
+        self._declarations: dict[int, tuple[bytes, Declaration]] = {}
 
     def read(
         self, identity: Identity, world: int, arenas: Mapping[int, Arena], keep_hashes: bool = True
@@ -99,23 +99,23 @@ class StagedReader:
         Errors: DamagedData if an arena does not hold `identity`, complete and unchanged."""
         with self._lock:
             headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
-            return [self._part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
+            return [self._hash_part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
 
-    def sealed(self, identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
+    def read_sealed(self, identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
         """As `read`, with the hashes in the arenas. Frames are not hashed: their receiver has to verify them.
 
         Errors: DamagedData if an arena does not hold `identity`, or has no hashes."""
         with self._lock:
             headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
-            return [self._sealed(rank, arenas[rank], header) for rank, header in headers.items()]
+            return [self._read_sealed_part(rank, arenas[rank], header) for rank, header in headers.items()]
 
-    def declared(self) -> dict[int, bytes]:
+    def encoded_declarations(self) -> dict[int, bytes]:
         """By rank: its encoded declaration, as last read."""
         with self._lock:
-            return {rank: data for rank, (data, _) in self._declared.items()}
+            return {rank: data for rank, (data, _) in self._declarations.items()}
 
-    def _part(self, rank: int, arena: Arena, header: Header, keep_hashes: bool) -> StagedPart:
-        declaration = self._declaration(rank, arena, header)
+    def _hash_part(self, rank: int, arena: Arena, header: Header, keep_hashes: bool) -> StagedPart:
+        declaration = self._decode_declaration(rank, arena, header)
         hashes = hash_frames(arena.data(0, header.data_bytes), declaration.staging.frames, HASH_THREADS)
         before = None if keep_hashes else arena.hashes()
         if before is not None and not np.array_equal(before, hashes):
@@ -123,38 +123,42 @@ class StagedReader:
         if arena.header() != header:
             raise DamagedData(f"the arena of rank {rank} is filled anew")
         arena.write_hashes(header, hashes)
-        self._moved()
+        self._on_progress()
         return _part(declaration, hashes, arena, header)
 
-    def _sealed(self, rank: int, arena: Arena, header: Header) -> StagedPart:
-        declaration, hashes = self._declaration(rank, arena, header), arena.hashes()
+    def _read_sealed_part(self, rank: int, arena: Arena, header: Header) -> StagedPart:
+        declaration, hashes = self._decode_declaration(rank, arena, header), arena.hashes()
         if hashes is None or len(hashes) != len(declaration.staging.frames):
             raise DamagedData(f"the arena of rank {rank} does not say what lies in it")
         return _part(declaration, hashes, arena, header)
 
-    def _declaration(self, rank: int, arena: Arena, header: Header) -> Declaration:
+    def _decode_declaration(self, rank: int, arena: Arena, header: Header) -> Declaration:
         data = bytes(arena.part(header.declaration))
-        known = self._declared.get(rank)
+        known = self._declarations.get(rank)
         if known is None or known[0] != data:
-            known = self._declared[rank] = (data, decode(data, f"the declaration of rank {rank}"))
+            known = self._declarations[rank] = (data, decode(data, f"the declaration of rank {rank}"))
         if known[1].staging.data_bytes != header.data_bytes:
             raise DamagedData(f"the arena of rank {rank} contradicts its declaration")
         return known[1]
 
 
-def put_together(identity: Identity, parts: Sequence[StagedPart], arenas: Mapping[int, Arena]) -> MemoryCheckpoint:
+def assemble_checkpoint(
+    identity: Identity, parts: Sequence[StagedPart], arenas: Mapping[int, Arena]
+) -> MemoryCheckpoint:
     """Puts the parts of all ranks together as one checkpoint. `arenas`: those on this node; if it has all, the bytes of
     differing frames can be compared. Errors: Incomplete; CkptError for parts that do not belong together."""
     parts = sorted(parts, key=lambda part: part.declaration.rank)
-    staged = [Staged(part.declaration, part.hashes, part.shared, part.own) for part in parts]
+    staged = [Staged(part.declaration, part.hashes, part.shared_values, part.own_values) for part in parts]
     read = lambda rank, offset, length: arenas[rank].data(offset, length)  # noqa: E731
     made = assemble(staged, read if len(arenas) == len(parts) else None)
-    ranks, offsets = _places(made.sources, parts)
+    ranks, offsets = _frame_places(made.sources, parts)
     lengths = made.manifest.frames["length"].astype(np.int64)
     metrics: dict[str, float] = {}
     for part in reversed(parts):
         metrics.update(part.metrics)
-    return MemoryCheckpoint(identity, made.manifest, dict(arenas), ranks, offsets, lengths, metrics, made.disagreed)
+    return MemoryCheckpoint(
+        identity, made.manifest, dict(arenas), ranks, offsets, lengths, metrics, made.differing_tensors
+    )
 
 
 def _header(identity: Identity, rank: int, world: int, arena: Arena) -> Header:
@@ -176,16 +180,16 @@ def _blob(arena: Arena, place: tuple[int, int]) -> Blob:
     return Blob(hash_bytes(*frame_hash(arena.part(place))), place[1])
 
 
-def _places(sources: Array, parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _frame_places(sources: Array, parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     ranks = sources["rank"].astype(np.int64)
     offsets = np.zeros(len(sources), np.int64)
     for rank, part in enumerate(parts):
         own = ranks == rank
         data = own & (sources["region"] == DATA)
         at = part.declaration.staging.frames["offset"].astype(np.int64)
-        offsets[data] = DATA_AT + at[sources["frame"][data]]
+        offsets[data] = DATA_OFFSET + at[sources["frame"][data]]
         blobs = own & ~data
-        offsets[blobs] = np.where(sources["region"][blobs] == SHARED, *part.at)
+        offsets[blobs] = np.where(sources["region"][blobs] == SHARED, *part.value_offsets)
     return ranks, offsets
 
 

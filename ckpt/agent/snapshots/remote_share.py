@@ -25,7 +25,7 @@ from ckpt.errors import AgentError
 from ckpt.format.codecs import CodecOption
 from ckpt.format.declaration import decode
 from ckpt.format.manifest import FRAME, PLACE
-from ckpt.ipc.bounded_msgpack import unpacked
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.ipc.control_page import STEP_MAX, SUB_MAX, ControlWord
 from ckpt.ipc.messages import Message, error_fields
 from ckpt.layout.assemble import Blob
@@ -47,18 +47,18 @@ class RemotePeer:
     def __init__(
         self, network: PeerNetwork, node: str, epoch: Epoch, rank: int, number: int, pid: int, called: NodeNames
     ) -> None:
-        self.node, self.epoch, self.rank, self.number, self.pid = node, epoch, rank, number, pid
-        self.open = True
-        self._network, self._called = network, called
+        self.node, self.epoch, self.rank, self.connection_number, self.pid = node, epoch, rank, number, pid
+        self.is_open = True
+        self._network, self._node_names = network, called
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
-        if not self.open:
+        if not self.is_open:
             return
         # Each host has its own monotonic clock: send the seconds left.
         if fields.get("by_s") is not None:
             fields = {**fields, "by_s": fields["by_s"] - time.monotonic()}
-        head = {"t": "to", "epoch": str(self.epoch), "rank": self.rank, "number": self.number}
-        self._network.tell(self.node, {**head, "m": self._called.sent(fields)}, blobs)
+        head = {"t": "to", "epoch": str(self.epoch), "rank": self.rank, "number": self.connection_number}
+        self._network.notify(self.node, {**head, "m": self._node_names.translate_fields(fields)}, blobs)
 
     def reply(
         self, request_id: int, body: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()
@@ -68,16 +68,16 @@ class RemotePeer:
     def refuse(self, request_id: int, error: BaseException) -> None:
         self.send(error_fields(request_id, error))
 
-    def lose(self) -> None:
+    def disconnect(self) -> None:
         """Asks the rank's agent to end the connection; that agent reports when it is gone."""
-        if self.open:
-            head = {"t": "lose", "epoch": str(self.epoch), "rank": self.rank, "number": self.number}
-            self._network.tell(self.node, head)
+        if self.is_open:
+            head = {"t": "lose", "epoch": str(self.epoch), "rank": self.rank, "number": self.connection_number}
+            self._network.notify(self.node, head)
 
     def watch_death(self) -> None:
         """Does nothing: the rank's agent watches."""
 
-    def forget(self) -> None:
+    def unwatch_death(self) -> None:
         """Does nothing: the rank's agent forgets."""
 
 
@@ -98,80 +98,82 @@ class RemoteShare:
     ) -> None:
         self.name, self.world, self.ranks = name, world, frozenset(ranks)
         self.peers: dict[int, RemotePeer] = {}  # by rank: the connection that joined
-        self.dropped = False
-        self._latest: dict[int, RemotePeer] = {}
-        self._network, self._epoch, self._called = network, epoch, called or NodeNames()
-        self._entered: dict[int, tuple[int, int]] = {}  # see `published`
-        self._declared: dict[int, tuple[bytes, Declaration]] = {}
+        self.is_dropped = False
+        self._newest_connections: dict[int, RemotePeer] = {}
+        self._network, self._epoch, self._node_names = network, epoch, called or NodeNames()
+        self._reported_steps: dict[int, tuple[int, int]] = {}  # see `reported_steps`
+        self._declarations: dict[int, tuple[bytes, Declaration]] = {}
 
-    def connected(self, rank: int, number: int, pid: int) -> RemotePeer:
+    def ensure_connection(self, rank: int, number: int, pid: int) -> RemotePeer:
         """The rank's connection of that number, made if it is newer than the former one. Errors: AgentError if the rank
         is not there, or has a newer connection."""
         if rank not in self.ranks:
             raise AgentError(f"rank {rank} is not on node {self.name}")
-        found = self._latest.get(rank)
-        if found is None or found.number < number:
-            peer = RemotePeer(self._network, self.name, self._epoch, rank, number, pid, self._called)
-            found = self._latest[rank] = peer
-        elif found.number > number:
+        found = self._newest_connections.get(rank)
+        if found is None or found.connection_number < number:
+            peer = RemotePeer(self._network, self.name, self._epoch, rank, number, pid, self._node_names)
+            found = self._newest_connections[rank] = peer
+        elif found.connection_number > number:
             raise AgentError(f"that connection of rank {rank} is gone")
         return found
 
     def connection(self, rank: int, number: int) -> RemotePeer | None:
         """The rank's connection of that number, if it is the newest; else None."""
-        found = self._latest.get(rank)
-        return found if found is not None and found.number == number else None
+        found = self._newest_connections.get(rank)
+        return found if found is not None and found.connection_number == number else None
 
     def close(self) -> list[RemotePeer]:
         """The node's agent is disconnected: closes its ranks' connections, and returns those that were open."""
-        lost = [peer for peer in self._latest.values() if peer.open]
+        lost = [peer for peer in self._newest_connections.values() if peer.is_open]
         for peer in lost:
-            peer.open = False
-        self._latest.clear()
+            peer.is_open = False
+        self._newest_connections.clear()
         return lost
 
-    def entered(self, ranks: Mapping[int, tuple[int, int]]) -> None:
+    def record_steps(self, ranks: Mapping[int, tuple[int, int]]) -> None:
         """Records by rank the entered step, and the polls since the last ended one. Errors: AgentError for numbers that
         no rank can have published."""
         if not all(0 <= step <= STEP_MAX // 2 and 0 <= polls <= SUB_MAX for step, polls in ranks.values()):
             raise AgentError(f"agent {self.name} says of its ranks' steps what cannot be: {dict(ranks)!s:.300}")
-        self._entered.update({rank: at for rank, at in ranks.items() if rank in self.ranks})
+        self._reported_steps.update({rank: at for rank, at in ranks.items() if rank in self.ranks})
 
     @property
-    def published(self) -> Mapping[int, tuple[int, int]]:
+    def reported_steps(self) -> Mapping[int, tuple[int, int]]:
         """By rank, if known: the step that it entered, and its polls since the last ended one."""
-        return self._entered
+        return self._reported_steps
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
-        self._tell({"t": "word", "slot": slot, "word": word.pack() if word is not None else 0})
+        self._notify({"t": "word", "slot": slot, "word": word.pack() if word is not None else 0})
 
-    def leave(self, round_: int) -> None:
-        self._tell({"t": "verdict", "round": round_})
+    def announce_verdict(self, attempt: int) -> None:
+        self._notify({"t": "verdict", "attempt": attempt})
 
-    def offer(self, slot: int, division: str) -> None:
-        self._tell({"t": "offer", "slot": slot, "division": division})
+    def offer_slot(self, slot: int, division: str) -> None:
+        self._notify({"t": "offer", "slot": slot, "division": division})
 
     def close_arenas(self, slot: int) -> None:
-        self._tell({"t": "close-arenas", "slot": slot})
+        self._notify({"t": "close-arenas", "slot": slot})
 
-    def tell(self, fields: dict[str, Any]) -> None:
+    def notify(self, fields: dict[str, Any]) -> None:
         """Sends a message to that node's agent; lost if the agent is not connected."""
-        self._tell(fields)
+        self._notify(fields)
 
-    def limit_copies(self, bytes_per_s: float | None) -> None:
+    def limit_replication(self, bytes_per_s: float | None) -> None:
         """Limits replication on that node's network, each way; None: no limit."""
-        self._tell({"t": "limit", "bandwidth": bytes_per_s})
+        self._notify({"t": "limit", "bandwidth": bytes_per_s})
 
-    def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
+    def acknowledge_event(self, source: str, key: str, then: Callable[[str], None]) -> None:
         """Has that node's agent acknowledge a planned event. `then` hears "" if the source agreed, else the error."""
-        self._ask({"t": "acknowledge", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e))
+        self._request(
+            {"t": "acknowledge", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e)
+        )
 
     def drop(self) -> None:
-        if not self.dropped:
-            self.dropped = True
-            self._tell({"t": "drop"})
+        if not self.is_dropped:
+            self.is_dropped = True
+            self._notify({"t": "drop"})
 
-    def measure(
+    def plan_memory(
         self,
         sizes: Mapping[int, int],
         slots: int,
@@ -179,9 +181,9 @@ class RemoteShare:
         then: Callable[[memory_plan.MemoryPlan | None, str], None],
     ) -> None:
         fields = {"t": "measure", "sizes": list(sizes.items()), "slots": slots, "limit": limit_bytes}
-        self._ask(fields, (), lambda answer: memory_plan.plan_told(answer.fields["plan"]), None, then)
+        self._request(fields, (), lambda answer: memory_plan.parse_plan(answer.fields["plan"]), None, then)
 
-    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
+    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         def made(answer: Message) -> dict[int, int]:
             found = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
             if found.keys() != sizes.keys() or any(found[rank] < size for rank, size in sizes.items()):
@@ -190,23 +192,23 @@ class RemoteShare:
 
         fields = {"t": "make", "slot": slot, "sizes": list(sizes.items())}
         nothing: dict[int, int] = {}
-        self._ask(fields, (), made, nothing, then)
+        self._request(fields, (), made, nothing, then)
 
-    def read(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
+    def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
         """Has that node's agent hash the staged snapshots and describe them; their bytes stay there."""
 
         def read(answer: Message) -> list[StagedPart]:
-            parts = decode_parts(answer.blobs[0], self._declared)
+            parts = decode_parts(answer.blobs[0], self._declarations)
             if sorted(part.declaration.rank for part in parts) != sorted(self.ranks):
                 raise AgentError(f"agent {self.name} tells of other ranks than it has")
             return parts
 
-        known = {rank: digest for rank, (digest, _) in self._declared.items()}
+        known = {rank: digest for rank, (digest, _) in self._declarations.items()}
         fields = {"t": "read", "slot": slot, "identity": str(identity), "known": list(known.items())}
         nothing: list[StagedPart] = []
-        self._ask(fields, (), read, nothing, then)
+        self._request(fields, (), read, nothing, then)
 
-    def write(self, wanted: WantedPart, then: Callable[[Written | None, str], None]) -> None:
+    def write_frames(self, wanted: WriteRequest, then: Callable[[Written | None, str], None]) -> None:
         """Has that node's agent write its frames into packs, without a commit record. `then` is called even after
         `drop`."""
 
@@ -216,14 +218,14 @@ class RemoteShare:
             "codec": wanted.codec,
             "bandwidth": wanted.bandwidth,
         }
-        self._ask(fields, [wanted.encode()], lambda answer: _written(answer, wanted), None, then)
+        self._request(fields, [wanted.encode()], lambda answer: _parse_written(answer, wanted), None, then)
 
     # -- helpers
 
-    def _tell(self, fields: dict[str, Any]) -> None:
-        self._network.tell(self.name, {**fields, "epoch": str(self._epoch)})
+    def _notify(self, fields: dict[str, Any]) -> None:
+        self._network.notify(self.name, {**fields, "epoch": str(self._epoch)})
 
-    def _ask(
+    def _request(
         self,
         fields: dict[str, Any],
         blobs: Sequence[bytes],
@@ -236,7 +238,7 @@ class RemoteShare:
 
         def answered(answer: Message | None, error: str) -> None:
             # A write is answered even after `drop`: a worker thread waits for its outcome.
-            if self.dropped and fields["t"] != "write":
+            if self.is_dropped and fields["t"] != "write":
                 return
             result = nothing
             if answer is not None:
@@ -247,11 +249,11 @@ class RemoteShare:
                     error = f"agent {self.name} has answered {fields['t']} with what cannot be read: {exc!r:.500}"
             then(result, error)
 
-        self._network.ask(self.name, {**fields, "epoch": str(self._epoch)}, blobs, answered)
+        self._network.request(self.name, {**fields, "epoch": str(self._epoch)}, blobs, answered)
 
 
 @dataclass(frozen=True, slots=True)
-class WantedPart:
+class WriteRequest:
     """The frames that a node has to write in a commit. `frames`: array of FRAME. `ranks`, `offsets`: by frame, the rank
     of its arena, and the bytes of that memfd. `bandwidth`: bytes per second; None: no limit."""
 
@@ -268,29 +270,29 @@ class WantedPart:
         return b"".join(column.tobytes() for column in columns)
 
     @staticmethod
-    def decode(identity: Identity, blob: bytes, codec: CodecOption, bandwidth: float | None) -> WantedPart:
+    def decode(identity: Identity, blob: bytes, codec: CodecOption, bandwidth: float | None) -> WriteRequest:
         """The inverse of `encode`. Errors: AgentError for malformed bytes."""
         count, rest = divmod(len(blob), FRAME.itemsize + 16)
         if rest or count > FRAMES_MAX:
             raise AgentError("frames to be written are malformed")
         frames = np.frombuffer(blob, FRAME, count)
         places = np.frombuffer(blob, "<i8", 2 * count, FRAME.itemsize * count).astype(np.int64)
-        return WantedPart(identity, frames, places[:count], places[count:], codec, bandwidth)
+        return WriteRequest(identity, frames, places[:count], places[count:], codec, bandwidth)
 
 
-def _written(answer: Message, wanted: WantedPart) -> Written:
+def _parse_written(answer: Message, wanted: WriteRequest) -> Written:
     """What a node has written of `wanted`, by its answer. Errors: AgentError if the answer cannot be true: a record
     made from such an answer would be unreadable."""
-    from ckpt.format.record import misplaced
+    from ckpt.format.record import placement_fault
     from ckpt.store.keys import parse_pack
     from ckpt.store.packs import Written
 
-    packs = tuple((str(key), int(size)) for key, size in unpacked(answer.blobs[1], "packs"))
+    packs = tuple((str(key), int(size)) for key, size in unpack_bounded(answer.blobs[1], "packs"))
     places = np.frombuffer(answer.blobs[0], PLACE).copy()
     keys = [parse_pack(key) for key, _ in packs]
     if any(key is None or key.identity != wanted.identity for key in keys) or len(set(keys)) < len(keys):
         raise AgentError("packs of another checkpoint were written, or one twice")
-    if why := misplaced(places, wanted.frames, [size for _, size in packs]):
+    if why := placement_fault(places, wanted.frames, [size for _, size in packs]):
         raise AgentError(f"its frames were not written: {why}")
     return Written(packs, places)
 
@@ -305,10 +307,10 @@ def encode_parts(parts: Collection[StagedPart], known: Mapping[int, bytes], decl
         rows.append(
             [
                 rank,
-                None if known.get(rank) == digest_of(data) else data,
+                None if known.get(rank) == declaration_digest(data) else data,
                 part.hashes.astype("<u8").tobytes(),
-                [[blob.hash, blob.length] for blob in (part.shared, part.own)],
-                list(part.at),
+                [[blob.hash, blob.length] for blob in (part.shared_values, part.own_values)],
+                list(part.value_offsets),
                 part.metrics,
             ]
         )
@@ -320,10 +322,10 @@ def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) ->
     """Decodes the parts in a message. `declared`: the known declarations with their digests, by rank; new ones are
     added. Errors: CkptError; any Exception for malformed bytes."""
     parts = []
-    rows = unpacked(blob, "what a node says of its ranks")
+    rows = unpack_bounded(blob, "what a node says of its ranks")
     for rank, data, hashes, (shared, own), (shared_at, own_at), metrics in rows:
         if data is not None:
-            declared[rank] = digest_of(data), decode(data, f"the declaration of rank {rank}")
+            declared[rank] = declaration_digest(data), decode(data, f"the declaration of rank {rank}")
         declaration = declared[rank][1]
         table = np.frombuffer(hashes, "<u8").reshape(-1, 2).astype(np.uint64)
         if declaration.rank != rank or len(table) != len(declaration.staging.frames):
@@ -335,6 +337,6 @@ def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) ->
     return parts
 
 
-def digest_of(declaration: bytes) -> bytes:
+def declaration_digest(declaration: bytes) -> bytes:
     """The digest by which two agents compare an encoded declaration."""
     return hashlib.blake2b(declaration, digest_size=16).digest()

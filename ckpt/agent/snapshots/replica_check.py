@@ -22,11 +22,11 @@ class SharedBoxes:
     """Which boxes of different ranks are the same box. `of_rank`: for each rank, in the order of its entries and boxes,
     the number of the shared box, an index of `names`; -1 if the tensor is the rank's own."""
 
-    of_rank: tuple[npt.NDArray[np.int64], ...]
-    names: tuple[str, ...]
+    numbers_by_rank: tuple[npt.NDArray[np.int64], ...]
+    tensor_names: tuple[str, ...]
 
 
-def places_of(layouts: Sequence[Layout], differing: Collection[str]) -> SharedBoxes:
+def find_shared_boxes(layouts: Sequence[Layout], differing: Collection[str]) -> SharedBoxes:
     """The shared boxes of these layouts. `differing`: the tensors that are each rank's own. Equal layouts that are one
     object are processed once."""
     numbers: dict[object, int] = {}
@@ -53,28 +53,28 @@ class ReplicaCheck:
     """Compares the samples of one save attempt at a time, the one of the newest call."""
 
     def __init__(self) -> None:
-        self._of: tuple[int, SharedBoxes] | None = None
-        self._known: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._said: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._attempt: tuple[int, SharedBoxes] | None = None
+        self._sample_hashes: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._has_sample: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-    def differing(self, number: int, places: SharedBoxes, rank: int, data: bytes) -> list[str]:
+    def find_differing(self, number: int, places: SharedBoxes, rank: int, data: bytes) -> list[str]:
         """The tensors whose samples in `data` differ from those of another rank, in save attempt `number`.
         Errors: AgentError for malformed samples."""
-        of_rank = places.of_rank[rank]
+        of_rank = places.numbers_by_rank[rank]
         if len(data) % SAMPLE.itemsize:
             raise AgentError(f"samples of {len(data)} bytes: not a whole number of them")
         found = np.frombuffer(data, SAMPLE)
         if len(found) and int(found["box"].max()) >= len(of_rank):
             raise AgentError(f"a sample of box {int(found['box'].max())}, where the rank has {len(of_rank)}")
-        if self._of is None or self._of[0] != number or self._of[1] is not places:
-            self._of = number, places
-            self._known = np.zeros(len(places.names), np.uint64)
-            self._said = np.zeros(len(places.names), np.bool_)
+        if self._attempt is None or self._attempt[0] != number or self._attempt[1] is not places:
+            self._attempt = number, places
+            self._sample_hashes = np.zeros(len(places.tensor_names), np.uint64)
+            self._has_sample = np.zeros(len(places.tensor_names), np.bool_)
         box = of_rank[found["box"]]
         is_shared = box >= 0
         box, said = box[is_shared], found["hash"][is_shared].astype(np.uint64)
-        wrong = self._said[box] & (self._known[box] != said)
-        new = ~self._said[box]
-        self._known[box[new]] = said[new]
-        self._said[box[new]] = True
-        return sorted({places.names[each] for each in box[wrong].tolist()})
+        wrong = self._has_sample[box] & (self._sample_hashes[box] != said)
+        new = ~self._has_sample[box]
+        self._sample_hashes[box[new]] = said[new]
+        self._has_sample[box[new]] = True
+        return sorted({places.tensor_names[each] for each in box[wrong].tolist()})

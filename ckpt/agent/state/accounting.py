@@ -11,8 +11,8 @@ Each second since the run's first start on this agent is booked under exactly on
 - ending: a rank had ended its block, and the last checkpoint was awaited.
 
 The parts sum to `elapsed`. Goodput is productive / elapsed, the usual definition: time spent on steps that were kept,
-over wall time. Time between an orderly end and the next start is not counted, nor is any time before this agent.
-A commit beside training slows the steps, which count as productive; `Decision.saving` of the policy tells how much.
+over wall time. Time between an orderly end and the next start is not counted, nor is any time before this agent. A
+commit beside training slows the steps, which count as productive; `Decision.saving_share` of the policy tells how much.
 A job that hangs counts as productive until it is ended.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.types import Epoch, Tick, counted
+from ckpt.types import Epoch, Version, format_count
 
 # Snapshots whose work is remembered. When there are more, every other one of them is forgotten.
 MARKS_MAX = 4096
@@ -46,9 +46,9 @@ class Phase(enum.Enum):
 class Mark:
     """A snapshot in the account: the productive seconds up to it, and when it was taken (None: unknown)."""
 
-    tick: Tick
-    kept_s: float
-    at_s: float | None
+    version: Version
+    productive_s: float
+    taken_s: float | None
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Count:
 
 @dataclass(slots=True)
 class Accounting:
-    """The account of one agent, over all starts of its run. Whenever something may have happened, call `look` first,
+    """The account of one agent, over all starts of its run. Whenever something may have happened, call `update` first,
     then the method for the event."""
 
     phase: Phase = Phase.IDLE
@@ -80,7 +80,7 @@ class Accounting:
     lost_steps: int = 0
     # Snapshots complete in memory; their seconds are the training pauses.
     snapshots: Count = field(default_factory=Count)
-    given_up: int = 0  # abandoned snapshots
+    abandoned_count: int = 0  # abandoned snapshots
     commits: Count = field(default_factory=Count)
     commits_failed: int = 0
     recoveries: Count = field(default_factory=Count)
@@ -91,30 +91,30 @@ class Accounting:
     restored_bytes: dict[str, int] = field(default_factory=dict)
     restores: dict[str, int] = field(default_factory=dict)
     # Per level: the newest checkpoint of the branch history there, and when it was taken.
-    safe: dict[str, tuple[Tick, float | None]] = field(default_factory=dict)
+    newest_by_level: dict[str, tuple[Version, float | None]] = field(default_factory=dict)
     _seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     # Counted on its own: rounding could make a sum of the parts go back.
     _elapsed_s: float = 0.0
     _now_s: float | None = None
     _phase_s: float | None = None  # start of the phase
-    _recovering: bool = False  # the present start follows a failure
-    _down_s: float | None = None  # time of the failure
+    _is_recovering: bool = False  # the present start follows a failure
+    _failed_s: float | None = None  # time of the failure
     # Work since the last snapshot, which bounds the stall of the next one.
-    _room_s: float = 0.0
+    _stall_limit_s: float = 0.0
     _ended_step: int = 0  # newest step ended by all ranks
     _marks: list[Mark] = field(default_factory=list)  # of the present branch, oldest first
     _epoch: Epoch | None = None
-    _from: Tick = field(default_factory=lambda: Tick(0))  # the version that the epoch continues from
-    _stall_s: dict[Tick, float] = field(default_factory=dict)  # of snapshots not complete yet
+    _parent_version: Version = field(default_factory=lambda: Version(0))  # the version that the epoch continues from
+    _pending_stalls_s: dict[Version, float] = field(default_factory=dict)  # of snapshots not complete yet
 
     # -- events
 
-    def look(self, now_s: float, phase: Phase | None, ended_step: int = 0) -> None:
+    def update(self, now_s: float, phase: Phase | None, ended_step: int = 0) -> None:
         """Books the time up to now and enters `phase`. None: no job is at work, for instance after a start that was
         given up. `ended_step`: the newest ended step that the ranks published, 0 before the first."""
         self._advance(now_s)
         if phase is None:
-            phase = self._fallen_back() if self.phase is Phase.STARTING else self.phase
+            phase = self._fallback_phase() if self.phase is Phase.STARTING else self.phase
         at_work = (Phase.TRAINING, Phase.ENDING)
         # The old phase counts too: steps may have ended between the last look and a failure.
         if phase in at_work or self.phase in at_work:
@@ -123,92 +123,92 @@ class Accounting:
             self._enter(now_s, phase)
         # No mark while a job is at work: the agent was restarted beside the job.
         if phase in at_work and not self._marks:
-            self._marks = [Mark(Tick(self._ended_step), 0.0, None)]
+            self._marks = [Mark(Version(self._ended_step), 0.0, None)]
 
-    def follow(self, epoch: Epoch, parent: Tick | None = None) -> None:
+    def adopt_epoch(self, epoch: Epoch, parent: Version | None = None) -> None:
         """Adopts an epoch that was running before this agent. `parent`: the version that the epoch continues from;
         None: unknown."""
         self._epoch = self._epoch or epoch
         if epoch == self._epoch and parent is not None:
-            self._from = parent
+            self._parent_version = parent
 
-    def started(
+    def record_start(
         self,
         now_s: float,
         epoch: Epoch,
-        tick: Tick,
+        version: Version,
         level: str,
         read_bytes: Mapping[str, int],
         age_s: float | None,
         steps_lost: int,
     ) -> None:
-        """Training goes on after version `tick`, restored from `level` ("none": from the beginning).
+        """Training goes on after version `version`, restored from `level` ("none": from the beginning).
         `read_bytes`: by level. `age_s`: age of the restored checkpoint; None: unknown. `steps_lost`: ended steps beyond
         that version; they count as lost only after a failure."""
         self._advance(now_s)
-        self._go_back(tick)
-        if self._recovering:
+        self._rewind_to(version)
+        if self._is_recovering:
             self.lost_steps += steps_lost
-        if self._recovering and self._down_s is not None:
-            self.recoveries.add(now_s - self._down_s)
-        self._down_s, self._recovering = None, False
+        if self._is_recovering and self._failed_s is not None:
+            self.recoveries.add(now_s - self._failed_s)
+        self._failed_s, self._is_recovering = None, False
         self.starts += 1
         self.restores[level] = self.restores.get(level, 0) + 1
         for each, count in read_bytes.items():
             self.restored_bytes[each] = self.restored_bytes.get(each, 0) + count
-        self._now_safe(now_s, tick, level, age_s)
-        self._epoch, self._from, self._ended_step, self._room_s = epoch, tick, tick.step, 0.0
-        self._stall_s.clear()
+        self._reset_levels(now_s, version, level, age_s)
+        self._epoch, self._parent_version, self._ended_step, self._stall_limit_s = epoch, version, version.step, 0.0
+        self._pending_stalls_s.clear()
         self._enter(now_s, Phase.TRAINING)
 
-    def staged(self, now_s: float, tick: Tick, stall_s: float) -> None:
+    def record_staging(self, now_s: float, version: Version, stall_s: float) -> None:
         """All ranks have taken that snapshot. `stall_s`: pause of the slowest rank."""
         self._advance(now_s)
-        moved = min(max(0.0, stall_s), self._room_s)
+        moved = min(max(0.0, stall_s), self._stall_limit_s)
         self._seconds["productive"] -= moved
         self._seconds["stall"] += moved
-        self._room_s = 0.0
-        self._stall_s[tick] = max(0.0, stall_s)
-        if self._marks and tick <= self._marks[-1].tick:
+        self._stall_limit_s = 0.0
+        self._pending_stalls_s[version] = max(0.0, stall_s)
+        if self._marks and version <= self._marks[-1].version:
             return  # retaken after it was abandoned
-        self._marks.append(Mark(tick, self._seconds["productive"], now_s))
+        self._marks.append(Mark(version, self._seconds["productive"], now_s))
         if len(self._marks) > MARKS_MAX:
             del self._marks[1:-1:2]
 
-    def complete(self, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
+    def record_completion(self, epoch: Epoch, version: Version, count_bytes: int) -> None:
         """That checkpoint is complete in this node's memory, or in that of all the job's nodes."""
-        self.snapshots.add(self._stall_s.pop(tick, 0.0))
-        self._reached("local", epoch, tick, count_bytes)
+        self.snapshots.add(self._pending_stalls_s.pop(version, 0.0))
+        self._record_level("local", epoch, version, count_bytes)
 
-    def replicated(self, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
+    def record_replication(self, epoch: Epoch, version: Version, count_bytes: int) -> None:
         """Peers keep that checkpoint too. `count_bytes`: its size once, however many replicas there are."""
-        self._reached("peer", epoch, tick, count_bytes)
+        self._record_level("peer", epoch, version, count_bytes)
 
-    def found(self, level: str, epoch: Epoch, tick: Tick) -> None:
+    def record_found(self, level: str, epoch: Epoch, version: Version) -> None:
         """That checkpoint is at `level`, where an earlier agent saved it."""
-        self._reached(level, epoch, tick, 0)
+        self._record_level(level, epoch, version, 0)
 
-    def unprotected(self) -> Tick | None:
-        """Replicas may be gone: no checkpoint counts as replicated until the next `replicated` or `found`.
+    def clear_replicated(self) -> Version | None:
+        """Replicas may be gone: no checkpoint counts as replicated until the next `record_replication` or `found`.
         Returns the version that counted until now; None: there was none."""
-        found = self.safe.pop("peer", None)
+        found = self.newest_by_level.pop("peer", None)
         return found[0] if found is not None else None
 
-    def abandoned(self) -> None:
-        self.given_up += 1
+    def record_abandonment(self) -> None:
+        self.abandoned_count += 1
 
-    def committed(self, epoch: Epoch, tick: Tick, seconds: float, raw_bytes: int, stored_bytes: int) -> None:
+    def record_commit(self, epoch: Epoch, version: Version, seconds: float, raw_bytes: int, stored_bytes: int) -> None:
         self.commits.add(seconds)
         self.raw_bytes += raw_bytes
-        self._reached("store", epoch, tick, stored_bytes)
+        self._record_level("store", epoch, version, stored_bytes)
 
-    def commit_failed(self) -> None:
+    def record_commit_failure(self) -> None:
         self.commits_failed += 1
 
     # -- results
 
     @property
-    def ended(self) -> tuple[Epoch, int] | None:
+    def newest_ended_step(self) -> tuple[Epoch, int] | None:
         """The newest start that trained, and the newest step that all its ranks have ended; None: no start trained."""
         return (self._epoch, self._ended_step) if self._epoch is not None else None
 
@@ -232,7 +232,7 @@ class Accounting:
             "lost_steps": self.lost_steps,
             "ended_step": self._ended_step,
             "snapshots": self.snapshots.facts(),
-            "given_up": self.given_up,
+            "given_up": self.abandoned_count,
             "commits": self.commits.facts(),
             "commits_failed": self.commits_failed,
             "recoveries": self.recoveries.facts(),
@@ -240,7 +240,7 @@ class Accounting:
             "saved_bytes": dict(self.saved_bytes),
             "restored_bytes": dict(self.restored_bytes),
             "restores": dict(self.restores),
-            "safe": {level: self._safe(now_s, *found) for level, found in self.safe.items()},
+            "safe": {level: self._level_facts(now_s, *found) for level, found in self.newest_by_level.items()},
         }
 
     def text(self, now_s: float) -> str:
@@ -249,9 +249,9 @@ class Accounting:
         goodput = "nothing yet" if found["goodput"] is None else f"{found['goodput']:.1%}"
         return (
             f"goodput {goodput} of {found['elapsed_s']:.0f} s: stalled {found['stall_s']:.2f} s by "
-            f"{counted(self.snapshots.number, 'snapshot')}, lost {found['lost_s']:.1f} s "
-            f"({counted(self.lost_steps, 'step')}) and recovering {found['recovery_s']:.1f} s by "
-            f"{counted(self.failures, 'failure')}; {counted(self.commits.number, 'commit')}"
+            f"{format_count(self.snapshots.number, 'snapshot')}, lost {found['lost_s']:.1f} s "
+            f"({format_count(self.lost_steps, 'step')}) and recovering {found['recovery_s']:.1f} s by "
+            f"{format_count(self.failures, 'failure')}; {format_count(self.commits.number, 'commit')}"
         )
 
     # -- helpers
@@ -265,73 +265,75 @@ class Accounting:
         match self.phase:
             case Phase.TRAINING:
                 self._seconds["productive"] += passed_s
-                self._room_s += passed_s
+                self._stall_limit_s += passed_s
             case Phase.ENDING:
                 self._seconds["ending"] += passed_s
             case Phase.DOWN:
                 self._seconds["recovery"] += passed_s
             case Phase.STARTING:
-                self._seconds["recovery" if self._recovering else "starting"] += passed_s
+                self._seconds["recovery" if self._is_recovering else "starting"] += passed_s
 
     def _enter(self, now_s: float, phase: Phase) -> None:
         trained = self.phase in (Phase.TRAINING, Phase.ENDING)
         failed = phase is Phase.DOWN or (phase is Phase.STARTING and self.phase is Phase.TRAINING)
         if failed and trained:
             self.failures += 1
-            self._recovering, self._down_s = True, now_s
+            self._is_recovering, self._failed_s = True, now_s
         self.phase, self._phase_s = phase, now_s
 
-    def _fallen_back(self) -> Phase:
-        return Phase.DOWN if self._recovering else Phase.IDLE
+    def _fallback_phase(self) -> Phase:
+        return Phase.DOWN if self._is_recovering else Phase.IDLE
 
-    def _go_back(self, tick: Tick) -> None:
-        """Training goes on after `tick`. After a failure the work beyond that version is booked as lost."""
+    def _rewind_to(self, version: Version) -> None:
+        """Training goes on after `version`. After a failure the work beyond that version is booked as lost."""
         kept_s = self._seconds["productive"]
-        if self._recovering:
-            then_s = self._kept_at(tick)
+        if self._is_recovering:
+            then_s = self._productive_at_s(version)
             self._seconds["lost"] += kept_s - then_s
             self._seconds["productive"] = kept_s = then_s
-        found = [mark for mark in self._marks if mark.tick == tick]
-        before = [mark for mark in self._marks if mark.tick < tick] if self._recovering else []
-        self._marks = [*before, Mark(tick, kept_s, found[-1].at_s if found else None)]
+        found = [mark for mark in self._marks if mark.version == version]
+        before = [mark for mark in self._marks if mark.version < version] if self._is_recovering else []
+        self._marks = [*before, Mark(version, kept_s, found[-1].taken_s if found else None)]
 
-    def _kept_at(self, tick: Tick) -> float:
-        """The seconds of kept work up to `tick`; 0 if that version is older than every mark."""
+    def _productive_at_s(self, version: Version) -> float:
+        """The seconds of kept work up to `version`; 0 if that version is older than every mark."""
         marks, kept_s = self._marks, self._seconds["productive"]
-        at = bisect.bisect_left([mark.tick for mark in marks], tick)
-        if at < len(marks) and marks[at].tick == tick:
-            return min(kept_s, marks[at].kept_s)
+        at = bisect.bisect_left([mark.version for mark in marks], version)
+        if at < len(marks) and marks[at].version == version:
+            return min(kept_s, marks[at].productive_s)
         if at == 0:
             return 0.0
         before = marks[at - 1]
         to_step, to_s = (
-            (marks[at].tick.step, marks[at].kept_s) if at < len(marks) else (max(self._ended_step, tick.step), kept_s)
+            (marks[at].version.step, marks[at].productive_s)
+            if at < len(marks)
+            else (max(self._ended_step, version.step), kept_s)
         )
-        part = (tick.step - before.tick.step) / max(1, to_step - before.tick.step)
-        return min(kept_s, before.kept_s + part * (to_s - before.kept_s))
+        part = (version.step - before.version.step) / max(1, to_step - before.version.step)
+        return min(kept_s, before.productive_s + part * (to_s - before.productive_s))
 
-    def _now_safe(self, now_s: float, tick: Tick, level: str, age_s: float | None) -> None:
-        at_s = self._marks[-1].at_s
+    def _reset_levels(self, now_s: float, version: Version, level: str, age_s: float | None) -> None:
+        at_s = self._marks[-1].taken_s
         if at_s is None and age_s is not None:
             at_s = now_s - age_s
         # What other nodes still have of older checkpoints is not known: a node may have been lost.
-        safe = {each: found for each, found in self.safe.items() if found[0] < tick and each == "store"}
+        safe = {each: found for each, found in self.newest_by_level.items() if found[0] < version and each == "store"}
         if level != "none":
-            safe[level] = (tick, at_s)
-        store = self.safe.get("store")
-        if store is not None and store[0] == tick:
+            safe[level] = (version, at_s)
+        store = self.newest_by_level.get("store")
+        if store is not None and store[0] == version:
             safe["store"] = store
-        self.safe = safe
+        self.newest_by_level = safe
 
-    def _reached(self, level: str, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
+    def _record_level(self, level: str, epoch: Epoch, version: Version, count_bytes: int) -> None:
         self.saved_bytes[level] = self.saved_bytes.get(level, 0) + count_bytes
-        if epoch != self._epoch and tick > self._from:
+        if epoch != self._epoch and version > self._parent_version:
             return  # on another branch: not part of the present epoch's history
-        known = self.safe.get(level)
-        if known is None or known[0] < tick:
-            at_s = next((mark.at_s for mark in reversed(self._marks) if mark.tick == tick), None)
-            self.safe[level] = (tick, at_s)
+        known = self.newest_by_level.get(level)
+        if known is None or known[0] < version:
+            at_s = next((mark.taken_s for mark in reversed(self._marks) if mark.version == version), None)
+            self.newest_by_level[level] = (version, at_s)
 
-    def _safe(self, now_s: float, tick: Tick, at_s: float | None) -> dict[str, Any]:
+    def _level_facts(self, now_s: float, version: Version, at_s: float | None) -> dict[str, Any]:
         age_s = None if at_s is None else max(0.0, now_s - at_s)
-        return {"step": tick.step, "tick": str(tick), "age_s": age_s}
+        return {"step": version.step, "version": str(version), "age_s": age_s}

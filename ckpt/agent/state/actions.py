@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.ipc.control_page import ControlWord
-from ckpt.types import Tick
+from ckpt.types import Version
 
 # Names one request of one connection. Only handed back, in AnswerRequest, Refuse and ReportProgress.
 Request = Any
@@ -20,7 +20,7 @@ class SetWord:
     """Publish the control word of that slot: the version it is appointed for; None: nothing."""
 
     slot: int
-    word: ControlWord | None
+    control_word: ControlWord | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,22 @@ class SetVerdict:
     """Publish the verdict: the ranks leave by that save attempt. Written to the control page before any answer says
     so."""
 
-    round: int
+    attempt_number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Divide:
     """Make a division of all ranks' layouts of that version; then `planned` or `unplannable`."""
 
-    version: int
+    layouts_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class MakeArenas:
-    """Make one arena with warm pages for each rank, of `bytes` by rank; then `made`."""
+    """Make one arena with warm pages for each rank, of `arena_bytes` by rank; then `made`."""
 
     slot: int
-    bytes: tuple[int, ...]
+    arena_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Assemble:
     """Hash what all ranks have staged and put the checkpoint together; then `assembled`."""
 
     slot: int
-    round: int
-    tick: Tick
+    attempt_number: int
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Replicate:
     """Have peers keep replicas, as the placement says; then `replicated`."""
 
     slot: int
-    round: int
-    tick: Tick
+    attempt_number: int
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +83,20 @@ class Commit:
     """Write the checkpoint to the store; then `committed`."""
 
     slot: int
-    round: int
-    tick: Tick
+    attempt_number: int
+    version: Version
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class StopCommit:
     """Stop the commit under way soon: nothing more is written for it. `committed` then reports its outcome."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class Recycle:
+class ClearSlot:
     """Forget what that slot held: the slot is empty now."""
 
     slot: int
@@ -107,11 +107,11 @@ class ReplicaDegraded:
     """The newest replicated checkpoint loses memory that its replication relied on, and no longer meets the
     replication target."""
 
-    tick: Tick
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class Unkeep:
+class DropReplicas:
     """Have peers drop their replicas of this job's checkpoints. No new replicas follow."""
 
 
@@ -136,7 +136,7 @@ class ReportProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class NotifyRanks:
     """Send a notification to every connected rank."""
 
     body: dict[str, Any]
@@ -168,7 +168,7 @@ class Acknowledge:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBy:
+class RecordExit:
     """Tell that node ("": this one) that the ranks leave because of this notice of its machine."""
 
     source: str
@@ -183,8 +183,8 @@ class Close:
     reason: str
 
 
-Said = AnswerRequest | Refuse | ReportProgress | Tell | Emit | WriteOutcome
-Acts = (
+MessageAction = AnswerRequest | Refuse | ReportProgress | NotifyRanks | Emit | WriteOutcome
+WorkAction = (
     SetWord
     | SetVerdict
     | Divide
@@ -194,12 +194,12 @@ Acts = (
     | Assemble
     | Replicate
     | Commit
-    | GiveUp
-    | Recycle
+    | StopCommit
+    | ClearSlot
     | ReplicaDegraded
-    | Unkeep
+    | DropReplicas
     | Acknowledge
-    | LeftBy
+    | RecordExit
     | Close
 )
-Action = Acts | Said
+Action = WorkAction | MessageAction

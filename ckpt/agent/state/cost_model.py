@@ -15,7 +15,7 @@ from ckpt.policy.adaptive import Adaptive, Chosen, Decision
 from ckpt.policy.failures import Failure
 from ckpt.policy.history import Sources, merged, remember
 from ckpt.policy.interval_solver import decide
-from ckpt.policy.known import NOTHING, Measurements
+from ckpt.policy.known import PRIORS_ONLY, Measurements
 
 # The step time is measured over at least so many steps: over fewer, the moment of the look decides the result.
 PACE_STEPS_MIN = 2
@@ -29,100 +29,104 @@ class CostModel:
     has room for; 0: not known yet. `decision`: the present intervals, under `limits` and ckpt.Limits(unsaved_s=)."""
 
     def __init__(
-        self, limits: Adaptive, known: Measurements = NOTHING, nodes: int = 1, unsaved_s: float | None = None
+        self, limits: Adaptive, known: Measurements = PRIORS_ONLY, nodes: int = 1, unsaved_s: float | None = None
     ) -> None:
         self.limits = limits
         self.unsaved_s = unsaved_s
-        self.known = known
+        self.measurements = known
         self.nodes = nodes
-        self.peers = False
+        self.has_replicas = False
         self.slots = 0
         # A failure that is counted once the statistics before it are known.
-        self.owed: Failure | None = None
+        self.pending_failure: Failure | None = None
         self.decision: Decision = decide(known, limits, nodes, unsaved_s=unsaved_s)
-        self._mark: tuple[float, int] | None = None  # (time, step) of the last begin or end of a commit
+        self._pace_origin: tuple[float, int] | None = None  # (time, step) of the last begin or end of a commit
         self._stalls: list[tuple[int, float]] = []  # (step, seconds)
-        self._committing = False
-        self._ran_s: float | None = None  # run time is counted up to here
+        self._is_committing = False
+        self._counted_until_s: float | None = None  # run time is counted up to here
 
-    def started(self, now_s: float, step: int) -> None:
+    def record_start(self, now_s: float, step: int) -> None:
         """Training goes on after `step`."""
-        self._mark, self._ran_s = (now_s, step), now_s
+        self._pace_origin, self._counted_until_s = (now_s, step), now_s
 
-    def inherit(self, known: Measurements) -> None:
+    def merge_measurements(self, known: Measurements) -> None:
         """Merges the measurements of an earlier start."""
-        self.known = merged(self.known, known)
+        self.measurements = merged(self.measurements, known)
 
-    def pay(self) -> None:
+    def count_pending_failure(self) -> None:
         """Counts the owed failure: the statistics before it are known, or never will be."""
-        owed, self.owed = self.owed, None
+        owed, self.pending_failure = self.pending_failure, None
         if owed is not None:
-            self.failed(owed)
+            self.record_failure(owed)
 
-    def failed(self, failure: Failure) -> None:
-        self.known = self.known.failed(failure)
+    def record_failure(self, failure: Failure) -> None:
+        self.measurements = self.measurements.with_failure(failure)
 
-    def stalled(self, seconds: float, step: int) -> None:
+    def record_stall(self, seconds: float, step: int) -> None:
         """All ranks have staged. `seconds`: pause of the slowest rank, in that step."""
-        self.known = self.known.stalled(seconds)
+        self.measurements = self.measurements.with_stall(seconds)
         self._stalls.append((step, seconds))
 
-    def commit_began(self, entered_s: float, step: int) -> None:
+    def record_commit_begin(self, entered_s: float, step: int) -> None:
         """A commit has begun. `step`: the step of the slowest rank, entered at `entered_s`. Times count from that
         entry, since a commit begins soon after a step and ends in the middle of one."""
-        self._pace(entered_s, step)
-        self._committing = True
+        self._measure_pace(entered_s, step)
+        self._is_committing = True
 
-    def commit_ended(self, entered_s: float, step: int, took: tuple[float, int] | None) -> None:
-        """The commit has ended; see `commit_began`. `took`: its seconds, and the bytes put into the store; None if it
-        failed."""
-        self._pace(entered_s, step)
-        self._committing = False
+    def record_commit_end(self, entered_s: float, step: int, took: tuple[float, int] | None) -> None:
+        """The commit has ended; see `record_commit_begin`. `took`: its seconds, and the bytes put into the store; None
+        if it failed."""
+        self._measure_pace(entered_s, step)
+        self._is_committing = False
         if took is not None:
-            self.known = self.known.committed(*took)
+            self.measurements = self.measurements.with_commit(*took)
 
-    def replicated(self, seconds: float) -> None:
+    def record_replication(self, seconds: float) -> None:
         """A checkpoint was replicated `seconds` after it was complete."""
-        self.known = self.known.replicated(seconds)
+        self.measurements = self.measurements.with_replication(seconds)
 
-    def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> None:
+    def record_recovery(self, level: Literal["local", "peer", "store"], seconds: float) -> None:
         """A restart took `seconds` from the failure until training went on, restored from `level`."""
-        self.known = self.known.recovered(level, seconds)
+        self.measurements = self.measurements.with_recovery(level, seconds)
 
-    def ran(self, now_s: float) -> None:
+    def record_run_time(self, now_s: float) -> None:
         """Counts the run time up to `now_s`, if training has started."""
         # A commit may have counted time past the end of its ranks.
-        if self._ran_s is not None and now_s > self._ran_s:
-            self.known = self.known.ran(now_s - self._ran_s, self.nodes)
-            self._ran_s = now_s
+        if self._counted_until_s is not None and now_s > self._counted_until_s:
+            self.measurements = self.measurements.with_uptime(now_s - self._counted_until_s, self.nodes)
+            self._counted_until_s = now_s
 
     def decide(self, now_s: float) -> Decision:
         """Decides the intervals anew from all measurements. If they stay, so do the reasons given for them."""
-        self.ran(now_s)
+        self.record_run_time(now_s)
         before = self.decision
-        found = decide(self.known, self.limits, self.nodes, self.peers, before, self.slots, self.unsaved_s)
+        found = decide(
+            self.measurements, self.limits, self.nodes, self.has_replicas, before, self.slots, self.unsaved_s
+        )
         if _intervals(found) == _intervals(before):
             found = replace(found, local_by=before.local_by, store_by=before.store_by)
         self.decision = found
         return found
 
-    def about(self, sources: Sources | None = None) -> dict[str, float]:
+    def record_fields(self, sources: Sources | None = None) -> dict[str, float]:
         """The measurements for a commit record. `sources`: those of predictions."""
-        return remember(self.known, sources)
+        return remember(self.measurements, sources)
 
-    def _pace(self, entered_s: float, step: int) -> None:
+    def _measure_pace(self, entered_s: float, step: int) -> None:
         """Measures the step time since the last mark, apart for time with and without a commit."""
-        if self._mark is not None:
-            since_s, since = self._mark
+        if self._pace_origin is not None:
+            since_s, since = self._pace_origin
             seconds = entered_s - since_s - sum(stall_s for at, stall_s in self._stalls if since <= at < step)
             if step - since >= PACE_STEPS_MIN and seconds >= PACE_S_MIN:
-                observe = self.known.stepped_beside_commit if self._committing else self.known.stepped
-                self.known = observe(step - since, seconds)
-        self._mark = entered_s, step
+                observe = (
+                    self.measurements.with_steps_beside_commit if self._is_committing else self.measurements.with_steps
+                )
+                self.measurements = observe(step - since, seconds)
+        self._pace_origin = entered_s, step
         self._stalls = [(at, stall_s) for at, stall_s in self._stalls if at >= step]
 
 
-def class_of(lost_nodes: int, peers: bool, from_store: bool, warned: bool) -> Failure:
+def classify_failure(lost_nodes: int, peers: bool, from_store: bool, warned: bool) -> Failure:
     """The class of the failure before a restart, as far as the new start can tell. `lost_nodes`: nodes of the former
     start that the new one lacks. `peers`: whether replicas should have survived the loss of a node. `from_store`:
     whether they did not. `warned`: whether a certain notice preceded; only work after its last save was lost then."""

@@ -12,27 +12,27 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.agent.state.actions import Action, Emit, Refuse, Request, Tell
-from ckpt.agent.state.rank_presence import AGAIN, Presence, RankStates
+from ckpt.agent.state.actions import Action, Emit, NotifyRanks, Refuse, Request
+from ckpt.agent.state.rank_presence import LEAVE_RETRY, Presence, RankStates
 from ckpt.agent.state.step_timing import StepTiming
-from ckpt.ipc.control_page import AMID, SLOTS_MAX, WAITING
+from ckpt.ipc.control_page import GRADIENTS_WAIT, MID_STEP, SLOTS_MAX
 from ckpt.placement.placement import Kept
-from ckpt.policy.adaptive import span
+from ckpt.policy.adaptive import format_duration
 from ckpt.policy.save_options import Every
-from ckpt.types import Tick
+from ckpt.types import Version
 
 LATENCY_S = 0.01  # of an announcement; doubled at each late rank, up to LATENCY_S_MAX
 LATENCY_S_MAX = 2.5
 RETRY_S_MAX = 60.0
-SLACK_PARTS = 16  # an arena that is too large by one part in so many is kept
-LOST_S = 5.0  # wait for an answer from ranks that are past the version
+ARENA_SLACK_PARTS = 16  # an arena that is too large by one part in so many is kept
+MISSING_ANSWER_S = 5.0  # wait for an answer from ranks that are past the version
 # Level messages repeated to a rank that reconnects: far more than the slots hold versions.
-TOLD_MAX = 64
+LEVEL_MESSAGES_MAX = 64
 # Time for a rank whose connection broke to rejoin: a new agent has to start and connect.
 REJOIN_S = 60.0
 
 
-class Why(enum.Enum):
+class SaveReason(enum.Enum):
     """Why a save attempt was made."""
 
     STEP = "appointed"
@@ -42,7 +42,7 @@ class Why(enum.Enum):
     EXIT = "exit"  # the end of the block
 
 
-class State(enum.Enum):
+class SlotState(enum.Enum):
     """The state of a slot."""
 
     FREE = "free"
@@ -51,7 +51,7 @@ class State(enum.Enum):
     COMPLETE = "complete"
 
 
-class Store(enum.Enum):
+class WorkState(enum.Enum):
     """The outcome of a complete save attempt at the store, or on peers."""
 
     NEW = "new"
@@ -61,41 +61,41 @@ class Store(enum.Enum):
 
 
 @dataclass(slots=True)
-class Round:
+class SaveAttempt:
     """One save attempt: a version, in one slot, under one division."""
 
     number: int
     slot: int
-    why: Why
-    tick: Tick
+    reason: SaveReason
+    version: Version
     division: str
     opened_s: float
-    bytes: int = 0  # memory of all ranks' arenas
-    staged: dict[int, float] = field(default_factory=dict)  # rank -> stall in seconds
-    announced: bool = False  # by a control word
-    missed: str = ""  # reason to abandon the attempt
-    held: dict[int, Request] = field(default_factory=dict)  # by rank: requests that wait for the verdict
+    memory_bytes: int = 0  # memory of all ranks' arenas
+    staged_ranks: dict[int, float] = field(default_factory=dict)  # rank -> stall in seconds
+    is_announced: bool = False  # by a control word
+    miss_reason: str = ""  # reason to abandon the attempt
+    held_requests: dict[int, Request] = field(default_factory=dict)  # by rank: requests that wait for the verdict
     metrics: dict[str, float] = field(default_factory=dict)
-    store: Store = Store.NEW  # its commit
-    peer: Store = Store.NEW  # its replication
-    last_try: bool = False  # its last commit was begun
-    gave_way: str = ""  # reason why its commit was given up
+    commit_state: WorkState = WorkState.NEW  # its commit
+    replication_state: WorkState = WorkState.NEW  # its replication
+    is_last_try: bool = False  # its last commit was begun
+    yield_reason: str = ""  # reason why its commit was given up
     verdict: bool | None = None  # of a hold: True: leave; False: go on
     all_staged_s: float | None = None  # time
-    hashed_s: float | None = None  # duration
+    hash_duration_s: float | None = None  # duration
     commit_began_s: float | None = None
-    copy_began_s: float | None = None
-    kept: tuple[Kept, ...] = ()  # holders of its replicas, as planned when replication last began
+    replication_began_s: float | None = None
+    placement: tuple[Kept, ...] = ()  # holders of its replicas, as planned when replication last began
 
     @property
-    def explicit(self) -> bool:
+    def is_explicit(self) -> bool:
         """Whether anything but an ordinary appointment made this attempt."""
-        return self.why is not Why.STEP
+        return self.reason is not SaveReason.STEP
 
     @property
-    def unjudged(self) -> bool:
+    def is_verdict_pending(self) -> bool:
         """Whether this is a hold without a verdict yet."""
-        return self.why is Why.HOLD and self.verdict is None
+        return self.reason is SaveReason.HOLD and self.verdict is None
 
 
 @dataclass(slots=True)
@@ -103,33 +103,33 @@ class Slot:
     """One slot: an arena on each rank. `bytes`: the sizes of the arenas, by rank; () if there are none."""
 
     number: int
-    state: State = State.FREE
-    round: Round | None = None
+    state: SlotState = SlotState.FREE
+    attempt: SaveAttempt | None = None
     leases: int = 0
-    bytes: tuple[int, ...] = ()
-    making: bool = False
-    handed: bool = False  # some rank or its agent may have an arena of the slot
-    offered: bool = False  # to all ranks, since the last division
-    warm: dict[int, str] = field(default_factory=dict)  # rank -> division its arena is bound for
+    arena_bytes: tuple[int, ...] = ()
+    is_making_arenas: bool = False
+    is_handed_out: bool = False  # some rank or its agent may have an arena of the slot
+    is_offered: bool = False  # to all ranks, since the last division
+    warm_divisions: dict[int, str] = field(default_factory=dict)  # rank -> division its arena is bound for
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveRequest:
     """One rank's request to save. `same`: a version already staged whose bytes equal the rank's present state."""
 
-    tick: Tick
-    why: Why
+    version: Version
+    reason: SaveReason
     metrics: dict[str, float]
     request: Request
-    same: Tick | None = None
+    equal_version: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class AnsweredSave:
     """The newest answered save. `kind`, `message`: the error for a rank that repeats the request when its snapshot is
     gone."""
 
-    tick: Tick
+    version: Version
     kind: str
     message: str
 
@@ -138,350 +138,362 @@ class JobFacts:
     """The facts of one job. `policy`: when to appoint. `first_round`: the number of the first save attempt; random, so
     that a restarted agent does not soon repeat a number."""
 
-    def __init__(self, world: int, policy: Every, first_round: int = 1) -> None:
+    def __init__(self, world: int, policy: Every, first_attempt: int = 1) -> None:
         self.world = world
         self.policy = policy
-        self.members = RankStates(world)
-        self.pace = StepTiming()
+        self.rank_states = RankStates(world)
+        self.step_timing = StepTiming()
         self.slots = [Slot(n) for n in range(SLOTS_MAX)]
-        self.slots_in_use = 0  # the number that memory allows; 0 until the first division
+        self.slot_limit = 0  # the number that memory allows; 0 until the first division
         self.division = ""
         self.superseded_by = ""
-        self.committing: int | None = None  # the slot
+        self.committing_slot: int | None = None  # the slot
         # A start surveys this memory: no slot is freed or overwritten until that start has its outcome.
-        self.frozen = False
-        self.closed_in_store = False
-        self.refusal = ""  # reason why nothing can be saved
+        self.is_frozen = False
+        self.is_closed_in_store = False
+        self.refusal_reason = ""  # reason why nothing can be saved
         self.last_error = ""  # of the newest failed commit or last save
-        self.committed_tick: Tick | None = None
-        self._next_round = first_round
-        self._need: tuple[int, ...] = ()  # arena bytes per rank under the current division
+        self.committed_version: Version | None = None
+        self._next_attempt_number = first_attempt
+        self._needed_arena_bytes: tuple[int, ...] = ()  # arena bytes per rank under the current division
         self._layouts_version = 0
-        self._planned_version = 0
-        self._dividing = False
-        self._saves: dict[int, Save] = {}
+        self._divided_layouts_version = 0
+        self._is_dividing = False
+        self._save_requests: dict[int, SaveRequest] = {}
         # By rank: the newest version that it cannot save, and the reason.
-        self._unsavable: dict[int, tuple[Tick, str]] = {}
-        self._asked_s: float | None = None  # since when all ranks wait in a save
-        self._said_s = -math.inf  # last progress message to ranks that wait for a slot
+        self._unsavable_versions: dict[int, tuple[Version, str]] = {}
+        self._all_saving_since_s: float | None = None  # since when all ranks wait in a save
+        self._last_progress_s = -math.inf  # last progress message to ranks that wait for a slot
         # Since when some ranks wait in a save for others; inf: the others were named in an event.
-        self._awaited_s: float | None = None
-        self._settled: Settled | None = None  # saves up to its version are answered
+        self._partial_save_since_s: float | None = None
+        self._answered_save: AnsweredSave | None = None  # saves up to its version are answered
         self._start_step: int | None = None  # None: not restored yet, nothing is appointed
         # The agent restarted beside running ranks: nothing is appointed before each rank has published its step.
-        self._resumed = False
-        self._due_s = math.inf
+        self._is_resumed = False
+        self._appoint_due_s = math.inf
         # Interval between commits of appointed snapshots; 0: each one whose turn comes is committed.
-        self._commit_every_s = 0.0
-        self._has_said_first = False  # the event that the first checkpoint is complete was emitted
-        self._committed_from_s = -math.inf  # when the snapshot of the newest commit was appointed
-        self._retries = 0
+        self._commit_interval_s = 0.0
+        self._has_reported_first = False  # the event that the first checkpoint is complete was emitted
+        self._last_commit_opened_s = -math.inf  # when the snapshot of the newest commit was appointed
+        self._retry_count = 0
         self._latency_s = LATENCY_S
-        self._steps_from: tuple[float, int] = (0.0, 0)  # (time, step) from which the rate is counted
+        self._step_rate_origin: tuple[float, int] = (0.0, 0)  # (time, step) from which the rate is counted
         self._steps_per_s = 0.0
         self._retry_commit_s = math.inf
         self._commit_failures = 0
-        self._leave_round = 0  # the save attempt whose verdict was: leave
+        self._leave_attempt_number = 0  # the save attempt whose verdict was: leave
         # All ranks held when the verdict was given. Else the others may be stuck, and have to be ended.
-        self._all_leave = False
-        self._leave_by_s: float | None = None  # the earliest deadline at the verdict, or since
-        self._ended = False  # the ranks were told to end where they are
-        self._end_why = ""
-        self._end_waits = False
-        self._given_up = False
-        self._left_over = False  # superseded, but its newest complete snapshot is to be committed once
+        self._is_leave_unanimous = False
+        self._leave_deadline_s: float | None = None  # the earliest deadline at the verdict, or since
+        self._is_end_ordered = False  # the ranks were told to end where they are
+        self._end_reason = ""
+        self._can_end_wait = False
+        self._is_commit_stopped = False
+        self._is_orphaned = False  # superseded, but its newest complete snapshot is to be committed once
         # A former job still commits the checkpoint that this job continued from. Ranks that leave wait for it.
-        self.former_saves = False
-        self._abandoned: deque[int] = deque(maxlen=64)  # numbers of abandoned save attempts
-        self._closing = False
-        self.recovering = False  # arenas brought by the ranks from a former agent are not examined yet
+        self.is_former_committing = False
+        self._abandoned_attempts: deque[int] = deque(maxlen=64)  # numbers of abandoned save attempts
+        self._is_closing = False
+        self.is_recovering = False  # arenas brought by the ranks from a former agent are not examined yet
         # By version and level: the newest level message, the newest last.
-        self._told: dict[tuple[Tick, str], dict[str, Any]] = {}
-        self._out: list[Action] = []
+        self._level_messages: dict[tuple[Version, str], dict[str, Any]] = {}
+        self._actions: list[Action] = []
 
     # -- facts
 
-    def joined(self, rank: int) -> None:
+    def record_join(self, rank: int) -> None:
         """A rank has joined, for the first time or again. Save attempts that it may have answered on a lost connection
         count as missed."""
-        member = self.members[rank]
-        if member.away and self.may_join(rank):
-            member.presence, member.away = Presence.HERE, False
+        member = self.rank_states[rank]
+        if member.is_away and self.may_join(rank):
+            member.presence, member.is_away = Presence.HERE, False
         if member.presence is not Presence.HERE:
             # Its request to leave came on the lost connection, and cannot be answered there.
-            member.lost_s, member.leave = None, AGAIN
+            member.disconnected_s, member.leave_request = None, LEAVE_RETRY
             # A commit may have begun without this rank's node.
             self.retry_commit()
             return
-        self.lost(rank, None)
+        self.record_disconnect(rank, None)
         for slot in self.slots:
-            slot.offered = False
+            slot.is_offered = False
             # Arenas closed or made meanwhile may still be at that rank.
-            slot.handed |= member.joined
-        member.joined = True
-        member.lost_s = None
+            slot.is_handed_out |= member.has_joined
+        member.has_joined = True
+        member.disconnected_s = None
 
     def may_join(self, rank: int) -> bool:
         """Whether the rank still belongs to the job. A rank that was away for long does until the epoch is being
         closed: before that nothing takes its place."""
-        member = self.members[rank]
+        member = self.rank_states[rank]
         # It waits to leave and has a new connection: its node's agent was restarted.
-        waits = member.presence is Presence.LEFT and member.leave is not None
-        returns = member.away and not self._closing
-        return waits or ((member.presence is Presence.HERE or returns) and not self.closed_in_store)
+        waits = member.presence is Presence.LEFT and member.leave_request is not None
+        returns = member.is_away and not self._is_closing
+        return waits or ((member.presence is Presence.HERE or returns) and not self.is_closed_in_store)
 
-    def lost(self, rank: int, now_s: float | None) -> None:
+    def record_disconnect(self, rank: int, now_s: float | None) -> None:
         """The rank's connection ended, its process did not: it may rejoin. `now_s`: None where it has rejoined."""
-        member = self.members[rank]
-        member.lost_s = now_s
-        self._saves.pop(rank, None)
+        member = self.rank_states[rank]
+        member.disconnected_s = now_s
+        self._save_requests.pop(rank, None)
         # The refusal may come from that node being unreachable: plan anew once the rank is back.
-        if self.refusal:
-            self.layout(rank)
-        for _, round_ in self._open():
-            if rank not in round_.staged:
-                round_.missed = round_.missed or f"the connection of rank {rank} was lost"
+        if self.refusal_reason:
+            self.record_layout(rank)
+        for _, attempt in self._open_attempts():
+            if rank not in attempt.staged_ranks:
+                attempt.miss_reason = attempt.miss_reason or f"the connection of rank {rank} was lost"
         for slot in self.slots:
-            if slot.round is not None:
-                slot.round.held.pop(rank, None)
+            if slot.attempt is not None:
+                slot.attempt.held_requests.pop(rank, None)
 
-    def died(self, rank: int) -> None:
+    def record_death(self, rank: int) -> None:
         """The rank's process is dead."""
-        member = self.members[rank]
-        member.leave = None
-        self._saves.pop(rank, None)
-        if member.presence is Presence.HERE or member.away:
-            member.presence, member.away = Presence.DEAD, False
+        member = self.rank_states[rank]
+        member.leave_request = None
+        self._save_requests.pop(rank, None)
+        if member.presence is Presence.HERE or member.is_away:
+            member.presence, member.is_away = Presence.DEAD, False
 
-    def layout(self, rank: int) -> None:
+    def record_layout(self, rank: int) -> None:
         """The rank's state has another structure, or needs larger arenas: a new division is due, and saves wait."""
         self._layouts_version += 1
-        self.refusal = ""
+        self.refusal_reason = ""
 
-    def planned(self, version: int, division: str, arena_bytes: tuple[int, ...], slots: int) -> bool:
+    def record_division(self, layouts_version: int, division: str, arena_bytes: tuple[int, ...], slots: int) -> bool:
         """Outcome of `Divide`: the division of the layouts of that version. `slots`: the number that fits into memory.
         Returns whether the division is current: then send each rank its part; else another one is made."""
-        self._dividing = False
-        if version != self._layouts_version:
+        self._is_dividing = False
+        if layouts_version != self._layouts_version:
             return False
-        self._planned_version = version
+        self._divided_layouts_version = layouts_version
         self.division = division
         for slot in self.slots:
-            slot.offered = False
-            slot.warm.clear()
-        self._need = arena_bytes
-        self.slots_in_use = slots
-        self.refusal = "" if slots else "not one arena fits into memory: free some, save less, or raise Limits(memory=)"
+            slot.is_offered = False
+            slot.warm_divisions.clear()
+        self._needed_arena_bytes = arena_bytes
+        self.slot_limit = slots
+        self.refusal_reason = (
+            "" if slots else "not one arena fits into memory: free some, save less, or raise Limits(memory=)"
+        )
         return True
 
-    def unplannable(self, version: int, message: str) -> None:
+    def record_division_failure(self, layouts_version: int, message: str) -> None:
         """Outcome of `Divide`: there is no division. `message`: the reason, for ranks that ask to save."""
-        self._dividing = False
-        if version != self._layouts_version:
+        self._is_dividing = False
+        if layouts_version != self._layouts_version:
             return
-        self._planned_version = version
+        self._divided_layouts_version = layouts_version
         self.division = ""
-        self.refusal = message
+        self.refusal_reason = message
 
-    def made(self, slot: int, arena_bytes: tuple[int, ...]) -> None:
-        """Outcome of `MakeArenas`: the sizes by rank; () if it failed: then call `fewer_slots` before."""
-        self.slots[slot].making = False
-        self.slots[slot].offered = False
-        self.slots[slot].bytes = arena_bytes
-        self.slots[slot].handed |= bool(arena_bytes)
+    def record_arenas(self, slot: int, arena_bytes: tuple[int, ...]) -> None:
+        """Outcome of `MakeArenas`: the sizes by rank; () if it failed: then call `limit_slots` before."""
+        self.slots[slot].is_making_arenas = False
+        self.slots[slot].is_offered = False
+        self.slots[slot].arena_bytes = arena_bytes
+        self.slots[slot].is_handed_out |= bool(arena_bytes)
 
-    def lacks(self, slot: int) -> None:
+    def record_lost_arenas(self, slot: int) -> None:
         """A node lost its arenas of that slot. All arenas of the slot are made anew once the slot is free."""
         entry = self.slots[slot]
-        entry.offered = False
-        if entry.state is State.FREE and not entry.leases:
-            entry.bytes = ()
+        entry.is_offered = False
+        if entry.state is SlotState.FREE and not entry.leases:
+            entry.arena_bytes = ()
 
-    def fewer_slots(self, slots: int, message: str) -> None:
+    def limit_slots(self, slots: int, message: str) -> None:
         """Memory allows at most `slots` slots. `message`: the reason to refuse saves if that is none."""
-        self.slots_in_use = min(self.slots_in_use, slots)
-        if not self.slots_in_use:
-            self.refusal = message
+        self.slot_limit = min(self.slot_limit, slots)
+        if not self.slot_limit:
+            self.refusal_reason = message
 
-    def use_slots(self, slots: int) -> None:
+    def set_slot_limit(self, slots: int) -> None:
         """Memory now allows `slots` slots. Ignored if that is none, or if there is no current division."""
-        if slots and self.is_planned:
-            self.slots_in_use, self.refusal = slots, ""
+        if slots and self.has_division:
+            self.slot_limit, self.refusal_reason = slots, ""
 
-    def warm(self, rank: int, slot: int, division: str) -> None:
+    def record_warm_arena(self, rank: int, slot: int, division: str) -> None:
         """The rank has mapped its arena of this slot, and bound it for this division."""
-        if 0 <= slot < len(self.slots) and not self.slots[slot].making and division == self.division:
-            self.slots[slot].warm[rank] = division
+        if 0 <= slot < len(self.slots) and not self.slots[slot].is_making_arenas and division == self.division:
+            self.slots[slot].warm_divisions[rank] = division
 
-    def started(self, step: int, now_s: float) -> None:
+    def record_start(self, step: int, now_s: float) -> None:
         """The restore has ended, and training goes on after `step`. From now on snapshots are appointed."""
         if self._start_step is None:
             self._start_step = step
-            self._steps_from = (now_s, step)
+            self._step_rate_origin = (now_s, step)
             # An adaptive policy takes the first snapshot at once, to measure its cost.
-            self._due_s = now_s if self._commit_every_s else now_s + self._interval_s
+            self._appoint_due_s = now_s if self._commit_interval_s else now_s + self._interval_s
 
-    def follow(self, policy: Every, now_s: float) -> None:
+    def set_policy(self, policy: Every, now_s: float) -> None:
         """Appoints by this policy from now on."""
         self.policy = policy
         if self._start_step is not None:
-            self._due_s = now_s + self._interval_s
+            self._appoint_due_s = now_s + self._interval_s
 
-    def paced(self, local_s: float, store_s: float, now_s: float) -> None:
+    def set_intervals(self, local_s: float, store_s: float, now_s: float) -> None:
         """From now on a snapshot is appointed every `local_s`, and one is committed about every `store_s`."""
         self.policy = Every(seconds=local_s)
-        self._commit_every_s = store_s
-        if self._start_step is not None and not self._retries:
-            self._due_s = min(self._due_s, now_s + local_s)
+        self._commit_interval_s = store_s
+        if self._start_step is not None and not self._retry_count:
+            self._appoint_due_s = min(self._appoint_due_s, now_s + local_s)
 
-    def wanted(self, tick: Tick, why: Why = Why.SAVE) -> None:
+    def require_commit(self, version: Version, why: SaveReason = SaveReason.SAVE) -> None:
         """A rank waits for the commit of that snapshot: it is not skipped. `why`: EXIT at the end of the block."""
         for slot in self.slots:
-            if slot.round is not None and slot.round.tick == tick and slot.round.why in (Why.STEP, Why.SAVE, Why.DUE):
-                slot.round.why = why
+            if (
+                slot.attempt is not None
+                and slot.attempt.version == version
+                and slot.attempt.reason in (SaveReason.STEP, SaveReason.SAVE, SaveReason.DUE)
+            ):
+                slot.attempt.reason = why
 
-    def resumed(self, now_s: float) -> None:
+    def record_agent_restart(self, now_s: float) -> None:
         """This agent was restarted beside trainers at work."""
-        self._resumed = True
-        self.started(0, now_s)
+        self._is_resumed = True
+        self.record_start(0, now_s)
 
-    def holds(self, slot: int, tick: Tick, committed: bool) -> None:
+    def record_held_snapshot(self, slot: int, version: Version, committed: bool) -> None:
         """After an agent restart: this slot holds the complete snapshot of that version."""
-        found = Round(0, slot, Why.STEP, tick, self.division, 0.0)
-        found.store = Store.DONE if committed else Store.NEW
-        self.slots[slot].state = State.COMPLETE
-        self.slots[slot].round = found
-        self._tell_level(tick, "local", True, "")
+        found = SaveAttempt(0, slot, SaveReason.STEP, version, self.division, 0.0)
+        found.commit_state = WorkState.DONE if committed else WorkState.NEW
+        self.slots[slot].state = SlotState.COMPLETE
+        self.slots[slot].attempt = found
+        self._report_level(version, "local", True, "")
         if committed:
-            self.committed_tick = max(tick, self.committed_tick or tick)
-            self._tell_level(tick, "store", True, "")
+            self.committed_version = max(version, self.committed_version or version)
+            self._report_level(version, "store", True, "")
 
-    def recovered(self) -> None:
-        """After an agent restart: `holds` was called for every complete snapshot."""
-        self.recovering = False
-        ticks = [str(s.round.tick) for s in self.slots if s.state is State.COMPLETE and s.round is not None]
-        self._out.append(Tell({"t": "recovered", "ticks": ticks}))
+    def finish_recovery(self) -> None:
+        """After an agent restart: `record_held_snapshot` was called for every complete snapshot."""
+        self.is_recovering = False
+        versions = [
+            str(s.attempt.version) for s in self.slots if s.state is SlotState.COMPLETE and s.attempt is not None
+        ]
+        self._actions.append(NotifyRanks({"t": "recovered", "versions": versions}))
 
-    def again(self) -> list[dict[str, Any]]:
+    def reconnect_messages(self) -> list[dict[str, Any]]:
         """The messages for a rank that reconnects: the versions still held, and the level messages that it may have
         missed."""
-        # While recovering there are none: `recovered` tells all ranks.
-        if self.recovering:
+        # While recovering there are none: `finish_recovery` tells all ranks.
+        if self.is_recovering:
             return []
-        ticks = {s.round.tick for s in self.slots if s.round is not None and not s.round.missed}
-        ticks |= {tick for tick, _ in self._told}
-        known = {"t": "recovered", "ticks": sorted(map(str, ticks))}
-        return [known, *({**body, "again": True} for body in self._told.values())]
+        versions = {s.attempt.version for s in self.slots if s.attempt is not None and not s.attempt.miss_reason}
+        versions |= {version for version, _ in self._level_messages}
+        known = {"t": "recovered", "versions": sorted(map(str, versions))}
+        return [known, *({**body, "again": True} for body in self._level_messages.values())]
 
-    def staged(self, rank: int, number: int, tick: Tick, slot: int, division: str, stall_s: float) -> None:
+    def record_staging(
+        self, rank: int, number: int, version: Version, slot: int, division: str, stall_s: float
+    ) -> None:
         """The rank has staged its snapshot for that save attempt. `stall_s`: the pause of its training."""
-        round_ = self._open_round_of(number)
-        if round_ is None:
+        attempt = self._open_attempt_of(number)
+        if attempt is None:
             # The attempt was withdrawn while this rank staged: only this rank expects a result.
-            if number in self._abandoned:
-                self._tell_level(tick, "local", False, "it was given up meanwhile")
+            if number in self._abandoned_attempts:
+                self._report_level(version, "local", False, "it was given up meanwhile")
             return
-        if (round_.tick, round_.slot, round_.division) != (tick, slot, division):
-            round_.missed = round_.missed or f"rank {rank} staged {tick} in slot {slot} under another plan"
-        round_.staged.setdefault(rank, stall_s)
+        if (attempt.version, attempt.slot, attempt.division) != (version, slot, division):
+            attempt.miss_reason = (
+                attempt.miss_reason or f"rank {rank} staged {version} in slot {slot} under another plan"
+            )
+        attempt.staged_ranks.setdefault(rank, stall_s)
 
-    def missed(self, rank: int, number: int, why: str, updates: tuple[int, int] = (0, 0)) -> None:
+    def record_miss(self, rank: int, number: int, why: str, updates: tuple[int, int] = (0, 0)) -> None:
         """The rank cannot stage that save attempt. `why`: "late", WAITING or AMID, or a text. `updates`: a step with an
         optimizer update, and the steps from one update to the next; 0: unknown."""
-        round_ = self._open_round_of(number)
-        if round_ is None:
+        attempt = self._open_attempt_of(number)
+        if attempt is None:
             return
         if why == "late":
             self._latency_s = min(2 * self._latency_s, LATENCY_S_MAX)
-        elif why == WAITING:
-            self.pace.updates = updates
-        elif why == AMID:
-            self.pace.amid_step = round_.tick.step + 1
-        if why in ("late", AMID) and round_.tick.sub:
-            self.pace.missed_poll(round_.tick.step + 1)
-        round_.missed = round_.missed or f"rank {rank} missed it ({why})"
+        elif why == GRADIENTS_WAIT:
+            self.step_timing.update_cycle = updates
+        elif why == MID_STEP:
+            self.step_timing.unpollable_step = attempt.version.step + 1
+        if why in ("late", MID_STEP) and attempt.version.sub:
+            self.step_timing.record_missed_poll(attempt.version.step + 1)
+        attempt.miss_reason = attempt.miss_reason or f"rank {rank} missed it ({why})"
 
-    def save(
+    def record_save_request(
         self,
         rank: int,
-        tick: Tick,
-        why: Why,
+        version: Version,
+        why: SaveReason,
         metrics: dict[str, float],
         request: Request,
-        same: Tick | None = None,
+        same: Version | None = None,
     ) -> None:
-        """The rank asks to save that version; see `Save`."""
-        former = self._saves.get(rank)
+        """The rank asks to save that version; see `SaveRequest`."""
+        former = self._save_requests.get(rank)
         # The rank has gone on from its former request, which is refused.
         if former is not None and former.request != request:
-            self._out.append(Refuse(former.request, "not-staged", f"the rank asks for {tick} now"))
-        self._saves[rank] = Save(tick, why, metrics, request, same)
+            self._actions.append(Refuse(former.request, "not-staged", f"the rank asks for {version} now"))
+        self._save_requests[rank] = SaveRequest(version, why, metrics, request, same)
 
-    def unsavable(self, rank: int, tick: Tick, why: str) -> None:
+    def record_unsavable(self, rank: int, version: Version, why: str) -> None:
         """The rank cannot save that version, or has given it up; the others ask for it."""
-        self._unsavable[rank] = tick, why
-        for _, round_ in self._open():
-            if round_.tick == tick and rank not in round_.staged:
-                round_.missed = round_.missed or f"rank {rank} missed it ({why})"
+        self._unsavable_versions[rank] = version, why
+        for _, attempt in self._open_attempts():
+            if attempt.version == version and rank not in attempt.staged_ranks:
+                attempt.miss_reason = attempt.miss_reason or f"rank {rank} missed it ({why})"
 
-    def leave(self, rank: int, request: Request, in_order: bool = True, insists: bool = False) -> None:
+    def record_leave_request(self, rank: int, request: Request, in_order: bool = True, insists: bool = False) -> None:
         """The rank asks to leave. `in_order`: it ended its block or was told to leave; else by an exception. Only the
         first call for the rank counts for that. `insists`: if its connection breaks, it comes back for the answer."""
-        member = self.members[rank]
-        member.leave, member.insists = request, insists
+        member = self.rank_states[rank]
+        member.leave_request, member.can_retry_leave = request, insists
         if member.presence is Presence.HERE:
-            member.presence, member.broke = Presence.LEFT, not in_order
+            member.presence, member.has_failed = Presence.LEFT, not in_order
 
-    def assembled(self, slot: int, number: int, error: str) -> None:
+    def record_assembly(self, slot: int, number: int, error: str) -> None:
         """Outcome of `Assemble`. `error`: "" if the checkpoint is complete."""
         entry = self.slots[slot]
-        round_ = entry.round
-        if entry.state is not State.STAGED or round_ is None or round_.number != number:
+        attempt = entry.attempt
+        if entry.state is not SlotState.STAGED or attempt is None or attempt.number != number:
             return
         if error:
-            entry.state = State.GRANTED
-            round_.missed = error
+            entry.state = SlotState.GRANTED
+            attempt.miss_reason = error
             return
-        entry.state = State.COMPLETE
+        entry.state = SlotState.COMPLETE
         self._latency_s = max(self._latency_s / 2, LATENCY_S)
-        self._retries = 0
-        self.pace.completed()
-        self._tell_level(round_.tick, "local", True, "")
-        if self._commit_every_s and not self._has_said_first:
-            self._has_said_first = True
-            step, next_s = round_.tick.step, self._interval_s
-            text = f"ckpt: step {step} is the first checkpoint; the next one is due {span(next_s)} later"
-            self._out.append(Emit("policy.first", text, False, {"step": step, "next_s": next_s}))
+        self._retry_count = 0
+        self.step_timing.record_completion()
+        self._report_level(attempt.version, "local", True, "")
+        if self._commit_interval_s and not self._has_reported_first:
+            self._has_reported_first = True
+            step, next_s = attempt.version.step, self._interval_s
+            text = f"ckpt: step {step} is the first checkpoint; the next one is due {format_duration(next_s)} later"
+            self._actions.append(Emit("policy.first", text, False, {"step": step, "next_s": next_s}))
 
-    def committed(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
+    def record_commit(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
         """Outcome of `Commit`. `error`: "" if the record is in the store. `passes`: the error is transient.
         Ranks that wait for this commit at their end then hear of no failure: the commit is tried again, and they decide
         how long to wait."""
         entry = self.slots[slot]
-        self.committing = None
+        self.committing_slot = None
         entry.leases -= 1
-        gave_way = entry.round.gave_way if entry.round is not None and error else ""
+        gave_way = entry.attempt.yield_reason if entry.attempt is not None and error else ""
         # A commit that was given up is no failure of the store.
         if not gave_way:
             self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
             self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
-        if entry.round is not None:
-            entry.round.store = Store.FAILED if error else Store.DONE
-            is_tried_again = error and passes and entry.round.why is Why.EXIT and not self._broken()
+        if entry.attempt is not None:
+            entry.attempt.commit_state = WorkState.FAILED if error else WorkState.DONE
+            is_tried_again = error and passes and entry.attempt.reason is SaveReason.EXIT and not self._is_rank_gone()
             if not is_tried_again:
-                self._tell_level(entry.round.tick, "store", not error, gave_way or error)
+                self._report_level(entry.attempt.version, "store", not error, gave_way or error)
             # The newest counts: an older checkpoint may be committed after a newer one.
             if not error:
-                self.committed_tick = max(entry.round.tick, self.committed_tick or entry.round.tick)
+                self.committed_version = max(entry.attempt.version, self.committed_version or entry.attempt.version)
         # After a success the error stays while the newest checkpoint's commit has failed.
-        if error or self.newest_store is not Store.FAILED:
+        if error or self.newest_commit_state is not WorkState.FAILED:
             self.last_error = gave_way or error
 
-    def lease(self, slot: int) -> None:
-        """Takes a lease on that slot, which is not reused before `release`."""
+    def take_lease(self, slot: int) -> None:
+        """Takes a lease on that slot, which is not reused before `release_lease`."""
         self.slots[slot].leases += 1
 
-    def release(self, slot: int) -> None:
+    def release_lease(self, slot: int) -> None:
         """Ends one lease on that slot."""
         self.slots[slot].leases -= 1
 
@@ -489,54 +501,64 @@ class JobFacts:
         """The newer start `by` owns the run: this job saves nothing new."""
         if not self.superseded_by:
             self.superseded_by = by
-            self._out.append(Tell({"t": "superseded", "by": by}))
+            self._actions.append(NotifyRanks({"t": "superseded", "by": by}))
 
     def retry_commit(self) -> None:
         """Tries the last commit once more: all trainers are gone, and that commit failed or may fail. A superseded
         job commits too: the start that superseded it was given up, and this checkpoint is the newest."""
-        self._left_over = bool(self.superseded_by)
-        if self.newest and self.newest.round:
-            self.newest.round.last_try = False
+        self._is_orphaned = bool(self.superseded_by)
+        if self.newest_slot and self.newest_slot.attempt:
+            self.newest_slot.attempt.is_last_try = False
 
-    def give_up(self) -> None:
+    def stop_commits(self) -> None:
         """Begins no further last commit: what is uncommitted stays uncommitted."""
-        self._given_up = True
+        self._is_commit_stopped = True
 
-    def closed(self) -> None:
+    def record_close(self) -> None:
         """Outcome of `Close`."""
-        self.closed_in_store = True
+        self.is_closed_in_store = True
 
     # -- queries
 
     @property
-    def store_fails(self) -> bool:
+    def is_commit_failing(self) -> bool:
         """Whether the last commit failed."""
         return self._commit_failures > 0
 
     @property
-    def slots_had(self) -> int:
+    def usable_slot_count(self) -> int:
         """The number of slots in use that have fitting arenas or hold a snapshot."""
-        return sum(slot.state is not State.FREE or self._fits(slot) for slot in self._in_use)
+        return sum(slot.state is not SlotState.FREE or self._has_fitting_arenas(slot) for slot in self._used_slots)
 
-    def needs(self, slot: int, arena_bytes: tuple[int, ...]) -> bool:
+    def needs_arenas(self, slot: int, arena_bytes: tuple[int, ...]) -> bool:
         """Whether that slot is in use, and needs arenas of exactly these sizes."""
-        return self.slots[slot] in self._in_use and arena_bytes == self._need
+        return self.slots[slot] in self._used_slots and arena_bytes == self._needed_arena_bytes
 
     @property
-    def newest(self) -> Slot | None:
+    def newest_slot(self) -> Slot | None:
         """The slot of the newest complete checkpoint; None: there is none."""
-        complete = [(s.round.tick, s.number) for s in self.slots if s.state is State.COMPLETE and s.round is not None]
+        complete = [
+            (s.attempt.version, s.number) for s in self.slots if s.state is SlotState.COMPLETE and s.attempt is not None
+        ]
         return self.slots[max(complete)[1]] if complete else None
 
     @property
-    def leaves_uncommitted(self) -> bool:
+    def has_uncommitted_newest(self) -> bool:
         """Whether this job is superseded and its newest complete checkpoint may still have to be committed."""
-        return bool(self.superseded_by) and not self._given_up and self.newest_store not in (None, Store.DONE)
+        return (
+            bool(self.superseded_by)
+            and not self._is_commit_stopped
+            and self.newest_commit_state not in (None, WorkState.DONE)
+        )
 
     @property
-    def newest_store(self) -> Store | None:
+    def newest_commit_state(self) -> WorkState | None:
         """The outcome of the newest complete checkpoint's commit; None: there is no such checkpoint."""
-        return self.newest.round.store if self.newest is not None and self.newest.round is not None else None
+        return (
+            self.newest_slot.attempt.commit_state
+            if self.newest_slot is not None and self.newest_slot.attempt is not None
+            else None
+        )
 
     @property
     def layouts_version(self) -> int:
@@ -545,56 +567,59 @@ class JobFacts:
     @property
     def all_gone(self) -> bool:
         """Whether every trainer that joined has left or died."""
-        return self.members.seen.all_gone
+        return self.rank_states.summary.all_gone
 
     @property
     def is_lost_cause(self) -> bool:
         """Whether training cannot go on: a rank is dead, or a newer start owns the run."""
-        return bool(self.superseded_by) or self.members.seen.any_dead
+        return bool(self.superseded_by) or self.rank_states.summary.any_dead
 
     @property
-    def at_work(self) -> bool:
+    def is_at_work(self) -> bool:
         """Whether work is under way that ends by itself: hashing, making arenas, a commit."""
-        staged = any(slot.state is State.STAGED or slot.making for slot in self.slots)
-        return self.committing is not None or staged
+        staged = any(slot.state is SlotState.STAGED or slot.is_making_arenas for slot in self.slots)
+        return self.committing_slot is not None or staged
 
     def next_wake_s(self, now_s: float) -> float | None:
         """When `decide` has to run next without a new fact; None: not before one."""
-        times = [now_s + LOST_S for _ in self._open()]
-        times += [now_s + 1.0] if self._saves or self._resumed else []
-        lost = [m.lost_s for m in self.members.seen.lost if m.presence is Presence.HERE]
+        times = [now_s + MISSING_ANSWER_S for _ in self._open_attempts()]
+        times += [now_s + 1.0] if self._save_requests or self._is_resumed else []
+        lost = [m.disconnected_s for m in self.rank_states.summary.disconnected if m.presence is Presence.HERE]
         times += [lost_s + REJOIN_S for lost_s in lost if lost_s is not None]
-        if now_s < self._due_s < math.inf and self._may_appoint() and not self._open():
-            times.append(self._due_s)
+        if now_s < self._appoint_due_s < math.inf and self._can_appoint() and not self._open_attempts():
+            times.append(self._appoint_due_s)
         if now_s < self._retry_commit_s < math.inf:
             times.append(self._retry_commit_s)
-        if self._commit_every_s and self.committing is None and self._late_commit_s() > now_s:
-            times.append(self._late_commit_s())
+        if self._commit_interval_s and self.committing_slot is None and self._commit_overdue_s() > now_s:
+            times.append(self._commit_overdue_s())
         return min(times, default=None)
 
     # -- helpers
 
     @property
-    def _by_use(self) -> list[Slot]:
+    def _slots_by_use(self) -> list[Slot]:
         """The slots, first those that hold something, then those with arenas. The last ones are closed first."""
         return sorted(
             self.slots,
             key=lambda slot: (
-                slot.state is State.FREE and not slot.leases,
-                not (slot.bytes or slot.making),
+                slot.state is SlotState.FREE and not slot.leases,
+                not (slot.arena_bytes or slot.is_making_arenas),
                 slot.number,
             ),
         )
 
     @property
-    def _in_use(self) -> list[Slot]:
-        return self._by_use[: self.slots_in_use]
+    def _used_slots(self) -> list[Slot]:
+        return self._slots_by_use[: self.slot_limit]
 
-    def _fits(self, slot: Slot) -> bool:
+    def _has_fitting_arenas(self, slot: Slot) -> bool:
         """Whether the slot's arenas are large enough but not too large: the excess would never be freed."""
-        if not len(slot.bytes) == len(self._need) == self.world:
+        if not len(slot.arena_bytes) == len(self._needed_arena_bytes) == self.world:
             return False
-        return all(need <= has <= need + need // SLACK_PARTS for has, need in zip(slot.bytes, self._need, strict=True))
+        return all(
+            need <= has <= need + need // ARENA_SLACK_PARTS
+            for has, need in zip(slot.arena_bytes, self._needed_arena_bytes, strict=True)
+        )
 
     @property
     def _interval_s(self) -> float:
@@ -603,53 +628,68 @@ class JobFacts:
 
     def _commit_due_s(self) -> float:
         """Snapshots appointed from this time on are committed. Half a local interval early: no interval is exact."""
-        return self._committed_from_s + self._commit_every_s - (self.policy.seconds or 0.0) / 2
+        return self._last_commit_opened_s + self._commit_interval_s - (self.policy.seconds or 0.0) / 2
 
-    def _late_commit_s(self) -> float:
+    def _commit_overdue_s(self) -> float:
         """The time from which an earlier appointed snapshot is committed, because no later one came."""
         return self._commit_due_s() + (self.policy.seconds or 0.0)
 
-    def _open(self) -> list[tuple[Slot, Round]]:
+    def _open_attempts(self) -> list[tuple[Slot, SaveAttempt]]:
         """The save attempts that may still be abandoned, with their slots."""
-        return [(slot, slot.round) for slot in self.slots if slot.state is State.GRANTED and slot.round is not None]
+        return [
+            (slot, slot.attempt) for slot in self.slots if slot.state is SlotState.GRANTED and slot.attempt is not None
+        ]
 
     def _slot_of(self, number: int) -> Slot | None:
-        return next((s for s in self.slots if number and s.round is not None and s.round.number == number), None)
+        return next((s for s in self.slots if number and s.attempt is not None and s.attempt.number == number), None)
 
-    def _open_round_of(self, number: int) -> Round | None:
-        return next((round_ for _, round_ in self._open() if number and round_.number == number), None)
+    def _open_attempt_of(self, number: int) -> SaveAttempt | None:
+        return next((attempt for _, attempt in self._open_attempts() if number and attempt.number == number), None)
 
-    def _broken(self) -> bool:
+    def _is_rank_gone(self) -> bool:
         """Whether a rank is gone: then no new save attempt can become complete."""
-        return self.members.seen.any_gone
+        return self.rank_states.summary.any_gone
 
     @property
-    def _at_end(self) -> bool:
+    def _is_at_end(self) -> bool:
         """Whether all ranks have ended their blocks and staged their last snapshot: no further boundary comes."""
-        staged = [slot.round for slot in self.slots if slot.state in (State.STAGED, State.COMPLETE)]
-        return any(round_ is not None and round_.why is Why.EXIT for round_ in staged)
+        staged = [slot.attempt for slot in self.slots if slot.state in (SlotState.STAGED, SlotState.COMPLETE)]
+        return any(attempt is not None and attempt.reason is SaveReason.EXIT for attempt in staged)
 
     @property
-    def is_planned(self) -> bool:
+    def has_division(self) -> bool:
         """Whether there is a division of the ranks' present layouts."""
-        return bool(self.division) and self._planned_version == self._layouts_version
+        return bool(self.division) and self._divided_layouts_version == self._layouts_version
 
-    def _may_appoint(self) -> bool:
+    def _can_appoint(self) -> bool:
         """Whether the job's state allows an appointment. Due times, free slots and other attempts are checked apart."""
-        if self._start_step is None or self._resumed or self._broken() or self.superseded_by or self._leave_round:
+        if (
+            self._start_step is None
+            or self._is_resumed
+            or self._is_rank_gone()
+            or self.superseded_by
+            or self._leave_attempt_number
+        ):
             return False
-        if self._ended or self._at_end:
+        if self._is_end_ordered or self._is_at_end:
             return False
-        if self.members.seen.lost:
+        if self.rank_states.summary.disconnected:
             return False  # a rank without a connection could not answer
-        rounds = [slot.round for slot in self.slots if slot.round is not None]
-        holding = any(round_.unjudged for round_ in rounds)
-        return self.is_planned and not holding
+        attempts = [slot.attempt for slot in self.slots if slot.attempt is not None]
+        holding = any(attempt.is_verdict_pending for attempt in attempts)
+        return self.has_division and not holding
 
-    def _tell_level(self, tick: Tick, level: str, ok: bool, message: str) -> None:
-        body = {"t": "level", "tick": str(tick), "level": level, "ok": ok, "message": message, "step": tick.step}
-        self._out.append(Tell(body))
-        self._told.pop((tick, level), None)
-        self._told[tick, level] = body
-        if len(self._told) > TOLD_MAX:
-            del self._told[next(iter(self._told))]
+    def _report_level(self, version: Version, level: str, ok: bool, message: str) -> None:
+        body = {
+            "t": "level",
+            "version": str(version),
+            "level": level,
+            "ok": ok,
+            "message": message,
+            "step": version.step,
+        }
+        self._actions.append(NotifyRanks(body))
+        self._level_messages.pop((version, level), None)
+        self._level_messages[version, level] = body
+        if len(self._level_messages) > LEVEL_MESSAGES_MAX:
+            del self._level_messages[next(iter(self._level_messages))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt.agent.state.retention_rule import Begun
+from ckpt.agent.state.retention_rule import NewestStart
 from ckpt.types import Epoch
 
 PERIOD_S = 5.0  # between looks
@@ -22,13 +22,13 @@ RESERVE_PARTS = 50
 
 @dataclass(frozen=True, slots=True)
 class StartMemory:
-    """The memory that one start holds. `idle`: nothing is at work on it. `complete`: a checkpoint of the start is
+    """The memory that one start holds. `is_idle`: nothing is at work on it. `is_durable`: a checkpoint of the start is
     complete and survives a node: it is committed or, in a job of several nodes, replicated as asked for."""
 
     epoch: Epoch
-    bytes: int
-    complete: bool
-    idle: bool
+    held_bytes: int
+    is_durable: bool
+    is_idle: bool
 
 
 def reserve_bytes(total_bytes: int) -> int:
@@ -41,7 +41,7 @@ def missing_bytes(free_bytes: int, total_bytes: int) -> int:
     return max(0, reserve_bytes(total_bytes) - free_bytes)
 
 
-def which_go(held: Sequence[StartMemory], missing: int, begun: Begun | None = None) -> list[Epoch]:
+def choose_evictions(held: Sequence[StartMemory], missing: int, begun: NewestStart | None = None) -> list[Epoch]:
     """The starts to evict so that `missing` bytes are freed, or as many as may be. `held`: the newest start last.
     `begun`: the present start; None: unknown."""
     gone: list[Epoch] = []
@@ -49,8 +49,8 @@ def which_go(held: Sequence[StartMemory], missing: int, begun: Begun | None = No
     for at, each in enumerate(held):
         if missing <= 0:
             break
-        outdone = any(newer.complete for newer in held[at + 1 :]) and (parent is None or each.epoch != parent.epoch)
-        if each.idle and (outdone or (begun is not None and begun.outdates_all_of(each.epoch))):
+        outdone = any(newer.is_durable for newer in held[at + 1 :]) and (parent is None or each.epoch != parent.epoch)
+        if each.is_idle and (outdone or (begun is not None and begun.supersedes_epoch(each.epoch))):
             gone.append(each.epoch)
-            missing -= each.bytes
+            missing -= each.held_bytes
     return gone

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-# Value of `RankState.leave`: the rank asked to leave, then came back on a new connection, where it will ask again.
-AGAIN: Final = object()
+# Value of `RankState.leave_request`: the rank asked to leave, then came back on a new connection, where it will ask
+# again.
+LEAVE_RETRY: Final = object()
 
 
 class Presence(enum.Enum):
@@ -28,32 +29,32 @@ class RankState:
 
     rank: int
     presence: Presence = Presence.HERE
-    joined: bool = False
-    lost_s: float | None = None  # when its connection ended, if its process lives
-    away: bool = False  # LEFT only because its connection was lost for long: it may come back
-    leave: Any = None  # its request to leave, not answered yet
-    broke: bool = False  # it left by an exception: the others wait in vain
-    insists: bool = False  # if its connection breaks while it waits to leave, it comes back and asks again
+    has_joined: bool = False
+    disconnected_s: float | None = None  # when its connection ended, if its process lives
+    is_away: bool = False  # LEFT only because its connection was lost for long: it may come back
+    leave_request: Any = None  # its request to leave, not answered yet
+    has_failed: bool = False  # it left by an exception: the others wait in vain
+    can_retry_leave: bool = False  # if its connection breaks while it waits to leave, it comes back and asks again
     members: RankStates | None = None  # the collection it belongs to
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
         if name != "members" and (members := getattr(self, "members", None)) is not None:
-            members.changed()
+            members.invalidate_summary()
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The summary of all ranks. `lost`: ranks without a connection. `leaving`: ranks that wait to leave. `any_gone`:
-    some rank is not here. `any_left`: some rank left, and is not merely away. `all_gone`: some rank came, and every
-    rank that came is gone."""
+class RankSummary:
+    """The summary of all ranks. `disconnected`: ranks without a connection. `waiting_to_leave`: ranks that wait to
+    leave. `any_gone`: some rank is not here. `any_left`: some rank left, and is not merely away. `all_gone`: some rank
+    came, and every rank that came is gone."""
 
-    lost: tuple[RankState, ...]
-    leaving: tuple[RankState, ...]
+    disconnected: tuple[RankState, ...]
+    waiting_to_leave: tuple[RankState, ...]
     all_joined: bool
     any_gone: bool
     any_left: bool
-    gone: RankState | None  # the first rank that is dead, or left by an exception
+    first_failed: RankState | None  # the first rank that is dead, or left by an exception
     any_dead: bool
     all_gone: bool
 
@@ -62,39 +63,39 @@ class RankStates:
     """The states of all ranks of a job, by rank."""
 
     def __init__(self, world: int) -> None:
-        self._each = [RankState(rank, members=self) for rank in range(world)]
-        self._seen: Seen | None = None
+        self._states = [RankState(rank, members=self) for rank in range(world)]
+        self._summary: RankSummary | None = None
 
     def __getitem__(self, rank: int) -> RankState:
-        return self._each[rank]
+        return self._states[rank]
 
     def __iter__(self) -> Iterator[RankState]:
-        return iter(self._each)
+        return iter(self._states)
 
     def __len__(self) -> int:
-        return len(self._each)
+        return len(self._states)
 
-    def changed(self) -> None:
-        self._seen = None
+    def invalidate_summary(self) -> None:
+        self._summary = None
 
     @property
-    def seen(self) -> Seen:
+    def summary(self) -> RankSummary:
         """The present summary, cached until a rank changes."""
-        if self._seen is None:
-            self._seen = _seen(self._each)
-        return self._seen
+        if self._summary is None:
+            self._summary = _summarize(self._states)
+        return self._summary
 
 
-def _seen(members: Sequence[RankState]) -> Seen:
+def _summarize(members: Sequence[RankState]) -> RankSummary:
     away = [m for m in members if m.presence is not Presence.HERE]
-    came = [m for m in members if m.joined or m.presence is not Presence.HERE]
-    return Seen(
-        lost=tuple(m for m in members if m.lost_s is not None),
-        leaving=tuple(m for m in members if m.leave is not None),
-        all_joined=all(m.joined for m in members),
+    came = [m for m in members if m.has_joined or m.presence is not Presence.HERE]
+    return RankSummary(
+        disconnected=tuple(m for m in members if m.disconnected_s is not None),
+        waiting_to_leave=tuple(m for m in members if m.leave_request is not None),
+        all_joined=all(m.has_joined for m in members),
         any_gone=bool(away),
-        any_left=any(m.presence is Presence.LEFT and not m.away for m in away),
-        gone=next((m for m in members if m.presence is Presence.DEAD or m.broke), None),
+        any_left=any(m.presence is Presence.LEFT and not m.is_away for m in away),
+        first_failed=next((m for m in members if m.presence is Presence.DEAD or m.has_failed), None),
         any_dead=any(m.presence is Presence.DEAD for m in away),
         all_gone=bool(came) and len(came) == len(away),
     )

@@ -1,10 +1,10 @@
 """The retention rule: which older checkpoint a newer one supersedes. All code that frees memory follows it. Pure.
 
 An older checkpoint may go once it is committed, or once a newer one survives the loss of every node that the older one
-survives. Of its own checkpoints a job knows the holders (`Kept`) and the lost agents (`left_of`).
-For checkpoints of earlier starts `Begun` decides. It keeps two: the one that the present start continued from, and the
-newest one known to be replicated or complete on this node. A node that holds a complete one needs no older one: no loss
-of other nodes takes it away. The others are assumed to lie on one node each.
+survives. Of its own checkpoints a job knows the holders (`Kept`) and the lost agents (`remaining_placement`). For
+checkpoints of earlier starts `NewestStart` decides. It keeps two: the one that the present start continued from, and
+the newest one known to be replicated or complete on this node. A node that holds a complete one needs no older one: no
+loss of other nodes takes it away. The others are assumed to lie on one node each.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from ckpt.placement.placement import Kept
 from ckpt.types import Epoch, Identity
 
 
-def left_of(kept: Iterable[Kept], gone: Collection[str]) -> tuple[Kept, ...]:
+def remaining_placement(kept: Iterable[Kept], gone: Collection[str]) -> tuple[Kept, ...]:
     """The replication that certainly remains after the agents of the nodes `gone` are lost, with all their replicas.
     Where the holders of a state are unknown, every lost agent counts as one of them."""
 
     def left(each: Kept) -> Kept:
         holders = tuple(name for name in each.holders if name not in gone)
         lost = len(each.holders) - len(holders) if each.holders else len({*gone} - {each.node})
-        return replace(each, losses=max(0, each.losses - lost), holders=holders)
+        return replace(each, losses_max=max(0, each.losses_max - lost), holders=holders)
 
     return tuple(map(left, kept))
 
 
-def outlived(kept: Iterable[Kept]) -> frozenset[str]:
+def surviving_nodes(kept: Iterable[Kept]) -> frozenset[str]:
     """The nodes whose state survives the loss of any one node."""
-    return frozenset(each.node for each in kept if each.losses)
+    return frozenset(each.node for each in kept if each.losses_max)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class NewestStart:
     """The newest start that has begun, and the checkpoint `parent` that it continued from (None: began afresh).
-    `safe`: the newest checkpoint that this node knows to be replicated, or holds completely."""
+    `replicated`: the newest checkpoint that this node knows to be replicated, or holds completely."""
 
     epoch: Epoch
     parent: Identity | None
-    safe: Identity | None = None
+    replicated: Identity | None = None
 
-    def outdates(self, identity: Identity) -> bool:
+    def supersedes(self, identity: Identity) -> bool:
         """Whether that checkpoint is of an earlier start and superseded by the one that this start continued from.
         False if this start began afresh, since nothing is known then."""
         if self.parent is None or identity.epoch >= self.epoch:
             return False
-        return identity not in (self.parent, self.safe)
+        return identity not in (self.parent, self.replicated)
 
-    def outdates_all_of(self, epoch: Epoch) -> bool:
-        """Whether everything that `epoch`, an earlier start, may have left is superseded; see `outdates`."""
-        needed = {each.epoch for each in (self.parent, self.safe) if each is not None}
+    def supersedes_epoch(self, epoch: Epoch) -> bool:
+        """Whether everything that `epoch`, an earlier start, may have left is superseded; see `supersedes`."""
+        needed = {each.epoch for each in (self.parent, self.replicated) if each is not None}
         return self.parent is not None and epoch < self.epoch and epoch not in needed

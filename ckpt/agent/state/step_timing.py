@@ -9,116 +9,121 @@ import math
 from collections.abc import Sequence
 
 from ckpt.ipc.control_page import SUB_MAX
-from ckpt.types import Tick
+from ckpt.types import Version
 
 STEP_S = 1.0  # assumed step time before one was measured
-PACE_S = 1.0  # the step time is measured over at least so long
+MEASURE_S_MIN = 1.0  # the step time is measured over at least so long
 # A step that has taken so many times the usual time may take any time (it contains an evaluation, say).
-LONG = 3
-LONG_S = 0.01  # a shorter step is never long
+LONG_FACTOR = 3
+LONG_S_MIN = 0.01  # a shorter step is never long
 # Cap on the doublings of LONG: a step of thousands of usual step times is long in any case.
 DOUBTS_MAX = 10
-TOLD_S = 1.0  # delay after which the place of ranks on other nodes is known
+REPORT_DELAY_S = 1.0  # delay after which the place of ranks on other nodes is known
 
 
 class StepTiming:
-    """The step times of one job. All answers are as of the last `see`."""
+    """The step times of one job. All answers are as of the last `record_progress`."""
 
     def __init__(self) -> None:
         self.step, self.poll = 0, 0  # where the foremost rank is
         self.entered_s = -math.inf  # when the first rank entered that step
         # Whether a rank published `entered_s`. Else it is the time at which this agent saw the step.
-        self.is_shown = False
-        self.amid_step = 0  # the step in whose polls no snapshot can be taken
+        self.is_entry_published = False
+        self.unpollable_step = 0  # the step in whose polls no snapshot can be taken
         # A step with an optimizer update, and the steps from one update to the next. 0: unknown, or each step.
-        self.updates = (0, 0)
-        self.measured_s: float | None = None  # recent step time
+        self.update_cycle = (0, 0)
+        self.measured_step_s: float | None = None  # recent step time
         self.polls_per_s = 0.0  # of the foremost rank, in the present step
-        self._polls_from = (0.0, 0)  # (time, poll) from which polls are counted
+        self._poll_origin = (0.0, 0)  # (time, poll) from which polls are counted
         # The number of steps in which appointments at polls failed, less successes since; and the last such step.
-        self._in_vain, self._vain_step = 0, 0
-        self._polled = 0  # polls of all ranks in the present step, without saves
-        self._present_s = 0.0  # duration of the present step so far
-        self._from: tuple[float, int] | None = None  # (time, step) from which the step time is measured
+        self._failed_poll_steps, self._last_failed_step = 0, 0
+        self._step_polls = 0  # polls of all ranks in the present step, without saves
+        self._step_elapsed_s = 0.0  # duration of the present step so far
+        self._measure_origin: tuple[float, int] | None = None  # (time, step) from which the step time is measured
         self._was_long = False
 
-    def see(
+    def record_progress(
         self,
         now_s: float,
         steps: Sequence[int],
         polls: Sequence[int],
         since_s: Sequence[float | None],
-        saved: Tick | None,
+        saved: Version | None,
     ) -> None:
         """Records where the ranks are; see `Scheduler.decide` for the parameters. `saved`: the newest save of all
         ranks; the ranks count it among their polls."""
         step, poll = max(zip(steps, polls or [0] * len(steps), strict=True), default=(0, 0))
         if step != self.step:
-            self.entered_s, self._polls_from = now_s, (now_s, poll)
+            self.entered_s, self._poll_origin = now_s, (now_s, poll)
         self.step, self.poll = step, poll
         shown = [s for at, s in zip(steps, since_s, strict=False) if at == step and s is not None and s <= now_s]
-        self.is_shown = bool(shown)
+        self.is_entry_published = bool(shown)
         self.entered_s = min(shown, default=self.entered_s)
         saves = saved.sub if saved is not None and saved.step == step - 1 else 0
-        at_once = len(set(steps)) == 1 and step != self.amid_step
-        self._polled = max(0, min(polls, default=0) - saves) if at_once else 0
-        self._present_s = now_s - self.entered_s if step else 0.0
-        from_s, before = self._polls_from
+        at_once = len(set(steps)) == 1 and step != self.unpollable_step
+        self._step_polls = max(0, min(polls, default=0) - saves) if at_once else 0
+        self._step_elapsed_s = now_s - self.entered_s if step else 0.0
+        from_s, before = self._poll_origin
         # The difference may be negative: the rank that was foremost may be lost.
-        self.polls_per_s = max(0, poll - before) / max(now_s - from_s, PACE_S)
+        self.polls_per_s = max(0, poll - before) / max(now_s - from_s, MEASURE_S_MIN)
         self._measure(step)
 
-    def missed_poll(self, step: int) -> None:
+    def record_missed_poll(self, step: int) -> None:
         """An appointment at a poll of that step failed; the step ended before that poll, say."""
-        self._in_vain, self._vain_step = min(self._in_vain + (step != self._vain_step), DOUBTS_MAX), step
+        self._failed_poll_steps, self._last_failed_step = (
+            min(self._failed_poll_steps + (step != self._last_failed_step), DOUBTS_MAX),
+            step,
+        )
 
-    def with_update(self, tick: Tick) -> Tick:
+    def next_update_version(self, version: Version) -> Version:
         """That version, or the next one whose step has an optimizer update if ranks can save only there."""
-        last, every = self.updates
-        return tick if every <= 1 else Tick(tick.step + (last - tick.step) % every)
+        last, every = self.update_cycle
+        return version if every <= 1 else Version(version.step + (last - version.step) % every)
 
-    def completed(self) -> None:
+    def record_completion(self) -> None:
         """A snapshot became complete, at a poll or at the end of a step."""
-        self._in_vain = max(0, self._in_vain - 1)
+        self._failed_poll_steps = max(0, self._failed_poll_steps - 1)
 
     def _measure(self, step: int) -> None:
-        if self._from is None or step < self._from[1]:
-            self._from = (self.entered_s, step) if step else None
-        elif step > self._from[1] and self.entered_s - self._from[0] >= PACE_S:
-            took_s = (self.entered_s - self._from[0]) / (step - self._from[1])
-            self._was_long = took_s > LONG * self.usual_s and self.measured_s is not None and not self._was_long
+        if self._measure_origin is None or step < self._measure_origin[1]:
+            self._measure_origin = (self.entered_s, step) if step else None
+        elif step > self._measure_origin[1] and self.entered_s - self._measure_origin[0] >= MEASURE_S_MIN:
+            took_s = (self.entered_s - self._measure_origin[0]) / (step - self._measure_origin[1])
+            self._was_long = (
+                took_s > LONG_FACTOR * self.usual_step_s and self.measured_step_s is not None and not self._was_long
+            )
             # One long measurement is taken for an evaluation, two in a row for slower steps.
             if not self._was_long:
-                self.measured_s = took_s
-            self._from = (self.entered_s, step)
+                self.measured_step_s = took_s
+            self._measure_origin = (self.entered_s, step)
 
     @property
-    def usual_s(self) -> float:
+    def usual_step_s(self) -> float:
         """The usual time of a step."""
-        return STEP_S if self.measured_s is None else self.measured_s
+        return STEP_S if self.measured_step_s is None else self.measured_step_s
 
     @property
-    def step_s(self) -> float:
+    def boundary_interval_s(self) -> float:
         """The expected time from one boundary to the next: the usual step time, or that of the present step if longer.
         If all ranks poll in the present step, its time between two polls counts."""
-        return max(self.usual_s, self._present_s / (1 + self._polled))
+        return max(self.usual_step_s, self._step_elapsed_s / (1 + self._step_polls))
 
     @property
     def is_long(self) -> bool:
         """Whether the present step takes clearly longer than usual. The limit doubles with each recent step in whose
         polls appointments failed."""
-        return self._present_s > max(LONG * self.usual_s, LONG_S) * (1 << self._doubts)
+        return self._step_elapsed_s > max(LONG_FACTOR * self.usual_step_s, LONG_S_MIN) * (1 << self._doubt_count)
 
     @property
     def all_poll(self) -> bool:
         """Whether all ranks poll in one step, and have not reported that no snapshot can be taken there."""
-        return self._polled > 0 and self.poll < SUB_MAX // 2
+        return self._step_polls > 0 and self.poll < SUB_MAX // 2
 
     @property
     def is_poll_next(self) -> bool:
         """Whether the ranks are expected at a poll before they end the step."""
-        return self.all_poll and not self._doubts
+        return self.all_poll and not self._doubt_count
 
     @property
-    def _doubts(self) -> int:
-        return self._in_vain if self.step != self._vain_step else 0
+    def _doubt_count(self) -> int:
+        return self._failed_poll_steps if self.step != self._last_failed_step else 0

@@ -17,14 +17,14 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from ckpt.errors import CkptError, UsageError, from_kind, is_from_outside
+from ckpt.errors import CkptError, UsageError, from_kind, is_injected
 from ckpt.events import Events
-from ckpt.trainer.state.names import some
+from ckpt.trainer.state.names import shorten_names
 
 T = TypeVar("T")
 
 ENTER_TIMEOUT_S = 1800.0
-SAY_S = 60.0  # after this wait the missing ranks are named
+MISSING_RANKS_S = 60.0  # after this wait the missing ranks are named
 
 
 class RankGroup(Protocol):
@@ -38,7 +38,7 @@ class RankGroup(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """A job of one process."""
 
     rank = 0
@@ -55,27 +55,27 @@ class TorchGroup:
         ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
-        missing = self._meet(ranks)
+        missing = self._wait_for_ranks(ranks)
         # The lowest rank that has entered emits the event.
         if missing and missing[: self.rank] == list(range(self.rank)):
-            events.emit("enter.waiting", _waiting_for(missing, self.world), loud=True, ranks=missing)
-        with self._agreeing():
-            self._group = _gloo(ranks)
-        _ENTRIES[ranks] += 1
+            events.emit("enter.waiting", _missing_ranks_text(missing, self.world), loud=True, ranks=missing)
+        with self._translate_errors():
+            self._group = _get_gloo_group(ranks)
+        _ENTRY_COUNTS[ranks] += 1
 
-    def _meet(self, ranks: tuple[int, ...]) -> list[int]:
+    def _wait_for_ranks(self, ranks: tuple[int, ...]) -> list[int]:
         """Waits until all ranks have entered, for SAY_S at most, and returns those that have not. Making the gloo group
         would wait for ENTER_TIMEOUT_S without a message. The list is empty if torch's store cannot tell. Errors:
         UsageError if the ranks have made different numbers of process groups."""
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:  # MPI has none
             return []
-        entry = f"ckpt/{hash(ranks)}/{_ENTRIES[ranks]}"
-        keys, alike = [f"{entry}/{rank}" for rank in range(self.world)], f"{entry}/named/{_next_name(ranks)}"
+        entry = f"ckpt/{hash(ranks)}/{_ENTRY_COUNTS[ranks]}"
+        keys, alike = [f"{entry}/{rank}" for rank in range(self.world)], f"{entry}/named/{_next_group_name(ranks)}"
         try:
             store.add(alike, 1)
             store.set(keys[self.rank], "")
-            store.wait(keys, datetime.timedelta(seconds=SAY_S))
+            store.wait(keys, datetime.timedelta(seconds=MISSING_RANKS_S))
             if store.add(alike, 0) < self.world:
                 how = "have made" if _are_all(ranks) else "are in"
                 raise UsageError(
@@ -85,7 +85,7 @@ class TorchGroup:
                 )
             return []
         except RuntimeError as exc:
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
         try:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -95,7 +95,7 @@ class TorchGroup:
 
     def gather(self, data: bytes) -> list[bytes]:
         # gloo and NumPy need the CPU, whatever the user's default device is.
-        with self._agreeing(), torch.device("cpu"):
+        with self._translate_errors(), torch.device("cpu"):
             mine = torch.tensor([len(data)], dtype=torch.int64)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(sizes, mine, group=self._group)
@@ -108,7 +108,7 @@ class TorchGroup:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     @contextmanager
-    def _agreeing(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as exc:
@@ -118,16 +118,18 @@ class TorchGroup:
             ) from exc
 
 
-def _waiting_for(missing: list[int], world: int) -> str:
+def _missing_ranks_text(missing: list[int], world: int) -> str:
     return (
-        f"ckpt: {SAY_S:g} s after this rank, {len(missing)} of the {world} ranks have not entered ckpt.Checkpointer: "
-        f"{some([str(rank) for rank in missing])}. They are waited for, {ENTER_TIMEOUT_S / 60:g} minutes at most: look "
+        f"ckpt: {MISSING_RANKS_S:g} s after this rank, {len(missing)} of the {world} ranks have not entered "
+        "ckpt.Checkpointer: "
+        f"{shorten_names([str(rank) for rank in missing])}. They are waited for, {ENTER_TIMEOUT_S / 60:g} minutes at "
+        "most: look "
         "whether they run, and what they said last. All ranks have to enter the block, not only the first"
     )
 
 
 # How often these ranks have entered. The keys are of numbers, whose hash is the same in all processes.
-_ENTRIES: Counter[tuple[int, ...]] = Counter()
+_ENTRY_COUNTS: Counter[tuple[int, ...]] = Counter()
 
 # ckpt's own groups, by the job's default group and by ranks. torch keeps them until the user destroys its groups, and
 # they are not made again meanwhile: torch names a group after its ranks, and a group that is made again would find the
@@ -137,8 +139,8 @@ _Groups = weakref.WeakValueDictionary[tuple[int, ...], Any]
 _GROUPS: weakref.WeakKeyDictionary[Any, _Groups] = weakref.WeakKeyDictionary()
 
 
-def _gloo(ranks: tuple[int, ...]) -> Any:
-    groups = _made()
+def _get_gloo_group(ranks: tuple[int, ...]) -> Any:
+    groups = _own_groups()
     group = groups.get(ranks)
     if group is None:
         timeout = datetime.timedelta(seconds=ENTER_TIMEOUT_S)
@@ -149,13 +151,13 @@ def _gloo(ranks: tuple[int, ...]) -> Any:
     return group
 
 
-def _made() -> _Groups:
+def _own_groups() -> _Groups:
     return _GROUPS.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
 
 
-def _next_name(ranks: tuple[int, ...]) -> str:
+def _next_group_name(ranks: tuple[int, ...]) -> str:
     """The number after which torch names ckpt's group of these ranks; "" if the group exists already."""
-    if ranks in _made():
+    if ranks in _own_groups():
         return ""
     world: Any = dist.distributed_c10d._world
     return str(world.group_count if _are_all(ranks) else len(world.pg_names))
@@ -171,18 +173,18 @@ def open_group(process_group: dist.ProcessGroup | None, events: Events) -> RankG
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
             raise UsageError("process_group= was given, but torch.distributed is not initialized")
-        return Alone()
+        return SingleRank()
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise UsageError(
             f"process_group={process_group!r} on rank {dist.get_rank()}: a torch ProcessGroup that this rank is in "
             "(dist.new_group() gives -100 to those that are not), or None for all ranks"
         )
     if process_group is None and dist.get_world_size() == 1:
-        return Alone()
+        return SingleRank()
     return TorchGroup(process_group, events)
 
 
-def together(group: RankGroup, work: Callable[[], T]) -> T:
+def run_on_all_ranks(group: RankGroup, work: Callable[[], T]) -> T:
     """Runs `work` on every rank. All ranks return, or all raise: a rank that failed raises its own error, the others
     that of the lowest failed rank. So no rank waits in a gather for a rank that has left with an exception."""
     result: T | None = None
@@ -204,7 +206,7 @@ def together(group: RankGroup, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def from_first(group: RankGroup, work: Callable[[], bytes]) -> bytes:
+def broadcast_from_first(group: RankGroup, work: Callable[[], bytes]) -> bytes:
     """Runs `work` on rank 0. Every rank returns its bytes, or all raise its error."""
-    data = together(group, work if group.rank == 0 else bytes)
+    data = run_on_all_ranks(group, work if group.rank == 0 else bytes)
     return group.gather(data if group.rank == 0 else b"")[0]

@@ -9,15 +9,15 @@ from typing import Literal
 
 from ckpt.errors import NotStaged, SaveFailed, UsageError
 from ckpt.threads import Condition
-from ckpt.types import Tick
+from ckpt.types import Version
 
 Level = Literal["none", "local", "peer", "store"]
-ORDER: dict[str, int] = {"none": 0, "local": 1, "peer": 2, "store": 3}
+LEVEL_ORDER: dict[str, int] = {"none": 0, "local": 1, "peer": 2, "store": 3}
 # The levels that fail together with one level.
-ABOVE = {"local": ("local", "peer", "store"), "peer": ("peer",), "store": ("store",)}
+FAILS_WITH = {"local": ("local", "peer", "store"), "peer": ("peer",), "store": ("store",)}
 
 
-def check_time(timeout_s: object) -> None:
+def check_timeout(timeout_s: object) -> None:
     """Errors: UsageError if `timeout_s` is neither a number of seconds nor None."""
     if not isinstance(timeout_s, Real | None):
         raise UsageError(f"timeout_s={timeout_s!r}: a number of seconds, or None to wait for as long as it takes")
@@ -31,26 +31,26 @@ class Levels:
     two would leave the lock locked."""
 
     def __init__(self) -> None:
-        self._reached: dict[Tick, Level] = {}
-        self._failed: dict[tuple[Tick, str], str] = {}
-        self._expected: set[Tick] = set()  # versions taken here that are neither in the store nor given up
+        self._reached_levels: dict[Version, Level] = {}
+        self._failure_messages: dict[tuple[Version, str], str] = {}
+        self._pending_versions: set[Version] = set()  # versions taken here that are neither in the store nor given up
         self._changed = Condition()
-        self._end: str | None = None
+        self._end_message: str | None = None
         self.committed_s = time.monotonic()  # when a version last reached the store; at first: when training began
 
-    def expect(self, tick: Tick) -> None:
+    def expect(self, version: Version) -> None:
         """Notes that a snapshot of that version is being taken here."""
         with self._changed:
-            self._expected.add(tick)
+            self._pending_versions.add(version)
 
-    def fail_unknown(self, known: set[Tick], message: str) -> None:
+    def fail_unknown(self, known: set[Version], message: str) -> None:
         """The agent was started again and knows only the versions `known`: all others taken here have failed, since it
         will not report them."""
         with self._changed:
-            for tick in self._expected - known:
-                for level in ABOVE["local"]:
-                    self._failed.setdefault((tick, level), message)
-            self._expected &= known
+            for version in self._pending_versions - known:
+                for level in FAILS_WITH["local"]:
+                    self._failure_messages.setdefault((version, level), message)
+            self._pending_versions &= known
             self._changed.notify_all()
 
     def begin(self) -> None:
@@ -58,63 +58,63 @@ class Levels:
         with self._changed:
             self.committed_s = time.monotonic()
 
-    def put(self, tick: Tick, level: Level, ok: bool, message: str = "") -> None:
-        """Notes that `tick` has reached `level`, or (not `ok`) has failed to."""
+    def record(self, version: Version, level: Level, ok: bool, message: str = "") -> None:
+        """Notes that `version` has reached `level`, or (not `ok`) has failed to."""
         with self._changed:
             if level == "store" or (not ok and level == "local"):
-                self._expected.discard(tick)
-            if ok and ORDER[level] > ORDER[self._reached.get(tick, "none")]:
-                self._reached[tick] = level
+                self._pending_versions.discard(version)
+            if ok and LEVEL_ORDER[level] > LEVEL_ORDER[self._reached_levels.get(version, "none")]:
+                self._reached_levels[version] = level
                 if level == "store":
                     self.committed_s = time.monotonic()
             elif not ok:
-                for above in ABOVE[level]:
-                    self._failed[tick, above] = message
+                for above in FAILS_WITH[level]:
+                    self._failure_messages[version, above] = message
             self._changed.notify_all()
 
-    def retry(self, tick: Tick) -> None:
-        """Notes that `tick` is saved again: its earlier failures are forgotten."""
+    def forget_failures(self, version: Version) -> None:
+        """Notes that `version` is saved again: its earlier failures are forgotten."""
         with self._changed:
-            self._failed = {key: why for key, why in self._failed.items() if key[0] != tick}
+            self._failure_messages = {key: why for key, why in self._failure_messages.items() if key[0] != version}
 
     def fail_all(self, message: str) -> None:
         """Notes that nothing more will be reported. The first message given is kept."""
         with self._changed:
-            self._end = self._end or message
+            self._end_message = self._end_message or message
             self._changed.notify_all()
 
     @property
-    def are_open(self) -> bool:
+    def has_pending_versions(self) -> bool:
         """Whether a version that was taken here is neither in the store nor given up, and will still be reported."""
-        return bool(self._expected) and self._end is None
+        return bool(self._pending_versions) and self._end_message is None
 
-    def is_staged(self, tick: Tick) -> bool:
-        return self.level(tick) != "none"
+    def is_staged(self, version: Version) -> bool:
+        return self.level(version) != "none"
 
-    def level(self, tick: Tick) -> Level:
-        return self._reached.get(tick, "none")
+    def level(self, version: Version) -> Level:
+        return self._reached_levels.get(version, "none")
 
-    def newest(self, level: Level) -> Tick | None:
+    def newest(self, level: Level) -> Version | None:
         """The newest version that has reached `level`; None if there is none."""
         with self._changed:
-            reached = list(self._reached.items())
-        return max((tick for tick, got in reached if ORDER[got] >= ORDER[level]), default=None)
+            reached = list(self._reached_levels.items())
+        return max((version for version, got in reached if LEVEL_ORDER[got] >= LEVEL_ORDER[level]), default=None)
 
-    def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
-        """Waits until `tick` has reached `level`. Errors: SaveFailed if it will not, or not within timeout_s;
+    def wait(self, version: Version, level: Level, timeout_s: float | None) -> None:
+        """Waits until `version` has reached `level`. Errors: SaveFailed if it will not, or not within timeout_s;
         UsageError for an unknown level, or a timeout_s that is no time."""
-        if level not in ORDER:
+        if level not in LEVEL_ORDER:
             known = '"local" (this host\'s memory), "peer" (other nodes\') or "store"'
             raise UsageError(f"there is no level {level!r}: {known}")
-        check_time(timeout_s)
+        check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         with self._changed:
-            while ORDER[self._reached.get(tick, "none")] < ORDER[level]:
-                failure = self._failed.get((tick, level)) or self._end
+            while LEVEL_ORDER[self._reached_levels.get(version, "none")] < LEVEL_ORDER[level]:
+                failure = self._failure_messages.get((version, level)) or self._end_message
                 if failure is not None:
-                    lost = NotStaged if (tick, "local") in self._failed else SaveFailed
-                    raise lost(f"step {tick.step} did not reach the {level} level: {failure}")
+                    lost = NotStaged if (version, "local") in self._failure_messages else SaveFailed
+                    raise lost(f"step {version.step} did not reach the {level} level: {failure}")
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise SaveFailed(f"step {tick.step} did not reach the {level} level within {timeout_s:.4g} s")
+                    raise SaveFailed(f"step {version.step} did not reach the {level} level within {timeout_s:.4g} s")
                 self._changed.wait(left)

@@ -43,7 +43,7 @@ def find_url(url: object, settings: Settings) -> str:
     """The run's URL in its one canonical form. Errors: UsageError."""
     if not isinstance(url, (str, os.PathLike)) or not isinstance(os.fspath(url), str):
         raise UsageError(f"url={url!r}: a folder, or a URL such as s3://bucket/run")
-    found = settings.redirected(canonical(str(os.fspath(url))))
+    found = settings.redirect_url(canonical(str(os.fspath(url))))
     if found.startswith(("memory:", "fsspec+memory:")):
         raise UsageError("memory:// is forgotten with the process that holds it: give a folder, or another store")
     return found

@@ -20,20 +20,20 @@ SILENCE_S = 10.0  # how long a due save waits for an agent that is silent
 
 class DueSaves:
     """The due saves of one rank. `is_due`: a step has ended that the policy names, and its save was not asked for yet.
-    It stays set until `take`: if nothing may be saved at one boundary, the save happens at the next one."""
+    It stays set until `mark_requested`: if nothing may be saved at one boundary, the save happens at the next one."""
 
     def __init__(self, policy: Every | Adaptive) -> None:
-        self._every = policy.steps if isinstance(policy, Every) else None
+        self._interval_steps = policy.steps if isinstance(policy, Every) else None
         self.is_due = False
 
-    def end(self, step: int) -> bool:
+    def note_step_end(self, step: int) -> bool:
         """Notes that `step` (counted from the run's first one) has ended. Returns whether a save is due at this
         boundary."""
-        if self._every is not None and step % self._every == 0:
+        if self._interval_steps is not None and step % self._interval_steps == 0:
             self.is_due = True
         return self.is_due
 
-    def take(self) -> None:
+    def mark_requested(self) -> None:
         """Notes that the save is asked for now. Whatever its result, the next save is that of a later step."""
         self.is_due = False
 
@@ -45,16 +45,16 @@ class SavePatience:
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
-        self._unanswered: Pending | None = None
+        self._unanswered_request: Pending | None = None
 
-    def ask(self, ask: Callable[[], Pending], until_s: float) -> dict[str, Any]:
+    def request_save(self, ask: Callable[[], Pending], until_s: float) -> dict[str, Any]:
         """The answer to the request that `ask` sends. `until_s`: on the monotonic clock. Errors: CkptError."""
-        if self._unanswered is not None and not self._unanswered.future.done():
+        if self._unanswered_request is not None and not self._unanswered_request.future.done():
             raise AgentError("the agent has not answered an earlier save yet")
-        self._unanswered = pending = ask()
+        self._unanswered_request = pending = ask()
         while True:
             left_s = max(1.0, until_s - time.monotonic())
-            answer = pending.wait_while_moving(min(self._silence_s, left_s))
+            answer = pending.wait_while_progressing(min(self._silence_s, left_s))
             if answer is not None:
                 return answer.fields
             if time.monotonic() >= until_s:

@@ -24,27 +24,27 @@ from ckpt.ipc import secret
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.client import Pending
 from ckpt.ipc.messages import Message
-from ckpt.ipc.node_list import encode_nodes, leader_of
+from ckpt.ipc.node_list import coordinator_of, encode_nodes
 from ckpt.settings import Settings, store_environment
-from ckpt.storage.failure import none_restorable
-from ckpt.storage.names import shown
+from ckpt.storage.failure import unrestorable_hint
+from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks
 from ckpt.trainer.link import collective
 from ckpt.trainer.link.link import JoinTerms
 from ckpt.trainer.link.options import UserOptions
 from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.loop.saver import Saver
-from ckpt.trainer.loop.worker_signals import shielded
+from ckpt.trainer.loop.worker_signals import shield_loaders
 from ckpt.trainer.restore import restore
-from ckpt.trainer.restore.init_weights import in_words, load_weights
+from ckpt.trainer.restore.init_weights import join_reasons, load_weights
 from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.snapshot.cuda_copier import make_copier
 from ckpt.trainer.snapshot.snapshot import Snapshotter
-from ckpt.trainer.state.mesh_coordinate import Coordinate, by_rank
-from ckpt.trainer.state.mesh_coordinate import coordinate as find_coordinate
-from ckpt.trainer.state.names import some
+from ckpt.trainer.state.mesh_coordinate import Coordinate, coordinate_by_rank
+from ckpt.trainer.state.mesh_coordinate import find_coordinate as find_coordinate
+from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.state_walk import StateWalker
-from ckpt.types import Identity, Tick
+from ckpt.types import Identity, Version
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class StartDecision:
         return self.fields.get("candidate")
 
     @staticmethod
-    def of(message: Message) -> bytes:
+    def encode(message: Message) -> bytes:
         manifest = message.blobs[0] if message.blobs else b""
         packed: bytes = msgpack.packb([message.fields, manifest])
         return packed
@@ -81,7 +81,7 @@ class StartDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt(Generic[T]):
+class RestoreAttempt(Generic[T]):
     """The outcome, agreed by all ranks, of one part of restoring a candidate. `failure`: "" if the part went well on
     every rank; only then there is a `value`."""
 
@@ -94,13 +94,13 @@ class RestoreResult:
     """What was restored. `level`: "none" if nothing was. `sources`: bytes read on this rank, by level. `steps_lost`:
     see `RunReport`. `stored`: whether the checkpoint is in the store, from wherever it was read."""
 
-    tick: Tick
+    version: Version
     level: Any
     identity: str | None
     source: str
-    sources: dict[str, int]
+    bytes_by_level: dict[str, int]
     steps_lost: int | None
-    stored: bool = True
+    is_stored: bool = True
 
 
 def enter(
@@ -115,15 +115,15 @@ def enter(
     ckpt.Checkpointer, on all ranks."""
     group = collective.open_group(asked.process_group, events)
     coordinate = _agree_on_coordinate(group, asked, events)
-    saver = collective.together(
-        group, lambda: _prepare(asked, settings, tasks, events, receipt, ends, coordinate, group.world > 1)
+    saver = collective.run_on_all_ranks(
+        group, lambda: _make_saver(asked, settings, tasks, events, receipt, ends, coordinate, group.world > 1)
     )
-    mine = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
+    mine = collective.run_on_all_ranks(group, lambda: _encode_facts(asked, settings, saver, coordinate))
     facts = [msgpack.unpackb(said) for said in group.gather(mine)]
     _check_facts(facts)
     if group.rank == 0:
-        _tell_what_differs(events, facts)
-    nodes = _nodes(group, settings, saver, facts)
+        _warn_differing_settings(events, facts)
+    nodes = _gather_nodes(group, settings, saver, facts)
     launch = group.gather(settings.launch.encode())[0].decode()
     begin = {
         "launch": launch,
@@ -131,15 +131,15 @@ def enter(
         "take_over": asked.take_over,
         "strict": asked.strict,
         "store_env": store_environment(),
-        "leader": leader_of(nodes),
+        "leader": coordinator_of(nodes),
         "peers": facts[0]["peers"],
     }
-    decision = _ask(group, saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
+    decision = _request_decision(group, saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
     try:
         found = _join_and_restore(
             group, asked, tasks, events, saver, coordinate, launch, decision, nodes, begin["peers"]
         )
-        receipt.read_bytes.update(found.sources)
+        receipt.read_bytes.update(found.bytes_by_level)
         receipt.steps_lost = found.steps_lost
     except BaseException:
         saver.link.give_up()
@@ -171,18 +171,20 @@ def _join_and_restore(
         nodes,
         peers,
     )
-    offer = saver.make_offer(Tick(0), positions=False)
-    collective.together(group, lambda: saver.link.join(terms, offer))
+    offer = saver.make_offer(Version(0), positions=False)
+    collective.run_on_all_ranks(group, lambda: saver.link.join(terms, offer))
     found, last = _restore(group, asked, tasks, events, saver, decision)
     saver.link.terms = replace(
         terms, parent=last.fields.get("parent"), ancestors=list(last.fields.get("ancestors") or [])
     )
     done = {"epoch": terms.epoch, "identity": found.identity}
-    collective.together(group, lambda: saver.link.request("restored", done, SILENCE_S) if group.rank == 0 else None)
-    is_told = collective.together(group, lambda: saver.settle(found.tick))
+    collective.run_on_all_ranks(
+        group, lambda: saver.link.request("restored", done, SILENCE_S) if group.rank == 0 else None
+    )
+    is_told = collective.run_on_all_ranks(group, lambda: saver.offer_changes(found.version))
     if not is_told and (found.identity is not None or asked.init is not None):
         # The agent has the hashes of the state before the restore.
-        saver.doubt()
+        saver.mark_hashes_stale()
     return found
 
 
@@ -192,25 +194,25 @@ def _agree_on_coordinate(group: collective.RankGroup, asked: UserOptions, events
     start.
 
     Errors: UsageError if the meshes differ and mesh= was given."""
-    mine = collective.together(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
+    mine = collective.run_on_all_ranks(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
     said = [msgpack.unpackb(each) for each in group.gather(msgpack.packb([mine.mesh, asked.mesh is not None]))]
     other = next((rank for rank, (mesh, _) in enumerate(said) if mesh != said[0][0]), None)
     if other is None:
         return mine
-    differ = f"rank 0 stands in the mesh {_shown(said[0][0])}, rank {other} in {_shown(said[other][0])}"
+    differ = f"rank 0 stands in the mesh {_mesh_text(said[0][0])}, rank {other} in {_mesh_text(said[other][0])}"
     if any(is_given for _, is_given in said):
         raise UsageError(f"{differ}: give mesh= to all ranks, and the same one")
     if group.rank == 0:
         text = f"{differ}, by their parts of the state; ranks are told apart by number: give mesh= to name their axes"
         events.emit("mesh.differs", f"ckpt: {text}", loud=True, rank=other)
-    return by_rank(group.rank, group.world)
+    return coordinate_by_rank(group.rank, group.world)
 
 
-def _shown(mesh: list[Any]) -> str:
+def _mesh_text(mesh: list[Any]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh)
 
 
-def _prepare(
+def _make_saver(
     asked: UserOptions,
     settings: Settings,
     tasks: Tasks,
@@ -229,12 +231,12 @@ def _prepare(
     if settings.notices != "off":
         shield = ExitStack()
         ends.append(shield.close)
-        shield.enter_context(shielded(saver.walk.scan.nodes, events))
+        shield.enter_context(shield_loaders(saver.walk.scan.nodes, events))
     saver.link.connect()
     return saver
 
 
-def _facts(asked: UserOptions, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
+def _encode_facts(asked: UserOptions, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
     """What this rank tells all others. Errors: UsageError if the store's variables could not be sent to an agent, as
     one of the ranks will do."""
     store_environment()
@@ -247,27 +249,27 @@ def _facts(asked: UserOptions, settings: Settings, saver: Saver, coordinate: Coo
             "host": f"{boot}-{network}",
             "agent": saver.link.agent,
             "coordinate": coordinate.text,
-            "options": _options(asked),
+            "options": _compared_options(asked),
             "state": sorted(asked.state),
             "peers": list(settings.peers),
-            "secret": secret.told_apart(settings),
-            "known": saver.link.secret,
+            "secret": secret.secret_fingerprint(settings),
+            "known": saver.link.known_secret,
         }
     )
     return packed
 
 
-def _options(asked: UserOptions) -> dict[str, Any]:
+def _compared_options(asked: UserOptions) -> dict[str, Any]:
     switches = {name: getattr(asked, name) for name in ("strict", "generators", "take_over", "init")}
     return {**asked.options, **switches}
 
 
-def _differing(one: Any, other: Any, name: str = "options") -> tuple[str, Any, Any] | None:
+def _find_difference(one: Any, other: Any, name: str = "options") -> tuple[str, Any, Any] | None:
     """The first option in which two ranks differ, by name such as `limits.memory`, and both values; None: none. Options
     of different kinds are compared as a whole."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         inside = f"{name}." if name != "options" else ""
-        return next(filter(None, (_differing(one[key], other[key], inside + key) for key in one)), None)
+        return next(filter(None, (_find_difference(one[key], other[key], inside + key) for key in one)), None)
     return None if one == other else (name, one, other)
 
 
@@ -276,7 +278,7 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
     first = facts[0]
     for rank, said in enumerate(facts):
         whole = ((name, first[name], said[name]) for name in ("url", "state") if first[name] != said[name])
-        found = _differing(first["options"], said["options"]) or next(whole, None)
+        found = _find_difference(first["options"], said["options"]) or next(whole, None)
         if found is not None:
             raise UsageError(f"{ALIKE}: {found[0]} is {found[1]!r} on rank 0 and {found[2]!r} on rank {rank}")
     seen: dict[str, int] = {}
@@ -289,7 +291,7 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
             )
 
 
-def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
+def _warn_differing_settings(events: Events, facts: list[dict[str, Any]]) -> None:
     """Warns of settings that differ between ranks and that only count on rank 0's node: at the next start the launcher
     may place rank 0 on any other node."""
     for name, variable in (("peers", "CKPT_PEERS"), ("secret", "CKPT_SECRET_FILE")):
@@ -308,7 +310,7 @@ def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
             )
 
 
-def _nodes(
+def _gather_nodes(
     group: collective.RankGroup, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The job's nodes with their names, addresses and ranks, rank 0's first; the agents are told to listen. The list is
@@ -326,8 +328,8 @@ def _nodes(
             "XDG_RUNTIME_DIR, the folder of the agents' sockets",
             loud=True,
         )
-    run_secret = collective.from_first(group, lambda: _secret(settings, former))
-    node = collective.together(group, lambda: saver.link.listen(run_secret))
+    run_secret = collective.broadcast_from_first(group, lambda: _choose_secret(settings, former))
+    node = collective.run_on_all_ranks(group, lambda: saver.link.listen(run_secret))
     nodes: dict[str, dict[str, Any]] = {}
     for rank, said in enumerate(group.gather(msgpack.packb(node))):
         told = msgpack.unpackb(said)
@@ -335,7 +337,7 @@ def _nodes(
     return list(nodes.values())
 
 
-def _secret(settings: Settings, former: bytes) -> bytes:
+def _choose_secret(settings: Settings, former: bytes) -> bytes:
     """The run's secret, on rank 0. `former`: the secret of the newest start of which an agent is left; b"" if there is
     none. Errors: UsageError."""
     for each in settings.peers:
@@ -345,10 +347,10 @@ def _secret(settings: Settings, former: bytes) -> bytes:
             "CKPT_PEERS names memory-only nodes, which know the run by its secret: set CKPT_SECRET_FILE to the file "
             "that they were started with"
         )
-    return secret.for_run(settings, former)
+    return secret.choose_secret(settings, former)
 
 
-def _ask(
+def _request_decision(
     group: collective.RankGroup, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
 ) -> StartDecision:
     """Asks rank 0's agent, and returns the decision on all ranks. The wait has no limit while the agent reports
@@ -357,12 +359,12 @@ def _ask(
 
     def wait() -> bytes:
         nonlocal pending
-        pending = pending or saver.link.ask(kind, fields, blobs)
-        answer = pending.wait_while_moving(SILENCE_S)
-        return StartDecision.of(answer) if answer is not None else b""
+        pending = pending or saver.link.start_request(kind, fields, blobs)
+        answer = pending.wait_while_progressing(SILENCE_S)
+        return StartDecision.encode(answer) if answer is not None else b""
 
     try:
-        while not (said := collective.from_first(group, wait)):
+        while not (said := collective.broadcast_from_first(group, wait)):
             pass
     finally:
         if pending is not None:
@@ -385,62 +387,66 @@ def _restore(
     overwritten = restore.Overwritten(saver.walker)
     for struck in decision.fields.get("struck") or []:
         if group.rank == 0:
-            text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `ckpt verify {shown(asked.url)}`"
+            verify = f"ckpt verify {redact_url(asked.url)}"
+            text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `{verify}`"
             events.emit("restore.skipped", text, loud=True, identity=struck)
     while (candidate := decision.candidate) is not None:
         identity = Identity.parse(candidate["identity"])
-        bad, sources = _try(group, asked, tasks, events, saver, identity, decision.manifest, overwritten)
+        bad, sources = _try_candidate(group, asked, tasks, events, saver, identity, decision.manifest, overwritten)
         if not bad:
             level = candidate["level"]
             where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
-            source = f"step {identity.tick.step} from {where}"
+            source = f"step {identity.version.step} from {where}"
             lost, stored = decision.fields["steps_lost"], bool(candidate["stored"])
-            return RestoreResult(identity.tick, level, str(identity), source, sources, lost, stored), decision
-        failures.append(f"step {identity.tick.step}: {bad}")
+            return RestoreResult(identity.version, level, str(identity), source, sources, lost, stored), decision
+        failures.append(f"step {identity.version.step}: {bad}")
         events.emit(
             "restore.skipped",
-            f"ckpt: the checkpoint of step {identity.tick.step} cannot be restored ({bad}); "
+            f"ckpt: the checkpoint of step {identity.version.step} cannot be restored ({bad}); "
             "falling back to the one before it",
             loud=True,
             identity=str(identity),
         )
-        decision = _ask(group, saver, "next", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]})
+        decision = _request_decision(
+            group, saver, "next", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]}
+        )
     if failures:
         raise NoCheckpoint(
-            f"{shown(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
-            + none_restorable(asked.url)
+            f"{redact_url(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
+            + unrestorable_hint(asked.url)
         )
     source = "nothing" if asked.init is None else f"weights of {asked.init}"
     if asked.init is not None:
-        _fill_from(asked.init, group, asked.strict, events, saver)
-    return RestoreResult(Tick(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
+        _fill_from_init(asked.init, group, asked.strict, events, saver)
+    return RestoreResult(Version(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
 
 
-def _fill_from(init: str, group: collective.RankGroup, strict: bool, events: Events, saver: Saver) -> None:
+def _fill_from_init(init: str, group: collective.RankGroup, strict: bool, events: Events, saver: Saver) -> None:
     """Loads the weights of `init=`. Each rank may have other modules. Errors: those of `load_weights`; StateMismatch if
     none of the weights fits a module of any rank."""
-    loaded = collective.together(group, lambda: load_weights(init, saver.walker, strict))
-    mine = msgpack.packb([loaded.filled, list(loaded.unfit.values())])
+    loaded = collective.run_on_all_ranks(group, lambda: load_weights(init, saver.walker, strict))
+    mine = msgpack.packb([loaded.has_filled, list(loaded.unfit_reasons.values())])
     every = [msgpack.unpackb(data) for data in group.gather(mine)]
     unfit = sorted({line for _, lines in every for line in lines})
     if not any(filled for filled, _ in every):
-        raise StateMismatch(f"nothing of init={init!r} fits the modules: {in_words(unfit)}")
+        raise StateMismatch(f"nothing of init={init!r} fits the modules: {join_reasons(unfit)}")
     if group.rank != 0:
         return
     if unfit:
-        text = f"ckpt: strict=False: init={init!r} left as they were: {in_words(unfit)}"
+        text = f"ckpt: strict=False: init={init!r} left as they were: {join_reasons(unfit)}"
         events.emit("init.partial", text, loud=True, lines=unfit)
-    if loaded.cast:
-        events.emit("init.cast", f"ckpt: init={init!r} has other dtypes: {loaded.cast}", loud=True)
-    if loaded.firsts:
+    if loaded.casts_text:
+        events.emit("init.cast", f"ckpt: init={init!r} has other dtypes: {loaded.casts_text}", loud=True)
+    if loaded.first_rank_buffers:
         text = (
-            f"ckpt: init={init!r}: the values of {some(loaded.firsts)} were not the same on the ranks that saved them: "
+            f"ckpt: init={init!r}: the values of {shorten_names(loaded.first_rank_buffers)} were not the same on the "
+            "ranks that saved them: "
             "the first rank's are taken"
         )
-        events.emit("restore.differed", text, loud=True, names=list(loaded.firsts))
+        events.emit("restore.differed", text, loud=True, names=list(loaded.first_rank_buffers))
 
 
-def _try(
+def _try_candidate(
     group: collective.RankGroup,
     asked: UserOptions,
     tasks: Tasks,
@@ -456,39 +462,39 @@ def _try(
         manifest = decode_manifest(manifest_data)
         return manifest, *restore.read_targets(saver.link, tasks, saver.walker, identity, manifest, asked.strict)
 
-    known = _attempt(group, read)
+    known = _run_attempt(group, read)
     if known.value is None:
         return known.failure, {}
     manifest, targets, sources = known.value
     restore.check_match(group, targets, asked, events, identity, overwritten)
     written: set[int] = set()
-    filled = _attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets, written))
+    filled = _run_attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets, written))
     if filled.value is None:
-        collective.together(group, lambda: overwritten.add(manifest, targets, written))
+        collective.run_on_all_ranks(group, lambda: overwritten.add_candidate(manifest, targets, written))
         return filled.failure, {}
-    collective.together(group, targets.finish)
-    if targets.overruled and group.rank == 0:
-        restore.tell_overruled(events, targets.overruled)
-    if targets.dropped:
-        names = ", ".join(targets.dropped)
+    collective.run_on_all_ranks(group, targets.install)
+    if targets.overruled_lines and group.rank == 0:
+        restore.warn_overruled(events, targets.overruled_lines)
+    if targets.dropped_generators:
+        names = ", ".join(targets.dropped_generators)
         text = f"ckpt: the generators {names} are not restored: this process does not have them yet. To go on with "
         events.emit("generator.dropped", f"{text}them, call torch.cuda.init() before the block", loud=True)
     return "", {level: sources.get(level, 0) + filled.value.get(level, 0) for level in {*sources, *filled.value}}
 
 
-def _attempt(group: collective.RankGroup, work: Callable[[], T]) -> Attempt[T]:
+def _run_attempt(group: collective.RankGroup, work: Callable[[], T]) -> RestoreAttempt[T]:
     """Runs `work` on every rank. If data is damaged or missing on one rank, the candidate has failed on all ranks. Any
     other error is raised on all."""
 
-    def trying() -> Attempt[T]:
+    def trying() -> RestoreAttempt[T]:
         try:
-            return Attempt(work())
+            return RestoreAttempt(work())
         except NewerFormat:
             raise
         except DamagedData as exc:
-            return Attempt(None, str(exc) or type(exc).__name__)
+            return RestoreAttempt(None, str(exc) or type(exc).__name__)
 
-    mine = collective.together(group, trying)
+    mine = collective.run_on_all_ranks(group, trying)
     verdicts = [said.decode() for said in group.gather(mine.failure.encode())]
     bad = next((f"rank {rank}: {said}" for rank, said in enumerate(verdicts) if said), "")
-    return Attempt(None, bad) if bad else mine
+    return RestoreAttempt(None, bad) if bad else mine

@@ -15,43 +15,49 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.trainer.state.shard import live_parts
-from ckpt.types import counted
+from ckpt.types import format_count
 
 # A gradient and its version counter; None: there is no gradient.
-_Seen = tuple[weakref.ref[torch.Tensor], int] | None
+_SeenGradient = tuple[weakref.ref[torch.Tensor], int] | None
 
 
 class Gradients:
     """The gradients of the parameters that the registered `optimizers()` train. `is_by_hand()`: whether the parameters
     change although no optimizer was seen to step; then nobody knows which gradients were used.
 
-    `is_watching`: whether a step has ended without an update. `last`: the newest step with an update. `every`: the
-    number of steps from the update before to `last`; 0: unknown."""
+    `is_watching`: whether a step has ended without an update. `last_update_step`: the newest step with an update.
+    `update_interval_steps`: the number of steps from the update before to `last_update_step`; 0: unknown."""
 
     def __init__(self, optimizers: Callable[[], Sequence[Optimizer]], is_by_hand: Callable[[], bool]) -> None:
         self.is_watching = False
-        self.last = self.every = 0
+        self.last_update_step = self.update_interval_steps = 0
         self._optimizers = optimizers
-        self._is_by_hand = is_by_hand
-        self._known: list[_Seen] = []
+        self._has_manual_updates = is_by_hand
+        self._seen_gradients: list[_SeenGradient] = []
 
     def begin(self, step: int) -> None:
-        self.last = step
-        self._known = list(map(_seen, self._params()))
+        self.last_update_step = step
+        self._seen_gradients = list(map(_record_gradient, self._params()))
 
-    def updated(self, step: int) -> None:
+    def note_update(self, step: int) -> None:
         """Notes that `step` has ended with an update."""
-        self.every, self.last = step - self.last, step
+        self.update_interval_steps, self.last_update_step = step - self.last_update_step, step
         if self.is_watching:
-            self._known = list(map(_seen, self._params()))
+            self._seen_gradients = list(map(_record_gradient, self._params()))
 
-    def lost(self, step: int) -> str:
+    def waiting_reason(self, step: int) -> str:
         """Why the end of `step`, the last one, cannot be saved; "" if no gradient waits. Gradients that are all zero or
         not finite do not count: they were cleared, or a scaler has skipped them."""
-        if step == self.last or not self._is_new() or not self._are_of_use() or self._is_by_hand():
+        if (
+            step == self.last_update_step
+            or not self._has_new_gradient()
+            or not self._has_useful_gradients()
+            or self._has_manual_updates()
+        ):
             return ""
         return (
-            f"the gradients of {counted(step - self.last, 'step')} wait for an optimizer's update, and gradients are "
+            f"the gradients of {format_count(step - self.last_update_step, 'step')} wait for an optimizer's update, "
+            "and gradients are "
             "not saved: a restart from there would lose them. Make each step one update: call ck.step() only after "
             "optimizer.step(), or draw all micro-batches in one iteration of ck.steps()"
         )
@@ -59,15 +65,15 @@ class Gradients:
     def _params(self) -> Iterator[torch.Tensor]:
         return (param for each in self._optimizers() for group in each.param_groups for param in group["params"])
 
-    def _is_new(self) -> bool:
+    def _has_new_gradient(self) -> bool:
         """Whether a gradient is there that was not there at the last boundary with an update. Stops at the first
         one."""
         params = list(self._params())
-        known = self._known if len(self._known) == len(params) else [None] * len(params)
+        known = self._seen_gradients if len(self._seen_gradients) == len(params) else [None] * len(params)
         pairs = ((param.grad, was) for param, was in zip(params, known, strict=True))
         return any(grad is not None and not _is_same(grad, was) for grad, was in pairs)
 
-    def _are_of_use(self) -> bool:
+    def _has_useful_gradients(self) -> bool:
         parts = [
             part
             for param in self._params()
@@ -80,13 +86,13 @@ class Gradients:
         return any(largest) and all(map(math.isfinite, largest))
 
 
-def _seen(param: torch.Tensor) -> _Seen:
+def _record_gradient(param: torch.Tensor) -> _SeenGradient:
     grad = param.grad
-    return None if grad is None else (weakref.ref(local := _local(grad)), _version(local))
+    return None if grad is None else (weakref.ref(local := _local_part(grad)), _version(local))
 
 
-def _is_same(grad: torch.Tensor, was: _Seen) -> bool:
-    local = _local(grad)
+def _is_same(grad: torch.Tensor, was: _SeenGradient) -> bool:
+    local = _local_part(grad)
     return was is not None and was[0]() is local and was[1] == _version(local)
 
 
@@ -94,7 +100,7 @@ def _version(local: torch.Tensor) -> int:
     return 0 if local.is_inference() else local._version
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
+def _local_part(grad: torch.Tensor) -> torch.Tensor:
     """The tensor that is written to: the local part of a DTensor."""
     found: torch.Tensor = getattr(grad, "_local_tensor", grad)
     return found

@@ -24,82 +24,86 @@ from weakref import ref
 
 import xxhash
 
-from ckpt.errors import is_from_outside
+from ckpt.errors import is_injected
 from ckpt.events import Events
 from ckpt.format import values
-from ckpt.trainer.loop.epoch_counters import EpochCounters, counters
+from ckpt.trainer.loop.epoch_counters import EpochCounters, find_counters
 from ckpt.trainer.state import loaders, state_nodes, value_trees
-from ckpt.trainer.state.loaders import LoaderPosition, place
-from ckpt.trainer.state.names import some
+from ckpt.trainer.state.loaders import LoaderPosition, find_position
+from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.state_nodes import LoaderNode, ObjectNode, OptimizerNode, StateNode
 
-ASKED_AT = (1, 2, 16)  # steps after the start at which loaders of other makes are asked for their state
-LAST = ASKED_AT[-1]
+ASKED_STEPS = (1, 2, 16)  # steps after the start at which loaders of other makes are asked for their state
+LAST_STEP = ASKED_STEPS[-1]
 # A number of batches n per step is the usual one after ALIKE * n steps in a row that draw n.
-ALIKE = 4
+ALIKE_FACTOR = 4
 DRAWS_MAX = 64  # steps in which that has to happen
 GUIDE = "(docs/guides/loops.md)"
 
 
 class LoaderWatch:
-    """Watches the loaders in `state`. It is made before the state is restored; `begin` comes after the restore. From
-    then on the training thread reports boundaries, as long as the watch `is_open`, and polls and saves. It never fails:
-    an error of a loader ends the watch."""
+    """Watches the loaders in `state`. It is made before the state is restored; `begin_watch` comes after the restore.
+    From then on the training thread reports boundaries, as long as the watch `is_open`, and polls and saves. It never
+    fails: an error of a loader ends the watch."""
 
     def __init__(self, state: dict[str, Any], events: Events) -> None:
         self.is_open = True
         self._state = state
         self._events = events
-        self._is_told = False
-        self._steps = 0
-        self._counted: dict[str, int] = {}
-        self._early: list[_Early] = []
-        self._watched: list[_Watched] = []
-        self._epochs = EpochCounters(state)
-        with self._ending():
-            self._early = [early for node in self._nodes() if (early := _Early.find(node)) is not None]
+        self._is_reporting = False
+        self._step_count = 0
+        self._first_counters: dict[str, int] = {}
+        self._early_iterators: list[_EarlyIterator] = []
+        self._watched_loaders: list[_WatchedLoader] = []
+        self._epoch_counters = EpochCounters(state)
+        with self._end_on_error():
+            self._early_iterators = [
+                early for node in self._nodes() if (early := _EarlyIterator.find(node)) is not None
+            ]
 
-    def begin(self, is_told: bool) -> None:
+    def begin_watch(self, is_told: bool) -> None:
         """The state is restored. `is_told`: this rank emits the findings."""
-        with self._ending():
-            self._is_told = is_told
+        with self._end_on_error():
+            self._is_reporting = is_told
             found = self._nodes()
             if is_told:
-                loaders.advise(found, self._events)
-            self._watched = [_Watched(node) for node in found]
-            self._counted = counters(self._state)
+                loaders.warn_inexact(found, self._events)
+            self._watched_loaders = [_WatchedLoader(node) for node in found]
+            self._first_counters = find_counters(self._state)
 
-    def boundary(self) -> None:
+    def note_boundary(self) -> None:
         """Notes that a step has ended."""
-        with self._ending():
-            self._steps += 1
-            self._look()
-            ends = self._epochs
-            if repeated := ends.boundary(self._loaders()):
-                self._say_repeated(repeated)
-            undecided = any(each.draws is not None for each in self._watched)
+        with self._end_on_error():
+            self._step_count += 1
+            self._check_loaders()
+            ends = self._epoch_counters
+            if repeated := ends.note_boundary(self._loaders()):
+                self._report_repeated_epoch(repeated)
+            undecided = any(each.draw_counts is not None for each in self._watched_loaders)
             is_wrapped = any(state_nodes.held_loader(each) is not each for each in self._loaders())
-            self.is_open = self._steps < LAST or undecided or ends.is_pending or (is_wrapped and not ends.is_done)
+            self.is_open = (
+                self._step_count < LAST_STEP or undecided or ends.is_pending or (is_wrapped and not ends.is_done)
+            )
 
-    def between(self) -> None:
+    def note_poll(self) -> None:
         """Notes a poll or a save after a step has ended."""
-        if self._watched and not self._epochs.is_done:
-            with self._ending():
-                self._epochs.look(self._loaders())
-                self.is_open |= self._epochs.is_pending
+        if self._watched_loaders and not self._epoch_counters.is_done:
+            with self._end_on_error():
+                self._epoch_counters.check_pass_ends(self._loaders())
+                self.is_open |= self._epoch_counters.is_pending
 
     # -- inside
 
-    def _look(self) -> None:
-        if self._steps == 1 and self._is_without_data():
+    def _check_loaders(self) -> None:
+        if self._step_count == 1 and self._lacks_loader():
             self._emit(
                 "loader.missing",
                 "the state has no loader: after a restart the steps go on, but the data begins at its first batch "
                 f"again, unless the script skips to the right place. Put the loader into the state {GUIDE}",
             )
-        for early in self._early:
+        for early in self._early_iterators:
             if early.is_drawn_from():
-                self._early, self._watched = [], []
+                self._early_iterators, self._watched_loaders = [], []
                 self._emit(
                     "loader.early",
                     f"{early.path}: the loop draws from an iterator that was made before the block, and that is not "
@@ -108,31 +112,41 @@ class LoaderWatch:
                     loader=early.path,
                 )
                 return
-        for each in self._watched:
-            if self._steps <= LAST and each.look(self._steps) and loaders.is_stateless(each.loader):
+        for each in self._watched_loaders:
+            if (
+                self._step_count <= LAST_STEP
+                and each.check_moved(self._step_count)
+                and loaders.is_stateless(each.loader)
+            ):
                 # After a restart this loader counts its batches twice.
-                each.draws = None
+                each.draw_counts = None
                 self._emit("loader.inexact", f"{each.path}: {loaders.STATELESS}", loader=each.path)
-            if ahead := each.count():
+            if ahead := each.count_ahead():
                 self._emit(
                     "loader.ahead",
-                    f"{each.path}: {ahead} more batches were drawn than the steps take ({each.usual} each). If these "
+                    f"{each.path}: {ahead} more batches were drawn than the steps take ({each.usual_draws} each). If "
+                    "these "
                     "batches wait for their steps, a restart skips them. Put ck.steps(n) first in zip(). If something "
                     f"prefetches, let it count what it hands out, and register it instead of the loader {GUIDE}",
                     loader=each.path,
                     batches=ahead,
                 )
-        if self._steps == LAST and self._watched and not any(each.has_moved for each in self._watched):
-            self._early = []
+        if (
+            self._step_count == LAST_STEP
+            and self._watched_loaders
+            and not any(each.has_moved for each in self._watched_loaders)
+        ):
+            self._early_iterators = []
             self._emit(
                 "loader.not_moving",
-                f"{some([each.path for each in self._watched])}: {LAST} steps have ended, and the position has not "
+                f"{shorten_names([each.path for each in self._watched_loaders])}: {LAST_STEP} steps have ended, and "
+                "the position has not "
                 "moved: every restart draws the same batches again. Make the iterator in the block, from the loader "
                 f"in the state {GUIDE}",
-                loaders=[each.path for each in self._watched],
+                loaders=[each.path for each in self._watched_loaders],
             )
 
-    def _say_repeated(self, name: str) -> None:
+    def _report_repeated_epoch(self, name: str) -> None:
         self._emit(
             "epoch.repeated",
             f"state[{name!r}] is counted too late: the epoch's data had ended, and the state could be saved before "
@@ -142,50 +156,50 @@ class LoaderWatch:
             counter=name,
         )
 
-    def _is_without_data(self) -> bool:
+    def _lacks_loader(self) -> bool:
         """Whether an optimizer trains, but nothing in the state can hold the position of the data: no loader, no object
         of the user's, no number that is counted with the steps."""
-        found = state_nodes.find(self._state)
+        found = state_nodes.find_nodes(self._state)
         objects = [node.value for node in found if isinstance(node, ObjectNode)]
         return (
             any(isinstance(node, OptimizerNode) for node in found)
             and not any(isinstance(node, LoaderNode) for node in found)
             and all(type(each).__module__.partition(".")[0] == "torch" for each in objects)
-            and counters(self._state) == self._counted
+            and find_counters(self._state) == self._first_counters
         )
 
     def _nodes(self) -> list[StateNode]:
-        return [node for node in state_nodes.find(self._state) if isinstance(node, LoaderNode)]
+        return [node for node in state_nodes.find_nodes(self._state) if isinstance(node, LoaderNode)]
 
     def _loaders(self) -> list[Any]:
-        return [each.loader for each in self._watched]
+        return [each.loader for each in self._watched_loaders]
 
     def _emit(self, name: str, text: str, **data: Any) -> None:
-        if self._is_told:
+        if self._is_reporting:
             self._events.emit(name, f"ckpt: {text}", loud=True, **data)
 
     @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
+    def _end_on_error(self) -> Iterator[None]:
         """Ends the watch if something fails: a loader runs code of its own, and the user may change the state."""
         try:
             yield
         except Exception as exc:
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
-            self.is_open, self._early, self._watched = False, [], []
+            self.is_open, self._early_iterators, self._watched_loaders = False, [], []
 
 
 @dataclass(frozen=True, slots=True)
-class _Early:
-    """An iterator over a torchdata loader, made before the block. `stood`: its position then."""
+class _EarlyIterator:
+    """An iterator over a torchdata loader, made before the block. `position`: its position then."""
 
     path: str
     iterator: ref[Any]
-    stood: LoaderPosition
+    position: LoaderPosition
 
     @classmethod
-    def find(cls, node: StateNode) -> _Early | None:
-        iterator = loaders.begun(node.value)
+    def find(cls, node: StateNode) -> _EarlyIterator | None:
+        iterator = loaders.find_iterator(node.value)
         if iterator is None:
             return None
         return cls(node.path, ref(iterator), LoaderPosition(iterator._sampler_iter, iterator._num_yielded))
@@ -194,76 +208,78 @@ class _Early:
         """Whether the iterator has moved within the same pass. Persistent workers keep the iterator for later
         passes."""
         iterator = self.iterator()
-        if iterator is None or iterator._sampler_iter is not self.stood.one:
+        if iterator is None or iterator._sampler_iter is not self.position.current_pass:
             return False
-        return bool(iterator._num_yielded > self.stood.batches)
+        return bool(iterator._num_yielded > self.position.batches)
 
 
-class _Watched:
-    """A loader of the state in the first steps. `draws`: how many batches each step has drawn; None: counting is over.
-    `usual`: how many the last step has drawn."""
+class _WatchedLoader:
+    """A loader of the state in the first steps. `draw_counts`: how many batches each step has drawn; None: counting is
+    over. `usual_draws`: how many the last step has drawn."""
 
     def __init__(self, node: StateNode) -> None:
         self.path = node.path
         self.has_moved = False
-        self.draws: list[int] | None = None
-        self.usual = 0
+        self.draw_counts: list[int] | None = None
+        self.usual_draws = 0
         self._node = node
-        self._first: LoaderPosition | bytes | None = place(self.loader)
-        if isinstance(self._first, LoaderPosition):
-            self.draws = []
+        self._first_position: LoaderPosition | bytes | None = find_position(self.loader)
+        if isinstance(self._first_position, LoaderPosition):
+            self.draw_counts = []
             # If a pass had begun before the block, the loop begins a new one.
-            self._last = self._first if self._first.one is None else LoaderPosition(None, 0)
+            self._last_position = (
+                self._first_position if self._first_position.current_pass is None else LoaderPosition(None, 0)
+            )
 
     @property
     def loader(self) -> Any:
         return self._node.value
 
-    def look(self, step: int) -> bool:
+    def check_moved(self, step: int) -> bool:
         """Whether the loader is torchdata's and has just been seen to move for the first time."""
         if self.has_moved:
             return False
-        now = place(self.loader)
-        if now is None and step not in ASKED_AT:
+        now = find_position(self.loader)
+        if now is None and step not in ASKED_STEPS:
             return False
         stands: LoaderPosition | bytes | None = _digest(self.loader) if now is None else now
-        if self._first is None:
-            self._first = stands
-        self.has_moved = stands != self._first
+        if self._first_position is None:
+            self._first_position = stands
+        self.has_moved = stands != self._first_position
         return self.has_moved and now is not None
 
-    def count(self) -> int:
+    def count_ahead(self) -> int:
         """How many batches more were drawn than the steps use, once that is known; 0: none, or not known."""
-        if self.draws is None:
+        if self.draw_counts is None:
             return 0
-        drawn = self._drawn(most=max(self.draws, default=0))
+        drawn = self._count_drawn(most=max(self.draw_counts, default=0))
         # Batches that wait were drawn in the first steps. If a later step draws more, the steps differ or skip batches.
-        if drawn is None or len(self.draws) == DRAWS_MAX or (self.draws and drawn > self.draws[-1]):
-            self.draws = None
+        if drawn is None or len(self.draw_counts) == DRAWS_MAX or (self.draw_counts and drawn > self.draw_counts[-1]):
+            self.draw_counts = None
             return 0
-        self.draws.append(drawn)
-        self.usual = drawn
-        alike = ALIKE * self.usual
-        if not alike or len(self.draws) < alike or set(self.draws[-alike:]) != {self.usual}:
+        self.draw_counts.append(drawn)
+        self.usual_draws = drawn
+        alike = ALIKE_FACTOR * self.usual_draws
+        if not alike or len(self.draw_counts) < alike or set(self.draw_counts[-alike:]) != {self.usual_draws}:
             return 0
-        ahead, self.draws = sum(self.draws) - self.usual * len(self.draws), None
+        ahead, self.draw_counts = sum(self.draw_counts) - self.usual_draws * len(self.draw_counts), None
         return max(0, ahead)
 
-    def _drawn(self, most: int) -> int | None:
+    def _count_drawn(self, most: int) -> int | None:
         """The batches drawn since the last boundary; None if that is unknown. `most`: the most that one step has drawn
         so far."""
-        last, now = self._last, place(self.loader)
+        last, now = self._last_position, find_position(self.loader)
         if now is None:
             return None
-        self._last = now
-        if last.one is None or now.one is last.one:
+        self._last_position = now
+        if last.current_pass is None or now.current_pass is last.current_pass:
             return now.batches - last.batches if now.batches >= last.batches else now.batches
         # Another pass has begun: the rest of the last pass counts, and the new one's batches.
-        total = loaders.length(self.loader)
+        total = loaders.batches_per_pass(self.loader)
         if total is None or total - last.batches > most:
             return None
         return total - last.batches + now.batches
 
 
 def _digest(loader: Any) -> bytes:
-    return xxhash.xxh3_128_digest(values.encode(value_trees.embed(loader.state_dict(), "loader")))
+    return xxhash.xxh3_128_digest(values.encode(value_trees.embed_tensors(loader.state_dict(), "loader")))

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.events import REPEATED, Event
-from ckpt.types import counted
+from ckpt.events import REPEATED_EVENTS, Event
+from ckpt.types import format_count
 
 # Events of fallbacks: the safe path was taken, or something older or smaller than wanted. Their messages say why.
-FALLEN = frozenset(
+FALLBACK_EVENTS = frozenset(
     {
         "claim.postponed",
         "memory.plan",
@@ -27,9 +27,9 @@ FALLEN = frozenset(
         "store.lost",
     }
 )
-FALLEN_MAX = 50  # different messages that are kept
-WAITED_S = 0.1  # a shorter wait in all is not mentioned
-WORDS_MAX = 500  # characters of each message
+FALLBACK_MESSAGES_MAX = 50  # different messages that are kept
+SHOWN_WAIT_S_MIN = 0.1  # a shorter wait in all is not mentioned
+MESSAGE_CHARS_MAX = 500  # characters of each message
 
 
 @dataclass(slots=True)
@@ -48,25 +48,21 @@ class RunReport:
     """The figures of one rank's run.
 
     `steps_lost`: steps that the former run had ended and that have to be done again; None: no process is left that
-    knows.
-    `entry_s`: how long entering took. `snapshots`, `missed`: snapshots asked for here that were taken, and that were
-    not.
-    `passed`: due checkpoints that the agent skipped, since no slot was free or the store failed.
-    `waited_s`: how long training waited in saves for a free slot, which depends on the store's speed.
-    `stalls_s`: how long training paused for each snapshot.
-    `staged_bytes`: bytes of this rank's snapshots in this host's memory.
-    `read_bytes`: bytes restored on this rank, by the level they came from.
-    `proven`: what was trusted because this run verified it (hashes, background copies, replicas).
-    `fell_back`: what was not trusted, and why."""
+    knows. `entry_s`: how long entering took. `snapshot_count`, `missed`: snapshots asked for here that were taken, and
+    that were not. `passed`: due checkpoints that the agent skipped, since no slot was free or the store failed.
+    `waited_s`: how long training waited in saves for a free slot, which depends on the store's speed. `stalls_s`: how
+    long training paused for each snapshot. `staged_bytes`: bytes of this rank's snapshots in this host's memory.
+    `read_bytes`: bytes restored on this rank, by the level they came from. `proven`: what was trusted because this run
+    verified it (hashes, background copies, replicas). `fallbacks`: what was not trusted, and why."""
 
     start_step: int = 0
     end_step: int = 0
     restored_from: str = "nothing"
     steps_lost: int | None = None
     entry_s: float = 0.0
-    snapshots: int = 0
-    missed: int = 0
-    passed: int = 0
+    snapshot_count: int = 0
+    missed_snapshots: int = 0
+    skipped_checkpoints: int = 0
     waited_s: float = 0.0
     stalls_s: list[float] = field(default_factory=list)
     staged_bytes: int = 0
@@ -74,13 +70,13 @@ class RunReport:
     committed: CommittedBytes = field(default_factory=CommittedBytes)
     committed_step: int | None = None
     proven: list[str] = field(default_factory=list)
-    fell_back: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
     agent_restarts: int = 0
-    fallen: list[str] = field(default_factory=list)  # messages of fallback events
+    fallback_messages: list[str] = field(default_factory=list)  # messages of fallback events
     # How often each event was repeated without a further warning.
-    repeated: Counter[str] = field(default_factory=Counter)
+    repeat_counts: Counter[str] = field(default_factory=Counter)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """An event sink: counts commits, and remembers fallbacks. Runs on the thread that emits."""
         if event.name == "commit.done":
             self.committed.commits += 1
@@ -88,17 +84,17 @@ class RunReport:
             self.committed.stored_bytes += int(event.data.get("stored_bytes", 0))
             self.committed.referred_bytes += int(event.data.get("referred_bytes", 0))
         elif event.name == "snapshot.passed":
-            self.passed += int(event.data.get("count", 0))
-        elif event.name in REPEATED and not event.loud:
-            self.repeated[event.name] += 1
-        elif event.name in FALLEN and event.loud:
+            self.skipped_checkpoints += int(event.data.get("count", 0))
+        elif event.name in REPEATED_EVENTS and not event.loud:
+            self.repeat_counts[event.name] += 1
+        elif event.name in FALLBACK_EVENTS and event.loud:
             text = event.message.removeprefix("ckpt: ")
-            text = text if len(text) <= WORDS_MAX else f"{text[: WORDS_MAX - 4]} ..."
-            if text not in self.fallen and len(self.fallen) < FALLEN_MAX:
-                self.fallen.append(text)
+            text = text if len(text) <= MESSAGE_CHARS_MAX else f"{text[: MESSAGE_CHARS_MAX - 4]} ..."
+            if text not in self.fallback_messages and len(self.fallback_messages) < FALLBACK_MESSAGES_MAX:
+                self.fallback_messages.append(text)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def measure_wait(self) -> Iterator[None]:
         """Adds the time in the block to `waited_s`."""
         began_s = time.perf_counter()
         try:
@@ -110,7 +106,7 @@ class RunReport:
     def bytes_by_level(self) -> dict[str, int]:
         """What reached each level, and what came from each."""
         found = {f"restored from {level}": count for level, count in sorted(self.read_bytes.items())}
-        if self.snapshots:
+        if self.snapshot_count:
             found["local"] = self.staged_bytes
         if self.committed.commits:
             found["store"] = self.committed.stored_bytes
@@ -124,9 +120,9 @@ class RunReport:
             "restored_from": self.restored_from,
             "steps_lost": self.steps_lost,
             "entry_s": round(self.entry_s, 3),
-            "snapshots": self.snapshots,
-            "missed": self.missed,
-            "passed": self.passed,
+            "snapshots": self.snapshot_count,
+            "missed": self.missed_snapshots,
+            "passed": self.skipped_checkpoints,
             "waited_s": round(self.waited_s, 3),
             "stall_ms_median": round(1e3 * statistics.median(stalls), 3) if stalls else None,
             "stall_ms_max": round(1e3 * stalls[-1], 3) if stalls else None,
@@ -137,9 +133,9 @@ class RunReport:
             "committed_referred_bytes": self.committed.referred_bytes,
             "committed_step": self.committed_step,
             "proven": list(self.proven),
-            "fell_back": list(self.fell_back),
+            "fell_back": list(self.fallbacks),
             "agent_restarts": self.agent_restarts,
-            "repeated": dict(self.repeated),
+            "repeated": dict(self.repeat_counts),
         }
 
     def to_json(self) -> str:
@@ -147,7 +143,7 @@ class RunReport:
 
     def restored_line(self) -> str:
         """One line at the start of a run that goes on, without a line break."""
-        return self._one_line(f"ckpt: {self._began('to redo')}, in {self.entry_s:.2f} s{self._slow_path()}")
+        return self._one_line(f"ckpt: {self._start_text('to redo')}, in {self.entry_s:.2f} s{self._fallbacks_text()}")
 
     def line(self) -> str:
         """One line at the exit, without a line break."""
@@ -156,30 +152,31 @@ class RunReport:
             "nothing is committed" if self.committed_step is None else f"step {self.committed_step} is committed"
         )
         stored = f", {_size(self.committed.stored_bytes)} stored" if self.committed.commits else ""
-        again = [f"{name} {counted(count, 'time')}" for name, count in sorted(self.repeated.items())]
+        again = [f"{name} {format_count(count, 'time')}" for name, count in sorted(self.repeat_counts.items())]
         repeated = f"; repeated: {', '.join(again)}" if again else ""
         return self._one_line(
-            f"ckpt: {self._began('redone')}; {ran}; {self._taken()}; {committed}{stored}{self._slow_path()}{repeated}"
+            f"ckpt: {self._start_text('redone')}; {ran}; {self._snapshots_text()}; "
+            f"{committed}{stored}{self._fallbacks_text()}{repeated}"
         )
 
-    def _began(self, lost_steps: str) -> str:
+    def _start_text(self, lost_steps: str) -> str:
         if self.restored_from == "nothing":
             return f"started at step {self.start_step}"
-        lost = "" if self.steps_lost is None else f", {counted(self.steps_lost, 'step')} {lost_steps}"
+        lost = "" if self.steps_lost is None else f", {format_count(self.steps_lost, 'step')} {lost_steps}"
         return f"{'resumed at' if self.start_step else 'started from'} {self.restored_from}{lost}"
 
-    def _taken(self) -> str:
+    def _snapshots_text(self) -> str:
         stalls = [1e3 * stall for stall in self.stalls_s]
         paused = ""
         if stalls:
             paused = f", training paused {statistics.median(stalls):.1f} ms each (at most {max(stalls):.1f} ms)"
-        missed = f", {self.missed} missed" if self.missed else ""
-        passed = f", {self.passed} passed over" if self.passed else ""
-        waited = f", {self.waited_s:.1f} s of waiting for a free slot" if self.waited_s >= WAITED_S else ""
-        return f"{counted(self.snapshots, 'checkpoint')}{paused}{missed}{passed}{waited}"
+        missed = f", {self.missed_snapshots} missed" if self.missed_snapshots else ""
+        passed = f", {self.skipped_checkpoints} passed over" if self.skipped_checkpoints else ""
+        waited = f", {self.waited_s:.1f} s of waiting for a free slot" if self.waited_s >= SHOWN_WAIT_S_MIN else ""
+        return f"{format_count(self.snapshot_count, 'checkpoint')}{paused}{missed}{passed}{waited}"
 
-    def _slow_path(self) -> str:
-        return f"; slow path: {'; '.join(self.fell_back)}" if self.fell_back else ""
+    def _fallbacks_text(self) -> str:
+        return f"; slow path: {'; '.join(self.fallbacks)}" if self.fallbacks else ""
 
     @staticmethod
     def _one_line(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError, is_from_outside
+from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError, is_injected
 from ckpt.events import Events
 from ckpt.format import values
 from ckpt.format.columns import STRING_BYTES_MAX
@@ -29,9 +29,9 @@ from ckpt.format.record import METRICS_MAX
 from ckpt.layout.layout import Layout
 from ckpt.settings import Settings
 from ckpt.threads import Condition, Tasks
-from ckpt.trainer.link.levels import Level, check_time
+from ckpt.trainer.link.levels import Level, check_timeout
 from ckpt.trainer.link.link import JoinTerms, Link
-from ckpt.trainer.link.slots import Plan, RankSlot, StateOffer, hashes_blob
+from ckpt.trainer.link.slots import Plan, RankSlot, StateOffer, encode_hashes
 from ckpt.trainer.loop.due_saves import SavePatience
 from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.snapshot.replica_tally import ReplicaTally
@@ -39,7 +39,7 @@ from ckpt.trainer.snapshot.samples import Samples, TakenSamples
 from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
 from ckpt.trainer.state import names, state_nodes
 from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 
 NAMES_BYTES_MAX = 32 << 10  # names of all metrics of a save: they have to fit into a message
 MOVES_MIN = 2  # a tensor that has moved so often is reported as a new one at each step
@@ -48,17 +48,17 @@ UNSETTLED_MAX = 3  # a warning after so many missed appointments in a row, each 
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """A snapshot that is being copied into the arena of a slot. The slot is held until the copy is over. `round`: the
-    number of the save attempt. `nth`: the index in the report's `stalls_s`. `stood_s`: how long training stood still
-    before the copy."""
+    """A snapshot that is being copied into the arena of a slot. The slot is held until the copy is over.
+    `attempt_number`: the number of the save attempt. `nth`: the index in the report's `stalls_s`. `stood_s`: how long
+    training stood still before the copy."""
 
-    round: int
-    number: int
+    attempt_number: int
+    slot_number: int
     slot: RankSlot
     plan: Plan
-    tick: Tick
-    nth: int
-    stood_s: float
+    version: Version
+    stall_index: int
+    stall_before_copy_s: float
     snapshot: Snapshot
     shared: bytes
     own: bytes
@@ -70,8 +70,8 @@ class Saver:
     """Owns the link, the walk and the stager thread of one rank. Only the training thread calls its methods, unless
     they say otherwise.
 
-    `link.terms` is set once the epoch is known; before that nothing can be appointed. `settled`: the step after which
-    `walk` was last seen to match the state."""
+    `link.terms` is set once the epoch is known; before that nothing can be appointed. `checked_step`: the step after
+    which `walk` was last seen to match the state."""
 
     def __init__(
         self,
@@ -86,218 +86,222 @@ class Saver:
     ) -> None:
         self.walker = walker
         self.walk: Walk = walker.walk()
-        self.settled = -1
+        self.checked_step = -1
         self.events = events
         self.receipt = receipt
-        self.link = Link(url, settings, events, tasks, self._bind, snapshotter.bindings.unbind, self.quiet)
-        self.link.on_late = self.late
+        self.link = Link(url, settings, events, tasks, self._bind, snapshotter.bindings.unbind, self.wait_for_copies)
+        self.link.on_late = self.report_late
         self._snapshotter = snapshotter
-        self._replicated = replicated
-        self._replicas = ReplicaTally()
+        self._may_have_replicas = replicated
+        self._replica_tally = ReplicaTally()
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
-        self._idle = Condition()
-        self._open: set[Snapshot] = set()  # snapshots that the stager has not finished
-        self.asked: Tick | None = None  # the newest version for which a save was asked
-        self._last: Tick | None = None
+        self._snapshots_changed = Condition()
+        self._open_snapshots: set[Snapshot] = set()  # snapshots that the stager has not finished
+        self.requested_version: Version | None = None  # the newest version for which a save was asked
+        self._newest_taken: Version | None = None
         self._patience = SavePatience()
-        self._kept: _Filling | None = None  # the filling of `last`, without its values
-        self._offered = True  # whether the agent knows the present walk, or will learn it at the join
+        self._last_filling: _Filling | None = None  # the filling of `newest_taken`, without its values
+        self._is_walk_offered = True  # whether the agent knows the present walk, or will learn it at the join
         self._first_steps = 2  # of which the boundary is still to come
-        self._doubted = False  # whether the replica hashes that the agent has may be out of date
+        self._has_stale_hashes = False  # whether the replica hashes that the agent has may be out of date
         self._samples: Samples | None = None  # for the present walk and plan
-        self._moves: Counter[str] = Counter()  # how often each tensor was found in other memory
-        self._unsettled = 0  # missed appointments in a row, since the structure had changed
-        self.thread = threading.current_thread()
-        self.forked = False
+        self._move_counts: Counter[str] = Counter()  # how often each tensor was found in other memory
+        self._unsettled_misses = 0  # missed appointments in a row, since the structure had changed
+        self.training_thread = threading.current_thread()
+        self.is_forked = False
         self._tasks = tasks
 
     def begin(self) -> None:
-        self._tasks.start("stager", self._stage)
+        self._tasks.start("stager", self._run_stager)
 
-    def make_offer(self, tick: Tick, positions: bool = True) -> StateOffer:
+    def make_offer(self, version: Version, positions: bool = True) -> StateOffer:
         """The present walk, as it is described to the agent. It has hashes only if other ranks may hold replicas.
         `positions`: whether loaders are asked for theirs, which is forbidden before they are restored."""
         shared, own = self.walker.values(self.walk, positions)
-        size = sum(map(len, state_nodes.encode(shared, own, self.walk.scan.constants)))
-        hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
-        return StateOffer(self.walk.layout, hashes, tick, size)
+        size = sum(map(len, state_nodes.encode_trees(shared, own, self.walk.scan.constants)))
+        hashes = encode_hashes(hash_walk(self.walk)) if self._may_have_replicas else b""
+        return StateOffer(self.walk.layout, hashes, version, size)
 
-    def doubt(self) -> None:
+    def mark_hashes_stale(self) -> None:
         """Has replicas hashed anew before the next snapshot: tensors that were equal on all ranks may differ from now
         on. That is so after a restore, and after the first step."""
-        self._doubted = self._replicated
+        self._has_stale_hashes = self._may_have_replicas
 
-    def settle(self, tick: Tick) -> bool:
+    def offer_changes(self, version: Version) -> bool:
         """Tells the agent of a changed structure, or of doubted replicas. Returns whether there was anything to tell.
         Tensors of the same names and shapes in other memory need no message: the next snapshot reads them there.
 
         Errors: SaveFailed if the state cannot be saved as it is now."""
         try:
-            if self.walker.changed(self.walk):
-                self._follow(self.walker.walk())
-            self.settled = tick.step
-            if self._offered and not self._doubted:
+            if self.walker.has_changed(self.walk):
+                self._adopt_walk(self.walker.walk())
+            self.checked_step = version.step
+            if self._is_walk_offered and not self._has_stale_hashes:
                 return False
-            self._offered = False
-            self.link.offer(self.make_offer(tick))
+            self._is_walk_offered = False
+            self.link.offer(self.make_offer(version))
         except UsageError as exc:
             raise SaveFailed(f"the state has become one that cannot be saved: {exc}") from exc
         except Exception as exc:
             # An object of the user's has failed in its state_dict().
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
             raise SaveFailed(f"the state could not be read: {type(exc).__name__}: {exc}") from exc
-        self._offered, self._doubted = True, False
+        self._is_walk_offered, self._has_stale_hashes = True, False
         return True
 
-    def save(self, why: str, tick: Tick, metrics: dict[str, float], until_s: float) -> Tick:
+    def save(self, why: str, version: Version, metrics: dict[str, float], until_s: float) -> Version:
         """Asks for a slot together with all ranks, and takes the snapshot. Returns the version that holds the state: at
         the exit it may be an earlier one of the same step, if no rank's state has changed since. `why`: "save", "due"
         (the policy names that step) or "exit". `until_s`: on the monotonic clock. Errors: CkptError."""
-        link, self.asked = self.link, tick
+        link, self.requested_version = self.link, version
         try:
             # An earlier snapshot is reported first: the agent may give its slot to this one.
-            self.quiet(max(1.0, until_s - time.monotonic()))
-            self.settle(tick)
-            same = self._find_same(tick) if why == "exit" else None
+            self.wait_for_copies(max(1.0, until_s - time.monotonic()))
+            self.offer_changes(version)
+            same = self._find_same_version(version) if why == "exit" else None
         except BaseException as exc:
             # At Ctrl-C too: else the other ranks would wait for this one.
-            link.cannot_save(tick, str(exc) or "interrupted")
+            link.report_unsavable(version, str(exc) or "interrupted")
             raise
-        fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
-        link.levels.retry(tick)
+        fields = {"version": str(version), "why": why, "metrics": metrics, "values_bytes": 0}
+        link.levels.forget_failures(version)
         if same is not None:
             fields["same"] = str(same)
-            link.levels.retry(same)
+            link.levels.forget_failures(same)
         try:
-            with self.receipt.waiting():
-                answer = self._ask(fields, until_s)
+            with self.receipt.measure_wait():
+                answer = self._request_save(fields, until_s)
             # `saved`: all ranks have staged this very version already (by an appointment), or the same state before.
-            held = Tick.parse(str(answer["tick"])) if answer["saved"] else tick
+            held = Version.parse(str(answer["version"])) if answer["saved"] else version
             link.levels.expect(held)
-            missed = "" if answer["saved"] else self.take(int(answer["round"]), int(answer["slot"]), tick, metrics)
+            missed = "" if answer["saved"] else self.take(int(answer["attempt"]), int(answer["slot"]), version, metrics)
         except BaseException as exc:
             # Other ranks may ask only now, and another agent. At the exit all ranks ask again.
             if why != "exit" and not isinstance(exc, Superseded):
-                link.cannot_save(tick, str(exc) or "interrupted")
+                link.report_unsavable(version, str(exc) or "interrupted")
             raise
         if missed:
-            raise NotStaged(f"step {tick.step} was not staged: {missed}")
+            raise NotStaged(f"step {version.step} was not staged: {missed}")
         return held
 
-    def _ask(self, fields: dict[str, Any], until_s: float) -> dict[str, Any]:
+    def _request_save(self, fields: dict[str, Any], until_s: float) -> dict[str, Any]:
         """The agent's answer. Errors: CkptError."""
         if fields["why"] == "due":
-            return self._patience.ask(lambda: self.link.ask("save", fields), until_s)
+            return self._patience.request_save(lambda: self.link.start_request("save", fields), until_s)
         return self.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
 
-    def has_moved(self, tick: Tick, until_s: float) -> bool:
+    def has_moved(self, version: Version, until_s: float) -> bool:
         """Whether a snapshot of exactly that version was taken here and the state has changed since. If that is not
         known by `until_s`, on the monotonic clock, it counts as changed."""
-        if self._kept is None or self._kept.tick != tick:
+        if self._last_filling is None or self._last_filling.version != version:
             return False
         try:
-            self.quiet(max(1.0, until_s - time.monotonic()))
-            return self.walker.changed(self.walk) or self._find_same(tick) is None
+            self.wait_for_copies(max(1.0, until_s - time.monotonic()))
+            return self.walker.has_changed(self.walk) or self._find_same_version(version) is None
         except Exception as exc:
             # An object of the user's has failed in its state_dict(): the snapshot will report it.
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
             return True
 
-    def _find_same(self, tick: Tick) -> Tick | None:
+    def _find_same_version(self, version: Version) -> Version | None:
         """The newest version of that step that was taken here, if the state still equals its arena byte for byte: the
         tensors that this rank has staged, and all values. None: there is no such version, or something has changed."""
-        kept = self._kept
-        if kept is None or kept.tick.step != tick.step or self.link.slots.by_number.get(kept.number) is not kept.slot:
+        kept = self._last_filling
+        if (
+            kept is None
+            or kept.version.step != version.step
+            or self.link.slots.by_number.get(kept.slot_number) is not kept.slot
+        ):
             return None
-        if not kept.slot.hold(tick):
+        if not kept.slot.hold(version):
             return None
         try:
-            if not self._snapshotter.bindings.is_bound(kept.number, self.walk, kept.plan.staging):
+            if not self._snapshotter.bindings.is_bound(kept.slot_number, self.walk, kept.plan.staging):
                 return None
-            encoded = state_nodes.encode(*self.walker.values(self.walk), self.walk.scan.constants)
-            same = _digests(*encoded) == (kept.shared, kept.own) and self._snapshotter.is_same(kept.number)
-            return kept.tick if same else None
+            encoded = state_nodes.encode_trees(*self.walker.values(self.walk), self.walk.scan.constants)
+            same = _digests(*encoded) == (kept.shared, kept.own) and self._snapshotter.is_unchanged(kept.slot_number)
+            return kept.version if same else None
         except Exception as exc:
             # As in `has_moved`.
-            if is_from_outside(exc):
+            if is_injected(exc):
                 raise
             return None
         finally:
-            kept.slot.let_go(tick)
+            kept.slot.release(version)
 
-    def wait(self, tick: Tick, level: Level, timeout_s: float | None, why: str = "save") -> None:
+    def wait(self, version: Version, level: Level, timeout_s: float | None, why: str = "save") -> None:
         """Waits until that version has reached `level`. Any thread may call it. `why`: as for `save`. Errors:
         SaveFailed; UsageError."""
-        check_time(timeout_s)
+        check_timeout(timeout_s)
         began_s = time.monotonic()
         # No other thread could end copies that run under the step.
-        if threading.current_thread() is self.thread:
-            self.quiet(timeout_s)
+        if threading.current_thread() is self.training_thread:
+            self.wait_for_copies(timeout_s)
         if level == "store":
-            self.link.want(tick, why)
+            self.link.announce_wait(version, why)
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began_s))
-        self.link.levels.wait(tick, level, left_s)
+        self.link.levels.wait(version, level, left_s)
 
-    def take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float] | None = None) -> str:
-        """Takes the snapshot of `tick` into slot `number`, for save attempt `round_`. Returns why it was not taken; ""
-        if it was."""
+    def take(self, attempt: int, number: int, version: Version, metrics: dict[str, float] | None = None) -> str:
+        """Takes the snapshot of `version` into slot `number`, for save attempt `attempt`. Returns why it was not taken;
+        "" if it was."""
         try:
-            why = self._take(round_, number, tick, metrics or {})
+            why = self._take_into_slot(attempt, number, version, metrics or {})
         except BaseException as exc:
             # The other ranks must not wait for this one.
-            if is_from_outside(exc):
-                self.missed(round_, tick, "interrupted")
+            if is_injected(exc):
+                self.report_missed(attempt, version, "interrupted")
                 raise
             # A save that fails never fails training.
-            why = self._not_staged(tick, exc)
+            why = self._report_not_staged(version, exc)
         if why:
-            self.missed(round_, tick, why)
+            self.report_missed(attempt, version, why)
         return why
 
-    def _take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float]) -> str:
+    def _take_into_slot(self, attempt: int, number: int, version: Version, metrics: dict[str, float]) -> str:
         started_s = time.perf_counter()
         before = self.walk.layout
-        if self.settle(tick):
+        if self.offer_changes(version):
             self._note_unsettled(before)
             return "layout"
-        self._unsettled = 0
+        self._unsettled_misses = 0
         slot, filling, is_under_way = self.link.slots.by_number.get(number), None, False
         if slot is None:
             return "not granted"
         try:
-            if not slot.hold(tick) or slot.plan is None or slot.plan.offered is not self.walk.layout:
+            if not slot.hold(version) or slot.plan is None or slot.plan.offered_layout is not self.walk.layout:
                 return "not granted"
-            filling = self._fill(round_, number, slot, slot.plan, tick, metrics, started_s)
+            filling = self._fill_arena(attempt, number, slot, slot.plan, version, metrics, started_s)
             if filling is None:
-                self.link.offer(self.make_offer(tick))
+                self.link.offer(self.make_offer(version))
                 return "values"
-            self._open.add(filling.snapshot)
+            self._open_snapshots.add(filling.snapshot)
             # Ctrl-C can come before this line, and then only after the stager has the filling.
             is_under_way = True
             self._fillings.put(filling)
             shared, own = _digests(filling.shared, filling.own)
-            self._kept = replace(filling, shared=shared, own=own, about=b"", samples=None)
+            self._last_filling = replace(filling, shared=shared, own=own, about=b"", samples=None)
         finally:
             # Once under way, the stager lets go of the slot.
             if not is_under_way:
                 if filling is not None:
-                    self._open.discard(filling.snapshot)
+                    self._open_snapshots.discard(filling.snapshot)
                 # After a Ctrl-C behind the snapshot nothing may write into the arena any more.
                 self._snapshotter.poll()
-                slot.let_go(tick)
-        self.link.levels.expect(tick)
-        self._last = tick
+                slot.release(version)
+        self.link.levels.expect(version)
+        self._newest_taken = version
         return ""
 
-    def _fill(
+    def _fill_arena(
         self,
-        round_: int,
+        attempt: int,
         number: int,
         slot: RankSlot,
         plan: Plan,
-        tick: Tick,
+        version: Version,
         metrics: dict[str, float],
         started_s: float,
     ) -> _Filling | None:
@@ -306,73 +310,73 @@ class Saver:
         if not self._snapshotter.bindings.is_bound(number, self.walk, plan.staging):
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         trees = self.walker.values(self.walk)
-        if strays := self.walker.strays(self.walk, trees[0]):
+        if strays := self.walker.find_strays(self.walk, trees[0]):
             # The next snapshot can succeed.
-            self._follow(self.walker.walk())
-            self.settle(tick)
+            self._adopt_walk(self.walker.walk())
+            self.offer_changes(version)
             raise SaveFailed(
-                f"{names.some(strays)} came into the state while it was read: between two steps, an object's "
+                f"{names.shorten_names(strays)} came into the state while it was read: between two steps, an object's "
                 "state_dict() has to return the same each time"
             )
-        shared, own = state_nodes.encode(*trees, self.walk.scan.constants)
+        shared, own = state_nodes.encode_trees(*trees, self.walk.scan.constants)
         about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
-        room = slot.arena.values_room(slot.declared, len(plan.staging.frames))
+        room = slot.arena.values_room(slot.declaration_place, len(plan.staging.frames))
         if len(shared) + len(own) + len(about) + 256 > room:
             return None
-        samples = self._sample(tick, plan.declaration.layout) if self._replicated else None
+        samples = self._take_samples(version, plan.declaration.layout) if self._may_have_replicas else None
         slot.arena.begin_fill()
         stood_s = time.perf_counter() - started_s
-        with self.link.standing_still():
+        with self.link.training_paused():
             snapshot = self._snapshotter.take(number)
         stalls_s = self.receipt.stalls_s
         # The stall as known by now; the stager completes it.
         stalls_s.append(time.perf_counter() - started_s)
         nth = len(stalls_s) - 1
-        return _Filling(round_, number, slot, plan, tick, nth, stood_s, snapshot, shared, own, about, samples)
+        return _Filling(attempt, number, slot, plan, version, nth, stood_s, snapshot, shared, own, about, samples)
 
-    def late(self, round_: int, step: int) -> None:
+    def report_late(self, attempt: int, step: int) -> None:
         """Answers an appointment whose version has passed."""
-        self.missed(round_, Tick(step), "late")
+        self.report_missed(attempt, Version(step), "late")
 
-    def missed(self, round_: int, tick: Tick, why: str, updates: tuple[int, int] | None = None) -> None:
+    def report_missed(self, attempt: int, version: Version, why: str, updates: tuple[int, int] | None = None) -> None:
         """Answers an appointment that is not kept. `updates`: if the snapshot has to wait for a step with an update:
         the newest such step, and the number of steps from one to the next."""
-        self.receipt.missed += 1
-        about = {"round": round_, "tick": str(tick), "why": why[:500]}
+        self.receipt.missed_snapshots += 1
+        about = {"attempt": attempt, "version": str(version), "why": why[:500]}
         self.link.report("missed", about if updates is None else {**about, "updates": updates})
 
-    def boundary(self, step: int) -> None:
+    def note_boundary(self, step: int) -> None:
         """Notes that `step` has ended: copies that ran under the step are checked and finished."""
-        self._snapshotter.boundary()
+        self._snapshotter.note_boundary()
         # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ. The walk
         # after the second one says which optimizers are not saved. All ranks ask their objects at the same boundaries.
         if self._first_steps:
             if self._first_steps == 2:
-                self.doubt()
+                self.mark_hashes_stale()
             self._first_steps -= 1
             # The next snapshot reports a failure.
             with contextlib.suppress(SaveFailed):
-                self.settle(Tick(step))
+                self.offer_changes(Version(step))
 
-    def quiet(self, timeout_s: float | None = None) -> None:
+    def wait_for_copies(self, timeout_s: float | None = None) -> None:
         """Waits until no snapshot is being copied into an arena. On the training thread it ends the copy itself; on
         another thread it waits until the training thread comes to its next boundary. Errors: SaveFailed after
         timeout_s."""
-        if threading.current_thread() is self.thread:
+        if threading.current_thread() is self.training_thread:
             self._snapshotter.poll()
-        with self._idle:
-            if not self._idle.wait_for(lambda: not self._open, timeout_s):
+        with self._snapshots_changed:
+            if not self._snapshots_changed.wait_for(lambda: not self._open_snapshots, timeout_s):
                 raise SaveFailed(f"the copy of an earlier snapshot did not end within {timeout_s:.4g} s")
 
     @property
-    def is_looking(self) -> bool:
+    def is_ending_copy(self) -> bool:
         """Whether the calling training thread is in the middle of ending a copy, as in a signal handler."""
-        return self._snapshotter.is_looking
+        return self._snapshotter.is_ending_copy
 
     @property
-    def last(self) -> Tick | None:
+    def newest_taken(self) -> Version | None:
         """The newest version that was taken here, whatever became of it."""
-        return self._last
+        return self._newest_taken
 
     def poll(self) -> None:
         """Ends copies that run under the step, and promises nothing about what comes next."""
@@ -382,12 +386,12 @@ class Saver:
         """Waits for copies that run under the step, before a change by hand."""
         self._snapshotter.fence()
 
-    def prove(self, receipt: RunReport) -> None:
+    def fill_report(self, receipt: RunReport) -> None:
         """Puts into the report what was verified in this run, and what was not and why."""
         hashed = ["the hashes of all frames read"] if receipt.read_bytes else []
-        receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replicas.proven()]
-        found = self._snapshotter.fell_back(), self._replicas.fell_back(), self._moving()
-        receipt.fell_back = [*itertools.chain(*found), *receipt.fallen]
+        receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replica_tally.proven()]
+        found = self._snapshotter.fallbacks(), self._replica_tally.fallbacks(), self._moving_tensors()
+        receipt.fallbacks = [*itertools.chain(*found), *receipt.fallback_messages]
 
     def close(self) -> None:
         """Lets running copies into the arenas finish, then ends the stager, the copies and the link. May be called
@@ -397,137 +401,145 @@ class Saver:
             ends.callback(self.link.close)
             ends.callback(self._snapshotter.close)
             ends.callback(self._fillings.put, None)
-            self.quiet()
+            self.wait_for_copies()
 
     def abandon_in_child(self) -> None:
         """In a forked child: lets go of what belongs to the parent."""
-        self.forked = True
+        self.is_forked = True
         self.link.abandon_in_child()
 
     # -- inside
 
-    def _follow(self, walk: Walk) -> None:
+    def _adopt_walk(self, walk: Walk) -> None:
         """Takes over a new walk: the state has another structure, or lies in other memory. With the same structure the
         granted slots stay valid; else the state has to be offered anew. It also is if a tensor that other ranks may
         hold too has moved for the first time: it may differ from now on (`load_state_dict` on one rank only)."""
         before = self.walk
-        moved = _moved(before, walk)
-        alike = walk.layout == before.layout and walk.replica == before.replica
-        shared = {entry.name for entry, replica in zip(walk.layout.entries, walk.replica, strict=True) if replica}
-        if not alike or (self._replicated and not moved & shared <= self._moves.keys()):
-            self._offered = False
+        moved = _find_moved(before, walk)
+        alike = walk.layout == before.layout and walk.may_have_replicas == before.may_have_replicas
+        shared = {
+            entry.name for entry, replica in zip(walk.layout.entries, walk.may_have_replicas, strict=True) if replica
+        }
+        if not alike or (self._may_have_replicas and not moved & shared <= self._move_counts.keys()):
+            self._is_walk_offered = False
         self.walk = replace(walk, layout=before.layout) if alike else walk
-        self._moves.update(moved)
+        self._move_counts.update(moved)
 
     def _note_unsettled(self, before: Layout) -> None:
         """Counts appointments in a row that were missed since the structure had changed, and warns once. `before`: the
         structure at the former appointment."""
-        self._unsettled = self._unsettled + 1 if self.walk.layout is not before else 0
-        if self._unsettled == UNSETTLED_MAX:
-            changed = names.some(sorted({e.name for e in set(self.walk.layout.entries) ^ set(before.entries)}))
+        self._unsettled_misses = self._unsettled_misses + 1 if self.walk.layout is not before else 0
+        if self._unsettled_misses == UNSETTLED_MAX:
+            changed = names.shorten_names(sorted({e.name for e in set(self.walk.layout.entries) ^ set(before.entries)}))
             text = f"ckpt: no checkpoint is taken while the structure of the state changes each time ({changed}). Keep "
             text += "the shapes and the number of its tensors, or call ck.save(), which waits"
             self.events.emit("state.unsettled", text, loud=True)
 
-    def _moving(self) -> list[str]:
+    def _moving_tensors(self) -> list[str]:
         """The tensors that move at each snapshot, in words."""
-        moving = sorted(name for name, count in self._moves.items() if count >= MOVES_MIN)
-        return [f"{names.some(moving)} found in other memory at each snapshot, and read anew"] if moving else []
+        moving = sorted(name for name, count in self._move_counts.items() if count >= MOVES_MIN)
+        return (
+            [f"{names.shorten_names(moving)} found in other memory at each snapshot, and read anew"] if moving else []
+        )
 
     def _bind(self, number: int, plan: Plan, data: memoryview) -> None:
         """Prepares copies of the state, as it lies now, into a slot. If the structure has changed the plan is out of
         date, and nothing is bound. Since the state may also move, the training thread checks before each snapshot."""
         walk = self.walk
-        if walk.layout is plan.offered:
+        if walk.layout is plan.offered_layout:
             self._snapshotter.bindings.bind(number, walk, plan.staging, data)
-            if self._replicated:
+            if self._may_have_replicas:
                 # Prepared here, and not while training stands still.
-                self._samples_of(walk, plan.declaration.layout)
+                self._get_samples(walk, plan.declaration.layout)
 
-    def _sample(self, tick: Tick, layout: Layout) -> TakenSamples | None:
+    def _take_samples(self, version: Version, layout: Layout) -> TakenSamples | None:
         """A few elements of the tensors that other ranks should hold alike, at the boundary; the same elements on all
         ranks."""
-        samples = self._samples_of(self.walk, layout)
+        samples = self._get_samples(self.walk, layout)
         # A checksum scatters the choice: saved steps have common factors.
-        return samples.take(zlib.crc32(str(tick).encode()))
+        return samples.take(zlib.crc32(str(version).encode()))
 
-    def _samples_of(self, walk: Walk, layout: Layout) -> Samples:
+    def _get_samples(self, walk: Walk, layout: Layout) -> Samples:
         known = self._samples
         if known is None or known.walk is not walk or known.layout is not layout:
             known = self._samples = Samples(walk, layout)
         return known
 
-    def _stage(self) -> None:
+    def _run_stager(self) -> None:
         while (filling := self._fillings.get()) is not None:
-            with self._closing(filling.snapshot):
+            with self._closing_snapshot(filling.snapshot):
                 try:
-                    self._finish(filling)
+                    self._finish_filling(filling)
                 except Exception as exc:
                     # This thread goes on, and the save attempt is answered.
-                    self.missed(filling.round, filling.tick, self._not_staged(filling.tick, exc))
+                    self.report_missed(
+                        filling.attempt_number, filling.version, self._report_not_staged(filling.version, exc)
+                    )
 
     @contextlib.contextmanager
-    def _closing(self, snapshot: Snapshot) -> Iterator[None]:
+    def _closing_snapshot(self, snapshot: Snapshot) -> Iterator[None]:
         try:
             yield
         finally:
-            with self._idle:
-                self._open.discard(snapshot)
-                self._idle.notify_all()
+            with self._snapshots_changed:
+                self._open_snapshots.discard(snapshot)
+                self._snapshots_changed.notify_all()
 
-    def _finish(self, filling: _Filling) -> None:
+    def _finish_filling(self, filling: _Filling) -> None:
         try:
             filling.snapshot.wait()
-            stall_s = self.receipt.stalls_s[filling.nth] = filling.stood_s + filling.snapshot.stall_s
-            why = filling.snapshot.abandoned or ""
+            stall_s = self.receipt.stalls_s[filling.stall_index] = (
+                filling.stall_before_copy_s + filling.snapshot.stall_s
+            )
+            why = filling.snapshot.abandon_reason or ""
             if not why and self.link.terms is not None:
-                why = self._seal(filling, self.link.terms)
+                why = self._seal_arena(filling, self.link.terms)
         finally:
             # Before the report: the agent may appoint the slot again at once.
-            filling.slot.let_go(filling.tick)
+            filling.slot.release(filling.version)
         if why:
-            self.receipt.missed += 1
-            self.link.levels.put(filling.tick, "local", False, why)
+            self.receipt.missed_snapshots += 1
+            self.link.levels.record(filling.version, "local", False, why)
         else:
-            self.receipt.snapshots += 1
+            self.receipt.snapshot_count += 1
             values_bytes = len(filling.shared) + len(filling.own) + len(filling.about)
             self.receipt.staged_bytes += filling.plan.staging.data_bytes + values_bytes
-            self._replicas.note(filling.plan.declaration)
+            self._replica_tally.note_declaration(filling.plan.declaration)
         self.link.report(
             "staged",
             {
-                "round": filling.round,
-                "tick": str(filling.tick),
-                "slot": filling.number,
+                "attempt": filling.attempt_number,
+                "version": str(filling.version),
+                "slot": filling.slot_number,
                 "division": filling.plan.declaration.division,
                 "stall_s": stall_s,
-                "lazy": filling.snapshot.lazy,
+                "lazy": filling.snapshot.is_deferred,
                 "why": why,
                 **(filling.samples.fields() if filling.samples is not None else {}),
             },
         )
 
-    def _seal(self, filling: _Filling, terms: JoinTerms) -> str:
-        identity = Identity(Epoch.parse(terms.epoch), filling.tick)
+    def _seal_arena(self, filling: _Filling, terms: JoinTerms) -> str:
+        identity = Identity(Epoch.parse(terms.epoch), filling.version)
         try:
             filling.slot.arena.seal(
                 identity,
                 terms.rank,
                 terms.world,
                 filling.plan.staging.data_bytes,
-                filling.slot.declared,
+                filling.slot.declaration_place,
                 filling.shared,
                 filling.own,
                 filling.about,
             )
         except CkptError as exc:
-            return self._not_staged(filling.tick, exc)
+            return self._report_not_staged(filling.version, exc)
         return ""
 
-    def _not_staged(self, tick: Tick, error: BaseException) -> str:
+    def _report_not_staged(self, version: Version, error: BaseException) -> str:
         """Emits an event that the step was not staged. Returns the reason in words."""
         why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
-        self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
+        self.events.emit("snapshot.failed", f"ckpt: step {version.step} was not staged: {why}", loud=True)
         return why
 
 
@@ -535,7 +547,7 @@ def _digests(shared: bytes, own: bytes) -> tuple[bytes, bytes]:
     return xxhash.xxh3_128_digest(shared), xxhash.xxh3_128_digest(own)
 
 
-def _moved(before: Walk, now: Walk) -> set[str]:
+def _find_moved(before: Walk, now: Walk) -> set[str]:
     """The names of tensors that exist in both walks, in different memory. Both walks keep their tensors alive, so that
     equal addresses mean the same memory."""
     places = dict(zip((entry.name for entry in before.layout.entries), before.tensors, strict=True))

@@ -19,25 +19,25 @@ from typing import Any
 from ckpt.errors import AgentError, CkptError, CommitFailed, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.ipc import outcome_file
-from ckpt.ipc.client import places
-from ckpt.ipc.notice_sources import FORMER, SIGNAL
-from ckpt.preemption.notice import Notice, Word
+from ckpt.ipc.client import make_agent_paths
+from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
+from ckpt.preemption.notice import Notice, NoticeChange
 from ckpt.preemption.signals import Signals
 from ckpt.settings import Settings
 from ckpt.threads import Condition, Flag, Tasks
-from ckpt.trainer.link.link import End, Link
-from ckpt.types import Tick
+from ckpt.trainer.link.link import EndOrder, Link
+from ckpt.types import Version
 
-NOTICE_CODE = 143
+NOTICE_EXIT_CODE = 143
 RESERVE_S = 1.0  # kept before a deadline, for the interpreter to end
-AGAIN_S = 0.2  # between attempts to reach an agent
-TELL_S = 10.0
-LEAST_S = 1.0  # the shortest wait for an agent's answer
+RETRY_INTERVAL_S = 0.2  # between attempts to reach an agent
+NOTICE_TIMEOUT_S = 10.0
+ANSWER_S_MIN = 1.0  # the shortest wait for an agent's answer
 
 
 class Shutdown:
-    """`begin` and `close` are for the training thread. Signals are heard only if that is the main thread of the
-    process. `leave_by_s`: when this rank must be gone, on the monotonic clock; inf if there is no deadline."""
+    """`start_listening` and `close` are for the training thread. Signals are heard only if that is the main thread of
+    the process. `leave_by_s`: when this rank must be gone, on the monotonic clock; inf if there is no deadline."""
 
     def __init__(self, link: Link, tasks: Tasks, events: Events, settings: Settings) -> None:
         self.leave_by_s = math.inf
@@ -47,22 +47,24 @@ class Shutdown:
         self._settings = settings
         self._restart_follows = settings.restarts_left > 0
         self._signals: Signals | None = None
-        self._came: dict[str, float] = {}  # the deadline of each signal that came, by its name, on the monotonic clock
-        self._stop = Flag()  # ends only the listening; other threads of `tasks` may still be needed
+        self._signal_deadlines: dict[
+            str, float
+        ] = {}  # the deadline of each signal that came, by its name, on the monotonic clock
+        self._stop_listening = Flag()  # ends only the listening; other threads of `tasks` may still be needed
         self._changed = Condition()
-        self._at_work = False  # whether the thread of `_run` exists
-        self._exiting = False
-        self._told_to_leave = False
-        self._closed = False
-        self._leaving = threading.Lock()  # the agent answers only one request to leave per rank
+        self._is_running = False  # whether the thread of `_watch_deadline` exists
+        self._is_exiting = False
+        self._must_leave = False
+        self._is_closed = False
+        self._leave_lock = threading.Lock()  # the agent answers only one request to leave per rank
 
-    def begin(self) -> None:
+    def start_listening(self) -> None:
         """Starts to listen for signals (unless notices are off), and for what the agent says of the end."""
         self._link.on_end = self._on_end
-        self._link.on_leave_by = self._on_leave_by
+        self._link.on_deadline = self._on_deadline
         if self._settings.notices == "off":
             return
-        warnings_s = dict.fromkeys(self._settings.warnings, self._settings.sigusr1_s)
+        warnings_s = dict.fromkeys(self._settings.warning_signals, self._settings.sigusr1_s)
         leads_s = {signal.SIGTERM: self._settings.sigterm_s, **warnings_s}
         signals = self._signals = Signals(leads_s, events=self._events)
         try:
@@ -72,62 +74,62 @@ class Shutdown:
             text = f"ckpt: {', '.join(each.name for each in leads_s)} are not taken for notices: {exc}"
             self._events.emit("signals.unheard", text, loud=True)
             return
-        self._tasks.start("signals", lambda: signals.listen(self._stop, self._on_signal, self._on_repeat))
+        self._tasks.start("signals", lambda: signals.listen(self._stop_listening, self._on_signal, self._on_repeat))
 
-    def held(self, round_: int) -> bool:
+    def wait_for_verdict(self, attempt: int) -> bool:
         """Waits for the verdict on the last appointment. Returns whether to leave. The wait has no time-out: the other
         ranks may have left, so a held rank never goes on by itself."""
-        leave, by_s = self._verdict(round_)
+        leave, by_s = self._request_verdict(attempt)
         if not leave:
             return False
         if by_s is not None:
-            self._told_to_leave = True
-            self._bring_forward(by_s)
+            self._must_leave = True
+            self._advance_deadline(by_s)
         # These signals were acted on, and are not delivered again.
         if self._signals is not None:
-            for number in (signal.SIGTERM, *self._settings.warnings):
+            for number in (signal.SIGTERM, *self._settings.warning_signals):
                 self._signals.consume(number)
         return True
 
-    def _verdict(self, round_: int) -> tuple[bool, float | None]:
+    def _request_verdict(self, attempt: int) -> tuple[bool, float | None]:
         """(whether to leave, the deadline). An agent that dies has told no rank to leave, or has written on the control
         page that it did. The next agent knows nothing of that save attempt, and answers: go on. If no agent comes any
         more, ranks on other nodes may have been told to leave. The job is broken then, and this rank's state is staged:
         it leaves."""
         while True:
             try:
-                said = self._link.request("held", {"round": round_}, None).fields
+                said = self._link.request("held", {"attempt": attempt}, None).fields
             except AgentError:
-                if self._link.is_verdict(round_):
+                if self._link.has_leave_verdict(attempt):
                     return True, math.inf  # the deadline is lost with the agent
-                while not self._link.is_back:
+                while not self._link.is_rejoined:
                     if self._link.is_given_up:
                         terms = self._link.terms
                         return (True, math.inf) if terms is not None and len(terms.nodes) > 1 else (False, None)
-                    self._tasks.stopping.wait(AGAIN_S)
+                    self._tasks.stopping.wait(RETRY_INTERVAL_S)
             else:
                 return bool(said["leave"]), said.get("by_s")
 
-    def exits(self, exit_s: float) -> float:
+    def begin_exit(self, exit_s: float) -> float:
         """Notes that the training thread is at the end of the block. Returns until when it may wait there, on the
         monotonic clock."""
         with self._changed:
-            self._exiting = True
+            self._is_exiting = True
         return min(time.monotonic() + exit_s, self.leave_by_s - RESERVE_S)
 
     def finish_early(self, exit_s: float) -> CkptError | None:
         """Lets running saves finish, after an exception has left the block. Returns the failure, if any."""
         began_s = time.monotonic()
-        until_s = self.exits(exit_s)
-        if self._restart_follows and not self._told_to_leave:
+        until_s = self.begin_exit(exit_s)
+        if self._restart_follows and not self._must_leave:
             # The agent goes on without this rank, and a restart must not be delayed.
             return None
-        if self._link.levels.are_open:
+        if self._link.levels.has_pending_versions:
             left_s = max(0.0, until_s - time.monotonic())
             bound = "the notice's deadline" if until_s < began_s + exit_s else "ckpt.Limits(exit_s=)"
             text = f"ckpt: waiting up to {left_s:.0f} s for what is being saved (by {bound})"
             self._events.emit("exit.waiting", text, loud=True)
-        return self.leave("notice" if self._told_to_leave else "exception", until_s)
+        return self.leave("notice" if self._must_leave else "exception", until_s)
 
     def leave(self, outcome: str, until_s: float) -> CkptError | None:
         """Tells the agent that this rank leaves, and waits for running saves. Returns the failure if something did not
@@ -135,8 +137,8 @@ class Shutdown:
         try:
             if outcome == "notice":
                 # If the other thread holds the lock, it ends the process, and this wait never returns.
-                with self._leaving:
-                    said = self._leave_saved("", until_s)
+                with self._leave_lock:
+                    said = self._leave_after_notice("", until_s)
             else:
                 said = self._link.leave(outcome, max(1.0, until_s - time.monotonic())).fields
         except CkptError as exc:
@@ -144,35 +146,37 @@ class Shutdown:
         error = said.get("error")
         return SaveFailed(str(error)) if outcome != "normal" and error else None
 
-    def unsaved(self, tick: Tick, failure: CkptError) -> CommitFailed | None:
-        """The error to raise if the wait for `tick` ended with `failure`; None if the version is in the store all the
-        same."""
+    def unsaved_error(self, version: Version, failure: CkptError) -> CommitFailed | None:
+        """The error to raise if the wait for `version` ended with `failure`; None if the version is in the store all
+        the same."""
         levels = self._link.levels
         newest = levels.newest("store")
-        if newest is not None and newest >= tick:
+        if newest is not None and newest >= version:
             return None
         text = str(failure)
-        if self._link.has_agent and levels.is_staged(tick) and (keeps_s := self._settings.orphan_s):
+        if self._link.has_agent and levels.is_staged(version) and (keeps_s := self._settings.orphan_s):
             text += (
-                f". This host's memory keeps step {tick.step}: the agent goes on trying for {keeps_s / 60:.3g} min "
+                f". This host's memory keeps step {version.step}: the agent goes on trying for {keeps_s / 60:.3g} min "
                 "(12 times CKPT_LINGER_S), and a start on this host goes on from that step"
             )
         return CommitFailed(text)
 
-    def _leave_saved(self, why: str, until_s: float) -> dict[str, Any]:
+    def _leave_after_notice(self, why: str, until_s: float) -> dict[str, Any]:
         """The agent's answer to a leave after a notice. If there is no agent any more, rank 0 writes the outcome file
         itself."""
         by_s = self.leave_by_s if self.leave_by_s < math.inf else until_s
         try:
-            return self._link.leave_saved(why, max(until_s, time.monotonic() + LEAST_S), by_s, self._names()).fields
+            return self._link.leave_after_notice(
+                why, max(until_s, time.monotonic() + ANSWER_S_MIN), by_s, self._notice_names()
+            ).fields
         except AgentError as exc:
             if not self._link.has_agent:
                 self._write_outcome(why, by_s - time.monotonic(), exc)
             raise
 
-    def _names(self) -> list[str]:
+    def _notice_names(self) -> list[str]:
         """The notices that came here, named as in an outcome."""
-        return sorted(f"{SIGNAL} {key}" for key in self._came)
+        return sorted(f"{SIGNAL_SOURCE} {key}" for key in self._signal_deadlines)
 
     def _write_outcome(self, why: str, left_s: float, error: AgentError) -> None:
         terms, newest = self._link.terms, self._link.levels.newest("store")
@@ -182,9 +186,9 @@ class Shutdown:
         body = {
             "how": "ended" if why else "left",
             "why": why,
-            "notices": self._names() or [FORMER],
+            "notices": self._notice_names() or [FORMER_NOTICE],
             "level": "none" if newest is None else "store",
-            "tick": str(newest) if newest is not None else None,
+            "version": str(newest) if newest is not None else None,
             "step": step,
             "committed_step": step,
             "peer_step": None,
@@ -193,18 +197,18 @@ class Shutdown:
         }
         try:
             path = self._settings.outcome_file
-            path = path or places(self._link.url, self._settings).socket.with_suffix(".outcome.json")
-            outcome_file.write(path, terms.epoch, terms.launch, body)
+            path = path or make_agent_paths(self._link.url, self._settings).socket.with_suffix(".outcome.json")
+            outcome_file.write_outcome(path, terms.epoch, terms.launch, body)
         except (OSError, CkptError) as exc:
             self._events.emit("outcome.failed", f"ckpt: what was saved could not be written: {exc}", loud=True, **body)
-        self._events.emit("notice.outcome", outcome_file.text_of(body), loud=True, **body)
+        self._events.emit("notice.outcome", outcome_file.describe_outcome(body), loud=True, **body)
 
     def end_threads(self) -> None:
         """Ends the threads of this object, before their owner waits for them."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
-        self._stop.set()
+        self._stop_listening.set()
         if self._signals is not None:
             self._signals.wake()
 
@@ -217,93 +221,98 @@ class Shutdown:
 
     # -- threads
 
-    def _on_signal(self, word: Word) -> None:
+    def _on_signal(self, word: NoticeChange) -> None:
         if not isinstance(word, Notice):
             return
-        if self._signals is not None and (number := signal.Signals[word.key]) in self._settings.warnings:
+        if self._signals is not None and (number := signal.Signals[word.key]) in self._settings.warning_signals:
             # The signal has no other meaning, so it is not delivered again.
             self._signals.consume(number)
-        by_s = time.monotonic() + word.left_s
-        self._bring_forward(by_s)
+        by_s = time.monotonic() + word.remaining_s
+        self._advance_deadline(by_s)
         with self._changed:
-            self._came[word.key] = by_s
-        self._attend()
+            self._signal_deadlines[word.key] = by_s
+        self._wake_thread()
 
     def _on_repeat(self, number: signal.Signals) -> None:
         _end_process(f"{number.name} came again")
 
-    def _on_end(self, end: End) -> None:
+    def _on_end(self, end: EndOrder) -> None:
         """The agent says that no boundary can be expected. Runs on the thread that reads the socket."""
-        self._bring_forward(end.by_s)
-        self._attend()
+        self._advance_deadline(end.deadline_s)
+        self._wake_thread()
 
-    def _on_leave_by(self, by_s: float) -> None:
+    def _on_deadline(self, by_s: float) -> None:
         """The agent gives a deadline. Runs on the thread that reads the socket. The training thread may already be in a
         longer wait."""
-        self._bring_forward(by_s)
-        self._attend()
+        self._advance_deadline(by_s)
+        self._wake_thread()
 
-    def _bring_forward(self, by_s: float) -> None:
+    def _advance_deadline(self, by_s: float) -> None:
         with self._changed:
             self.leave_by_s = min(self.leave_by_s, by_s)
             self._changed.notify_all()
 
-    def _attend(self) -> None:
+    def _wake_thread(self) -> None:
         with self._changed:
             self._changed.notify_all()
-            if self._at_work or self._closed:
+            if self._is_running or self._is_closed:
                 return
-            self._at_work = True
+            self._is_running = True
         # `tasks` may be closed meanwhile.
         with contextlib.suppress(CkptError):
-            self._tasks.start("parting", self._run)
+            self._tasks.start("parting", self._watch_deadline)
 
-    def _run(self) -> None:
+    def _watch_deadline(self) -> None:
         """Tells the agent of the signals that came, again after its restart. Ends the process when the agent says so,
         or at the deadline."""
         heard = (-1, 0)  # restarts of the agent when it was last told, and how many signals it was told of
         while True:
             with self._changed:
-                came, by_s, exiting, closed = dict(self._came), self.leave_by_s, self._exiting, self._closed
-                end = self._link.end
+                came, by_s, exiting, closed = (
+                    dict(self._signal_deadlines),
+                    self.leave_by_s,
+                    self._is_exiting,
+                    self._is_closed,
+                )
+                end = self._link.end_order
             if closed:
                 return
-            if end is not None and not (end.wait and exiting):
-                self._end_here(end)
+            if end is not None and not (end.is_after_saves and exiting):
+                self._end_as_ordered(end)
             left_s = by_s - RESERVE_S - time.monotonic()
             if left_s <= 0:
                 _end_process("the deadline has come")
-            if heard != (self._link.restarts, len(came)):
-                heard = self._tell(came, heard)
+            if heard != (self._link.agent_restarts, len(came)):
+                heard = self._send_notices(came, heard)
             with self._changed:
-                if not self._closed and self._link.end is end and len(self._came) == len(came):
-                    self._changed.wait(min(max(left_s, 0.0), AGAIN_S))
+                if not self._is_closed and self._link.end_order is end and len(self._signal_deadlines) == len(came):
+                    self._changed.wait(min(max(left_s, 0.0), RETRY_INTERVAL_S))
 
-    def _tell(self, came: dict[str, float], heard: tuple[int, int]) -> tuple[int, int]:
-        restarts = self._link.restarts
+    def _send_notices(self, came: dict[str, float], heard: tuple[int, int]) -> tuple[int, int]:
+        restarts = self._link.agent_restarts
         try:
             for key, by_s in came.items():
                 # Seconds that are left, since clocks of hosts differ.
                 told = {"key": key, "left_s": by_s - time.monotonic()}
-                self._link.request("notice", told, TELL_S)
+                self._link.request("notice", told, NOTICE_TIMEOUT_S)
         except CkptError:
             # There is no agent just now.
             return heard
         return restarts, len(came)
 
-    def _end_here(self, end: End) -> None:
-        if end.wait and not self._restart_follows:
-            with self._leaving, contextlib.suppress(CkptError):
-                if self._exiting:
+    def _end_as_ordered(self, end: EndOrder) -> None:
+        if end.is_after_saves and not self._restart_follows:
+            with self._leave_lock, contextlib.suppress(CkptError):
+                if self._is_exiting:
                     # The training thread came to the end of the block meanwhile, and has waited.
                     return
-                self._leave_saved(end.why, self.leave_by_s - RESERVE_S)
-                _end_process(end.why)
-        _end_process(end.why)
+                self._leave_after_notice(end.reason, self.leave_by_s - RESERVE_S)
+                _end_process(end.reason)
+        _end_process(end.reason)
 
 
 def _end_process(why: str) -> None:
     """Ends the process at once, whatever other threads do and hold. Nothing here may wait for a lock."""
     with contextlib.suppress(OSError):
         os.write(2, f"ckpt: leaving at once: {why}\n".encode(errors="replace"))
-    os._exit(NOTICE_CODE)
+    os._exit(NOTICE_EXIT_CODE)

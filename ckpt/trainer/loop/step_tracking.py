@@ -16,97 +16,103 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ckpt.errors import is_from_outside
+from ckpt.errors import is_injected
 from ckpt.events import Events
 from ckpt.trainer.loop.gradients import Gradients
 from ckpt.trainer.loop.unregistered_optimizers import UnregisteredOptimizers, find_held
-from ckpt.trainer.loop.weights import Weights, are_alike
-from ckpt.trainer.snapshot.deferred_copy import owns_any, params_of
+from ckpt.trainer.loop.weights import Weights, are_equal_glances
+from ckpt.trainer.snapshot.deferred_copy import owns_any_storage, params_of
 from ckpt.trainer.state import value_trees
-from ckpt.trainer.state.shard import storages
+from ckpt.trainer.state.shard import storage_addresses
 from ckpt.trainer.state.state_nodes import ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.state.state_walk import Walk
 
 T = TypeVar("T")
-HELD_MAX = 1000  # a longer collection holds data, and is not searched for optimizers
+SEARCHED_ITEMS_MAX = 1000  # a longer collection holds data, and is not searched for optimizers
 
 
 class StepTracking:
-    """Counts the steps of optimizers, from `begin` to `close`. `walk()`: the present walk. These optimizers count:
+    """Counts the steps of optimizers, from `begin` to `close`. `walk()`: the present walk. These optimizers
+    count:
     - those in `state`;
     - those that own a tensor of the state, inside wrappers or not registered;
     - those that an object in the state holds and saves copies of.
 
     Facts since the last boundary:
-    - `ended`: how many steps have ended; `fenced`: whether changes by hand were announced;
+    - `finished_updates`: how many steps have ended; `is_fenced`: whether changes by hand were announced;
     - `collected`: what each of `scalers` was collecting for one step, as of the boundary;
-    - `elsewhere`: an optimizer that has stepped and owns nothing of the state, while none that counts has or was to.
+    - `foreign_optimizer`: an optimizer that has stepped and owns nothing of the state, while none that counts has or
+      was to.
 
-    `by_hand`: no optimizer that counts has ever stepped, so updates are made by hand. `is_idle`: `note` has nothing to
-    do before the next update. The hooks run after those that wait for a copy, and after the user's own: an exception in
-    those has changed nothing."""
+    `has_manual_updates`: no optimizer that counts has ever stepped, so updates are made by hand. `is_idle`:
+    `note_step_end` has nothing to do before the next update. The hooks run after those that wait for a copy, and after
+    the user's own: an exception in those has changed nothing."""
 
     def __init__(self, state: dict[str, Any], walk: Callable[[], Walk], events: Events) -> None:
-        self.ended = 0
-        self.fenced = False
-        self.by_hand = True
+        self.finished_updates = 0
+        self.is_fenced = False
+        self.has_manual_updates = True
         self.is_idle = False
-        self.elsewhere: Optimizer | None = None
+        self.foreign_optimizer: Optimizer | None = None
         self.scalers: Sequence[GradScaler] = ()
-        self.collected: Sequence[object] = ()
-        self.strangers = UnregisteredOptimizers(events)
-        self.weights = Weights(self._walked)
+        self.scaler_states: Sequence[object] = ()
+        self.unregistered = UnregisteredOptimizers(events)
+        self.weights = Weights(self._walked_parts)
         self.gradients = Gradients(
             lambda: [view.optimizer for view in walk().scan.views.values()],
-            lambda: self.by_hand and not are_alike(self._first, self.weights.glance()),
+            lambda: self.has_manual_updates and not are_equal_glances(self._first_glance, self.weights.glance()),
         )
         self._state = state
         self._walk = walk
         self._events = events
-        self._said_torn = self._said_elsewhere = self._said_waiting = self._said_swapped = False
+        self._has_reported_torn = self._has_reported_foreign = self._has_reported_waiting = (
+            self._has_reported_swapped
+        ) = False
         # Weak references: what has left the state is freed, even if no optimizer steps any more.
-        self._followed: ref[Walk] | None = None
-        self._followed_parts: list[ref[Optimizer | nn.Module]] = []
+        self._adopted_walk: ref[Walk] | None = None
+        self._adopted_parts: list[ref[Optimizer | nn.Module]] = []
         self._storages: frozenset[int] = frozenset()
         self._hooks: list[RemovableHandle] = []
         # By id, since some optimizers have no hash or equal others: whether each one's steps count.
-        self._known: dict[int, tuple[ref[Optimizer], bool]] = {}
-        self._last: dict[int, RemovableHandle] = {}  # the last hook of each optimizer, by id
-        self._begun: list[Optimizer] = []  # one per step that has not ended: on several threads, or nested
+        self._counted_by_id: dict[int, tuple[ref[Optimizer], bool]] = {}
+        self._last_hooks: dict[int, RemovableHandle] = {}  # the last hook of each optimizer, by id
+        self._running_steps: list[Optimizer] = []  # one per step that has not ended: on several threads, or nested
 
-    def begin(self, step: int = 0) -> None:
+    def install_hooks(self, step: int = 0) -> None:
         """Installs the hooks. `step`: the restored step."""
-        self._first = self.weights.begin()
+        self._first_glance = self.weights.take_first_glance()
         self.gradients.begin(step)
-        self._hooks.append(register_optimizer_step_pre_hook(self._announce))
-        self._hooks.append(register_optimizer_step_post_hook(self._end))
-        self._follow()
-        self.collected = self.collect()
+        self._hooks.append(register_optimizer_step_pre_hook(self._install_last_hook))
+        self._hooks.append(register_optimizer_step_post_hook(self._on_step_end))
+        self._adopt_walk()
+        self.scaler_states = self.read_scaler_states()
 
     def close(self) -> None:
         """Removes the hooks."""
-        for hook in (*self._hooks, *self._last.values()):
+        for hook in (*self._hooks, *self._last_hooks.values()):
             hook.remove()
 
-    def collect(self) -> Sequence[object]:
+    def read_scaler_states(self) -> Sequence[object]:
         """The present value for `collected`. A scaler's update(), also after a step that it skipped, begins another
         collection. None: the scaler is in the middle of a step."""
         found = (getattr(scaler, "_per_optimizer_states", None) for scaler in self.scalers)
         return [None if each else each for each in found]
 
     @property
-    def pending(self) -> int:
+    def pending_updates(self) -> int:
         """How many updates no step has ended."""
-        return self.ended or int(any(_has_updated(*each) for each in zip(self.scalers, self.collected, strict=False)))
+        return self.finished_updates or int(
+            any(_has_updated(*each) for each in zip(self.scalers, self.scaler_states, strict=False))
+        )
 
     @property
     def is_torn(self) -> bool:
-        return bool(self._begun)
+        return bool(self._running_steps)
 
     @property
-    def torn(self) -> str:
+    def torn_reason(self) -> str:
         """Why the state may hold half an update; "" if it does not. Later steps do not mend a torn state."""
-        for optimizer in self._begun[:1]:
+        for optimizer in self._running_steps[:1]:
             return (
                 f"{type(optimizer).__name__}.step() has begun and not ended, for instance because of an exception in "
                 "it. The state may hold a part of that update, so it is not saved any more. Start again from the "
@@ -114,38 +120,38 @@ class StepTracking:
             )
         return ""
 
-    def find_torn(self) -> str:
+    def report_torn(self) -> str:
         """`torn`, which an event reports once."""
-        torn = self.torn
-        if torn and not self._said_torn:
-            self._said_torn = True
+        torn = self.torn_reason
+        if torn and not self._has_reported_torn:
+            self._has_reported_torn = True
             self._events.emit("optimizer.interrupted", f"ckpt: {torn}", loud=True)
         return torn
 
-    def note(self, step: int) -> None:
+    def note_step_end(self, step: int) -> None:
         """Notes that `step` ends, with an update or without one."""
-        has_updated = self.pending > 0
+        has_updated = self.pending_updates > 0
         if has_updated:
-            self.gradients.updated(step)
+            self.gradients.note_update(step)
         else:
             self.gradients.is_watching = True
-        self.weights.end(has_updated)
+        self.weights.note_step_end(has_updated)
         self.is_idle = not (has_updated or self.weights.is_watching)
 
-    def watch(self) -> None:
+    def note_poll(self) -> None:
         """Notes a poll or a save: more may come."""
         self.weights.is_watching, self.is_idle = True, False
 
-    def find_waiting(self, step: int) -> str:
-        """`Gradients.lost` at the end of `step`, the last one; an event reports it once."""
-        why = self.gradients.lost(step)
-        if why and not self._said_waiting:
-            self._said_waiting = True
+    def report_waiting_gradients(self, step: int) -> str:
+        """`Gradients.waiting_reason` at the end of `step`, the last one; an event reports it once."""
+        why = self.gradients.waiting_reason(step)
+        if why and not self._has_reported_waiting:
+            self._has_reported_waiting = True
             text = f"ckpt: a snapshot due at step {step} waits for the next step with an update: {why}"
             self._events.emit("gradients.waiting", text, loud=True)
         return why
 
-    def find_swapped(self, step: int) -> str:
+    def report_swapped_weights(self, step: int) -> str:
         """Why the present state is not that of the end of `step`, the last one; "" if it is. An event reports it
         once."""
         if not self.weights.are_swapped:
@@ -155,21 +161,21 @@ class StepTracking:
             "swapped in for an evaluation. The newest earlier snapshot counts. Swap back before ck.poll() or "
             "ck.save(). Make a change that is to stay before ck.step()"
         )
-        if not self._said_swapped:
-            self._said_swapped = True
+        if not self._has_reported_swapped:
+            self._has_reported_swapped = True
             self._events.emit("weights.swapped", f"ckpt: no snapshot is taken now: {why}", loud=True)
         return why
 
-    def find_elsewhere(self, others: Iterable[StepTracking]) -> None:
+    def report_foreign_optimizer(self, others: Iterable[StepTracking]) -> None:
         """At a boundary: warns once if the loop trains what is not saved, neither here nor by `others`, the other
         Checkpointers of this process. There is no warning if an object of the user's in the state holds the optimizer,
         with weights of its own. Nor is there one if the state has no torch optimizer, since such an object may hold the
         weights."""
-        optimizer, self.elsewhere = self.elsewhere, None
+        optimizer, self.foreign_optimizer = self.foreign_optimizer, None
         everyone = [self, *others]
-        if optimizer is None or any(each._is_ours(optimizer) for each in everyone):
+        if optimizer is None or any(each._is_counted(optimizer) for each in everyone):
             return
-        self._said_elsewhere = True
+        self._has_reported_foreign = True
         if find_held([optimizer], [each._state for each in everyone])[0]:
             return
         if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
@@ -180,105 +186,107 @@ class StepTracking:
             )
             self._events.emit("optimizer.not_registered", text, loud=True)
 
-    def _announce(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The first hook of a step. It makes `_begin` the last hook."""
-        if not self._is_ours(optimizer):
+    def _install_last_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The first hook of a step. It makes `_on_step_begin` the last hook."""
+        if not self._is_counted(optimizer):
             return
-        last = self._last.get(id(optimizer))
+        last = self._last_hooks.get(id(optimizer))
         if last is None or next(reversed(optimizer._optimizer_step_pre_hooks), None) != last.id:
             if last is not None:
                 last.remove()
-            self._last[id(optimizer)] = optimizer.register_step_pre_hook(self._begin)
+            self._last_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._on_step_begin)
 
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._begun.append(optimizer)
+    def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._running_steps.append(optimizer)
 
-    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for at, begun in enumerate(self._begun):
+    def _on_step_end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for at, begun in enumerate(self._running_steps):
             if begun is optimizer:
-                self.ended += 1
-                self.by_hand, self.elsewhere = False, None
-                del self._begun[at]
-                self.strangers.stepped(optimizer)
+                self.finished_updates += 1
+                self.has_manual_updates, self.foreign_optimizer = False, None
+                del self._running_steps[at]
+                self.unregistered.note_step(optimizer)
                 return
-        self.elsewhere = optimizer if self.by_hand and not self._said_elsewhere else None
+        self.foreign_optimizer = optimizer if self.has_manual_updates and not self._has_reported_foreign else None
 
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        if self._followed is None or self._followed() is not self._walk():
-            self._follow()
-        known = self._known_of(optimizer)
+    def _is_counted(self, optimizer: Optimizer) -> bool:
+        if self._adopted_walk is None or self._adopted_walk() is not self._walk():
+            self._adopt_walk()
+        known = self._get_counted(optimizer)
         # An optimizer that counted still does until the next walk.
-        if not known and not self._is_followed(self._parts()):
-            self._follow()
-            known = self._known_of(optimizer)
+        if not known and not self._are_adopted(self._find_parts()):
+            self._adopt_walk()
+            known = self._get_counted(optimizer)
         if known is None:
             # An inner optimizer may see other parameter objects, which the outer one has put in place.
-            around = storages(param for each in self._begun for param in params_of(each))
-            known = owns_any(optimizer, self._storages | around)
-            self._known[id(optimizer)] = ref(optimizer), known
+            around = storage_addresses(param for each in self._running_steps for param in params_of(each))
+            known = owns_any_storage(optimizer, self._storages | around)
+            self._counted_by_id[id(optimizer)] = ref(optimizer), known
         return known
 
-    def _known_of(self, optimizer: Optimizer) -> bool | None:
-        found = self._known.get(id(optimizer))
+    def _get_counted(self, optimizer: Optimizer) -> bool | None:
+        found = self._counted_by_id.get(id(optimizer))
         return found[1] if found is not None and found[0]() is optimizer else None
 
-    def _parts(self) -> list[Optimizer | nn.Module]:
+    def _find_parts(self) -> list[Optimizer | nn.Module]:
         """The optimizers and modules in the state's dicts and lists. A new one that is assigned there may step before
         the next walk."""
-        return _find((Optimizer, nn.Module), self._state, set())
+        return _find_instances((Optimizer, nn.Module), self._state, set())
 
-    def _walked(self) -> list[Optimizer | nn.Module]:
+    def _walked_parts(self) -> list[Optimizer | nn.Module]:
         """The optimizers and modules at the places where the walk found some. It runs at each boundary, and looks at no
         plain value."""
         try:
             found = [node.value for node in self._walk().scan.nodes if isinstance(node, (ModuleNode, OptimizerNode))]
         except LookupError:  # an object has left the state
-            return self._parts()
+            return self._find_parts()
         return [each for each in found if isinstance(each, (Optimizer, nn.Module))]
 
-    def _is_followed(self, parts: Sequence[Optimizer | nn.Module]) -> bool:
-        followed = self._followed_parts
+    def _are_adopted(self, parts: Sequence[Optimizer | nn.Module]) -> bool:
+        followed = self._adopted_parts
         return len(parts) == len(followed) and all(one() is other for one, other in zip(followed, parts, strict=True))
 
-    def _follow(self) -> None:
+    def _adopt_walk(self) -> None:
         """Takes over a new walk or a changed state. Asks no object for its state."""
-        walk, parts = self._walk(), self._parts()
-        self._followed, self._followed_parts = ref(walk), [*map(ref, parts)]
+        walk, parts = self._walk(), self._find_parts()
+        self._adopted_walk, self._adopted_parts = ref(walk), [*map(ref, parts)]
         params = (param for each in parts if isinstance(each, nn.Module) for param in each.parameters())
-        self._storages = walk.storages | storages(params)
-        self._known = {id(each): (ref(each), True) for each in parts if isinstance(each, Optimizer)}
-        self.strangers.pass_over(known for known, _ in self._known.values())
+        self._storages = walk.storages | storage_addresses(params)
+        self._counted_by_id = {id(each): (ref(each), True) for each in parts if isinstance(each, Optimizer)}
+        self.unregistered.exclude_registered(known for known, _ in self._counted_by_id.values())
         for node in walk.scan.nodes:
             # Only objects that save weights of their own.
-            if isinstance(node, ObjectNode) and walk.scan.found[node.path]:
-                held = _held_by(node)
-                if not any(owns_any(each, self._storages) for each in held):
-                    self._known.update((id(each), (ref(each), True)) for each in held)
-        scalers = _find(GradScaler, self._state, set())
+            if isinstance(node, ObjectNode) and walk.scan.tensors_by_node[node.path]:
+                held = _find_held_optimizers(node)
+                if not any(owns_any_storage(each, self._storages) for each in held):
+                    self._counted_by_id.update((id(each), (ref(each), True)) for each in held)
+        scalers = _find_instances(GradScaler, self._state, set())
         if [*map(id, scalers)] != [*map(id, self.scalers)]:
             # Before the next boundary nothing is known of the new scalers.
-            self.scalers, self.collected = scalers, ()
+            self.scalers, self.scaler_states = scalers, ()
 
 
 def _has_updated(scaler: GradScaler, collected: object) -> bool:
     return collected is not None and scaler._per_optimizer_states is not collected
 
 
-def _held_by(node: ObjectNode) -> list[Optimizer]:
+def _find_held_optimizers(node: ObjectNode) -> list[Optimizer]:
     """The optimizers that an object of the user's has as an attribute, or in a collection that is an attribute."""
     try:
         held = [*vars(node.value).values()]
-        for each in [each for each in held if isinstance(each, (dict, list, tuple)) and len(each) <= HELD_MAX]:
+        for each in [
+            each for each in held if isinstance(each, (dict, list, tuple)) and len(each) <= SEARCHED_ITEMS_MAX
+        ]:
             held += each.values() if isinstance(each, dict) else each
         return [each for each in held if isinstance(each, Optimizer)]
     except Exception as exc:
         # The object may have left the state, and attributes may run code of the user's.
-        if is_from_outside(exc):
+        if is_injected(exc):
             raise
         return []
 
 
-def _find(kind: type[T] | tuple[type[T], ...], value: Any, seen: set[int]) -> list[T]:
+def _find_instances(kind: type[T] | tuple[type[T], ...], value: Any, seen: set[int]) -> list[T]:
     if isinstance(value, kind):
         return [value]
     if not isinstance(value, (dict, list, tuple)) or id(value) in seen:
@@ -289,4 +297,4 @@ def _find(kind: type[T] | tuple[type[T], ...], value: Any, seen: set[int]) -> li
     items = list(value.values()) if isinstance(value, dict) else value
     if set(map(type, items)) <= value_trees.PLAIN:
         return []
-    return [found for item in items for found in _find(kind, item, seen)]
+    return [found for item in items for found in _find_instances(kind, item, seen)]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ckpt.trainer.snapshot.bindings import plain
-from ckpt.trainer.snapshot.samples import line
+from ckpt.trainer.snapshot.bindings import ordinary_mode
+from ckpt.trainer.snapshot.samples import sample_elements
 from ckpt.trainer.state import names
 from ckpt.trainer.state.shard import live_parts
 
@@ -40,49 +40,56 @@ class Weights:
     def __init__(self, parts: Callable[[], Sequence[Optimizer | nn.Module]]) -> None:
         self.is_watching = False
         self._parts = parts
-        self._last: Glance | None = None  # at the last boundary
-        self._of: list[weakref.ref[Any]] = []  # the parts to which `_homes` and `_gathering` belong
-        self._homes: list[Callable[[], Any]] = []
-        self._gathering: list[Any] = []
-        self._places: list[int] = []  # the addresses to which `_reads` belong
+        self._boundary_glance: Glance | None = None  # at the last boundary
+        self._known_parts: list[
+            weakref.ref[Any]
+        ] = []  # the parts to which `_param_getters` and `_gathered_modules` belong
+        self._param_getters: list[Callable[[], Any]] = []
+        self._gathered_modules: list[Any] = []
+        self._addresses: list[int] = []  # the addresses to which `_reads` belong
         self._reads: list[list[Callable[[], Tensor]]] = []
 
-    def begin(self) -> Glance:
+    def take_first_glance(self) -> Glance:
         """Takes the first glance: the start of training is a boundary."""
-        self._last = found = self.glance()
+        self._boundary_glance = found = self.glance()
         return found
 
-    def end(self, has_updated: bool) -> None:
+    def note_step_end(self, has_updated: bool) -> None:
         """Notes that a step has ended."""
         if has_updated or self.is_watching:
-            self._last = self.glance()
-        elif self._last is not None:
-            self._last = None
+            self._boundary_glance = self.glance()
+        elif self._boundary_glance is not None:
+            self._boundary_glance = None
             # What leaves the state is freed, even if no optimizer steps any more.
-            self._forget()
+            self._clear()
 
     @property
     def are_swapped(self) -> bool:
         """Whether the parameters differ from those of the last boundary, as far as is known."""
         now = self.glance()
-        return self._last is not None and not are_alike(self._last, now)
+        return self._boundary_glance is not None and not are_equal_glances(self._boundary_glance, now)
 
     def glance(self) -> Glance:
         """Reads the elements now."""
         parts = self._parts()
-        if len(parts) != len(self._of) or not all(one() is part for one, part in zip(self._of, parts, strict=True)):
-            self._look_at(parts)
+        if len(parts) != len(self._known_parts) or not all(
+            one() is part for one, part in zip(self._known_parts, parts, strict=True)
+        ):
+            self._choose_parameters(parts)
         # Parameters that were gathered for a forward pass are not those of the optimizer.
-        for module in self._gathering:
+        for module in self._gathered_modules:
             module.reshard()
-        local = [_local(_get(home)) for home in self._homes]
-        places = [0 if part is None else _at(part) for part in local]
-        with plain():  # no gradient is recorded
-            if places != self._places:
-                self._places, self._reads = places, _reads(part for part in local if part is not None and _at(part))
+        local = [_local_part(_get_parameter(home)) for home in self._param_getters]
+        places = [0 if part is None else _address_of(part) for part in local]
+        with ordinary_mode():  # no gradient is recorded
+            if places != self._addresses:
+                self._addresses, self._reads = (
+                    places,
+                    _group_reads(part for part in local if part is not None and _address_of(part)),
+                )
             return [torch.cat([read() for read in reads]) for reads in self._reads]
 
-    def _look_at(self, parts: Sequence[Optimizer | nn.Module]) -> None:
+    def _choose_parameters(self, parts: Sequence[Optimizer | nn.Module]) -> None:
         # Places of parameters, by the parameter's id: each parameter is read once.
         trained: dict[int, Callable[[], Any]] = {}
         held: dict[int, Callable[[], Any]] = {}
@@ -94,37 +101,43 @@ class Weights:
         for root, path, module in modules:
             params = vars(module).get("_parameters")
             for key, param in (params if isinstance(params, dict) else {}).items():
-                held.setdefault(id(param), partial(_in_module, root, path.split(".") if path else (), key))
+                held.setdefault(id(param), partial(_get_in_module, root, path.split(".") if path else (), key))
         homes = {**trained, **({number: held[number] for number in held if number in trained} or held)}
-        found = [home for home in homes.values() if _local(_get(home)) is not None]
-        self._last = None
-        self._homes = found[:: -(-len(found) // GLANCED_MAX) or 1]
-        self._of = list(map(weakref.ref, parts))
-        self._gathering = names.resharding(module for _, _, module in modules)
-        self._places = []
+        found = [home for home in homes.values() if _local_part(_get_parameter(home)) is not None]
+        self._boundary_glance = None
+        self._param_getters = found[:: -(-len(found) // GLANCED_MAX) or 1]
+        self._known_parts = list(map(weakref.ref, parts))
+        self._gathered_modules = names.find_fsdp_modules(module for _, _, module in modules)
+        self._addresses = []
 
-    def _forget(self) -> None:
-        self._of, self._homes, self._gathering, self._places, self._reads = [], [], [], [], []
+    def _clear(self) -> None:
+        self._known_parts, self._param_getters, self._gathered_modules, self._addresses, self._reads = (
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
 
 
-def are_alike(one: Glance, other: Glance) -> bool:
+def are_equal_glances(one: Glance, other: Glance) -> bool:
     """Whether two glances are equal."""
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
-_KINDS = (Tensor, nn.Parameter)
-_at = Tensor.data_ptr
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_address_of = Tensor.data_ptr
 
 
-def _in_module(root: nn.Module, path: Sequence[str], key: str) -> Any:
+def _get_in_module(root: nn.Module, path: Sequence[str], key: str) -> Any:
     module: Any = root
     for part in path:
         module = module._modules[part]
     return module._parameters[key]
 
 
-def _get(home: Callable[[], Any]) -> Tensor | None:
+def _get_parameter(home: Callable[[], Any]) -> Tensor | None:
     """The parameter at that place; None if there is none."""
     try:
         found = home()
@@ -133,18 +146,18 @@ def _get(home: Callable[[], Any]) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _local(param: Tensor | None) -> Tensor | None:
+def _local_part(param: Tensor | None) -> Tensor | None:
     """This rank's part of a parameter; None if there is none, or for types whose data is absent or not in the tensor
     itself."""
     part = param
-    if param is not None and type(param) not in _KINDS:
+    if param is not None and type(param) not in _PLAIN_TYPES:
         part = next(iter(live_parts(param)), None)
-    return part if part is not None and type(part) in _KINDS and part.layout is torch.strided else None
+    return part if part is not None and type(part) in _PLAIN_TYPES and part.layout is torch.strided else None
 
 
-def _reads(parts: Iterator[Tensor]) -> list[list[Callable[[], Tensor]]]:
+def _group_reads(parts: Iterator[Tensor]) -> list[list[Callable[[], Tensor]]]:
     """The reads, grouped by device and dtype: each group is read together."""
     groups: dict[tuple[torch.device, torch.dtype], list[Callable[[], Tensor]]] = defaultdict(list)
-    for now, read in map(line, parts):
+    for now, read in map(sample_elements, parts):
         groups[now.device, now.dtype].append(read)
     return list(groups.values())

@@ -24,7 +24,7 @@ from ckpt.preemption.signals import is_caught
 from ckpt.threads import Tasks
 from ckpt.trainer.state.state_nodes import LoaderNode, StateNode, held_loader
 
-LOOK_S = 1.0  # how often a worker looks whether its trainer has died: no other signal ends the worker
+CHECK_INTERVAL_S = 1.0  # how often a worker looks whether its trainer has died: no other signal ends the worker
 
 
 def shield_worker(worker_id: int) -> None:
@@ -34,7 +34,7 @@ def shield_worker(worker_id: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return  # this process is no worker
-    for number in settings.read().warnings:
+    for number in settings.read_settings().warning_signals:
         if signal.getsignal(number) == signal.SIG_DFL and not is_caught(number):
             signal.signal(number, signal.SIG_IGN)
 
@@ -44,7 +44,7 @@ def shield_worker(worker_id: int) -> None:
     def heed() -> None:
         came: signal.struct_siginfo | None = None
         while os.getppid() == above and (came is None or came.si_pid != parent.pid):
-            came = signal.sigtimedwait({signal.SIGTERM}, LOOK_S)
+            came = signal.sigtimedwait({signal.SIGTERM}, CHECK_INTERVAL_S)
         os._exit(0)  # as torch's own handler does
 
     # Blocked before the thread starts, so that the thread inherits that: only then sigtimedwait names the sender.
@@ -57,20 +57,20 @@ class Shielded:
     """A `worker_init_fn` that calls `first`, if there is one, and then `shield_worker`. Spawned workers need it
     pickled."""
 
-    first: Callable[[int], object] | None
+    inner_init_fn: Callable[[int], object] | None
 
     def __call__(self, worker_id: int) -> None:
-        if self.first is not None:
-            self.first(worker_id)
+        if self.inner_init_fn is not None:
+            self.inner_init_fn(worker_id)
         shield_worker(worker_id)
 
 
 @contextlib.contextmanager
-def shielded(found: Sequence[StateNode], events: Events) -> Iterator[None]:
+def shield_loaders(found: Sequence[StateNode], events: Events) -> Iterator[None]:
     """In the block, loaders among the nodes of a state shield their new workers; after it they are as before. For each
     loader that has workers already, an event warns."""
     # A call, since local names here would keep objects alive as long as the block.
-    before = _unshielded(found, events)
+    before = _find_unshielded(found, events)
     for loader, first in before:
         loader.worker_init_fn = Shielded(first)
     try:
@@ -81,7 +81,7 @@ def shielded(found: Sequence[StateNode], events: Events) -> Iterator[None]:
                 loader.worker_init_fn = first
 
 
-def _unshielded(found: Sequence[StateNode], events: Events) -> list[tuple[DataLoader[Any], Any]]:
+def _find_unshielded(found: Sequence[StateNode], events: Events) -> list[tuple[DataLoader[Any], Any]]:
     """The loaders to shield, each with its own `worker_init_fn`."""
     before: list[tuple[DataLoader[Any], Any]] = []
     for node in found:

@@ -26,14 +26,14 @@ import numpy as np
 
 from ckpt.errors import AgentError, from_kind
 from ckpt.format.frames import FrameHasher
-from ckpt.ipc.addresses import PIECE_BYTES, SocketReceiver, cut
+from ckpt.ipc.addresses import PIECE_BYTES, SocketReceiver, shut_down
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.file_list import FileList
 from ckpt.ipc.messages import Message
 from ckpt.threads import Flag, Outcome, Tasks
 from ckpt.trainer.link.link import Link
 from ckpt.trainer.restore import file_reads
-from ckpt.trainer.restore.file_reads import BATCH_BYTES, Deliver, Rooms
+from ckpt.trainer.restore.file_reads import BATCH_BYTES, Deliver, FrameMemory
 from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
@@ -49,12 +49,12 @@ def fetch(
     identity: Identity,
     frames: Collection[int],
     deliver: Deliver,
-    rooms: Rooms | None = None,
+    rooms: FrameMemory | None = None,
 ) -> dict[str, int]:
     """Fetches `frames`: calls `deliver` for each, on several threads at once, or fills its room. Returns the bytes by
     level. Errors: DamagedData if no source has a frame; AgentError if the agent goes away."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    link.fetching = inbox
+    link.fetch_inbox = inbox
     regions: dict[int, Arena] = {}
     jobs: list[Outcome[None]] = []
 
@@ -65,13 +65,15 @@ def fetch(
     received, ended = _Received(), Flag()
     streams: list[socket.socket] = []
     try:
-        blobs = [np.array(sorted(each), dtype="<u4").tobytes() for each in (frames, rooms.whole if rooms else ())]
+        blobs = [
+            np.array(sorted(each), dtype="<u4").tobytes() for each in (frames, rooms.whole_frames if rooms else ())
+        ]
         link.connection.request("fetch", {"identity": str(identity)}, blobs=blobs)
         while True:
             try:
                 message = inbox.get(timeout=SILENCE_S)
             except queue.Empty:
-                if received.is_news():
+                if received.has_progress():
                     continue
                 raise AgentError(f"the agent delivered nothing for {SILENCE_S:g} s while restoring") from None
             if message is None:
@@ -83,14 +85,14 @@ def fetch(
                 regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
             elif message.kind == "frames":
                 for batch in _batches(message.fields["at"]):
-                    begin(_copy, regions, batch, deliver)
+                    begin(_copy_batch, regions, batch, deliver)
             elif message.kind == "stream" and rooms is not None:
                 sock = socket.socket(fileno=message.fds.pop())
                 number, coming = int(message.fields["stream"]), list(message.fields["frames"])
                 streams.append(sock)
-                begin(_receive, sock, number, coming, rooms, received)
+                begin(_receive_stream, sock, number, coming, rooms, received)
             elif message.kind == "files":
-                begin(_read_files, FileList.of(message), deliver, rooms, ended)
+                begin(_read_files, FileList.decode(message), deliver, rooms, ended)
             elif message.kind != "moving":
                 for job in jobs:
                     job.result()
@@ -99,37 +101,37 @@ def fetch(
                 return {str(k): int(v) for k, v in dict(message.fields.get("sources") or {}).items()}
             jobs[:] = [job for job in jobs if not job.done()]
     finally:
-        link.fetching = None
+        link.fetch_inbox = None
         ended.set()
         # After a success the streams have ended already.
         for sock in streams:
-            cut(sock)
+            shut_down(sock)
         for job in jobs:
-            job.settle()
+            job.wait_until_done()
         # Close the descriptors of messages that were not handled.
         while not inbox.empty():
             left = inbox.get()
             if isinstance(left, Message):
                 left.close()
         # The kernel unmaps the pages one by one. A separate thread waits for that.
-        tasks.start("unmap", lambda: _close(regions))
+        tasks.start("unmap", lambda: _close_regions(regions))
 
 
 @dataclass(slots=True)
 class _Received:
-    """What has come by streams, which the agent does not report. `bytes`: a lower bound, as two streams may add at
-    once."""
+    """What has come by streams, which the agent does not report. `received_bytes`: a lower bound, as two streams may
+    add at once."""
 
-    bytes: int = 0
-    seen: int = 0
+    received_bytes: int = 0
+    seen_bytes: int = 0
 
-    def is_news(self) -> bool:
-        news, self.seen = self.bytes != self.seen, self.bytes
+    def has_progress(self) -> bool:
+        news, self.seen_bytes = self.received_bytes != self.seen_bytes, self.received_bytes
         return news
 
 
-def _receive(
-    link: Link, sock: socket.socket, number: int, frames: list[int], rooms: Rooms, received: _Received
+def _receive_stream(
+    link: Link, sock: socket.socket, number: int, frames: list[int], rooms: FrameMemory, received: _Received
 ) -> None:
     """Receives these frames, in order, from a connection that carries only them. A damaged or missing one ends it."""
     good: list[int] = []
@@ -137,17 +139,17 @@ def _receive(
     with sock:
         receiver = SocketReceiver(sock, STALL_S)
         for frame in frames:
-            room, hasher = rooms.room(frame), FrameHasher()
+            room, hasher = rooms.frame_memory(frame), FrameHasher()
             try:
                 for first in range(0, len(room), PIECE_BYTES):
                     piece = room[first : first + PIECE_BYTES]
                     receiver.fill(piece)
                     hasher.update(piece)
-                    received.bytes += len(piece)
+                    received.received_bytes += len(piece)
             except (OSError, EOFError) as exc:
                 log.info("a stream of %d frames ended at frame %d: %s", len(frames), frame, exc)
                 break
-            if not rooms.is_right(frame, hasher.result()):
+            if not rooms.has_right_hash(frame, hasher.result()):
                 log.warning("frame %d came damaged by a stream", frame)
                 break
             good.append(frame)
@@ -159,14 +161,14 @@ def _receive(
     link.connection.notify("streamed", {"stream": number})
 
 
-def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: Rooms | None, ended: Flag) -> None:
+def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: FrameMemory | None, ended: Flag) -> None:
     def got(good: list[int], bad: list[int]) -> None:
         link.connection.notify("got", {"ok": good, "bad": bad})
 
-    file_reads.read(listed, deliver, rooms, got, ended)
+    file_reads.read_frames(listed, deliver, rooms, got, ended)
 
 
-def _close(regions: dict[int, Arena]) -> None:
+def _close_regions(regions: dict[int, Arena]) -> None:
     for arena in regions.values():
         arena.close()
 
@@ -184,7 +186,7 @@ def _batches(at: list[list[int]]) -> Iterator[list[list[int]]]:
         yield batch
 
 
-def _copy(link: Link, regions: dict[int, Arena], at: list[list[int]], deliver: Deliver) -> None:
+def _copy_batch(link: Link, regions: dict[int, Arena], at: list[list[int]], deliver: Deliver) -> None:
     good: list[int] = []
     bad: list[int] = []
     for frame, region, offset, length in at:

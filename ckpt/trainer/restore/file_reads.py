@@ -21,7 +21,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import Codec
 from ckpt.ipc.file_list import FileList
 from ckpt.layout.layout import Array
-from ckpt.storage.files import opened, read_into
+from ckpt.storage.files import open_file, read_into
 from ckpt.threads import Flag, Outcome, Tasks
 
 log = logging.getLogger("ckpt")
@@ -33,25 +33,29 @@ THREADS_MAX = 8  # each thread has buffers of a few frames
 Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
 
 
-class Rooms(Protocol):
+class FrameMemory(Protocol):
     """The memory of frames that are taken as one run."""
 
     @property
-    def whole(self) -> Collection[int]:
+    def whole_frames(self) -> Collection[int]:
         """The numbers of these frames."""
         ...
 
-    def room(self, frame: int) -> memoryview:
+    def frame_memory(self, frame: int) -> memoryview:
         """The memory to be filled with the frame's bytes."""
         ...
 
-    def is_right(self, frame: int, value: tuple[int, int]) -> bool:
+    def has_right_hash(self, frame: int, value: tuple[int, int]) -> bool:
         """Whether `value` is the hash of the frame's bytes."""
         ...
 
 
-def read(
-    files: FileList, deliver: Deliver, rooms: Rooms | None, got: Callable[[list[int], list[int]], None], ended: Flag
+def read_frames(
+    files: FileList,
+    deliver: Deliver,
+    rooms: FrameMemory | None,
+    got: Callable[[list[int], list[int]], None],
+    ended: Flag,
 ) -> None:
     """Reads all these frames on several threads, into their rooms or for `deliver`. `got`: called with the right frames
     and the wrong ones, on several threads at once. `ended`: set once no frame is wanted any more. No thread is left
@@ -59,7 +63,7 @@ def read(
     threads = min(THREADS_MAX, max(THREADS_MIN, len(os.sched_getaffinity(0))))
     with Tasks("files", pool_size=threads) as tasks:
         reading = _FileReads(files, deliver, rooms, ended)
-        jobs: list[Outcome[None]] = [tasks.submit(reading.batch, rows, got) for rows in _batches(files.rows)]
+        jobs: list[Outcome[None]] = [tasks.submit(reading.read_batch, rows, got) for rows in _batches(files.rows)]
         for job in jobs:
             job.result()
 
@@ -82,38 +86,38 @@ class _Buffers(threading.local):
 class _FileReads:
     """The reads of one file list, shared by all threads."""
 
-    def __init__(self, files: FileList, deliver: Deliver, rooms: Rooms | None, ended: Flag) -> None:
+    def __init__(self, files: FileList, deliver: Deliver, rooms: FrameMemory | None, ended: Flag) -> None:
         self._files, self._deliver, self._rooms, self._ended = files, deliver, rooms, ended
-        self._whole = rooms.whole if rooms is not None else ()
+        self._whole_frames = rooms.whole_frames if rooms is not None else ()
         self._buffers = _Buffers()
 
-    def batch(self, rows: Array, got: Callable[[list[int], list[int]], None]) -> None:
+    def read_batch(self, rows: Array, got: Callable[[list[int], list[int]], None]) -> None:
         """Reads the frames of `rows`, all in one file. From the first wrong one on, all are reported as wrong."""
         path = os.path.join(self._files.folder, self._files.names[int(rows[0]["file"])])
         good: list[int] = []
         try:
-            with opened(path) as (fd, size):
+            with open_file(path) as (fd, size):
                 for row in rows:
                     if self._ended.is_set():
                         return
-                    if not self._frame(fd, size, path, row):
+                    if not self._read_frame(fd, size, path, row):
                         break
                     good.append(int(row["frame"]))
         except (OSError, CkptError) as exc:
             log.info("%s cannot be read straight into the tensors: %s", path, exc)
         got(good, rows["frame"][len(good) :].tolist())
 
-    def _frame(self, fd: int, size: int, path: str, row: np.void) -> bool:
+    def _read_frame(self, fd: int, size: int, path: str, row: np.void) -> bool:
         """Reads one frame; returns whether it was right."""
         frame, start, stored = int(row["frame"]), int(row["offset"]), int(row["stored"])
         if start + stored > size:
             raise DamagedData(f"{path} ends at byte {size}; frame {frame} ends at byte {start + stored}")
-        scratch, rooms = self._buffers.scratch, self._rooms if frame in self._whole else None
-        raw = scratch.buffer("raw", int(row["length"])).data if rooms is None else rooms.room(frame)
+        scratch, rooms = self._buffers.scratch, self._rooms if frame in self._whole_frames else None
+        raw = scratch.buffer("raw", int(row["length"])).data if rooms is None else rooms.frame_memory(frame)
         if row["codec"] == Codec.RAW:
             read_into(fd, start, raw, path)
         else:
             data = scratch.buffer("stored", stored).data
             read_into(fd, start, data, path)
             codecs.decode(int(row["codec"]), int(row["dtype"]), data, raw, scratch)
-        return self._deliver(frame, raw) if rooms is None else rooms.is_right(frame, frame_hash(raw))
+        return self._deliver(frame, raw) if rooms is None else rooms.has_right_hash(frame, frame_hash(raw))

@@ -22,13 +22,13 @@ from ckpt.layout.layout import Entry
 from ckpt.layout.replica_match import first_owners
 from ckpt.layout.reshard import Want
 from ckpt.storage import open as open_store
-from ckpt.store.reader import FrameReader, load_values, newest_readable
+from ckpt.store.reader import FrameReader, load_values, use_newest_readable
 from ckpt.store.run import Run
 from ckpt.trainer.restore.fill import Filler
 from ckpt.trainer.restore.tensor_requests import empty_like
 from ckpt.trainer.state import names
-from ckpt.trainer.state.saved_values import Shared, merge_shared
-from ckpt.trainer.state.shard import Cutter, changing
+from ckpt.trainer.state.saved_values import SharedValues, merge_shared
+from ckpt.trainer.state.shard import Cutter, allow_in_place
 from ckpt.trainer.state.state_nodes import ModuleNode
 from ckpt.trainer.state.state_walk import StateWalker, Walk
 
@@ -36,7 +36,7 @@ LINES_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """The outcome of load_weights.
 
     - `unfit`: by name, why a tensor was left as it was. `filled`: whether any tensor was filled.
@@ -45,27 +45,27 @@ class Loaded:
     - `versions`: by module, its format versions at the save.
     """
 
-    unfit: Mapping[str, str]
-    filled: bool
-    cast: str = ""
-    firsts: tuple[str, ...] = ()
+    unfit_reasons: Mapping[str, str]
+    has_filled: bool
+    casts_text: str = ""
+    first_rank_buffers: tuple[str, ...] = ()
     versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def load_weights(where: str, walker: StateWalker, strict: bool) -> Loaded:
+def load_weights(where: str, walker: StateWalker, strict: bool) -> LoadedWeights:
     """Fills every tensor of every module in the state from `where`; if not `strict`, those that fit. Errors:
     StateMismatch names tensors that are missing there or have another shape; UsageError, DamagedData, StorageError."""
     walk = walker.walk()
     modules = [node for node in walk.scan.nodes if isinstance(node, ModuleNode)]
     if not modules:
         raise UsageError("init= fills modules, and there is none in state=")
-    wanted = list(_wanted(modules, walker, walk))
+    wanted = list(_find_wanted(modules, walker, walk))
     path = Path(where)
-    files = _files(path) if path.exists() else []
+    files = _find_files(path) if path.exists() else []
     loaded = _from_files(where, files, wanted, strict) if files else _from_run(where, wanted, strict)
     for node in modules:
         if names.is_custom(node.value):
-            its = [each for each in wanted if each.module == node.path and each.entry.name not in loaded.unfit]
+            its = [each for each in wanted if each.module == node.path and each.entry.name not in loaded.unfit_reasons]
             held = {each.key: each.tensor for each in its}
             with torch.no_grad():
                 node.load(held, loaded.versions.get(node.path, {}))
@@ -87,9 +87,9 @@ class _Wanted:
     tensor: torch.Tensor | None = None
 
 
-def _wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
+def _find_wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
     places = {entry.name: (entry, its) for entry, its in zip(walk.layout.entries, walk.tensors, strict=True)}
-    found = [(node.path, named.name) for node in modules for named in walk.scan.found[node.path]]
+    found = [(node.path, named.name) for node in modules for named in walk.scan.tensors_by_node[node.path]]
     known: dict[str, list[str]] = {}  # all names of a tensor, by the name that it is saved under
 
     def home(name: str) -> str:
@@ -104,30 +104,30 @@ def _wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> I
         return tuple(dict.fromkeys((name, home(name), *known[home(name)])))
 
     filled: set[str] = set()
-    buffers = walk.scan.buffers()
+    buffers = walk.scan.buffer_names()
     cutter = Cutter(math.prod(size for _, size in walker.coordinate.mesh))
     for node in modules:
         if not names.is_custom(node.value):
-            for named in walk.scan.found[node.path]:
+            for named in walk.scan.tensors_by_node[node.path]:
                 if home(named.name) not in filled:
                     filled.add(home(named.name))
                     entry, tensors = places[home(named.name)]
                     is_buffer = home(named.name) in buffers
                     yield _Wanted(replace(entry, name=named.name), known_as(named.name), tensors, is_buffer)
             continue
-        for name, key, value in names.Said.of(node.value).items:
+        for name, key, value in names.CustomStateDict.read(node.value).items:
             if isinstance(value, torch.Tensor):
                 full, new = names.join(node.path, name), empty_like(value)
                 pieces = cutter.pieces(new, full)
                 entry = Entry(full, pieces.dtype, pieces.shape, pieces.boxes)
-                yield _Wanted(entry, known_as(full), pieces.locals, home(full) in buffers, node.path, key, new)
+                yield _Wanted(entry, known_as(full), pieces.local_views, home(full) in buffers, node.path, key, new)
 
 
-def _files(path: Path) -> list[Path]:
+def _find_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def _places(
+def _match_names(
     wanted: list[_Wanted], there: Callable[[_Wanted, str], tuple[int, ...] | None], where: str, strict: bool
 ) -> tuple[list[tuple[_Wanted, str]], dict[str, str]]:
     """The tensors to fill, each with its name in the source; and why others cannot be filled, by name. `there`: the
@@ -145,26 +145,26 @@ def _places(
         else:
             found.append((each, name))
     if unfit and strict:
-        lines = in_words(unfit.values())
+        lines = join_reasons(unfit.values())
         raise StateMismatch(f"init={where!r} does not fit the modules: {lines}. strict=False begins with what fits")
     return found, unfit
 
 
-def in_words(unfit: Iterable[str]) -> str:
+def join_reasons(unfit: Iterable[str]) -> str:
     lines = list(unfit)
     more = f" (and {len(lines) - LINES_MAX} more)" if len(lines) > LINES_MAX else ""
     return f"{'; '.join(lines[:LINES_MAX])}{more}"
 
 
-def _from_files(where: str, files: list[Path], wanted: list[_Wanted], strict: bool) -> Loaded:
+def _from_files(where: str, files: list[Path], wanted: list[_Wanted], strict: bool) -> LoadedWeights:
     cast: list[str] = []
     with ExitStack() as stack:
         homes: dict[str, tuple[SafetensorsReader, TensorHead]] = {}
         for file in files:
-            reader = stack.enter_context(_opened(where, file))
+            reader = stack.enter_context(_open_safetensors(where, file))
             homes.update((name, (reader, head)) for name, head in reader.tensors.items())
         shapes = {name: head.shape for name, (_, head) in homes.items()}
-        found, unfit = _places(wanted, lambda _, name: shapes.get(name), where, strict)
+        found, unfit = _match_names(wanted, lambda _, name: shapes.get(name), where, strict)
         for each, name in found:
             entry, (reader, head) = each.entry, homes[name]
             if not head.bytes:
@@ -178,13 +178,13 @@ def _from_files(where: str, files: list[Path], wanted: list[_Wanted], strict: bo
             whole = torch.frombuffer(bytearray(reader.data(name)), dtype=dtype).view(head.shape)
             for box, tensor in zip(entry.boxes, each.tensors, strict=True):
                 cut = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
-                with torch.no_grad(), changing(tensor):
+                with torch.no_grad(), allow_in_place(tensor):
                     tensor.copy_(whole[cut])
     more = f" and {len(cast) - 5} more" if len(cast) > 5 else ""
-    return Loaded(unfit, bool(found), cast=f"{', '.join(cast[:5])}{more}")
+    return LoadedWeights(unfit, bool(found), casts_text=f"{', '.join(cast[:5])}{more}")
 
 
-def _opened(where: str, file: Path) -> SafetensorsReader:
+def _open_safetensors(where: str, file: Path) -> SafetensorsReader:
     try:
         return SafetensorsReader(file)
     except DamagedData as exc:
@@ -196,10 +196,10 @@ def _opened(where: str, file: Path) -> SafetensorsReader:
         ) from exc
 
 
-def _from_run(where: str, wanted: list[_Wanted], strict: bool) -> Loaded:
+def _from_run(where: str, wanted: list[_Wanted], strict: bool) -> LoadedWeights:
     store = open_store(where)
 
-    def use(record: Record) -> Loaded:
+    def use(record: Record) -> LoadedWeights:
         manifest = record.manifest
         specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
         owners = first_owners(manifest, {name for each in wanted if each.is_buffer for name in each.names})
@@ -215,7 +215,7 @@ def _from_run(where: str, wanted: list[_Wanted], strict: bool) -> Loaded:
         wants: list[Want] = []
         tensors: list[torch.Tensor] = []
         firsts: list[str] = []
-        found, unfit = _places(wanted, there, where, strict)
+        found, unfit = _match_names(wanted, there, where, strict)
         for each, name in found:
             entry, spec = each.entry, spec_of(each, name)
             assert spec is not None
@@ -241,19 +241,19 @@ def _from_run(where: str, wanted: list[_Wanted], strict: bool) -> Loaded:
 
         reader = FrameReader(store, record)
         reader.read(filler.frames, deliver, out)
-        filler.check()
-        versions = _versions(reader) if any(each.module for each in wanted) else {}
-        return Loaded(unfit, bool(found), firsts=tuple(firsts), versions=versions)
+        filler.check_overlaps()
+        versions = _read_versions(reader) if any(each.module for each in wanted) else {}
+        return LoadedWeights(unfit, bool(found), first_rank_buffers=tuple(firsts), versions=versions)
 
     try:
-        return newest_readable(Run(store), use)
+        return use_newest_readable(Run(store), use)
     except NoCheckpoint as exc:
         raise UsageError(f"init={where!r} is no .safetensors file or folder, and no ckpt run: {exc}") from exc
     finally:
         store.close()
 
 
-def _versions(reader: FrameReader) -> Mapping[str, Mapping[str, int]]:
+def _read_versions(reader: FrameReader) -> Mapping[str, Mapping[str, int]]:
     held = load_values(reader)
-    trees = [tree for tree in (held.shared, *held.own_shared.values()) if tree is not None]
-    return Shared.parse(merge_shared(trees)).versions if trees else {}
+    trees = [tree for tree in (held.shared, *held.shared_by_coordinate.values()) if tree is not None]
+    return SharedValues.parse(merge_shared(trees)).versions if trees else {}

@@ -18,39 +18,39 @@ from torch.optim.lr_scheduler import LRScheduler
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def of_group(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], is_scheduled: bool) -> Iterator[str]:
+def compare_group(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], is_scheduled: bool) -> Iterator[str]:
     """The differences of an optimizer's group, in words, before it gets the saved hyper-parameters. `is_scheduled`:
     whether a scheduler in the state sets its rates."""
     moving = {"lr"} if is_scheduled or "initial_lr" in live else set()
     moving |= {"momentum", "betas"} if "max_momentum" in live else set()
     for key in sorted((live.keys() & saved.keys()) - moving):
-        yield from _compared(f"{name}.{key}", live[key], saved[key])
+        yield from _compare_values(f"{name}.{key}", live[key], saved[key])
 
 
-def of_scheduler(name: str, scheduler: LRScheduler, saved: Mapping[str, Any]) -> Iterator[str]:
+def compare_scheduler(name: str, scheduler: LRScheduler, saved: Mapping[str, Any]) -> Iterator[str]:
     """The differences of a scheduler and of those within it, in words, before it loads the saved state."""
     live = vars(scheduler)
     given = inspect.signature(type(scheduler).__init__).parameters.keys() - {"last_epoch"}
     for key in sorted(live.keys() & saved.keys()):
         if key.lstrip("_") in given:
-            yield from _compared(f"{name}.{key.lstrip('_')}", live[key], saved[key])
+            yield from _compare_values(f"{name}.{key.lstrip('_')}", live[key], saved[key])
     pairs = zip(live.get("_schedulers") or (), saved.get("_schedulers") or (), strict=False)
     for number, (inner, its) in enumerate(pairs):
         if isinstance(inner, LRScheduler) and isinstance(its, Mapping):
-            yield from of_scheduler(f"{name}.{number}", inner, its)
+            yield from compare_scheduler(f"{name}.{number}", inner, its)
 
 
-def _compared(name: str, live: Any, saved: Any) -> Iterator[str]:
-    one, other = _value(live), _value(saved)
+def _compare_values(name: str, live: Any, saved: Any) -> Iterator[str]:
+    one, other = _plain_value(live), _plain_value(saved)
     if _is_plain(one) and _is_plain(other) and not _is_same(one, other):
         yield f"{name}: {_shown(one)} given, {_shown(other)} restored"
 
 
-def _value(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """`value` with a number for a tensor of one element, and a list for a tuple."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    return list(map(_value, value)) if isinstance(value, (list, tuple)) else value
+    return list(map(_plain_value, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: Any) -> bool:

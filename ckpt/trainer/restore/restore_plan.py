@@ -2,8 +2,8 @@
 
 Guarantees:
 - Existing tensors are filled in place, whatever their strides, device or placement. Tensors that do not exist yet (the
-  optimizer state of a fresh process) are made and filled, then installed by `finish()`.
-- Nothing but tensor contents changes before `finish()`. Nothing given to the user aliases a buffer it came from.
+  optimizer state of a fresh process) are made and filled, then installed by `install()`.
+- Nothing but tensor contents changes before `install()`. Nothing given to the user aliases a buffer it came from.
 - `mismatch` names every difference between state and checkpoint.
 """
 
@@ -24,9 +24,9 @@ from ckpt.trainer.restore import overruled
 from ckpt.trainer.restore.optimizer_targets import OptimizerTargets
 from ckpt.trainer.restore.tensor_requests import TensorRequests, empty_like
 from ckpt.trainer.state import generators, names, value_trees
-from ckpt.trainer.state.loaders import put_back
-from ckpt.trainer.state.saved_values import Own, Shared, is_other
-from ckpt.trainer.state.shard import DTYPES, Pieces, Shard, changing
+from ckpt.trainer.state.loaders import load_loader_state
+from ckpt.trainer.state.saved_values import RankValues, SharedValues, is_different
+from ckpt.trainer.state.shard import DTYPES, Pieces, Shard, allow_in_place
 from ckpt.trainer.state.state_nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.state.state_walk import Scan, StateWalker
 
@@ -39,23 +39,23 @@ class RestorePlan:
     - `mismatch`: the differences between state and checkpoint. With several ranks it leaves `extra` out.
     - `extra`: names that only the checkpoint has, as this rank sees it. Ranks may hold different parts of the state
       (pipeline stages), so only names that are extra on all ranks count.
-    - `own_extra`: extra names that only this rank could restore.
+    - `own_extra_names`: extra names that only this rank could restore.
     - `dropped`: saved generators of the process that this process lacks (CUDA's, before CUDA is used).
     - `firsts`: paths whose values differed between the ranks that saved; the first rank's are taken.
-    - `overruled`: hyper-parameters to which the script gave other values, in words; complete after `finish`.
+    - `overruled`: hyper-parameters to which the script gave other values, in words; complete after `install`.
     """
 
     wants: list[Want]
     tensors: list[torch.Tensor]
     mismatch: Mismatch
-    extra: tuple[str, ...]
-    own_extra: tuple[str, ...]
-    dropped: tuple[str, ...]
-    firsts: tuple[str, ...]
-    overruled: list[str]
+    extra_names: tuple[str, ...]
+    own_extra_names: tuple[str, ...]
+    dropped_generators: tuple[str, ...]
+    first_rank_paths: tuple[str, ...]
+    overruled_lines: list[str]
     _installs: list[Callable[[], None]]
 
-    def finish(self) -> None:
+    def install(self) -> None:
         """Applies all that is not a tensor's content, in the order of the state, generators last. Call it once, after
         all wants were filled on all ranks. Errors: those of the user's own load_state_dict()."""
         with torch.no_grad():
@@ -85,40 +85,53 @@ def plan_targets(
       the same on all ranks (replica_match.alike), or a buffer.
     - `differing`: paths for which `shared` has one of several values (saved_values.differing).
     """
-    scan, saved = walker.scan(), Shared.parse(shared)
+    scan, saved = walker.scan(), SharedValues.parse(shared)
     coordinate = None if own is None else walker.coordinate.text
-    wants = TensorRequests.of(manifest, coordinate, alike or {}, scan.aliases, saved)
+    wants = TensorRequests.from_manifest(manifest, coordinate, alike or {}, scan.aliases, saved)
     plan, optimizers = _NodeTargets(walker, scan, wants), OptimizerTargets(scan, wants)
-    mine = None if own is None else Own.parse(own)
-    everyone = [Own.parse(tree) for tree in others]
+    mine = None if own is None else RankValues.parse(own)
+    everyone = [RankValues.parse(tree) for tree in others]
     for node in scan.nodes:
         if isinstance(node, ModuleNode):
-            plan.module(node)
+            plan.plan_module(node)
         elif isinstance(node, OptimizerNode):
-            optimizers.plan(scan.views[node.path])
+            optimizers.plan_optimizer(scan.views[node.path])
         elif isinstance(node, ObjectNode):
-            plan.object(node)
+            plan.plan_object(node)
         elif isinstance(node, DataNode):
-            plan.data(node, everyone)
+            plan.plan_data(node, everyone)
         elif isinstance(node, LoaderNode):
-            plan.loader(node, mine, everyone, strict)
+            plan.plan_loader(node, mine, everyone, strict)
         elif isinstance(node, GeneratorNode):
-            plan.generator(node, mine, everyone)
-    streams = {name: each for name, each in walker.streams(scan.nodes).items() if plan.is_like(name, each, mine)}
-    wants.installs.append(lambda: generators.restore(streams, mine, everyone, walker.coordinate, step))
-    extra = plan.extra(mine or next(iter(everyone), None), everyone)
+            plan.plan_generator(node, mine, everyone)
+    streams = {
+        name: each
+        for name, each in walker.find_streams(scan.nodes).items()
+        if plan.can_restore_stream(name, each, mine)
+    }
+    wants.installs.append(lambda: generators.restore_streams(streams, mine, everyone, walker.coordinate, step))
+    extra = plan.find_extra_names(mine or next(iter(everyone), None), everyone)
     alone = math.prod(size for _, size in walker.coordinate.mesh) == 1
-    kept = {name for rank in ([mine] if mine else everyone) for name in rank.generators if walker.generators}
+    kept = {
+        name for rank in ([mine] if mine else everyone) for name in rank.generators if walker.has_process_generators
+    }
     dropped = tuple(sorted(name for name in kept - streams.keys() if not name.startswith("state:")))
-    mismatch = wants.mismatch(extra if alone else ())
-    firsts = tuple(sorted(path for path in differing if any(_is_in(path, node.path) for node in scan.nodes)))
+    mismatch = wants.make_mismatch(extra if alone else ())
+    firsts = tuple(sorted(path for path in differing if any(_is_inside(path, node.path) for node in scan.nodes)))
     filled = wants.wants, wants.tensors
     return RestorePlan(
-        *filled, mismatch, extra, tuple(wants.unused_own()), dropped, firsts, wants.overruled, wants.installs
+        *filled,
+        mismatch,
+        extra,
+        tuple(wants.unused_own_names()),
+        dropped,
+        firsts,
+        wants.overruled_lines,
+        wants.installs,
     )
 
 
-def _is_in(path: str, node: str) -> bool:
+def _is_inside(path: str, node: str) -> bool:
     return path == node or path.startswith(f"{node}.")
 
 
@@ -128,168 +141,174 @@ class _NodeTargets:
 
     walker: StateWalker
     scan: Scan
-    wants: TensorRequests
-    parted: dict[str, torch.Tensor] = field(default_factory=dict)  # made by `part`, by name in the checkpoint
+    requests: TensorRequests
+    untied_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # made by `untie`, by name in the checkpoint
 
-    def module(self, node: ModuleNode) -> None:
+    def plan_module(self, node: ModuleNode) -> None:
         root: torch.nn.Module = node.value
-        saved, live = self.wants.saved.modules.get(node.path, {}), node.payload()["extra"]
+        saved, live = self.requests.saved.modules.get(node.path, {}), node.payload()["extra"]
         loads: dict[str, Callable[[], Any]] = {}
         for key in live:
             if key in saved:
-                loads[key] = self.wants.tree(saved[key], {})
+                loads[key] = self.requests.request_tree(saved[key], {})
             else:
-                self.wants.missing(names.join(node.path, key))
+                self.requests.note_missing(names.join(node.path, key))
         if names.is_custom(root):
-            self.custom_module(node, loads)
+            self.plan_custom_module(node, loads)
             return
         inner = {name for body in live.values() for _, name in body["tensors"]}
-        for named in self.scan.found[node.path]:
+        for named in self.scan.tensors_by_node[node.path]:
             if named.name in self.scan.tensors and named.name not in inner:
-                self.wants.fill(named.name, self.scan.tensors[named.name][1])
-        owners = {names.join(path, "_extra_state"): module for path, module in names.extras(root)}
+                self.requests.request_fill(named.name, self.scan.tensors[named.name][1])
+        owners = {names.join(path, "_extra_state"): module for path, module in names.find_extra_state(root)}
         for key, load in loads.items():
-            self.wants.installs.append(_call(owners[key].set_extra_state, load))
+            self.requests.installs.append(_make_call(owners[key].set_extra_state, load))
 
-    def custom_module(self, node: ModuleNode, loads: dict[str, Callable[[], Any]]) -> None:
+    def plan_custom_module(self, node: ModuleNode, loads: dict[str, Callable[[], Any]]) -> None:
         """A custom module gets all of its state in new tensors, by its load_state_dict()."""
         state: dict[str, Callable[[], Any]] = {}
-        for name, key, value in names.Said.of(node.value).items:
+        for name, key, value in names.CustomStateDict.read(node.value).items:
             full = names.join(node.path, name)
             if not isinstance(value, torch.Tensor):
                 if name in loads:
                     state[key] = loads[name]
                 continue
             new = empty_like(value)
-            if self.wants.fill(full, self.wants.cutter.pieces(new, full)):
+            if self.requests.request_fill(full, self.requests.cutter.pieces(new, full)):
                 state[key] = lambda new=new: new  # type: ignore[misc]
 
         def install() -> None:
-            versions = self.wants.saved.versions.get(node.path, {})
+            versions = self.requests.saved.versions.get(node.path, {})
             node.load({key: value() for key, value in state.items()}, versions)
 
-        self.wants.installs.append(install)
+        self.requests.installs.append(install)
 
-    def object(self, node: ObjectNode) -> None:
-        saved = self.wants.saved.objects.get(node.path)
+    def plan_object(self, node: ObjectNode) -> None:
+        saved = self.requests.saved.objects.get(node.path)
         if saved is None:
-            self.wants.other_kind(node.path, "object")
+            self.requests.note_other_kind(node.path, "object")
             return
         # A user's class may know how to load another class's keys. A scheduler takes any keys, so it is checked here.
-        if isinstance(node.value, LRScheduler) and self.wants.is_of_another_class(
-            node.path, type(node.value).__name__, _keys(node.payload()["value"]), _keys(saved.value)
+        if isinstance(node.value, LRScheduler) and self.requests.is_of_another_class(
+            node.path, type(node.value).__name__, _key_texts(node.payload()["value"]), _key_texts(saved.value)
         ):
-            self.wants.used.update(name for _, name in saved.tensors)
+            self.requests.used_names.update(name for _, name in saved.tensors)
             return
-        load = self.wants.tree(saved, {named.name: named.tensor for named in self.scan.found[node.path]})
+        load = self.requests.request_tree(
+            saved, {named.name: named.tensor for named in self.scan.tensors_by_node[node.path]}
+        )
 
         def install() -> None:
             state = load()
             if isinstance(node.value, LRScheduler):
-                self.wants.overruled += overruled.of_scheduler(node.path, node.value, state)
+                self.requests.overruled_lines += overruled.compare_scheduler(node.path, node.value, state)
             node.value.load_state_dict(state)
 
-        self.wants.installs.append(install)
+        self.requests.installs.append(install)
 
-    def data(self, node: DataNode, others: Sequence[Own]) -> None:
+    def plan_data(self, node: DataNode, others: Sequence[RankValues]) -> None:
         """Values become the saved ones. Tensors that the checkpoint has, too, stay the same objects. Exception: a
         tensor that has two names here, and is two tensors in the checkpoint."""
-        saved = self.wants.saved.data.get(node.path)
+        saved = self.requests.saved.data.get(node.path)
         if saved is None:
-            if not self.is_others(node, others):
-                self.wants.other_kind(node.path, "value")
+            if not self.is_other_ranks(node, others):
+                self.requests.note_other_kind(node.path, "value")
             return
         live = {
             name: (path, t)
-            for path, name, t in value_trees.named(node.path, value_trees.split(node.value, node.path)[1])
+            for path, name, t in value_trees.name_tensors(
+                node.path, value_trees.split_tensors(node.value, node.path)[1]
+            )
         }
         made: list[tuple[value_trees.Path, Any]] = []
         for path, name in saved.tensors:
             _, tensor = live.pop(name, (path, None))
             pieces = self.scan.pieces(name) if tensor is not None else None
-            if pieces is not None and isinstance(tensor, Shard) and self.wants.is_parted(name, pieces.boxes):
+            if pieces is not None and isinstance(tensor, Shard) and self.requests.is_untied(name, pieces.boxes):
                 first = self.scan.aliases[name]
-                self.wants.differ("retyped", name, f"{name} is the shard {first}, in the checkpoint one of its own")
+                self.requests.note_difference(
+                    "retyped", name, f"{name} is the shard {first}, in the checkpoint one of its own"
+                )
             elif pieces is None:
-                made.append((path, self.wants.fresh(name)))
-            elif self.wants.is_parted(name, pieces.boxes):
-                made.append((path, self.part(name, tensor)))
+                made.append((path, self.requests.request_new_tensor(name)))
+            elif self.requests.is_untied(name, pieces.boxes):
+                made.append((path, self.untie(name, tensor)))
             else:
-                self.wants.fill(name, pieces)
+                self.requests.request_fill(name, pieces)
                 made.append((path, tensor))
         # Tensors that the saved tree lacks because it is another rank's: each rank has other names below this path.
         elsewhere = []
         for name, (path, tensor) in live.items():
             pieces = self.scan.pieces(name)
-            if value_trees.has(saved.value, path) and name not in self.wants.names:
-                self.value_into(name, pieces, value_trees.at(saved.value, path))
-            elif self.wants.fill(name, pieces):
+            if value_trees.has_path(saved.value, path) and name not in self.requests.saved_names:
+                self.plan_value(name, pieces, value_trees.get_at(saved.value, path))
+            elif self.requests.request_fill(name, pieces):
                 elsewhere.append((path, tensor))
             made.append((path, tensor))
 
         def install() -> None:
             value = saved.value
             for path, tensor in made:
-                if tensor is not None and value_trees.has(value, path):
-                    value = value_trees.merge(value, [(path, tensor)])
+                if tensor is not None and value_trees.has_path(value, path):
+                    value = value_trees.merge_tensors(value, [(path, tensor)])
             for path, tensor in elsewhere:
-                value_trees.plant(value, path, tensor)
-            node.put(value_trees.settle(node.value, value))
+                value_trees.put_if_missing(value, path, tensor)
+            node.put(value_trees.write_in_place(node.value, value))
 
-        self.wants.installs.append(install)
+        self.requests.installs.append(install)
 
-    def value_into(self, name: str, pieces: Pieces, saved: Any) -> None:
+    def plan_value(self, name: str, pieces: Pieces, saved: Any) -> None:
         """Handles a tensor for which the checkpoint has a value. A number goes into a zero-dimensional tensor that can
         hold it exactly; the loop may have assigned one to that key. Else, or if the tensor has several names, it is a
         difference."""
-        tied = name in self.scan.aliases or name in self.wants.also
+        tied = name in self.scan.aliases or name in self.requests.aliases_by_first
         is_number = not (tied or pieces.shape) and isinstance(saved, int | float)
         if is_number and (equal := _equal_to(saved, pieces.dtype)) is not None:
 
             def install() -> None:
-                for local in pieces.locals:
-                    with changing(local):
+                for local in pieces.local_views:
+                    with allow_in_place(local):
                         local.copy_(equal)
 
-            self.wants.installs.append(install)
+            self.requests.installs.append(install)
             return
         there = repr(saved) if saved is None or isinstance(saved, int | float) else f"a {type(saved).__name__}"
         line = f"{name} is a tensor ({pieces.dtype}, of the shape {pieces.shape}), in the checkpoint {there}"
-        self.wants.differ("retyped", name, line)
+        self.requests.note_difference("retyped", name, line)
 
-    def is_others(self, node: DataNode, others: Sequence[Own]) -> bool:
+    def is_other_ranks(self, node: DataNode, others: Sequence[RankValues]) -> bool:
         """Whether this rank has None where other ranks have an object: a scheduler of the last stage, a loader of the
         first."""
         if node.value is not None:
             return False
         own = any(node.path in rank.loaders or f"state:{node.path}" in rank.generators for rank in others)
-        return own or self.wants.saved.kind_of(node.path) not in (None, "value")
+        return own or self.requests.saved.kind_of(node.path) not in (None, "value")
 
-    def part(self, name: str, live: Any) -> torch.Tensor | None:
+    def untie(self, name: str, live: Any) -> torch.Tensor | None:
         """A new tensor for a live one that is tied to another here, but not in the checkpoint. Ties there are kept."""
-        found = self.wants.find(name)
-        if found is not None and found.name in self.parted:
-            return self.parted[found.name]
-        new: torch.Tensor | None = self.wants.fresh(name, live)
+        found = self.requests.find_tensor(name)
+        if found is not None and found.name in self.untied_tensors:
+            return self.untied_tensors[found.name]
+        new: torch.Tensor | None = self.requests.request_new_tensor(name, live)
         if found is None or new is None:
             return None
         if isinstance(live, torch.nn.Parameter):
             new = torch.nn.Parameter(new, live.requires_grad)
         elif live.requires_grad:
             new.requires_grad_()
-        self.parted[found.name] = new
+        self.untied_tensors[found.name] = new
         return new
 
-    def loader(self, node: LoaderNode, own: Own | None, others: Sequence[Own], strict: bool) -> None:
+    def plan_loader(self, node: LoaderNode, own: RankValues | None, others: Sequence[RankValues], strict: bool) -> None:
         """Plans the position of a loader. If as many data-parallel ranks saved it as there are now, each takes its own
         position. Otherwise the loader's reshard() divides the positions. Errors: UsageError if `strict` and it has
         none."""
         here, loader, path = self.walker.coordinate, node.value, node.path
-        saved: dict[int, Own] = {}
+        saved: dict[int, RankValues] = {}
         for rank in (*others, *([own] if own else [])):
             first = saved.setdefault(rank.data_rank, rank) if path in rank.loaders else None
-            if first is not None and is_other(first.loaders[path], rank.loaders[path]):
-                self.wants.differ(
+            if first is not None and is_different(first.loaders[path], rank.loaders[path]):
+                self.requests.note_difference(
                     "reshaped",
                     path,
                     f"{path} was saved at several positions by ranks that count as one data-parallel rank "
@@ -297,15 +316,15 @@ class _NodeTargets:
                 )
         world = max((rank.data_world for rank in saved.values()), default=0)
         if not (here.data_rank in saved if own or world == here.data_world else len(saved) == world > 0):
-            self.wants.missing(path, " (the position of a loader)")
+            self.requests.note_missing(path, " (the position of a loader)")
             return
         if own or world == here.data_world:
-            state = value_trees.extract(saved[here.data_rank].loaders[path], path)
-            self.wants.installs.append(lambda: put_back(loader, state))
+            state = value_trees.extract_tensors(saved[here.data_rank].loaders[path], path)
+            self.requests.installs.append(lambda: load_loader_state(loader, state))
             return
         if hasattr(loader, "reshard"):
-            states = [value_trees.extract(saved[rank].loaders[path], path) for rank in sorted(saved)]
-            self.wants.installs.append(lambda: loader.reshard(states, here.data_rank, here.data_world))
+            states = [value_trees.extract_tensors(saved[rank].loaders[path], path) for rank in sorted(saved)]
+            self.requests.installs.append(lambda: loader.reshard(states, here.data_rank, here.data_world))
             return
         line = (
             f"{path} was saved by {world} data-parallel ranks and there are {here.data_world} now; "
@@ -316,26 +335,26 @@ class _NodeTargets:
                 f"{line}. Start with {world} data-parallel ranks, give the loader that method, or pass strict=False: "
                 "its data then starts from the beginning, and what was trained on already repeats"
             )
-        self.wants.differ("missing", path, f"{line}: its data starts from the beginning and repeats")
+        self.requests.note_difference("missing", path, f"{line}: its data starts from the beginning and repeats")
 
-    def generator(self, node: GeneratorNode, own: Own | None, others: Sequence[Own]) -> None:
+    def plan_generator(self, node: GeneratorNode, own: RankValues | None, others: Sequence[RankValues]) -> None:
         if not any(f"state:{node.path}" in rank.generators for rank in (*others, *([own] if own else []))):
-            self.wants.missing(node.path, " (the state of a generator)")
+            self.requests.note_missing(node.path, " (the state of a generator)")
 
-    def is_like(self, name: str, stream: generators.RandomStream, own: Own | None) -> bool:
+    def can_restore_stream(self, name: str, stream: generators.RandomStream, own: RankValues | None) -> bool:
         """Whether a generator can take the state that this rank saved for it, if any. Another kind is a noted
         difference."""
-        if own is None or name not in own.generators or generators.is_like(stream, own.generators[name]["state"]):
+        if own is None or name not in own.generators or generators.is_same_kind(stream, own.generators[name]["state"]):
             return True
         path = name.removeprefix("state:")
-        self.wants.differ("retyped", path, f"{path} is a generator of another kind than in the checkpoint")
+        self.requests.note_difference("retyped", path, f"{path} is a generator of another kind than in the checkpoint")
         return False
 
-    def extra(self, own: Own | None, others: Sequence[Own]) -> tuple[str, ...]:
+    def find_extra_names(self, own: RankValues | None, others: Sequence[RankValues]) -> tuple[str, ...]:
         """The names that the checkpoint has and this state has no place for."""
-        saved, paths = self.wants.saved, {node.path for node in self.scan.nodes}
-        found = set(self.wants.unused())
-        found |= {n.path for n in self.scan.nodes if isinstance(n, DataNode) and self.is_others(n, others)}
+        saved, paths = self.requests.saved, {node.path for node in self.scan.nodes}
+        found = set(self.requests.unused_names())
+        found |= {n.path for n in self.scan.nodes if isinstance(n, DataNode) and self.is_other_ranks(n, others)}
         for held in (saved.data, saved.objects, saved.optimizers, saved.modules):
             found |= {path for path in held if path not in paths}
         for path, keys in saved.modules.items():
@@ -362,11 +381,11 @@ def _equal_to(number: float, dtype: str) -> torch.Tensor | None:
     return made if now == number or (now != now and number != number) else None
 
 
-def _keys(value: Any) -> set[str]:
+def _key_texts(value: Any) -> set[str]:
     return set(map(str, value)) if isinstance(value, dict) else set()
 
 
-def _call(function: Callable[[Any], Any], argument: Callable[[], Any]) -> Callable[[], None]:
+def _make_call(function: Callable[[Any], Any], argument: Callable[[], Any]) -> Callable[[], None]:
     def call() -> None:
         function(argument())
 

@@ -13,13 +13,13 @@ from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.layout.assemble import part_owner
 from ckpt.layout.reshard import Mismatch, Want
 from ckpt.trainer.state import value_trees
-from ckpt.trainer.state.names import some
+from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.optimizers import state_path
-from ckpt.trainer.state.saved_values import Shared, Tree
-from ckpt.trainer.state.shard import DTYPES, Cutter, Pieces, Shard, changing, is_dtensor
-from ckpt.types import Box, counted
+from ckpt.trainer.state.saved_values import SharedValues, Tree
+from ckpt.trainer.state.shard import DTYPES, Cutter, Pieces, Shard, allow_in_place, is_dtensor
+from ckpt.types import Box, format_count
 
-ONLY = "only in the checkpoint: "  # the prefix of a difference that is an extra name
+EXTRA_PREFIX = "only in the checkpoint: "  # the prefix of a difference that is an extra name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +58,31 @@ class TensorRequests:
     """
 
     coordinate: str | None
-    alike: Mapping[str, str]
+    owner_by_name: Mapping[str, str]
     specs: Mapping[tuple[str, str], TensorSpec]
-    names: frozenset[str]
+    saved_names: frozenset[str]
     live_aliases: Mapping[str, str]
-    also: Mapping[str, Sequence[str]]
-    saved: Shared
+    aliases_by_first: Mapping[str, Sequence[str]]
+    saved: SharedValues
     wants: list[Want] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     installs: list[Callable[[], None]] = field(default_factory=list)
-    lines: dict[tuple[str, str], str] = field(default_factory=dict)
+    differences: dict[tuple[str, str], str] = field(default_factory=dict)
     # Of names that the checkpoint has for no rank: what each would be, such as "tensor".
     absent: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    overruled: list[str] = field(default_factory=list)  # hyper-parameters of the script that were replaced, in words
+    used_names: set[str] = field(default_factory=set)
+    overruled_lines: list[str] = field(
+        default_factory=list
+    )  # hyper-parameters of the script that were replaced, in words
     cutter: Cutter = field(default_factory=Cutter)
 
     @staticmethod
-    def of(
+    def from_manifest(
         manifest: Manifest,
         coordinate: str | None,
         alike: Mapping[str, str],
         live: Mapping[str, str],
-        saved: Shared,
+        saved: SharedValues,
     ) -> TensorRequests:
         specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
         also: dict[str, list[str]] = {}
@@ -90,30 +92,33 @@ class TensorRequests:
 
     # ------------------------------------------------------------------------------------------------- differences
 
-    def differ(self, kind: str, name: str, line: str) -> None:
+    def note_difference(self, kind: str, name: str, line: str) -> None:
         """Notes a difference; only the first one of each kind and name counts. `line`: the difference in words."""
-        self.lines.setdefault((kind, name), line)
+        self.differences.setdefault((kind, name), line)
 
-    def missing(self, name: str, why: str = "", what: str = "") -> None:
+    def note_missing(self, name: str, why: str = "", what: str = "") -> None:
         """Notes a name that the checkpoint lacks. `what`: its noun, if it may share a line with its module's others."""
-        if what and not why and name not in self.names:
+        if what and not why and name not in self.saved_names:
             self.absent[name] = what
-        if not why and name in self.names:
+        if not why and name in self.saved_names:
             why = f", where only other ranks than {self.coordinate} have one of their own"
             if self.coordinate is None:
                 owners = sorted({owner.partition("@")[0] for held, owner in self.specs if held == name})
                 why = (
-                    f", where the ranks of another mesh each have their own, and {some(owners)} differ: only as many "
+                    f", where the ranks of another mesh each have their own, and {shorten_names(owners)} differ: only "
+                    "as many "
                     "ranks of that mesh can have it back"
                 )
-        self.differ("missing", name, f"{name} is missing in the checkpoint{why}")
+        self.note_difference("missing", name, f"{name} is missing in the checkpoint{why}")
 
-    def other_kind(self, path: str, kind: str) -> None:
+    def note_other_kind(self, path: str, kind: str) -> None:
         saved = self.saved.kind_of(path)
         if saved is None:
-            self.missing(path)
+            self.note_missing(path)
         else:
-            self.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
+            self.note_difference(
+                "retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}"
+            )
 
     def is_of_another_class(self, path: str, here: str, live: set[str], kept: set[str], more: str = "") -> bool:
         """Whether the checkpoint has an optimizer or scheduler of another class than `here` in this place. Then nothing
@@ -125,32 +130,32 @@ class TensorRequests:
             f"{word} {', '.join(sorted(of))}" for word, of in (("without", live - kept), ("with", kept - live)) if of
         ]
         line = f"{path} is of the class {here}, in the checkpoint of the class {there}, {' and '.join(keys)}{more}"
-        self.differ("retyped", path, line)
+        self.note_difference("retyped", path, line)
         return True
 
-    def unused(self) -> list[str]:
+    def unused_names(self) -> list[str]:
         """The names that the checkpoint has for all ranks or for this one, and that nothing here wanted. For another
         mesh, those of all its ranks: none of these ranks will fetch its own."""
         mine = ("", self.coordinate)
         names = {n for n, owner in self.specs if self.coordinate is None or owner.partition("@")[0] in mine}
-        return sorted(names - self.used)
+        return sorted(names - self.used_names)
 
-    def unused_own(self) -> list[str]:
-        """The names in `unused` that only this rank could restore."""
-        return [name for name in self.unused() if self.coordinate is not None and (name, "") not in self.specs]
+    def unused_own_names(self) -> list[str]:
+        """The names in `unused_names` that only this rank could restore."""
+        return [name for name in self.unused_names() if self.coordinate is not None and (name, "") not in self.specs]
 
-    def mismatch(self, extra: Sequence[str]) -> Mismatch:
+    def make_mismatch(self, extra: Sequence[str]) -> Mismatch:
         for name in extra:
-            self.differ("extra", name, f"{ONLY}{name}")
+            self.note_difference("extra", name, f"{EXTRA_PREFIX}{name}")
         kinds: dict[str, list[str]] = {"missing": [], "extra": [], "reshaped": [], "retyped": []}
-        for kind, name in sorted(self.lines):
+        for kind, name in sorted(self.differences):
             kinds[kind].append(name)
         missing, extra_names, reshaped, retyped = (tuple(found) for found in kinds.values())
         groups = self._absent_groups()
         grouped = {("missing", name) for group in groups.values() for name in group}
-        lines = {key: line for key, line in self.lines.items() if key not in grouped}
+        lines = {key: line for key, line in self.differences.items() if key not in grouped}
         for (prefix, what), group in groups.items():
-            lines["missing", prefix] = f"{prefix}.*: {counted(len(group), what)}, not in the checkpoint"
+            lines["missing", prefix] = f"{prefix}.*: {format_count(len(group), what)}, not in the checkpoint"
         return Mismatch(missing, extra_names, reshaped, retyped, tuple(line for _, line in sorted(lines.items())))
 
     def _absent_groups(self) -> dict[tuple[str, str], list[str]]:
@@ -159,7 +164,7 @@ class TensorRequests:
         stored = [
             state_path(path, name) for path, optimizer in self.saved.optimizers.items() for name in optimizer.state
         ]
-        held = {prefix for name in (*self.names, *stored) for prefix in _prefixes(name)} if self.absent else set()
+        held = {prefix for name in (*self.saved_names, *stored) for prefix in _prefixes(name)} if self.absent else set()
         groups: dict[tuple[str, str], list[str]] = {}
         for name, what in self.absent.items():
             prefix = next((each for each in _prefixes(name) if each not in held), None)
@@ -169,16 +174,16 @@ class TensorRequests:
 
     # ------------------------------------------------------------------------------------------------------ tensors
 
-    def find(self, name: str, boxes: Sequence[Box] = ()) -> SavedTensor | None:
+    def find_tensor(self, name: str, boxes: Sequence[Box] = ()) -> SavedTensor | None:
         """The checkpoint's tensor for one of the state; None if there is none. It is looked up under this name and the
         other names of a tied tensor. It is the job's, or this rank's own: whole, or in parts that are exactly `boxes`.
         For another mesh, it may be one that all ranks have the same."""
         first = self.live_aliases.get(name, name)
-        others = self.also.get(first, ())
+        others = self.aliases_by_first.get(first, ())
         for candidate in (name, self.saved.aliases.get(name), first, self.saved.aliases.get(first), *others):
             if candidate is None:
                 continue
-            own = self.alike.get(candidate, "") if self.coordinate is None else self.coordinate
+            own = self.owner_by_name.get(candidate, "") if self.coordinate is None else self.coordinate
             for owner in ("", own):
                 spec = self.specs.get((candidate, owner))
                 if spec is not None:
@@ -191,54 +196,54 @@ class TensorRequests:
                 return SavedTensor(candidate, self.coordinate, held[0].dtype, None, held)
         return None
 
-    def is_parted(self, name: str, boxes: Sequence[Box] = ()) -> bool:
+    def is_untied(self, name: str, boxes: Sequence[Box] = ()) -> bool:
         """Whether the state's tensor of this name is tied to another, while the checkpoint has a tensor for each."""
         first = self.live_aliases.get(name)
         if first is None:
             return False
-        own, other = self.find(name, boxes), self.find(first, boxes)
+        own, other = self.find_tensor(name, boxes), self.find_tensor(first, boxes)
         return own is not None and other is not None and own.name != other.name
 
-    def fill(self, name: str, pieces: Pieces) -> bool:
+    def request_fill(self, name: str, pieces: Pieces) -> bool:
         """Requests a tensor for these pieces. False if the checkpoint has none that fits: that is noted."""
-        found = self.find(name, pieces.boxes)
+        found = self.find_tensor(name, pieces.boxes)
         if found is None:
-            if pieces.boxes or name not in self.names:
-                self.missing(name, what="tensor")
+            if pieces.boxes or name not in self.saved_names:
+                self.note_missing(name, what="tensor")
             return False
-        self.used.add(found.name)
+        self.used_names.add(found.name)
         for shape, saved in found.shapes(pieces):
             if shape != saved:
-                self.differ("reshaped", name, f"{name} has the shape {shape}, in the checkpoint {saved}")
+                self.note_difference("reshaped", name, f"{name} has the shape {shape}, in the checkpoint {saved}")
                 return False
         for saved_dtype in found.dtypes:
             if saved_dtype != pieces.dtype:
-                self.differ("retyped", name, f"{name} is {pieces.dtype}, in the checkpoint {saved_dtype}")
+                self.note_difference("retyped", name, f"{name} is {pieces.dtype}, in the checkpoint {saved_dtype}")
                 return False
-        for box, local in zip(pieces.boxes, pieces.locals, strict=True):
+        for box, local in zip(pieces.boxes, pieces.local_views, strict=True):
             self.wants.append(Want(found.name, found.owner, pieces.dtype, pieces.shape, box))
             self.tensors.append(self._destination(local))
         return True
 
-    def fresh(self, name: str, like: Any = None) -> Any:
+    def request_new_tensor(self, name: str, like: Any = None) -> Any:
         """A new tensor, to be filled with the checkpoint's tensor of this name; None if there is none, which is noted.
         If `like` has the same global shape, the new one is placed like it, as a Shard if `like` is one. Otherwise it is
         whole, on the CPU. Its dimensions lie in memory as they were saved."""
-        found = self.find(name)
+        found = self.find_tensor(name)
         if found is None or found.shape is None:
-            self.missing(name, what="tensor")
+            self.note_missing(name, what="tensor")
             return None
-        dtype, order = dtype_of(found), self.order(found, len(found.shape))
+        dtype, order = dtype_of(found), self.saved_order(found, len(found.shape))
         if isinstance(like, Shard) and like.global_shape == found.shape:
             new: torch.Tensor | Shard = like.like(empty_like(like.tensor, dtype, order))
         elif isinstance(like, torch.Tensor) and tuple(like.shape) == found.shape:
             new = empty_like(like, dtype, order)
         else:
             new = empty(found.shape, dtype, order)
-        self.fill(name, self.cutter.pieces(new, name))
+        self.request_fill(name, self.cutter.pieces(new, name))
         return new
 
-    def order(self, found: SavedTensor, dims: int) -> Sequence[int] | None:
+    def saved_order(self, found: SavedTensor, dims: int) -> Sequence[int] | None:
         """The order of the dimensions in memory at the save, from the outermost; None if it was not saved. Errors:
         DamagedData."""
         if self.saved.orders is None:
@@ -248,11 +253,13 @@ class TensorRequests:
             raise DamagedData(f"{found.name} has {dims} dimensions, and the stored order of them has {len(order)}")
         return order
 
-    def tree(self, saved: Tree, live: Mapping[str, Any]) -> Callable[[], Any]:
+    def request_tree(self, saved: Tree, live: Mapping[str, Any]) -> Callable[[], Any]:
         """A function for after the fill: it returns the saved values with new tensors in their places. Each tensor is
         placed as the `live` one of the same name."""
-        made = [(path, self.fresh(name, live.get(name))) for path, name in saved.tensors]
-        return lambda: value_trees.merge(saved.value, [(path, tensor) for path, tensor in made if tensor is not None])
+        made = [(path, self.request_new_tensor(name, live.get(name))) for path, name in saved.tensors]
+        return lambda: value_trees.merge_tensors(
+            saved.value, [(path, tensor) for path, tensor in made if tensor is not None]
+        )
 
     def _destination(self, local: torch.Tensor) -> torch.Tensor:
         """The local tensor itself. If its elements share memory (expanded): a new tensor, copied back later."""
@@ -262,7 +269,7 @@ class TensorRequests:
         distinct = tuple(slice(None) if stride else slice(0, 1) for stride in local.stride())
 
         def copy_back() -> None:
-            with changing(local):
+            with allow_in_place(local):
                 local[distinct].copy_(whole[distinct])
 
         self.installs.append(copy_back)
@@ -299,7 +306,7 @@ def empty_like(tensor: Any, dtype: torch.dtype | None = None, order: Sequence[in
         stride = empty(tensor.shape, new.dtype, order, "meta").stride()
     if not is_dtensor(tensor):
         return new
-    return _distributed(new, tensor.shape, stride, tensor.device_mesh, tensor.placements)
+    return _make_dtensor(new, tensor.shape, stride, tensor.device_mesh, tensor.placements)
 
 
 def replicated_like(
@@ -312,10 +319,10 @@ def replicated_like(
         return local
     from torch.distributed.tensor import Replicate
 
-    return _distributed(local, shape, local.stride(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+    return _make_dtensor(local, shape, local.stride(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
 
 
-def _distributed(
+def _make_dtensor(
     local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], mesh: Any, placements: Sequence[Any]
 ) -> torch.Tensor:
     from torch.distributed.tensor import DTensor

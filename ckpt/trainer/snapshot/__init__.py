@@ -1,4 +1,4 @@
 """Snapshots of one rank: copies its live tensors into an arena, at the boundary or late, on CPU and CUDA, and checks
-late copies. The package imports torch; of the trainer it may import only link and state. Start with snapshot.py, then
-read bindings.py and deferred_copy.py.
+deferred copies. The package imports torch; of the trainer it may import only link and state. Start with snapshot.py,
+then read bindings.py and deferred_copy.py.
 """

@@ -1,8 +1,9 @@
 """The protocol of a copier, and the copier for tensors in host memory.
 
 Guarantees, for every copier:
-- `CopyJob.eager` returns when later work of the caller may change the sources. The targets still get the old bytes.
-- `CopyJob.late` returns at once. The caller must not change the sources before `Ticket.fence` has returned.
+- `CopyJob.start_eager` returns when later work of the caller may change the sources. The targets still get the old
+  bytes.
+- `CopyJob.start_deferred` returns at once. The caller must not change the sources before `Ticket.fence` has returned.
 - The bytes are in the targets once `Ticket.wait` has returned, not before.
 
 Bytes are copied outside the GIL. A large piece is one memmove, so copying rarely competes for the GIL. Small pieces are
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.threads import Outcome, Tasks
-from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, split
+from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, split_piece
 
 Unit = Callable[[], None]
 
@@ -36,14 +37,14 @@ UNIT_BYTES = 4 << 20
 # NARROW_BYTES. For many more elements torch would use its own threads.
 SMALL_BYTES = 512 << 10
 NARROW_BYTES = 16 << 10
-WIDE = torch.complex128
+WIDE_DTYPE = torch.complex128
 GROUP_PIECES = 4096
 # Pieces up to TINY_BYTES whose targets adjoin are concatenated. Below RUN_BYTES torch does that in one plain loop, at
 # half the cost.
 TINY_BYTES = 4 << 10
 RUN_BYTES = 32 << 10
 # A niced thread gets a third of a normal thread's share of a core. So a unit is held up for 10 ms, not for seconds.
-LATE_NICE = 5
+DEFERRED_NICE = 5
 THREADS_MAX = 8  # a few threads fill the memory's bandwidth
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -71,16 +72,16 @@ class Ticket(Protocol):
 class CopyJob(Protocol):
     """Pieces ready to be copied: any number of times, one copy at a time."""
 
-    def eager(self) -> Ticket: ...
-    def late(self) -> Ticket: ...
+    def start_eager(self) -> Ticket: ...
+    def start_deferred(self) -> Ticket: ...
 
 
 class Copier(Protocol):
-    """Copies pieces into arenas. `blocking`: whether `fence` returns only once the bytes are in the targets, so that no
-    other thread has to call `wait`."""
+    """Copies pieces into arenas. `is_blocking`: whether `fence` returns only once the bytes are in the targets, so that
+    no other thread has to call `wait`."""
 
     @property
-    def blocking(self) -> bool: ...
+    def is_blocking(self) -> bool: ...
 
     def pin(self, data: memoryview) -> None:
         """Prepares a data region as a target of copies. Call it once per region, before the first job that uses the
@@ -91,17 +92,17 @@ class Copier(Protocol):
 
     def prepare(self, pieces: Sequence[CopyPiece]) -> CopyJob: ...
 
-    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
+    def start_comparison(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         """Compares the sources, as of this call, with the targets that they were copied to before. The returned
         function waits for the outcome: the indices of the pieces that differ. Any thread may call that function."""
         ...
 
     def barrier(self) -> Callable[[], None]:
-        """For work on other streams, after `fence` and `same`. Returns a function for any thread: it makes that
-        thread's current streams wait for the same reads as the current streams of this call's thread."""
+        """For work on other streams, after `fence` and `start_comparison`. Returns a function for any thread: it makes
+        that thread's current streams wait for the same reads as the current streams of this call's thread."""
         ...
 
-    def aside(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
+    def background_context(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
         """A context for work with pieces on these devices, off the training thread or for use on any stream. At the end
         of the context the work is done."""
         ...
@@ -113,17 +114,17 @@ class CpuCopier:
     """The copier for tensors in host memory. It copies tensors on other devices too, slowly, while the caller waits.
 
     `threads`: how many threads copy while the caller waits, the caller's included (default: torch's number, at most
-    THREADS_MAX). A late copy uses as many threads, a little niced. So training, and the threads of its collectives,
+    THREADS_MAX). A deferred copy uses as many threads, a little niced. So training, and the threads of its collectives,
     hardly wait for them. More niceness would hurt on busy cores: training would wait for a thread that was preempted
-    within a unit, or while holding the GIL. A fence before the end of a late copy helps to copy. So the caller never
-    waits much longer than for an eager copy."""
+    within a unit, or while holding the GIL. A fence before the end of a deferred copy helps to copy. So the caller
+    never waits much longer than for an eager copy."""
 
-    blocking = True
+    is_blocking = True
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(torch.get_num_threads(), THREADS_MAX)
         self._tasks = Tasks("copier", pool_size=self.threads)
-        self._late_tasks = Tasks("copier-late", pool_size=self.threads, begin=_be_nicer)
+        self._deferred_tasks = Tasks("copier-late", pool_size=self.threads, begin=_raise_niceness)
 
     def pin(self, data: memoryview) -> None:
         pass
@@ -134,32 +135,32 @@ class CpuCopier:
     def prepare(self, pieces: Sequence[CopyPiece]) -> CpuJob:
         return CpuJob(self, _copy_units(pieces))
 
-    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
+    def start_comparison(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         different: set[int] = set()
 
         def compare(index: int, piece: CopyPiece) -> Unit:
             def unit() -> None:
-                if not is_same(piece.source, piece.target):
+                if not has_same_bytes(piece.source, piece.target):
                     different.add(index)
 
             return unit
 
-        units = [(p.nbytes, compare(i, p)) for i, piece in enumerate(pieces) for p in split(piece, UNIT_BYTES)]
-        CpuJob(self, units).eager()
+        units = [(p.nbytes, compare(i, p)) for i, piece in enumerate(pieces) for p in split_piece(piece, UNIT_BYTES)]
+        CpuJob(self, units).start_eager()
         return lambda: sorted(different)
 
     def barrier(self) -> Callable[[], None]:
         return lambda: None
 
-    def aside(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
+    def background_context(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def submit(self, work: Unit, late: bool = False, into: list[Outcome[None]] | None = None) -> Outcome[None]:
         """Runs a unit on a thread of the pool, a niced one if `late`. `into`: as in `Tasks.submit`."""
-        return (self._late_tasks if late else self._tasks).submit(work, into=into)
+        return (self._deferred_tasks if late else self._tasks).submit(work, into=into)
 
     def close(self) -> None:
-        self._late_tasks.close()
+        self._deferred_tasks.close()
         self._tasks.close()
 
 
@@ -176,12 +177,12 @@ class CpuJob:
             self._lanes[min(before * copier.threads // total, copier.threads - 1)].append(unit)
             before += nbytes
 
-    def eager(self) -> CpuTicket:
+    def start_eager(self) -> CpuTicket:
         ticket = CpuTicket(self._copier, self._lanes)
         ticket.fence()
         return ticket
 
-    def late(self) -> CpuTicket:
+    def start_deferred(self) -> CpuTicket:
         ticket = CpuTicket(self._copier, self._lanes)
         try:
             ticket.start()
@@ -198,51 +199,51 @@ class CpuTicket:
     def __init__(self, copier: CpuCopier, lanes: Sequence[Sequence[Unit]]) -> None:
         self._copier = copier
         self._lanes = [deque(lane) for lane in lanes]
-        self._running: list[Outcome[None]] = []
+        self._running_jobs: list[Outcome[None]] = []
 
     def start(self) -> None:
-        for n in self._busy():
-            self._copier.submit(partial(self._drain, n), late=True, into=self._running)
+        for n in self._open_lanes():
+            self._copier.submit(partial(self._drain_lane, n), late=True, into=self._running_jobs)
 
     def fence(self) -> None:
         """Returns when all units are done. The caller's thread, and further threads without niceness, take part."""
-        busy = self._busy()
+        busy = self._open_lanes()
         try:
             for n in busy[:-1]:
-                self._copier.submit(partial(self._drain, n), into=self._running)
+                self._copier.submit(partial(self._drain_lane, n), into=self._running_jobs)
             try:
                 if busy:
-                    self._drain(busy[-1])
+                    self._drain_lane(busy[-1])
             finally:
                 # Also after an error: no thread may still read the sources.
-                self._let_end()
+                self._wait_for_running()
         except BaseException:
             # Ctrl-C, also during the wait above.
             self.cancel()
             raise
         self.wait()
 
-    def _let_end(self) -> None:
-        for running in self._running:
-            running.settle()
+    def _wait_for_running(self) -> None:
+        for running in self._running_jobs:
+            running.wait_until_done()
 
     def cancel(self) -> None:
         """Drops the units that have not begun, and waits for the begun ones: one per thread."""
         for lane in self._lanes:
             lane.clear()
-        self._let_end()
+        self._wait_for_running()
 
     def wait(self) -> None:
-        for running in self._running:
+        for running in self._running_jobs:
             running.result()
 
     def stall_s(self) -> float:
         return 0.0
 
-    def _busy(self) -> list[int]:
+    def _open_lanes(self) -> list[int]:
         return [n for n, lane in enumerate(self._lanes) if lane]
 
-    def _drain(self, own: int) -> None:
+    def _drain_lane(self, own: int) -> None:
         for lane, take in [(self._lanes[own], deque.popleft), *((other, deque.pop) for other in self._lanes)]:
             while True:
                 try:
@@ -252,11 +253,11 @@ class CpuTicket:
                 unit()
 
 
-def _be_nicer() -> None:
+def _raise_niceness() -> None:
     """Nices this thread by LATE_NICE, if that is allowed."""
     with contextlib.suppress(OSError):
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LATE_NICE)
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + DEFERRED_NICE)
 
 
 def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
@@ -264,7 +265,7 @@ def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
     units: list[tuple[int, Unit]] = []
     for grouped, run in groupby(pieces, key=_is_grouped):
         if not grouped:
-            units += [(p.nbytes, _move(p)) for piece in run for p in split(piece, UNIT_BYTES)]
+            units += [(p.nbytes, _memmove_unit(p)) for piece in run for p in split_piece(piece, UNIT_BYTES)]
             continue
         group: list[CopyPiece] = []
         group_bytes = 0
@@ -272,10 +273,10 @@ def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
             group.append(piece)
             group_bytes += piece.nbytes
             if group_bytes >= UNIT_BYTES or len(group) == GROUP_PIECES:
-                units.append((group_bytes, _group(group)))
+                units.append((group_bytes, _group_unit(group)))
                 group, group_bytes = [], 0
         if group:
-            units.append((group_bytes, _group(group)))
+            units.append((group_bytes, _group_unit(group)))
     return units
 
 
@@ -287,24 +288,24 @@ def _is_flat(piece: CopyPiece) -> bool:
 def _is_wide(piece: CopyPiece) -> bool:
     """Whether a piece can be copied as elements of 16 bytes."""
     offsets = int(piece.source.storage_offset()), int(piece.target.storage_offset())
-    return _is_flat(piece) and not any(n % WIDE.itemsize for n in (piece.nbytes, *offsets))
+    return _is_flat(piece) and not any(n % WIDE_DTYPE.itemsize for n in (piece.nbytes, *offsets))
 
 
 def _is_grouped(piece: CopyPiece) -> bool:
     return not _is_flat(piece) or piece.nbytes <= NARROW_BYTES or (piece.nbytes < SMALL_BYTES and _is_wide(piece))
 
 
-def _group(pieces: Sequence[CopyPiece]) -> Unit:
+def _group_unit(pieces: Sequence[CopyPiece]) -> Unit:
     """One unit of work for several small pieces."""
     units: list[Unit] = []
     others: list[CopyPiece] = []
-    for run in _runs(pieces):
+    for run in _adjoining_runs(pieces):
         if len(run) > 1:
-            units.append(_concatenate(run))
+            units.append(_concatenate_unit(run))
         else:
             others += run
     if others:
-        units.append(_foreach(others))
+        units.append(_foreach_unit(others))
 
     def unit() -> None:
         for each in units:
@@ -313,7 +314,7 @@ def _group(pieces: Sequence[CopyPiece]) -> Unit:
     return unit
 
 
-def _runs(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
+def _adjoining_runs(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
     """Tiny pieces whose targets adjoin, together, below RUN_BYTES; every other piece alone."""
     run: list[CopyPiece] = []
     end = run_bytes = 0
@@ -329,7 +330,7 @@ def _runs(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
         yield run
 
 
-def _concatenate(run: Sequence[CopyPiece]) -> Unit:
+def _concatenate_unit(run: Sequence[CopyPiece]) -> Unit:
     sources = [piece.source for piece in run]
     first = run[0].target
     target = first.as_strided((sum(piece.nbytes for piece in run),), (1,), first.storage_offset())
@@ -340,10 +341,10 @@ def _concatenate(run: Sequence[CopyPiece]) -> Unit:
     return unit
 
 
-def _foreach(pieces: Sequence[CopyPiece]) -> Unit:
+def _foreach_unit(pieces: Sequence[CopyPiece]) -> Unit:
     wide = [_is_wide(piece) for piece in pieces]
-    sources = [p.source.view(WIDE) if w else p.source for p, w in zip(pieces, wide, strict=True)]
-    targets = [p.target.view(WIDE) if w else p.target for p, w in zip(pieces, wide, strict=True)]
+    sources = [p.source.view(WIDE_DTYPE) if w else p.source for p, w in zip(pieces, wide, strict=True)]
+    targets = [p.target.view(WIDE_DTYPE) if w else p.target for p, w in zip(pieces, wide, strict=True)]
     checked = [piece.source for piece in pieces if piece.nbytes > NARROW_BYTES]
 
     def unit() -> None:
@@ -354,7 +355,7 @@ def _foreach(pieces: Sequence[CopyPiece]) -> Unit:
     return unit
 
 
-def _move(piece: CopyPiece) -> Unit:
+def _memmove_unit(piece: CopyPiece) -> Unit:
     source, target, nbytes = piece.source, piece.target, piece.nbytes
 
     def unit() -> None:
@@ -365,7 +366,7 @@ def _move(piece: CopyPiece) -> Unit:
     return unit
 
 
-def is_same(source: Tensor, target: Tensor) -> bool:
+def has_same_bytes(source: Tensor, target: Tensor) -> bool:
     """Whether two host tensors of one dtype and shape hold the same bytes (NaN equals itself, -0 differs from 0). A
     source that has lost its storage equals nothing."""
     if _has_shrunk(source):

@@ -8,7 +8,7 @@
   is laid out like the arena, and all arenas share it. A few large transfers then copy it to the arena. Training does
   not wait for them.
 - Large pieces are read by the side stream. For an eager copy the current stream waits for that, on the device. For a
-  late copy `fence` makes it wait.
+  deferred copy `fence` makes it wait.
 - Threads other than the training thread use streams of their own, also while a CUDA graph is captured. They enter a
   device of the state before their first CUDA call. A thread begins on device 0, and the first call would initialise
   CUDA there (0.5 GB for each rank of the node).
@@ -31,13 +31,21 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.trainer.snapshot.cpu_copier import Copier, CopyJob, CpuCopier, Ticket
-from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, is_cuda_used, keep, later, split, where
+from ckpt.trainer.state.pieces import (
+    CopyPiece,
+    address_and_size,
+    flat_bytes,
+    is_cuda_used,
+    keep_for_stream,
+    result_waiter,
+    split_piece,
+)
 
 # Pieces up to CLONED_BYTES are cloned: the smallest ones, at most CLONE_BYTES_MAX together. Device memory is scarce.
 CLONED_BYTES = 1 << 20
 CLONE_BYTES_MAX = 64 << 20
 LOCK_BYTES = 32 << 20
-ASK_S = 0.0005  # between two queries of an event
+QUERY_INTERVAL_S = 0.0005  # between two queries of an event
 SCRATCH_BYTES = 16 << 20  # arena bytes copied back to a device at once, for a comparison
 
 
@@ -50,74 +58,74 @@ class CudaCopier:
     """Copies pieces on CUDA devices itself. Gives those in host memory to `host`, and owns it. `cuda` and `device_type`
     are torch.cuda and "cuda", except in tests with a fake device."""
 
-    blocking = False
+    is_blocking = False
 
     def __init__(self, host: CpuCopier, cuda: Any = torch.cuda, device_type: str = "cuda") -> None:
-        self.host = host
+        self.host_copier = host
         self.cuda = cuda
         self._device_type = device_type
-        self._streams: dict[torch.device, Any] = {}
-        self._aside: dict[torch.device, Any] = {}
-        self._clones: dict[torch.device, Tensor] = {}
-        self._locked: dict[int, list[int]] = {}  # by address of a region: the addresses of its locked parts
+        self._side_streams: dict[torch.device, Any] = {}
+        self._background_streams: dict[torch.device, Any] = {}
+        self._clone_buffers: dict[torch.device, Tensor] = {}
+        self._locked_parts: dict[int, list[int]] = {}  # by address of a region: the addresses of its locked parts
         self._lock = threading.Lock()
-        self._cloning = threading.Lock()
+        self._clone_lock = threading.Lock()
         # Held for long; the training thread never takes it.
-        self._locking = threading.Lock()
+        self._pin_lock = threading.Lock()
         self._is_closed = False
 
     def pin(self, data: memoryview) -> None:
         """Page-locks the region. Errors: CkptError with CUDA's own message; copies still work, but the host waits for
         them. After close() it does nothing, since nothing would unlock the pages."""
-        address, nbytes = where(data)
-        with self._locking, self._near(), _beside_captures():
+        address, nbytes = address_and_size(data)
+        with self._pin_lock, self._device_context(), _relaxed_capture_mode():
             if self._is_closed:
                 return
             done: list[int] = []
             try:
                 for at, length in _seams(address, nbytes):
                     began_s = time.perf_counter()
-                    self._register(address + at, length)
+                    self._lock_pages(address + at, length)
                     done.append(address + at)
                     time.sleep(time.perf_counter() - began_s)
             except BaseException:  # Ctrl-C too
-                self._unlock(done)
+                self._unlock_pages(done)
                 raise
-            self._locked[address] = done
+            self._locked_parts[address] = done
 
     def unpin(self, data: memoryview) -> None:
-        with self._locking, self._near(), _beside_captures():
-            parts = self._locked.pop(where(data)[0], [])
+        with self._pin_lock, self._device_context(), _relaxed_capture_mode():
+            parts = self._locked_parts.pop(address_and_size(data)[0], [])
             try:
                 # A device may still write to the region, or compare its bytes.
-                self.settle(self._streams)
+                self.wait_for_streams(self._side_streams)
             finally:
-                self._unlock(parts)
+                self._unlock_pages(parts)
 
     def prepare(self, pieces: Sequence[CopyPiece]) -> CudaJob:
-        host, by_device = self._divide(pieces)
-        return CudaJob(self, self.host.prepare(host), by_device)
+        host, by_device = self._divide_by_device(pieces)
+        return CudaJob(self, self.host_copier.prepare(host), by_device)
 
-    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
-        host, by_device = self._divide(pieces)
-        verdicts = [(host, self.host.same(host))]
+    def start_comparison(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
+        host, by_device = self._divide_by_device(pieces)
+        verdicts = [(host, self.host_copier.start_comparison(host))]
         for device, group in by_device.items():
-            parts = [(whole, part) for whole in group for part in split(whole, SCRATCH_BYTES)]
+            parts = [(whole, part) for whole in group for part in split_piece(whole, SCRATCH_BYTES)]
             flags = torch.zeros(len(parts), dtype=torch.bool, device=device)
             with self.cuda.device(device):
                 # Wait until the bytes are in the targets.
-                self.cuda.current_stream(device).wait_stream(self.stream(device))
+                self.cuda.current_stream(device).wait_stream(self.side_stream(device))
                 for n, (_, part) in enumerate(parts):
-                    flags[n] = (flat_bytes(part.source) != _on(device, flat_bytes(part.target))).any()
+                    flags[n] = (flat_bytes(part.source) != _copy_to_device(device, flat_bytes(part.target))).any()
                 # The next copy into the targets waits for this comparison.
-                self.stream(device).wait_stream(self.cuda.current_stream(device))
-                verdicts.append((group, _differing(group, [whole for whole, _ in parts], later(flags))))
+                self.side_stream(device).wait_stream(self.cuda.current_stream(device))
+                verdicts.append((group, _await_differing(group, [whole for whole, _ in parts], result_waiter(flags))))
         index = {id(piece): n for n, piece in enumerate(pieces)}
         return lambda: sorted(index[id(group[n])] for group, verdict in verdicts for n in verdict())
 
     def barrier(self) -> Callable[[], None]:
         events = []
-        for device in list(self._streams):
+        for device in list(self._side_streams):
             with self.cuda.device(device):
                 event = self.cuda.Event()
                 event.record(self.cuda.current_stream(device))
@@ -130,81 +138,85 @@ class CudaCopier:
         return wait
 
     @contextlib.contextmanager
-    def aside(self, devices: Collection[torch.device]) -> Iterator[None]:
+    def background_context(self, devices: Collection[torch.device]) -> Iterator[None]:
         mine = (device for device in devices if device.type == self._device_type)
         with contextlib.ExitStack() as ends:
             for device in mine:
                 # The device is entered first: leaving only the stream's context would initialise CUDA on device 0.
                 ends.enter_context(self.cuda.device(device))
-                ends.enter_context(_beside_captures())
-                stream = self._of(self._aside, device)
-                ends.callback(self._wait_for, stream)
+                ends.enter_context(_relaxed_capture_mode())
+                stream = self._get_stream(self._background_streams, device)
+                ends.callback(self._wait_for_stream, stream)
                 ends.enter_context(self.cuda.stream(stream))
             yield
 
-    def stream(self, device: torch.device) -> Any:
+    def side_stream(self, device: torch.device) -> Any:
         """The side stream of a device."""
-        return self._of(self._streams, device)
+        return self._get_stream(self._side_streams, device)
 
-    def clone(self, device: torch.device, nbytes: int) -> Tensor:
+    def get_clone_buffer(self, device: torch.device, nbytes: int) -> Tensor:
         """Memory on the device for clones, shared by all jobs. Each job waits until the previous job's clones have been
         read."""
-        with self._cloning:
-            known = self._clones.get(device)
+        with self._clone_lock:
+            known = self._clone_buffers.get(device)
             if known is None or known.nbytes < nbytes:
-                known = self._clones[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                known = self._clone_buffers[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
             return known
 
     def close(self) -> None:
         # Every part is closed, also if the device is lost.
         with contextlib.ExitStack() as ends:
-            ends.callback(self.host.close)
+            ends.callback(self.host_copier.close)
             ends.callback(self._unlock_all)
-            self.settle(self._streams)
+            self.wait_for_streams(self._side_streams)
 
-    def settle(self, devices: Collection[torch.device]) -> None:
+    def wait_for_streams(self, devices: Collection[torch.device]) -> None:
         """Returns when the side streams of these devices have finished all that is enqueued now."""
         for device in list(devices):
-            self._wait_for(self.stream(device))
+            self._wait_for_stream(self.side_stream(device))
 
-    def _wait_for(self, stream: Any) -> None:
+    def _wait_for_stream(self, stream: Any) -> None:
         """Returns when the stream has finished all that is enqueued now. It polls: so Ctrl-C works if a device hangs,
         and torch.cuda.set_sync_debug_mode reports only the user's own waits."""
         event = self.cuda.Event()
         event.record(stream)
         while not event.query():
-            time.sleep(ASK_S)
+            time.sleep(QUERY_INTERVAL_S)
 
     def _unlock_all(self) -> None:
-        with self._locking:
+        with self._pin_lock:
             self._is_closed = True
-            parts, self._locked = [part for each in self._locked.values() for part in each], {}
-            self._unlock(parts)
+            parts, self._locked_parts = [part for each in self._locked_parts.values() for part in each], {}
+            self._unlock_pages(parts)
 
-    def _near(self) -> contextlib.AbstractContextManager[object]:
+    def _device_context(self) -> contextlib.AbstractContextManager[object]:
         """A context on a device of the state, if there is one, for CUDA calls that concern no device."""
-        near: contextlib.AbstractContextManager[object] = self.cuda.device(next(iter(list(self._aside)), None))
+        near: contextlib.AbstractContextManager[object] = self.cuda.device(
+            next(iter(list(self._background_streams)), None)
+        )
         return near
 
-    def _of(self, streams: dict[torch.device, Any], device: torch.device) -> Any:
+    def _get_stream(self, streams: dict[torch.device, Any], device: torch.device) -> Any:
         with self._lock:
             if device not in streams:
                 streams[device] = self.cuda.Stream(device)
             return streams[device]
 
-    def _register(self, address: int, nbytes: int) -> None:
+    def _lock_pages(self, address: int, nbytes: int) -> None:
         status = self.cuda.cudart().cudaHostRegister(address, nbytes, 1)  # 1: for all contexts
         if int(status) != 0:
             # CUDA keeps its last error, and the next kernel of the training would raise it. A kernel of ours clears it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device_type).add_(1)
-        _check(self.cuda, status)
+        _check_status(self.cuda, status)
 
-    def _unlock(self, addresses: Sequence[int]) -> None:
+    def _unlock_pages(self, addresses: Sequence[int]) -> None:
         for status in [self.cuda.cudart().cudaHostUnregister(address) for address in addresses]:
-            _check(self.cuda, status)
+            _check_status(self.cuda, status)
 
-    def _divide(self, pieces: Sequence[CopyPiece]) -> tuple[list[CopyPiece], dict[torch.device, list[CopyPiece]]]:
+    def _divide_by_device(
+        self, pieces: Sequence[CopyPiece]
+    ) -> tuple[list[CopyPiece], dict[torch.device, list[CopyPiece]]]:
         host: list[CopyPiece] = []
         by_device: dict[torch.device, list[CopyPiece]] = {}
         for piece in pieces:
@@ -220,23 +232,23 @@ class CudaJob:
 
     def __init__(self, copier: CudaCopier, host: CopyJob, by_device: dict[torch.device, list[CopyPiece]]) -> None:
         self._copier = copier
-        self._host = host
-        self._parts = [_DevicePart(copier, device, pieces) for device, pieces in by_device.items()]
+        self._host_job = host
+        self._device_parts = [_DevicePart(copier, device, pieces) for device, pieces in by_device.items()]
 
-    def eager(self) -> Ticket:
-        return self._start(self._host.eager, waits=True)
+    def start_eager(self) -> Ticket:
+        return self._start(self._host_job.start_eager, waits=True)
 
-    def late(self) -> Ticket:
-        return self._start(self._host.late, waits=False)
+    def start_deferred(self) -> Ticket:
+        return self._start(self._host_job.start_deferred, waits=False)
 
     def _start(self, host: Callable[[], Ticket], waits: bool) -> Ticket:
         try:
             # The devices work while the host copies.
-            started = [part.start(waits) for part in self._parts]
+            started = [part.start(waits) for part in self._device_parts]
             return CudaTicket(self._copier, host(), started)
         except BaseException:
             # The caller gets no ticket to wait for.
-            self._copier.settle([part.device for part in self._parts])
+            self._copier.wait_for_streams([part.device for part in self._device_parts])
             raise
 
 
@@ -246,10 +258,10 @@ class _Started:
     `after`: around the work and the waiting of the current stream."""
 
     device: torch.device
-    read: Any
-    landed: Any
-    before: Any
-    after: Any
+    read_event: Any
+    landed_event: Any
+    before_event: Any
+    after_event: Any
 
 
 class _DevicePart:
@@ -258,42 +270,42 @@ class _DevicePart:
     def __init__(self, copier: CudaCopier, device: torch.device, pieces: Sequence[CopyPiece]) -> None:
         self._copier = copier
         self.device = device
-        cloned = _cloned(pieces)
-        self._direct = [
-            (piece.source, [(piece.source[a : a + n], piece.target[a : a + n]) for a, n in _cut(piece.target)])
+        cloned = _choose_cloned(pieces)
+        self._direct_copies = [
+            (piece.source, [(piece.source[a : a + n], piece.target[a : a + n]) for a, n in _cut_at_seams(piece.target)])
             for n, piece in enumerate(pieces)
             if n not in cloned
         ]
         mirrored = [piece for n, piece in enumerate(pieces) if n in cloned]
-        self._clone = copier.clone(device, sum(_padded(piece.nbytes) for piece in mirrored))
-        self._mirror = _mirror(mirrored, self._clone)
+        self._clone_buffer = copier.get_clone_buffer(device, sum(_pad_bytes(piece.nbytes) for piece in mirrored))
+        self._mirror = _make_mirror(mirrored, self._clone_buffer)
 
     def start(self, waits: bool) -> _Started:
         """Enqueues everything. `waits`: whether the current stream waits until the sources were read."""
-        cuda, side = self._copier.cuda, self._copier.stream(self.device)
+        cuda, side = self._copier.cuda, self._copier.side_stream(self.device)
         with cuda.device(self.device):
             current = cuda.current_stream(self.device)
             before, read, landed, after = (cuda.Event(enable_timing=True) for _ in range(4))
             # The clone of another job may still be in transfer.
             current.wait_stream(side)
             before.record(current)
-            keep(self._clone, current)
-            for sources, clone in self._mirror.joined:
+            keep_for_stream(self._clone_buffer, current)
+            for sources, clone in self._mirror.concatenated:
                 torch.cat(sources, out=clone)
-            for sources, clones in self._mirror.others:
+            for sources, clones in self._mirror.by_dtype:
                 torch._foreach_copy_(clones, sources)
             side.wait_stream(current)
             with cuda.stream(side):
-                for whole, parts in self._direct:
+                for whole, parts in self._direct_copies:
                     for source, target in parts:
                         target.copy_(source, non_blocking=True)
-                    keep(whole, side)
+                    keep_for_stream(whole, side)
                 read.record(side)
                 for source, target in self._mirror.transfers:
                     target.copy_(source, non_blocking=True)
-                keep(self._clone, side)
+                keep_for_stream(self._clone_buffer, side)
                 landed.record(side)
-            if waits and self._direct:
+            if waits and self._direct_copies:
                 current.wait_event(read)
             after.record(current)
         return _Started(self.device, read, landed, before, after)
@@ -304,36 +316,36 @@ class CudaTicket:
 
     def __init__(self, copier: CudaCopier, host: Ticket, started: Sequence[_Started]) -> None:
         self._copier = copier
-        self._host = host
-        self._started = started
-        self._waits: list[tuple[Any, Any]] = []  # (before, after): events around each fence's wait
+        self._host_ticket = host
+        self._started_copies = started
+        self._fence_events: list[tuple[Any, Any]] = []  # (before, after): events around each fence's wait
 
     def fence(self) -> None:
         cuda = self._copier.cuda
-        for one in self._started:
+        for one in self._started_copies:
             with cuda.device(one.device):
                 current = cuda.current_stream(one.device)
                 before, after = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
                 before.record(current)
-                current.wait_event(one.read)
+                current.wait_event(one.read_event)
                 after.record(current)
-                self._waits.append((before, after))
-        self._host.fence()
+                self._fence_events.append((before, after))
+        self._host_ticket.fence()
 
     def wait(self) -> None:
-        for one in self._started:
-            one.landed.synchronize()
-            one.after.synchronize()
-        for _, after in self._waits:
+        for one in self._started_copies:
+            one.landed_event.synchronize()
+            one.after_event.synchronize()
+        for _, after in self._fence_events:
             after.synchronize()
-        self._host.wait()
+        self._host_ticket.wait()
 
     def stall_s(self) -> float:
-        pairs = [*((one.before, one.after) for one in self._started), *self._waits]
+        pairs = [*((one.before_event, one.after_event) for one in self._started_copies), *self._fence_events]
         return sum(float(before.elapsed_time(after)) for before, after in pairs) / 1e3
 
 
-def _cloned(pieces: Sequence[CopyPiece]) -> set[int]:
+def _choose_cloned(pieces: Sequence[CopyPiece]) -> set[int]:
     """The indices of the pieces that are cloned: those that are not plain bytes (these are small), and the smallest
     others."""
     plain = [n for n, piece in enumerate(pieces) if piece.is_flat]
@@ -353,12 +365,12 @@ class _Mirror:
     concatenated at two thirds of the cost of single copies. `others`: grouped by dtype, else torch would copy them one
     by one. `transfers`: (part of the clone, target)."""
 
-    joined: list[tuple[list[Tensor], Tensor]]
-    others: list[tuple[list[Tensor], list[Tensor]]]
+    concatenated: list[tuple[list[Tensor], Tensor]]
+    by_dtype: list[tuple[list[Tensor], list[Tensor]]]
     transfers: list[tuple[Tensor, Tensor]]
 
 
-def _mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
+def _make_mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
     """The mirror of `pieces` in `clone`. Pieces whose targets adjoin also adjoin in the clone, and are transferred as
     one."""
     joined: list[tuple[list[Tensor], Tensor]] = []
@@ -366,7 +378,7 @@ def _mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
     transfers: list[tuple[Tensor, Tensor]] = []
     at = 0
     for run in _adjoining(pieces):
-        at = first = _padded(at)
+        at = first = _pad_bytes(at)
         flats: list[CopyPiece] = []
         for piece, is_last in zip(run, [False] * (len(run) - 1) + [True], strict=True):
             if piece.is_flat:
@@ -381,7 +393,7 @@ def _mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
                 flats = []
             at += piece.nbytes
         target = run[0].target.reshape(-1).view(torch.uint8).as_strided((at - first,), (1,))
-        transfers += [(clone[first + a : first + a + n], target[a : a + n]) for a, n in _cut(target)]
+        transfers += [(clone[first + a : first + a + n], target[a : a + n]) for a, n in _cut_at_seams(target)]
     return _Mirror(joined, list(others.values()), transfers)
 
 
@@ -400,17 +412,17 @@ def _adjoining(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
         yield run
 
 
-def _on(device: torch.device, flat: Tensor) -> Tensor:
+def _copy_to_device(device: torch.device, flat: Tensor) -> Tensor:
     """The bytes of a target on `device`."""
     if flat.device == device:
         return flat
     back = torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
-    for at, length in _cut(flat):
+    for at, length in _cut_at_seams(flat):
         back[at : at + length].copy_(flat[at : at + length], non_blocking=True)
     return back
 
 
-def _cut(flat: Tensor) -> Iterator[tuple[int, int]]:
+def _cut_at_seams(flat: Tensor) -> Iterator[tuple[int, int]]:
     """Parts (start, length) of flat bytes in host memory that cross no seam of locked pages."""
     return _seams(flat.data_ptr(), flat.nbytes)
 
@@ -423,22 +435,22 @@ def _seams(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         at += length
 
 
-def _differing(
+def _await_differing(
     group: Sequence[CopyPiece], wholes: Sequence[CopyPiece], flags: Callable[[], Tensor]
 ) -> Callable[[], list[int]]:
     index = {id(piece): n for n, piece in enumerate(group)}
     return lambda: sorted({index[id(w)] for w, flag in zip(wholes, flags().tolist(), strict=True) if flag})
 
 
-def _padded(nbytes: int) -> int:
+def _pad_bytes(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
 @contextlib.contextmanager
-def _beside_captures() -> Iterator[None]:
+def _relaxed_capture_mode() -> Iterator[None]:
     """A context for CUDA calls beside another thread's capture of a CUDA graph. By default, a call that could affect
     the capture fails, and the capture fails with it. The relaxed mode permits such calls."""
-    exchange = _exchange()
+    exchange = _find_exchange_function()
     if exchange is None:
         yield
         return
@@ -451,19 +463,19 @@ def _beside_captures() -> Iterator[None]:
 
 
 @cache
-def _exchange() -> Any:
+def _find_exchange_function() -> Any:
     """cudaThreadExchangeStreamCaptureMode of the CUDA runtime that torch has loaded; None if there is none."""
     with contextlib.suppress(OSError, AttributeError):
-        return ctypes.CDLL(_runtime(torch.version.cuda or "")).cudaThreadExchangeStreamCaptureMode
+        return ctypes.CDLL(_runtime_file_name(torch.version.cuda or "")).cudaThreadExchangeStreamCaptureMode
     return None
 
 
-def _runtime(version: str) -> str:
+def _runtime_file_name(version: str) -> str:
     """The file name of a CUDA runtime: it ends in the major version, but for CUDA 11 in 11.0."""
     major = version.partition(".")[0]
     return f"libcudart.so.{'11.0' if major == '11' else major}"
 
 
-def _check(cuda: Any, status: Any) -> None:
+def _check_status(cuda: Any, status: Any) -> None:
     if int(status) != 0:
         raise CkptError(f"CUDA did not lock or unlock the arena's pages: {cuda.cudart().cudaGetErrorString(status)}")

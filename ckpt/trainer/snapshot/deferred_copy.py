@@ -1,6 +1,6 @@
-"""Late copies: which tensors may be copied late, and the checks that run while late copies are relied on.
+"""Deferred copies: which tensors may be deferred, and the checks that run while deferred copies are relied on.
 
-A tensor may be copied late (during the next forward and backward pass) only if it does not change between the boundary
+A tensor may be deferred (during the next forward and backward pass) only if it does not change between the boundary
 and the next optimizer step. `DeferredTrust` holds what was proven and disproven of that. `TensorWatch` checks whether
 the tensors of one snapshot changed. `StepHook` is called before an optimizer step.
 
@@ -24,14 +24,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.events import Events
 from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, check_storage
-from ckpt.trainer.state.pieces import CopyPiece, is_cuda_used, keep, later, split
-from ckpt.trainer.state.shard import live_parts, storage_of
-from ckpt.types import counted
+from ckpt.trainer.state.pieces import CopyPiece, is_cuda_used, keep_for_stream, result_waiter, split_piece
+from ckpt.trainer.state.shard import live_parts, storage_address
+from ckpt.types import format_count
 
-# Snapshots in which a tensor is copied eagerly and compared, before it may be copied late.
-PROOFS = 2
+# Snapshots in which a tensor is copied eagerly and compared, before it may be deferred.
+PROOFS_NEEDED = 2
 # Smaller boxes are always copied at the boundary; so are tensors below SMALL_BYTES (state_walk.py).
-LATE_BYTES_MIN = 64 << 10
+DEFERRED_BYTES_MIN = 64 << 10
 CANARY_BYTES = 64
 WORD_BYTES = 8
 # A device's copy engine reads this much in the time in which a thread reads UNIT_BYTES.
@@ -46,40 +46,40 @@ Key = tuple[str, str, int, int]
 
 
 class DeferredTrust:
-    """Which tensors may be copied late. Thread-safe. `version` changes with every answer that may have changed. Proofs
+    """Which tensors may be deferred. Thread-safe. `version` changes with every answer that may have changed. Proofs
     belong to a tensor at its address. Distrust belongs to its name, and lasts for the run."""
 
     def __init__(self, events: Events, enabled: bool) -> None:
         self.version = 0
         self._events = events
-        self._enabled = enabled
-        self._why_off = ""
-        self._proofs: dict[Key, int] = {}
+        self._is_enabled = enabled
+        self._off_reason = ""
+        self._proof_counts: dict[Key, int] = {}
         self._distrusted: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
     @property
-    def enabled(self) -> bool:
-        return self._enabled
+    def is_enabled(self) -> bool:
+        return self._is_enabled
 
     def is_candidate(self, key: Key) -> bool:
-        """Whether the tensor may be copied late, now or once that is proven safe."""
-        return self._enabled and key[:2] not in self._distrusted
+        """Whether the tensor may be deferred, now or once that is proven safe."""
+        return self._is_enabled and key[:2] not in self._distrusted
 
     def is_proven(self, key: Key) -> bool:
-        return self.is_candidate(key) and self._proofs.get(key, 0) >= PROOFS
+        return self.is_candidate(key) and self._proof_counts.get(key, 0) >= PROOFS_NEEDED
 
     def forget_all_but(self, keys: Collection[Key]) -> None:
         """Drops the proofs of tensors that are gone. One that comes back at the same address later is a new tensor."""
         with self._lock:
-            self._proofs = {key: n for key, n in self._proofs.items() if key in keys}
+            self._proof_counts = {key: n for key, n in self._proof_counts.items() if key in keys}
 
-    def prove(self, keys: Collection[Key]) -> None:
+    def add_proofs(self, keys: Collection[Key]) -> None:
         """Counts one more proof for each tensor."""
         with self._lock:
             for key in keys:
-                self._proofs[key] = self._proofs.get(key, 0) + 1
-                self.version += self._proofs[key] == PROOFS
+                self._proof_counts[key] = self._proof_counts.get(key, 0) + 1
+                self.version += self._proof_counts[key] == PROOFS_NEEDED
 
     def distrust(self, keys: Collection[Key]) -> None:
         """These tensors changed before the optimizer stepped. They are copied at the boundary from now on."""
@@ -99,20 +99,20 @@ class DeferredTrust:
     def turn_off(self, why: str) -> None:
         """Everything is copied at the boundary from now on. `why`: for the warning."""
         with self._lock:
-            was, self._enabled = self._enabled, False
+            was, self._is_enabled = self._is_enabled, False
             self.version += 1
         if was:
-            self._why_off = why
-            self._events.emit("deferred_copy.off", f"late copies are off for this run: {why}", loud=True, reason=why)
+            self._off_reason = why
+            self._events.emit("deferred_copy.off", f"deferred copies are off in this run: {why}", loud=True, reason=why)
 
     def proven(self) -> list[str]:
         """How many tensors are proven safe to copy late, in words."""
-        count = sum(self.is_proven(key) for key in list(self._proofs))
-        return [f"lazy copies of {counted(count, 'tensor')}"] if count else []
+        count = sum(self.is_proven(key) for key in list(self._proof_counts))
+        return [f"lazy copies of {format_count(count, 'tensor')}"] if count else []
 
-    def fell_back(self) -> list[str]:
+    def fallbacks(self) -> list[str]:
         """What is copied at the boundary because it was not safe to copy late, in words."""
-        off = [f"lazy copies off: {self._why_off}"] if self._why_off else []
+        off = [f"lazy copies off: {self._off_reason}"] if self._off_reason else []
         return [*off, *(f"{name} is copied at the boundary: it changed" for name, _ in sorted(self._distrusted))]
 
 
@@ -124,36 +124,39 @@ class TensorWatch:
 
     def __init__(self, keys: Sequence[Key], live: Sequence[Tensor], pieces: Sequence[Sequence[CopyPiece]]) -> None:
         self._keys = keys
-        self._live = live
-        self._seen: list[tuple[int, int]] = []
+        self._live_tensors = live
+        self._boundary_versions: list[tuple[int, int]] = []
         by_device: dict[torch.device, list[_Sample]] = {}
         for n, of_one in enumerate(pieces):
             for sample in _samples(n, of_one):
                 by_device.setdefault(sample.live.device, []).append(sample)
-        self._groups = [_Canaries(device, samples) for device, samples in by_device.items()]
+        self._canary_groups = [_Canaries(device, samples) for device, samples in by_device.items()]
 
     def remember(self) -> None:
-        self._seen = [(tensor._version, tensor.data_ptr()) for tensor in self._live]
-        for group in self._groups:
+        self._boundary_versions = [(tensor._version, tensor.data_ptr()) for tensor in self._live_tensors]
+        for group in self._canary_groups:
             group.remember()
 
-    def look(self) -> Callable[[], set[Key]]:
+    def start_comparison(self) -> Callable[[], set[Key]]:
         """Compares the tensors as they are now with the remembered ones. The returned function waits for the
         outcome."""
-        moved = {n for n, t in enumerate(self._live) if (t._version, t.data_ptr()) != self._seen[n]}
-        verdicts = [group.look(moved) for group in self._groups]
+        moved = {
+            n for n, t in enumerate(self._live_tensors) if (t._version, t.data_ptr()) != self._boundary_versions[n]
+        }
+        verdicts = [group.start_comparison(moved) for group in self._canary_groups]
         return lambda: {self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts))}
 
-    def torn(self) -> set[Key]:
+    def find_torn(self) -> set[Key]:
         """The tensors whose bytes in the arena differ from the remembered ones. They had changed while they were
-        copied, whatever they hold now. Any thread, once the copies have landed and the outcome of `look` is there."""
-        return {self._keys[n] for group in self._groups for n in group.torn()}
+        copied, whatever they hold now. Any thread, once the copies have landed and the outcome of `start_comparison` is
+        there."""
+        return {self._keys[n] for group in self._canary_groups for n in group.find_torn()}
 
 
 class _Sample(NamedTuple):
     """The same few elements, live and in the arena. `of`: the index of the tensor."""
 
-    of: int
+    tensor_index: int
     live: Tensor
     staged: Tensor
 
@@ -164,15 +167,22 @@ class _Canaries:
 
     def __init__(self, device: torch.device, samples: Sequence[_Sample]) -> None:
         samples = sorted(samples, key=_is_odd)
-        self._of = [sample.of for sample in samples]
+        self._tensor_indices = [sample.tensor_index for sample in samples]
         self._sources = [sample.live for sample in samples]
         plain = len(samples) - sum(map(_is_odd, samples))
-        self._plain, self._odd = [_words(source) for source in self._sources[:plain]], self._sources[plain:]
-        self._before, self._after = torch.zeros((2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device)
-        self._first_plain, self._second_plain = (_words(rows[:plain]).view(-1) for rows in (self._before, self._after))
-        self._first, self._second = (
+        self._plain_sources, self._odd_sources = (
+            [_words(source) for source in self._sources[:plain]],
+            self._sources[plain:],
+        )
+        self._boundary_bytes, self._later_bytes = torch.zeros(
+            (2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device
+        )
+        self._boundary_words, self._later_words = (
+            _words(rows[:plain]).view(-1) for rows in (self._boundary_bytes, self._later_bytes)
+        )
+        self._boundary_rows, self._later_rows = (
             [row[: s.nbytes].view(s.dtype) for row, s in zip(rows, self._sources, strict=True)]
-            for rows in (self._before, self._after)
+            for rows in (self._boundary_bytes, self._later_bytes)
         )
         arena = torch.empty(0, dtype=torch.uint8, device="cpu").set_(samples[0].staged.untyped_storage())
         # One arena holds all staged samples. So one gather reads them, as rows that may begin at any byte. A sample is
@@ -182,40 +192,40 @@ class _Canaries:
             torch.tensor(column, device="cpu")
             for column in zip(*((s.storage_offset() * s.itemsize, s.nbytes) for _, _, s in samples), strict=True)
         )
-        self._in_arena = starts.clamp(max=len(self._arena) - 1)
+        self._arena_offsets = starts.clamp(max=len(self._arena) - 1)
         is_filled = torch.arange(CANARY_BYTES, device="cpu") < sizes[:, None]
-        is_there = (self._in_arena == starts)[:, None]
+        is_there = (self._arena_offsets == starts)[:, None]
         self._mask = _words((is_filled & is_there).to(torch.uint8) * 0xFF)
 
     def remember(self) -> None:
-        self._gather(self._first_plain, self._first)
+        self._gather(self._boundary_words, self._boundary_rows)
 
-    def look(self, moved: set[int]) -> Callable[[], set[int]]:
+    def start_comparison(self, moved: set[int]) -> Callable[[], set[int]]:
         """`moved`: tensors that may be freed by now; they are not read."""
-        if moved.isdisjoint(self._of):
-            self._gather(self._second_plain, self._second)
+        if moved.isdisjoint(self._tensor_indices):
+            self._gather(self._later_words, self._later_rows)
         else:
-            self._after.copy_(self._before)
-            there = [row for row, of in enumerate(self._of) if of not in moved]
+            self._later_bytes.copy_(self._boundary_bytes)
+            there = [row for row, of in enumerate(self._tensor_indices) if of not in moved]
             if there:
-                torch._foreach_copy_([self._second[row] for row in there], [self._sources[row] for row in there])
-        differ = later((_words(self._before) != _words(self._after)).any(1))
-        return lambda: self._named(differ())
+                torch._foreach_copy_([self._later_rows[row] for row in there], [self._sources[row] for row in there])
+        differ = result_waiter((_words(self._boundary_bytes) != _words(self._later_bytes)).any(1))
+        return lambda: self._tensors_of_rows(differ())
 
-    def torn(self) -> set[int]:
-        landed = self._arena.index_select(0, self._in_arena)
-        return self._named(((_words(self._before.cpu()) ^ _words(landed)) & self._mask).any(1))
+    def find_torn(self) -> set[int]:
+        landed = self._arena.index_select(0, self._arena_offsets)
+        return self._tensors_of_rows(((_words(self._boundary_bytes.cpu()) ^ _words(landed)) & self._mask).any(1))
 
     def _gather(self, plain: Tensor, rows: list[Tensor]) -> None:
-        keep(plain)
-        if self._plain:
+        keep_for_stream(plain)
+        if self._plain_sources:
             # Concatenating words costs half of concatenating bytes, and an eighth of copying each sample.
-            torch.cat(self._plain, out=plain)
-        if self._odd:
-            torch._foreach_copy_(rows[len(self._plain) :], self._odd)
+            torch.cat(self._plain_sources, out=plain)
+        if self._odd_sources:
+            torch._foreach_copy_(rows[len(self._plain_sources) :], self._odd_sources)
 
-    def _named(self, differ: Tensor) -> set[int]:
-        return {self._of[row] for row in differ.nonzero()[:, 0].tolist()}
+    def _tensors_of_rows(self, differ: Tensor) -> set[int]:
+        return {self._tensor_indices[row] for row in differ.nonzero()[:, 0].tolist()}
 
 
 def _is_odd(sample: _Sample) -> bool:
@@ -251,7 +261,7 @@ def _units(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
     unit: list[CopyPiece] = []
     unit_bytes = 0
     unit_max = UNIT_BYTES if pieces[0].source.device.type == "cpu" else DEVICE_UNIT_BYTES
-    for part in (part for piece in pieces for part in split(piece, unit_max)):
+    for part in (part for piece in pieces for part in split_piece(piece, unit_max)):
         if unit and unit_bytes + part.nbytes > unit_max:
             yield unit
             unit, unit_bytes = [], 0
@@ -267,11 +277,11 @@ class Spot:
     def __init__(self, pieces: Sequence[CopyPiece]) -> None:
         self._pieces = pieces
         share = sum(piece.nbytes for piece in pieces) // SPOT_SHARE
-        self._bytes_max = min(SPOT_BYTES_MAX, max(LATE_BYTES_MIN, share))
+        self._bytes_max = min(SPOT_BYTES_MAX, max(DEFERRED_BYTES_MIN, share))
         # Buffers are reused: fresh pages cost ten times as much as warm ones.
         self._buffers: dict[torch.device, Tensor] = {}
 
-    def remember(self, turn: int) -> tuple[CopyPiece, CopyPiece]:
+    def keep_part(self, turn: int) -> tuple[CopyPiece, CopyPiece]:
         """Keeps a copy of the part that `turn` picks, until the next call. Returns two pairs to compare: (live tensor,
         kept copy) and (kept copy, arena). Neither pair may differ once all has been copied."""
         piece = self._pieces[turn % len(self._pieces)]
@@ -288,7 +298,7 @@ class Spot:
         kept = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         live = CopyPiece(piece.entry, piece.box, source, kept)
         check_storage(source)
-        keep(kept)
+        keep_for_stream(kept)
         kept.copy_(source)
         return live, CopyPiece(piece.entry, piece.box, kept, staged)
 
@@ -317,24 +327,24 @@ class StepHook:
 _hooks: weakref.WeakSet[StepHook] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
+def _remove_hooks_in_child() -> None:
     for hook in list(_hooks):
         hook.remove()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_remove_hooks_in_child)
 
 
 def is_capturing() -> bool:
     return is_cuda_used() and torch.cuda.is_current_stream_capturing()
 
 
-def owns_any(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
+def owns_any_storage(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
     """Whether a parameter or state tensor of the optimizer (the local part of a DTensor) lies in a storage at one of
     `addresses`. Usually the first one does. Any optimizer of the process may be given, with any kinds of tensors."""
     state = (each for each in state_of(optimizer) if isinstance(each, Tensor))
     found = chain(params_of(optimizer), state)
-    return any(storage_of(part) in addresses for tensor in found for part in live_parts(tensor))
+    return any(storage_address(part) in addresses for tensor in found for part in live_parts(tensor))
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:

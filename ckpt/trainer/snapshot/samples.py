@@ -28,22 +28,22 @@ from ckpt.trainer.state.state_walk import Walk
 from ckpt.types import Box
 
 WHOLE_BYTES = 4 << 10
-LINE = 16  # elements read of a larger box
+LINE_ELEMENTS = 16  # elements read of a larger box
 BOXES_MAX = 1024  # per snapshot, or a few more: 12 bytes for each have to fit into a message
-PART_BYTES = 64 << 10  # read of the one box whose turn it is
+LONG_SAMPLE_BYTES = 64 << 10  # read of the one box whose turn it is
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class TakenSamples:
-    """The bytes as of the boundary, to be hashed on another thread, and the boxes that they belong to. `part`: of one
-    box, the name of its tensor, its offset and shape, and the bytes."""
+    """The bytes as of the boundary, to be hashed on another thread, and the boxes that they belong to. `long_sample`:
+    of one box, the name of its tensor, its offset and shape, and the bytes."""
 
     rows: tuple[int, ...]
     ends: tuple[int, ...]  # in bytes, by row
     data: tuple[bytes, ...]
-    part: tuple[str, list[int], bytes]
+    long_sample: tuple[str, list[int], bytes]
 
     def fields(self) -> dict[str, Any]:
         """The fields of the message to the agent. `samples`: an array of SAMPLE; `sample`: [name, box, hash]."""
@@ -52,7 +52,7 @@ class TakenSamples:
         found["box"] = self.rows
         starts = (0, *self.ends[:-1])
         found["hash"] = [xxhash.xxh3_64_intdigest(whole[a:b]) for a, b in zip(starts, self.ends, strict=True)]
-        name, box, data = self.part
+        name, box, data = self.long_sample
         return {"samples": found.tobytes(), "sample": [name, box, xxhash.xxh3_128_digest(data)]}
 
 
@@ -61,7 +61,7 @@ class _Box:
     """A box to be sampled. `row`: its place in the order of (entry, box)."""
 
     row: int
-    number: int  # the CRC of its tensor's name
+    name_crc: int  # the CRC of its tensor's name
     entry: Entry
     box: Box
     live: torch.Tensor
@@ -85,7 +85,7 @@ class Samples:
         self.walk, self.layout = walk, layout
         self._boxes: list[_Box] = []
         row = 0
-        for entry, live, replica in zip(layout.entries, walk.tensors, walk.replica, strict=True):
+        for entry, live, replica in zip(layout.entries, walk.tensors, walk.may_have_replicas, strict=True):
             if replica and not entry.owner:
                 number = zlib.crc32(entry.name.encode())
                 boxes = zip(entry.boxes, live, strict=True)
@@ -96,7 +96,7 @@ class Samples:
         while turns * BOXES_MAX < len(self._boxes):
             turns *= 2
         with torch.inference_mode(False), torch.no_grad():
-            self._turns = [self._make(turn, turns) for turn in range(turns)]
+            self._turns = [self._make_turn(turn, turns) for turn in range(turns)]
 
     def take(self, turn: int) -> TakenSamples | None:
         """Reads the samples; waits for the device. `turn`: the same on all ranks, another one at each snapshot. None if
@@ -105,27 +105,27 @@ class Samples:
             return None
         with torch.inference_mode(False), torch.no_grad():
             made = self._turns[turn % len(self._turns)]
-            data = [_bytes(torch.cat([read() for read in reads])) for reads in made.reads]
-            return TakenSamples(made.rows, made.ends, tuple(data), self._part(turn))
+            data = [_to_bytes(torch.cat([read() for read in reads])) for reads in made.reads]
+            return TakenSamples(made.rows, made.ends, tuple(data), self._read_long_sample(turn))
 
-    def _part(self, turn: int) -> tuple[str, list[int], bytes]:
+    def _read_long_sample(self, turn: int) -> tuple[str, list[int], bytes]:
         chosen = self._boxes[turn % len(self._boxes)]
         live = chosen.live.detach()
         # reshape(-1) would copy all of a large tensor that is not contiguous. So one line is cut out of it first.
-        if live.ndim > 1 and live.nbytes > PART_BYTES:
+        if live.ndim > 1 and live.nbytes > LONG_SAMPLE_BYTES:
             along = max(range(live.ndim), key=lambda d: live.shape[d])
             live = live[tuple(slice(None) if d == along else turn % n for d, n in enumerate(live.shape))]
         flat = live.reshape(-1)
-        count = min(flat.numel(), max(1, PART_BYTES // flat.element_size()))
+        count = min(flat.numel(), max(1, LONG_SAMPLE_BYTES // flat.element_size()))
         start = turn % (flat.numel() - count + 1)
-        return chosen.entry.name, [*chosen.box.offset, *chosen.box.shape], _bytes(flat[start : start + count])
+        return chosen.entry.name, [*chosen.box.offset, *chosen.box.shape], _to_bytes(flat[start : start + count])
 
-    def _make(self, turn: int, turns: int) -> _Turn:
+    def _make_turn(self, turn: int, turns: int) -> _Turn:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Callable[[], torch.Tensor]]]]
         groups = defaultdict(list)
         for box in self._boxes:
-            if box.number % turns == turn:
-                now, read = line(box.live)
+            if box.name_crc % turns == turn:
+                now, read = sample_elements(box.live)
                 groups[now.device, now.dtype].append((box.row, now.nbytes, read))
         chosen = [item for group in groups.values() for item in group]
         ends = itertools.accumulate(count for _, count, _ in chosen)
@@ -133,12 +133,12 @@ class Samples:
         return _Turn(reads, tuple(row for row, _, _ in chosen), tuple(ends))
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def _to_bytes(tensor: torch.Tensor) -> bytes:
     found: bytes = dense_bytes(tensor.cpu().contiguous()).numpy().tobytes()
     return found
 
 
-def line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+def sample_elements(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
     """The elements that are read of a box: as they are now, and a function that reads them again."""
     tensor = tensor.detach()
     # Floats of a few bits cannot be concatenated on every device.
@@ -147,9 +147,9 @@ def line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]
     if tensor.nbytes > WHOLE_BYTES:
         along = max(range(tensor.ndim), key=lambda d: tensor.shape[d])
         size = tensor.shape[along]
-        step = slice(None, None, max(1, size // LINE))
+        step = slice(None, None, max(1, size // LINE_ELEMENTS))
         at = tuple(step if d == along else n // 2 for d, n in enumerate(tensor.shape))
-        line = tensor[at][:LINE]
+        line = tensor[at][:LINE_ELEMENTS]
         return line, lambda: line
     if tensor.is_contiguous():
         flat = tensor.view(-1)

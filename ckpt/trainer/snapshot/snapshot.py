@@ -10,8 +10,8 @@ Guarantees:
 - Every snapshot is done at last, however the wait for it ends. One whose wait is ended by Ctrl-C is abandoned, once
   nothing writes into the arena any more.
 
-The training thread calls `take`, `boundary`, `poll` and `fence`. The slot was bound before, maybe on another thread
-(bindings.py). To wait for a snapshot, call `Snapshot.wait`; on the training thread it includes a `poll`.
+The training thread calls `take`, `note_boundary`, `poll` and `fence`. The slot was bound before, maybe on another
+thread (bindings.py). To wait for a snapshot, call `Snapshot.wait`; on the training thread it includes a `poll`.
 """
 
 from __future__ import annotations
@@ -27,42 +27,43 @@ from enum import Enum, auto
 
 from torch.optim.optimizer import Optimizer
 
-from ckpt.errors import CkptError, UsageError, is_from_outside
+from ckpt.errors import CkptError, UsageError, is_injected
 from ckpt.events import Events
 from ckpt.threads import Outcome, Tasks
-from ckpt.trainer.snapshot.bindings import Binding, Bindings, CopyPlan, plain
+from ckpt.trainer.snapshot.bindings import Binding, Bindings, CopyPlan, ordinary_mode
 from ckpt.trainer.snapshot.cpu_copier import Copier, Ticket
-from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, StepHook, owns_any
-from ckpt.trainer.state.names import some
+from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, StepHook, owns_any_storage
+from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.pieces import CopyPiece
 
-LOOK_S, LOOK_S_MAX = 0.001, 0.05  # between two checks whether the training thread has gone on
+CHECK_INTERVAL_S, CHECK_INTERVAL_S_MAX = 0.001, 0.05  # between two checks whether the training thread has gone on
 
 
 class Snapshot:
     """One rank's state in one arena, as of one call of `take`. `done`: resolved once nothing more will be written and
-    the bytes were checked; never with an exception. `abandoned`: why the content must not be used, or None. `stall_s`:
-    how long training paused for the snapshot; complete once done. `lazy`: whether anything was copied after `take`."""
+    the bytes were checked; never with an exception. `abandon_reason`: why the content must not be used, or None.
+    `stall_s`: how long training paused for the snapshot; complete once done. `lazy`: whether anything was copied after
+    `take`."""
 
     def __init__(self, slot: int, settle: Callable[[Snapshot], None]) -> None:
         self.slot = slot
         self.done = Outcome[None]()
-        self.abandoned: str | None = None
+        self.abandon_reason: str | None = None
         self.stall_s = 0.0
-        self.lazy = False
-        self._settle = settle
+        self.is_deferred = False
+        self._end_copy = settle
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns once the snapshot is done. On the training thread it ends a copy that still runs. On any other thread
         it waits for the copy, and checks it. If the copy is on a device, or the check fails, it waits until the
         training thread ends the copy: at the end of the step at the latest. Errors: TimeoutError after timeout_s of
         this last part."""
-        self._settle(self)
+        self._end_copy(self)
         self.done.result(timeout_s)
 
 
 class Cause(Enum):
-    """What ended the wait for a late copy."""
+    """What ended the wait for a deferred copy."""
 
     HOOK = auto()  # an optimizer that owns a late tensor is about to step
     FENCE = auto()  # the user is about to change things by hand
@@ -79,80 +80,80 @@ class Snapshotter:
         self._events = events
         self._trust = DeferredTrust(events, lazy)
         self.bindings = Bindings(copier, self._trust, events)
-        self._pending: _Pending | None = None
-        self._reading: _PendingRead | None = None  # checked, but a device may still read the tensors
-        self._taken = 0
-        self._trainer: int | None = None  # the training thread
+        self._pending_copy: _Pending | None = None
+        self._pending_read: _PendingRead | None = None  # checked, but a device may still read the tensors
+        self._snapshot_count = 0
+        self._training_thread: int | None = None  # the training thread
         # The hook may run on a thread of autograd.
-        self._settling = threading.RLock()
+        self._copy_lock = threading.RLock()
         self._tasks = Tasks("snapshot", pool_size=1)
-        self._hook = StepHook(self._is_waiting, self._on_step) if lazy else None
+        self._hook = StepHook(self._is_copy_pending, self._on_step) if lazy else None
 
     def take(self, slot: int) -> Snapshot:
         """Takes a snapshot of the walk that is bound to `slot`, at a boundary. A copy that still runs is ended first.
         Errors: UsageError if nothing is bound to the slot."""
-        self.boundary()
+        self.note_boundary()
         started_s = time.perf_counter()
         binding = self.bindings.get(slot)
         if binding is None:
             raise UsageError(f"nothing is bound to slot {slot}: bind the present walk to it before a snapshot")
-        self._trainer = threading.get_ident()
-        snapshot = Snapshot(slot, self._settle_for_waiter)
+        self._training_thread = threading.get_ident()
+        snapshot = Snapshot(slot, self._end_copy_for_waiter)
         try:
-            with self._settling, plain():
-                self._copy(binding, snapshot, started_s)
+            with self._copy_lock, ordinary_mode():
+                self._start_copy(binding, snapshot, started_s)
         except BaseException as exc:
-            begun, self._pending = self._pending, None
-            if is_from_outside(exc):
-                self._interrupt(snapshot, begun)
+            begun, self._pending_copy = self._pending_copy, None
+            if is_injected(exc):
+                self._abandon_after_writes(snapshot, begun)
                 # The caller gets no snapshot, so it could not ask later when the slot may be used again.
                 snapshot.done.result()
                 raise
             # Any error of torch. Training has not failed: the snapshot is abandoned, and returned.
-            self._give_up(snapshot, begun, exc)
+            self._fail_after_writes(snapshot, begun, exc)
         return snapshot
 
-    def boundary(self) -> None:
+    def note_boundary(self) -> None:
         """A step has ended. Cheap if no copy is pending."""
-        if self._pending is not None:
-            self._settle(Cause.BOUNDARY)
+        if self._pending_copy is not None:
+            self._end_copy(Cause.BOUNDARY)
 
     def fence(self) -> None:
         """Returns when tensors may be changed by hand. It counts as an optimizer step that announces itself."""
-        if self._is_waiting():
-            self._settle(Cause.FENCE)
+        if self._is_copy_pending():
+            self._end_copy(Cause.FENCE)
 
     def poll(self) -> None:
         """Ends a copy that still runs, between steps or in the middle of one. Unlike `fence` it proves nothing."""
-        if self._is_waiting():
-            self._settle(Cause.POLL)
+        if self._is_copy_pending():
+            self._end_copy(Cause.POLL)
 
-    def is_same(self, slot: int) -> bool:
+    def is_unchanged(self, slot: int) -> bool:
         """Whether the tensors that are bound to that slot have the same bytes as its arena. No copy may be running."""
         binding = self.bindings.get(slot)
-        with self._settling, plain():
-            return binding is not None and not self._copier.same(binding.pieces)()
+        with self._copy_lock, ordinary_mode():
+            return binding is not None and not self._copier.start_comparison(binding.pieces)()
 
     @property
-    def is_looking(self) -> bool:
+    def is_ending_copy(self) -> bool:
         """Whether this thread is in the middle of ending a copy: the caller is a signal handler or an event sink."""
-        pending = self._pending
-        return pending is not None and pending.looker == threading.get_ident()
+        pending = self._pending_copy
+        return pending is not None and pending.checking_thread == threading.get_ident()
 
     def proven(self) -> list[str]:
         """What was relied on because this run verified it, in words."""
         return self._trust.proven()
 
-    def fell_back(self) -> list[str]:
+    def fallbacks(self) -> list[str]:
         """What did not hold, so that tensors are copied at the boundary, in words."""
-        return self._trust.fell_back()
+        return self._trust.fallbacks()
 
     def close(self) -> None:
         """Ends what still runs, removes the hook, and drops all views. Each part is done, also if Ctrl-C ends a wait in
         another. A second call does nothing."""
         with ExitStack() as ends:
             ends.callback(self._copier.close)
-            ends.callback(self._drop)
+            ends.callback(self._drop_views)
             ends.callback(self._tasks.close)
             if self._hook is not None:
                 ends.callback(self._hook.remove)
@@ -165,185 +166,187 @@ class Snapshotter:
             # The one thread runs this task after all others, which may wait for a device.
             self._tasks.submit(lambda: None).result()
 
-    def _drop(self) -> None:
-        self._reading = None
+    def _drop_views(self) -> None:
+        self._pending_read = None
         self.bindings.close()
 
     # -- taking
 
-    def _copy(self, binding: Binding, snapshot: Snapshot, started_s: float) -> None:
-        if binding.last is not None:
+    def _start_copy(self, binding: Binding, snapshot: Snapshot, started_s: float) -> None:
+        if binding.last_done is not None:
             # The plan's buffers are used again now.
-            binding.last.result()
-        binding.last = snapshot.done
+            binding.last_done.result()
+        binding.last_done = snapshot.done
         plan = binding.plan(self._trust, self._copier)
         spot = None
         if plan.watch is not None:
             plan.watch.remember()
-            spot = plan.spot.remember(self._taken) if plan.spot is not None else None
-        eager = plan.eager.eager()
+            spot = plan.spot.keep_part(self._snapshot_count) if plan.spot is not None else None
+        eager = plan.eager_job.start_eager()
         pending = _Pending(snapshot, plan, eager, None, spot)
         if plan.watch is not None:
-            # Set before a late copy starts, so that Ctrl-C finds the copy to wait for.
-            self._pending = pending
-        if plan.late_keys:
-            pending.late = plan.late.late()
-        self._taken += 1
-        snapshot.lazy = pending.late is not None
+            # Set before a deferred copy starts, so that Ctrl-C finds the copy to wait for.
+            self._pending_copy = pending
+        if plan.deferred_keys:
+            pending.deferred_ticket = plan.deferred_job.start_deferred()
+        self._snapshot_count += 1
+        snapshot.is_deferred = pending.deferred_ticket is not None
         snapshot.stall_s += time.perf_counter() - started_s
-        if pending.late is None:
-            self._when_there(pending, lambda: self._finish(pending))
+        if pending.deferred_ticket is None:
+            self._run_when_copied(pending, lambda: self._finish_snapshot(pending))
 
-    # -- the end of a late copy, and the proof
+    # -- the end of a deferred copy, and the proof
 
-    def _end_aside(self, pending: _Pending) -> None:
-        """Ends a late copy on the thread of a waiter. So the snapshot is done, and other nodes can have it, once it is
-        copied, not only when the next optimizer steps. A damaged copy is left to the training thread, which sees the
+    def _end_copy_on_waiter(self, pending: _Pending) -> None:
+        """Ends a deferred copy on the thread of a waiter. So the snapshot is done, and other nodes can have it, once it
+        is copied, not only when the next optimizer steps. A damaged copy is left to the training thread, which sees the
         damage when its own wait ends. So is a copy throughout which that thread stays in one operation. This operation
         may be a write that neither moves a version counter, nor reaches a canary, before it is over."""
-        assert pending.late is not None
+        assert pending.deferred_ticket is not None
         with suppress(Exception):
-            pending.late.wait()
-            with plain():
-                torn = self._torn(pending)
+            pending.deferred_ticket.wait()
+            with ordinary_mode():
+                torn = self._find_torn(pending)
             # Otherwise the training thread helped to copy, and may not have finished.
-            if pending.looker is None:
+            if pending.checking_thread is None:
                 # So the training thread need not check this while it pauses.
-                pending.torn = torn
-            before, delay_s = self._trainer_is_at(), LOOK_S
-            while before is not None and self._trainer_is_at() == before:
+                pending.torn_keys = torn
+            before, delay_s = self._training_position(), CHECK_INTERVAL_S
+            while before is not None and self._training_position() == before:
                 with suppress(TimeoutError):
                     pending.snapshot.done.result(delay_s)
                     return
-                delay_s = min(2 * delay_s, LOOK_S_MAX)
-            with self._settling, plain():
-                if before is not None and self._pending is pending and not self._damage(pending, torn):
-                    self._finish(pending)
+                delay_s = min(2 * delay_s, CHECK_INTERVAL_S_MAX)
+            with self._copy_lock, ordinary_mode():
+                if before is not None and self._pending_copy is pending and not self._find_damage(pending, torn):
+                    self._finish_snapshot(pending)
                     if not pending.plan.unproven_pieces:
                         # No step has to wait for this snapshot.
-                        self._pending = None
+                        self._pending_copy = None
 
-    def _trainer_is_at(self) -> tuple[int, int] | None:
+    def _training_position(self) -> tuple[int, int] | None:
         """The instruction that the training thread is at. Once it is at another one, every operation of before is over.
         None if it runs no Python."""
-        frame = sys._current_frames().get(self._trainer) if self._trainer is not None else None
+        frame = sys._current_frames().get(self._training_thread) if self._training_thread is not None else None
         return (id(frame), frame.f_lasti) if frame is not None else None
 
-    def _damage(self, pending: _Pending, torn: set[Key]) -> set[Key]:
+    def _find_damage(self, pending: _Pending, torn: set[Key]) -> set[Key]:
         """The tensors that have changed, or are torn in the arena, once all is copied."""
-        return torn.union(*(answer() for answer in self._ask(pending)))
+        return torn.union(*(answer() for answer in self._start_comparisons(pending)))
 
-    def _is_waiting(self) -> bool:
-        return self._pending is not None or self._reading is not None
+    def _is_copy_pending(self) -> bool:
+        return self._pending_copy is not None or self._pending_read is not None
 
     def _on_step(self, optimizer: Optimizer) -> None:
-        pending, reading = self._pending, self._reading
+        pending, reading = self._pending_copy, self._pending_read
         known = pending.plan.storages if pending is not None else reading.storages if reading is not None else None
-        if known is not None and owns_any(optimizer, known):
-            self._settle(Cause.HOOK)
+        if known is not None and owns_any_storage(optimizer, known):
+            self._end_copy(Cause.HOOK)
 
-    def _settle_for_waiter(self, snapshot: Snapshot) -> None:
-        pending = self._pending
-        if pending is None or pending.snapshot is not snapshot or pending.late is None:
+    def _end_copy_for_waiter(self, snapshot: Snapshot) -> None:
+        pending = self._pending_copy
+        if pending is None or pending.snapshot is not snapshot or pending.deferred_ticket is None:
             return
-        if threading.get_ident() == self._trainer:
+        if threading.get_ident() == self._training_thread:
             self.poll()
-        elif self._copier.blocking:
-            self._end_aside(pending)
+        elif self._copier.is_blocking:
+            self._end_copy_on_waiter(pending)
 
-    def _settle(self, cause: Cause) -> None:
-        with self._settling, plain():
-            pending = self._pending
+    def _end_copy(self, cause: Cause) -> None:
+        with self._copy_lock, ordinary_mode():
+            pending = self._pending_copy
             if pending is None:
                 # Another optimizer was first, maybe on another thread or stream.
-                self._hold_back()
+                self._wait_for_reads()
                 return
-            if pending.looker is not None:
+            if pending.checking_thread is not None:
                 # A signal handler in the middle of the check. The check sees what the handler changes, if that matters.
                 return
-            pending.looker = threading.get_ident()
+            pending.checking_thread = threading.get_ident()
             try:
-                judged = self._look(pending, cause)
+                judged = self._start_checks(pending, cause)
                 if judged is not None:
-                    self._reading = _PendingRead(self._copier.barrier(), judged, pending.plan.storages)
+                    self._pending_read = _PendingRead(self._copier.barrier(), judged, pending.plan.storages)
             except BaseException as exc:  # as in `take`
-                if is_from_outside(exc):
-                    self._interrupt(pending.snapshot, pending)
+                if is_injected(exc):
+                    self._abandon_after_writes(pending.snapshot, pending)
                     raise
-                if pending.late is not None:
-                    self._give_up(pending.snapshot, pending, exc)
+                if pending.deferred_ticket is not None:
+                    self._fail_after_writes(pending.snapshot, pending, exc)
                 else:
                     # The eager copy ends by itself; only its comparison has failed.
                     self._trust.turn_off(f"the comparison failed: {exc}")
             finally:
                 # Kept until here, so that optimizers on other threads wait for this copy, too.
-                if self._pending is pending:
-                    self._pending = None
+                if self._pending_copy is pending:
+                    self._pending_copy = None
 
-    def _hold_back(self) -> None:
+    def _wait_for_reads(self) -> None:
         """Makes the current streams wait for reads that another stream does, or waits for."""
-        reading = self._reading
+        reading = self._pending_read
         if reading is None:
             return
-        if reading.judged.done():
+        if reading.judged_future.done():
             # The reads are over.
-            self._reading = None
+            self._pending_read = None
         else:
             reading.barrier()
 
-    def _look(self, pending: _Pending, cause: Cause) -> Future[None] | None:
+    def _start_checks(self, pending: _Pending, cause: Cause) -> Future[None] | None:
         """Starts all checks, on the training thread. If a device works on them, the outcome comes later. Then this
         returns a future that is resolved once the outcome was judged; else None."""
         started_s = time.perf_counter()
         plan = pending.plan
         watch = plan.watch
         assert watch is not None
-        if pending.late is not None:
+        if pending.deferred_ticket is not None:
             try:
-                pending.late.fence()
+                pending.deferred_ticket.fence()
             except CkptError as exc:
                 # A storage was freed during the copy. It may be back by now, so the tensor cannot be named.
-                self._trust.turn_off(f"a late copy failed: {exc}. Say ck.fence() before a tensor's storage is freed")
+                self._trust.turn_off(f"a deferred copy failed: {exc}. Call ck.fence() before a storage is freed")
                 raise
-        asked = self._ask(pending)
+        asked = self._start_comparisons(pending)
         if cause in (Cause.HOOK, Cause.FENCE) and plan.unproven_pieces:
-            asked.append(_keys(plan, plan.unproven_pieces, self._copier.same(plan.unproven_pieces)))
+            asked.append(
+                _await_differing_keys(plan, plan.unproven_pieces, self._copier.start_comparison(plan.unproven_pieces))
+            )
         pending.snapshot.stall_s += time.perf_counter() - started_s
 
         def judge() -> None:
             began_s = time.perf_counter()
             changed = set().union(*(answer() for answer in asked))
             torn: set[Key] = set()
-            if pending.late is not None and not pending.snapshot.done.done():
-                pending.eager.wait()
-                pending.late.wait()
-                torn = self._torn(pending) if pending.torn is None else pending.torn
+            if pending.deferred_ticket is not None and not pending.snapshot.done.done():
+                pending.eager_ticket.wait()
+                pending.deferred_ticket.wait()
+                torn = self._find_torn(pending) if pending.torn_keys is None else pending.torn_keys
             # Training pauses for this only if the copier blocks.
-            if self._copier.blocking:
+            if self._copier.is_blocking:
                 pending.snapshot.stall_s += time.perf_counter() - began_s
-            self._judge(pending, cause, changed, torn)
+            self._judge_checks(pending, cause, changed, torn)
 
-        return self._when_there(pending, judge)
+        return self._run_when_copied(pending, judge)
 
-    def _ask(self, pending: _Pending) -> list[Callable[[], set[Key]]]:
+    def _start_comparisons(self, pending: _Pending) -> list[Callable[[], set[Key]]]:
         """Starts the comparison of all watched tensors, as they are now, with the boundary."""
         assert pending.plan.watch is not None
-        asked = [pending.plan.watch.look()]
+        asked = [pending.plan.watch.start_comparison()]
         if pending.spot is not None:
             live = [pending.spot[0]]
-            asked.append(_keys(pending.plan, live, self._copier.same(live)))
+            asked.append(_await_differing_keys(pending.plan, live, self._copier.start_comparison(live)))
         return asked
 
-    def _torn(self, pending: _Pending) -> set[Key]:
+    def _find_torn(self, pending: _Pending) -> set[Key]:
         """The tensors whose staged bytes differ from the boundary. Call it before anything else may write there."""
         assert pending.plan.watch is not None
-        torn = pending.plan.watch.torn()
+        torn = pending.plan.watch.find_torn()
         if pending.spot is not None:
             staged = [pending.spot[1]]
-            torn |= _keys(pending.plan, staged, self._copier.same(staged))()
+            torn |= _await_differing_keys(pending.plan, staged, self._copier.start_comparison(staged))()
         return torn
 
-    def _judge(self, pending: _Pending, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
+    def _judge_checks(self, pending: _Pending, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
         """Draws the conclusions. `changed`: tensors that differ now from the boundary. `torn`: tensors whose bytes in
         the arena differ from the boundary, whatever the tensor holds now."""
         plan = pending.plan
@@ -353,38 +356,38 @@ class Snapshotter:
         elif changed or torn:
             self._trust.distrust(changed | torn)
         if cause in (Cause.HOOK, Cause.FENCE):
-            self._trust.prove(plan.unproven_keys - changed)
+            self._trust.add_proofs(plan.unproven_keys - changed)
         if self._trust.version != plan.version:
             with suppress(CkptError):  # already closed
-                self._tasks.submit(self.bindings.plan_anew)
-        if pending.late is None or pending.snapshot.done.done():
+                self._tasks.submit(self.bindings.replan_all)
+        if pending.deferred_ticket is None or pending.snapshot.done.done():
             return
-        if lost := sorted({key[0] for key in (changed | torn) & plan.late_keys}):
-            self._abandon(pending.snapshot, f"{some(lost)} changed while the copy was under way")
+        if lost := sorted({key[0] for key in (changed | torn) & plan.deferred_keys}):
+            self._abandon(pending.snapshot, f"{shorten_names(lost)} changed while the copy was under way")
         else:
-            self._finish(pending)
+            self._finish_snapshot(pending)
 
-    def _when_there(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
+    def _run_when_copied(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
         """Runs `then` now; if a device may still be at work, on a thread of ours, and returns its future."""
 
         def guarded() -> None:
             try:
-                with self._copier.aside(pending.plan.devices), plain():
+                with self._copier.background_context(pending.plan.devices), ordinary_mode():
                     then()
             except BaseException as exc:  # as in `take`
-                if is_from_outside(exc):
+                if is_injected(exc):
                     raise
-                self._fail(pending.snapshot, exc)
+                self._fail_snapshot(pending.snapshot, exc)
 
-        if not self._copier.blocking:
+        if not self._copier.is_blocking:
             return self._tasks.submit(guarded)
         guarded()
         return None
 
-    def _finish(self, pending: _Pending) -> None:
+    def _finish_snapshot(self, pending: _Pending) -> None:
         snapshot = pending.snapshot
         device_s = 0.0
-        for ticket in (pending.eager, pending.late):
+        for ticket in (pending.eager_ticket, pending.deferred_ticket):
             if ticket is not None:
                 ticket.wait()
                 device_s += ticket.stall_s()
@@ -393,28 +396,28 @@ class Snapshotter:
         if not snapshot.done.done():
             snapshot.done.set_result(None)
 
-    def _fail(self, snapshot: Snapshot, error: BaseException) -> None:
+    def _fail_snapshot(self, snapshot: Snapshot, error: BaseException) -> None:
         if snapshot.done.done():
             self._trust.turn_off(f"the comparison failed: {error}")
         else:
             self._abandon(snapshot, f"it could not be copied: {error}")
 
-    def _give_up(self, snapshot: Snapshot, begun: _Pending | None, error: BaseException) -> None:
-        """As `_fail`, but if a device may still write, the snapshot is abandoned only after that."""
-        if begun is None or self._copier.blocking or snapshot.done.done():
-            self._fail(snapshot, error)
+    def _fail_after_writes(self, snapshot: Snapshot, begun: _Pending | None, error: BaseException) -> None:
+        """As `_fail_snapshot`, but if a device may still write, the snapshot is abandoned only after that."""
+        if begun is None or self._copier.is_blocking or snapshot.done.done():
+            self._fail_snapshot(snapshot, error)
         else:
-            self._interrupt(snapshot, begun, f"it could not be copied: {error}")
+            self._abandon_after_writes(snapshot, begun, f"it could not be copied: {error}")
 
-    def _interrupt(self, snapshot: Snapshot, begun: _Pending | None, why: str = "interrupted") -> None:
+    def _abandon_after_writes(self, snapshot: Snapshot, begun: _Pending | None, why: str = "interrupted") -> None:
         """Abandons the snapshot once nothing writes into its arena. A thread of ours waits for that, so no Ctrl-C ends
         it."""
 
         def end() -> None:
             try:
                 if begun is not None:
-                    with self._copier.aside(begun.plan.devices):
-                        for ticket in (begun.eager, begun.late):
+                    with self._copier.background_context(begun.plan.devices):
+                        for ticket in (begun.eager_ticket, begun.deferred_ticket):
                             if ticket is not None:
                                 ticket.wait()
             finally:
@@ -424,7 +427,7 @@ class Snapshotter:
         self._tasks.submit(end)
 
     def _abandon(self, snapshot: Snapshot, why: str) -> None:
-        snapshot.abandoned = why
+        snapshot.abandon_reason = why
         self._events.emit("snapshot.abandoned", f"a snapshot was abandoned: {why}", loud=True, reason=why)
         if not snapshot.done.done():
             snapshot.done.set_result(None)
@@ -432,15 +435,16 @@ class Snapshotter:
 
 @dataclass(slots=True)
 class _Pending:
-    """A snapshot whose late copy runs (`late`), or whose eager copy is still to be compared (`late` is None)."""
+    """A snapshot whose deferred copy runs (`deferred_ticket`), or whose eager copy is still to be compared
+    (`deferred_ticket` is None)."""
 
     snapshot: Snapshot
     plan: CopyPlan
-    eager: Ticket
-    late: Ticket | None
+    eager_ticket: Ticket
+    deferred_ticket: Ticket | None
     spot: tuple[CopyPiece, CopyPiece] | None
-    looker: int | None = None  # the thread that checks it
-    torn: set[Key] | None = None  # the outcome of `Snapshotter._torn`, if known
+    checking_thread: int | None = None  # the thread that checks it
+    torn_keys: set[Key] | None = None  # the outcome of `Snapshotter._find_torn`, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,9 +452,11 @@ class _PendingRead:
     """What remains of a check until it is judged. It holds no view of the arena. `barrier`: see Copier."""
 
     barrier: Callable[[], None]
-    judged: Future[None]
+    judged_future: Future[None]
     storages: frozenset[int]
 
 
-def _keys(plan: CopyPlan, pieces: list[CopyPiece], differing: Callable[[], list[int]]) -> Callable[[], set[Key]]:
-    return lambda: {plan.key_of[pieces[n].entry, pieces[n].box] for n in differing()}
+def _await_differing_keys(
+    plan: CopyPlan, pieces: list[CopyPiece], differing: Callable[[], list[int]]
+) -> Callable[[], set[Key]]:
+    return lambda: {plan.keys_by_box[pieces[n].entry, pieces[n].box] for n in differing()}

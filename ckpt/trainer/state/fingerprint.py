@@ -24,10 +24,10 @@ from torch import nn
 from ckpt.trainer.state import value_trees
 from ckpt.trainer.state.value_trees import Path, Tensor
 
-_PARTS = itemgetter("_parameters", "_buffers", "_modules")
-_PLACES = attrgetter("_local_tensor", "_spec")
+_GET_MODULE_DICTS = itemgetter("_parameters", "_buffers", "_modules")
+_GET_DTENSOR_PARTS = attrgetter("_local_tensor", "_spec")
 # Tensors per batch: all attributes of a batch are read while its tensors are in the processor's cache.
-_AT_ONCE = 256
+_BATCH_TENSORS = 256
 
 
 class Fingerprint:
@@ -44,34 +44,34 @@ class Fingerprint:
         distributed: Sequence[Any],
         live: Sequence[torch.Tensor],
     ) -> None:
-        self._homes = [vars(module) for module in modules]
+        self._module_dicts = [vars(module) for module in modules]
         self._optimizers = optimizers
-        self._dicts = [*chain.from_iterable(map(_PARTS, self._homes)), *dicts]
+        self._dicts = [*chain.from_iterable(map(_GET_MODULE_DICTS, self._module_dicts)), *dicts]
         self._distributed = distributed
-        self._live = live
-        self._hyper = self._hyper_tensors()
-        self._objects = self._held()
-        self._keys = self._names()
-        self._geometry = geometry(live)
+        self._live_tensors = live
+        self._known_hyper_tensors = self._hyper_tensors()
+        self._known_objects = self._held_objects()
+        self._known_keys = self._dict_keys()
+        self._known_geometry = geometry(live)
 
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether the structure has changed since. Errors: RuntimeError if a tensor has lost its storage."""
-        objects, hyper = self._held(), self._hyper_tensors()
+        objects, hyper = self._held_objects(), self._hyper_tensors()
         return (
-            len(objects) != len(self._objects)
-            or not all(map(is_, objects, self._objects))
-            or self._names() != self._keys
-            or len(hyper) != len(self._hyper)
-            or not all(p == q and t is u for (p, t), (q, u) in zip(hyper, self._hyper, strict=True))
-            or not same_geometry(self._live, self._geometry)
+            len(objects) != len(self._known_objects)
+            or not all(map(is_, objects, self._known_objects))
+            or self._dict_keys() != self._known_keys
+            or len(hyper) != len(self._known_hyper_tensors)
+            or not all(p == q and t is u for (p, t), (q, u) in zip(hyper, self._known_hyper_tensors, strict=True))
+            or not has_same_geometry(self._live_tensors, self._known_geometry)
         )
 
-    def _held(self) -> list[Any]:
+    def _held_objects(self) -> list[Any]:
         """The objects in all watched containers, in a fixed order."""
         found = [
-            *chain.from_iterable(map(_PARTS, self._homes)),
+            *chain.from_iterable(map(_GET_MODULE_DICTS, self._module_dicts)),
             *chain.from_iterable(map(dict.values, self._dicts)),
-            *chain.from_iterable(map(_PLACES, self._distributed)),
+            *chain.from_iterable(map(_GET_DTENSOR_PARTS, self._distributed)),
         ]
         for optimizer in self._optimizers:
             found += (optimizer.state, *optimizer.state, *optimizer.state.values(), optimizer.param_groups)
@@ -86,22 +86,22 @@ class Fingerprint:
             {k: value for k, value in group.items() if type(value) not in value_trees.PLAIN and k != "params"}
             for group in groups
         ]
-        return value_trees.split(bare, "the hyper-parameters of an optimizer")[1]
+        return value_trees.split_tensors(bare, "the hyper-parameters of an optimizer")[1]
 
-    def _names(self) -> list[Any]:
+    def _dict_keys(self) -> list[Any]:
         """The size of each dict, then the keys of all dicts."""
         return [*map(len, self._dicts), *chain.from_iterable(self._dicts)]
 
 
-_OF: tuple[Callable[[torch.Tensor], Any], ...] = (
+_ATTRIBUTE_GETTERS: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.data_ptr,
     torch.Tensor.is_contiguous,
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
 )
-_DENSE = _OF.index(torch.Tensor.is_contiguous)
+_CONTIGUOUS_INDEX = _ATTRIBUTE_GETTERS.index(torch.Tensor.is_contiguous)
 
-Answers = list[list[Any]]  # by attribute in _OF, then by tensor of one batch
+BatchAttributes = list[list[Any]]  # by attribute in _OF, then by tensor of one batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +109,34 @@ class Geometry:
     """Attributes of tensors, in batches. `strides`: only of tensors that are not contiguous; for all others the shape
     determines the strides, and is cheaper to read."""
 
-    answers: list[Answers]
+    attributes: list[BatchAttributes]
     strides: list[tuple[int, ...]]
 
 
 def geometry(tensors: Sequence[torch.Tensor]) -> Geometry:
     """The addresses, strides, shapes and dtypes of plain local tensors, _AT_ONCE tensors at a time."""
     with torch._C.DisableTorchFunctionSubclass():
-        answers = list(map(_asked, _parts(tensors)))
+        answers = list(map(_read_attributes, _batches(tensors)))
         return Geometry(answers, _strides(tensors, answers))
 
 
-def same_geometry(tensors: Sequence[torch.Tensor], before: Geometry) -> bool:
+def has_same_geometry(tensors: Sequence[torch.Tensor], before: Geometry) -> bool:
     """Whether geometry(tensors) == before. It keeps no lists: 80,000 more objects would start the garbage collector.
     Most of the time goes into waiting for memory. Reading one attribute of all tensors before the next takes 50 %
     longer."""
     with torch._C.DisableTorchFunctionSubclass():
-        same = all(map(eq, map(_asked, _parts(tensors)), before.answers))
-        return same and _strides(tensors, before.answers) == before.strides
+        same = all(map(eq, map(_read_attributes, _batches(tensors)), before.attributes))
+        return same and _strides(tensors, before.attributes) == before.strides
 
 
-def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    return (tensors[at : at + _AT_ONCE] for at in range(0, len(tensors), _AT_ONCE))
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    return (tensors[at : at + _BATCH_TENSORS] for at in range(0, len(tensors), _BATCH_TENSORS))
 
 
-def _asked(tensors: Sequence[torch.Tensor]) -> Answers:
-    return [list(map(of, tensors)) for of in _OF]
+def _read_attributes(tensors: Sequence[torch.Tensor]) -> BatchAttributes:
+    return [list(map(of, tensors)) for of in _ATTRIBUTE_GETTERS]
 
 
-def _strides(tensors: Sequence[torch.Tensor], answers: Sequence[Answers]) -> list[tuple[int, ...]]:
-    parts = ((part, asked[_DENSE]) for part, asked in zip(_parts(tensors), answers, strict=False))
+def _strides(tensors: Sequence[torch.Tensor], answers: Sequence[BatchAttributes]) -> list[tuple[int, ...]]:
+    parts = ((part, asked[_CONTIGUOUS_INDEX]) for part, asked in zip(_batches(tensors), answers, strict=False))
     return [tensor.stride() for part, dense in parts if False in dense for tensor in compress(part, map(not_, dense))]

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.errors import DamagedData, is_from_outside
+from ckpt.errors import DamagedData, is_injected
 from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate
-from ckpt.trainer.state.saved_values import Own
+from ckpt.trainer.state.saved_values import RankValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,25 @@ class RandomStream:
     reseed: Callable[[int], object]
 
 
-def streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
+def find_streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
     """The process's own generators (Python, NumPy, torch, each CUDA device once CUDA is in use) and the registered
     ones, by name. `objects`: the registered generators by path. Reading the states waits for no device."""
     found = dict(_PROCESS)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= {f"cuda:{i}": _torch(g) for i, g in enumerate(torch.cuda.default_generators)}
-    return found | registered(objects)
+    return found | registered_streams(objects)
 
 
-def registered(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
+def registered_streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
     """The registered generators by name. `objects`: the generators by path."""
-    return {f"state:{path}": of(value) for path, value in objects.items()}
+    return {f"state:{path}": stream_of(value) for path, value in objects.items()}
 
 
 def is_generator(value: object) -> bool:
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
-def of(value: Any) -> RandomStream:
+def stream_of(value: Any) -> RandomStream:
     """The stream of a generator object."""
     if isinstance(value, torch.Generator):
         return _torch(value)
@@ -115,24 +115,24 @@ def _numpy(bits: Any) -> RandomStream:
 _PROCESS = {"python": _python(random), "numpy": _numpy_legacy(np.random), "torch": _torch(torch.default_generator)}
 
 
-def read(found: Mapping[str, RandomStream]) -> dict[str, dict[str, Any]]:
+def read_states(found: Mapping[str, RandomStream]) -> dict[str, dict[str, Any]]:
     return {name: stream.read() for name, stream in found.items()}
 
 
-def is_like(stream: RandomStream, state: Any) -> bool:
+def is_same_kind(stream: RandomStream, state: Any) -> bool:
     """Whether a stored state is of the same kind as the generator's."""
-    return bool(_form(stream.read()["state"]) == _form(state))
+    return bool(_state_form(stream.read()["state"]) == _state_form(state))
 
 
-def _form(state: Any) -> Any:
+def _state_form(state: Any) -> Any:
     if isinstance(state, Mapping):
         kind = state.get("bit_generator")
         return set(state), kind if isinstance(kind, str) else None
     return type(state), len(state) if isinstance(state, (bytes, tuple)) else 0
 
 
-def restore(
-    found: Mapping[str, RandomStream], own: Own | None, others: Sequence[Own], here: Coordinate, step: int
+def restore_streams(
+    found: Mapping[str, RandomStream], own: RankValues | None, others: Sequence[RankValues], here: Coordinate, step: int
 ) -> None:
     """Restores every generator in `found` that was saved; leaves the others as they are. `own`: what this coordinate
     saved on the same mesh; None on another mesh. `others`: what all ranks saved, needed on another mesh. Errors:
@@ -142,16 +142,16 @@ def restore(
             try:
                 stream.write(own.generators[name]["state"])
             except Exception as exc:
-                if is_from_outside(exc):
+                if is_injected(exc):
                     raise
                 raise DamagedData(f"the stored state of the generator {name} is not one: {exc}") from exc
             continue
         saved = {rank.axes: rank.generators[name] for rank in others if name in rank.generators}
         if saved:
-            stream.reseed(derive(name, saved, here, step))
+            stream.reseed(derive_seed(name, saved, here, step))
 
 
-def derive(name: str, saved: Mapping[tuple[Axis, ...], Mapping[str, Any]], here: Coordinate, step: int) -> int:
+def derive_seed(name: str, saved: Mapping[tuple[Axis, ...], Mapping[str, Any]], here: Coordinate, step: int) -> int:
     """The new 64-bit seed of one generator at `here`. `saved`: its stored states, by coordinate of the old mesh."""
     digests = {axes: _digest(stored["state"]) for axes, stored in saved.items()}
     first = min(saved, key=lambda axes: [axis.index for axis in axes])
@@ -160,7 +160,7 @@ def derive(name: str, saved: Mapping[tuple[Axis, ...], Mapping[str, Any]], here:
     part = [
         f"{axis.name}={axis.index}"
         for axis in here.axes
-        if len(set(digests.values())) > 1 and not equal.get(axis.name, axis.same_data)
+        if len(set(digests.values())) > 1 and not equal.get(axis.name, axis.is_same_data)
     ]
     material = repr((name, seed, step, ",".join(part))).encode()
     return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "big")
@@ -174,14 +174,14 @@ def _equal_along(name: str, digests: Mapping[tuple[Axis, ...], str]) -> bool:
 
 
 def _digest(tree: Any) -> str:
-    return hashlib.blake2b(_flat(tree).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_flatten_text(tree).encode(), digest_size=16).hexdigest()
 
 
-def _flat(tree: Any) -> str:
+def _flatten_text(tree: Any) -> str:
     if isinstance(tree, np.ndarray):
         return tree.tobytes().hex()
     if isinstance(tree, Mapping):
-        return "{" + ",".join(f"{key!r}:{_flat(tree[key])}" for key in sorted(tree, key=repr)) + "}"
+        return "{" + ",".join(f"{key!r}:{_flatten_text(tree[key])}" for key in sorted(tree, key=repr)) + "}"
     if isinstance(tree, (list, tuple)):
-        return "[" + ",".join(map(_flat, tree)) + "]"
+        return "[" + ",".join(map(_flatten_text, tree)) + "]"
     return tree.hex() if isinstance(tree, bytes) else repr(tree)

@@ -30,9 +30,9 @@ WRAPPERS = {
     "ActivationWrapper": "_checkpoint_wrapped_module",
 }
 _WRAPPERS_FROM = ("torch.", "apex.")
-_ONLY_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # no user's attribute has such a name
+_WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module")  # no user's attribute has such a name
 _OWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.")  # these only reshard, as the walk does
-_CUSTOM = ("state_dict", "load_state_dict", "_save_to_state_dict")
+_CUSTOM_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def join(*parts: object) -> str:
     return ".".join(str(p) for p in parts if p != "")
 
 
-def some(names: Sequence[str]) -> str:
+def shorten_names(names: Sequence[str]) -> str:
     """The first NAMED_MAX names and the number of the others, for a message."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return f"{', '.join(names[:NAMED_MAX])}{more}"
@@ -70,25 +70,25 @@ def unwrap(module: nn.Module) -> nn.Module:
                 "a module is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters are not supported; "
                 "use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        attribute = _looked_through(module)
+        attribute = _find_wrapped_attribute(module)
         if attribute is None:
             return module
         module = module._modules[attribute]  # type: ignore[assignment]
 
 
-def _looked_through(module: nn.Module) -> str | None:
+def _find_wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute under which a wrapper holds the user's module; None for a module that is not looked through."""
-    attribute = _wraps(module)
+    attribute = _wrapper_attribute(module)
     inner = None if attribute is None else module._modules.get(attribute)
-    return None if inner is None or _holds_more(module, attribute) else attribute
+    return None if inner is None or _has_own_content(module, attribute) else attribute
 
 
-def _wraps(module: nn.Module) -> str | None:
+def _wrapper_attribute(module: nn.Module) -> str | None:
     classes = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith(_WRAPPERS_FROM)}
     return next((attribute for name, attribute in WRAPPERS.items() if name in classes), None)
 
 
-def _holds_more(module: nn.Module, attribute: str | None) -> bool:
+def _has_own_content(module: nn.Module, attribute: str | None) -> bool:
     kept = [b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set]
     children = [child for name, child in module._modules.items() if name != attribute]
     extra = type(module).get_extra_state is not nn.Module.get_extra_state
@@ -115,12 +115,12 @@ def sites(root: nn.Module) -> Iterator[Site]:
                     yield Site(join(path, key), container, key, tensor)
 
 
-def extras(root: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_extra_state(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that have extra state of their own, with their paths."""
     return [(p, m) for p, m in modules(root) if type(m).get_extra_state is not nn.Module.get_extra_state]
 
 
-def resharding(found: Iterable[nn.Module]) -> list[Any]:
+def find_fsdp_modules(found: Iterable[nn.Module]) -> list[Any]:
     """The FSDP2 modules in `found`. After evaluation some of them still hold gathered parameters. `.reshard()` brings
     these back to shards, as torch's own state_dict does. Between two steps this changes no value."""
     return [
@@ -139,7 +139,7 @@ def is_custom(root: nn.Module) -> bool:
 def _is_custom(module: nn.Module) -> bool:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule) or any(
-        getattr(kind, n) is not getattr(nn.Module, n) for n in _CUSTOM
+        getattr(kind, n) is not getattr(nn.Module, n) for n in _CUSTOM_METHODS
     ):
         return True
     loads = kind._load_from_state_dict
@@ -161,7 +161,7 @@ def _hook_module(hook: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class CustomStateDict:
     """What a custom module's state_dict() gives. `items`: (canonical name, own key, value); the tensors are live ones
     if state_dict() takes torch's arguments. `versions`: the format versions of its modules, by canonical name.
     load_state_dict() gets them, so that it can tell old formats from new ones."""
@@ -170,49 +170,49 @@ class Said:
     versions: dict[str, int]
 
     @staticmethod
-    def of(root: nn.Module) -> Said:
+    def read(root: nn.Module) -> CustomStateDict:
         module = unwrap(root)
         state, told = _state_dict(module)
         # A wrapped module has the same name as its wrapper, comes after it, and so takes its place here.
         versions = {
-            _canonical(module, key): each["version"]
+            _canonical_key(module, key): each["version"]
             for key, each in told.items()
             if isinstance(each.get("version"), int)
         }
-        return Said([(_canonical(module, key), key, value) for key, value in state.items()], versions)
+        return CustomStateDict([(_canonical_key(module, key), key, value) for key, value in state.items()], versions)
 
 
 def load_state_dict(root: nn.Module, state: Mapping[str, Any], versions: Mapping[str, int]) -> list[str]:
     """Gives a custom module what Said.of() returned, by the module's own keys; `state` may lack some of them. Returns
     the keys that the module reports as unexpected, as torch's own load_state_dict() does."""
     module, given = unwrap(root), OrderedDict(state)
-    names = {key: _canonical(module, key) for key in _state_dict(module)[1]}
+    names = {key: _canonical_key(module, key) for key in _state_dict(module)[1]}
     told = ((key, {"version": versions[name]}) for key, name in names.items() if name in versions)
     given._metadata = OrderedDict(told)  # type: ignore[attr-defined]
-    lenient: dict[str, Any] = {"strict": False} if _takes(module.load_state_dict, "strict") else {}
+    lenient: dict[str, Any] = {"strict": False} if _takes_argument(module.load_state_dict, "strict") else {}
     said = module.load_state_dict(given, **lenient)
     return list(getattr(said, "unexpected_keys", ()))
 
 
 def _state_dict(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
     """The module's state_dict(), and the metadata of its modules, by their own names."""
-    live: dict[str, Any] = {"keep_vars": True} if _takes(module.state_dict, "keep_vars") else {}
+    live: dict[str, Any] = {"keep_vars": True} if _takes_argument(module.state_dict, "keep_vars") else {}
     state = module.state_dict(**live)
     return state, getattr(state, "_metadata", {})
 
 
-def _takes(method: Callable[..., Any], argument: str) -> bool:
+def _takes_argument(method: Callable[..., Any], argument: str) -> bool:
     """Whether a method takes the argument; an overridden method may take fewer than torch's own."""
     parameters = inspect.signature(method).parameters
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _canonical(root: nn.Module, key: str) -> str:
+def _canonical_key(root: nn.Module, key: str) -> str:
     """A key of state_dict() without wrappers' parts, as far as the key follows the modules below `root`."""
     kept: list[str] = []
     module: nn.Module | None = root
     for part in key.split("."):
-        if part not in _ONLY_WRAPPERS and (module is None or part != _looked_through(module)):
+        if part not in _WRAPPER_ATTRIBUTES and (module is None or part != _find_wrapped_attribute(module)):
             kept.append(part)
         child = getattr(module, part, None)
         module = child if isinstance(child, nn.Module) else None

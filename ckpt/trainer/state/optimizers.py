@@ -29,19 +29,19 @@ from ckpt.trainer.state.value_trees import Path, Tensor
 
 _CUSTOM = ("state_dict", "load_state_dict")
 _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-_COMMON = ("state", "param_groups")  # what torch's own state_dict() gives
+_TORCH_KEYS = ("state", "param_groups")  # what torch's own state_dict() gives
 
 
 class Param(NamedTuple):
-    """A parameter of an optimizer. `name`: its name in the optimizer's state. `full`: its canonical name in the state.
-    `shard`: its declaration by ckpt.Shard, if any."""
+    """A parameter of an optimizer. `name`: its name in the optimizer's state. `full_name`: its canonical name in the
+    state. `shard`: its declaration by ckpt.Shard, if any."""
 
     name: str
-    full: str
+    full_name: str
     tensor: torch.Tensor
     shard: Shard | None
 
-    def like(self, state: Tensor) -> Tensor:
+    def shard_like(self, state: Tensor) -> Tensor:
         """`state`, as a Shard like this parameter's if it has the parameter's local shape; else unchanged."""
         if self.shard is None or isinstance(state, Shard) or is_dtensor(state):
             return state
@@ -54,25 +54,25 @@ class Owners:
     it."""
 
     modules: list[str] = field(default_factory=list)
-    of: dict[int, tuple[str, str]] = field(default_factory=dict)
-    shards: dict[int, Shard] = field(default_factory=dict)
+    home_by_id: dict[int, tuple[str, str]] = field(default_factory=dict)
+    shard_by_id: dict[int, Shard] = field(default_factory=dict)
 
     def add_module(self, path: str, root: nn.Module, found: Sequence[NamedTensor]) -> None:
         """Adds the parameters of a module. `found`: its saved tensors, whose names are preferred. Add modules before
         tensors."""
         self.modules.append(path)
         for named in found:
-            self.of.setdefault(id(named.tensor), (path, named.name[len(path) + 1 :]))
+            self.home_by_id.setdefault(id(named.tensor), (path, named.name[len(path) + 1 :]))
         for site in names.sites(root):
-            self.of.setdefault(id(site.tensor), (path, site.name))
+            self.home_by_id.setdefault(id(site.tensor), (path, site.name))
 
     def add_tensors(self, found: Sequence[NamedTensor]) -> None:
         for named in found:
             tensor = named.tensor
             if isinstance(tensor, Shard):
-                self.shards[id(tensor.tensor)] = tensor
+                self.shard_by_id[id(tensor.tensor)] = tensor
                 tensor = tensor.tensor
-            self.of.setdefault(id(tensor), ("", named.name))
+            self.home_by_id.setdefault(id(tensor), ("", named.name))
 
 
 @dataclass(slots=True)
@@ -82,55 +82,57 @@ class OptimizerView:
     - `params`: by group; `param_names`: their names.
     - `skeletons`: the distinct structures of per-parameter state, each {"value": the tree without its tensors,
       "tensors": their paths}. `state`: for each parameter, in order, the index of its skeleton; -1 for none.
-    - `plain`: the state dicts that hold only tensors.
+    - `plain_states`: the state dicts that hold only tensors.
     - `rest`: the payload of the other entries of its state_dict().
-    - `mixed`: whether it has other state dicts, or a state_dict() of its own. Both may change at each step.
+    - `is_mixed`: whether it has other state dicts, or a state_dict() of its own. Both may change at each step.
     """
 
     path: str
     optimizer: torch.optim.Optimizer
-    params: list[list[Param]]
-    param_names: list[tuple[str, ...]]
+    params_by_group: list[list[Param]]
+    names_by_group: list[tuple[str, ...]]
     tensors: list[NamedTensor] = field(default_factory=list)
     skeletons: list[dict[str, Any]] = field(default_factory=list)
-    state: list[int] = field(default_factory=list)
-    plain: list[dict[Any, Any]] = field(default_factory=list)
+    skeleton_indices: list[int] = field(default_factory=list)
+    plain_states: list[dict[Any, Any]] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=lambda: {"value": {}, "tensors": []})
-    mixed: bool = False
+    is_mixed: bool = False
 
     def constants(self) -> list[Any]:
         """The parts of the payload that never change. A mixed optimizer's payload has newly read parts instead."""
-        return [*self.param_names, self.skeletons, self.state, self.rest]
+        return [*self.names_by_group, self.skeletons, self.skeleton_indices, self.rest]
 
-    def again(self) -> OptimizerView:
+    def read_again(self) -> OptimizerView:
         """A new view of the same optimizer, read now."""
-        return read(self.path, self.optimizer, self.params)
+        return read_view(self.path, self.optimizer, self.params_by_group)
 
     def payload(self) -> dict[str, Any]:
         """The values of this optimizer. Hyper-parameters are read anew; so is the rest if the optimizer is mixed."""
-        now = self.again() if self.mixed else self
+        now = self.read_again() if self.is_mixed else self
         groups = []
-        for index, param_names in enumerate(self.param_names):
-            bare, found = value_trees.split(hyper(self.optimizer.param_groups[index]), self.path)
-            tensors = [(path, name) for path, name, _ in value_trees.named(group_path(self.path, index), found)]
+        for index, param_names in enumerate(self.names_by_group):
+            bare, found = value_trees.split_tensors(hyper_parameters(self.optimizer.param_groups[index]), self.path)
+            tensors = [(path, name) for path, name, _ in value_trees.name_tensors(group_path(self.path, index), found)]
             groups.append({"params": param_names, "value": bare, "tensors": tensors})
         return {
             "kind": "optimizer",
             "class": class_of(self.optimizer),
             "groups": groups,
             "skeletons": now.skeletons,
-            "state": now.state,
+            "state": now.skeleton_indices,
             "rest": now.rest,
         }
 
-    def referred(self, payload: dict[str, Any]) -> Iterator[str]:
+    def referred_names(self, payload: dict[str, Any]) -> Iterator[str]:
         """The names of the tensors that `payload` refers to and that were read anew for it."""
         for group in payload["groups"]:
             yield from (name for _, name in group["tensors"])
         yield from (name for _, name in payload["rest"]["tensors"])
-        if self.mixed and (payload["state"] != self.state or _paths(payload["skeletons"]) != _paths(self.skeletons)):
+        if self.is_mixed and (
+            payload["state"] != self.skeleton_indices or _paths(payload["skeletons"]) != _paths(self.skeletons)
+        ):
             paths = _paths(payload["skeletons"])
-            for param, number in zip((p for line in self.params for p in line), payload["state"], strict=True):
+            for param, number in zip((p for line in self.params_by_group for p in line), payload["state"], strict=True):
                 if number >= 0:
                     yield from (join(state_path(self.path, param.name), *path) for path in paths[number])
 
@@ -146,15 +148,15 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
         for held in vars(each).values():
             if isinstance(held, torch.optim.Optimizer) and id(held) not in seen:
                 seen.add(id(held))
-                inner += [held] if _parameters(held) == _parameters(optimizer) else []
+                inner += [held] if _parameter_ids(held) == _parameter_ids(optimizer) else []
     return type(inner[-1]).__name__
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def hyper(group: dict[str, Any]) -> dict[str, Any]:
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -166,7 +168,7 @@ def group_path(path: str, index: int) -> str:
     return f"{path}.param_groups.{index}"
 
 
-def view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> OptimizerView:
+def make_view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> OptimizerView:
     """Reads an optimizer. `owners`: the modules and tensors of the state. Errors: UsageError for a
     ZeroRedundancyOptimizer, for a parameter that belongs to nothing registered, and for state without a parameter."""
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
@@ -174,31 +176,31 @@ def view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> Optimiz
             f"state[{path!r}] is a ZeroRedundancyOptimizer, whose state is spread over ranks by whole parameters; "
             "use FSDP2 (torch.distributed.fsdp.fully_shard), which shards it"
         )
-    params = _named(path, optimizer, owners)
+    params = _name_parameters(path, optimizer, owners)
     known = {id(p.tensor) for line in params for p in line}
     for key in optimizer.state:
         if id(key) not in known:
-            what = _described(key)
+            what = _describe(key)
             raise UsageError(f"state[{path!r}] has state for {what}, which is no parameter of its groups; remove it")
-    return read(path, optimizer, params)
+    return read_view(path, optimizer, params)
 
 
-def _named(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[list[Param]]:
+def _name_parameters(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[list[Param]]:
     homes: list[list[tuple[str, str]]] = []
     for number, group in enumerate(optimizer.param_groups):
         homes.append([])
         for index, param in enumerate(group["params"]):
-            home = owners.of.get(id(param))
+            home = owners.home_by_id.get(id(param))
             if home is None:
                 raise UsageError(
-                    f"state[{path!r}]: parameter {index} of group {number}, {_described(param)}, belongs to "
+                    f"state[{path!r}]: parameter {index} of group {number}, {_describe(param)}, belongs to "
                     'no module in the state, so that it has no name; register its module too: state={"model": model}'
                 )
             homes[-1].append(home)
     one = len(owners.modules) == 1
     params = [
         [
-            Param(name if one else join(module, name), join(module, name), p, owners.shards.get(id(p)))
+            Param(name if one else join(module, name), join(module, name), p, owners.shard_by_id.get(id(p)))
             for (module, name), p in zip(line, group["params"], strict=True)
         ]
         for line, group in zip(homes, optimizer.param_groups, strict=True)
@@ -212,35 +214,35 @@ def _named(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[
     return params
 
 
-def _described(key: object) -> str:
+def _describe(key: object) -> str:
     """A description of an object that has no name."""
     with suppress(RuntimeError):  # some kinds of tensors have no shape
         return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
     return f"a {type(key).__name__}"
 
 
-def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]]) -> OptimizerView:
+def read_view(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]]) -> OptimizerView:
     """The view of an optimizer as it is now. `params`: its parameters, as named before."""
     found = OptimizerView(path, optimizer, params, [tuple(p.name for p in line) for line in params])
     for index, group in enumerate(optimizer.param_groups):
-        tensors = value_trees.split(hyper(group), path)[1]
+        tensors = value_trees.split_tensors(hyper_parameters(group), path)[1]
         found.tensors += [
-            NamedTensor(name, tensor) for _, name, tensor in value_trees.named(group_path(path, index), tensors)
+            NamedTensor(name, tensor) for _, name, tensor in value_trees.name_tensors(group_path(path, index), tensors)
         ]
     if is_custom(optimizer):
-        found.mixed = True
-        tensors_of_rest, found.rest = read_tree("rest", _rest(path, optimizer), path)
+        found.is_mixed = True
+        tensors_of_rest, found.rest = read_tree("rest", _read_rest(path, optimizer), path)
         found.tensors += tensors_of_rest
     numbers: dict[Any, int] = {}
     for param in (p for line in params for p in line):
         held = optimizer.state.get(param.tensor)
         if held:
-            found.state.append(_read_state(found, param, held, numbers))
+            found.skeleton_indices.append(_read_state(found, param, held, numbers))
         else:
-            found.state.append(-1)
+            found.skeleton_indices.append(-1)
             # A lookup in the optimizer's defaultdict has created this dict. The first step will fill it.
             if isinstance(held, dict):
-                found.plain.append(held)
+                found.plain_states.append(held)
     return found
 
 
@@ -252,26 +254,26 @@ def is_custom(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _rest(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _read_rest(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The entries of an optimizer's state_dict() beside state and groups. State and groups are read directly. Errors:
     UsageError if state_dict() gives other state or groups than the optimizer's own (those of a wrapped optimizer)."""
     said = optimizer.state_dict()
-    state, groups = (said.get(key) for key in _COMMON)
+    state, groups = (said.get(key) for key in _TORCH_KEYS)
     if (
         not isinstance(state, dict)
         or not isinstance(groups, list)
-        or not _kinds(state.values()) <= _kinds(optimizer.state.values())
-        or not _kinds(groups) <= _kinds(optimizer.param_groups)
+        or not _count_kinds(state.values()) <= _count_kinds(optimizer.state.values())
+        or not _count_kinds(groups) <= _count_kinds(optimizer.param_groups)
     ):
         raise UsageError(
             f"state[{path!r}], a {type(optimizer).__name__}, has a state_dict() that gives other state or groups than "
             "its .state and .param_groups; register the optimizer that it wraps, and what it adds as plain values or "
             "as an object with state_dict() and load_state_dict()"
         )
-    return {key: value for key, value in said.items() if key not in _COMMON}
+    return {key: value for key, value in said.items() if key not in _TORCH_KEYS}
 
 
-def _kinds(dicts: Iterable[Any]) -> Counter[tuple[str, Any]]:
+def _count_kinds(dicts: Iterable[Any]) -> Counter[tuple[str, Any]]:
     """How often each key occurs in the dicts, with which type or dtype."""
     held = (item for each in dicts if isinstance(each, Mapping) for item in each.items())
     return Counter((str(key), getattr(value, "dtype", type(value))) for key, value in held)
@@ -283,16 +285,16 @@ def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], number
     prefix, trained = state_path(found.path, param.name), param.tensor.requires_grad
     tensors: list[tuple[Path, Tensor]]
     if all(map(isinstance, held.values(), repeat(torch.Tensor))):
-        found.plain.append(held)
+        found.plain_states.append(held)
         bare: Any = dict.fromkeys(held)
         tensors = [((key,), tensor) for key, tensor in held.items()]
         same: Any = tuple(held)
     else:
-        found.mixed = True
-        bare, tensors = value_trees.split(held, prefix)
+        found.is_mixed = True
+        bare, tensors = value_trees.split_tensors(held, prefix)
         same = prefix
     for path, tensor in tensors:
-        found.tensors.append(NamedTensor(join(prefix, *path), param.like(tensor), trained))
+        found.tensors.append(NamedTensor(join(prefix, *path), param.shard_like(tensor), trained))
     if same not in numbers:
         numbers[same] = len(found.skeletons)
         found.skeletons.append({"value": bare, "tensors": [path for path, _ in tensors]})

@@ -23,15 +23,15 @@ SERIAL_ELEMENTS = 16384  # torch copies fewer than 32768 elements without its th
 
 
 class Walked(Protocol):
-    """The parts of a walk that copying needs. Per entry of `layout`: its live local tensors, one per box; and `late`,
-    whether the tensor may be copied late once that is verified (see state_walk.Walk)."""
+    """The parts of a walk that copying needs. Per entry of `layout`: its live local tensors, one per box; and
+    `deferrable`, whether the tensor may be deferred once that is verified (see state_walk.Walk)."""
 
     @property
     def layout(self) -> Layout: ...
     @property
     def tensors(self) -> Sequence[Sequence[Tensor]]: ...
     @property
-    def late(self) -> Sequence[bool]: ...
+    def deferrable(self) -> Sequence[bool]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,12 +55,12 @@ class CopyPiece:
         return self.source.dtype is torch.uint8 and self.source.dim() == 1
 
 
-def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[CopyPiece, ...]:
+def cut_pieces(walk: Walked, staging: Staging, data: memoryview) -> tuple[CopyPiece, ...]:
     """The pieces that fill `data` (a writable data region) as `staging` says, in order of target. Errors: CkptError if
     the staging does not fit the walk or the region, or splits an element, or if `data` is read-only."""
     arena = _as_tensor(data)
     pieces: list[CopyPiece] = []
-    for entry, box, start, length, offset in _runs(staging):
+    for entry, box, start, length, offset in _join_runs(staging):
         name = walk.layout.entries[entry].name
         live = walk.tensors[entry][box].detach()
         if start + length > live.nbytes or offset + length > arena.nbytes:
@@ -79,7 +79,7 @@ def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[CopyPiece, ..
     return tuple(pieces)
 
 
-def _runs(staging: Staging) -> Iterator[tuple[int, int, int, int, int]]:
+def _join_runs(staging: Staging) -> Iterator[tuple[int, int, int, int, int]]:
     """(entry, box, start, length, offset) of each run: segments that adjoin in both tensor and arena are joined."""
     segments = staging.segments
     if len(segments) == 0:
@@ -131,7 +131,7 @@ def blocks(shape: tuple[int, ...], start: int, stop: int, count_max: int) -> Ite
         at += rows * inner[d]
 
 
-def split(piece: CopyPiece, nbytes_max: int) -> Iterator[CopyPiece]:
+def split_piece(piece: CopyPiece, nbytes_max: int) -> Iterator[CopyPiece]:
     """The same bytes in pieces of at most `nbytes_max`. A piece that is not flat bytes is small already: it stays
     whole."""
     if piece.nbytes <= nbytes_max or not piece.is_flat:
@@ -154,7 +154,7 @@ def is_cuda_used() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def later(result: Tensor) -> Callable[[], Tensor]:
+def result_waiter(result: Tensor) -> Callable[[], Tensor]:
     """A function that waits until the current stream has computed `result`, then returns it. Any thread may call it."""
     if result.device.type != "cuda":
         return lambda: result
@@ -168,14 +168,14 @@ def later(result: Tensor) -> Callable[[], Tensor]:
     return when_there
 
 
-def keep(tensor: Tensor, stream: Any = None) -> None:
+def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
     """For a tensor that is used on another stream than it was made on. Once it is dropped, its memory is reused only
     after `stream` (default: the current one) has come this far."""
     if tensor.is_cuda:
         tensor.record_stream(stream or torch.cuda.current_stream(tensor.device))
 
 
-def where(data: memoryview) -> tuple[int, int]:
+def address_and_size(data: memoryview) -> tuple[int, int]:
     """The address and the size in bytes of a region."""
     return (np.frombuffer(data, dtype=np.uint8).ctypes.data if data.nbytes else 0), data.nbytes
 

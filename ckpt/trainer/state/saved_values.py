@@ -13,7 +13,7 @@ from ckpt.errors import DamagedData
 from ckpt.format import values
 from ckpt.trainer.state.mesh_coordinate import Axis
 from ckpt.trainer.state.names import join
-from ckpt.trainer.state.value_trees import at, has
+from ckpt.trainer.state.value_trees import get_at, has_path
 
 T = TypeVar("T")
 Path = tuple[Any, ...]
@@ -52,12 +52,12 @@ class OptimizerTree:
 
     groups: tuple[SavedParamGroup, ...]
     state: Mapping[str, Skeleton | None]
-    home: Mapping[str, int]
+    group_indices: Mapping[str, int]
     rest: Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedValues:
     """The values that belong to no single rank, by path:
 
     - `data`: plain values.
@@ -79,7 +79,7 @@ class Shared:
     orders: Mapping[str, Sequence[int]] | None = None
 
     @staticmethod
-    def parse(tree: Any) -> Shared:
+    def parse(tree: Any) -> SharedValues:
         """Errors: DamagedData."""
         data: dict[str, Tree] = {}
         objects: dict[str, Tree] = {}
@@ -87,9 +87,9 @@ class Shared:
         modules: dict[str, dict[str, Tree]] = {}
         versions: dict[str, dict[str, int]] = {}
         classes: dict[str, str] = {}
-        for path, body in _named(tree, "objects").items():
+        for path, body in _get_named(tree, "objects").items():
             kind = _get(body, "kind", str)
-            classes[path] = _class(body)
+            classes[path] = _class_name(body)
             if kind == "data":
                 data[path] = _tree(body)
             elif kind == "object":
@@ -97,14 +97,14 @@ class Shared:
             elif kind == "optimizer":
                 optimizers[path] = _optimizer(body)
             elif kind == "module":
-                modules[path] = {key: _tree(extra) for key, extra in _named(body, "extra").items()}
+                modules[path] = {key: _tree(extra) for key, extra in _get_named(body, "extra").items()}
                 versions[path] = _versions(body)
             else:
                 raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
-        aliases, orders = _named(tree, "aliases"), _orders(tree)
+        aliases, orders = _get_named(tree, "aliases"), _orders(tree)
         if not _are_texts(aliases.values()):
             raise DamagedData("the stored values have another name of a tensor that is none")
-        return Shared(data, objects, optimizers, modules, versions, classes, aliases, orders)
+        return SharedValues(data, objects, optimizers, modules, versions, classes, aliases, orders)
 
     def kind_of(self, path: str) -> str | None:
         kinds = {"module": self.modules, "optimizer": self.optimizers, "object": self.objects, "value": self.data}
@@ -112,7 +112,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class RankValues:
     """What one rank saved as its own. `generators`: {"state": .., "seed": ..} by name. `loaders`: embedded trees by
     path."""
 
@@ -124,7 +124,7 @@ class Own:
     loaders: Mapping[str, Mapping[str, Any]]
 
     @staticmethod
-    def parse(tree: Any) -> Own:
+    def parse(tree: Any) -> RankValues:
         """Errors: DamagedData."""
         coordinate = _get(tree, "coordinate", str)
         indices = dict(part.partition("=")[::2] for part in coordinate.split(","))
@@ -134,15 +134,15 @@ class Own:
             raise DamagedData(
                 f"the stored coordinate {coordinate[:80]!r} does not fit the mesh stored with it"
             ) from exc
-        generators = _named(tree, "generators")
+        generators = _get_named(tree, "generators")
         for stored in generators.values():
             _check_own_bytes(_get(stored, "state", object))
-        loaders = _named(tree, "loaders")
+        loaders = _get_named(tree, "loaders")
         for stored in loaders.values():
             _get(stored, "value", object)
             _get(stored, "tensors", (tuple, list))
         numbers = _get(tree, "data_rank", int), _get(tree, "data_world", int)
-        return Own(axes, _get(tree, "data", str), *numbers, generators, loaders)
+        return RankValues(axes, _get(tree, "data", str), *numbers, generators, loaders)
 
 
 def merge_shared(trees: Sequence[Any]) -> Any:
@@ -157,7 +157,7 @@ def merge_shared(trees: Sequence[Any]) -> Any:
     for tree in trees:
         aliases = {**_get(tree, "aliases", dict), **aliases}
         for path, body in _get(tree, "objects", dict).items():
-            if path not in objects or (_is_none(objects[path]) and _get(body, "kind", str) != "data"):
+            if path not in objects or (_is_stored_none(objects[path]) and _get(body, "kind", str) != "data"):
                 objects[path] = body
             elif _get(body, "kind", str) == "module" == _get(objects[path], "kind", str):
                 extra = {**_get(body, "extra", dict), **_get(objects[path], "extra", dict)}
@@ -172,51 +172,51 @@ def merge_shared(trees: Sequence[Any]) -> Any:
     return merged
 
 
-def differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
+def find_differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
     """The paths at which several ranks' shared values differ; merge_shared takes the first one. For an optimizer, also
     its groups that give one parameter different hyper-parameters. Parts that `before` has are left out. Errors:
     DamagedData."""
-    known = {(path, part) for tree in before for path, part, _ in _parts(tree)}
+    known = {(path, part) for tree in before for path, part, _ in _iter_parts(tree)}
     first: dict[tuple[str, str], bytes] = {}
     found: set[str] = set()
     kinds = {(path, _get(body, "kind", str)) for tree in trees for path, body in _get(tree, "objects", dict).items()}
     objects = {path for path, kind in kinds if kind != "data"}
     for tree in trees:
-        for path, part, told in _parts(tree):
-            if path in objects and _is_none(_get(tree, "objects", dict).get(path)):
+        for path, part, told in _iter_parts(tree):
+            if path in objects and _is_stored_none(_get(tree, "objects", dict).get(path)):
                 continue
             if (path, part) not in known and first.setdefault((path, part), told) != told:
                 found.add(path)
     return found
 
 
-def _parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
+def _iter_parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
     """(path, parameter or "", encoded content) of each part that merge_shared takes from one rank as a whole."""
     for path, body in _get(tree, "objects", dict).items():
         kind = _get(body, "kind", str)
         if kind == "module":
             for key, extra in _get(body, "extra", dict).items():
-                yield join(path, key), "", _told(extra)
+                yield join(path, key), "", _encode_content(extra)
         elif kind == "optimizer":
             for number, group in enumerate(_get(body, "groups", (list, tuple))):
-                told = _told(group)
+                told = _encode_content(group)
                 for name in _get(group, "params", (list, tuple)):
                     yield join(path, "param_groups", number), name, told
-            yield path, "", _told(_rest(body))
+            yield path, "", _encode_content(_rest(body))
         else:
-            yield path, "", _told(body)
+            yield path, "", _encode_content(body)
 
 
-def _is_none(body: Any) -> bool:
+def _is_stored_none(body: Any) -> bool:
     return body is not None and _get(body, "kind", str) == "data" and _get(body, "value", object) is None
 
 
-def is_other(one: Any, another: Any) -> bool:
+def is_different(one: Any, another: Any) -> bool:
     """Whether two stored values differ."""
     return one is not another and values.encode(one) != values.encode(another)
 
 
-def _told(body: Any) -> bytes:
+def _encode_content(body: Any) -> bytes:
     """The encoded content: the same for equal values with tensors in the same places."""
     return values.encode([_get(body, "value", object), _get(body, "tensors", (list, tuple))])
 
@@ -226,13 +226,13 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
     held = set(_optimizer(first).state)
     skeletons = [*_get(first, "skeletons", list), *_get(second, "skeletons", list)]
     _optimizer(second)
-    state = _numbers(second, len(_get(first, "skeletons", list))) | _numbers(first, 0)
+    state = _skeleton_indices(second, len(_get(first, "skeletons", list))) | _skeleton_indices(first, 0)
     joined: dict[tuple[int, bytes], list[str]] = {}
     groups: list[dict[str, Any]] = []
     for body, known in ((first, set()), (second, held)):
         for index, group in enumerate(body["groups"]):
             added = [name for name in group["params"] if name not in known]
-            key = _number(group, index), _told(group)
+            key = _group_number(group, index), _encode_content(group)
             if key not in joined:
                 if not added and any(number == key[0] for number, _ in joined):
                     # No parameter would have these hyper-parameters.
@@ -243,11 +243,11 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
     for group, names in zip(groups, joined.values(), strict=True):
         group["params"] = tuple(names)
     flat = [state.get(name, -1) for names in joined.values() for name in names]
-    of_first = {"class": _class(first), "rest": _rest(first)}
+    of_first = {"class": _class_name(first), "rest": _rest(first)}
     return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat, **of_first}
 
 
-def _numbers(body: Any, shift: int) -> dict[str, int]:
+def _skeleton_indices(body: Any, shift: int) -> dict[str, int]:
     """By name of a parameter with state: the index of its skeleton, plus `shift`."""
     names = (name for group in body["groups"] for name in group["params"])
     return {name: number + shift for name, number in zip(names, body["state"], strict=True) if number >= 0}
@@ -260,7 +260,7 @@ def _optimizer(body: Any) -> OptimizerTree:
         places = tuple(_path(path, value) for path in _get(item, "tensors", (list, tuple)))
         skeletons.append(Skeleton(value, places))
     groups = tuple(
-        SavedParamGroup(tuple(_get(item, "params", (list, tuple))), _tree(item), _number(item, index))
+        SavedParamGroup(tuple(_get(item, "params", (list, tuple))), _tree(item), _group_number(item, index))
         for index, item in enumerate(_get(body, "groups", (list, tuple)))
     )
     if not all(isinstance(group.hyper.value, dict) and _are_texts(group.params) for group in groups):
@@ -279,7 +279,7 @@ def _optimizer(body: Any) -> OptimizerTree:
     return OptimizerTree(groups, state, home, rest)
 
 
-def _class(body: Any) -> str:
+def _class_name(body: Any) -> str:
     """The class name of an optimizer or object; "" if it is unknown."""
     kind: str = _get(body, "class", str) if "class" in body else ""
     return kind
@@ -291,7 +291,7 @@ def _rest(body: Any) -> dict[str, Any]:
     return rest
 
 
-def _number(group: Any, index: int) -> int:
+def _group_number(group: Any, index: int) -> int:
     """The number of a stored group: recorded in a joined group, else its index."""
     number: int = _get(group, "number", int) if "number" in group else index
     return number
@@ -308,7 +308,7 @@ def _versions(body: Any) -> dict[str, int]:
 def _orders(tree: Any) -> dict[str, Sequence[int]] | None:
     if "orders" not in tree:
         return None
-    orders: dict[str, Sequence[int]] = _named(tree, "orders")
+    orders: dict[str, Sequence[int]] = _get_named(tree, "orders")
     for order in orders.values():
         if not isinstance(order, (list, tuple)) or not all(type(dim) is int for dim in order):
             raise DamagedData("the stored values have an order of dimensions that is not known")
@@ -329,7 +329,7 @@ def _tree(body: Any) -> Tree:
 def _path(path: Any, tree: Any) -> Path:
     """`path` as a tuple. Errors: DamagedData unless it leads to a tensor's empty place (None) in `tree`."""
     try:
-        if isinstance(path, (list, tuple)) and has(tree, tuple(path)) and at(tree, tuple(path)) is None:
+        if isinstance(path, (list, tuple)) and has_path(tree, tuple(path)) and get_at(tree, tuple(path)) is None:
             return tuple(path)
     except TypeError:
         # The path contains a list, which cannot be a key.
@@ -352,7 +352,7 @@ def _are_texts(names: Iterable[Any]) -> bool:
     return all(isinstance(name, str) for name in names)
 
 
-def _named(tree: Any, key: str) -> dict[str, Any]:
+def _get_named(tree: Any, key: str) -> dict[str, Any]:
     """The dict under `key`, whose keys must be texts."""
     found: dict[str, Any] = _get(tree, key, dict)
     if not _are_texts(found):

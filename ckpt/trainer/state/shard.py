@@ -59,15 +59,15 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """One tensor as this rank holds it. `locals[i]`: a detached view of the live memory of `boxes[i]`, maybe not
-    contiguous. `live`: the views are current while the addresses and strides of these tensors stay. `replica`: whether
-    other ranks may hold the same boxes."""
+    contiguous. `live_tensors`: the views are current while the addresses and strides of these tensors stay. `replica`:
+    whether other ranks may hold the same boxes."""
 
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    locals: tuple[torch.Tensor, ...]
-    live: tuple[torch.Tensor, ...]
-    replica: bool
+    local_views: tuple[torch.Tensor, ...]
+    live_tensors: tuple[torch.Tensor, ...]
+    may_have_replicas: bool
 
 
 @dataclass(slots=True)
@@ -75,23 +75,23 @@ class Cutter:
     """Makes Pieces, and caches the boxes of placements. `world`: the number of ranks."""
 
     world: int = 1
-    _seen: dict[Any, tuple[tuple[Box, ...], tuple[Runs, ...]]] = field(default_factory=dict)
+    _boxes_by_placement: dict[Any, tuple[tuple[Box, ...], tuple[Runs, ...]]] = field(default_factory=dict)
 
     def pieces(self, tensor: torch.Tensor | Shard, name: str) -> Pieces:
         """The Pieces of a tensor. Errors: UsageError, as "<name>: <what the tensor is>; <what to do>"."""
         if isinstance(tensor, Shard):
             box = Box(tensor.offset, tuple(tensor.tensor.shape))
-            local = plain(tensor.tensor, name)
+            local = plain_view(tensor.tensor, name)
             held = box.size > 0 or math.prod(tensor.global_shape) == 0
             boxes, views = ((box,), (local,)) if held else ((), ())
             return Pieces(DTYPE_NAMES[local.dtype], tensor.global_shape, boxes, views, (tensor.tensor,), True)
         if is_dtensor(tensor):
-            return self._distributed(tensor, name)
-        local = plain(tensor, name)
+            return self._cut_dtensor(tensor, name)
+        local = plain_view(tensor, name)
         shape = tuple(local.shape)
         return Pieces(DTYPE_NAMES[local.dtype], shape, (Box.whole(shape),), (local,), (tensor,), True)
 
-    def _distributed(self, tensor: Any, name: str) -> Pieces:
+    def _cut_dtensor(self, tensor: Any, name: str) -> Pieces:
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
         if any(p.is_partial() for p in placements):
             raise UsageError(
@@ -100,8 +100,8 @@ class Cutter:
             )
         local = tensor._local_tensor
         if hasattr(local, "__create_chunk_list__") and hasattr(local, "local_shards"):
-            return self._listed(tensor, local, name)
-        view = plain(local, name)
+            return self._cut_listed(tensor, local, name)
+        view = plain_view(local, name)
         dtype = DTYPE_NAMES[view.dtype]
         replica = mesh.size() < self.world or any(p.is_replicate() for p in placements)
         coordinate = mesh.get_coordinate()
@@ -111,9 +111,9 @@ class Cutter:
         if math.prod(shape) == 0:
             return Pieces(dtype, shape, (Box.whole(shape),), (view.new_empty(shape),), (local,), True)
         key = (shape, mesh, placements)
-        if key not in self._seen:
-            self._seen[key] = _boxes(shape, tuple(mesh.shape), tuple(coordinate), placements, name)
-        boxes, runs = self._seen[key]
+        if key not in self._boxes_by_placement:
+            self._boxes_by_placement[key] = _boxes(shape, tuple(mesh.shape), tuple(coordinate), placements, name)
+        boxes, runs = self._boxes_by_placement[key]
         held = tuple(sum(n for _, n in r) for r in runs)
         if held != tuple(view.shape):
             raise UsageError(
@@ -123,7 +123,7 @@ class Cutter:
         views = (view,) if len(boxes) == 1 else tuple(_views(view, runs)) if boxes else ()
         return Pieces(dtype, shape, boxes, views, (local,), replica)
 
-    def _listed(self, tensor: Any, local: Any, name: str) -> Pieces:
+    def _cut_listed(self, tensor: Any, local: Any, name: str) -> Pieces:
         """The Pieces of a DTensor whose local part lists its own boxes (several shards), by torch's checkpointing
         protocol."""
         shape = tuple(tensor.shape)
@@ -131,7 +131,7 @@ class Cutter:
             (chunk, part) for chunk, part in zip(local.__create_chunk_list__(), local.local_shards(), strict=False)
         ]
         boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk, part in shards if part.numel())
-        views = tuple(plain(part, name) for _, part in shards if part.numel())
+        views = tuple(plain_view(part, name) for _, part in shards if part.numel())
         if any(not b.within(shape) or b.shape != tuple(v.shape) for b, v in zip(boxes, views, strict=True)):
             raise UsageError(f"{name}: the boxes that its local part lists do not lie inside its shape {shape}")
         dtype = DTYPE_NAMES[views[0].dtype if views else tensor.dtype]
@@ -151,12 +151,12 @@ def live_parts(tensor: torch.Tensor | Shard) -> tuple[torch.Tensor, ...]:
     return tuple(local.local_shards()) if hasattr(local, "local_shards") else (local,)
 
 
-def storages(tensors: Iterable[torch.Tensor | Shard]) -> frozenset[int]:
+def storage_addresses(tensors: Iterable[torch.Tensor | Shard]) -> frozenset[int]:
     """The addresses of the tensors' storages. All views of one storage have the same address."""
-    return frozenset(storage_of(part) for tensor in tensors for part in live_parts(tensor)) - {0}
+    return frozenset(storage_address(part) for tensor in tensors for part in live_parts(tensor)) - {0}
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_address(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage. 0 if it has no bytes, or if this kind of tensor has no storage (sparse,
     wrapper); no walk has such a kind."""
     try:
@@ -166,14 +166,14 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions of a plain tensor as they lie in memory, from the outermost to the innermost. None if that is
     their own order, or if the elements are not dense (expanded, part of a larger tensor)."""
-    return _order(tuple(tensor.shape), tensor.stride())
+    return _find_memory_order(tuple(tensor.shape), tensor.stride())
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+def _find_memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     # Of two dimensions with one stride, the one of size 1 counts as the inner one. So it gets that stride again.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
     dense = 1
@@ -190,18 +190,18 @@ def dense_bytes(dense: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def changing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+def allow_in_place(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """A context for changing a tensor in place: torch changes inference tensors only under inference_mode()."""
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
-def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def plain_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A detached view of a tensor that consists only of its bytes. Errors: UsageError for any other kind of tensor; the
     message begins with "<name>: "."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         _refuse_subclass(tensor, name)
-    trouble = _trouble(tensor)
+    trouble = _find_obstacle(tensor)
     if trouble is not None:
         raise UsageError(f"{name}: {trouble}")
     with torch._C.DisableTorchFunctionSubclass():
@@ -209,7 +209,7 @@ def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
         return view if type(view) is torch.Tensor else view.as_subclass(torch.Tensor)
 
 
-def _trouble(tensor: torch.Tensor) -> str | None:
+def _find_obstacle(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored; None if it can."""
     if tensor.dtype not in DTYPE_NAMES:
         return f"dtype {tensor.dtype} cannot be stored; convert it to one of {', '.join(DTYPES)}"
@@ -252,15 +252,15 @@ def _boxes(
         parts = int(getattr(placement, "split_factor", 1))
         cuts.setdefault(placement.dim, []).append((parts, size, index))
     for dim, line in cuts.items():
-        for cut in _in_order(line):
-            runs[dim] = _cut(runs[dim], *cut)
+        for cut in _sort_cuts(line):
+            runs[dim] = _cut_runs(runs[dim], *cut)
     if not all(sum(n for _, n in r) for r in runs):
         return (), tuple(runs)
     corners = itertools.product(*runs)
     return tuple(Box(tuple(s for s, _ in c), tuple(n for _, n in c)) for c in corners), tuple(runs)
 
 
-def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _sort_cuts(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """The cuts in the order in which they were made. fully_shard comes after tensor parallelism, yet its cut is first
     on the mesh: strided, in as many parts as the later cuts make. It cuts what the later ones leave. The order matters
     if the sizes do not divide evenly."""
@@ -270,7 +270,7 @@ def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return cuts
 
 
-def _cut(runs: Runs, parts: int, chunks: int, index: int) -> Runs:
+def _cut_runs(runs: Runs, parts: int, chunks: int, index: int) -> Runs:
     """The index-th chunk (of `chunks`, cut as by torch.chunk) of each of `parts` equal parts, one after the other. That
     is a strided shard; with parts = 1 a plain one."""
     total = sum(n for _, n in runs)
@@ -279,11 +279,11 @@ def _cut(runs: Runs, parts: int, chunks: int, index: int) -> Runs:
     for start in range(0, total, part) if part else ():
         length = min(part, total - start)
         chunk = -(-length // chunks)
-        found += _slice(runs, start + min(length, chunk * index), start + min(length, chunk * (index + 1)))
-    return _joined(found) or ((0, 0),)
+        found += _slice_runs(runs, start + min(length, chunk * index), start + min(length, chunk * (index + 1)))
+    return _join_runs(found) or ((0, 0),)
 
 
-def _slice(runs: Runs, low: int, high: int) -> list[tuple[int, int]]:
+def _slice_runs(runs: Runs, low: int, high: int) -> list[tuple[int, int]]:
     """The runs at positions [low, high) of the concatenated runs."""
     found = []
     for start, length in runs:
@@ -294,7 +294,7 @@ def _slice(runs: Runs, low: int, high: int) -> list[tuple[int, int]]:
     return found
 
 
-def _joined(runs: list[tuple[int, int]]) -> Runs:
+def _join_runs(runs: list[tuple[int, int]]) -> Runs:
     joined: list[tuple[int, int]] = []
     for start, length in runs:
         if joined and sum(joined[-1]) == start:

@@ -26,12 +26,12 @@ from ckpt.trainer.state.value_trees import Tensor
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor under its canonical name. `trained`: whether a registered optimizer trains it, or keeps it as state of a
-    parameter that it trains."""
+    """A tensor under its canonical name. `is_trained`: whether a registered optimizer trains it, or keeps it as state
+    of a parameter that it trains."""
 
     name: str
     tensor: Tensor
-    trained: bool = False
+    is_trained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +87,41 @@ class ModuleNode(StateNode):
         root: nn.Module = self.value
         if not names.is_custom(root):
             found = [NamedTensor(join(self.path, site.name), site.tensor) for site in names.sites(root)]
-            tensors, payload = self.read_extra(names.extras(root))
+            tensors, payload = self.read_extra(names.find_extra_state(root))
             return found + tensors, payload
-        said = names.Said.of(root)
+        said = names.CustomStateDict.read(root)
         items = [(name, value) for name, _, value in said.items]
         found = [NamedTensor(join(self.path, name), value) for name, value in items if isinstance(value, torch.Tensor)]
-        tensors, payload = self._extra([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
+        tensors, payload = self._read_extra_items([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
         return found + tensors, {**payload, "versions": said.versions}
 
     def payload(self) -> dict[str, Any]:
         if names.is_custom(self.value):
             return self.read()[1]
-        return self.read_extra(names.extras(self.value))[1]
+        return self.read_extra(names.find_extra_state(self.value))[1]
 
     def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[NamedTensor], dict[str, Any]]:
         """The extra state of `modules`, a list made by `names.extras`."""
-        return self._extra([(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules])
+        return self._read_extra_items(
+            [(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules]
+        )
 
     def load(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
         """Gives a custom module its state, by the keys of its state_dict(); `state` may lack some. `versions`: the
         format versions of its modules at the save. Errors: UsageError names each key that state_dict() gives and
         load_state_dict() does not accept, unless its value is right."""
         refused = [key for key in names.load_state_dict(self.value, state, versions) if key in state]
-        now = {key: value for _, key, value in names.Said.of(self.value).items} if refused else {}
-        lost = [key for key in refused if key not in now or _bytes(state[key]) != _bytes(now[key])]
+        now = {key: value for _, key, value in names.CustomStateDict.read(self.value).items} if refused else {}
+        lost = [key for key in refused if key not in now or _encode_value(state[key]) != _encode_value(now[key])]
         if lost:
             raise UsageError(
                 f"state[{self.path!r}]: its load_state_dict() (a {type(self.value).__name__}) has no place for "
-                f"{names.some(sorted(lost))}, which its state_dict() gives and the checkpoint holds; have it take them "
+                f"{names.shorten_names(sorted(lost))}, which its state_dict() gives and the checkpoint holds; have it "
+                "take them "
                 "(register_load_state_dict_pre_hook can rename keys)"
             )
 
-    def _extra(self, items: Sequence[tuple[str, Any]]) -> tuple[list[NamedTensor], dict[str, Any]]:
+    def _read_extra_items(self, items: Sequence[tuple[str, Any]]) -> tuple[list[NamedTensor], dict[str, Any]]:
         found: list[NamedTensor] = []
         extra: dict[str, Any] = {}
         for name, value in items:
@@ -131,35 +134,35 @@ class OptimizerNode(StateNode):
     """A torch.optim.Optimizer. It is read as an OptimizerView, once its parameters have names."""
 
 
-def _bytes(value: Any) -> bytes:
+def _encode_value(value: Any) -> bytes:
     """The encoded value: the same for equal values, and for tensors whose bytes on this rank are equal."""
-    return values.encode(value_trees.embed(getattr(value, "_local_tensor", value), ""))
+    return values.encode(value_trees.embed_tensors(getattr(value, "_local_tensor", value), ""))
 
 
 def read_tree(kind: str, tree: Any, path: str) -> tuple[list[NamedTensor], dict[str, Any]]:
     """The tensors of a tree of values, and the payload for its other values."""
-    bare, found = value_trees.split(tree, path)
+    bare, found = value_trees.split_tensors(tree, path)
     if kind == "data":
         value_trees.check_containers(tree, found, path)
-    tensors = value_trees.named(path, found)
+    tensors = value_trees.name_tensors(path, found)
     payload = {"kind": kind, "value": bare, "tensors": [(p, name) for p, name, _ in tensors]}
     return [NamedTensor(name, tensor) for _, name, tensor in tensors], payload
 
 
-def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
+def encode_trees(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
     """The two value trees of a state (StateWalker.values), encoded for storage. `constants`: those of the scan. Errors:
     UsageError names each value that cannot be stored, by its place in the state."""
     try:
         return values.encode(shared, constants=constants), values.encode(own)
     except UsageError:
         refused = values.Refused()
-        for path, tree in _trees(shared, own):
+        for path, tree in _iter_trees(shared, own):
             values.encode(tree, f"state[{path!r}]", refused=refused)
-        refused.check()
+        refused.raise_if_any()
         raise
 
 
-def _trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _iter_trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, tree) of the values that users put into the state, and of those that objects gave."""
     for path, payload in shared["objects"].items():
         if "value" in payload:
@@ -174,7 +177,7 @@ def _trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[
 # ---------------------------------------------------------------------------------------------------- finding nodes
 
 
-def find(state: Mapping[str, Any]) -> list[StateNode]:
+def find_nodes(state: Mapping[str, Any]) -> list[StateNode]:
     """The nodes of a state, in its order. Errors: UsageError names the parts that cannot be saved, and the
     alternatives."""
     if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
@@ -183,7 +186,7 @@ def find(state: Mapping[str, Any]) -> list[StateNode]:
     refused: list[str] = []
     for key in state:
         try:
-            _find(state, key, key, found, 0)
+            _collect_nodes(state, key, key, found, 0)
         except UsageError as exc:
             refused.append(str(exc))
     if refused:
@@ -196,9 +199,9 @@ def find(state: Mapping[str, Any]) -> list[StateNode]:
     return found
 
 
-def _find(container: Any, key: Any, path: str, found: list[StateNode], depth: int) -> None:
+def _collect_nodes(container: Any, key: Any, path: str, found: list[StateNode], depth: int) -> None:
     value = container[key]
-    kind = _kind(value, path)
+    kind = _node_class(value, path)
     if kind is not None:
         found.append(kind(path, container, key))
     elif isinstance(value, dict) and set(value) == {"state", "param_groups"}:
@@ -210,7 +213,7 @@ def _find(container: Any, key: Any, path: str, found: list[StateNode], depth: in
         found.append(DataNode(path, container, key))
     else:
         for child in value if isinstance(value, dict) else range(len(value)):
-            _find(value, child, join(path, child), found, depth + 1)
+            _collect_nodes(value, child, join(path, child), found, depth + 1)
             if isinstance(value, tuple) and isinstance(found[-1], DataNode):
                 raise UsageError(
                     f"state[{path!r}] is a tuple of objects and values, and a value in a tuple cannot be restored; "
@@ -218,7 +221,7 @@ def _find(container: Any, key: Any, path: str, found: list[StateNode], depth: in
                 )
 
 
-def _kind(value: Any, path: str) -> type[StateNode] | None:
+def _node_class(value: Any, path: str) -> type[StateNode] | None:
     """The node class for an object; None for plain data. Errors: UsageError for an object that cannot be saved."""
     if type(value) in value_trees.PLAIN or isinstance(value, (torch.Tensor, Shard, type)):
         return None
@@ -268,4 +271,4 @@ def _has_objects(value: Any, path: str, depth: int) -> bool:
         return False
     if set(map(type, children)) <= value_trees.PLAIN:
         return False
-    return any(_kind(c, path) is not None or _has_objects(c, path, depth + 1) for c in children)
+    return any(_node_class(c, path) is not None or _has_objects(c, path, depth + 1) for c in children)

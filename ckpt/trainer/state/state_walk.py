@@ -3,7 +3,7 @@
 Guarantees:
 - Names are canonical (names.py): the same state has the same names under FSDP2, DDP or no wrapper.
 - A tensor that the state holds under several names (tied parameters) is walked once, under the first name.
-- The views are of live memory, and keep it alive. `changed()` tells when the state no longer holds that memory.
+- The views are of live memory, and keep it alive. `has_changed()` tells when the state no longer holds that memory.
 - Nothing is stepped, copied or moved. FSDP2 modules left gathered (after evaluation) are resharded.
 """
 
@@ -24,15 +24,24 @@ from torch import nn
 
 from ckpt.errors import UsageError
 from ckpt.format import values
-from ckpt.gc_pause import no_collecting
+from ckpt.gc_pause import pause_gc
 from ckpt.layout.layout import Entry, Layout
 from ckpt.threads import Tasks
 from ckpt.trainer.state import generators, names, optimizers, state_nodes, value_trees
 from ckpt.trainer.state.fingerprint import Fingerprint, geometry
-from ckpt.trainer.state.loaders import position
+from ckpt.trainer.state.loaders import read_loader_state
 from ckpt.trainer.state.mesh_coordinate import Coordinate
 from ckpt.trainer.state.optimizers import OptimizerView, Owners
-from ckpt.trainer.state.shard import Cutter, Pieces, Shard, dense_bytes, is_dtensor, live_parts, order_of, storages
+from ckpt.trainer.state.shard import (
+    Cutter,
+    Pieces,
+    Shard,
+    dense_bytes,
+    is_dtensor,
+    live_parts,
+    memory_order,
+    storage_addresses,
+)
 from ckpt.trainer.state.state_nodes import (
     DataNode,
     GeneratorNode,
@@ -54,8 +63,8 @@ class Walk:
 
     - `tensors`: the live local tensor of each box, on any device, maybe not contiguous. Its row-major bytes are the
       box's.
-    - `late`: whether it may be copied during the next step once that is verified to be safe. True for what a registered
-      optimizer trains, and its state, unless small.
+    - `deferrable`: whether it may be copied during the next step once that is verified to be safe. True for what a
+      registered optimizer trains, and its state, unless small.
     - `replica`: whether other ranks may hold equal boxes.
 
     `scan`: the structure that was walked.
@@ -63,10 +72,10 @@ class Walk:
 
     layout: Layout
     tensors: tuple[tuple[torch.Tensor, ...], ...]
-    late: tuple[bool, ...]
-    replica: tuple[bool, ...]
+    deferrable: tuple[bool, ...]
+    may_have_replicas: tuple[bool, ...]
     scan: Scan
-    _seen: _Seen
+    _baseline: _WalkBaseline
 
     @property
     def has_loaders(self) -> bool:
@@ -76,18 +85,19 @@ class Walk:
     @property
     def storages(self) -> frozenset[int]:
         """The addresses of the storages that the tensors lie in."""
-        return storages(tensor for line in self.tensors for tensor in line)
+        return storage_addresses(tensor for line in self.tensors for tensor in line)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What `changed` compares. `nodes`: their signatures. `fingerprint`: of plain containers and tensors. `volatile`:
-    what each node of `Scan.volatile` answered, in that order. `gathering`: FSDP2 modules that may be left gathered."""
+class _WalkBaseline:
+    """What `has_changed` compares. `nodes`: their signatures. `fingerprint`: of plain containers and tensors.
+    `volatile`: what each node of `Scan.volatile_nodes` answered, in that order. `gathered_modules`: FSDP2 modules that
+    may be left gathered."""
 
-    nodes: list[tuple[Any, ...]]
+    node_signatures: list[tuple[Any, ...]]
     fingerprint: Fingerprint
-    volatile: list[Any]
-    gathering: list[Any]
+    volatile_answers: list[Any]
+    gathered_modules: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,35 +113,35 @@ class Scan:
     """
 
     nodes: list[StateNode]
-    found: dict[str, list[NamedTensor]]
+    tensors_by_node: dict[str, list[NamedTensor]]
     views: dict[str, OptimizerView]
-    fixed: dict[str, dict[str, Any]]
-    extras: dict[str, list[tuple[str, nn.Module]]]
-    volatile: list[tuple[StateNode, _Answer]]
+    fixed_payloads: dict[str, dict[str, Any]]
+    extra_state_modules: dict[str, list[tuple[str, nn.Module]]]
+    volatile_nodes: list[tuple[StateNode, _Answer]]
     tensors: dict[str, tuple[NamedTensor, Pieces]]
     aliases: dict[str, str]
     orders: dict[str, list[int]]
     constants: values.Constants
 
-    def ask(self, node: StateNode) -> _Answer:
+    def read_answer(self, node: StateNode) -> _Answer:
         """What a volatile node answers now."""
         if isinstance(node, ModuleNode):
-            modules = self.extras.get(node.path)
-            return _answer(node.read() if modules is None else node.read_extra(modules))
+            modules = self.extra_state_modules.get(node.path)
+            return _make_answer(node.read() if modules is None else node.read_extra(modules))
         if isinstance(node, (ObjectNode, DataNode)):
-            return _answer(node.read())
-        return _Answer(self.views[node.path].again().tensors)
+            return _make_answer(node.read())
+        return _Answer(self.views[node.path].read_again().tensors)
 
     def pieces(self, name: str) -> Pieces:
         """The Pieces of a tensor of the state, under any of its names."""
         return self.tensors[self.aliases.get(name, name)][1]
 
-    def buffers(self) -> set[str]:
+    def buffer_names(self) -> set[str]:
         """The names of the modules' tensors that are not parameters. Where they differ between ranks (a BatchNorm's
         statistics), DDP keeps rank 0's."""
         held: set[str] = set()
         for node in (node for node in self.nodes if isinstance(node, ModuleNode)):
-            found = self.found[node.path]
+            found = self.tensors_by_node[node.path]
             # The state_dict() of a custom module may give copies, also of parameters.
             if names.is_custom(node.value):
                 own = {id(site.tensor) for site in names.sites(node.value)}
@@ -141,12 +151,12 @@ class Scan:
 
     def payload(self, node: StateNode) -> dict[str, Any] | None:
         """The values of a node as they are now; None for a node that belongs to the rank."""
-        if node.path in self.fixed:
-            return self.fixed[node.path]
+        if node.path in self.fixed_payloads:
+            return self.fixed_payloads[node.path]
         if isinstance(node, OptimizerNode):
             return self.views[node.path].payload()
-        if isinstance(node, ModuleNode) and node.path in self.extras:
-            return node.read_extra(self.extras[node.path])[1]
+        if isinstance(node, ModuleNode) and node.path in self.extra_state_modules:
+            return node.read_extra(self.extra_state_modules[node.path])[1]
         return node.payload() if isinstance(node, (ModuleNode, ObjectNode, DataNode)) else None
 
 
@@ -156,7 +166,7 @@ class _Answer:
     values."""
 
     tensors: list[NamedTensor]
-    values: tuple[str, ...] = ()
+    value_names: tuple[str, ...] = ()
 
 
 class StateWalker:
@@ -167,9 +177,9 @@ class StateWalker:
     def __init__(self, state: dict[str, Any], coordinate: Coordinate, generators: bool = True) -> None:
         self.state = state
         self.coordinate = coordinate
-        self.generators = generators
+        self.has_process_generators = generators
 
-    @no_collecting()
+    @pause_gc()
     def walk(self) -> Walk:
         """Walks the whole state, without its values. Once per structure; takes about 15 us a tensor."""
         scan = self.scan()
@@ -177,40 +187,42 @@ class StateWalker:
         fingerprint = Fingerprint(
             modules=[module for module in modules if isinstance(vars(module).get("_parameters"), dict)],
             optimizers=[view.optimizer for view in scan.views.values()],
-            dicts=[held for view in scan.views.values() for held in view.plain],
-            distributed=[n.tensor for found in scan.found.values() for n in found if is_dtensor(n.tensor)],
-            live=[tensor for _, pieces in scan.tensors.values() for tensor in pieces.live],
+            dicts=[held for view in scan.views.values() for held in view.plain_states],
+            distributed=[n.tensor for found in scan.tensors_by_node.values() for n in found if is_dtensor(n.tensor)],
+            live=[tensor for _, pieces in scan.tensors.values() for tensor in pieces.live_tensors],
         )
         order = sorted(scan.tensors)
         chosen = [scan.tensors[name] for name in order]
         return Walk(
             layout=Layout(tuple(Entry(n, p.dtype, p.shape, p.boxes) for n, (_, p) in zip(order, chosen, strict=True))),
-            tensors=tuple(pieces.locals for _, pieces in chosen),
-            late=tuple(_is_late(named, pieces) for named, pieces in chosen),
-            replica=tuple(pieces.replica for _, pieces in chosen),
+            tensors=tuple(pieces.local_views for _, pieces in chosen),
+            deferrable=tuple(_is_deferrable(named, pieces) for named, pieces in chosen),
+            may_have_replicas=tuple(pieces.may_have_replicas for _, pieces in chosen),
             scan=scan,
-            _seen=_Seen(
-                nodes=list(map(_signature, scan.nodes)),
+            _baseline=_WalkBaseline(
+                node_signatures=list(map(_signature, scan.nodes)),
                 fingerprint=fingerprint,
-                volatile=[_fingerprint(said) for _, said in scan.volatile],
-                gathering=names.resharding(modules),
+                volatile_answers=[_fingerprint_answer(said) for _, said in scan.volatile_nodes],
+                gathered_modules=names.find_fsdp_modules(modules),
             ),
         )
 
-    def changed(self, walk: Walk) -> bool:
+    def has_changed(self, walk: Walk) -> bool:
         """Whether walk() would now find other names, dtypes, shapes, boxes or memory. Takes about 10 ms for 20,000
         tensors. It calls state_dict() of objects and custom modules, and get_extra_state() of modules that have it. It
         reshards FSDP2 modules that are left gathered."""
-        seen = walk._seen
-        for module in seen.gathering:
+        seen = walk._baseline
+        for module in seen.gathered_modules:
             module.reshard()
-        now = list(map(_signature, state_nodes.find(self.state)))
-        if len(now) != len(seen.nodes) or not all(map(_same, now, seen.nodes)):
+        now = list(map(_signature, state_nodes.find_nodes(self.state)))
+        if len(now) != len(seen.node_signatures) or not all(map(_is_same_signature, now, seen.node_signatures)):
             return True
         try:
-            if seen.fingerprint.stale():
+            if seen.fingerprint.is_stale():
                 return True
-            return [_fingerprint(walk.scan.ask(node)) for node, _ in walk.scan.volatile] != seen.volatile
+            return [
+                _fingerprint_answer(walk.scan.read_answer(node)) for node, _ in walk.scan.volatile_nodes
+            ] != seen.volatile_answers
         except RuntimeError:
             # A tensor has lost its storage. The next walk refuses it by name.
             return True
@@ -230,33 +242,37 @@ class StateWalker:
             "data": here.data,
             "data_rank": here.data_rank,
             "data_world": here.data_world,
-            "generators": generators.read(self.streams(scan.nodes)),
-            "loaders": {node.path: value_trees.embed(position(node.value), node.path) for node in loaders},
+            "generators": generators.read_states(self.find_streams(scan.nodes)),
+            "loaders": {
+                node.path: value_trees.embed_tensors(read_loader_state(node.value), node.path) for node in loaders
+            },
         }
         return {"objects": objects, "aliases": scan.aliases, "orders": scan.orders}, own
 
-    def strays(self, walk: Walk, shared: Any) -> list[str]:
+    def find_strays(self, walk: Walk, shared: Any) -> list[str]:
         """The tensors that `shared`, values for the structure of `walk`, refers to and the walk lacks. A checkpoint
         with such values could not be restored. There are some only if an object answered `values` differently from
-        `changed`. Checks only values that were read anew."""
+        `has_changed`. Checks only values that were read anew."""
         scan = walk.scan
         referred: list[str] = []
         for path, payload in shared["objects"].items():
             if path in scan.views:
-                referred += scan.views[path].referred(payload)
-            elif path not in scan.fixed:
+                referred += scan.views[path].referred_names(payload)
+            elif path not in scan.fixed_payloads:
                 trees_of = payload["extra"].values() if payload["kind"] == "module" else (payload,)
                 referred += (name for tree in trees_of for _, name in tree["tensors"])
         return sorted(name for name in referred if name not in scan.tensors and name not in scan.aliases)
 
-    def streams(self, found: Sequence[StateNode]) -> dict[str, generators.RandomStream]:
+    def find_streams(self, found: Sequence[StateNode]) -> dict[str, generators.RandomStream]:
         """The generators that belong to the state."""
         objects = {node.path: node.value for node in found if isinstance(node, GeneratorNode)}
-        return generators.streams(objects) if self.generators else generators.registered(objects)
+        return (
+            generators.find_streams(objects) if self.has_process_generators else generators.registered_streams(objects)
+        )
 
     def scan(self) -> Scan:
         """The structure of the state now."""
-        all_nodes = state_nodes.find(self.state)
+        all_nodes = state_nodes.find_nodes(self.state)
         owners = Owners()
         found: dict[str, list[NamedTensor]] = {}
         views: dict[str, OptimizerView] = {}
@@ -265,19 +281,19 @@ class StateWalker:
         volatile: list[tuple[StateNode, _Answer]] = []
         for node in all_nodes:
             if isinstance(node, ModuleNode):
-                for module in names.resharding([m for _, m in names.modules(node.value)]):
+                for module in names.find_fsdp_modules([m for _, m in names.modules(node.value)]):
                     module.reshard()
                 found[node.path], payload = node.read()
                 owners.add_module(node.path, node.value, found[node.path])
                 if not payload["extra"]:
                     fixed[node.path] = payload
                 if names.is_custom(node.value):
-                    volatile.append((node, _answer((found[node.path], payload))))
+                    volatile.append((node, _make_answer((found[node.path], payload))))
                 elif payload["extra"]:
-                    extras[node.path] = names.extras(node.value)
+                    extras[node.path] = names.find_extra_state(node.value)
                     inner = {name for body in payload["extra"].values() for _, name in body["tensors"]}
                     said = [named for named in found[node.path] if named.name in inner]
-                    volatile.append((node, _answer((said, payload))))
+                    volatile.append((node, _make_answer((said, payload))))
             elif isinstance(node, (ObjectNode, DataNode)):
                 found[node.path] = node.read()[0]
                 volatile.append((node, _Answer(found[node.path])))
@@ -286,24 +302,24 @@ class StateWalker:
                 owners.add_tensors(found[node.path])
         for node in all_nodes:
             if isinstance(node, OptimizerNode):
-                view = views[node.path] = optimizers.view(node.path, node.value, owners)
+                view = views[node.path] = optimizers.make_view(node.path, node.value, owners)
                 found[node.path] = view.tensors
-                if view.mixed:
+                if view.is_mixed:
                     volatile.append((node, _Answer(view.tensors)))
         world = math.prod(size for _, size in self.coordinate.mesh)
-        tensors, aliases = _unique(all_nodes, found, owners, views, Cutter(world))
-        _check_kept(all_nodes, found, views)
-        orders = _orders(tensors)
+        tensors, aliases = _deduplicate(all_nodes, found, owners, views, Cutter(world))
+        _check_trained_saved(all_nodes, found, views)
+        orders = _find_orders(tensors)
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
         return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants)
 
 
-def _answer(read: tuple[list[NamedTensor], dict[str, Any]]) -> _Answer:
+def _make_answer(read: tuple[list[NamedTensor], dict[str, Any]]) -> _Answer:
     return _Answer(read[0], tuple(read[1].get("extra", ())))
 
 
-def _unique(
+def _deduplicate(
     all_nodes: Sequence[StateNode],
     found: dict[str, list[NamedTensor]],
     owners: Owners,
@@ -311,7 +327,9 @@ def _unique(
     cutter: Cutter,
 ) -> tuple[dict[str, tuple[NamedTensor, Pieces]], dict[str, str]]:
     """Each tensor once, under the first of its names, with its Pieces; and the aliases."""
-    trained = {id(p.tensor) for view in views.values() for line in view.params for p in line if p.tensor.requires_grad}
+    trained = {
+        id(p.tensor) for view in views.values() for line in view.params_by_group for p in line if p.tensor.requires_grad
+    }
     tensors: dict[str, tuple[NamedTensor, Pieces]] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -320,49 +338,53 @@ def _unique(
         bare = named.tensor.tensor if isinstance(named.tensor, Shard) else named.tensor
         name = first.setdefault(id(bare), named.name)
         if named.name in tensors or named.name in aliases:
-            why = _alike(all_nodes, named.name) or "; rename one (a key with a dot?)"
+            why = _same_name_reason(all_nodes, named.name) or "; rename one (a key with a dot?)"
             raise UsageError(f"two tensors of the state have the name {named.name!r}{why}")
         if name != named.name:
             aliases[named.name] = name
             continue
         names.check_name(name)
-        shard = owners.shards.get(id(bare), named.tensor)
+        shard = owners.shard_by_id.get(id(bare), named.tensor)
         try:
             pieces = cutter.pieces(shard, name)
         except UsageError as exc:
             refused.add(functools.partial(str, name), str(exc).removeprefix(f"{name}: "))
             continue
-        tensors[name] = (NamedTensor(name, shard, named.trained or id(bare) in trained), pieces)
-    refused.check()
+        tensors[name] = (NamedTensor(name, shard, named.is_trained or id(bare) in trained), pieces)
+    refused.raise_if_any()
     return tensors, aliases
 
 
-def _orders(tensors: Mapping[str, tuple[NamedTensor, Pieces]]) -> dict[str, list[int]]:
+def _find_orders(tensors: Mapping[str, tuple[NamedTensor, Pieces]]) -> dict[str, list[int]]:
     with torch._C.DisableTorchFunctionSubclass():
-        found = ((name, order_of(pieces.live[0])) for name, (_, pieces) in tensors.items() if pieces.live)
+        found = (
+            (name, memory_order(pieces.live_tensors[0])) for name, (_, pieces) in tensors.items() if pieces.live_tensors
+        )
         return {name: list(order) for name, order in found if order is not None}
 
 
-def _check_kept(
+def _check_trained_saved(
     all_nodes: Sequence[StateNode], found: Mapping[str, list[NamedTensor]], views: Mapping[str, OptimizerView]
 ) -> None:
     """Raises UsageError for a trained parameter that the state_dict() of its module leaves out. A module is not checked
     if its state_dict() gives tensors in other memory: they may be copies of the parameter."""
     for node in (node for node in all_nodes if isinstance(node, ModuleNode) and names.is_custom(node.value)):
         sites = {id(site.tensor): site for site in names.sites(node.value)}
-        if storages(named.tensor for named in found[node.path]) - storages(site.tensor for site in sites.values()):
+        if storage_addresses(named.tensor for named in found[node.path]) - storage_addresses(
+            site.tensor for site in sites.values()
+        ):
             continue
-        kept = storages(named.tensor for each in found.values() for named in each)
+        kept = storage_addresses(named.tensor for each in found.values() for named in each)
         for view in views.values():
-            for tensor in (param.tensor for line in view.params for param in line):
-                if tensor.requires_grad and id(tensor) in sites and storages([tensor]) - kept:
+            for tensor in (param.tensor for line in view.params_by_group for param in line):
+                if tensor.requires_grad and id(tensor) in sites and storage_addresses([tensor]) - kept:
                     raise UsageError(
                         f"state[{node.path!r}]: its state_dict() leaves out {sites[id(tensor)].name}, which "
                         f"state[{view.path!r}] trains; have it included, or freeze it (requires_grad_(False))"
                     )
 
 
-def _alike(all_nodes: Sequence[StateNode], name: str) -> str:
+def _same_name_reason(all_nodes: Sequence[StateNode], name: str) -> str:
     """Why two tensors of one tree have the name `name`: a number and a text as keys are written alike; "" if they are
     not."""
     for node in all_nodes:
@@ -375,8 +397,8 @@ def _alike(all_nodes: Sequence[StateNode], name: str) -> str:
     return ""
 
 
-def _is_late(named: NamedTensor, pieces: Pieces) -> bool:
-    return named.trained and bool(pieces.shape) and sum(t.nbytes for t in pieces.locals) >= SMALL_BYTES
+def _is_deferrable(named: NamedTensor, pieces: Pieces) -> bool:
+    return named.is_trained and bool(pieces.shape) and sum(t.nbytes for t in pieces.local_views) >= SMALL_BYTES
 
 
 def _signature(node: StateNode) -> tuple[Any, ...]:
@@ -384,11 +406,11 @@ def _signature(node: StateNode) -> tuple[Any, ...]:
     return (type(node), node.path, None if isinstance(node, DataNode) else node.value)
 
 
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+def _is_same_signature(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] is b[0] and a[1] == b[1] and a[2] is b[2]
 
 
-def _fingerprint(said: _Answer) -> Any:
+def _fingerprint_answer(said: _Answer) -> Any:
     """The names, boxes and addresses of an answer. Compare it with another only while this answer's tensors are
     alive."""
     places: list[tuple[Any, ...]] = []
@@ -400,7 +422,7 @@ def _fingerprint(said: _Answer) -> Any:
             places.append((named.name, tensor.shape, tensor.placements))  # type: ignore[attr-defined]
         else:
             places.append((named.name,))
-    return said.values, places, geometry([part for named in said.tensors for part in live_parts(named.tensor)])
+    return said.value_names, places, geometry([part for named in said.tensors for part in live_parts(named.tensor)])
 
 
 # ------------------------------------------------------------------------------------------------------------ hashes
@@ -412,7 +434,9 @@ def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
     jobs = [
         (row, tensor)
         for row, (tensor, replica) in enumerate(
-            (tensor, replica) for line, replica in zip(walk.tensors, walk.replica, strict=True) for tensor in line
+            (tensor, replica)
+            for line, replica in zip(walk.tensors, walk.may_have_replicas, strict=True)
+            for tensor in line
         )
         if replica
     ]
@@ -420,7 +444,7 @@ def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
 
     def run(part: Sequence[tuple[int, torch.Tensor]]) -> None:
         for row, tensor in part:
-            value = _hash(tensor)
+            value = _hash_tensor(tensor)
             hashes[row] = value >> 64, value & 0xFFFFFFFFFFFFFFFF
 
     jobs.sort(key=lambda job: -job[1].nbytes)
@@ -430,7 +454,7 @@ def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
     return hashes
 
 
-def _hash(tensor: torch.Tensor) -> int:
+def _hash_tensor(tensor: torch.Tensor) -> int:
     whole = xxhash.xxh3_128()
     for block in _blocks(tensor):
         whole.update(dense_bytes(block.contiguous().cpu()).numpy().data)

@@ -16,7 +16,7 @@ import torch
 
 from ckpt.errors import DamagedData, UsageError
 from ckpt.trainer.state.names import join
-from ckpt.trainer.state.shard import DTYPES, Shard, dense_bytes, is_dtensor, plain
+from ckpt.trainer.state.shard import DTYPES, Shard, dense_bytes, is_dtensor, plain_view
 
 Path = tuple[Any, ...]
 Tensor = torch.Tensor | Shard
@@ -26,15 +26,15 @@ CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque)  # types that 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-def split(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
+def split_tensors(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
     """(the tree with None in each tensor's place, [(path, tensor)] in order). Parts without a tensor are not copied.
     Containers with tensors become plain ones, as load_state_dict() expects; see `check_containers`. Errors: UsageError
     for a tree that contains itself, or is nested more than DEPTH_MAX deep; `what` names it."""
     found: list[tuple[Path, Tensor]] = []
-    return _split(tree, (), found, what), found
+    return _split_tensors(tree, (), found, what), found
 
 
-def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -> Any:
+def _split_tensors(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -> Any:
     if type(tree) in PLAIN:
         return tree
     if isinstance(tree, (torch.Tensor, Shard)):
@@ -46,14 +46,14 @@ def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -
     if isinstance(tree, dict):
         if set(map(type, tree.values())) <= PLAIN:
             return tree
-        children = {key: _split(value, (*path, key), found, what) for key, value in tree.items()}
+        children = {key: _split_tensors(value, (*path, key), found, what) for key, value in tree.items()}
         if len(found) == before:
             return tree
-        return _like(tree, children)
+        return _same_container(tree, children)
     if isinstance(tree, (list, tuple, deque)):
         if set(map(type, tree)) <= PLAIN:
             return tree
-        items = [_split(value, (*path, index), found, what) for index, value in enumerate(tree)]
+        items = [_split_tensors(value, (*path, index), found, what) for index, value in enumerate(tree)]
         if len(found) == before:
             return tree
         if isinstance(tree, deque):
@@ -76,26 +76,26 @@ def check_containers(tree: Any, found: Iterable[tuple[Path, Tensor]], what: str)
             held = held[key]
 
 
-def _like(tree: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
+def _same_container(tree: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
     if isinstance(tree, defaultdict):
         return defaultdict(tree.default_factory, children)
     return OrderedDict(children) if isinstance(tree, OrderedDict) else children
 
 
-def merge(tree: Any, tensors: Iterable[tuple[Sequence[Any], Any]]) -> Any:
+def merge_tensors(tree: Any, tensors: Iterable[tuple[Sequence[Any], Any]]) -> Any:
     """`tree` with each value of `tensors` put at its path: the reverse of split. Containers on the way are changed in
     place, except tuples. Errors: DamagedData for a path that leads nowhere."""
     for path, value in tensors:
-        tree = _put(tree, tuple(path), value)
+        tree = _put_at(tree, tuple(path), value)
     return tree
 
 
-def _put(tree: Any, path: Path, value: Any) -> Any:
+def _put_at(tree: Any, path: Path, value: Any) -> Any:
     if not path:
         return value
     key, rest = path[0], path[1:]
     try:
-        child = _put(tree[key], rest, value)
+        child = _put_at(tree[key], rest, value)
     except (KeyError, IndexError, TypeError) as exc:
         raise DamagedData(f"stored values and their tensors do not fit: nothing at {key!r:.80}") from exc
     if isinstance(tree, tuple):
@@ -104,15 +104,15 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
     return tree
 
 
-def plant(tree: Any, path: Path, value: Any) -> None:
+def put_if_missing(tree: Any, path: Path, value: Any) -> None:
     """Puts `value` under a new key of an existing dict. Does nothing if the dict is missing, or the key exists."""
-    if path and has(tree, path[:-1]) and not has(tree, path):
-        tree = at(tree, path[:-1])
+    if path and has_path(tree, path[:-1]) and not has_path(tree, path):
+        tree = get_at(tree, path[:-1])
         if isinstance(tree, dict):
             tree[path[-1]] = value
 
 
-def has(tree: Any, path: Path) -> bool:
+def has_path(tree: Any, path: Path) -> bool:
     """Whether the path leads to a place in the tree."""
     for key in path:
         if not isinstance(tree, (dict, list, tuple, deque)) or (isinstance(tree, dict) and key not in tree):
@@ -123,31 +123,31 @@ def has(tree: Any, path: Path) -> bool:
     return True
 
 
-def at(tree: Any, path: Path) -> Any:
+def get_at(tree: Any, path: Path) -> Any:
     """The value at a path that the tree has."""
     for key in path:
         tree = tree[key]
     return tree
 
 
-def settle(live: Any, new: Any) -> Any:
+def write_in_place(live: Any, new: Any) -> Any:
     """`new`, written into the live dicts, lists, sets, deques and arrays wherever these can take it. So other holders
     of a live container see the new content, and what they change later is part of the state."""
     if type(live) is not type(new) or live is new:
         return new
     if isinstance(new, dict):
-        items = {key: settle(live.get(key), value) for key, value in new.items()}
+        items = {key: write_in_place(live.get(key), value) for key, value in new.items()}
         live.clear()
         for key, value in items.items():
             live[key] = value
         return live
     if isinstance(new, list):
-        live[:] = _settled(live, new)
+        live[:] = _write_items(live, new)
         return live
     if type(new) is tuple:
-        return tuple(_settled(live, new))
+        return tuple(_write_items(live, new))
     if isinstance(new, deque) and live.maxlen == new.maxlen:
-        each = _settled(live, new)
+        each = _write_items(live, new)
         live.clear()
         live.extend(each)
         return live
@@ -161,32 +161,32 @@ def settle(live: Any, new: Any) -> Any:
     return new
 
 
-def _settled(live: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+def _write_items(live: Sequence[Any], new: Sequence[Any]) -> list[Any]:
     was = [*live, *[None] * (len(new) - len(live))]
-    return [settle(old, value) for old, value in zip(was, new, strict=False)]
+    return [write_in_place(old, value) for old, value in zip(was, new, strict=False)]
 
 
-def named(prefix: str, found: Sequence[tuple[Path, Tensor]]) -> list[tuple[Path, str, Tensor]]:
+def name_tensors(prefix: str, found: Sequence[tuple[Path, Tensor]]) -> list[tuple[Path, str, Tensor]]:
     """The tensors with their canonical names below `prefix`."""
     return [(path, join(prefix, *path), tensor) for path, tensor in found]
 
 
-def embed(tree: Any, what: str) -> dict[str, Any]:
+def embed_tensors(tree: Any, what: str) -> dict[str, Any]:
     """A tree with its tensors as bytes, for small values of one rank (a loader's position). `what` names the tree.
     Errors: UsageError for tensors that are not plain."""
-    bare, found = split(tree, what)
+    bare, found = split_tensors(tree, what)
     packed = []
     for path, tensor in found:
         if isinstance(tensor, Shard) or is_dtensor(tensor):
             raise UsageError(f"{join(what, *path)} is sharded, but belongs to one rank's own state; gather it there")
-        local = plain(tensor, join(what, *path)).contiguous().cpu()
+        local = plain_view(tensor, join(what, *path)).contiguous().cpu()
         raw = dense_bytes(local).numpy().tobytes()
         packed.append((path, str(local.dtype).removeprefix("torch."), tuple(local.shape), raw))
     return {"value": bare, "tensors": packed}
 
 
-def extract(stored: Mapping[str, Any], what: str) -> Any:
-    """The tree that `embed` was given, with new tensors on the CPU. Errors: DamagedData."""
+def extract_tensors(stored: Mapping[str, Any], what: str) -> Any:
+    """The tree that `embed_tensors` was given, with new tensors on the CPU. Errors: DamagedData."""
     tensors = []
     for item in stored["tensors"]:
         try:
@@ -197,4 +197,4 @@ def extract(stored: Mapping[str, Any], what: str) -> Any:
             tensors.append((path, flat.view(DTYPES[dtype]).reshape(shape)))
         except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as exc:
             raise DamagedData(f"{what}: a tensor stored among its values is none: {exc}") from exc
-    return merge(stored["value"], tensors)
+    return merge_tensors(stored["value"], tensors)

@@ -22,10 +22,10 @@ from ckpt.ipc import client
 from ckpt.ipc.notice_sources import Sources
 from ckpt.predict.model import save
 from ckpt.predict.scoring import OUTCOMES_MIN, WINDOW_S, Score
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.threads import Tasks
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.fake import OPTIONS, FakeRank
 from tests.agent.node.test_agent import (
     checkpoint,
@@ -79,7 +79,7 @@ def foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def status(url: str) -> dict[str, Any]:
     with Tasks("status") as tasks:
-        sock = client.connect(url, read())
+        sock = client.connect(url, read_settings())
         connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
         try:
             return connection.status()
@@ -115,9 +115,9 @@ def teach(url: str, scores: dict[str, Score]) -> None:
 
 
 def good() -> Score:
-    score = Score().watched(1e7)
+    score = Score().with_watch_time(1e7)
     for _ in range(2 * OUTCOMES_MIN):
-        score = score.came(120.0, True)
+        score = score.with_true_alarm(120.0, True)
     return score
 
 
@@ -141,7 +141,7 @@ def test_an_alarm_of_a_proven_source_brings_one_checkpoint_more_into_the_store(
     acted = events(second, "prediction.acted")
     assert acted
     assert all(each["unsafe_s"] >= each["act_above_s"] > 0 for each in acted), "in a slow commit the next comes due"
-    assert second.wait_level(Tick(step), "store")
+    assert second.wait_level(Version(step), "store")
     assert model_of(url)["proven"] is True
     finish([second])
     path = max(Path(url, "commits").iterdir())
@@ -160,7 +160,7 @@ def test_an_alarm_of_an_unproven_source_changes_nothing(
     assert not any(event["loud"] for event in rank.events if event["name"] == "prediction")
     train([rank], first + 5)
     assert rank.page is not None
-    assert not rank.page.appointed()
+    assert not rank.page.appointments()
     said = status(url)
     assert "model" in [each["source"] for each in said["predictions"]["standing"]]
     assert not events(rank, "prediction.acted")
@@ -259,14 +259,14 @@ def test_the_signals_are_recorded_as_lines_that_training_reads(
 
 
 def test_a_reading_that_the_end_of_the_job_overtakes_is_not_recorded(foreseen: None, tmp_path: Path) -> None:
-    made = SignalReader(read(), "memory://", lambda _: None, lambda *_: None, cast(Any, None))
+    made = SignalReader(read_settings(), "memory://", lambda _: None, lambda *_: None, cast(Any, None))
 
     def ends_meanwhile(*given: object) -> dict[str, float]:
-        made.follow(False)
+        made.set_reading(False)
         return {"memory.used": 0.5}
 
-    made.follow(True)
-    watch = SimpleNamespace(sources=(), observed=lambda *_: [])
+    made.set_reading(True)
+    watch = SimpleNamespace(sources=(), add_reading=lambda *_: [])
     made._read(cast(Any, SimpleNamespace(read=ends_meanwhile)), cast(Any, watch))
     made.close()
     lines = [json.loads(line)["event"] for line in (tmp_path / "signals.jsonl").read_text().splitlines()]
@@ -287,14 +287,14 @@ def test_a_predictor_that_cannot_be_read_is_told_of_and_done_without(
 def test_a_mistake_in_foreseeing_is_told_and_stops_nothing_else(tmp_path: Path) -> None:
     told: list[str] = []
     events = SimpleNamespace(emit=lambda name, text, loud: told.append(f"{name}: {text}"))
-    made = Alarms(read(), "memory://", cast(Any, SimpleNamespace(post=None)), cast(Any, events))
+    made = Alarms(read_settings(), "memory://", cast(Any, SimpleNamespace(post=None)), cast(Any, events))
 
     def mistaken(*given: object) -> None:
         raise ZeroDivisionError("here")
 
-    made._follow = mistaken  # type: ignore[method-assign]
+    made._track_jobs = mistaken  # type: ignore[method-assign]
     for _ in range(2):
-        again_s = made.tend(None, [])
+        again_s = made.update(None, [])
         assert again_s is not None
         assert again_s > time.monotonic()
     assert len(told) == 1
@@ -309,21 +309,28 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(
     clock = SimpleNamespace(now_s=1000.0)
     monkeypatch.setattr(alarms, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     events: Any = SimpleNamespace(emit=lambda name, text, loud: pytest.fail(text))
-    made = Alarms(replace(read(), signals="off"), "memory://", cast(Any, SimpleNamespace(post=None)), events)
+    made = Alarms(replace(read_settings(), signals="off"), "memory://", cast(Any, SimpleNamespace(post=None)), events)
     foreseen: list[dict[str, float]] = []
     group = SimpleNamespace(
-        all_gone=False, superseded_by="", members=[], safe_since_s=0.0, wants_extra=True, is_kept_whole=True
+        all_gone=False,
+        superseded_by="",
+        rank_states=[],
+        protected_since_s=0.0,
+        is_extra_pending=True,
+        is_placement_complete=True,
     )
-    protection = SimpleNamespace(foresees=lambda risks: foreseen.append(dict(risks)))
-    job: Any = SimpleNamespace(claim=object(), failed="", group=group, nodes=[SimpleNamespace(name="n")], ranks=None)
-    job.protection, job.learning, job.epoch, job.emit = protection, None, None, lambda *given: None
+    replication_manager = SimpleNamespace(update_risks=lambda risks: foreseen.append(dict(risks)))
+    job: Any = SimpleNamespace(
+        claim=object(), internal_error="", scheduler=group, nodes=[SimpleNamespace(name="n")], ranks=None
+    )
+    job.replication_manager, job.cost_model, job.epoch, job.emit = replication_manager, None, None, lambda *given: None
     before = good() if proven else Score()
-    made.inherit({"memory": before.numbers()})
-    made.tend(job, [])
-    made._raise(job, "", ["memory"], [("memory", None)])
+    made.inherit_scores({"memory": before.numbers()})
+    made.update(job, [])
+    made._record_alarms(job, "", ["memory"], [("memory", None)])
     for _ in range(1000):
-        again_s = made.tend(job, [])
-        if not made.outcomes.standing():
+        again_s = made.update(job, [])
+        if not made.outcomes.standing_alarms():
             break
         assert again_s is not None
         clock.now_s = max(again_s, clock.now_s)
@@ -331,4 +338,4 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(
     assert made.outcomes.scores["memory"].false == before.false + 1
     assert (foreseen[1] != {}) is proven
     assert foreseen[-1] == {}, "it still stands for the placement"
-    assert made.tend(job, []) is None, "there is nothing to look for"
+    assert made.update(job, []) is None, "there is nothing to look for"

@@ -25,15 +25,17 @@ def test_a_node_that_is_lost_was_preempted_where_a_notice_was_about_to_come_true
 ) -> None:
     group, now_s = Warned().group, time.monotonic()
     if lead_s is not None:
-        group.warn(StandingNotice("slurm", "7", now_s + lead_s, now_s))
+        group.add_notice(StandingNotice("slurm", "7", now_s + lead_s, now_s))
     learnt = CostModel(Adaptive(), nodes=2)
-    learnt.peers = True
+    learnt.has_replicas = True
     nodes = [SimpleNamespace(name=name) for name in ("a", "b")]
     epoch = Epoch.new(1)
-    former = SimpleNamespace(epoch=epoch, learning=learnt, gone_s=now_s, ended_in_order=False, nodes=nodes, group=group)
+    former = SimpleNamespace(
+        epoch=epoch, cost_model=learnt, trainers_gone_s=now_s, ended_cleanly=False, nodes=nodes, scheduler=group
+    )
     relearning = LearntHistory(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
     learning = CostModel(Adaptive(), nodes=1)
-    relearning.newest = cast(Any, former)
-    relearning.goes_on(learning, epoch, None, None, cast(Any, nodes[:1]))
-    seen = {kind for kind in Failure if learning.known.rate_of(kind).seen}
+    relearning.newest_job = cast(Any, former)
+    relearning.fill_cost_model(learning, epoch, None, None, cast(Any, nodes[:1]))
+    seen = {kind for kind in Failure if learning.measurements.rate_of(kind).failure_count}
     assert seen == {failure}

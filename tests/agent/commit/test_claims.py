@@ -13,12 +13,12 @@ from ckpt.errors import Superseded
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.store.lineage import Claim
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.commit.test_store_client import Side, complete
 from tests.store.sim import Sim
 from tests.store.test_run import Beating
 
-PARENT = Identity(Epoch(1, "0" * 16), Tick(20))
+PARENT = Identity(Epoch(1, "0" * 16), Version(20))
 SCHEDULES = 200
 
 
@@ -52,9 +52,9 @@ class Start:
         return [self.look, self.enter, lambda: self.save(30), lambda: self.save(35), self.end]
 
     def look(self) -> None:
-        view = self.side.run().view()
+        view = self.side.open_run().view()
         self.knows = view.newest_epoch != PARENT.epoch
-        self.side.claims.began(self.claim.epoch, view, insists=False)
+        self.side.claims.record_start(self.claim.epoch, view, insists=False)
 
     def enter(self) -> None:
         self._unless_refused(lambda: self.side.claim(self.claim))
@@ -69,7 +69,7 @@ class Start:
 
     def end(self) -> None:
         self.ended = True
-        self.side.end(self.claim.epoch, "it came to its end")
+        self.side.close_epoch(self.claim.epoch, "it came to its end")
 
     def beat(self) -> None:
         """As long as it lives."""
@@ -89,7 +89,7 @@ def before() -> Watched:
     side = Side(store.client())
     first = Claim(PARENT.epoch, None, launch="first")
     side.commit(first, complete(PARENT.epoch, 20), JobOptions(codec="raw"), {})
-    side.end(PARENT.epoch, "it came to its end")
+    side.close_epoch(PARENT.epoch, "it came to its end")
     return store
 
 
@@ -134,12 +134,12 @@ def test_of_two_starts_at_one_moment_none_that_goes_on_loses_what_it_saved(nonce
         swift, slow, store, _ = lives(at, epochs)
         if slow.knows:
             continue
-        line = [ref.identity for ref in Run(store.client()).view().line]
+        line = [ref.identity for ref in Run(store.client()).view().history]
         for job in (swift, slow):
-            lost = [step for step in job.saved if Identity(job.claim.epoch, Tick(step)) not in line]
+            lost = [step for step in job.saved if Identity(job.claim.epoch, Version(step)) not in line]
             in_flight = bool(job.refused) and len(lost) == 1  # when the other one claimed and committed
             assert not lost or in_flight, f"{job.claim.launch} has lost {lost} at {at}"
-        saved = [Identity(job.claim.epoch, Tick(step)) for job in (swift, slow) for step in job.saved]
+        saved = [Identity(job.claim.epoch, Version(step)) for job in (swift, slow) for step in job.saved]
         assert not saved or line[-1] in saved, f"what was saved is on no line at {at}"
         kinds.add((bool(swift.saved), bool(slow.saved), bool(swift.refused), bool(slow.refused)))
     assert len(kinds) >= 2, kinds

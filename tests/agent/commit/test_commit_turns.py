@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ckpt.agent.commit.commit_turns import AFTER_S, TURNS, CommitTurns
+from ckpt.agent.commit.commit_turns import TURN_PAUSE_S, TURNS, CommitTurns
 
 
 def test_each_node_has_a_turn_while_the_memory_is_kept() -> None:
@@ -16,7 +16,7 @@ def test_each_node_has_a_turn_while_the_memory_is_kept() -> None:
         turns = [due for due in dues if due is not None]
         assert turns == sorted(dues, key=lambda due: due or 0.0)
         assert len(set(turns)) == TURNS
-        assert 100.0 <= turns[0] <= 100.0 + AFTER_S
+        assert 100.0 <= turns[0] <= 100.0 + TURN_PAUSE_S
         assert turns[-1] < 100.0 + linger_s
 
 
@@ -30,12 +30,12 @@ def test_an_attempt_that_always_fails_is_made_again_ever_later_and_not_once_the_
     while (due_s := turns.due_s(0, now_s)) is not None:
         begun.append(due_s)
         now_s = due_s + takes_s
-        turns.ended(now_s)
+        turns.record_attempt(now_s)
     assert 1 <= len(begun) <= 5
     assert begun[-1] < 400.0
     pauses = [after - before - takes_s for before, after in itertools.pairwise(begun)]
     assert pauses == sorted(pauses)
-    assert all(pause >= AFTER_S - 1e-6 for pause in pauses)  # so the next node has its turn
+    assert all(pause >= TURN_PAUSE_S - 1e-6 for pause in pauses)  # so the next node has its turn
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -46,22 +46,22 @@ def test_two_that_never_succeed_do_not_keep_each_other(seed: int) -> None:
     while due := [(at, turn) for turn, each in enumerate(both) if (at := each.due_s(turn, now_s)) is not None]:
         at_s, turn = min(due)
         now_s = max(now_s, at_s) + chance.uniform(0.0, 200.0)
-        both[turn].ended(now_s)
+        both[turn].record_attempt(now_s)
         assert now_s < 300.0 + 200.0
 
 
 def test_what_is_settled_is_left_alone_until_somebody_was_there_again() -> None:
     turns = CommitTurns(300.0)
-    assert turns.due_s(0, 0.0) == AFTER_S
-    turns.settled = True
-    assert turns.due_s(0, AFTER_S) is None
-    turns.busy()
-    assert turns.due_s(0, 1000.0) == 1000.0 + AFTER_S
+    assert turns.due_s(0, 0.0) == TURN_PAUSE_S
+    turns.is_settled = True
+    assert turns.due_s(0, TURN_PAUSE_S) is None
+    turns.restart_turns()
+    assert turns.due_s(0, 1000.0) == 1000.0 + TURN_PAUSE_S
 
 
 def test_what_nobody_came_for_counts_from_when_the_last_one_went() -> None:
     turns = CommitTurns(300.0)
-    assert turns.due_s(1, 0.0) == 2 * AFTER_S
-    turns.ended(200.0)
-    turns.busy()
-    assert turns.due_s(1, 250.0) == 250.0 + 2 * AFTER_S
+    assert turns.due_s(1, 0.0) == 2 * TURN_PAUSE_S
+    turns.record_attempt(200.0)
+    turns.restart_turns()
+    assert turns.due_s(1, 250.0) == 250.0 + 2 * TURN_PAUSE_S

@@ -13,19 +13,19 @@ from typing import cast
 import pytest
 
 from ckpt.agent.commit.commit_terms import CommitTerms
-from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_whole, judge
+from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
 from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.errors import Superseded
 from ckpt.store.lineage import Ancestor, Claim, CommitRef
 from ckpt.store.run import RunView
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 
 A = Epoch(5, "a" * 16)
 
 
 def at(epoch: Epoch, step: int) -> Identity:
-    return Identity(epoch, Tick(step))
+    return Identity(epoch, Version(step))
 
 
 def view(
@@ -46,31 +46,31 @@ def later(parent: Identity | None, number: int = 6, nonce: str = "b", ancestors:
 CASES = {
     "its epoch is the newest": (view((CLAIM,)), OrphanVerdict.COMMIT),
     "the store knows nothing": (view(), OrphanVerdict.CLAIM),
-    "the store knows an older epoch, of which it knows nothing": (view((later(None, 4),)), OrphanVerdict.OVER),
+    "the store knows an older epoch, of which it knows nothing": (view((later(None, 4),)), OrphanVerdict.OBSOLETE),
     "it is committed": (view((CLAIM,), (at(A, 20),)), OrphanVerdict.DONE),
     "a newer one is": (view((CLAIM,), (at(A, 30),)), OrphanVerdict.DONE),
     "an older one is": (view((CLAIM,), (at(A, 10),)), OrphanVerdict.COMMIT),
-    "it was retired": (view((CLAIM,), (), (at(A, 20),)), OrphanVerdict.OVER),
+    "it was retired": (view((CLAIM,), (), (at(A, 20),)), OrphanVerdict.OBSOLETE),
     "a start went on from it": (view((CLAIM, later(at(A, 20)))), OrphanVerdict.COMMIT),
     "a start went on from it, and has committed": (
         view((CLAIM, later(at(A, 20))), (at(Epoch(6, "b" * 16), 25),)),
         OrphanVerdict.DONE,
     ),
     "a start went on from a later one": (view((CLAIM, later(at(A, 30)))), OrphanVerdict.COMMIT),
-    "a start went on from an older one": (view((CLAIM, later(at(A, 10)))), OrphanVerdict.OVER),
-    "a start began from nothing": (view((CLAIM, later(None))), OrphanVerdict.OVER),
+    "a start went on from an older one": (view((CLAIM, later(at(A, 10)))), OrphanVerdict.OBSOLETE),
+    "a start began from nothing": (view((CLAIM, later(None))), OrphanVerdict.OBSOLETE),
     "its epoch is not claimed, and a start that knew it went on from it": (
         view((later(at(A, 20), ancestors=(Ancestor(A, None),)),)),
         OrphanVerdict.COMMIT,
     ),
-    "its epoch is not claimed, and a start that did not know it began": (view((later(None),)), OrphanVerdict.OVER),
+    "its epoch is not claimed, and a start that did not know it began": (view((later(None),)), OrphanVerdict.OBSOLETE),
     "its epoch is not claimed, and one of the same number, a smaller nonce, is": (
         view((later(None, 5, "0"),)),
-        OrphanVerdict.OVER,
+        OrphanVerdict.OBSOLETE,
     ),
     "its epoch is not claimed, and one of the same number, a larger nonce, is": (
         view((later(None, 5, "f"),)),
-        OrphanVerdict.OVER,
+        OrphanVerdict.OBSOLETE,
     ),
 }
 
@@ -85,7 +85,7 @@ def test_an_epoch_is_claimed_late_where_the_store_ends_with_one_that_it_went_on_
     """And not where a start that knew neither it nor the one before has taken a smaller number than its own."""
     first, second = Claim(Epoch(4, "e" * 16), None), Claim(A, at(Epoch(4, "e" * 16), 15))
     assert judge(view((first,)), second, at(A, 20)) is OrphanVerdict.CLAIM
-    assert judge(view((first, later(None, 4, "f"))), second, at(A, 20)) is OrphanVerdict.OVER
+    assert judge(view((first, later(None, 4, "f"))), second, at(A, 20)) is OrphanVerdict.OBSOLETE
 
 
 def stories(rng: random.Random) -> Iterator[tuple[RunView, Claim, Identity]]:
@@ -119,20 +119,20 @@ def test_no_commit_takes_anything_from_the_line_or_the_run_from_a_start_that_the
     for found, claim, identity in itertools.islice(stories(rng), 5000):
         verdict = judge(found, claim, identity)
         seen.add(verdict)
-        before = [ref.identity for ref in found.line]
+        before = [ref.identity for ref in found.history]
         claims = (*found.claims, claim) if verdict is OrphanVerdict.CLAIM else found.claims
         epochs = found.epochs | {identity.epoch} | {each.epoch for each in claims}
         refs = (*found.commits, CommitRef(identity, "z", 1))
         after = replace(found, claims=claims, epochs=epochs, commits=refs)
         if verdict is OrphanVerdict.CLAIM:
-            chain = [each for each, _ in after.lineage.chain(claim.epoch)]
+            chain = [each for each, _ in after.lineage.ancestry(claim.epoch)]
             assert found.newest_epoch is None or found.newest_epoch in chain
         if verdict is OrphanVerdict.COMMIT:
             assert after.newest_epoch == found.newest_epoch
         if verdict in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
-            assert after.line[-1].identity == identity
+            assert after.history[-1].identity == identity
         if verdict is OrphanVerdict.COMMIT:
-            assert [ref.identity for ref in after.line] == [*before, identity]
+            assert [ref.identity for ref in after.history] == [*before, identity]
     assert seen == set(OrphanVerdict)
 
 
@@ -141,10 +141,10 @@ def test_whether_it_is_still_due_is_looked_at_again_just_before_the_record(then:
     """A start may have begun while its packs were put."""
     views = [view((CLAIM,)), view((CLAIM, then))]
     store = SimpleNamespace(
-        run=lambda: SimpleNamespace(view=lambda: views.pop(0)),
-        commit_for_another=lambda made, codec, bandwidth, about, check, *more: check(),
+        open_run=lambda: SimpleNamespace(view=lambda: views.pop(0)),
+        commit_orphan=lambda made, codec, bandwidth, about, check, *more: check(),
     )
-    made = SimpleNamespace(identity=at(A, 20), manifest=SimpleNamespace(coordinates=()), disagreed=())
+    made = SimpleNamespace(identity=at(A, 20), manifest=SimpleNamespace(coordinates=()), differing_tensors=())
     given = (
         cast(StoreClient, store),
         cast(MemoryCheckpoint, made),
@@ -153,8 +153,8 @@ def test_whether_it_is_still_due_is_looked_at_again_just_before_the_record(then:
         threading.Event(),
     )
     if then.parent == made.identity:
-        commit_whole(*given)
+        commit_orphan(*given)
     else:
-        with pytest.raises(Superseded, match="not on the line"):
-            commit_whole(*given)
+        with pytest.raises(Superseded, match="no longer in the history"):
+            commit_orphan(*given)
     assert not views

@@ -16,11 +16,11 @@ from ckpt.errors import RunInUse, SaveFailed, Superseded, TransientError
 from ckpt.events import Event, Events
 from ckpt.format.manifest import Codec
 from ckpt.policy.save_options import Keep
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.store import keys
 from ckpt.store.lineage import Claim
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.store.build import Snapshot, Tensor, epoch, floats, snapshot
 from tests.store.sim import Fault, Sim
 from tests.store.test_run import Beating
@@ -46,10 +46,10 @@ class Side(StoreClient):
     def __init__(self, store: Sim, clock: Clock | None = None) -> None:
         self.told: list[Event] = []
         events = Events(self.told.append)
-        super().__init__(store.url, replace(read(), heartbeat_s=10.0), events, "node")
+        super().__init__(store.url, replace(read_settings(), heartbeat_s=10.0), events, "node")
         self.opened = Run(store, clock, events)
 
-    def run(self, impatient: bool = False) -> Run:
+    def open_run(self, impatient: bool = False) -> Run:
         return self.opened
 
 
@@ -68,11 +68,11 @@ def complete(of: Epoch, step: int) -> MemoryCheckpoint:
     at = np.array(snap.at, np.int64)
     arenas: Any = {0: Memory(snap)}
     ranks = np.zeros(len(at), np.int64)
-    return MemoryCheckpoint(Identity(of, Tick(step)), snap.manifest, arenas, ranks, at[:, 0], at[:, 1], {}, ())
+    return MemoryCheckpoint(Identity(of, Version(step)), snap.manifest, arenas, ranks, at[:, 0], at[:, 1], {}, ())
 
 
 def steps(store: Sim) -> list[int]:
-    return [ref.identity.tick.step for ref in Run(store).view().line]
+    return [ref.identity.version.step for ref in Run(store).view().history]
 
 
 class Saver:
@@ -122,7 +122,7 @@ def test_after_a_failed_commit_what_has_been_retired_is_referred_to_no_more(stor
     with pytest.raises(SaveFailed):
         saver.save(200)
     store.fault = lambda operation, key: None
-    store.put(keys.retired_key(Identity(saver.claim.epoch, Tick(100))), [b"{}"])
+    store.put(keys.retired_key(Identity(saver.claim.epoch, Version(100))), [b"{}"])
     assert saver.save(300) == 0
     assert saver.save(400) == FROZEN_BYTES
 
@@ -139,7 +139,7 @@ def test_a_failed_commit_costs_no_full_one_where_what_it_referred_to_is_still_th
 def test_data_that_somebody_removes_is_written_anew_once_and_that_is_told(store: Store, saver: Saver) -> None:
     saver.save(100)
     assert saver.save(200) == FROZEN_BYTES
-    store.delete(store.held(f"{keys.DATA}{Identity(saver.claim.epoch, Tick(100))}/"))
+    store.delete(store.held(f"{keys.DATA}{Identity(saver.claim.epoch, Version(100))}/"))
     assert [saver.save(step) for step in (300, 400)] == [0, FROZEN_BYTES]
     assert [event.name for event in saver.side.told if event.loud] == ["packs.lost"]
 
@@ -149,7 +149,7 @@ def test_a_claim_that_lands_beside_a_commit_is_not_taken_for_lost(
 ) -> None:
     """What the commit listed before the claim of this start was there."""
     saver.save(100)
-    saver.claim = Claim(epoch(2), Identity(epoch(1), Tick(100)), launch="job")
+    saver.claim = Claim(epoch(2), Identity(epoch(1), Version(100)), launch="job")
     run = saver.side.opened
     listing = run.epochs
 
@@ -165,7 +165,7 @@ def test_a_claim_that_lands_beside_a_commit_is_not_taken_for_lost(
 
 
 A, B = Epoch(5, "a" * 16), Epoch(4, "b" * 16)
-WENT_ON = Claim(A, Identity(Epoch(3, "c" * 16), Tick(40)), launch="A")  # from memory, while the store was down
+WENT_ON = Claim(A, Identity(Epoch(3, "c" * 16), Version(40)), launch="A")  # from memory, while the store was down
 
 
 class Late:
@@ -175,17 +175,17 @@ class Late:
         self.store, self.beats = Sim(), 0
         self.other, self.lives = Run(self.store.client()), lives
         self.epoch = other.epoch
-        self.other.claim(other)
+        self.other.put_claim(other)
         self.beat()
         if closed:
-            self.other.close(self.epoch, "it came to its end")
+            self.other.close_epoch(self.epoch, "it came to its end")
         self.clock = Beating(lambda: self.beat() if lives else None)
         self.side = Side(self.store.client(), self.clock)
-        self.side.claims.begun.add(A)
+        self.side.claims.own_epochs.add(A)
 
     def beat(self) -> None:
         self.beats += 1
-        self.other.heartbeat(self.epoch, self.beats, 10.0)
+        self.other.put_heartbeat(self.epoch, self.beats, 10.0)
 
     def save(self, claim: Claim = WENT_ON) -> None:
         Saver(self.store, self.side, claim).save(50)
@@ -199,7 +199,7 @@ def test_a_late_claim_does_not_take_the_run_from_a_living_job_of_another_launch(
         late.save()
     with pytest.raises(Superseded, match="'B'"):
         late.side.claim(WENT_ON)
-    late.other.check(late.epoch)
+    late.other.check_not_superseded(late.epoch)
     assert steps(late.store) == []
 
 
@@ -208,7 +208,7 @@ def test_a_late_claim_takes_the_run_from_who_is_silent_for_two_heartbeats() -> N
     late.save()
     assert late.clock.slept_s == 20.0
     with pytest.raises(Superseded):
-        late.other.check(B)
+        late.other.check_not_superseded(B)
 
 
 AT_ONCE = [
@@ -227,13 +227,13 @@ def test_a_late_claim_is_made_at_once_where_nobody_lives_whom_it_does_not_know(w
     late = Late(Claim(B, None, launch=launch), lives=not ended, closed=ended)
     side, claim = late.side, WENT_ON
     if why == "it went on from that one":
-        claim = Claim(A, Identity(B, Tick(40)), launch="A")
+        claim = Claim(A, Identity(B, Version(40)), launch="A")
     elif why == "it was to take over":
-        side.claims.insisting.add(A)
+        side.claims.takeover_epochs.add(A)
     elif why == "that one was looked at when it began":
-        side.claims.passed.add(B)
+        side.claims.replaceable_epochs.add(B)
     elif why == "that one was begun here":
-        side.claims.begun.add(B)
+        side.claims.own_epochs.add(B)
     late.save(claim)
     assert late.clock.slept_s == 0.0
     assert steps(late.store) == [50]
@@ -244,7 +244,7 @@ def test_an_agent_without_a_job_lets_nothing_of_a_living_job_elsewhere_go() -> N
     theirs = Saver(late.store, Side(late.store.client()), Claim(B, None, launch="B"))
     for step in (10, 20):
         theirs.save(step)
-    assert late.side.prune(None, Keep(last=1), what=PrunePass.LOOK)["retire"]
+    assert late.side.prune(None, Keep(last=1), what=PrunePass.REPORT)["retire"]
     assert late.clock.slept_s == 0.0, "only looking disturbs nobody"
     with pytest.raises(RunInUse, match="'B'"):
         late.side.prune(None, Keep(last=1), what=PrunePass.ALL)
@@ -258,7 +258,7 @@ def test_an_agent_without_a_job_prunes_a_run_that_nobody_is_at_work_on(whose: st
     for step in (10, 20):
         theirs.save(step)
     if whose == "begun here":
-        late.side.claims.begun.add(B)
+        late.side.claims.own_epochs.add(B)
     late.side.prune(None, Keep(last=1), what=PrunePass.ALL)
     assert late.clock.slept_s == (20.0 if whose == "another's that is silent" else 0.0)
     assert steps(late.store) == [20]
@@ -274,6 +274,6 @@ def test_by_itself_a_local_folder_gets_frames_as_they_are(
     bits = np.zeros((64, 64), np.float32)
     snap = snapshot({"w": Tensor("float32", bits)}, frame_bytes=16384)
     for url, codec in ((str(tmp_path), folder), ("memory://by-itself", memory)):
-        side = StoreClient(url, read(), Events(), "node")
-        done = side.write(Identity(epoch(1), Tick(1)), snap.manifest.frames, snap.frame, asked, None)
+        side = StoreClient(url, read_settings(), Events(), "node")
+        done = side.write_packs(Identity(epoch(1), Version(1)), snap.manifest.frames, snap.frame, asked, None)
         assert set(done.places["codec"].tolist()) == {codec}

@@ -9,19 +9,19 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.commit.commit_terms import CommitTerms
-from ckpt.agent.job.memory_node_client import CALL_S, PATIENCE_S, MemoryNodeClients
+from ckpt.agent.job.memory_node_client import ANSWER_TIMEOUT_S, CALL_S, MemoryNodeClients
 from ckpt.ipc.addresses import Address
 
 
 def test_nobody_waits_for_one_that_is_not_called_any_more() -> None:
     """It has not answered by then: what is safe is found out without it."""
-    network = SimpleNamespace(find=lambda address, then: None)
-    lenders = MemoryNodeClients("url", lambda: cast(Any, network), lambda *_: None, lambda _: None, lambda: None)
+    network = SimpleNamespace(connect_to_address=lambda address, then: None)
+    memory_nodes = MemoryNodeClients("url", lambda: cast(Any, network), lambda *_: None, lambda _: None, lambda: None)
     terms = cast(CommitTerms, SimpleNamespace(encode=lambda: b""))
-    lenders.led(terms, [Address.parse("127.0.0.1:9")])
-    assert lenders.awaited
-    lenders.end()
-    assert not lenders.awaited
+    memory_nodes.begin_borrowing(terms, [Address.parse("127.0.0.1:9")])
+    assert memory_nodes.has_pending_nodes
+    memory_nodes.stop_borrowing()
+    assert not memory_nodes.has_pending_nodes
 
 
 @pytest.mark.parametrize("then", ["it is back", "nobody is there", "it does not answer"])
@@ -32,26 +32,26 @@ def test_one_whose_connection_has_ended_may_be_there_still_until_it_was_called_a
     loan = {"lends": 1 << 30, "name": "lender", "domains": [], "link_bytes_s": 0}
     answers, reach = [SimpleNamespace(fields=loan)], ["lender", ""]
     network = SimpleNamespace(
-        find=lambda address, then: then(*reach),
-        ask=lambda name, fields, blobs, then: then(answers.pop(), "") if answers else None,
+        connect_to_address=lambda address, then: then(*reach),
+        request=lambda name, fields, blobs, then: then(answers.pop(), "") if answers else None,
         channel=lambda name: None,
     )
-    lenders = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
-    lenders.led(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
-    assert [each.name for each in lenders.nodes()] == ["lender"]
-    assert not lenders.awaited
-    assert lenders.closed("lender")
-    assert lenders.nodes() == []
-    assert lenders.awaited
+    memory_nodes = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    memory_nodes.begin_borrowing(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
+    assert [each.name for each in memory_nodes.nodes()] == ["lender"]
+    assert not memory_nodes.has_pending_nodes
+    assert memory_nodes.on_disconnect("lender")
+    assert memory_nodes.nodes() == []
+    assert memory_nodes.has_pending_nodes
     if then == "it is back":
         answers.append(SimpleNamespace(fields=loan))
     elif then == "nobody is there":
         reach[:] = ["", "nobody listens there"]
     later[CALL_S]()
-    assert lenders.awaited is (then == "it does not answer")
-    later[PATIENCE_S]()
-    assert not lenders.awaited, "for ever nobody waits"
-    assert bool(lenders.nodes()) is (then == "it is back")
+    assert memory_nodes.has_pending_nodes is (then == "it does not answer")
+    later[ANSWER_TIMEOUT_S]()
+    assert not memory_nodes.has_pending_nodes, "for ever nobody waits"
+    assert bool(memory_nodes.nodes()) is (then == "it is back")
 
 
 def test_one_whose_connection_ends_while_it_is_asked_is_missed_all_the_same() -> None:
@@ -63,19 +63,19 @@ def test_one_whose_connection_ends_while_it_is_asked_is_missed_all_the_same() ->
     asked: list[Callable[..., None]] = []
     connected = {"lender": object()}
     network = SimpleNamespace(
-        find=lambda address, then: then("lender", ""),
-        ask=lambda name, fields, blobs, then: asked.append(then),
+        connect_to_address=lambda address, then: then("lender", ""),
+        request=lambda name, fields, blobs, then: asked.append(then),
         channel=connected.get,
     )
-    lenders = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
-    lenders.led(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
+    memory_nodes = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    memory_nodes.begin_borrowing(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
     asked.pop()(SimpleNamespace(fields=loan), "")
     later[CALL_S]()
     connected.clear()  # in the order of Network.closed
     asked.pop()(None, "the connection to agent lender has ended: it has been silent for 20 s")
-    assert lenders.closed("lender")
-    assert lenders.nodes() == []
-    assert lenders.awaited
+    assert memory_nodes.on_disconnect("lender")
+    assert memory_nodes.nodes() == []
+    assert memory_nodes.has_pending_nodes
 
 
 def test_one_whose_connection_ends_while_it_is_called_first_may_be_there_still_until_it_was_called_again() -> None:
@@ -83,18 +83,18 @@ def test_one_whose_connection_ends_while_it_is_called_first_may_be_there_still_u
     address = Address.parse("127.0.0.1:9")
     later: dict[float, Callable[[], None]] = {}
     network = SimpleNamespace(
-        find=lambda address, then: then("lender", ""),
-        ask=lambda name, fields, blobs, then: then(None, "the connection to agent lender has ended"),
+        connect_to_address=lambda address, then: then("lender", ""),
+        request=lambda name, fields, blobs, then: then(None, "the connection to agent lender has ended"),
         channel=lambda name: None,
     )
-    lenders = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
-    lenders.led(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
-    assert lenders.awaited
-    gone = later.pop(PATIENCE_S)
+    memory_nodes = MemoryNodeClients("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    memory_nodes.begin_borrowing(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [address])
+    assert memory_nodes.has_pending_nodes
+    gone = later.pop(ANSWER_TIMEOUT_S)
     later[CALL_S]()
-    assert lenders.awaited
+    assert memory_nodes.has_pending_nodes
     gone()
-    assert not lenders.awaited, "for ever nobody waits"
+    assert not memory_nodes.has_pending_nodes, "for ever nobody waits"
     later[CALL_S]()
-    assert not lenders.awaited
-    assert PATIENCE_S not in later
+    assert not memory_nodes.has_pending_nodes
+    assert ANSWER_TIMEOUT_S not in later

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.job import job_executor
-from ckpt.agent.job.job_executor import AGAIN_S, FULL_S, SHORT_S, JobExecutor
+from ckpt.agent.job.job_executor import REPLAN_PAUSE_S, SLOT_RETURN_S, SLOT_YIELD_S, JobExecutor
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime import memory_plan
@@ -19,7 +19,7 @@ from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.state.memory_pressure import PERIOD_S
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
-from ckpt.types import Tick
+from ckpt.types import Version
 
 MIB = 1 << 20
 
@@ -32,56 +32,56 @@ class Planned:
         self.measured = self.placed = 0
         self.said: list[tuple[str, bool]] = []
         self.group = Scheduler(1, Every(seconds=60))
-        self.group.layout(0)
+        self.group.record_layout(0)
         self.carrier = SimpleNamespace(
-            group=self.group,
-            protection=None,
-            ranks=SimpleNamespace(measure=self.measure),
+            scheduler=self.group,
+            replication_manager=None,
+            ranks=SimpleNamespace(plan_memory=self.measure),
             options=SimpleNamespace(limits=SimpleNamespace(memory=None)),
             _division=SimpleNamespace(arena_bytes=(MIB,)),
-            _guarded=lambda then: then,
-            _place=self.place,
-            _tell_memory=lambda changed: None,
+            _guard_callback=lambda then: then,
+            _place_replicas=self.update_placement,
+            _report_memory=lambda changed: None,
             emit=lambda name, text, loud: self.said.append((name, loud)),
-            _planned_parts={},
-            _not_before_s=0.0,
-            _patience_s=PERIOD_S,
-            _short_since_s=math.inf,
-            _fewer_until_s=-math.inf,
+            _planned_free_parts={},
+            _next_plan_s=0.0,
+            _plan_backoff_s=PERIOD_S,
+            _replica_short_since_s=math.inf,
+            _slot_yields_until_s=-math.inf,
             nodes=("",) * nodes,
-            _least_slots=9,
+            _reported_slots_min=9,
         )
-        self.carrier._parts_free = lambda plan: JobExecutor._parts_free(self.me, plan)
+        self.carrier._free_parts_by_node = lambda plan: JobExecutor._free_parts_by_node(self.me, plan)
         self.carrier.plan = self.plan()
-        self.carrier._planned_parts = JobExecutor._parts_free(self.me, self.carrier.plan)
-        self.group.planned(self.group.layouts_version, "d", (MIB,), self.carrier.plan.slots)
+        self.carrier._planned_free_parts = JobExecutor._free_parts_by_node(self.me, self.carrier.plan)
+        self.group.record_division(self.group.layouts_version, "d", (MIB,), self.carrier.plan.slots)
 
     @property
     def me(self) -> Any:
         return cast(Any, self.carrier)
 
     def plan(self) -> memory_plan.MemoryPlan:
-        return memory_plan.plan(MIB, 0, 0, None, int(self.free * MIB))
+        return memory_plan.make_plan(MIB, 0, 0, None, int(self.free * MIB))
 
     def measure(self, sizes: Any, slots: int, limit: int | None, then: Callable[..., None]) -> None:
         self.measured += 1
         then(replace(self.plan(), slots=min(slots, self.plan().slots)), "")
 
-    def place(self, division: Any, slots: int, used: int, gives_way: bool = False) -> int:
+    def update_placement(self, division: Any, slots: int, used: int, gives_way: bool = False) -> int:
         self.placed += 1
         return SLOTS_MIN if gives_way else slots
 
     def look(self) -> int:
-        if JobExecutor.is_cramped.fget(self.me):  # type: ignore[attr-defined]
-            JobExecutor.plan_again(self.me)
-        return self.group.slots_in_use
+        if JobExecutor.is_short_of_memory.fget(self.me):  # type: ignore[attr-defined]
+            JobExecutor.replan_memory(self.me)
+        return self.group.slot_limit
 
 
 def test_slots_for_which_others_left_no_memory_come_once_there_is_some_and_stay_where_others_take_it() -> None:
     job = Planned(free=2.5)
-    assert (job.look(), job.group.refusal != "") == (0, True)
+    assert (job.look(), job.group.refusal_reason != "") == (0, True)
     job.free = 4.5
-    assert (job.look(), job.group.refusal) == (2, "")
+    assert (job.look(), job.group.refusal_reason) == (2, "")
     job.free = 0.0
     assert job.look() == 2
     job.free = 9.0
@@ -110,11 +110,11 @@ def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once
     monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
     job = Planned(free=9.0)
     for slot in range(2):
-        job.group.made(slot, (MIB,))
+        job.group.record_arenas(slot, (MIB,))
     for tries in range(1, 4):
-        JobExecutor._fewer(job.me, 2, "it is full")
+        JobExecutor._reduce_slots(job.me, 2, "it is full")
         assert job.look() == 2
-        now[0] += FULL_S
+        now[0] += REPLAN_PAUSE_S
         assert (job.look(), job.measured) == (3, tries)
     assert job.said == [("memory.short", True), ("memory.short", False), ("memory.short", False)]
 
@@ -140,9 +140,9 @@ def test_as_long_as_there_is_no_more_memory_other_nodes_are_asked_less_and_less_
     job.free = 9.0
     assert len(asked(12)) == 1
     assert job.look() == 3
-    job.group.fewer_slots(2, "others took it")
+    job.group.limit_slots(2, "others took it")
     job.free = 2.5
-    JobExecutor.plan_soon(job.me)
+    JobExecutor.request_replan(job.me)
     assert asked(4) == [0, 1, 3], "there is news"
 
 
@@ -152,7 +152,7 @@ def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_ther
     assert job.look() == 2
     job.free = 2.5
     job.look()
-    JobExecutor.place_again(job.me)
+    JobExecutor.replan_placement(job.me)
     placed = job.placed
     job.free = 4.5
     job.look()
@@ -165,15 +165,15 @@ def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_ther
 def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_is_decided_anew_who_keeps_them() -> None:
     """It refuses copies for ever, and another one may have room."""
     job = Planned(free=9.0)
-    job.carrier.protection = SimpleNamespace(is_wanted=True)
-    job.group.replicates, job.group.kept = True, (Kept("", 1, ("b",)),)
-    job.group.holds(0, Tick(10), False)
+    job.carrier.replication_manager = SimpleNamespace(is_requested=True)
+    job.group.is_replication_on, job.group.placement = True, (Kept("", 1, ("b",)),)
+    job.group.record_held_snapshot(0, Version(10), False)
 
     def copy(error: str) -> None:
         slot = job.group.slots[0]
-        assert slot.round is not None
-        job.group.begin_copies(slot, slot.round, 0.0)
-        job.group.replicated(0, error, 0.0)
+        assert slot.attempt is not None
+        job.group.begin_replication(slot, slot.attempt, 0.0)
+        job.group.record_replication(0, error, 0.0)
 
     copy("")
     job.free = 7.0
@@ -185,7 +185,7 @@ def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_i
         assert job.placed == 1, "once, as long as there is about as much"
     job.free = 6.0
     job.look()
-    assert (job.placed, job.group.slots_in_use) == (2, 3)
+    assert (job.placed, job.group.slot_limit) == (2, 3)
     copy("")
     measured = job.measured
     job.free = 5.0
@@ -200,17 +200,17 @@ def test_a_slot_gives_way_once_there_has_been_no_room_for_copies_for_a_while_and
     now = [100.0]
     monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
     job = Planned(free=9.0)
-    job.carrier.protection = SimpleNamespace(is_wanted=True)
-    job.carrier._short_since_s = now[0]
+    job.carrier.replication_manager = SimpleNamespace(is_requested=True)
+    job.carrier._replica_short_since_s = now[0]
 
     def look(after_s: float) -> int:
         now[0] += after_s
         return job.look()
 
-    assert [look(PERIOD_S), look(SHORT_S - 2 * PERIOD_S)] == [3, 3]
+    assert [look(PERIOD_S), look(SLOT_YIELD_S - 2 * PERIOD_S)] == [3, 3]
     assert look(PERIOD_S) == 2
-    job.carrier._short_since_s = math.inf
-    assert {look(PERIOD_S) for _ in range(round(AGAIN_S / PERIOD_S) - 1)} == {2}
+    job.carrier._replica_short_since_s = math.inf
+    assert {look(PERIOD_S) for _ in range(round(SLOT_RETURN_S / PERIOD_S) - 1)} == {2}
     assert look(PERIOD_S) == 3, "though there is no more memory than all the time"
 
 
@@ -221,41 +221,43 @@ def test_what_others_have_just_ceased_to_keep_counts_as_short_from_then_on_whate
     now = [100.0]
     monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
     job = Planned(free=9.0)
-    protection = SimpleNamespace(kept=(), protects=True, is_wanted=True, warnings=[], is_alone=False, table=dict)
+    replication_manager = SimpleNamespace(
+        holders_by_node=(), has_holders=True, is_requested=True, warnings=[], is_alone=False, placement_fields=dict
+    )
     keep: set[str] = set()
 
     def place(sizes: Any, plans: Any, used: int, gives_way: bool) -> int:
-        protection.kept = tuple(Kept(node, int(node in keep)) for node in ("", "b", "c"))
+        replication_manager.holders_by_node = tuple(Kept(node, int(node in keep)) for node in ("", "b", "c"))
         return SLOTS_MIN if gives_way else used
 
     class Two(AllShares):
         def __init__(self) -> None: ...
 
-        def by_name(self, sizes: Any) -> dict[str, int]:
+        def sum_by_node(self, sizes: Any) -> dict[str, int]:
             return {}
 
         def plans_by_name(self) -> dict[str, memory_plan.MemoryPlan]:
             return {"": job.plan()}
 
-        measure = job.measure
+        plan_memory = job.measure
 
-    protection.place = place
-    job.carrier.ranks, job.carrier.protection = Two(), protection
-    job.carrier.learning, job.carrier._told_placed = None, True
-    job.carrier._place = lambda *given: JobExecutor._place(job.me, *given)
+    replication_manager.update_placement = place
+    job.carrier.ranks, job.carrier.replication_manager = Two(), replication_manager
+    job.carrier.cost_model, job.carrier._has_reported_placement = None, True
+    job.carrier._place_replicas = lambda *given: JobExecutor._place_replicas(job.me, *given)
 
     def look(after_s: float, *kept: str) -> int:
         now[0] += after_s
         keep.clear()
         keep.update(kept)
-        JobExecutor.place_again(job.me)
+        JobExecutor.replan_placement(job.me)
         return job.look()
 
-    job.group.slots_in_use = 2
+    job.group.slot_limit = 2
     assert look(0.0, "b", "c") == 2, "it is short from the beginning"
-    job.group.slots_in_use = 3
+    job.group.slot_limit = 3
     assert look(1000.0) == 3, "the memory-only node may be back in a moment"
-    assert look(SHORT_S - PERIOD_S) == 3
+    assert look(SLOT_YIELD_S - PERIOD_S) == 3
     assert look(PERIOD_S) == 2
 
 
@@ -265,14 +267,14 @@ def test_where_a_slot_gave_way_and_another_one_is_lost_that_comes_again_at_once(
     now = [100.0]
     monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
     job = Planned(free=9.0)
-    job.carrier.protection = SimpleNamespace(is_wanted=True)
-    job.carrier._short_since_s = now[0] - SHORT_S
+    job.carrier.replication_manager = SimpleNamespace(is_requested=True)
+    job.carrier._replica_short_since_s = now[0] - SLOT_YIELD_S
     assert job.look() == 2
-    job.carrier._short_since_s = math.inf
-    job.group.made(0, (MIB,))
-    JobExecutor._fewer(job.me, 1, "it is full")
-    assert job.group.slots_in_use == 1
-    now[0] += FULL_S
+    job.carrier._replica_short_since_s = math.inf
+    job.group.record_arenas(0, (MIB,))
+    JobExecutor._reduce_slots(job.me, 1, "it is full")
+    assert job.group.slot_limit == 1
+    now[0] += REPLAN_PAUSE_S
     assert job.look() == 2
 
 
@@ -283,18 +285,18 @@ def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_
     """Where the state had grown no slot at all was to be had, so it seemed, and saves were refused for a while."""
     job = Planned(free=9.0)
     failed: list[Callable[..., None]] = []
-    job.carrier.ranks.make = lambda slot, sizes, then: failed.append(then)
-    job.carrier._fewer = lambda slot, why: JobExecutor._fewer(job.me, slot, why)
+    job.carrier.ranks.make_arenas = lambda slot, sizes, then: failed.append(then)
+    job.carrier._reduce_slots = lambda slot, why: JobExecutor._reduce_slots(job.me, slot, why)
     for slot in range(2):
-        job.group.made(slot, (MIB,))
-    job.group.slots[2].making = True
+        job.group.record_arenas(slot, (MIB,))
+    job.group.slots[2].is_making_arenas = True
     JobExecutor._make_arenas(job.me, 2, (MIB,))
     if meanwhile == "it is not in use any more":
-        job.group.use_slots(2)
+        job.group.set_slot_limit(2)
     elif meanwhile == "the state has grown":
-        job.group.layout(0)
-        job.group.planned(job.group.layouts_version, "e", (2 * MIB,), 3)
+        job.group.record_layout(0)
+        job.group.record_division(job.group.layouts_version, "e", (2 * MIB,), 3)
     failed[0]({}, "it is full")
     assert job.said == ([("memory.short", True)] if meanwhile == "nothing" else [])
-    assert job.group.slots_in_use == (3 if meanwhile == "the state has grown" else 2)
-    assert (job.group.refusal, job.group.slots[2].making) == ("", False)
+    assert job.group.slot_limit == (3 if meanwhile == "the state has grown" else 2)
+    assert (job.group.refusal_reason, job.group.slots[2].is_making_arenas) == ("", False)

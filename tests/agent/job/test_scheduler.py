@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import Course, When
+from ckpt.agent.preemption.deadline_strategy import Course, ExitTiming
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.preemption.preemption import NEAR_S
 from ckpt.agent.runtime.memory_plan import SLOTS_CLOSE
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import LOST_S, REJOIN_S, State, Store, Why
-from ckpt.agent.state.replica_state import FOUND_LESS, LOST, OUTDONE, UNKEPT
-from ckpt.ipc.control_page import WAITING, ControlWord, WordKind
+from ckpt.agent.state.job_facts import MISSING_ANSWER_S, REJOIN_S, SaveReason, SlotState, WorkState
+from ckpt.agent.state.replica_state import FOUND_INCOMPLETE, HOLDER_LOST, NO_PEER_MEMORY, SUPERSEDED
+from ckpt.ipc.control_page import GRADIENTS_WAIT, ControlWord, WordKind
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
-from ckpt.types import Tick
+from ckpt.types import Version
 
 LEAVE = {"leave": True, "by_s": 30.0}
 GO_ON = {"leave": False, "by_s": None}
 
 
 def found_safe(
-    group: Scheduler, tick: Tick | None, whole: bool = True, nodes: Iterable[str] = ("",), left: Any = ()
+    group: Scheduler, version: Version | None, whole: bool = True, nodes: Iterable[str] = ("",), left: Any = ()
 ) -> bool:
     """The others have said what is safe. Of the nodes `left` they keep the part, if they do not of all."""
-    return group.found_safe(tick, [Kept(node, int(whole or node in left)) for node in nodes], whole)
+    return group.record_survey(version, [Kept(node, int(whole or node in left)) for node in nodes], whole)
 
 
 class RoundSteps(Scheduler):
@@ -45,17 +45,17 @@ class RoundSteps(Scheduler):
     def _interval_s(self) -> float:
         return 0.0 if self.policy is self._round else super()._interval_s
 
-    def _pass_over(self, now_s: float) -> None:
+    def _skip_due_snapshots(self, now_s: float) -> None:
         if self.policy is not self._round:
-            super()._pass_over(now_s)
+            super()._skip_due_snapshots(now_s)
 
-    def _next_step(self, now_s: float, at: int) -> Tick:
-        near = super()._next_step(now_s, at)
-        is_soon = self.course in (Course.HOLD, Course.COPY) or self._wants_extra()
+    def _next_step_version(self, now_s: float, at: int) -> Version:
+        near = super()._next_step_version(now_s, at)
+        is_soon = self.course in (Course.HOLD, Course.REPLICATE) or self._must_appoint_extra()
         if is_soon or self.policy is not self._round:
             return near
-        newest = max((slot.round.tick.step for slot in self.slots if slot.round is not None), default=-1)
-        return Tick(-(-max(near.step, newest + 1) // self._every) * self._every)
+        newest = max((slot.attempt.version.step for slot in self.slots if slot.attempt is not None), default=-1)
+        return Version(-(-max(near.step, newest + 1) // self._every) * self._every)
 
 
 class Driver:
@@ -76,12 +76,12 @@ class Driver:
         self.said: list[do.Action] = []
         self.staged: set[int] = set()  # rounds of due saves
         for rank in range(world):
-            self.group.joined(rank)
-            self.group.layout(rank)
+            self.group.record_join(rank)
+            self.group.record_layout(rank)
         if start_step is not None:
-            self.group.started(start_step, 0.0)
+            self.group.record_start(start_step, 0.0)
         self.decide()
-        assert self.group.planned(world, "d", (100,) * world, slots)
+        assert self.group.record_division(world, "d", (100,) * world, slots)
         self.make_ready()
 
     def decide(self) -> list[do.Action]:
@@ -101,10 +101,10 @@ class Driver:
         while found := [a for a in self.decide() if isinstance(a, do.MakeArenas | do.OfferSlot)]:
             for action in found:
                 if isinstance(action, do.MakeArenas):
-                    self.group.made(action.slot, action.bytes)
+                    self.group.record_arenas(action.slot, action.arena_bytes)
                 else:
                     for rank in range(self.world):
-                        self.group.warm(rank, action.slot, self.group.division)
+                        self.group.record_warm_arena(rank, action.slot, self.group.division)
 
     def word(self) -> Any:
         """The newest that stands."""
@@ -116,36 +116,36 @@ class Driver:
         for action in self.said:
             if isinstance(action, do.SetWord):
                 stand.pop(action.slot, None)
-                if action.word is not None:
-                    stand[action.slot] = action.word
+                if action.control_word is not None:
+                    stand[action.slot] = action.control_word
         return list(stand.values())
 
-    def stage(self, number: int, tick: Tick, slot: int, ranks: range | None = None) -> None:
+    def stage(self, number: int, version: Version, slot: int, ranks: range | None = None) -> None:
         for rank in ranks or range(self.world):
-            self.group.staged(rank, number, tick, slot, self.group.division, 0.0)
+            self.group.record_staging(rank, number, version, slot, self.group.division, 0.0)
         self.decide()
 
-    def complete(self, error: str = "") -> Tick:
+    def complete(self, error: str = "") -> Version:
         """Takes the appointed snapshot on all ranks."""
         word = self.word()
         self.steps = [word.step] * self.world
-        self.stage(word.round, Tick(word.step), word.slot)
-        self.group.assembled(word.slot, word.round, error)
+        self.stage(word.attempt_number, Version(word.step), word.slot)
+        self.group.record_assembly(word.slot, word.attempt_number, error)
         self.decide()
-        return Tick(word.step)
+        return Version(word.step)
 
     def commit(self, error: str = "") -> None:
-        assert self.group.committing is not None
-        self.group.committed(self.group.committing, error, self.now_s)
+        assert self.group.committing_slot is not None
+        self.group.record_commit(self.group.committing_slot, error, self.now_s)
         self.decide()
 
     def copy(self, error: str = "") -> str:
         """Other nodes have what is on its way to them, or could not get it. As `Scheduler.replicated` returns."""
-        return self.group.replicated(self.group.replicating or 0, error, self.now_s)
+        return self.group.record_replication(self.group.replicating_slot or 0, error, self.now_s)
 
-    def save(self, tick: Tick, why: Why = Why.SAVE, ranks: range | None = None) -> None:
+    def save(self, version: Version, why: SaveReason = SaveReason.SAVE, ranks: range | None = None) -> None:
         for rank in ranks or range(self.world):
-            self.group.save(rank, tick, why, {"loss": float(rank)}, ("save", rank))
+            self.group.record_save_request(rank, version, why, {"loss": float(rank)}, ("save", rank))
         self.decide()
 
     def answers(self, what: str) -> dict[Any, Any]:
@@ -158,56 +158,56 @@ class Driver:
         return found
 
     def levels(self, level: str) -> dict[str, bool]:
-        bodies = [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "level"]
-        return {body["tick"]: body["ok"] for body in bodies if body["level"] == level}
+        bodies = [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "level"]
+        return {body["version"]: body["ok"] for body in bodies if body["level"] == level}
 
-    def why(self, tick: Tick) -> str:
+    def why(self, version: Version) -> str:
         """What was said of it and other nodes' memory last, if not that it is there."""
-        bodies = [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "level"]
-        return [body["message"] for body in bodies if (body["tick"], body["level"]) == (str(tick), "peer")][-1]
+        bodies = [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "level"]
+        return [body["message"] for body in bodies if (body["version"], body["level"]) == (str(version), "peer")][-1]
 
 
 def test_steps_are_appointed_at_their_multiples_as_soon_as_a_slot_is_free() -> None:
     driver = Driver()
     assert driver.word().step == 10
-    assert driver.complete() == Tick(10)
+    assert driver.complete() == Version(10)
     assert driver.word().step == 20
 
 
-def take(driver: Driver, tick: Tick) -> None:
-    """All ranks stage what they were told to stage at that tick."""
+def take(driver: Driver, version: Version) -> None:
+    """All ranks stage what they were told to stage at that version."""
     told = driver.answers("save")[0]
-    driver.stage(told["round"], tick, told["slot"])
-    driver.group.assembled(told["slot"], told["round"], "")
+    driver.stage(told["attempt"], version, told["slot"])
+    driver.group.record_assembly(told["slot"], told["attempt"], "")
     driver.decide()
 
 
-def due(driver: Driver, tick: Tick) -> None:
+def due(driver: Driver, version: Version) -> None:
     """All ranks ask for a step that the policy names, and stage it where they are told to."""
-    driver.steps = [tick.step + 1] * driver.world
-    driver.save(tick, Why.DUE)
-    while not driver.answers("save") or driver.answers("save")[0]["round"] in driver.staged:
+    driver.steps = [version.step + 1] * driver.world
+    driver.save(version, SaveReason.DUE)
+    while not driver.answers("save") or driver.answers("save")[0]["attempt"] in driver.staged:
         driver.commit()  # until there is a slot
-    driver.staged.add(driver.answers("save")[0]["round"])
-    take(driver, tick)
+    driver.staged.add(driver.answers("save")[0]["attempt"])
+    take(driver, version)
 
 
 def test_every_step_that_the_policy_names_is_committed_in_order() -> None:
     driver = Driver(policy=Every(steps=1))
     for step in range(1, 8):
-        due(driver, Tick(step))
-    while driver.group.committing is not None:
+        due(driver, Version(step))
+    while driver.group.committing_slot is not None:
         driver.commit()
-    assert driver.levels("store") == {str(Tick(step)): True for step in range(1, 8)}
+    assert driver.levels("store") == {str(Version(step)): True for step in range(1, 8)}
     assert driver.words() == [], "nothing is announced"
 
 
 def test_a_due_save_waits_for_a_slot_while_the_store_takes_those_before() -> None:
     driver = Driver(policy=Every(steps=1))
     for step in (1, 2):
-        due(driver, Tick(step))
+        due(driver, Version(step))
     driver.said.clear()
-    driver.save(Tick(3), Why.DUE)
+    driver.save(Version(3), SaveReason.DUE)
     assert driver.answers("save") == {}
     driver.commit()
     assert driver.answers("save")[0]["saved"] is False
@@ -217,14 +217,14 @@ def test_a_due_save_waits_for_a_slot_while_the_store_takes_those_before() -> Non
 def test_no_due_save_waits_for_a_store_that_fails_nor_after_a_notice(what: str) -> None:
     driver = Driver(policy=Every(steps=1))
     for step in (1, 2):
-        due(driver, Tick(step))
+        due(driver, Version(step))
     driver.said.clear()
-    driver.save(Tick(3), Why.DUE)
+    driver.save(Version(3), SaveReason.DUE)
     assert driver.answers("save") == {}
     if what == "store":
         driver.commit("the store is away")
     else:
-        driver.group.warn(StandingNotice("cloud", "1", 30.0, 0.0))
+        driver.group.add_notice(StandingNotice("cloud", "1", 30.0, 0.0))
         driver.decide()
     assert driver.answers("save")[0]["saved"] is False
 
@@ -232,12 +232,12 @@ def test_no_due_save_waits_for_a_store_that_fails_nor_after_a_notice(what: str) 
 def test_no_due_save_waits_for_a_rank_that_is_away_for_long() -> None:
     driver = Driver(policy=Every(steps=1))
     driver.steps = [2, 2]
-    driver.group.save(0, Tick(1), Why.DUE, {}, ("save", 0))
-    driver.group.lost(1, driver.now_s)
+    driver.group.record_save_request(0, Version(1), SaveReason.DUE, {}, ("save", 0))
+    driver.group.record_disconnect(1, driver.now_s)
     driver.decide()
     told = [action for action in driver.said if isinstance(action, do.ReportProgress)]
     assert [action.request for action in told] == [("save", 0)], "it may be back in a moment"
-    driver.now_s += LOST_S
+    driver.now_s += MISSING_ANSWER_S
     driver.decide()
     refused = [action for action in driver.said if isinstance(action, do.Refuse)]
     assert [action.request for action in refused] == [("save", 0)]
@@ -246,8 +246,8 @@ def test_no_due_save_waits_for_a_rank_that_is_away_for_long() -> None:
 
 def test_a_save_that_a_rank_has_gone_on_from_is_answered_once_it_asks_for_another() -> None:
     driver = Driver(policy=Every(steps=1))
-    driver.group.save(0, Tick(1), Why.DUE, {}, ("save", 10))
-    driver.group.save(0, Tick(2), Why.DUE, {}, ("save", 11))
+    driver.group.record_save_request(0, Version(1), SaveReason.DUE, {}, ("save", 10))
+    driver.group.record_save_request(0, Version(2), SaveReason.DUE, {}, ("save", 11))
     driver.decide()
     assert [action.request for action in driver.said if isinstance(action, do.Refuse)] == [("save", 10)]
 
@@ -255,8 +255,8 @@ def test_a_save_that_a_rank_has_gone_on_from_is_answered_once_it_asks_for_anothe
 def test_a_due_save_hears_each_second_that_it_waits() -> None:
     driver = Driver(policy=Every(steps=1))
     for step in (1, 2):
-        due(driver, Tick(step))
-    driver.save(Tick(3), Why.DUE)
+        due(driver, Version(step))
+    driver.save(Version(3), SaveReason.DUE)
     driver.said.clear()
     for _ in range(10):
         driver.now_s += 0.5
@@ -267,15 +267,15 @@ def test_a_due_save_hears_each_second_that_it_waits() -> None:
 
 def test_a_due_checkpoint_that_the_failing_store_passes_over_is_counted() -> None:
     driver = Driver(policy=Every(steps=1))
-    due(driver, Tick(1))
+    due(driver, Version(1))
     driver.commit("the store is away")
     for step in (2, 3, 4):
-        due(driver, Tick(step))
+        due(driver, Version(step))
     passed = [a.data["count"] for a in driver.said if isinstance(a, do.Emit) and a.name == "snapshot.passed"]
     assert sum(passed) == 1, "step 3, while step 2 is tried"
-    assert driver.group.newest is not None
-    assert driver.group.newest.round is not None
-    assert driver.group.newest.round.tick == Tick(4)
+    assert driver.group.newest_slot is not None
+    assert driver.group.newest_slot.attempt is not None
+    assert driver.group.newest_slot.attempt.version == Version(4)
 
 
 def test_what_the_clock_passes_over_for_want_of_a_slot_is_counted() -> None:
@@ -293,28 +293,30 @@ def test_what_the_clock_passes_over_for_want_of_a_slot_is_counted() -> None:
 
 def test_the_exit_takes_what_all_ranks_say_is_still_their_state() -> None:
     driver = Driver(policy=Every(seconds=600))
-    driver.save(Tick(5, 1))
-    take(driver, Tick(5, 1))
+    driver.save(Version(5, 1))
+    take(driver, Version(5, 1))
     driver.said.clear()
     for rank in range(2):
-        driver.group.save(rank, Tick(5, 2), Why.EXIT, {}, ("save", rank), Tick(5, 1))
+        driver.group.record_save_request(rank, Version(5, 2), SaveReason.EXIT, {}, ("save", rank), Version(5, 1))
     driver.decide()
     assert driver.answers("save")[0] == driver.answers("save")[1]
-    assert driver.answers("save")[0]["tick"] == str(Tick(5, 1))
+    assert driver.answers("save")[0]["version"] == str(Version(5, 1))
     driver.commit()
-    assert driver.group.newest is not None
-    assert driver.group.newest.round is not None
-    assert driver.group.newest.round.metrics == {"loss": 0.0}
+    assert driver.group.newest_slot is not None
+    assert driver.group.newest_slot.attempt is not None
+    assert driver.group.newest_slot.attempt.metrics == {"loss": 0.0}
 
 
-@pytest.mark.parametrize("other", [None, Tick(5)])
-def test_the_exit_takes_a_new_one_where_one_rank_has_changed(other: Tick | None) -> None:
+@pytest.mark.parametrize("other", [None, Version(5)])
+def test_the_exit_takes_a_new_one_where_one_rank_has_changed(other: Version | None) -> None:
     driver = Driver(policy=Every(seconds=600))
-    driver.save(Tick(5, 1))
-    take(driver, Tick(5, 1))
+    driver.save(Version(5, 1))
+    take(driver, Version(5, 1))
     driver.said.clear()
     for rank in range(2):
-        driver.group.save(rank, Tick(5, 2), Why.EXIT, {}, ("save", rank), Tick(5, 1) if rank else other)
+        driver.group.record_save_request(
+            rank, Version(5, 2), SaveReason.EXIT, {}, ("save", rank), Version(5, 1) if rank else other
+        )
     driver.decide()
     driver.commit()
     assert driver.answers("save")[0]["saved"] is False
@@ -322,9 +324,9 @@ def test_the_exit_takes_a_new_one_where_one_rank_has_changed(other: Tick | None)
 
 def test_the_first_one_is_due_at_once_where_the_policy_finds_its_interval() -> None:
     group = Scheduler(1, Every(seconds=60))
-    group.paced(60.0, 600.0, 0.0)
-    group.started(0, 0.0)
-    assert group._due_s == 0.0
+    group.set_intervals(60.0, 600.0, 0.0)
+    group.record_start(0, 0.0)
+    assert group._appoint_due_s == 0.0
 
 
 def test_no_second_one_is_appointed_while_one_stands() -> None:
@@ -341,38 +343,38 @@ def test_all_that_are_appointed_are_taken_back_for_what_comes_first(what_for: st
     driver = Driver(slots=SLOTS_CLOSE)
     driver.steps = [1, 1]
     driver.decide()
-    before = {word.round for word in driver.words()}
+    before = {word.attempt_number for word in driver.words()}
     assert len(before) == 1
     if what_for == "save":
-        driver.save(Tick(0, 1))
-        free = [slot for slot in driver.group.slots if slot.state is State.FREE]
+        driver.save(Version(0, 1))
+        free = [slot for slot in driver.group.slots if slot.state is SlotState.FREE]
         assert driver.answers("save")[0]["saved"] is False
         assert free or not driver.words()
         return
     if what_for == "leave":
-        assert hold(driver).round not in before
+        assert hold(driver).attempt_number not in before
     else:
-        driver.group.layout(0)
+        driver.group.record_layout(0)
         driver.decide()
-        driver.group.planned(3, "e", (100, 100), SLOTS_CLOSE)
+        driver.group.record_division(3, "e", (100, 100), SLOTS_CLOSE)
         driver.make_ready()
-    assert not before & {word.round for word in driver.words()}
+    assert not before & {word.attempt_number for word in driver.words()}
 
 
 @pytest.mark.parametrize("how", ["leave", "made", "committed"])
 def test_while_slots_are_made_and_the_newest_is_committed_one_is_kept_to_leave_with(how: str) -> None:
     driver = Driver(slots=2)
-    driver.group.slots_in_use = 3
+    driver.group.slot_limit = 3
     making = [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)]
     assert making == [2], "which takes its time"
     driver.complete()
-    assert driver.group.committing is not None
+    assert driver.group.committing_slot is not None
     assert driver.word() is None, "step 20 would take the last one"
     if how == "leave":
         hold(driver)  # asserts that it is appointed
         return
     if how == "made":
-        driver.group.made(2, (100, 100))
+        driver.group.record_arenas(2, (100, 100))
         driver.make_ready()
     else:
         driver.commit()
@@ -383,7 +385,7 @@ def test_a_step_too_near_to_be_heard_of_in_time_is_not_appointed() -> None:
     driver = Driver()
     driver.complete()
     driver.steps = [19, 19]
-    driver.group.missed(0, driver.word().round, "late")
+    driver.group.record_miss(0, driver.word().attempt_number, "late")
     driver.decide()
     assert driver.word().step == 30
 
@@ -407,7 +409,7 @@ def test_an_interval_whose_tick_was_missed_is_tried_again_soon_and_then_less_oft
         word = driver.word()
         if word is not None:
             tries.append(driver.now_s)
-            driver.group.missed(1, word.round, "layout")
+            driver.group.record_miss(1, word.attempt_number, "layout")
             driver.decide()
         driver.now_s += 1
     assert len(tries) > 4
@@ -425,7 +427,7 @@ def test_late_ranks_are_told_earlier_the_next_time() -> None:
         driver.steps = [int(driver.now_s * 100)]
         driver.decide()
         leads.append(driver.word().step - driver.steps[0])
-        driver.group.missed(0, driver.word().round, "late")
+        driver.group.record_miss(0, driver.word().attempt_number, "late")
         driver.decide()
     assert leads == sorted(leads)
     assert leads[-1] > 8 * leads[0]
@@ -440,7 +442,7 @@ def test_where_gradients_wait_only_steps_with_an_update_are_appointed() -> None:
         driver.decide()
         word = driver.word()
         appointed.append(word.step)
-        driver.group.missed(0, word.round, WAITING, (3, 8))
+        driver.group.record_miss(0, word.attempt_number, GRADIENTS_WAIT, (3, 8))
         driver.decide()
     assert {step % 8 for step in appointed[1:]} == {3}
 
@@ -448,11 +450,11 @@ def test_where_gradients_wait_only_steps_with_an_update_are_appointed() -> None:
 def test_one_missed_rank_abandons_the_tick_for_all_at_once() -> None:
     driver = Driver()
     word = driver.word()
-    driver.stage(word.round, Tick(10), word.slot, range(1))
-    driver.group.missed(1, word.round, "not granted")
+    driver.stage(word.attempt_number, Version(10), word.slot, range(1))
+    driver.group.record_miss(1, word.attempt_number, "not granted")
     driver.decide()
-    assert driver.levels("local") == {str(Tick(10)): False}
-    driver.group.staged(1, word.round, Tick(10), word.slot, "d", 0.0)
+    assert driver.levels("local") == {str(Version(10)): False}
+    driver.group.record_staging(1, word.attempt_number, Version(10), word.slot, "d", 0.0)
     driver.decide()
     assert not any(isinstance(action, do.Assemble) for action in driver.said)
 
@@ -460,27 +462,27 @@ def test_one_missed_rank_abandons_the_tick_for_all_at_once() -> None:
 def test_who_staged_what_had_just_been_withdrawn_is_told_so() -> None:
     driver = Driver()
     word = driver.word()
-    driver.group.lost(1, 0.0)
+    driver.group.record_disconnect(1, 0.0)
     driver.decide()
     assert driver.levels("local") == {}
-    driver.group.staged(0, word.round, Tick(10), word.slot, "d", 0.0)
+    driver.group.record_staging(0, word.attempt_number, Version(10), word.slot, "d", 0.0)
     driver.decide()
-    assert driver.levels("local") == {str(Tick(10)): False}
+    assert driver.levels("local") == {str(Version(10)): False}
 
 
 def test_a_snapshot_under_another_division_is_not_mixed_in() -> None:
     driver = Driver()
     word = driver.word()
-    driver.group.staged(0, word.round, Tick(10), word.slot, "d", 0.0)
-    driver.group.staged(1, word.round, Tick(10), word.slot, "another", 0.0)
+    driver.group.record_staging(0, word.attempt_number, Version(10), word.slot, "d", 0.0)
+    driver.group.record_staging(1, word.attempt_number, Version(10), word.slot, "another", 0.0)
     driver.decide()
-    assert driver.levels("local") == {str(Tick(10)): False}
+    assert driver.levels("local") == {str(Version(10)): False}
 
 
 def test_a_rank_that_is_past_a_tick_and_silent_does_not_block_the_next() -> None:
     driver = Driver()
     first = driver.word()
-    driver.stage(first.round, Tick(10), first.slot, range(1))
+    driver.stage(first.attempt_number, Version(10), first.slot, range(1))
     driver.steps = [14, 14]
     driver.decide()
     assert driver.word() == first
@@ -493,7 +495,7 @@ def test_a_rank_that_is_past_a_tick_and_silent_does_not_block_the_next() -> None
 def test_a_rank_that_hangs_before_a_tick_is_waited_for_however_long() -> None:
     driver = Driver()
     first = driver.word()
-    driver.stage(first.round, Tick(10), first.slot, range(1))
+    driver.stage(first.attempt_number, Version(10), first.slot, range(1))
     driver.now_s, driver.steps = 1e6, [10, 10]
     driver.decide()
     assert driver.word() == first
@@ -503,14 +505,14 @@ def test_what_somebody_reads_is_not_freed_and_not_given_again() -> None:
     driver = Driver(slots=2)
     driver.complete()
     driver.commit()
-    slot = driver.group.newest
+    slot = driver.group.newest_slot
     assert slot is not None
-    driver.group.lease(slot.number)
+    driver.group.take_lease(slot.number)
     driver.complete()
     driver.commit()
-    assert slot.state is State.COMPLETE
+    assert slot.state is SlotState.COMPLETE
     assert driver.word() is None, "no slot is left to appoint"
-    driver.group.release(slot.number)
+    driver.group.release_lease(slot.number)
     driver.decide()
     assert driver.word() is not None
 
@@ -523,22 +525,22 @@ def test_while_a_commit_runs_only_the_newest_waits_and_the_others_say_that_they_
     assert driver.levels("store") == {str(second): False}
     driver.commit()
     assert driver.levels("store") == {str(first): True, str(second): False}
-    assert driver.group.committing is not None, "whoever waits for the newest must not wait for ever"
+    assert driver.group.committing_slot is not None, "whoever waits for the newest must not wait for ever"
     driver.commit()
     assert driver.levels("store")[str(third)]
-    assert driver.group.committing is None
+    assert driver.group.committing_slot is None
 
 
 def test_after_a_restart_the_agent_says_what_it_has() -> None:
     driver = Driver()
-    driver.group.holds(1, Tick(40), True)
-    driver.group.holds(2, Tick(50), False)
-    driver.group.recovered()
+    driver.group.record_held_snapshot(1, Version(40), True)
+    driver.group.record_held_snapshot(2, Version(50), False)
+    driver.group.finish_recovery()
     driver.decide()
-    told = [action.body for action in driver.said if isinstance(action, do.Tell)]
-    assert {"t": "recovered", "ticks": [str(Tick(40)), str(Tick(50))]} in told
-    assert driver.levels("local") == {str(Tick(40)): True, str(Tick(50)): True}
-    assert driver.levels("store") == {str(Tick(40)): True}
+    told = [action.body for action in driver.said if isinstance(action, do.NotifyRanks)]
+    assert {"t": "recovered", "versions": [str(Version(40)), str(Version(50))]} in told
+    assert driver.levels("local") == {str(Version(40)): True, str(Version(50)): True}
+    assert driver.levels("store") == {str(Version(40)): True}
 
 
 def test_a_failed_commit_is_told_and_the_next_one_tried() -> None:
@@ -569,19 +571,19 @@ def test_a_save_takes_the_place_of_an_appointment_that_nobody_has_reached() -> N
     driver = Driver(slots=1)
     appointed = driver.word()
     driver.steps = [4, 4]
-    driver.save(Tick(3, 1))
+    driver.save(Version(3, 1))
     assert driver.word() is None
     assert {rank: body["saved"] for rank, body in driver.answers("save").items()} == {0: False, 1: False}
-    assert driver.answers("save")[0]["round"] != appointed.round
+    assert driver.answers("save")[0]["attempt"] != appointed.attempt_number
     assert [a.metrics for a in driver.said if isinstance(a, do.Commit)] == []
 
 
 def test_metrics_go_with_the_commit_and_the_lowest_rank_wins() -> None:
     driver = Driver()
-    driver.save(Tick(3, 1))
+    driver.save(Version(3, 1))
     answer = driver.answers("save")[0]
-    driver.stage(answer["round"], Tick(3, 1), answer["slot"])
-    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.stage(answer["attempt"], Version(3, 1), answer["slot"])
+    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
     driver.decide()
     assert [a.metrics for a in driver.said if isinstance(a, do.Commit)] == [{"loss": 0.0}]
 
@@ -589,13 +591,13 @@ def test_metrics_go_with_the_commit_and_the_lowest_rank_wins() -> None:
 def test_a_save_waits_until_the_one_before_it_is_on_its_way_to_the_store() -> None:
     driver = Driver()
     driver.complete()  # its commit runs
-    driver.save(Tick(11, 1))
+    driver.save(Version(11, 1))
     answer = driver.answers("save")[0]
-    driver.stage(answer["round"], Tick(11, 1), answer["slot"])
-    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.stage(answer["attempt"], Version(11, 1), answer["slot"])
+    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
     driver.said.clear()
     driver.steps = [13, 13]
-    driver.save(Tick(12, 1))
+    driver.save(Version(12, 1))
     assert driver.answers("save") == {}
     driver.commit()
     assert set(driver.answers("save")) == {0, 1}
@@ -603,7 +605,7 @@ def test_a_save_waits_until_the_one_before_it_is_on_its_way_to_the_store() -> No
 
 def test_nothing_is_appointed_while_a_rank_waits_in_a_save() -> None:
     driver = Driver(policy=Every(seconds=5))
-    driver.save(Tick(0, 1), ranks=range(1))
+    driver.save(Version(0, 1), ranks=range(1))
     driver.now_s, driver.steps = 5.0, [1, 1]
     driver.decide()
     assert driver.word() is None
@@ -611,55 +613,57 @@ def test_nothing_is_appointed_while_a_rank_waits_in_a_save() -> None:
 
 def test_a_rank_that_cannot_save_ends_the_save_for_all_and_for_who_comes_later() -> None:
     driver = Driver(world=3)
-    driver.save(Tick(4, 1), ranks=range(1))
-    driver.group.unsavable(1, Tick(4, 1), "x is no tensor")
+    driver.save(Version(4, 1), ranks=range(1))
+    driver.group.record_unsavable(1, Version(4, 1), "x is no tensor")
     driver.decide()
     assert driver.answers("save") == {0: "save-failed"}
-    driver.save(Tick(4, 1), ranks=range(2, 3))
+    driver.save(Version(4, 1), ranks=range(2, 3))
     refused = [action for action in driver.said if isinstance(action, do.Refuse)]
     assert [action.kind for action in refused] == ["save-failed"] * 2
     assert all("rank 1 cannot save" in action.message and "x is no tensor" in action.message for action in refused)
-    driver.save(Tick(5, 1))
-    driver.stage(driver.answers("save")[0]["round"], Tick(5, 1), driver.answers("save")[0]["slot"])
+    driver.save(Version(5, 1))
+    driver.stage(driver.answers("save")[0]["attempt"], Version(5, 1), driver.answers("save")[0]["slot"])
     assert all(type(answer) is dict for answer in driver.answers("save").values())
 
 
 def test_a_save_that_a_rank_gives_up_after_it_was_granted_is_waited_for_by_nobody() -> None:
     driver = Driver()
-    driver.save(Tick(4, 1))
-    driver.group.unsavable(1, Tick(4, 1), "interrupted")
+    driver.save(Version(4, 1))
+    driver.group.record_unsavable(1, Version(4, 1), "interrupted")
     driver.decide()
     assert "rank 1 missed it (interrupted)" in str(driver.said)
-    driver.save(Tick(5, 1))
+    driver.save(Version(5, 1))
     assert all(type(answer) is dict and not answer["saved"] for answer in driver.answers("save").values())
 
 
-@pytest.mark.parametrize("why", [Why.SAVE, Why.EXIT])
-def test_who_waits_in_a_save_for_a_rank_that_has_gone_on_from_a_former_one_is_told_so(why: Why) -> None:
+@pytest.mark.parametrize("why", [SaveReason.SAVE, SaveReason.EXIT])
+def test_who_waits_in_a_save_for_a_rank_that_has_gone_on_from_a_former_one_is_told_so(why: SaveReason) -> None:
     driver = Driver()
-    driver.group.unsavable(1, Tick(4, 1), "its agent died")
-    driver.save(Tick(4, 2), why, ranks=range(1))
+    driver.group.record_unsavable(1, Version(4, 1), "its agent died")
+    driver.save(Version(4, 2), why, ranks=range(1))
     for driver.now_s in (0.0, 9.0):
         driver.decide()
     assert driver.answers("save") == {}, "the other may ask for it, too"
     for driver.now_s in (11.0, 12.0):
         driver.decide()
-    assert driver.answers("save") == ({0: "usage"} if why is Why.SAVE else {}), "at the end the others come"
+    assert driver.answers("save") == ({0: "usage"} if why is SaveReason.SAVE else {}), "at the end the others come"
 
 
 def test_ranks_that_are_waited_for_in_a_save_are_named_once() -> None:
     driver = Driver(world=3)
-    driver.save(Tick(4, 1), ranks=range(1))
+    driver.save(Version(4, 1), ranks=range(1))
     for driver.now_s in (9.0, 11.0, 12.0, 30.0):
         driver.decide()
     named = [action for action in driver.said if isinstance(action, do.Emit) and action.name == "save.awaited"]
-    assert [(action.loud, action.data) for action in named] == [(True, {"tick": str(Tick(4, 1)), "ranks": [1, 2]})]
+    assert [(action.loud, action.data) for action in named] == [
+        (True, {"version": str(Version(4, 1)), "ranks": [1, 2]})
+    ]
     assert "ranks [1, 2] have not come" in named[0].message
 
 
 def test_a_rank_that_ends_the_block_before_the_others_is_named() -> None:
     driver = Driver()
-    driver.save(Tick(4), Why.EXIT, range(1))
+    driver.save(Version(4), SaveReason.EXIT, range(1))
     driver.steps = [5, 6]
     driver.decide()
     (refused,) = [action for action in driver.said if isinstance(action, do.Refuse)]
@@ -669,25 +673,25 @@ def test_a_rank_that_ends_the_block_before_the_others_is_named() -> None:
 
 def test_a_rank_that_goes_past_a_save_is_named_to_the_others() -> None:
     driver = Driver()
-    driver.save(Tick(3, 1), ranks=range(1))
+    driver.save(Version(3, 1), ranks=range(1))
     driver.steps = [4, 5]
     assert driver.group.next_wake_s(0.0) is not None
     driver.decide()
     assert driver.answers("save") == {0: "usage"}
-    driver.group.save(1, Tick(3, 1), Why.SAVE, {}, ("save", 1))
+    driver.group.record_save_request(1, Version(3, 1), SaveReason.SAVE, {}, ("save", 1))
     driver.decide()
     assert driver.answers("save") == {0: "usage", 1: "usage"}
 
 
 def test_a_save_that_is_asked_for_again_gets_the_same_answer() -> None:
     driver = Driver()
-    driver.save(Tick(3, 1))
+    driver.save(Version(3, 1))
     first = driver.answers("save")[1]
-    driver.group.save(1, Tick(3, 1), Why.SAVE, {}, ("again", 1))
+    driver.group.record_save_request(1, Version(3, 1), SaveReason.SAVE, {}, ("again", 1))
     driver.decide()
     assert driver.answers("again") == {1: first}
-    driver.stage(first["round"], Tick(3, 1), first["slot"])
-    driver.group.save(1, Tick(3, 1), Why.SAVE, {}, ("late", 1))
+    driver.stage(first["attempt"], Version(3, 1), first["slot"])
+    driver.group.record_save_request(1, Version(3, 1), SaveReason.SAVE, {}, ("late", 1))
     driver.decide()
     assert driver.answers("late")[1]["saved"]
 
@@ -696,7 +700,7 @@ def test_an_exit_at_an_appointed_step_takes_no_second_snapshot_and_is_committed(
     driver = Driver()
     driver.complete()
     second = driver.complete()  # skips the store
-    driver.save(second, Why.EXIT)
+    driver.save(second, SaveReason.EXIT)
     assert all(body["saved"] for body in driver.answers("save").values())
     driver.commit()
     driver.commit()
@@ -707,10 +711,10 @@ def test_an_exit_at_a_step_whose_snapshot_is_on_its_way_waits_for_it() -> None:
     driver = Driver()
     word = driver.word()
     driver.steps = [10, 10]
-    driver.stage(word.round, Tick(10), word.slot, range(1))
-    driver.save(Tick(10), Why.EXIT)
+    driver.stage(word.attempt_number, Version(10), word.slot, range(1))
+    driver.save(Version(10), SaveReason.EXIT)
     assert driver.answers("save") == {}
-    driver.stage(word.round, Tick(10), word.slot)
+    driver.stage(word.attempt_number, Version(10), word.slot)
     assert all(body["saved"] for body in driver.answers("save").values())
 
 
@@ -718,51 +722,51 @@ def test_an_exit_does_not_wait_for_a_report_that_was_lost() -> None:
     driver = Driver()
     word = driver.word()
     driver.steps = [10, 10]
-    driver.stage(word.round, Tick(10), word.slot, range(1))
-    driver.save(Tick(10), Why.EXIT)
+    driver.stage(word.attempt_number, Version(10), word.slot, range(1))
+    driver.save(Version(10), SaveReason.EXIT)
     for _ in range(4):
         driver.now_s += 3.0
         driver.decide()
     assert {body["saved"] for body in driver.answers("save").values()} == {False}
-    assert driver.answers("save")[0]["round"] != word.round
+    assert driver.answers("save")[0]["attempt"] != word.attempt_number
 
 
 def test_ranks_that_come_to_their_end_at_different_ticks_of_a_step_agree_on_the_last_one() -> None:
     """One of them has seen an attempt fail, since its node's agent was started again."""
     driver = Driver()
-    driver.group.save(0, Tick(7), Why.EXIT, {}, ("exit", 0))
-    driver.group.save(1, Tick(7, 1), Why.EXIT, {}, ("exit", 1))
+    driver.group.record_save_request(0, Version(7), SaveReason.EXIT, {}, ("exit", 0))
+    driver.group.record_save_request(1, Version(7, 1), SaveReason.EXIT, {}, ("exit", 1))
     (refusal,) = [each for each in driver.decide() if isinstance(each, do.Refuse)]
     assert (refusal.request, refusal.kind) == (("exit", 0), "not-staged")
-    driver.group.save(0, Tick(7, 1), Why.EXIT, {}, ("exit", 0))
+    driver.group.record_save_request(0, Version(7, 1), SaveReason.EXIT, {}, ("exit", 0))
     granted = [each for each in driver.decide() if isinstance(each, do.AnswerRequest)]
     assert [each.body["saved"] for each in granted] == [False, False]
 
 
 def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_them_stays() -> None:
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     first = driver.complete()
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [first]
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [first]
     second = driver.complete()
     assert len([each for each in driver.said if isinstance(each, do.Replicate)]) == 1, "one at a time"
-    slot = driver.group.replicating
+    slot = driver.group.replicating_slot
     assert slot is not None
-    driver.group.replicated(slot, "", driver.now_s)
+    driver.group.record_replication(slot, "", driver.now_s)
     driver.commit()
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [first, second]
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [first, second]
     assert not [each for each in driver.said if isinstance(each, do.ReplicaDegraded)]
-    held = driver.group.safe
+    held = driver.group.replicated_slot
     assert held is not None
-    assert held.round is not None
-    assert held.round.tick == first, "it stays until the second has copies too"
+    assert held.attempt is not None
+    assert held.attempt.version == first, "it stays until the second has copies too"
     driver.copy("a node is gone")
     driver.decide()
-    assert driver.group.safe is held
+    assert driver.group.replicated_slot is held
     tells = [
-        (each.body["tick"], each.body["ok"])
+        (each.body["version"], each.body["ok"])
         for each in driver.said
-        if isinstance(each, do.Tell) and each.body.get("level") == "peer"
+        if isinstance(each, do.NotifyRanks) and each.body.get("level") == "peer"
     ]
     assert tells == [(str(first), True), (str(second), False)]
 
@@ -770,21 +774,21 @@ def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_the
 def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest_is_in_the_store() -> None:
     """The older one is safe with others, and is kept for that, as long as there is no better."""
     driver = Driver(slots=2)
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     first = driver.complete()
     driver.copy()
     driver.commit()
     second = driver.complete()
     driver.copy("there is no room")
     driver.decide()
-    held = [slot.round.tick for slot in driver.group.slots if slot.round is not None]
+    held = [slot.attempt.version for slot in driver.group.slots if slot.attempt is not None]
     assert sorted(held) == [first, second]
-    lost = lambda: [each.tick for each in driver.said if isinstance(each, do.ReplicaDegraded)]  # noqa: E731
+    lost = lambda: [each.version for each in driver.said if isinstance(each, do.ReplicaDegraded)]  # noqa: E731
     assert lost() == []
     driver.commit()
-    assert driver.group.safe is None
+    assert driver.group.replicated_slot is None
     assert lost() == [first], "nobody is told any more that it is safe there"
-    assert driver.group.safe_tick == first, "those who keep it do not drop it for attempts that fail"
+    assert driver.group.replicated_version == first, "those who keep it do not drop it for attempts that fail"
     third = driver.complete()
     assert third > second
 
@@ -793,58 +797,58 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
 def test_what_is_safe_gives_way_to_copies_that_fail_again_and_again_only_once_it_is_in_the_store(stored: bool) -> None:
     """Attempts under several placements may have left more of it than memory is for: then none would ever succeed."""
     driver = Driver()
-    driver.group.replicates, kept = True, (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
-    driver.group.kept = kept
+    driver.group.is_replication_on, kept = True, (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
+    driver.group.placement = kept
     first = driver.complete()
     driver.copy()
     driver.commit("" if stored else "the store is down")
     driver.complete()
     needed = []
     for _ in range(3):
-        assert driver.group.replicating is not None
-        needed.append(driver.group.safe_needed)
+        assert driver.group.replicating_slot is not None
+        needed.append(driver.group.retained_placement)
         driver.copy("there is no room")
         driver.now_s += 100.0
         driver.decide()
     assert needed == [kept, kept, () if stored else kept]
-    lost = [each.tick for each in driver.said if isinstance(each, do.ReplicaDegraded)]
+    lost = [each.version for each in driver.said if isinstance(each, do.ReplicaDegraded)]
     assert set(lost) == ({first} if stored else set())
     driver.copy()
-    assert driver.group.safe_needed == kept, "of what is safe now"
+    assert driver.group.retained_placement == kept, "of what is safe now"
 
 
 def test_of_what_is_found_to_be_safe_or_is_so_by_parity_it_is_not_known_what_has_to_stay() -> None:
     group, known = Driver().group, (Kept("", 1, ("b",)), Kept("b", 0))
     found, parity = (Kept("", 1), Kept("b", 0)), (Kept("", 1), Kept("b", 1))
     for kept, needed in ((known, known), (found, None), (parity, None)):
-        group.safe_tick, group.safe_kept = Tick(5), kept
-        assert group.safe_needed == needed
+        group.replicated_version, group.replicated_placement = Version(5), kept
+        assert group.retained_placement == needed
 
 
 def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_that_is_asked_again() -> None:
     """The agent was started again. The older one may be the one that is safe, and its own memory is part of that."""
     driver = Driver(policy=Every(seconds=600))
-    driver.group.replicates = driver.group.unsure = True
-    driver.group.holds(0, Tick(40), False)
-    driver.group.holds(1, Tick(50), False)
-    asked = lambda: [each.tick for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
+    driver.group.is_replication_on = driver.group.is_survey_pending = True
+    driver.group.record_held_snapshot(0, Version(40), False)
+    driver.group.record_held_snapshot(1, Version(50), False)
+    asked = lambda: [each.version for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
 
     def held() -> list[int]:
-        complete = [slot.round for slot in driver.group.slots if slot.state is State.COMPLETE]
-        return sorted(round_.tick.step for round_ in complete if round_ is not None)
+        complete = [slot.attempt for slot in driver.group.slots if slot.state is SlotState.COMPLETE]
+        return sorted(attempt.version.step for attempt in complete if attempt is not None)
 
     for tries in range(1, 4):
         driver.decide()
-        assert (asked(), held()) == ([Tick(50)] * tries, [40, 50])
-        driver.group.replicated(1, "a node does not answer", driver.now_s)
+        assert (asked(), held()) == ([Version(50)] * tries, [40, 50])
+        driver.group.record_replication(1, "a node does not answer", driver.now_s)
         driver.decide()
         again_s = driver.group.next_wake_s(driver.now_s)
         assert again_s is not None
         driver.now_s = again_s
-    found_safe(driver.group, Tick(40))
+    found_safe(driver.group, Version(40))
     driver.decide()
     assert held() == [40, 50]
-    driver.group.replicated(1, "", driver.now_s)
+    driver.group.record_replication(1, "", driver.now_s)
     driver.decide()
     assert held() == [50]
 
@@ -854,110 +858,112 @@ def test_what_is_found_to_be_safe_keeps_its_memory_here_though_copies_of_it_fail
 ):
     """The agent was started again, and what it was to copy first was safe already: what lies here is part of that."""
     driver = Driver(policy=Every(seconds=600))
-    driver.group.replicates = driver.group.unsure = True
-    driver.group.kept = (Kept("", 1, ("other",)),)
-    driver.group.holds(0, Tick(50), False)
+    driver.group.is_replication_on = driver.group.is_survey_pending = True
+    driver.group.placement = (Kept("", 1, ("other",)),)
+    driver.group.record_held_snapshot(0, Version(50), False)
     driver.decide()
-    found_safe(driver.group, Tick(50))
-    driver.group.replicated(0, "a link was cut", driver.now_s)
-    driver.group.holds(1, Tick(60), False)
+    found_safe(driver.group, Version(50))
+    driver.group.record_replication(0, "a link was cut", driver.now_s)
+    driver.group.record_held_snapshot(1, Version(60), False)
     driver.decide()
-    held = driver.group.safe
+    held = driver.group.replicated_slot
     assert held is not None
     assert held.number == 0
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [Tick(50), Tick(60)]
-    driver.group.replicated(1, "", driver.now_s)
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [Version(50), Version(60)]
+    driver.group.record_replication(1, "", driver.now_s)
     driver.decide()
-    assert driver.group.safe is driver.group.slots[1]
+    assert driver.group.replicated_slot is driver.group.slots[1]
 
 
 def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_of_what_is_newer() -> None:
     """Since the agent was started again there is less memory for others than there was."""
     for whole in (True, False):
         driver = Driver(policy=Every(seconds=600))
-        driver.group.replicates = driver.group.unsure = True
-        driver.group.kept = Kept("", 1, ("other",)), Kept("other", 1, ("",))
-        driver.group.holds(0, Tick(40), False)
-        driver.group.holds(1, Tick(50), False)
+        driver.group.is_replication_on = driver.group.is_survey_pending = True
+        driver.group.placement = Kept("", 1, ("other",)), Kept("other", 1, ("",))
+        driver.group.record_held_snapshot(0, Version(40), False)
+        driver.group.record_held_snapshot(1, Version(50), False)
         driver.decide()
-        driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
-        found_safe(driver.group, Tick(40), whole)
-        assert driver.group.undoes_safe == whole
-        assert driver.group.outlives_a_node == whole
+        driver.group.placement = Kept("", 0), Kept("other", 1, ("",))
+        found_safe(driver.group, Version(40), whole)
+        assert driver.group.would_reduce_protection == whole
+        assert driver.group.survives_node_loss == whole
         if not whole:
-            assert driver.group.replicated(1, "", driver.now_s) == UNKEPT, "as it was placed in the end"
+            assert driver.group.record_replication(1, "", driver.now_s) == NO_PEER_MEMORY, "as it was placed in the end"
 
 
 def test_what_is_safe_stays_though_nobody_has_memory_for_copies_any_more_until_the_store_has_something_newer() -> None:
     for slots in (2, 3):
         driver = Driver(slots=slots)
-        driver.group.replicates = True
+        driver.group.is_replication_on = True
         safe = driver.complete()
         driver.copy()
         driver.commit("the disk is full")
-        driver.group.replicates = False
+        driver.group.is_replication_on = False
         newer = driver.complete()
-        held = [slot.round.tick for slot in driver.group.slots if slot.state is State.COMPLETE and slot.round]
+        held = [
+            slot.attempt.version for slot in driver.group.slots if slot.state is SlotState.COMPLETE and slot.attempt
+        ]
         assert sorted(held) == [safe, newer]
         driver.now_s += 100.0
         driver.decide()
         driver.commit()
         driver.decide()
-        assert driver.group.committed_tick == newer
-        assert driver.group.safe is None
+        assert driver.group.committed_version == newer
+        assert driver.group.replicated_slot is None
 
 
 def test_what_was_safe_leaves_its_slot_once_the_store_has_something_newer_though_ever_newer_ones_are_complete() -> None:
     """Nobody has memory for copies any more, and a commit takes longer than from one snapshot to the next."""
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     safe = driver.complete()
     driver.copy()
     driver.commit()
-    driver.group.replicates = False
+    driver.group.is_replication_on = False
     driver.complete()
     driver.complete()
-    assert driver.group.safe is not None
+    assert driver.group.replicated_slot is not None
     driver.commit()
-    assert driver.group.committed_tick is not None
-    assert driver.group.committed_tick > safe
-    assert driver.group.newest_store is Store.RUNNING
-    assert driver.group.safe is None
+    assert driver.group.committed_version is not None
+    assert driver.group.committed_version > safe
+    assert driver.group.newest_commit_state is WorkState.RUNNING
+    assert driver.group.replicated_slot is None
     assert driver.word() is not None, "there is a slot for the next one"
 
 
 def test_what_others_have_goes_once_nobody_has_room_any_more_and_the_store_has_something_newer() -> None:
     driver = Driver()
-    gone = lambda: [each for each in driver.said if isinstance(each, do.Unkeep)]  # noqa: E731
-    driver.group.replicates = True
+    gone = lambda: [each for each in driver.said if isinstance(each, do.DropReplicas)]  # noqa: E731
+    driver.group.is_replication_on = True
     safe = driver.complete()
     driver.copy()
     driver.commit()
-    driver.group.replicates = False
+    driver.group.is_replication_on = False
     newer = driver.complete()
-    assert (driver.group.safe_tick, gone()) == (safe, [])
+    assert (driver.group.replicated_version, gone()) == (safe, [])
     driver.commit("the disk is full")
     assert not gone()
     driver.now_s += 100.0
     driver.decide()
     driver.commit()
-    assert driver.group.committed_tick == newer
-    assert (driver.group.safe_tick, len(gone())) == (None, 1)
+    assert driver.group.committed_version == newer
+    assert (driver.group.replicated_version, len(gone())) == (None, 1)
     newest = driver.complete()
     driver.commit()
     assert len(gone()) == 1
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.decide()
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [safe, newest]
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [safe, newest]
 
 
 def test_what_others_have_of_copies_that_failed_goes_once_nobody_has_room_any_more_and_the_store_has_it() -> None:
     """Until then it may be all that outlives this node: one of them had its part, or said too late that it has."""
     driver = Driver()
-    gone = lambda: [each for each in driver.said if isinstance(each, do.Unkeep)]  # noqa: E731
-    driver.group.replicates = True
+    gone = lambda: [each for each in driver.said if isinstance(each, do.DropReplicas)]  # noqa: E731
+    driver.group.is_replication_on = True
     driver.complete()
-    driver.group.replicates = False
+    driver.group.is_replication_on = False
     driver.decide()
     assert not gone(), "they are on their way"
     driver.copy("a node hangs")
@@ -970,180 +976,182 @@ def test_what_others_have_of_copies_that_failed_goes_once_nobody_has_room_any_mo
 def test_who_was_away_when_all_copies_were_to_go_hears_that_older_ones_are_not_wanted_with_the_next() -> None:
     """Else it would keep two generations beside what is copied next, for which it may have no room."""
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.complete()
     driver.copy()
-    safe = driver.group.safe_tick
-    assert driver.group.stays_tick == safe
+    safe = driver.group.replicated_version
+    assert driver.group.retained_version == safe
     newest = driver.complete()
-    driver.group.replicates = False
+    driver.group.is_replication_on = False
     driver.copy("a node is away")
-    while not any(isinstance(each, do.Unkeep) for each in driver.said):
+    while not any(isinstance(each, do.DropReplicas) for each in driver.said):
         driver.commit()
-    assert (driver.group.safe_tick, driver.group.stays_tick) == (None, newest)
-    driver.group.replicates = True
-    tick = driver.complete()
-    assert driver.group.stays_tick == newest
+    assert (driver.group.replicated_version, driver.group.retained_version) == (None, newest)
+    driver.group.is_replication_on = True
+    version = driver.complete()
+    assert driver.group.retained_version == newest
     driver.copy()
-    assert driver.group.stays_tick == tick
+    assert driver.group.retained_version == version
 
 
 @pytest.mark.parametrize("kept", [(Kept("", 1, ("b",)), Kept("b", 1, ("",))), (Kept("", 1), Kept("b", 1))])
 def test_of_what_who_was_away_when_all_copies_were_to_go_has_still_nobody_needs_any(kept: tuple[Kept, ...]) -> None:
     """It may leave no room for the next, and then nothing comes that is safe and lets it go. Copies, and parity."""
     driver = Driver()
-    driver.group.replicates, driver.group.kept = True, kept
+    driver.group.is_replication_on, driver.group.placement = True, kept
     driver.complete()
     driver.copy()
-    driver.group.replicates = False
+    driver.group.is_replication_on = False
     driver.complete()
-    while driver.group.given_up_tick is None:
+    while driver.group.dropped_version is None:
         driver.commit()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.complete()
-    assert driver.group.replicating is not None
-    assert driver.group.safe_needed == ()
+    assert driver.group.replicating_slot is not None
+    assert driver.group.retained_placement == ()
 
 
 def test_where_nothing_is_safe_and_copies_fail_again_and_again_what_is_older_than_in_the_store_goes() -> None:
     """Attempts under several placements may have left more of what failed than memory is for."""
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     first = driver.complete()
     driver.commit()
     stays = []
     for _ in range(3):
-        stays.append(driver.group.stays_tick)
+        stays.append(driver.group.retained_version)
         driver.copy("a node is away")
         driver.now_s += 100.0
         driver.decide()
-    assert (stays, driver.group.stays_tick) == ([None, None, first], first)
-    assert driver.group.safe_needed == ()
-    assert driver.group.safe_tick is None, "nor is it said to be safe there"
+    assert (stays, driver.group.retained_version) == ([None, None, first], first)
+    assert driver.group.retained_placement == ()
+    assert driver.group.replicated_version is None, "nor is it said to be safe there"
 
 
 def test_who_waits_for_copies_that_failed_as_nobody_has_room_any_more_hears_so_though_the_store_had_failed_before() -> (
     None
 ):
     driver = Driver()
-    driver.group.replicates = True
-    tick = driver.complete()
+    driver.group.is_replication_on = True
+    version = driver.complete()
     driver.commit("the disk is full")
-    driver.group.replicates = False
+    driver.group.is_replication_on = False
     driver.copy("a node hangs")
     driver.decide()
-    assert driver.levels("peer").get(str(tick)) is None, "it is tried once more"
+    assert driver.levels("peer").get(str(version)) is None, "it is tried once more"
     driver.complete()
-    assert driver.levels("peer").get(str(tick)) is False
+    assert driver.levels("peer").get(str(version)) is False
 
 
 def test_who_waits_for_copies_that_nobody_had_room_for_hears_so_though_there_is_room_again() -> None:
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.complete()
     driver.copy()
-    tick = driver.complete()  # while that one is still being committed
-    driver.group.replicates = False
+    version = driver.complete()  # while that one is still being committed
+    driver.group.is_replication_on = False
     driver.copy("nobody has room")
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.complete()
-    assert driver.levels("store") == {str(tick): False}
-    assert driver.levels("peer").get(str(tick)) is False
+    assert driver.levels("store") == {str(version): False}
+    assert driver.levels("peer").get(str(version)) is False
 
 
 def test_what_is_found_to_be_kept_in_part_is_not_called_safe_where_nobody_keeps_any_more() -> None:
     driver = Driver(policy=Every(seconds=600))
-    driver.group.unsure = True
-    driver.group.holds(0, Tick(50), False)
+    driver.group.is_survey_pending = True
+    driver.group.record_held_snapshot(0, Version(50), False)
     driver.decide()
-    found_safe(driver.group, Tick(50), whole=False)
-    assert driver.copy() == UNKEPT
+    found_safe(driver.group, Version(50), whole=False)
+    assert driver.copy() == NO_PEER_MEMORY
     driver.decide()
-    assert driver.levels("peer").get(str(Tick(50))) is not True
-    assert not driver.group.outlives_a_node
+    assert driver.levels("peer").get(str(Version(50))) is not True
+    assert not driver.group.survives_node_loss
 
 
 def test_a_rank_that_comes_back_does_not_hear_that_what_is_saved_once_more_has_failed() -> None:
     driver = Driver()
-    tick = driver.complete()
+    version = driver.complete()
     driver.commit("the disk is full")
-    driver.save(tick, Why.EXIT)
-    driver.group.lost(1, 0.0)
+    driver.save(version, SaveReason.EXIT)
+    driver.group.record_disconnect(1, 0.0)
     driver.decide()
-    driver.group.joined(1)
-    heard = [each for each in driver.group.again() if each["t"] == "level" and each["tick"] == str(tick)]
+    driver.group.record_join(1)
+    heard = [
+        each for each in driver.group.reconnect_messages() if each["t"] == "level" and each["version"] == str(version)
+    ]
     assert [each["level"] for each in heard] == ["local"]
 
 
 def test_an_agent_that_is_started_again_finds_out_what_is_safe_though_nobody_has_room_any_more() -> None:
     driver = Driver(policy=Every(seconds=600))
-    driver.group.unsure = True
+    driver.group.is_survey_pending = True
     for slot, step in enumerate((40, 50)):
-        driver.group.holds(slot, Tick(step), False)
+        driver.group.record_held_snapshot(slot, Version(step), False)
     for tries in range(1, 3):
         driver.decide()
-        assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [Tick(50)] * tries
+        assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [Version(50)] * tries
         driver.copy("a node does not answer")
         driver.now_s += 100.0
     driver.decide()
-    found_safe(driver.group, Tick(40))
+    found_safe(driver.group, Version(40))
     driver.copy("nobody has room")
     driver.now_s += 100.0
     driver.decide()
-    held = [slot.round.tick for slot in driver.group.slots if slot.state is State.COMPLETE and slot.round]
-    assert sorted(held) == [Tick(40), Tick(50)]
-    assert driver.group.safe_tick == Tick(40)
-    assert driver.levels("peer") == {str(Tick(40)): True}, "of the newest the store has not said yet what it has"
+    held = [slot.attempt.version for slot in driver.group.slots if slot.state is SlotState.COMPLETE and slot.attempt]
+    assert sorted(held) == [Version(40), Version(50)]
+    assert driver.group.replicated_version == Version(40)
+    assert driver.levels("peer") == {str(Version(40)): True}, "of the newest the store has not said yet what it has"
     driver.commit()
-    assert driver.group.safe is None
-    assert any(isinstance(each, do.Unkeep) for each in driver.said)
+    assert driver.group.replicated_slot is None
+    assert any(isinstance(each, do.DropReplicas) for each in driver.said)
 
 
 def test_who_waits_for_what_is_found_to_be_safe_hears_of_it() -> None:
     for whole in (True, False):
         driver = Driver(policy=Every(seconds=600))
-        driver.group.replicates = driver.group.unsure = True
+        driver.group.is_replication_on = driver.group.is_survey_pending = True
         for slot, step in enumerate((40, 50)):
-            driver.group.holds(slot, Tick(step), False)
+            driver.group.record_held_snapshot(slot, Version(step), False)
         driver.decide()
-        found_safe(driver.group, Tick(40), whole)
+        found_safe(driver.group, Version(40), whole)
         driver.decide()
-        assert driver.levels("peer") == {str(Tick(40)): whole}
+        assert driver.levels("peer") == {str(Version(40)): whole}
 
 
 def test_what_is_safe_stays_where_one_slot_is_all_that_can_be_had_until_the_store_has_something_newer() -> None:
     """Slots that there is no memory for any more may hold something still."""
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     safe = driver.complete()
     driver.copy()
     driver.commit("the disk is full")
     newer = driver.complete()
-    driver.group.fewer_slots(1, "there is no memory")
+    driver.group.limit_slots(1, "there is no memory")
     driver.decide()
-    assert driver.group.safe is not None
+    assert driver.group.replicated_slot is not None
     driver.copy("there is no room")
     driver.decide()
-    assert driver.group.safe_tick == safe
-    assert driver.group.safe is not None
+    assert driver.group.replicated_version == safe
+    assert driver.group.replicated_slot is not None
     driver.commit()
-    assert driver.group.committed_tick == newer
-    assert driver.group.safe is None
+    assert driver.group.committed_version == newer
+    assert driver.group.replicated_slot is None
 
 
 def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_have_left() -> None:
     """The agent was started again: that no node is known to keep copies does not say that none is to."""
     driver = Driver(policy=Every(seconds=600))
-    driver.group.unsure = True
-    driver.group.holds(0, Tick(50), False)
-    assert not driver.group.outdoes_former
-    driver.group.replicates = True
-    assert not driver.group.outdoes_former
+    driver.group.is_survey_pending = True
+    driver.group.record_held_snapshot(0, Version(50), False)
+    assert not driver.group.supersedes_former
+    driver.group.is_replication_on = True
+    assert not driver.group.supersedes_former
     found_safe(driver.group, None)
-    assert not driver.group.outdoes_former
+    assert not driver.group.supersedes_former
     driver.decide()
-    driver.group.replicated(0, "", driver.now_s)
-    assert driver.group.outdoes_former
+    driver.group.record_replication(0, "", driver.now_s)
+    assert driver.group.supersedes_former
 
 
 def test_where_nobody_has_room_for_the_copies_asked_for_only_what_is_in_the_store_outdoes_what_former_epochs_left() -> (
@@ -1151,11 +1159,11 @@ def test_where_nobody_has_room_for_the_copies_asked_for_only_what_is_in_the_stor
 ):
     """That lies on several nodes, and the newest on one each."""
     driver = Driver()
-    driver.group.wants_copies = True
+    driver.group.is_replication_wanted = True
     driver.complete()
-    assert not driver.group.outdoes_former
+    assert not driver.group.supersedes_former
     driver.commit()
-    assert driver.group.outdoes_former
+    assert driver.group.supersedes_former
 
 
 def closed(said: Iterable[do.Action]) -> list[int]:
@@ -1165,9 +1173,9 @@ def closed(said: Iterable[do.Action]) -> list[int]:
 def grown(driver: Driver, slots: int) -> None:
     """The state takes more memory, and there is some for so many slots."""
     driver.said.clear()
-    driver.group.layout(0)
+    driver.group.record_layout(0)
     driver.decide()
-    driver.group.planned(driver.group.layouts_version, "e", (300, 300), slots)
+    driver.group.record_division(driver.group.layouts_version, "e", (300, 300), slots)
     driver.make_ready()
 
 
@@ -1179,7 +1187,7 @@ def test_the_memory_of_slots_that_a_larger_state_leaves_no_room_for_goes_before_
     grown(driver, 2)
     assert closed(driver.said) == [], "it has gone"
     grown(driver, 3)
-    assert driver.group.slots[2].bytes == (300, 300), "it is there again"
+    assert driver.group.slots[2].arena_bytes == (300, 300), "it is there again"
     grown(driver, 2)
     assert closed(driver.said) == [2]
 
@@ -1189,29 +1197,29 @@ def test_a_slot_goes_once_nothing_that_is_needed_lies_in_it(first: str) -> None:
     driver = Driver()
     driver.complete()
     driver.complete()
-    assert driver.group.newest is not None
-    assert (driver.group.newest.number, driver.group.committing) == (1, 0)
-    driver.group.lease(2)
+    assert driver.group.newest_slot is not None
+    assert (driver.group.newest_slot.number, driver.group.committing_slot) == (1, 0)
+    driver.group.take_lease(2)
     grown(driver, 2)
     assert closed(driver.said) == [], "one holds the newest, one is on its way to the store, and one is read"
     if first == "read":
-        driver.group.release(2)
+        driver.group.release_lease(2)
         driver.decide()
     else:
         driver.commit()
     assert closed(driver.said) == [2 if first == "read" else 0]
-    driver.group.release(2) if first == "committed" else driver.commit()
+    driver.group.release_lease(2) if first == "committed" else driver.commit()
     driver.decide()
     assert len(closed(driver.said)) == 1, "one is enough"
 
 
 def test_a_slot_that_is_being_made_goes_once_it_is_made() -> None:
     driver = Driver(slots=2)
-    driver.group.use_slots(3)
+    driver.group.set_slot_limit(3)
     assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [2]
     grown(driver, 2)
     assert closed(driver.said) == []
-    driver.group.made(2, (100, 100))
+    driver.group.record_arenas(2, (100, 100))
     assert closed(driver.decide()) == [2]
 
 
@@ -1219,12 +1227,12 @@ def test_when_a_rank_comes_back_slots_that_it_or_its_agent_may_have_kept_are_clo
     """The word was lost with the connection; or what its agent was asked to make then is there, and nobody knows."""
     driver = Driver()
     grown(driver, 2)
-    driver.group.lost(1, driver.now_s)
+    driver.group.record_disconnect(1, driver.now_s)
     assert closed(driver.decide()) == []
-    driver.group.joined(1)
-    driver.group.layout(1)
+    driver.group.record_join(1)
+    driver.group.record_layout(1)
     driver.decide()
-    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 2)
+    driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 2)
     assert closed(driver.decide()) == [2, 3, 4]
     assert closed(driver.decide()) == []
 
@@ -1232,14 +1240,14 @@ def test_when_a_rank_comes_back_slots_that_it_or_its_agent_may_have_kept_are_clo
 def test_where_one_slot_cannot_be_had_those_behind_it_go() -> None:
     """They are of the smaller state, or would be all that is had of the others' memory."""
     driver = Driver()
-    driver.group.layout(0)
+    driver.group.record_layout(0)
     driver.decide()
-    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 3)
+    driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 3)
     assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [0]
-    driver.group.made(0, (300, 300))
+    driver.group.record_arenas(0, (300, 300))
     driver.decide()
-    driver.group.fewer_slots(1, "it is full")
-    driver.group.made(1, ())
+    driver.group.limit_slots(1, "it is full")
+    driver.group.record_arenas(1, ())
     assert sorted(closed(driver.decide())) == [1, 2]
 
 
@@ -1249,13 +1257,13 @@ def test_where_a_grown_state_has_one_slot_that_of_the_newest_checkpoint_is_made_
     driver.complete()
     driver.commit()
     driver.complete()
-    assert (driver.group.newest.number, driver.group.committing) == (1, 1)
-    driver.group.layout(0)
+    assert (driver.group.newest_slot.number, driver.group.committing_slot) == (1, 1)
+    driver.group.record_layout(0)
     driver.decide()
-    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 1)
+    driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 1)
     driver.said.clear()
     assert closed(driver.decide()) == [0, 2]
-    assert driver.group.newest.number == 1, "it is not in the store"
+    assert driver.group.newest_slot.number == 1, "it is not in the store"
     driver.commit()
     driver.decide()
     assert [action.slot for action in driver.said if isinstance(action, do.MakeArenas)] == [1]
@@ -1272,35 +1280,35 @@ def test_the_newest_stays_while_another_slot_than_the_only_one_that_is_in_use_ha
         driver.complete()
         driver.commit()
     older = driver.complete()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.commit("the store is down")
     newer = driver.complete()
-    driver.group.layout(0)
+    driver.group.record_layout(0)
     driver.decide()
-    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 1)
+    driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 1)
     driver.decide()
     driver.commit()
-    assert (driver.group.replicating, driver.group.newest.number) == slots
-    assert driver.group.committed_tick == newer
+    assert (driver.group.replicating_slot, driver.group.newest_slot.number) == slots
+    assert driver.group.committed_version == newer
     driver.copy()
     driver.make_ready()
-    assert not any(slot.round is not None and slot.round.tick == older for slot in driver.group.slots)
+    assert not any(slot.attempt is not None and slot.attempt.version == older for slot in driver.group.slots)
     driver.copy()
     driver.make_ready()
     driver.complete()
     driver.commit()
-    assert driver.group.committed_tick > newer
+    assert driver.group.committed_version > newer
 
 
 def test_arenas_that_are_too_large_since_the_state_has_shrunk_are_made_anew_once_nothing_needed_lies_in_them() -> None:
     """What they have more than was planned for would count as free memory for ever."""
     driver = Driver()
     driver.complete()
-    assert driver.group.newest.number == 0
+    assert driver.group.newest_slot.number == 0
     for need, again in ((95, set()), (90, {1, 2})):
-        driver.group.layout(0)
+        driver.group.record_layout(0)
         driver.decide()
-        driver.group.planned(driver.group.layouts_version, f"of {need}", (need, 100), 3)
+        driver.group.record_division(driver.group.layouts_version, f"of {need}", (need, 100), 3)
         driver.said.clear()
         driver.make_ready()
         assert {action.slot for action in driver.said if isinstance(action, do.MakeArenas)} == again
@@ -1311,11 +1319,11 @@ def test_arenas_that_are_too_large_since_the_state_has_shrunk_are_made_anew_once
 
 def test_slots_that_memory_was_not_there_for_come_once_it_is() -> None:
     driver = Driver(slots=0)
-    assert driver.group.refusal
-    driver.group.use_slots(0)
-    assert driver.group.refusal
-    driver.group.use_slots(2)
-    assert (driver.group.slots_in_use, driver.group.refusal) == (2, "")
+    assert driver.group.refusal_reason
+    driver.group.set_slot_limit(0)
+    assert driver.group.refusal_reason
+    driver.group.set_slot_limit(2)
+    assert (driver.group.slot_limit, driver.group.refusal_reason) == (2, "")
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -1323,113 +1331,113 @@ def test_where_there_are_fewer_slots_one_goes_that_holds_nothing_and_the_others_
     """What is safe may lie in any of them, and is needed until others keep something newer: they have no room for that
     before a slot has gone."""
     driver = Driver()
-    driver.group.replicates = True
-    while driver.group.safe is None or driver.group.safe.number != at:
+    driver.group.is_replication_on = True
+    while driver.group.replicated_slot is None or driver.group.replicated_slot.number != at:
         driver.complete()
         driver.copy()
         driver.commit()
         assert len(driver.said) < 1000
-    safe = driver.group.safe_tick
+    safe = driver.group.replicated_version
     driver.complete()
     driver.copy("there is no room")
     driver.commit("the disk is full")
     made = [action for action in driver.said if isinstance(action, do.MakeArenas)]
-    driver.group.use_slots(2)
+    driver.group.set_slot_limit(2)
     assert closed(driver.decide()) == [], "one is safe, one the newest, and one appointed"
-    newest = driver.group.newest
+    newest = driver.group.newest_slot
     assert newest is not None
     gone = newest.number
     driver.complete()
     assert closed(driver.said) == [gone], "there is a newer one"
-    assert driver.group.safe_tick == safe
-    assert driver.group.safe is not None
+    assert driver.group.replicated_version == safe
+    assert driver.group.replicated_slot is not None
     driver.copy()
     for _ in range(5):
         driver.commit()
         driver.complete()
         driver.copy()
-        assert {slot.number for slot in driver.group.slots if slot.bytes} == {0, 1, 2} - {gone}
+        assert {slot.number for slot in driver.group.slots if slot.arena_bytes} == {0, 1, 2} - {gone}
     assert closed(driver.said) == [gone], "once"
     assert [action for action in driver.said if isinstance(action, do.MakeArenas)] == made, "and none in its place"
-    driver.group.use_slots(3)
+    driver.group.set_slot_limit(3)
     assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [gone]
 
 
 def test_a_slot_that_cannot_be_had_leaves_those_that_are_there_whatever_their_numbers() -> None:
     driver = Driver(policy=Every(seconds=600))
-    driver.group.lacks(0)
+    driver.group.record_lost_arenas(0)
     assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [0]
-    assert driver.group.slots_had == 2
-    driver.group.fewer_slots(2, "it is full")
-    driver.group.made(0, ())
+    assert driver.group.usable_slot_count == 2
+    driver.group.limit_slots(2, "it is full")
+    driver.group.record_arenas(0, ())
     assert driver.decide() == [do.CloseArenas(0)], "on other nodes it may be there"
-    assert (driver.group.slots_in_use, driver.group.slots_had, driver.group.refusal) == (2, 2, "")
+    assert (driver.group.slot_limit, driver.group.usable_slot_count, driver.group.refusal_reason) == (2, 2, "")
 
 
 def test_what_cannot_be_divided_is_refused_however_much_memory_there_comes_to_be() -> None:
     """Else whoever saves waits for ever."""
     driver = Driver(slots=1)
-    driver.group.layout(0)
+    driver.group.record_layout(0)
     driver.decide()
-    driver.group.unplannable(driver.group.layouts_version, "two ranks differ")
-    driver.group.use_slots(3)
+    driver.group.record_division_failure(driver.group.layouts_version, "two ranks differ")
+    driver.group.set_slot_limit(3)
     for rank in range(2):
-        driver.group.save(rank, Tick(0, 1), Why.SAVE, {}, ("peer", rank))
+        driver.group.record_save_request(rank, Version(0, 1), SaveReason.SAVE, {}, ("peer", rank))
     refused = [each for each in driver.decide() if isinstance(each, do.Refuse)]
     assert [each.message for each in refused] == ["two ranks differ"] * 2
 
 
 def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> None:
     driver = Driver()
-    driver.group.replicates = True
-    tick = driver.complete()
+    driver.group.is_replication_on = True
+    version = driver.complete()
     driver.copy("a link was cut")
     driver.decide()
-    assert driver.group.replicating is None
+    assert driver.group.replicating_slot is None
     again_s = driver.group.next_wake_s(driver.now_s)
     assert again_s is not None
     driver.now_s = 10.0
     driver.decide()
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [tick, tick]
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [version, version]
 
 
 def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_what_is_safe_meanwhile() -> None:
     driver = Driver()
-    driver.group.replicates = True
-    tick = driver.complete()
+    driver.group.is_replication_on = True
+    version = driver.complete()
     driver.copy()
     driver.commit()
-    driver.group.lost(1, driver.now_s)
-    driver.group.copies_lost("b", driver.group.copied_ticks)
+    driver.group.record_disconnect(1, driver.now_s)
+    driver.group.record_lost_holder("b", driver.group.peer_versions)
     driver.decide()
-    made = lambda: [each.tick for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
-    assert made() == [tick], "not while it is away"
-    driver.group.joined(1)
+    made = lambda: [each.version for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
+    assert made() == [version], "not while it is away"
+    driver.group.record_join(1)
     driver.decide()
-    assert made() == [tick, tick]
-    held = driver.group.safe
+    assert made() == [version, version]
+    held = driver.group.replicated_slot
     assert held is not None
     driver.copy("a link was cut")
     driver.decide()
-    assert made() == [tick, tick], "later"
-    assert driver.group.safe is held
+    assert made() == [version, version], "later"
+    assert driver.group.replicated_slot is held
     driver.now_s += 10.0
     driver.decide()
-    assert made() == [tick, tick, tick]
+    assert made() == [version, version, version]
     driver.copy()
     driver.now_s += 100.0
     driver.decide()
-    assert made() == [tick, tick, tick]
-    tells = [each for each in driver.said if isinstance(each, do.Tell) and each.body.get("level") == "peer"]
+    assert made() == [version, version, version]
+    tells = [each for each in driver.said if isinstance(each, do.NotifyRanks) and each.body.get("level") == "peer"]
     assert len(tells) == 1
 
 
 def test_who_waits_for_other_nodes_where_nobody_keeps_copies_hears_that_the_store_has_failed() -> None:
     """What is in the store is at that level, too; else nobody would ever say anything of it."""
     driver = Driver()
-    tick = driver.complete()
+    version = driver.complete()
     driver.commit("the disk is full")
-    assert driver.levels("peer") == {str(tick): False}
+    assert driver.levels("peer") == {str(version): False}
     driver = Driver()
     first, second, third = driver.complete(), driver.complete(), driver.complete()
     driver.commit()
@@ -1440,90 +1448,90 @@ def test_who_waits_for_other_nodes_where_nobody_keeps_copies_hears_that_the_stor
 
 def test_who_waits_for_other_nodes_that_have_no_memory_any_more_hears_so_though_the_store_had_failed_before() -> None:
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.complete()  # which is being copied
-    tick = driver.complete()
+    version = driver.complete()
     driver.commit()
     driver.commit("the disk is full")
     driver.copy()
-    driver.group.replicates = False
-    assert driver.levels("peer").get(str(tick)) is None
+    driver.group.is_replication_on = False
+    assert driver.levels("peer").get(str(version)) is None
     driver.complete()
-    assert driver.levels("peer").get(str(tick)) is False
+    assert driver.levels("peer").get(str(version)) is False
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_who_waits_for_what_is_found_to_be_safe_after_a_restart_hears_that_it_is(whole: bool) -> None:
     """What the former agent may have said of it is lost with that."""
     driver = Driver(policy=Every(seconds=600))
-    driver.group.replicates = driver.group.unsure = True
-    driver.group.holds(0, Tick(40), False)
-    driver.group.holds(1, Tick(50), False)
+    driver.group.is_replication_on = driver.group.is_survey_pending = True
+    driver.group.record_held_snapshot(0, Version(40), False)
+    driver.group.record_held_snapshot(1, Version(50), False)
     driver.decide()
-    found_safe(driver.group, Tick(40), whole)
+    found_safe(driver.group, Version(40), whole)
     driver.decide()
-    assert driver.levels("peer") == {str(Tick(40)): whole}
+    assert driver.levels("peer") == {str(Version(40)): whole}
     driver.copy()
     driver.decide()
-    assert driver.levels("peer") == {str(Tick(40)): whole, str(Tick(50)): True}
+    assert driver.levels("peer") == {str(Version(40)): whole, str(Version(50)): True}
 
 
 def test_what_others_keep_a_part_of_only_is_not_called_safe_and_outdoes_nothing() -> None:
     """For want of memory nobody keeps what this node staged."""
     driver = Driver()
-    driver.group.replicates = True
-    driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
-    assert not driver.group.is_kept_whole
-    tick = driver.complete()
+    driver.group.is_replication_on = True
+    driver.group.placement = Kept("", 0), Kept("other", 1, ("",))
+    assert not driver.group.is_placement_complete
+    version = driver.complete()
     driver.copy()
     driver.decide()
-    assert driver.levels("peer") == {str(tick): False}
-    assert not driver.group.outdoes_former
-    assert not driver.group.outlives_a_node
+    assert driver.levels("peer") == {str(version): False}
+    assert not driver.group.supersedes_former
+    assert not driver.group.survives_node_loss
     driver.now_s += 100.0
     driver.decide()
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [tick], (
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [version], (
         "there is no more to be done"
     )
     driver.commit()
-    assert driver.group.outdoes_former
+    assert driver.group.supersedes_former
 
 
 def test_what_others_keep_as_a_whole_does_not_go_for_a_part_of_a_newer_one_until_the_store_has_that() -> None:
     """Their memory has become less meanwhile."""
     driver = Driver(slots=3)
-    driver.group.replicates = True
-    driver.group.kept = Kept("", 1, ("other",)), Kept("other", 1, ("",))
+    driver.group.is_replication_on = True
+    driver.group.placement = Kept("", 1, ("other",)), Kept("other", 1, ("",))
     whole = driver.complete()
     driver.copy()
-    driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
+    driver.group.placement = Kept("", 0), Kept("other", 1, ("",))
     newer = driver.complete()
     assert driver.levels("peer") == {str(whole): True, str(newer): False}
-    assert driver.group.safe_tick == whole
-    assert driver.group.outlives_a_node
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [whole]
+    assert driver.group.replicated_version == whole
+    assert driver.group.survives_node_loss
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [whole]
     driver.commit()
-    assert driver.group.committed_tick == whole
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [whole, newer]
+    assert driver.group.committed_version == whole
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [whole, newer]
 
 
 def test_nor_does_what_they_keep_in_part_go_for_another_part_of_a_newer_one() -> None:
     driver = Driver(slots=3)
-    driver.group.replicates = True
-    driver.group.kept = Kept("", 1, ("other",)), Kept("other", 0)
+    driver.group.is_replication_on = True
+    driver.group.placement = Kept("", 1, ("other",)), Kept("other", 0)
     part = driver.complete()
     driver.copy()
-    driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
+    driver.group.placement = Kept("", 0), Kept("other", 1, ("",))
     newer = driver.complete()
-    assert (driver.group.safe_tick, driver.group.replicating) == (part, None)
+    assert (driver.group.replicated_version, driver.group.replicating_slot) == (part, None)
     driver.commit()
-    assert driver.group.committed_tick == part
-    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [part, newer]
+    assert driver.group.committed_version == part
+    assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [part, newer]
 
 
 def test_where_others_keep_copies_a_commit_that_fails_says_nothing_of_them() -> None:
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.complete()
     driver.commit("the disk is full")
     assert driver.levels("peer") == {}
@@ -1531,55 +1539,55 @@ def test_where_others_keep_copies_a_commit_that_fails_says_nothing_of_them() -> 
 
 def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_safe() -> None:
     driver = Driver()
-    driver.group.replicates = True
-    assert not driver.group.copied_ticks
-    tick = driver.complete()
-    assert driver.group.copied_ticks == [tick]
-    driver.group.copies_lost("b", driver.group.copied_ticks)  # it was the first to have all that it keeps
+    driver.group.is_replication_on = True
+    assert not driver.group.peer_versions
+    version = driver.complete()
+    assert driver.group.peer_versions == [version]
+    driver.group.record_lost_holder("b", driver.group.peer_versions)  # it was the first to have all that it keeps
     driver.copy()
     driver.decide()
-    assert driver.group.safe is None
-    assert driver.levels("peer") == {str(tick): False}
+    assert driver.group.replicated_slot is None
+    assert driver.levels("peer") == {str(version): False}
     driver.now_s += 10.0
     driver.decide()
     driver.copy()
     driver.decide()
-    assert driver.group.copied_ticks == [tick]
-    assert driver.levels("peer") == {str(tick): True}
+    assert driver.group.peer_versions == [version]
+    assert driver.levels("peer") == {str(version): True}
 
 
 def test_what_went_with_an_agent_is_not_safe_again_since_copies_of_a_newer_one_were_begun() -> None:
     driver = Driver()
-    driver.group.replicates, driver.group.kept = True, (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
+    driver.group.is_replication_on, driver.group.placement = True, (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     safe = driver.complete()
     driver.copy()
-    assert driver.group.outlives_a_node
-    driver.group.copies_lost("b", driver.group.copied_ticks)
+    assert driver.group.survives_node_loss
+    driver.group.record_lost_holder("b", driver.group.peer_versions)
     newer = driver.complete()
-    for tick in (safe, newer):
-        assert driver.group.copied_ticks == [safe, tick]
+    for version in (safe, newer):
+        assert driver.group.peer_versions == [safe, version]
         driver.copy("a link was cut")
-        assert not driver.group.outlives_a_node
+        assert not driver.group.survives_node_loss
         driver.decide()
     driver.now_s += 10.0
     driver.decide()
     driver.copy()
-    assert driver.group.safe_tick == newer
-    assert driver.group.outlives_a_node
+    assert driver.group.replicated_version == newer
+    assert driver.group.survives_node_loss
 
 
 def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> None:
     driver = Driver()
     word = driver.word()
-    driver.stage(word.round, Tick(10), word.slot)
-    driver.save(Tick(11, 1), ranks=range(1))
-    driver.group.died(1)
+    driver.stage(word.attempt_number, Version(10), word.slot)
+    driver.save(Version(11, 1), ranks=range(1))
+    driver.group.record_death(1)
     driver.decide()
     assert driver.answers("save") == {0: "save-failed"}
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     driver.commit()
-    assert driver.levels("store") == {str(Tick(10)): True}
+    assert driver.levels("store") == {str(Version(10)): True}
 
 
 def test_the_epoch_is_closed_after_the_last_commit_when_all_are_dead() -> None:
@@ -1587,62 +1595,62 @@ def test_the_epoch_is_closed_after_the_last_commit_when_all_are_dead() -> None:
     driver.complete()
     driver.complete()
     for rank in range(2):
-        driver.group.died(rank)
+        driver.group.record_death(rank)
     driver.decide()
     driver.commit()
     assert not any(isinstance(action, do.Close) for action in driver.said)
     driver.commit()
     assert [a for a in driver.said if isinstance(a, do.Close)]
-    assert driver.group.committed_tick == Tick(20)
+    assert driver.group.committed_version == Version(20)
 
 
 def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
     driver = Driver()
     driver.complete()
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.decide()
     assert driver.answers("leave") == {}
     driver.commit()
     assert driver.answers("leave") == {}
-    driver.group.closed()
+    driver.group.record_close()
     driver.decide()
-    assert driver.answers("leave") == {rank: {"committed": str(Tick(10)), "error": None} for rank in range(2)}
+    assert driver.answers("leave") == {rank: {"committed": str(Version(10)), "error": None} for rank in range(2)}
 
 
 def test_what_an_agent_that_was_started_again_finds_in_the_store_counts_as_committed() -> None:
     driver = Driver(policy=Every(seconds=600))
-    driver.group.replicates = True
-    driver.group.holds(0, Tick(50), True)
-    assert driver.group.outdoes_former
-    assert driver.group.outlives_a_node
+    driver.group.is_replication_on = True
+    driver.group.record_held_snapshot(0, Version(50), True)
+    assert driver.group.supersedes_former
+    assert driver.group.survives_node_loss
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.decide()
-    driver.group.replicated(0, "", driver.now_s)
-    driver.group.closed()
+    driver.group.record_replication(0, "", driver.now_s)
+    driver.group.record_close()
     driver.decide()
-    assert driver.answers("leave") == {rank: {"committed": str(Tick(50)), "error": None} for rank in range(2)}
+    assert driver.answers("leave") == {rank: {"committed": str(Version(50)), "error": None} for rank in range(2)}
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_who_leaves_waits_for_no_copies_once_the_store_has_the_last_step(stored: bool) -> None:
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     driver.complete()
     driver.complete()
     driver.commit()
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.decide()
     driver.commit("" if stored else "the store is gone")
-    assert driver.group.replicating is not None, "the first one's are slow"
+    assert driver.group.replicating_slot is not None, "the first one's are slow"
     assert bool([each for each in driver.said if isinstance(each, do.Close)]) == stored
     if stored:
-        driver.group.closed()
+        driver.group.record_close()
         driver.decide()
-        assert all(body["committed"] == str(Tick(20)) for body in driver.answers("leave").values())
-        assert driver.group.at_work, "what is under way ends by itself"
+        assert all(body["committed"] == str(Version(20)) for body in driver.answers("leave").values())
+        assert driver.group.is_at_work, "what is under way ends by itself"
     assert len(driver.answers("leave")) == (2 if stored else 0)
 
 
@@ -1651,14 +1659,14 @@ def test_who_asked_to_leave_and_hung_up_is_not_waited_for_unless_it_insists(in_o
     driver = Driver()
     driver.complete()
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank), in_order)
+        driver.group.record_leave_request(rank, ("leave", rank), in_order)
     driver.decide()
     driver.commit()
     for rank in range(2):
-        driver.group.lost(rank, driver.now_s)
-    driver.group.closed()
+        driver.group.record_disconnect(rank, driver.now_s)
+    driver.group.record_close()
     driver.decide()
-    assert not driver.group.members.seen.leaving
+    assert not driver.group.rank_states.summary.waiting_to_leave
     assert not driver.answers("leave")
 
 
@@ -1667,15 +1675,15 @@ def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_o
     driver = Driver()
     driver.complete()
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank), insists=True)
-    driver.group.lost(1, driver.now_s)
+        driver.group.record_leave_request(rank, ("leave", rank), insists=True)
+    driver.group.record_disconnect(1, driver.now_s)
     driver.commit()
-    driver.group.closed()
+    driver.group.record_close()
     driver.decide()
-    assert driver.answers("leave") == {0: {"committed": str(Tick(10)), "error": None}}
-    assert [member.rank for member in driver.group.members.seen.leaving] == [1]
+    assert driver.answers("leave") == {0: {"committed": str(Version(10)), "error": None}}
+    assert [member.rank for member in driver.group.rank_states.summary.waiting_to_leave] == [1]
     if how == "dies":
-        driver.group.died(1)
+        driver.group.record_death(1)
     elif how == "stays away":
         wake_s = driver.group.next_wake_s(driver.now_s)
         assert wake_s is not None
@@ -1684,18 +1692,20 @@ def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_o
         driver.decide()
     else:
         assert driver.group.may_join(1)
-        driver.group.joined(1)
+        driver.group.record_join(1)
         driver.decide()
-        assert [member.rank for member in driver.group.members.seen.leaving] == [1]
-        driver.group.leave(1, ("leave", "again"), insists=True)
+        assert [member.rank for member in driver.group.rank_states.summary.waiting_to_leave] == [1]
+        driver.group.record_leave_request(1, ("leave", "again"), insists=True)
         driver.decide()
-    assert not driver.group.members.seen.leaving
+    assert not driver.group.rank_states.summary.waiting_to_leave
     assert ("again" in driver.answers("leave")) == (how == "asks again")
     assert 1 not in driver.answers("leave"), "what it asked on the connection that is gone"
 
 
 def hold(driver: Driver) -> Any:
-    driver.group.warn(StandingNotice("test", "1", driver.now_s + 30, driver.now_s, when=When.AT_ONCE))
+    driver.group.add_notice(
+        StandingNotice("test", "1", driver.now_s + 30, driver.now_s, exit_timing=ExitTiming.AT_ONCE)
+    )
     driver.decide()
     assert driver.word().kind is WordKind.HOLD
     return driver.word()
@@ -1705,13 +1715,13 @@ def test_all_held_is_leave_for_all_and_for_who_asks_again() -> None:
     driver = Driver()
     word = hold(driver)
     driver.steps = [word.step] * 2
-    driver.stage(word.round, Tick(word.step), word.slot)
+    driver.stage(word.attempt_number, Version(word.step), word.slot)
     for rank in range(2):
         assert driver.answers("held") == {}
-        driver.group.held(rank, word.round, ("held", rank))
+        driver.group.record_hold(rank, word.attempt_number, ("held", rank))
         driver.decide()
     assert driver.answers("held") == {0: LEAVE, 1: LEAVE}
-    driver.group.held(0, word.round, ("again", 0))
+    driver.group.record_hold(0, word.attempt_number, ("again", 0))
     driver.decide()
     assert driver.answers("again") == {0: LEAVE}
 
@@ -1720,35 +1730,35 @@ def test_any_missed_is_go_on_for_all_and_for_who_comes_later() -> None:
     driver = Driver()
     word = hold(driver)
     driver.steps = [word.step] * 2
-    driver.stage(word.round, Tick(word.step), word.slot, range(1))
-    driver.group.held(0, word.round, ("held", 0))
-    driver.group.missed(1, word.round, "late")
+    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
+    driver.group.record_hold(0, word.attempt_number, ("held", 0))
+    driver.group.record_miss(1, word.attempt_number, "late")
     driver.decide()
     assert driver.answers("held") == {0: GO_ON}
-    driver.group.held(1, word.round, ("held", 1))
+    driver.group.record_hold(1, word.attempt_number, ("held", 1))
     driver.decide()
     assert driver.answers("held")[1] == GO_ON
-    assert driver.word().round != word.round, "the deadline allows for another"
+    assert driver.word().attempt_number != word.attempt_number, "the deadline allows for another"
 
 
 def test_the_end_of_the_deadline_is_go_on_for_ever() -> None:
     driver = Driver()
     word = hold(driver)
     driver.steps = [word.step] * 2
-    driver.stage(word.round, Tick(word.step), word.slot)
-    driver.group.held(0, word.round, ("held", 0))
+    driver.stage(word.attempt_number, Version(word.step), word.slot)
+    driver.group.record_hold(0, word.attempt_number, ("held", 0))
     driver.decide()
     driver.now_s = 31.0
     driver.decide()
     assert driver.answers("held") == {0: GO_ON}
-    driver.group.held(1, word.round, ("held", 1))
+    driver.group.record_hold(1, word.attempt_number, ("held", 1))
     driver.decide()
     assert driver.answers("held")[1] == GO_ON
 
 
 def test_a_round_nobody_knows_is_missed() -> None:
     driver = Driver()
-    driver.group.held(0, 4242, ("held", 0))
+    driver.group.record_hold(0, 4242, ("held", 0))
     driver.decide()
     assert driver.answers("held") == {0: GO_ON}
 
@@ -1757,12 +1767,12 @@ def test_a_dead_rank_lets_the_held_ones_leave() -> None:
     driver = Driver()
     word = hold(driver)
     driver.steps = [word.step] * 2
-    driver.stage(word.round, Tick(word.step), word.slot, range(1))
-    driver.group.held(0, word.round, ("held", 0))
-    driver.group.died(1)
+    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
+    driver.group.record_hold(0, word.attempt_number, ("held", 0))
+    driver.group.record_death(1)
     driver.decide()
     assert driver.answers("held") == {0: {"leave": True, "by_s": None}}
-    driver.group.held(0, word.round, ("again", 0))
+    driver.group.record_hold(0, word.attempt_number, ("again", 0))
     driver.decide()
     assert driver.answers("again") == {0: {"leave": True, "by_s": None}}
 
@@ -1771,23 +1781,23 @@ def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
     driver = Driver(slots=1)
     word = hold(driver)
     driver.steps = [word.step] * 2
-    driver.stage(word.round, Tick(word.step), word.slot)
-    driver.group.held(0, word.round, ("held", 0))
-    driver.group.assembled(word.slot, word.round, "")
+    driver.stage(word.attempt_number, Version(word.step), word.slot)
+    driver.group.record_hold(0, word.attempt_number, ("held", 0))
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     driver.commit()
-    driver.group.layout(1)
+    driver.group.record_layout(1)
     driver.decide()
-    driver.group.planned(driver.group.layouts_version, "d", (100, 100), 1)
+    driver.group.record_division(driver.group.layouts_version, "d", (100, 100), 1)
     driver.decide()
-    driver.group.held(1, word.round, ("held", 1))
+    driver.group.record_hold(1, word.attempt_number, ("held", 1))
     driver.decide()
     assert driver.answers("held") == {0: LEAVE, 1: LEAVE}
 
 
 def test_a_superseded_job_decides_nothing_more() -> None:
     driver = Driver()
-    driver.save(Tick(3, 1), ranks=range(1))
+    driver.save(Version(3, 1), ranks=range(1))
     driver.group.supersede("00000002-x")
     driver.decide()
     assert driver.answers("save") == {0: "superseded"}
@@ -1804,27 +1814,27 @@ def test_what_a_superseded_job_has_is_committed_once_when_the_start_that_did_it_
     driver.group.supersede("00000002-x")
     driver.commit()
     driver.decide()
-    assert driver.group.committing is None
-    assert driver.group.leaves_uncommitted
+    assert driver.group.committing_slot is None
+    assert driver.group.has_uncommitted_newest
     driver.group.retry_commit()
     driver.decide()
     driver.commit("the store does not answer")
     driver.decide()
-    assert driver.group.committing is None
-    assert driver.group.leaves_uncommitted
+    assert driver.group.committing_slot is None
+    assert driver.group.has_uncommitted_newest
     driver.group.retry_commit()
     driver.decide()
     driver.commit()
-    assert driver.group.committed_tick == Tick(20)
-    assert not driver.group.leaves_uncommitted
+    assert driver.group.committed_version == Version(20)
+    assert not driver.group.has_uncommitted_newest
 
 
 def test_an_outdated_plan_is_not_used() -> None:
     driver = Driver()
-    driver.group.layout(0)
-    driver.group.layout(1)
+    driver.group.record_layout(0)
+    driver.group.record_layout(1)
     driver.decide()
-    assert not driver.group.planned(3, "old", (100, 100), 3)
+    assert not driver.group.record_division(3, "old", (100, 100), 3)
     assert driver.group.division == "d"
     assert isinstance(driver.decide()[-1], do.Divide)
 
@@ -1832,13 +1842,13 @@ def test_an_outdated_plan_is_not_used() -> None:
 def test_a_new_division_appoints_anew_what_was_appointed_under_the_old_one() -> None:
     driver = Driver()
     before = driver.word()
-    driver.group.layout(1)
+    driver.group.record_layout(1)
     driver.decide()
-    assert driver.group.planned(3, "e", (100, 200), 3)
+    assert driver.group.record_division(3, "e", (100, 200), 3)
     driver.make_ready()
     assert driver.word().step == before.step
-    assert driver.word().round != before.round
-    assert driver.group.slots[driver.word().slot].bytes == (100, 200)
+    assert driver.word().attempt_number != before.attempt_number
+    assert driver.group.slots[driver.word().slot].arena_bytes == (100, 200)
 
 
 def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> None:
@@ -1846,17 +1856,17 @@ def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> 
     group = driver.group = RoundSteps(2)
     driver.said.clear()
     for rank in range(2):
-        group.joined(rank)
-        group.layout(rank)
-    group.made(0, (100, 100))
-    group.holds(0, Tick(40), False)
-    group.resumed(0.0)
+        group.record_join(rank)
+        group.record_layout(rank)
+    group.record_arenas(0, (100, 100))
+    group.record_held_snapshot(0, Version(40), False)
+    group.record_agent_restart(0.0)
     driver.decide()
-    assert group.planned(2, "d", (100, 100), 3)
+    assert group.record_division(2, "d", (100, 100), 3)
     driver.make_ready()
-    assert group.newest is group.slots[0]
-    assert group.newest.round is not None
-    assert group.newest.round.store is Store.RUNNING, "what is not known to be committed is committed"
+    assert group.newest_slot is group.slots[0]
+    assert group.newest_slot.attempt is not None
+    assert group.newest_slot.attempt.commit_state is WorkState.RUNNING, "what is not known to be committed is committed"
     assert driver.word() is None
     driver.steps = [44, 0]
     driver.decide()
@@ -1868,87 +1878,87 @@ def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> 
 
 def test_no_memory_at_all_fails_saves_and_nothing_else() -> None:
     driver = Driver()
-    driver.group.layout(0)
+    driver.group.record_layout(0)
     driver.decide()
-    assert driver.group.planned(3, "d", (1 << 50, 1 << 50), 0)
+    assert driver.group.record_division(3, "d", (1 << 50, 1 << 50), 0)
     driver.decide()
-    driver.save(Tick(1, 1))
+    driver.save(Version(1, 1))
     assert set(driver.answers("save").values()) == {"save-failed"}
 
 
 def test_a_rank_that_comes_back_hears_what_became_of_its_snapshots_and_of_which_nobody_knows() -> None:
     driver = Driver()
-    driver.group.replicates = True
-    tick = driver.complete()
+    driver.group.is_replication_on = True
+    version = driver.complete()
     driver.copy()
     driver.commit()
     lost = driver.word()  # it takes that one too, and its word for it goes with the connection
-    driver.group.lost(1, 0.0)
+    driver.group.record_disconnect(1, 0.0)
     driver.decide()
-    driver.group.joined(1)
-    known, *levels = driver.group.again()
-    assert known == {"t": "recovered", "ticks": [str(tick)]}
-    assert lost.step > tick.step
-    assert [(each["tick"], each["level"], each["ok"]) for each in levels] == [
-        (str(tick), level, True) for level in ("local", "peer", "store")
+    driver.group.record_join(1)
+    known, *levels = driver.group.reconnect_messages()
+    assert known == {"t": "recovered", "versions": [str(version)]}
+    assert lost.step > version.step
+    assert [(each["version"], each["level"], each["ok"]) for each in levels] == [
+        (str(version), level, True) for level in ("local", "peer", "store")
     ]
-    driver.group.layout(1)
+    driver.group.record_layout(1)
     driver.decide()
-    assert driver.group.planned(3, "d", (100, 100), 3)
+    assert driver.group.record_division(3, "d", (100, 100), 3)
     driver.make_ready()
     newer = driver.word()
-    driver.stage(newer.round, Tick(newer.step), newer.slot)
-    assert {str(tick), str(Tick(newer.step))} <= set(driver.group.again()[0]["ticks"])
-    driver.group.recovering = True  # it is another agent's that was started again
-    assert driver.group.again() == []
+    driver.stage(newer.attempt_number, Version(newer.step), newer.slot)
+    assert {str(version), str(Version(newer.step))} <= set(driver.group.reconnect_messages()[0]["versions"])
+    driver.group.is_recovering = True  # it is another agent's that was started again
+    assert driver.group.reconnect_messages() == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_comes_back_is_offered_every_slot_again(rank: int) -> None:
     driver = Driver()
-    driver.group.lost(rank, 0.0)
+    driver.group.record_disconnect(rank, 0.0)
     driver.decide()
-    driver.group.joined(rank)
-    driver.group.layout(rank)
+    driver.group.record_join(rank)
+    driver.group.record_layout(rank)
     assert driver.word() is None, "nothing is appointed while it is away"
     driver.decide()
-    assert driver.group.planned(3, "d", (100, 100), 3)
+    assert driver.group.record_division(3, "d", (100, 100), 3)
     offered = [action.slot for action in driver.decide() if isinstance(action, do.OfferSlot)]
     assert offered == [0, 1, 2]
 
 
 def test_a_rank_that_was_away_for_long_comes_back_and_snapshots_are_taken_again() -> None:
     driver = Driver()
-    driver.group.lost(1, 0.0)
+    driver.group.record_disconnect(1, 0.0)
     driver.now_s = REJOIN_S
     driver.decide()
-    driver.save(Tick(1, 1))
+    driver.save(Version(1, 1))
     assert set(driver.answers("save").values()) == {"save-failed"}
     assert driver.group.may_join(1)
-    driver.group.joined(1)
-    driver.group.layout(1)
+    driver.group.record_join(1)
+    driver.group.record_layout(1)
     driver.decide()
-    assert driver.group.planned(3, "d", (100, 100), 3)
+    assert driver.group.record_division(3, "d", (100, 100), 3)
     driver.make_ready()
     assert driver.word() is not None
     driver.complete()
-    assert driver.group.newest is not None
+    assert driver.group.newest_slot is not None
 
 
 @pytest.mark.parametrize("how", ["closed", "died", "left"])
 def test_a_rank_that_was_away_does_not_come_back_once_the_epoch_is_closed_or_it_is_gone(how: str) -> None:
     driver = Driver(world=1 if how == "closed" else 2)
-    driver.group.lost(0, 0.0)
+    driver.group.record_disconnect(0, 0.0)
     if how == "left":
-        driver.group.leave(0, "request")
+        driver.group.record_leave_request(0, "request")
     driver.now_s = REJOIN_S
     said = driver.decide()
     if how == "closed":
         assert [action for action in said if isinstance(action, do.Close)]
     elif how == "died":
-        driver.group.died(0)
+        driver.group.record_death(0)
     else:
-        driver.group.members[0].leave = None  # it has had its answer
+        driver.group.rank_states[0].leave_request = None  # it has had its answer
     assert not driver.group.may_join(0)
 
 
@@ -1957,11 +1967,11 @@ def test_a_rank_that_was_away_does_not_come_back_once_the_epoch_is_closed_or_it_
 
 def paced(local_s: float = 10.0, store_s: float = 30.0, **given: Any) -> Driver:
     driver = Driver(policy=Every(seconds=local_s), **given)
-    driver.group.paced(local_s, store_s, 0.0)
+    driver.group.set_intervals(local_s, store_s, 0.0)
     return driver
 
 
-def rounds(driver: Driver, count: int, every_s: float = 10.0) -> list[bool]:
+def attempts(driver: Driver, count: int, every_s: float = 10.0) -> list[bool]:
     """Takes so many appointed snapshots; which of them were committed."""
     committed = []
     for _ in range(count):
@@ -1969,36 +1979,36 @@ def rounds(driver: Driver, count: int, every_s: float = 10.0) -> list[bool]:
         driver.make_ready()
         driver.decide()
         driver.complete()
-        committed.append(driver.group.committing is not None)
+        committed.append(driver.group.committing_slot is not None)
         if committed[-1]:
             driver.commit()
     return committed
 
 
 def test_every_so_many_appointed_snapshots_one_is_committed() -> None:
-    assert rounds(paced(), 7) == [True, False, False, True, False, False, True]
+    assert attempts(paced(), 7) == [True, False, False, True, False, False, True]
 
 
 def test_an_interval_that_becomes_shorter_is_kept_at_once() -> None:
     driver = paced(600.0, 600.0)
     assert driver.group.next_wake_s(0.0) == 600.0
-    driver.group.paced(5.0, 5.0, 1.0)
+    driver.group.set_intervals(5.0, 5.0, 1.0)
     assert driver.group.next_wake_s(1.0) == 6.0
 
 
 def test_what_waits_for_its_turn_is_committed_late_where_no_later_one_comes() -> None:
     driver = paced()
-    assert rounds(driver, 2) == [True, False]
+    assert attempts(driver, 2) == [True, False]
     driver.now_s = 40.0
-    driver.group.lost(0, driver.now_s)  # no appointment any more
+    driver.group.record_disconnect(0, driver.now_s)  # no appointment any more
     driver.decide()
-    assert driver.group.committing is None
+    assert driver.group.committing_slot is None
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
     assert wake_s == 65.0  # one that was due at 40 could be there by 45, and steps seem to take 5 s
     driver.now_s = 65.0
     driver.decide()
-    assert driver.group.committing is not None
+    assert driver.group.committing_slot is not None
 
 
 def test_a_commit_that_failed_is_tried_again_ever_later() -> None:
@@ -2009,16 +2019,16 @@ def test_a_commit_that_failed_is_tried_again_ever_later() -> None:
     for _ in range(7):
         driver.commit("down")
         driver.make_ready()
-        assert driver.group.committing is None
+        assert driver.group.committing_slot is None
         wake_s = driver.group.next_wake_s(driver.now_s)
         assert wake_s is not None
         waits_s.append(wake_s - driver.now_s)
         driver.now_s = wake_s
         driver.decide()
-        assert driver.group.committing is not None
+        assert driver.group.committing_slot is not None
     assert waits_s == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     driver.commit()
-    assert rounds(driver, 2, 600.0) == [True, True]
+    assert attempts(driver, 2, 600.0) == [True, True]
 
 
 def test_where_a_commit_failed_what_was_complete_meanwhile_is_committed_soon() -> None:
@@ -2028,53 +2038,53 @@ def test_where_a_commit_failed_what_was_complete_meanwhile_is_committed_soon() -
         driver.decide()
         driver.complete()
     driver.commit("down")
-    assert driver.group.committing is None
+    assert driver.group.committing_slot is None
     wake_s = driver.group.next_wake_s(20.0)
     assert wake_s == 22.0
     driver.now_s = 22.0
     driver.decide()
-    assert driver.group.committing is not None
+    assert driver.group.committing_slot is not None
 
 
 def test_a_notice_whose_time_is_far_away_changes_no_interval() -> None:
     driver = paced()
-    driver.group.warn(StandingNotice("slurm", "7", 2 * 86400.0, 0.0))
-    assert rounds(driver, 7) == [True, False, False, True, False, False, True]
+    driver.group.add_notice(StandingNotice("slurm", "7", 2 * 86400.0, 0.0))
+    assert attempts(driver, 7) == [True, False, False, True, False, False, True]
 
 
 def test_one_that_is_uncertain_costs_one_commit_more_and_no_other_is_out_of_turn() -> None:
     driver = paced()
-    assert rounds(driver, 2) == [True, False]
+    assert attempts(driver, 2) == [True, False]
     driver.steps = [step + 1 for step in driver.steps]  # under way
-    driver.group.warn(StandingNotice("x", "y", 1000.0, driver.now_s, certain=False))
-    assert rounds(driver, 7) == [True, False, False, True, False, False, True]
+    driver.group.add_notice(StandingNotice("x", "y", 1000.0, driver.now_s, certain=False))
+    assert attempts(driver, 7) == [True, False, False, True, False, False, True]
 
 
 def test_one_that_is_taken_back_before_it_cost_anything_costs_nothing() -> None:
     driver = paced()
-    assert rounds(driver, 1) == [True]
+    assert attempts(driver, 1) == [True]
     driver.steps = [step + 1 for step in driver.steps]
-    driver.group.warn(StandingNotice("x", "y", 1000.0, driver.now_s, certain=False))
+    driver.group.add_notice(StandingNotice("x", "y", 1000.0, driver.now_s, certain=False))
     driver.decide()
-    driver.group.withdrawn("x", "y")
-    assert rounds(driver, 2) == [False, False]
+    driver.group.withdraw_notice("x", "y")
+    assert attempts(driver, 2) == [False, False]
 
 
 def near(driver: Driver, more_s: float = -5.0) -> None:
     """A notice that counts already, though it is not time to leave by it; or will after so long."""
-    lead_s = driver.group.need_s + NEAR_S + more_s
-    driver.group.warn(StandingNotice("x", "y", driver.now_s + lead_s, driver.now_s))
+    lead_s = driver.group.lead_time_s + NEAR_S + more_s
+    driver.group.add_notice(StandingNotice("x", "y", driver.now_s + lead_s, driver.now_s))
 
 
 def test_one_that_is_put_off_far_counts_again_when_it_is_near() -> None:
     driver = paced(10.0, 600.0)
-    assert rounds(driver, 2) == [True, False]
+    assert attempts(driver, 2) == [True, False]
     near(driver)
-    assert rounds(driver, 2) == [True, False]
+    assert attempts(driver, 2) == [True, False]
     near(driver, 1000.0)
-    assert rounds(driver, 2) == [False, False]
+    assert attempts(driver, 2) == [False, False]
     near(driver)
-    assert rounds(driver, 2) == [True, False]
+    assert attempts(driver, 2) == [True, False]
 
 
 def test_what_is_to_be_committed_for_a_notice_waits_no_more_where_that_is_taken_back() -> None:
@@ -2086,21 +2096,21 @@ def test_what_is_to_be_committed_for_a_notice_waits_no_more_where_that_is_taken_
         driver.complete()
     near(driver)
     driver.decide()
-    driver.group.withdrawn("x", "y")
+    driver.group.withdraw_notice("x", "y")
     driver.commit()
-    assert driver.group.committing is None, "the first was being committed until now"
+    assert driver.group.committing_slot is None, "the first was being committed until now"
 
 
 def test_a_notice_costs_nothing_where_what_is_complete_is_in_the_store() -> None:
     driver = paced(10.0, 600.0)
-    assert rounds(driver, 1) == [True]
+    assert attempts(driver, 1) == [True]
     near(driver)
-    assert rounds(driver, 2) == [False, False]
+    assert attempts(driver, 2) == [False, False]
 
 
 def test_it_looks_when_a_notice_begins_to_count_though_nothing_else_happens() -> None:
     driver = paced(10_000.0, 10_000.0)
-    assert rounds(driver, 1, 10_000.0) == [True]
+    assert attempts(driver, 1, 10_000.0) == [True]
     driver.make_ready()
     near(driver, 60.0)
     assert driver.group.next_wake_s(driver.now_s) == pytest.approx(driver.now_s + 60.0)
@@ -2109,59 +2119,61 @@ def test_it_looks_when_a_notice_begins_to_count_though_nothing_else_happens() ->
 @pytest.mark.parametrize("why", ["wanted", "notice", "one slot", "dead"])
 def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
     driver = paced(slots=1 if why == "one slot" else 3)
-    found = rounds(driver, 2)
+    found = attempts(driver, 2)
     if why == "one slot":
         assert found == [True, True]
         return
     assert found == [True, False]
-    newest = driver.group.newest
+    newest = driver.group.newest_slot
     assert newest is not None
-    assert newest.round is not None
+    assert newest.attempt is not None
     if why == "wanted":
-        driver.group.wanted(newest.round.tick)
+        driver.group.require_commit(newest.attempt.version)
     elif why == "notice":
         near(driver)
     else:
-        driver.group.died(0)
+        driver.group.record_death(0)
     driver.decide()
-    assert driver.group.committing == newest.number
+    assert driver.group.committing_slot == newest.number
 
 
 def test_where_an_older_one_that_somebody_waits_for_is_in_the_store_the_newest_is_tried_again() -> None:
     """With two slots nothing else could be taken for ever: the other one holds what is safe."""
     driver = paced(slots=2, store_s=1000.0)
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
     for error in ("", "", "a node has no room"):
-        rounds(driver, 1)
+        attempts(driver, 1)
         driver.copy(error)
     driver.decide()
     driver.commit("the store is down")
-    older, newest = driver.group.safe, driver.group.newest
+    older, newest = driver.group.replicated_slot, driver.group.newest_slot
     assert older is not None
-    assert older.round is not None
+    assert older.attempt is not None
     assert newest is not None
-    driver.group.wanted(older.round.tick)
+    driver.group.require_commit(older.attempt.version)
     driver.decide()
-    assert driver.group.committing == older.number
+    assert driver.group.committing_slot == older.number
     driver.commit()
-    assert driver.group.committing == newest.number
+    assert driver.group.committing_slot == newest.number
     driver.commit()
-    assert driver.group.safe is None, "its slot is there for the next one"
+    assert driver.group.replicated_slot is None, "its slot is there for the next one"
 
 
 def test_what_could_not_be_planned_since_a_node_went_away_is_planned_once_it_is_back() -> None:
     """A save that is asked for meanwhile waits."""
     job = Driver(2)
-    job.group.layout(0)
+    job.group.record_layout(0)
     job.decide()
-    job.group.unplannable(3, "the connection to agent x has ended")  # which is known before its ranks are lost
-    job.group.lost(1, job.now_s)
-    job.save(Tick(4, 1), ranks=range(1))
-    job.group.joined(1)
-    job.save(Tick(4, 1), ranks=range(1, 2))
+    job.group.record_division_failure(
+        3, "the connection to agent x has ended"
+    )  # which is known before its ranks are lost
+    job.group.record_disconnect(1, job.now_s)
+    job.save(Version(4, 1), ranks=range(1))
+    job.group.record_join(1)
+    job.save(Version(4, 1), ranks=range(1, 2))
     assert job.answers("save") == {}, "it was refused"
     divide = [action for action in job.said if isinstance(action, do.Divide)][-1]
-    assert job.group.planned(divide.version, "e", (100,) * 2, 3)
+    assert job.group.record_division(divide.layouts_version, "e", (100,) * 2, 3)
     job.make_ready()
     assert set(job.answers("save")) == {0, 1}
     assert all(isinstance(answer, dict) for answer in job.answers("save").values())
@@ -2169,20 +2181,20 @@ def test_what_could_not_be_planned_since_a_node_went_away_is_planned_once_it_is_
 
 def test_what_could_not_be_planned_of_a_former_state_refuses_no_save_of_the_present_one() -> None:
     job = Driver(2)
-    job.group.layout(0)
+    job.group.record_layout(0)
     job.decide()
-    job.group.unplannable(3, "no rank holds some part of it")
-    job.group.layout(1)
-    job.save(Tick(4, 1))
+    job.group.record_division_failure(3, "no rank holds some part of it")
+    job.group.record_layout(1)
+    job.save(Version(4, 1))
     assert job.answers("save") == {}
-    assert job.group.planned(4, "e", (100,) * 2, 3)
+    assert job.group.record_division(4, "e", (100,) * 2, 3)
     job.make_ready()
     assert all(isinstance(answer, dict) for answer in job.answers("save").values())
     assert len(job.answers("save")) == 2
-    job.group.layout(1)
+    job.group.record_layout(1)
     job.decide()
-    job.group.unplannable(5, "no rank holds some part of it")
-    job.save(Tick(5, 1))
+    job.group.record_division_failure(5, "no rank holds some part of it")
+    job.save(Version(5, 1))
     assert set(job.answers("save").values()) == {"save-failed"}
 
 
@@ -2190,135 +2202,141 @@ def test_what_is_found_to_be_kept_in_part_is_no_more_than_that_while_it_is_copie
     """There is room for all of it again: it lies there once it is."""
     driver = Driver(policy=Every(seconds=600))
     group = driver.group
-    group.unsure = group.wants_copies = group.replicates = True
-    group.kept = Kept("", 1, ("other",)), Kept("other", 1, ("",))
-    group.holds(0, Tick(50), False)
+    group.is_survey_pending = group.is_replication_wanted = group.is_replication_on = True
+    group.placement = Kept("", 1, ("other",)), Kept("other", 1, ("",))
+    group.record_held_snapshot(0, Version(50), False)
     driver.decide()
-    found_safe(group, Tick(50), whole=False)
-    assert (group.outlives_a_node, group.outdoes_former) == (False, False)
+    found_safe(group, Version(50), whole=False)
+    assert (group.survives_node_loss, group.supersedes_former) == (False, False)
     driver.copy("a link was cut")
     driver.decide()
-    assert (group.outlives_a_node, group.outdoes_former) == (False, False)
+    assert (group.survives_node_loss, group.supersedes_former) == (False, False)
     driver.now_s += 100.0
     driver.decide()
     driver.copy()
-    assert (group.outlives_a_node, group.outdoes_former) == (True, True)
+    assert (group.survives_node_loss, group.supersedes_former) == (True, True)
 
 
 def test_what_an_agent_had_of_copies_under_way_says_nothing_of_what_is_safe_without_it() -> None:
     """Else a part of something newer would take the place of the whole."""
     driver = Driver()
     group = driver.group
-    group.replicates = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    group.is_replication_on = True
+    group.placement = Kept("", 1, ("b",)), Kept("b", 1, ("",))
     safe = driver.complete()
     driver.copy()
-    group.kept = Kept("", 1, ("lender",)), Kept("b", 1, ("",))
+    group.placement = Kept("", 1, ("lender",)), Kept("b", 1, ("",))
     newer = driver.complete()
-    group.copies_lost("lender", [newer])
-    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    group.record_lost_holder("lender", [newer])
+    group.placement = Kept("", 0), Kept("b", 1, ("",))
     driver.copy()
     driver.now_s += 10.0
     driver.decide()
-    assert group.replicating is None
-    assert (group.safe_tick, group.outlives_a_node) == (safe, True)
+    assert group.replicating_slot is None
+    assert (group.replicated_version, group.survives_node_loss) == (safe, True)
 
 
 def test_who_waits_for_copies_that_came_to_be_in_part_hears_so_though_nobody_has_room_any_more_just_then() -> None:
     driver = Driver()
-    driver.group.replicates = True
-    driver.group.kept = Kept("", 0), Kept("b", 1, ("",))
-    tick = driver.complete()
-    driver.group.replicates = False
-    assert driver.copy() == UNKEPT
-    driver.group.replicates = True
+    driver.group.is_replication_on = True
+    driver.group.placement = Kept("", 0), Kept("b", 1, ("",))
+    version = driver.complete()
+    driver.group.is_replication_on = False
+    assert driver.copy() == NO_PEER_MEMORY
+    driver.group.is_replication_on = True
     driver.commit("the disk is full")
     driver.complete()
     driver.copy()
     driver.decide()
-    assert tick not in [slot.round.tick for slot in driver.group.slots if slot.round is not None]
-    assert driver.levels("peer").get(str(tick)) is False
+    assert version not in [slot.attempt.version for slot in driver.group.slots if slot.attempt is not None]
+    assert driver.levels("peer").get(str(version)) is False
 
 
 @pytest.mark.parametrize("part", [False, True])
 def test_who_saves_what_had_failed_to_be_copied_hears_what_comes_of_its_copies_then(part: bool) -> None:
     """It waits anew, and what failed before says nothing any more. Of what others keep a part of no more comes."""
     driver = Driver()
-    driver.group.replicates = True
-    driver.group.kept = Kept("", int(not part), ("b",)), Kept("b", 1, ("",))
-    tick = driver.complete()
+    driver.group.is_replication_on = True
+    driver.group.placement = Kept("", int(not part), ("b",)), Kept("b", 1, ("",))
+    version = driver.complete()
     driver.copy("" if part else "a link was cut")
     driver.decide()
-    assert driver.levels("peer") == {str(tick): False}
+    assert driver.levels("peer") == {str(version): False}
     told = len(driver.said)
-    driver.save(tick, Why.EXIT)
+    driver.save(version, SaveReason.EXIT)
     if not part:
         driver.copy()
     driver.decide()
     driver.said = driver.said[told:]
-    assert driver.levels("peer") == {str(tick): not part}
+    assert driver.levels("peer") == {str(version): not part}
 
 
 def test_what_others_keep_in_part_is_copied_again_once_one_is_there_that_has_memory_for_the_rest() -> None:
     """A memory-only node was away: its next snapshot may be far off. Who waits hears that it is whole then."""
     driver = Driver()
     group = driver.group
-    group.replicates = True
-    group.kept = Kept("", 0), Kept("b", 1, ("",))
-    tick = driver.complete()
-    assert driver.copy() == UNKEPT
+    group.is_replication_on = True
+    group.placement = Kept("", 0), Kept("b", 1, ("",))
+    version = driver.complete()
+    assert driver.copy() == NO_PEER_MEMORY
     driver.decide()
-    assert (group.replicating, driver.levels("peer")) == (None, {str(tick): False}), "there is no more to be had"
-    group.kept = Kept("", 1, ("l",)), Kept("b", 0)
+    assert (group.replicating_slot, driver.levels("peer")) == (None, {str(version): False}), (
+        "there is no more to be had"
+    )
+    group.placement = Kept("", 1, ("l",)), Kept("b", 0)
     driver.decide()
-    assert group.replicating is None, "a newer one in part could not take the place of what it would be then"
-    group.kept = Kept("", 1, ("l",)), Kept("b", 1, ("",))
-    group.lost(1, driver.now_s)
+    assert group.replicating_slot is None, "a newer one in part could not take the place of what it would be then"
+    group.placement = Kept("", 1, ("l",)), Kept("b", 1, ("",))
+    group.record_disconnect(1, driver.now_s)
     driver.decide()
-    assert group.replicating is None, "a node is away"
-    group.joined(1)
+    assert group.replicating_slot is None, "a node is away"
+    group.record_join(1)
     driver.decide()
     driver.copy("a link was cut")
     driver.decide()
-    assert (group.replicating, group.outlives_a_node) == (None, False), "not at once"
+    assert (group.replicating_slot, group.survives_node_loss) == (None, False), "not at once"
     driver.now_s += 10.0
     driver.decide()
     assert driver.copy() == ""
     driver.decide()
-    assert (group.replicating, group.outlives_a_node, driver.levels("peer")) == (None, True, {str(tick): True})
-    group.kept = Kept("", 1, ("l",)), Kept("b", 2, ("", "l"))
+    assert (group.replicating_slot, group.survives_node_loss, driver.levels("peer")) == (
+        None,
+        True,
+        {str(version): True},
+    )
+    group.placement = Kept("", 1, ("l",)), Kept("b", 2, ("", "l"))
     driver.decide()
-    assert group.replicating is not None, "nor has it as many copies as were asked for"
+    assert group.replicating_slot is not None, "nor has it as many copies as were asked for"
     driver.copy()
     driver.decide()
-    assert group.replicating is None
+    assert group.replicating_slot is None
 
 
 def test_what_is_older_than_what_is_safe_is_not_copied_again_and_again_since_others_would_keep_more_of_that() -> None:
     """What is safe lies in no slot, since another agent led, and the store has it."""
     driver = Driver()
     group = driver.group
-    group.replicates = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
-    group.unsure, group.committed_tick = True, Tick(40)
+    group.is_replication_on = True
+    group.placement = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    group.is_survey_pending, group.committed_version = True, Version(40)
     driver.complete()
-    found_safe(group, Tick(40), False, ["", "b"], ["b"])
+    found_safe(group, Version(40), False, ["", "b"], ["b"])
     driver.copy()
     driver.decide()
-    assert (group.safe_tick, group.replicating) == (Tick(40), None)
+    assert (group.replicated_version, group.replicating_slot) == (Version(40), None)
 
 
 def test_what_is_found_to_be_safe_is_asked_for_once_it_is_known_who_is_to_keep_how_much() -> None:
     """How many nodes are to be lost without harm follows from that."""
     group = Scheduler(1, Every(seconds=600))
-    group.resumed(0.0)
-    group.joined(0)
-    group.layout(0)
-    group.unsure = True
-    group.holds(0, Tick(50), False)
+    group.record_agent_restart(0.0)
+    group.record_join(0)
+    group.record_layout(0)
+    group.is_survey_pending = True
+    group.record_held_snapshot(0, Version(50), False)
     asked = lambda: any(isinstance(each, do.Replicate) for each in group.decide(1.0, [50]))  # noqa: E731
     assert not asked()
-    group.planned(1, "d", (100,), 3)
+    group.record_division(1, "d", (100,), 3)
     assert asked()
 
 
@@ -2326,25 +2344,25 @@ def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_though_none
     """A link was cut while it was looked for what lies there."""
     driver = Driver(policy=Every(seconds=600))
     group = driver.group
-    group.replicates = group.unsure = True
-    group.kept = Kept("", 0), Kept("other", 1, ("",))
-    group.holds(0, Tick(50), False)
+    group.is_replication_on = group.is_survey_pending = True
+    group.placement = Kept("", 0), Kept("other", 1, ("",))
+    group.record_held_snapshot(0, Version(50), False)
     driver.decide()
-    found_safe(group, Tick(40))
-    assert group.undoes_safe
-    group.committed_tick = Tick(50)
-    assert not group.undoes_safe, "the store has something newer"
+    found_safe(group, Version(40))
+    assert group.would_reduce_protection
+    group.committed_version = Version(50)
+    assert not group.would_reduce_protection, "the store has something newer"
 
 
-def safe_by(*kept: Kept, lost: str = "b") -> tuple[Driver, Tick]:
+def safe_by(*kept: Kept, lost: str = "b") -> tuple[Driver, Version]:
     """One that is safe so; then the agents of these nodes are lost."""
     driver = Driver()
     group = driver.group
-    group.replicates, group.kept = True, kept
+    group.is_replication_on, group.placement = True, kept
     safe = driver.complete()
     driver.copy()
     for name in lost:
-        group.copies_lost(name, group.copied_ticks)
+        group.record_lost_holder(name, group.peer_versions)
     return driver, safe
 
 
@@ -2355,19 +2373,19 @@ def test_a_part_of_a_newer_one_does_not_take_the_place_of_what_may_be_there_as_a
     """The connection was lost to an agent that keeps some of it, and maybe no more than that."""
     driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     group = driver.group
-    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    group.placement = Kept("", 0), Kept("b", 1, ("",))
     newer = driver.complete()
-    assert (group.replicating is not None, group.unsure) == (True, True)
+    assert (group.replicating_slot is not None, group.is_survey_pending) == (True, True)
     driver.copy("a node has not said what it has")
-    assert (group.unsure, group.outlives_a_node) == (True, False)
+    assert (group.is_survey_pending, group.survives_node_loss) == (True, False)
     driver.now_s += 10.0
     driver.decide()
     found_safe(group, safe, whole)
-    assert (group.undoes_safe, group.outlives_a_node) == (whole, whole)
-    driver.copy(UNKEPT if whole else "")
+    assert (group.would_reduce_protection, group.survives_node_loss) == (whole, whole)
+    driver.copy(NO_PEER_MEMORY if whole else "")
     driver.decide()
-    assert group.safe_tick == (safe if whole else newer)
-    assert not group.unsure
+    assert group.replicated_version == (safe if whole else newer)
+    assert not group.is_survey_pending
 
 
 @pytest.mark.parametrize(("left", "goes"), [({"b"}, False), ({"c"}, True), (set(), True)])
@@ -2377,80 +2395,84 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
     """Of the nodes `left` others keep the part still; of b's nobody has memory for anything newer."""
     driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("",)), lost="bc")
     group = driver.group
-    group.kept = Kept("", 1, ("b",)), Kept("b", 0), Kept("c", 1, ("",))
+    group.placement = Kept("", 1, ("b",)), Kept("b", 0), Kept("c", 1, ("",))
     newer = driver.complete()
     driver.copy("a node has not said what it has")
     driver.now_s += 10.0
     driver.decide()
-    assert (group.replicating is not None, group.unsure) == (True, True)
+    assert (group.replicating_slot is not None, group.is_survey_pending) == (True, True)
     found_safe(group, safe, False, ["", "b", "c"], left)
-    assert (group.undoes_safe, group.outlives_a_node) == (not goes, False)
-    driver.copy("" if goes else UNKEPT)
+    assert (group.would_reduce_protection, group.survives_node_loss) == (not goes, False)
+    driver.copy("" if goes else NO_PEER_MEMORY)
     driver.decide()
-    assert (group.safe_tick, group.unsure) == (newer if goes else safe, False)
+    assert (group.replicated_version, group.is_survey_pending) == (newer if goes else safe, False)
     if not goes:
-        assert group.replicating is None
-        group.copies_lost("", group.copied_ticks)
+        assert group.replicating_slot is None
+        group.record_lost_holder("", group.peer_versions)
         driver.now_s += 10.0
         driver.decide()
-        assert (group.replicating is not None, group.unsure) == (True, True), "it is asked again what is left"
+        assert (group.replicating_slot is not None, group.is_survey_pending) == (True, True), (
+            "it is asked again what is left"
+        )
         found_safe(group, safe, False, ["", "b", "c"])
-        assert not group.undoes_safe
+        assert not group.would_reduce_protection
 
 
 def test_what_is_left_of_what_was_safe_as_a_whole_is_copied_again_itself_and_does_not_go_then_either() -> None:
     driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     group = driver.group
-    group.kept = Kept("", 1, ("b",)), Kept("b", 0)
+    group.placement = Kept("", 1, ("b",)), Kept("b", 0)
     driver.decide()
-    assert (group.replicating is not None, group.unsure) == (True, False), "b's part is here"
+    assert (group.replicating_slot is not None, group.is_survey_pending) == (True, False), "b's part is here"
     assert driver.copy() == ""
-    assert group.outlives_a_node
+    assert group.survives_node_loss
     driver.complete()
-    assert (group.undoes_safe, group.replicating, group.safe_tick) == (True, None, safe)
+    assert (group.would_reduce_protection, group.replicating_slot, group.replicated_version) == (True, None, safe)
 
 
 def test_what_is_found_to_be_kept_in_part_keeps_that_part_where_the_rest_of_it_is_copied() -> None:
     driver = Driver(policy=Every(seconds=600))
     group = driver.group
-    group.replicates = group.unsure = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 0)
-    group.holds(0, Tick(50), False)
+    group.is_replication_on = group.is_survey_pending = True
+    group.placement = Kept("", 1, ("b",)), Kept("b", 0)
+    group.record_held_snapshot(0, Version(50), False)
     driver.decide()
-    found_safe(group, Tick(50), False, ["", "b"], ["b"])
-    assert (group.undoes_safe, group.outlives_a_node) == (False, False)
+    found_safe(group, Version(50), False, ["", "b"], ["b"])
+    assert (group.would_reduce_protection, group.survives_node_loss) == (False, False)
     assert driver.copy() == ""
-    assert (group.safe_tick, group.outlives_a_node) == (Tick(50), True)
+    assert (group.replicated_version, group.survives_node_loss) == (Version(50), True)
 
 
 def test_before_what_is_safe_is_copied_again_in_part_it_is_asked_what_is_left_of_it() -> None:
     """A node that is not connected may have the rest still."""
     driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     group = driver.group
-    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    group.placement = Kept("", 0), Kept("b", 1, ("",))
     driver.decide()
-    assert (group.replicating is not None, group.unsure) == (True, True)
+    assert (group.replicating_slot is not None, group.is_survey_pending) == (True, True)
     found_safe(group, safe, True, ["", "b"])
     driver.copy()
-    assert group.outlives_a_node
+    assert group.survives_node_loss
 
 
 def test_it_is_asked_again_what_is_left_though_something_newer_would_undo_what_is_known_to_be() -> None:
     """Until that is known no slot is free: with the store down the job would stand still."""
     driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("",)))
     group = driver.group
-    group.kept = Kept("", 0), Kept("b", 1, ("c",)), Kept("c", 0)
+    group.placement = Kept("", 0), Kept("b", 1, ("c",)), Kept("c", 0)
     driver.decide()
-    assert (group.replicating is not None, group.unsure) == (True, True)
+    assert (group.replicating_slot is not None, group.is_survey_pending) == (True, True)
     driver.copy("a node has not said what it has")
     newer = driver.complete()
-    assert (group.replicating is not None, group.undoes_safe) == (True, True)
+    assert (group.replicating_slot is not None, group.would_reduce_protection) == (True, True)
     found_safe(group, safe, False, ["", "b", "c"], ["b", "c"])
-    driver.copy(UNKEPT)
+    driver.copy(NO_PEER_MEMORY)
     driver.decide()
     for _ in range(3):
         newest = driver.complete()
-    held = {slot.round.tick for slot in group.slots if slot.round is not None and slot.state is State.COMPLETE}
+    held = {
+        slot.attempt.version for slot in group.slots if slot.attempt is not None and slot.state is SlotState.COMPLETE
+    }
     assert held == {safe, newest}
     assert driver.levels("peer")[str(newer)] is False
 
@@ -2462,24 +2484,24 @@ def test_parity_of_what_is_safe_is_not_made_anew_where_that_outlives_less_since_
     """Of nodes in pairs one is lost for a while, and then there is memory for the parity of two others only."""
     driver, safe = safe_by(*(Kept(node, 1) for node in ("", "b", "c", "d")))
     group = driver.group
-    group.kept = Kept("", 1), Kept("b", 0), Kept("c", 1), Kept("d", 0)
+    group.placement = Kept("", 1), Kept("b", 0), Kept("c", 1), Kept("d", 0)
     driver.decide()
-    assert (group.replicating, group.unsure) == (None, False), "b may be lost, for certain"
+    assert (group.replicating_slot, group.is_survey_pending) == (None, False), "b may be lost, for certain"
     assert driver.levels("peer") == {str(safe): True}
-    group.kept = Kept("", 0), Kept("b", 1), Kept("c", 1), Kept("d", 0)
+    group.placement = Kept("", 0), Kept("b", 1), Kept("c", 1), Kept("d", 0)
     driver.decide()
-    assert (group.replicating is not None, group.unsure) == (True, True)
+    assert (group.replicating_slot is not None, group.is_survey_pending) == (True, True)
     found_safe(group, safe, whole, ["", "b", "c", "d"], ["b", "c", "d"])
-    assert group.undoes_safe
-    assert driver.copy() == ("" if whole else UNKEPT), "it stays as it was found"
+    assert group.would_reduce_protection
+    assert driver.copy() == ("" if whole else NO_PEER_MEMORY), "it stays as it was found"
     driver.decide()
-    assert (group.safe_tick, group.outlives_a_node, group.replicating) == (safe, whole, None)
+    assert (group.replicated_version, group.survives_node_loss, group.replicating_slot) == (safe, whole, None)
     newer = driver.complete()
-    assert (group.safe_tick, group.replicating) == (safe, None)
-    group.kept = tuple(Kept(node, 1) for node in ("", "b", "c", "d"))
+    assert (group.replicated_version, group.replicating_slot) == (safe, None)
+    group.placement = tuple(Kept(node, 1) for node in ("", "b", "c", "d"))
     driver.decide()
     assert driver.copy() == ""
-    assert (group.safe_tick, group.outlives_a_node) == (newer, True)
+    assert (group.replicated_version, group.survives_node_loss) == (newer, True)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -2488,48 +2510,52 @@ def test_who_waits_for_what_is_found_to_be_safe_by_parity_hears_so_though_less_o
 ) -> None:
     driver = Driver(policy=Every(seconds=600))
     group = driver.group
-    group.replicates = group.unsure = True
-    group.kept = Kept("", 1), Kept("b", 0)
-    group.holds(0, Tick(50), False)
+    group.is_replication_on = group.is_survey_pending = True
+    group.placement = Kept("", 1), Kept("b", 0)
+    group.record_held_snapshot(0, Version(50), False)
     driver.decide()
-    found_safe(group, Tick(50), whole, ["", "b"], ["b"])
-    assert group.undoes_safe
+    found_safe(group, Version(50), whole, ["", "b"], ["b"])
+    assert group.would_reduce_protection
     driver.copy()
     driver.decide()
-    assert driver.levels("peer") == {str(Tick(50)): whole}
-    assert group.outlives_a_node is whole
+    assert driver.levels("peer") == {str(Version(50)): whole}
+    assert group.survives_node_loss is whole
 
 
 def test_nor_does_what_has_taken_its_place_since_and_outlives_the_same_nodes() -> None:
     driver = Driver()
     group = driver.group
-    group.replicates = group.unsure = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 0)
+    group.is_replication_on = group.is_survey_pending = True
+    group.placement = Kept("", 1, ("b",)), Kept("b", 0)
     driver.complete()
-    found_safe(group, Tick(5), False, ["", "b"], [""])
+    found_safe(group, Version(5), False, ["", "b"], [""])
     driver.copy()
-    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    group.placement = Kept("", 0), Kept("b", 1, ("",))
     driver.complete()
-    assert (group.undoes_safe, group.replicating, group.safe_tick) == (True, None, Tick(10))
+    assert (group.would_reduce_protection, group.replicating_slot, group.replicated_version) == (
+        True,
+        None,
+        Version(10),
+    )
 
 
 def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_make_it_whole() -> None:
     driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     group = driver.group
-    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    group.placement = Kept("", 0), Kept("b", 1, ("",))
     driver.complete()
-    group.copies_lost("b", [])
+    group.record_lost_holder("b", [])
     found_safe(group, safe)
-    assert not group.outlives_a_node
+    assert not group.survives_node_loss
 
 
-def asked_while_a_newer_one_waits() -> tuple[Driver, Scheduler, Tick]:
-    """It is asked what is safe: the tick lies in a slot, and a newer one is on its way."""
+def asked_while_a_newer_one_waits() -> tuple[Driver, Scheduler, Version]:
+    """It is asked what is safe: the version lies in a slot, and a newer one is on its way."""
     driver = Driver()
     group = driver.group
     safe, _ = driver.complete(), driver.complete()
-    group.replicates = group.unsure = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    group.is_replication_on = group.is_survey_pending = True
+    group.placement = Kept("", 1, ("b",)), Kept("b", 1, ("",))
     driver.decide()
     return driver, group, safe
 
@@ -2538,32 +2564,33 @@ def asked_while_a_newer_one_waits() -> tuple[Driver, Scheduler, Tick]:
 def test_nor_is_it_told_to_be_safe(lost: bool) -> None:
     driver, group, safe = asked_while_a_newer_one_waits()
     if lost:
-        group.copies_lost("b", [])
+        group.record_lost_holder("b", [])
     assert found_safe(group, safe) is not lost
     driver.decide()
     assert driver.levels("peer") == {str(safe): not lost}
-    assert driver.why(safe) == (LOST if lost else "")
+    assert driver.why(safe) == (HOLDER_LOST if lost else "")
 
 
 def test_of_what_is_found_in_part_it_is_not_said_that_there_is_no_memory_for_it() -> None:
     driver, group, safe = asked_while_a_newer_one_waits()
     found_safe(group, safe, False, ["", "b"], ["b"])
     driver.decide()
-    assert driver.why(safe) == FOUND_LESS
+    assert driver.why(safe) == FOUND_INCOMPLETE
 
 
 def test_what_is_older_than_what_is_found_to_be_safe_is_not_copied_any_more() -> None:
     """It would be told to be safe, and its slot be used again. The newer one was complete while that was asked."""
     driver = Driver()
     group = driver.group
-    group.replicates = group.unsure = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    group.is_replication_on = group.is_survey_pending = True
+    group.placement = Kept("", 1, ("b",)), Kept("b", 1, ("",))
     driver.complete()
     safe = driver.complete()
     found_safe(group, safe, False, ["", "b"], ["b"])
-    assert group.undoes_safe
-    assert group.why_not_copied(Tick(10)) == OUTDONE
-    assert driver.copy(OUTDONE) == OUTDONE
+    assert group.would_reduce_protection
+    assert group.why_not_replicated(Version(10)) == SUPERSEDED
+    assert driver.copy(SUPERSEDED) == SUPERSEDED
     driver.decide()
-    assert not group.undoes_safe
-    assert (group.replicating, group.safe_tick, driver.levels("peer")[str(Tick(10))]) == (None, safe, False)
+    assert not group.would_reduce_protection
+    assert (group.replicating_slot, group.replicated_version) == (None, safe)
+    assert driver.levels("peer")[str(Version(10))] is False

@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import When
+from ckpt.agent.preemption.deadline_strategy import ExitTiming
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import State, Store, Why
+from ckpt.agent.state.job_facts import SaveReason, SlotState, WorkState
 from ckpt.errors import SaveFailed
-from ckpt.ipc.control_page import AMID, ControlWord, RankPlace, WordKind
+from ckpt.ipc.control_page import MID_STEP, ControlWord, RankPlace, WordKind
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.trainer.link.levels import Levels
-from ckpt.types import Tick
+from ckpt.types import Version
 
 SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "4000"))
 CALM_S = 120.0  # so long after the last fault a checkpoint has to be complete
-Content = tuple[int, str] | None  # (round, tick) that a rank's arena holds; None while it is being written
+Content = tuple[int, str] | None  # (round, version) that a rank's arena holds; None while it is being written
 
 
 class Rank:
@@ -43,7 +43,7 @@ class Rank:
         self.ended = 0
         self.sub = 0
         self.saved = False  # whether the save of this step was asked for
-        self.gave_up: Tick | None = None  # the newest save that failed by the agent's death
+        self.gave_up: Version | None = None  # the newest save that failed by the agent's death
         self.then: Callable[[], None] = lambda: None  # where it goes on after a hold
         self.layout = 1  # what it holds now
         self.division = ""  # what it was sent last
@@ -72,9 +72,9 @@ class Sim:
         self.policy = (
             Every(steps=rng.choice((1, 2, 5))) if rng.random() < 0.6 else Every(seconds=rng.choice((1.0, 4.0)))
         )
-        self.group = Scheduler(self.world, self.policy, first_round=rng.choice((1, (1 << 20) - 3)))
+        self.group = Scheduler(self.world, self.policy, first_attempt=rng.choice((1, (1 << 20) - 3)))
         if self.policy.seconds is not None and rng.random() < 0.5:
-            self.group.paced(self.policy.seconds, rng.choice((1, 3, 20)) * self.policy.seconds, 0.0)
+            self.group.set_intervals(self.policy.seconds, rng.choice((1, 3, 20)) * self.policy.seconds, 0.0)
         self.ranks = [Rank(n) for n in range(self.world)]
         self.now_s = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -91,22 +91,24 @@ class Sim:
         self.polled = 0  # snapshots appointed at polls
         self.content: dict[tuple[int, int], Content] = {}
         self.readers: dict[int, list[tuple[Content, ...]]] = {}
-        self.group.replicates = self.slots > 1 and rng.random() < 0.6
-        self.group.kept = Kept("", 1), Kept("b", 1)
-        self.safe: tuple[Scheduler, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
+        self.group.is_replication_on = self.slots > 1 and rng.random() < 0.6
+        self.group.placement = Kept("", 1), Kept("b", 1)
+        self.safe: tuple[Scheduler, Version, int] | None = (
+            None  # the newest that others keep; who knows it, and its slot
+        )
         self.safe_whole = False  # whether they keep each node's part of it
-        self.told_unsafe: Tick | None = None
+        self.told_unsafe: Version | None = None
         self.levels = Levels()  # as who waits for one knows them
         self.copied = self.unkept = self.shrunk = 0
         self.copying: Scheduler | None = None  # the agent that has copies under way
         self.words: list[dict[int, ControlWord]] = [{}, {}]  # by slot: on the page here, and on another node's
         self.told_s = 0.0  # when the last one came there
-        self.completed: list[Tick] = []
+        self.completed: list[Version] = []
         self.commits = 0
         self.commit_s: float | None = None  # what each takes, about; None: that differs
         self.committing = 0  # which of all; what ends an earlier one is late
-        self.gave_way: dict[Tick, Scheduler] = {}  # whose commit was given up, and by whom
-        self.tried_again: set[Tick] = set()  # of these, once what they gave way to had failed
+        self.gave_way: dict[Version, Scheduler] = {}  # whose commit was given up, and by whom
+        self.tried_again: set[Version] = set()  # of these, once what they gave way to had failed
         self.unanswered: dict[Any, str] = {}
         self.answered: dict[Any, Any] = {}
         self.closed = False
@@ -134,7 +136,7 @@ class Sim:
     def send(self, rank: Rank, fact: Callable[..., None], *args: Any) -> None:
         """A message to the agent: now and then lost (mostly with its connection), late, or twice."""
         if self.fault(0.5):
-            if self.random.random() < 0.8 or fact == self.group.warm:
+            if self.random.random() < 0.8 or fact == self.group.record_warm_arena:
                 self.after(0.001, self.lose, rank)
             return
         self.after(self.delay_s(rank), self.arrive, rank, rank.connection, fact, *args)
@@ -163,7 +165,7 @@ class Sim:
     def lose(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
             rank.connection += 1
-            self.group.lost(rank.number, self.now_s)
+            self.group.record_disconnect(rank.number, self.now_s)
             self.decide()
             self.after(self.random.uniform(0, 2), self.rejoin, rank)
 
@@ -171,12 +173,12 @@ class Sim:
         if rank.alive and not rank.left:
             rank.connection += 1
             rank.shows = True
-            self.group.joined(rank.number)
+            self.group.record_join(rank.number)
             self.layouts[rank.number] = rank.layout
-            self.group.layout(rank.number)
+            self.group.record_layout(rank.number)
             self.decide()
             if rank.gave_up is not None:
-                self.send(rank, self.group.unsavable, rank.number, rank.gave_up, "its agent died")
+                self.send(rank, self.group.record_unsavable, rank.number, rank.gave_up, "its agent died")
             if rank.waits_for:
                 rank.waits_for()
 
@@ -200,41 +202,45 @@ class Sim:
     def contents(self, slot: int) -> tuple[Content, ...]:
         return tuple(self.content.get((slot, r)) for r in range(self.world))
 
-    def granted(self, slot: int, number: int, tick: Tick) -> None:
+    def granted(self, slot: int, number: int, version: Version) -> None:
         assert slot not in self.readers, "a slot was granted while it was read"
-        assert sum(each.state is not State.FREE for each in self.group.slots) <= self.group.slots_in_use
+        assert sum(each.state is not SlotState.FREE for each in self.group.slots) <= self.group.slot_limit
         entry = self.group.slots[slot]
-        assert entry.state is State.GRANTED
+        assert entry.state is SlotState.GRANTED
         assert entry.leases == 0
-        assert entry.round is not None
-        assert (entry.round.number, entry.round.tick) == (number, tick)
+        assert entry.attempt is not None
+        assert (entry.attempt.number, entry.attempt.version) == (number, version)
         if self.completed and self.slots > 1 and max(self.completed):
-            assert self.group.newest is not None, "the newest complete one was given away"
+            assert self.group.newest_slot is not None, "the newest complete one was given away"
         self.not_safe(slot)
 
     def do_SetWord(self, action: do.SetWord) -> None:
         self.set_word(0, action)
         self.told_s = max(self.told_s, self.now_s + self.random.choice((0.0, 0.005, 0.05)))  # in order
         self.in_agent(self.told_s - self.now_s, self.set_word, 1, action)
-        if action.word:
-            self.granted(action.word.slot, action.word.round, Tick(action.word.step, action.word.sub))
-            assert ControlWord.unpack(action.word.pack()) is not None
-            self.polled += action.word.sub > 0
+        if action.control_word:
+            self.granted(
+                action.control_word.slot,
+                action.control_word.attempt_number,
+                Version(action.control_word.step, action.control_word.sub),
+            )
+            assert ControlWord.unpack(action.control_word.pack()) is not None
+            self.polled += action.control_word.sub > 0
 
     def set_word(self, page: int, action: do.SetWord) -> None:
         self.words[page].pop(action.slot, None)
-        if action.word is not None:
-            self.words[page][action.slot] = action.word
+        if action.control_word is not None:
+            self.words[page][action.slot] = action.control_word
 
     def do_Divide(self, action: do.Divide) -> None:
-        self.in_agent(self.random.uniform(0, 0.5), self.divided, action.version, tuple(self.layouts))
+        self.in_agent(self.random.uniform(0, 0.5), self.divided, action.layouts_version, tuple(self.layouts))
 
     def divided(self, version: int, layouts: tuple[int, ...]) -> None:
         division = "d" + ".".join(map(str, layouts))
         if self.fault(3):
             self.place()
         slots = self.slots - (self.slots > 2 and self.fault(5))  # or others' processes have taken the last one's memory
-        if self.group.planned(version, division, tuple(10 * n for n in layouts), slots):
+        if self.group.record_division(version, division, tuple(10 * n for n in layouts), slots):
             for rank in self.ranks:
                 self.in_agent(self.random.uniform(0, 0.01), self.got_plan, rank, division, layouts[rank.number])
         self.decide()
@@ -242,9 +248,9 @@ class Sim:
     def place(self) -> None:
         """There is room for copies, of all or of a part, or none any more."""
         if self.slots > 1:
-            self.group.replicates = not self.group.replicates
-            self.group.kept = Kept("", self.random.choice((0, 1, 1))), Kept("b", 1)
-            self.group.use_slots(self.random.randint(2, self.slots))  # a slot gives way to copies, or is back
+            self.group.is_replication_on = not self.group.is_replication_on
+            self.group.placement = Kept("", self.random.choice((0, 1, 1))), Kept("b", 1)
+            self.group.set_slot_limit(self.random.randint(2, self.slots))  # a slot gives way to copies, or is back
             self.decide()
 
     def got_plan(self, rank: Rank, division: str, layout: int) -> None:
@@ -255,25 +261,25 @@ class Sim:
 
     def do_MakeArenas(self, action: do.MakeArenas) -> None:
         assert action.slot not in self.readers
-        assert self.group.slots[action.slot].state is State.FREE
+        assert self.group.slots[action.slot].state is SlotState.FREE
         for r in range(self.world):
             self.content.pop((action.slot, r), None)
-        self.in_agent(self.random.uniform(0, 1), self.made, action.slot, action.bytes)
+        self.in_agent(self.random.uniform(0, 1), self.made, action.slot, action.arena_bytes)
 
     def made(self, slot: int, arena_bytes: tuple[int, ...]) -> None:
-        self.group.made(slot, arena_bytes)
+        self.group.record_arenas(slot, arena_bytes)
         self.decide()
 
     def do_OfferSlot(self, action: do.OfferSlot) -> None:
         assert action.slot not in self.readers
-        assert self.group.slots[action.slot].state is State.FREE, "offered although it holds something"
+        assert self.group.slots[action.slot].state is SlotState.FREE, "offered although it holds something"
         for rank in self.ranks:
             self.in_agent(0.01 + self.way_s(rank.number, 0.01), self.warmed, rank, action.slot)
 
     def do_CloseArenas(self, action: do.CloseArenas) -> None:
-        assert action.slot not in {slot.number for slot in self.group._in_use}
+        assert action.slot not in {slot.number for slot in self.group._used_slots}
         assert action.slot not in self.readers, "a slot was closed while it was read"
-        assert self.group.slots[action.slot].state is State.FREE, "closed although it holds something"
+        assert self.group.slots[action.slot].state is SlotState.FREE, "closed although it holds something"
         self.shrunk += 1
         for rank in self.ranks:
             self.content.pop((action.slot, rank.number), None)
@@ -282,14 +288,16 @@ class Sim:
     def warmed(self, rank: Rank, slot: int) -> None:
         if rank.alive and rank.division and rank.division_layout == rank.layout:
             rank.warm[slot] = rank.division
-            if self.group.slots[slot].state is State.FREE:
+            if self.group.slots[slot].state is SlotState.FREE:
                 self.content[slot, rank.number] = None  # warming an arena clears its header
-            self.send(rank, self.group.warm, rank.number, slot, rank.division)
+            self.send(rank, self.group.record_warm_arena, rank.number, slot, rank.division)
 
     def do_Assemble(self, action: do.Assemble) -> None:
         held = self.contents(action.slot)
-        assert held == ((action.round, str(action.tick)),) * self.world, f"a mixture was taken for complete: {held}"
-        self.read(action.slot, self.assembled, action.slot, action.round, action.tick)
+        assert held == ((action.attempt_number, str(action.version)),) * self.world, (
+            f"a mixture was taken for complete: {held}"
+        )
+        self.read(action.slot, self.assembled, action.slot, action.attempt_number, action.version)
 
     def read(self, slot: int, then: Callable[..., None], *args: Any, takes_s: float | None = None) -> None:
         self.readers.setdefault(slot, []).append(self.contents(slot))
@@ -301,12 +309,12 @@ class Sim:
         if not self.readers[slot]:
             del self.readers[slot]
 
-    def assembled(self, slot: int, number: int, tick: Tick) -> None:
+    def assembled(self, slot: int, number: int, version: Version) -> None:
         self.end_read(slot)
         error = "incomplete" if self.fault() else ""
         if not error:
-            self.completed.append(tick)
-        self.group.assembled(slot, number, error)
+            self.completed.append(version)
+        self.group.record_assembly(slot, number, error)
         self.decide()
 
     def do_Commit(self, action: do.Commit) -> None:
@@ -314,67 +322,73 @@ class Sim:
         assert self.commits == 1, "two commits at once"
         assert self.contents(action.slot) == (self.contents(action.slot)[0],) * self.world
         self.committing += 1
-        if self.gave_way.get(action.tick) is self.group:
-            assert self.group.newest_store is Store.FAILED, "what gave way is back before the last one has failed"
-            assert action.tick not in self.tried_again, "more than once"
-            self.tried_again.add(action.tick)
+        if self.gave_way.get(action.version) is self.group:
+            assert self.group.newest_commit_state is WorkState.FAILED, (
+                "what gave way is back before the last one has failed"
+            )
+            assert action.version not in self.tried_again, "more than once"
+            self.tried_again.add(action.version)
         takes_s = self.commit_s * self.random.uniform(0.8, 1.2) if self.commit_s is not None else None
         self.read(action.slot, self.committed, action.slot, self.committing, takes_s=takes_s)
 
-    def do_GiveUp(self, action: do.GiveUp) -> None:
+    def do_StopCommit(self, action: do.StopCommit) -> None:
         """It ends soon; by then it may be in the store all the same."""
         assert self.commits == 1
-        older, newest, took = self.group.slots[action.slot].round, self.group.newest, self.group._committed_in
+        older, newest, took = self.group.slots[action.slot].attempt, self.group.newest_slot, self.group._commit_timing
         assert older is not None
         assert newest is not None
-        assert newest.round is not None
+        assert newest.attempt is not None
         assert took is not None
-        last, left_s = newest.round, (self.group.deadline_s(self.now_s) or 0.0) - self.now_s
-        assert last.tick > older.tick, "the last one itself was given up"
-        assert (last.why, last.verdict, self.verdict) == (Why.HOLD, True, last.number), "not all leave at the last one"
-        assert took.seconds_of(last.bytes) <= left_s, "it was given up though the last one does not fit either"
-        ends_s = (older.commit_began_s or 0.0) + took.seconds_of(older.bytes)
-        assert max(ends_s - self.now_s, 0.0) + took.seconds_of(last.bytes) > left_s, "both would have fitted"
-        assert older.tick not in self.gave_way, "told twice"
-        self.gave_way[older.tick] = self.group
+        last, left_s = newest.attempt, (self.group.deadline_s(self.now_s) or 0.0) - self.now_s
+        assert last.version > older.version, "the last one itself was given up"
+        assert (last.reason, last.verdict, self.verdict) == (SaveReason.HOLD, True, last.number), (
+            "not all leave at the last one"
+        )
+        assert took.estimate_s(last.memory_bytes) <= left_s, "it was given up though the last one does not fit either"
+        ends_s = (older.commit_began_s or 0.0) + took.estimate_s(older.memory_bytes)
+        assert max(ends_s - self.now_s, 0.0) + took.estimate_s(last.memory_bytes) > left_s, "both would have fitted"
+        assert older.version not in self.gave_way, "told twice"
+        self.gave_way[older.version] = self.group
         if self.random.random() < 0.9:
             self.in_agent(self.random.uniform(0, 0.5), self.committed, action.slot, self.committing, True)
 
     def do_Replicate(self, action: do.Replicate) -> None:
-        assert self.group.replicates
+        assert self.group.is_replication_on
         assert self.copying is not self.group, "two generations at once"
-        is_again = self.safe is not None and self.safe[:2] == (self.group, action.tick)
-        assert not is_again or (self.group.is_kept_whole and not self.safe_whole), "it is copied again for nothing"
-        self.copying, is_whole = self.group, self.group.is_kept_whole
+        is_again = self.safe is not None and self.safe[:2] == (self.group, action.version)
+        assert not is_again or (self.group.is_placement_complete and not self.safe_whole), (
+            "it is copied again for nothing"
+        )
+        self.copying, is_whole = self.group, self.group.is_placement_complete
         held = self.contents(action.slot)
         assert held == (held[0],) * self.world
         assert held[0] is not None
-        assert held[0][1] == str(action.tick)
-        self.read(action.slot, self.replicated, action.slot, action.tick, is_whole)
+        assert held[0][1] == str(action.version)
+        self.read(action.slot, self.replicated, action.slot, action.version, is_whole)
 
-    def replicated(self, slot: int, tick: Tick, is_whole: bool) -> None:
+    def replicated(self, slot: int, version: Version, is_whole: bool) -> None:
         self.copying = None
         self.end_read(slot)
         error = "a node hangs" if self.fault(3) else ""
         if not error:
-            assert self.safe is None or self.safe[1] <= tick or self.safe[0] is not self.group, (
+            assert self.safe is None or self.safe[1] <= version or self.safe[0] is not self.group, (
                 "an older one took the place of a newer one"
             )
-            self.safe, self.safe_whole = (self.group, tick, slot), is_whole
+            self.safe, self.safe_whole = (self.group, version, slot), is_whole
             self.copied += 1
-        self.group.replicated(slot, error, self.now_s)
+        self.group.record_replication(slot, error, self.now_s)
         self.decide()
 
     def lend(self) -> None:
         """Somebody reads the newest complete one for a while, as a start that restores from it does."""
-        newest = self.group.newest
+        newest = self.group.newest_slot
         if newest is not None and newest.number not in self.readers:
-            self.group.lease(newest.number)
+            self.group.take_lease(newest.number)
             self.read(newest.number, self.give_back, newest.number)
 
     def give_back(self, slot: int) -> None:
         self.end_read(slot)
-        self.group.release(slot)
+        self.group.release_lease(slot)
         self.decide()
 
     def committed(self, slot: int, number: int, broken_off: bool = False) -> None:
@@ -383,35 +397,37 @@ class Sim:
         self.commits -= 1
         self.end_read(slot)
         down = "the store is down" if self.fault(20 if self.gave_way else 3) else ""
-        self.group.committed(slot, "it was broken off" if broken_off else down, self.now_s)
+        self.group.record_commit(slot, "it was broken off" if broken_off else down, self.now_s)
         self.decide()
 
-    def do_Recycle(self, action: do.Recycle) -> None:
+    def do_ClearSlot(self, action: do.ClearSlot) -> None:
         assert action.slot not in self.readers, "a slot was freed while it was read"
         self.not_safe(action.slot)
-        held = [Tick.parse(content[1]) for content in self.contents(action.slot) if content is not None]
-        for tick in held:
-            if self.gave_way.get(tick) is self.group and tick not in self.tried_again:
-                newest = self.group.committed_tick
+        held = [Version.parse(content[1]) for content in self.contents(action.slot) if content is not None]
+        for version in held:
+            if self.gave_way.get(version) is self.group and version not in self.tried_again:
+                newest = self.group.committed_version
                 assert newest is not None, "what gave way was given away before anything newer was in the store"
-                assert newest >= tick, "what gave way was given away before anything newer was in the store"
+                assert newest >= version, "what gave way was given away before anything newer was in the store"
 
     def not_safe(self, slot: int) -> None:
         """Whether what a slot held may be given away: it is not the newest that others keep; with two slots it may be,
         once a newer one is in the store."""
         if self.safe is None or self.safe[0] is not self.group or self.safe[2] != slot:
             return
-        committed = self.group.committed_tick
-        assert self.group.slots_in_use == 2 or not self.group.replicates, "the newest that others keep was given away"
+        committed = self.group.committed_version
+        assert self.group.slot_limit == 2 or not self.group.is_replication_on, (
+            "the newest that others keep was given away"
+        )
         assert committed is not None, "the newest that others keep was given away"
         assert committed > self.safe[1], "the newest that others keep was given away"
         assert self.told_unsafe == self.safe[1], "and nobody was told that it is not as safe any more"
         self.safe = None
 
-    def do_Unkeep(self, action: do.Unkeep) -> None:
-        assert not self.group.replicates
+    def do_DropReplicas(self, action: do.DropReplicas) -> None:
+        assert not self.group.is_replication_on
         assert self.copying is not self.group, "what is on its way"
-        safe, committed = self.safe, self.group.committed_tick
+        safe, committed = self.safe, self.group.committed_version
         assert committed is not None, "what attempts that failed have left may be all that there is"
         if safe is not None and safe[0] is self.group:
             assert committed > safe[1], "nobody has anything newer"
@@ -419,7 +435,7 @@ class Sim:
         self.unkept += 1
 
     def do_ReplicaDegraded(self, action: do.ReplicaDegraded) -> None:
-        self.told_unsafe = action.tick
+        self.told_unsafe = action.version
 
     def do_AnswerRequest(self, action: do.AnswerRequest) -> None:
         self.answered[action.request] = action.body
@@ -438,11 +454,11 @@ class Sim:
     def do_ReportProgress(self, action: do.ReportProgress) -> None:
         pass  # who waits for a slot here waits as long as it takes
 
-    def do_Tell(self, action: do.Tell) -> None:
+    def do_NotifyRanks(self, action: do.NotifyRanks) -> None:
         assert action.body["t"] in ("level", "superseded", "end", "leave-by", "recovered", "awaited")
         if action.body["t"] == "level":
             told = action.body
-            self.levels.put(Tick.parse(told["tick"]), told["level"], told["ok"], told["message"])
+            self.levels.record(Version.parse(told["version"]), told["level"], told["ok"], told["message"])
         if action.body["t"] == "awaited" and not self.fault(0.2):
             for rank in self.ranks:
                 late_s = max(self.delay_s(rank), self.way_s(rank.number, 0.0))
@@ -456,12 +472,12 @@ class Sim:
 
     def do_SetVerdict(self, action: do.SetVerdict) -> None:
         assert self.verdict == 0, "two verdicts"
-        self.verdict = action.round
+        self.verdict = action.attempt_number
 
     def do_WriteOutcome(self, action: do.WriteOutcome) -> None:
         self.outcomes.append(action.body)
 
-    def do_LeftBy(self, action: do.LeftBy) -> None:
+    def do_RecordExit(self, action: do.RecordExit) -> None:
         assert self.verdict, "the ranks were not told to leave"
 
     def do_Emit(self, action: do.Emit) -> None:
@@ -470,7 +486,7 @@ class Sim:
     def do_Close(self, action: do.Close) -> None:
         assert not self.closed, "closed twice"
         self.closed = True
-        self.in_agent(self.random.uniform(0, 1), self.tell, self.group.closed)
+        self.in_agent(self.random.uniform(0, 1), self.tell, self.group.record_close)
 
     # -- the trainers' side
 
@@ -480,12 +496,12 @@ class Sim:
         self.after(1.5, self.begin)
 
     def join(self, rank: Rank) -> None:
-        self.group.joined(rank.number)
-        self.group.layout(rank.number)
+        self.group.record_join(rank.number)
+        self.group.record_layout(rank.number)
         self.decide()
 
     def begin(self) -> None:
-        self.group.started(0, self.now_s)
+        self.group.record_start(0, self.now_s)
         self.decide()
         for rank in self.ranks:
             self.enter(rank, 1)
@@ -503,7 +519,7 @@ class Sim:
     def preempt(self) -> None:
         self.preempted = True
         deadline_s = self.now_s + self.random.choice((0.5, 20.0))
-        self.group.warn(StandingNotice("operator", "1", deadline_s, self.now_s, when=When.AT_ONCE))
+        self.group.add_notice(StandingNotice("operator", "1", deadline_s, self.now_s, exit_timing=ExitTiming.AT_ONCE))
         self.decide()
 
     def told_to_end(self, rank: Rank, connection: int, body: dict[str, Any]) -> None:
@@ -514,9 +530,9 @@ class Sim:
     def awaited(self, rank: Rank, connection: int, packed: int) -> None:
         word = ControlWord.unpack(packed)
         assert word is not None
-        past = word.place(rank.ended, rank.sub) is not RankPlace.EARLY
-        if connection == rank.connection and rank.alive and past and word.round not in rank.seen:
-            self.send(rank, self.group.missed, rank.number, word.round, "late")
+        past = word.place_for(rank.ended, rank.sub) is not RankPlace.EARLY
+        if connection == rank.connection and rank.alive and past and word.attempt_number not in rank.seen:
+            self.send(rank, self.group.record_miss, rank.number, word.attempt_number, "late")
 
     def die(self, rank: Rank) -> None:
         rank.alive = False
@@ -525,7 +541,7 @@ class Sim:
         self.in_agent(self.random.uniform(0, 0.01), self.seen_dead, rank.number)
 
     def seen_dead(self, rank: int) -> None:
-        self.tell(self.group.died, rank)
+        self.tell(self.group.record_death, rank)
 
     def kill(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
@@ -583,7 +599,7 @@ class Sim:
     def new_layout(self, rank: int, layout: int) -> None:
         if layout > self.layouts[rank]:
             self.layouts[rank] = layout
-            self.group.layout(rank)
+            self.group.record_layout(rank)
             self.decide()
 
     def boundary(self, rank: Rank) -> None:
@@ -601,48 +617,48 @@ class Sim:
     def keep(self, rank: Rank, ended: int, told: ControlWord) -> bool:
         word = ControlWord.unpack(told.pack())
         assert word is not None
-        if word.round in rank.seen or word.place(ended, rank.sub) is RankPlace.EARLY:
+        if word.attempt_number in rank.seen or word.place_for(ended, rank.sub) is RankPlace.EARLY:
             return False
-        rank.seen.add(word.round)
-        if word.place(ended, rank.sub) is RankPlace.LATE:
-            self.send(rank, self.group.missed, rank.number, word.round, "late")
+        rank.seen.add(word.attempt_number)
+        if word.place_for(ended, rank.sub) is RankPlace.LATE:
+            self.send(rank, self.group.record_miss, rank.number, word.attempt_number, "late")
         elif rank.sub and ended in self.amid:
-            self.send(rank, self.group.missed, rank.number, word.round, AMID)
+            self.send(rank, self.group.record_miss, rank.number, word.attempt_number, MID_STEP)
         elif rank.layout != rank.division_layout or rank.warm.get(word.slot) != rank.division or self.fault(0.3):
-            self.send(rank, self.group.missed, rank.number, word.round, "layout")
+            self.send(rank, self.group.record_miss, rank.number, word.attempt_number, "layout")
         else:
-            self.fill(rank, word.round, word.slot, Tick(ended, rank.sub), rank.division)
+            self.fill(rank, word.attempt_number, word.slot, Version(ended, rank.sub), rank.division)
             if word.kind is WordKind.HOLD:
-                self.ask(rank, "held", word.round)
+                self.ask(rank, "held", word.attempt_number)
                 return True
         return False
 
     def proceed(self, rank: Rank) -> None:
         if rank.ended in self.due_steps and not rank.sub and rank.asked_at != rank.ended:
             rank.asked_at = rank.ended
-            self.ask(rank, "save", Why.DUE)
+            self.ask(rank, "save", SaveReason.DUE)
         elif rank.ended in self.save_steps and not rank.saved:
             rank.saved = True
             rank.sub += 2 if self.fault(0.3) else 1
-            self.ask(rank, "save", Why.SAVE)
+            self.ask(rank, "save", SaveReason.SAVE)
         elif rank.ended >= self.last_step and not self.faults:
             rank.sub += 1
-            self.ask(rank, "save", Why.EXIT)
+            self.ask(rank, "save", SaveReason.EXIT)
         else:
             self.enter(rank, rank.ended + 1)
 
-    def fill(self, rank: Rank, number: int, slot: int, tick: Tick, division: str) -> None:
+    def fill(self, rank: Rank, number: int, slot: int, version: Version, division: str) -> None:
         self.content[slot, rank.number] = None
         assert slot not in self.readers, "a rank fills what is read"
         rank.filling += 1
-        self.after(self.random.uniform(0, self.step_s), self.filled, rank, number, slot, tick, division)
+        self.after(self.random.uniform(0, self.step_s), self.filled, rank, number, slot, version, division)
 
-    def filled(self, rank: Rank, number: int, slot: int, tick: Tick, division: str) -> None:
+    def filled(self, rank: Rank, number: int, slot: int, version: Version, division: str) -> None:
         rank.filling -= 1
         if not rank.alive:
             return
-        self.content[slot, rank.number] = (number, str(tick))
-        self.send(rank, self.group.staged, rank.number, number, tick, slot, division, 0.01)
+        self.content[slot, rank.number] = (number, str(version))
+        self.send(rank, self.group.record_staging, rank.number, number, version, slot, division, 0.01)
 
     def ask(self, rank: Rank, what: str, arg: Any = None) -> None:
         """A request: the client sends it again when its connection is back, so it is not lost for good."""
@@ -652,7 +668,7 @@ class Sim:
         if rank.filling:  # a save, a hold and the exit wait for the copy under way
             self.after(self.step_s / 4, self.ask, rank, what, arg)
             return
-        name = arg if what == "held" else str(Tick(rank.ended, rank.sub)) if what == "save" else 0
+        name = arg if what == "held" else str(Version(rank.ended, rank.sub)) if what == "save" else 0
 
         def again() -> None:
             for old in [k for k in self.unanswered if k[1] == rank.number]:
@@ -668,11 +684,11 @@ class Sim:
         if not rank.alive or request[3] != rank.connection:
             return
         if what == "held":
-            self.group.held(rank.number, arg, request)
+            self.group.record_hold(rank.number, arg, request)
         elif what == "leave":
-            self.group.leave(rank.number, request)
+            self.group.record_leave_request(rank.number, request)
         else:
-            self.group.save(rank.number, Tick(rank.ended, rank.sub), arg, {}, request)
+            self.group.record_save_request(rank.number, Version(rank.ended, rank.sub), arg, {}, request)
         self.decide()
 
     def answer(self, request: Any, rank: Rank, body: Any) -> None:
@@ -688,19 +704,19 @@ class Sim:
             return
         at_end = rank.ended >= self.last_step and not self.faults
         if body is None and not at_end:
-            rank.gave_up = Tick(rank.ended, rank.sub)
-            self.send(rank, self.group.unsavable, rank.number, rank.gave_up, "it was refused")
+            rank.gave_up = Version(rank.ended, rank.sub)
+            self.send(rank, self.group.record_unsavable, rank.number, rank.gave_up, "it was refused")
         if body and not body["saved"]:
             assert rank.layout == rank.division_layout or self.faults
-            tick = Tick(rank.ended, rank.sub)
-            self.granted_rank(rank, body, tick)
+            version = Version(rank.ended, rank.sub)
+            self.granted_rank(rank, body, version)
         self.leave(rank) if at_end else self.proceed(rank)
 
-    def granted_rank(self, rank: Rank, body: dict[str, Any], tick: Tick) -> None:
+    def granted_rank(self, rank: Rank, body: dict[str, Any], version: Version) -> None:
         if rank.warm.get(body["slot"]) == body["division"] == rank.division:
-            self.fill(rank, body["round"], body["slot"], tick, rank.division)
+            self.fill(rank, body["attempt"], body["slot"], version, rank.division)
         else:
-            self.send(rank, self.group.missed, rank.number, body["round"], "layout")
+            self.send(rank, self.group.record_miss, rank.number, body["attempt"], "layout")
 
     def leave(self, rank: Rank) -> None:
         self.ask(rank, "leave")
@@ -712,10 +728,10 @@ class Sim:
             self.now_s, _, what, args = heapq.heappop(self.queue)
             what(*args)
 
-    def waits(self, tick: Tick) -> bool:
+    def waits(self, version: Version) -> bool:
         """Whether it is still to be said what became of its copies."""
         try:
-            self.levels.wait(tick, "peer", 0.0)
+            self.levels.wait(version, "peer", 0.0)
         except SaveFailed as exc:
             return "within" in str(exc)
         return False
@@ -747,8 +763,8 @@ def run(seed: int) -> Sim:
     assert not sim.readers
     if not sim.hung and not sim.group.superseded_by and not sim.preempted:
         assert len(sim.completed) > before, "nothing became complete after the faults were over"
-        assert sim.group.committed_tick == max(sim.completed), "the last one did not reach the store"
-        endless = [tick for tick in sim.completed if sim.waits(tick)]
+        assert sim.group.committed_version == max(sim.completed), "the last one did not reach the store"
+        endless = [version for version in sim.completed if sim.waits(version)]
         assert not endless, f"nothing ends the wait for copies of {endless}"
     for number, verdicts in sim.verdicts.items():
         assert len(verdicts) == 1 or sim.hung or sim.group.superseded_by, f"round {number}: some leave, some go on"
@@ -771,7 +787,7 @@ def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
         totals["unkept"] += sim.unkept
         totals["shrunk"] += sim.shrunk
         totals["held"] += bool(sim.verdicts)
-        totals["polled"] += any(tick.sub for tick in sim.completed) and sim.polled
+        totals["polled"] += any(version.sub for version in sim.completed) and sim.polled
     assert totals["completed"] > SCHEDULES // 4, totals
     if SCHEDULES >= 4000:  # the schedules have to reach what they are there for
         assert totals["hung"]

@@ -53,7 +53,7 @@ class TurnedLoop:
         self._posted.append(what)
         os.eventfd_write(self._wake, 1)
 
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (self.clock.now_s() + delay_s, next(self._numbers), what))
 
     def turn(self, timeout_s: float = 0.05) -> None:
@@ -96,7 +96,7 @@ class Noted:
         self.messages.append(message)
         self.on_message(channel, message)
 
-    def closed(self, channel: Channel, why: AgentError) -> None:
+    def channel_closed(self, channel: Channel, why: AgentError) -> None:
         self.ends.append(why)
 
 

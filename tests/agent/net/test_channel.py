@@ -17,7 +17,7 @@ from ckpt.agent.net.dialer import CONNECT_S, HALF_OPEN_MAX, HANDSHAKE_S, PeerLis
 from ckpt.agent.net.handshake import Dialler, Role, Sealer
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, UsageError
-from ckpt.ipc.addresses import SILENT_S, Address, SocketAddress, resolve
+from ckpt.ipc.addresses import SILENCE_S_MAX, Address, SocketAddress, resolve
 from ckpt.ipc.messages import Message
 from tests.agent.net.loop import RUN, SECRET, Node, TurnedLoop
 
@@ -85,7 +85,7 @@ def is_closed(sock: socket.socket) -> bool:
 def test_messages_and_blobs_arrive_in_order_both_ways(node: Made, loop: MovedLoop, host: str) -> None:
     one, other = node("a", host), node("b", host)
     mine, theirs = one.connect(other)
-    assert (mine.peer, theirs.peer, mine.run) == ("b", "a", RUN)
+    assert (mine.peer, theirs.peer, mine.secret_id) == ("b", "a", RUN)
     blobs = [b"", bytes(range(256)) * 8192, b"x"]
     for number in range(200):
         mine.send({"t": "held", "id": number}, blobs if number == 100 else ())
@@ -111,12 +111,12 @@ def test_what_was_said_before_an_end_is_heard_by_who_finds_out_about_the_end_by_
     theirs.close()
     for _ in range(3):
         mine.send({"t": "steps"})
-    assert mine.open
+    assert mine.is_open
     loop.until(lambda: one.noted.ends)
     assert [message.fields["number"] for message in one.noted.messages] == [1, 2]
     assert "cannot be sent to" in str(one.noted.ends[0]) or "closed it" in str(one.noted.ends[0])
     assert not mine.waiting_bytes
-    loop.move(2 * SILENT_S)
+    loop.move(2 * SILENCE_S_MAX)
     assert len(one.noted.ends) == 1
 
 
@@ -125,11 +125,11 @@ def test_small_messages_are_not_delayed_and_dead_hosts_are_noticed(pair: tuple[N
         sock = each.channels[0]._sock
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENT_S * 1000
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENCE_S_MAX * 1000
 
 
 def test_an_idle_connection_stays(pair: tuple[Node, Node], loop: MovedLoop) -> None:
-    loop.move(10 * SILENT_S)
+    loop.move(10 * SILENCE_S_MAX)
     one, other = pair
     assert one.noted.ends == other.noted.ends == []
     one.channels[0].send({"t": "still"})
@@ -140,11 +140,11 @@ def test_a_silent_peer_is_let_go_in_time(node: Made, loop: MovedLoop) -> None:
     listener = node("a")
     with _handshaken(loop, listener) as (sock, _):
         sock.setblocking(False)
-        loop.move(SILENT_S - 2 * BEAT_S)
+        loop.move(SILENCE_S_MAX - 2 * BEAT_S)
         assert listener.noted.ends == []
         loop.move(3 * BEAT_S)
         assert "has been silent" in str(listener.noted.ends[0])
-        assert not listener.channels[0].open
+        assert not listener.channels[0].is_open
 
 
 def test_who_stood_still_takes_nobody_to_have_been_silent_and_goes_on_to_see_who_is(
@@ -153,14 +153,14 @@ def test_who_stood_still_takes_nobody_to_have_been_silent_and_goes_on_to_see_who
     """As an agent that was stopped by a signal, or with its whole machine: nobody was heard since nobody listened."""
     one, other = pair
     one.channels[0].send({"t": "large"}, [bytes(framing.BLOB_BYTES_MAX)])  # and nobody took anything
-    loop.clock.sleep_s(3 * SILENT_S)
-    loop.move(SILENT_S)
+    loop.clock.sleep_s(3 * SILENCE_S_MAX)
+    loop.move(SILENCE_S_MAX)
     assert one.noted.ends == other.noted.ends == []
     assert [message.kind for message in other.noted.messages] == ["large"]
     listener = node("c")
     with _handshaken(loop, listener):
-        loop.clock.sleep_s(3 * SILENT_S)
-        loop.move(SILENT_S + BEAT_S)
+        loop.clock.sleep_s(3 * SILENCE_S_MAX)
+        loop.move(SILENCE_S_MAX + BEAT_S)
         assert "has been silent for 2" in str(listener.noted.ends[0])
 
 
@@ -170,7 +170,7 @@ def test_a_peer_that_does_not_read_is_let_go_by_time_and_by_bytes(node: Made, lo
         held = listener.channels[0]
         held.send({"t": "x"}, [bytes(framing.BLOB_BYTES_MAX)])
         loop.turn()
-        assert held.open
+        assert held.is_open
         while not listener.noted.ends:  # it lives, but takes nothing
             sock.sendall(session.sealer.seal(framing.ALIVE, b""))
             loop.move(BEAT_S)
@@ -180,7 +180,7 @@ def test_a_peer_that_does_not_read_is_let_go_by_time_and_by_bytes(node: Made, lo
         for _ in range(2):
             held.send({"t": "x"}, [bytes(OUTBOX_BYTES_MAX // 2)])
         held.send({"t": "x"}, [bytes(framing.BLOB_BYTES_MAX)])
-        assert not held.open
+        assert not held.is_open
         assert held.waiting_bytes == 0
         loop.until(lambda: len(listener.noted.ends) == 2)
         assert "does not take what it is sent" in str(listener.noted.ends[1])
@@ -196,7 +196,7 @@ def test_any_byte_that_changes_on_the_way_ends_the_connection_and_nothing_else(n
             sock.sendall(record + bytes(70_000 if place in (1, 2) else 0))  # what a longer length asks for
             with contextlib.suppress(OSError):  # it is closed already
                 sock.shutdown(socket.SHUT_WR)
-            loop.until(lambda: not listener.channels[-1].open)
+            loop.until(lambda: not listener.channels[-1].is_open)
     loop.until(lambda: len(listener.noted.ends) == length)
     assert listener.noted.messages == []
 
@@ -207,7 +207,7 @@ def test_a_connection_that_is_cut_anywhere_gives_whole_messages_only(node: Made,
         with _handshaken(loop, listener) as (sock, session):
             records = b"".join(session.sealer.seal(framing.MESSAGE, b"\x81\xa1t\xa1x") for _ in range(2))
             sock.sendall(records[:kept])
-        loop.until(lambda: not listener.channels[-1].open)
+        loop.until(lambda: not listener.channels[-1].is_open)
         loop.turn()
         assert len(listener.noted.messages) == kept // (len(records) // 2)
         listener.noted.messages.clear()
@@ -235,7 +235,7 @@ def test_what_a_peer_says_wrongly_is_answered_or_ends_its_connection(pair: tuple
     one.channels[0].send({"t": "ask"})  # has nobody to answer to
     loop.until(lambda: one.noted.messages)
     assert one.noted.messages[0].fields == {"t": "error", "id": 4, "kind": "usage", "message": "say it so"}
-    assert other.channels[0].open
+    assert other.channels[0].is_open
     one.channels[0].send({"t": "malformed"})
     loop.until(lambda: other.noted.ends and one.noted.ends)
     assert "malformed" in str(other.noted.ends[0])
@@ -267,30 +267,30 @@ def test_a_stranger_gets_a_closed_connection_and_no_byte(node: Made, loop: Moved
         with raw(listener) as sock:
             sock.sendall(said)
             loop.until(lambda: is_closed(sock))
-    assert listener.listener.half_open == 0
+    assert listener.listener.half_open_count == 0
     assert listener.channels == []
 
 
 def test_who_says_nothing_or_says_it_slowly_is_let_go(node: Made, loop: MovedLoop) -> None:
     listener = node("a")
-    hello = Dialler(SECRET, RUN, Role.CONTROL, "b").first
+    hello = Dialler(SECRET, RUN, Role.CONTROL, "b").hello
     with raw(listener) as silent, raw(listener) as slow:
-        loop.until(lambda: listener.listener.half_open == 2)
+        loop.until(lambda: listener.listener.half_open_count == 2)
         for byte in hello[:20]:
             slow.sendall(bytes([byte]))
             loop.move(HANDSHAKE_S / 25)
         assert not is_closed(slow)
         loop.move(HANDSHAKE_S / 4)
         loop.until(lambda: is_closed(silent) and is_closed(slow))
-    assert listener.listener.half_open == 0
+    assert listener.listener.half_open_count == 0
 
 
 def test_strangers_leave_nothing_in_memory_when_they_go(node: Made, loop: MovedLoop) -> None:
     listener = node("a")
     for _ in range(50):
         with raw(listener):
-            loop.until(lambda: listener.listener.half_open == 1)
-        loop.until(lambda: listener.listener.half_open == 0)
+            loop.until(lambda: listener.listener.half_open_count == 1)
+        loop.until(lambda: listener.listener.half_open_count == 0)
     assert loop.timers() <= 1
 
 
@@ -300,11 +300,11 @@ def test_half_open_connections_are_bounded_and_keep_nobody_out(
     listener, other = node("a"), node("b")
     knocking = [raw(listener) for _ in range(HALF_OPEN_MAX + 20)]
     loop.until(lambda: sum(map(is_closed, knocking)) == 20)
-    assert listener.listener.half_open == HALF_OPEN_MAX
+    assert listener.listener.half_open_count == HALF_OPEN_MAX
     other.connect(listener)
     for sock in knocking:
         sock.close()
-    loop.until(lambda: listener.listener.half_open == 0)
+    loop.until(lambda: listener.listener.half_open_count == 0)
     assert len(caplog.messages) == 1, "strangers do not fill the log"
 
 
@@ -318,7 +318,7 @@ def test_another_secret_is_refused_and_said(node: Made, loop: MovedLoop) -> None
 
 def test_a_caller_of_another_version_hears_which_one_is_spoken(node: Made, loop: MovedLoop) -> None:
     listener = node("a")
-    hello = bytearray(Dialler(SECRET, RUN, Role.CONTROL, "b").first)
+    hello = bytearray(Dialler(SECRET, RUN, Role.CONTROL, "b").hello)
     hello[6] = 2
     with raw(listener) as sock:
         sock.sendall(hello)
@@ -361,7 +361,7 @@ def test_dialling_that_is_called_off_is_told_to_nobody(node: Made, loop: MovedLo
     loop.turn()
     under_way.cancel()
     under_way.cancel()
-    loop.until(lambda: other.listener.half_open == 0)
+    loop.until(lambda: other.listener.half_open_count == 0)
     loop.move(CONNECT_S + HANDSHAKE_S + 1)
     assert one.channels == one.failures == []
 
@@ -376,12 +376,12 @@ def test_a_listener_without_descriptors_rests_and_goes_on(
         resource.setrlimit(resource.RLIMIT_NOFILE, (sock.fileno(), hard))
         for _ in range(5):
             loop.turn(0.001)
-        assert other.listener.half_open == 0
+        assert other.listener.half_open_count == 0
         assert len(caplog.messages) == 1, "it does not try again at once"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    loop.move(dialer.AGAIN_S + 1)
-    loop.until(lambda: other.listener.half_open == 1)
+    loop.move(dialer.ACCEPT_RETRY_S + 1)
+    loop.until(lambda: other.listener.half_open_count == 1)
     sock.close()
     one.connect(other)
 
@@ -412,13 +412,13 @@ def test_strangers_are_logged_again_after_a_while(
         with raw(listener) as sock:
             sock.sendall(bytes(9))
             loop.until(lambda: is_closed(sock))
-        loop.move(dialer.SAY_S / 2)
+        loop.move(dialer.LOG_INTERVAL_S / 2)
     said = ["1 connection from other hosts was refused", "2 connections from other hosts were refused"]
     assert [message.partition(", the last")[0] for message in caplog.messages] == said
 
 
 def test_heartbeats_are_faster_than_patience() -> None:
-    assert 2 * channel.BEAT_S < SILENT_S
+    assert 2 * channel.BEAT_S < SILENCE_S_MAX
 
 
 class _handshaken:

@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from ckpt.agent.net import framing
-from ckpt.agent.net.framing import ALIVE, MESSAGE, PART, Assembler, payloads
+from ckpt.agent.net.framing import ALIVE, MESSAGE, PART, Assembler, make_payloads
 from ckpt.agent.net.handshake import PAYLOAD_BYTES_MAX
 from ckpt.errors import AgentError
 from ckpt.ipc.messages import Message
@@ -22,11 +22,11 @@ def assemble(parts: list[tuple[int, bytes]]) -> list[Message]:
     [[], [b""], [b"", b"a", b""], [b"x" * PAYLOAD_BYTES_MAX], [b"y" * (2 * PAYLOAD_BYTES_MAX + 1), b"z" * 5]],
 )
 def test_a_message_arrives_with_its_blobs(blobs: list[bytes]) -> None:
-    made = payloads({"t": "layout", "id": 3}, blobs)
+    made = make_payloads({"t": "layout", "id": 3}, blobs)
     (got,) = assemble([(ALIVE, b""), *made])
     assert got.fields == {"t": "layout", "id": 3}
     assert got.blobs == blobs
-    assert [each.kind for each in assemble([*made, (ALIVE, b""), *payloads({"t": "next"})])] == ["layout", "next"]
+    assert [each.kind for each in assemble([*made, (ALIVE, b""), *make_payloads({"t": "next"})])] == ["layout", "next"]
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_what_is_not_sound_is_an_error(data: bytes) -> None:
         [(PART, b"x")],
         [(ALIVE, b"x")],
         [(7, b"")],
-        [*payloads({"t": "x"}, [b"abc"])[:1], (PART, b"abcd")],
-        [*payloads({"t": "x"}, [b"abc"])[:1], (PART, b"")],
-        [*payloads({"t": "x"}, [b"abc"])[:1], (ALIVE, b"")],
-        [*payloads({"t": "x"}, [b"abc"])[:1], *payloads({"t": "y"})],
-        [*payloads({"t": "x"}, [b"abc"]), (PART, b"d")],
+        [*make_payloads({"t": "x"}, [b"abc"])[:1], (PART, b"abcd")],
+        [*make_payloads({"t": "x"}, [b"abc"])[:1], (PART, b"")],
+        [*make_payloads({"t": "x"}, [b"abc"])[:1], (ALIVE, b"")],
+        [*make_payloads({"t": "x"}, [b"abc"])[:1], *make_payloads({"t": "y"})],
+        [*make_payloads({"t": "x"}, [b"abc"]), (PART, b"d")],
     ],
 )
 def test_records_that_are_not_due_are_an_error(parts: list[tuple[int, bytes]]) -> None:
@@ -76,15 +76,15 @@ def test_records_that_are_not_due_are_an_error(parts: list[tuple[int, bytes]]) -
 
 def test_a_message_that_is_too_large_is_refused_where_it_is_made() -> None:
     with pytest.raises(AgentError, match="at most"):
-        payloads({"t": "x", "a": bytes(framing.MESSAGE_BYTES_MAX)})
+        make_payloads({"t": "x", "a": bytes(framing.MESSAGE_BYTES_MAX)})
     with pytest.raises(AgentError, match="too much"):
-        payloads({"t": "x"}, [b""] * (framing.BLOBS_MAX + 1))
+        make_payloads({"t": "x"}, [b""] * (framing.BLOBS_MAX + 1))
     with pytest.raises(AgentError, match="too much"):
-        payloads({"t": "x"}, [memoryview(bytes(framing.BLOB_BYTES_MAX)), b"x"])
+        make_payloads({"t": "x"}, [memoryview(bytes(framing.BLOB_BYTES_MAX)), b"x"])
 
 
 def test_nothing_is_copied_to_send_a_blob() -> None:
     blob = bytearray(b"a" * 10)
-    made = payloads({"t": "x"}, [memoryview(blob)])
+    made = make_payloads({"t": "x"}, [memoryview(blob)])
     blob[0] = ord("b")
     assert bytes(made[1][1]) == b"b" + b"a" * 9

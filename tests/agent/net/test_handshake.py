@@ -23,7 +23,7 @@ def answerer(secret: bytes = SECRET, me: str = "node-b") -> Answerer:
 
 def greet(one: Dialler, other: Answerer, at: int = -1, changed: bytes | None = None) -> list[bytes]:
     """All four messages as they arrived; message number `at` arrives as `changed`. Errors: NotAuthentic."""
-    seen = [one.first if at != 0 else changed]
+    seen = [one.hello if at != 0 else changed]
     for number in range(1, 4):
         side = other if number % 2 else one
         made = side.step(seen[-1])
@@ -73,8 +73,8 @@ def test_keys_are_derived_as_the_rfc_says(secret: str, salt: str, info: str, len
 
 def test_a_handshake_ends_in_two_sessions_that_understand_each_other() -> None:
     mine, theirs = sessions()
-    assert (mine.role, mine.run, mine.peer, mine.about) == (Role.DATA, RUN, "node-b", "move")
-    assert (theirs.role, theirs.run, theirs.peer, theirs.about) == (Role.DATA, RUN, "node-a", "move")
+    assert (mine.role, mine.secret_id, mine.peer, mine.subject) == (Role.DATA, RUN, "node-b", "move")
+    assert (theirs.role, theirs.secret_id, theirs.peer, theirs.subject) == (Role.DATA, RUN, "node-a", "move")
     for sender, receiver in ((mine, theirs), (theirs, mine)):
         for number in range(3):
             payload = bytes([number]) * number
@@ -94,7 +94,7 @@ def test_any_byte_that_is_changed_in_the_handshake_ends_it() -> None:
 
 
 def _with_change(one: Dialler, other: Answerer, at: int, place: int, flip: int) -> None:
-    message = one.first
+    message = one.hello
     for number in range(4):
         if number == at:
             data = bytearray(message)
@@ -116,7 +116,7 @@ def test_a_message_of_the_handshake_that_is_cut_or_longer_ends_it() -> None:
 
 
 def _with_cut(one: Dialler, other: Answerer, at: int, kept: int | None) -> None:
-    message = one.first
+    message = one.hello
     for number in range(4):
         if number == at:
             message = message[:kept] if kept is not None else message + b"\0"
@@ -135,7 +135,7 @@ def test_another_secret_or_run_gets_nothing() -> None:
 
 def test_a_listener_that_does_not_know_the_secret_is_noticed() -> None:
     one, other = dialler(), answerer()
-    proof = one.step(other.step(one.first))
+    proof = one.step(other.step(one.hello))
     with pytest.raises(NotAuthentic, match="secret"):
         one.step(proof[:4] + bytes([4]) + proof[5:])  # the proof sent back as the listener's own
     assert one.session is None
@@ -148,7 +148,7 @@ def test_messages_of_an_earlier_handshake_do_not_open_another() -> None:
     with pytest.raises(NotAuthentic):
         again.step(proof)
     fresh = dialler()
-    fresh.step(answerer().step(fresh.first))
+    fresh.step(answerer().step(fresh.hello))
     with pytest.raises(NotAuthentic):
         fresh.step(accept)
 
@@ -156,11 +156,11 @@ def test_messages_of_an_earlier_handshake_do_not_open_another() -> None:
 def test_the_purpose_of_a_connection_cannot_be_changed_on_the_way() -> None:
     one, other = dialler(role=Role.CONTROL), answerer()
     place = handshake.HEADER_BYTES + handshake.NONCE_BYTES
-    hello = one.first[:place] + bytes([Role.DATA]) + one.first[place + 1 :]
+    hello = one.hello[:place] + bytes([Role.DATA]) + one.hello[place + 1 :]
     with pytest.raises(NotAuthentic):
         other.step(one.step(other.step(hello)))
     with pytest.raises(NotAuthentic, match="purpose 9"):
-        answerer().step(one.first[:place] + b"\x09" + one.first[place + 1 :])
+        answerer().step(one.hello[:place] + b"\x09" + one.hello[place + 1 :])
 
 
 def test_messages_out_of_turn_are_refused() -> None:
@@ -180,7 +180,7 @@ def test_messages_out_of_turn_are_refused() -> None:
 
 
 def test_two_versions_do_not_talk_and_both_say_why() -> None:
-    old = bytearray(dialler().first)
+    old = bytearray(dialler().hello)
     old[6] += 1
     with pytest.raises(NotAuthentic, match="version 2 of the protocol, this one 1") as caught:
         answerer().step(bytes(old))
@@ -193,7 +193,7 @@ def test_two_versions_do_not_talk_and_both_say_why() -> None:
 
 def test_a_stranger_learns_no_name_and_nobody_of_another_program_is_answered() -> None:
     other = answerer(me="secret-name")
-    challenge = other.step(dialler().first)
+    challenge = other.step(dialler().hello)
     assert b"secret-name" not in challenge
     with pytest.raises(NotAuthentic, match="no ckpt agent") as caught:
         handshake.body_bytes(b"GET / HTTP/1.1"[: handshake.HEADER_BYTES])
@@ -202,7 +202,7 @@ def test_a_stranger_learns_no_name_and_nobody_of_another_program_is_answered() -
 
 def test_an_agent_notices_itself_and_another_than_it_expected() -> None:
     one, other = dialler(me="node-b"), answerer()
-    proof = one.step(other.step(one.first))
+    proof = one.step(other.step(one.hello))
     with pytest.raises(NotAuthentic, match="itself") as caught:
         other.step(proof)
     with pytest.raises(NotAuthentic, match="back to this agent itself"):
@@ -215,7 +215,7 @@ def test_an_agent_notices_itself_and_another_than_it_expected() -> None:
 
 
 def test_hostile_names_and_lengths_in_the_handshake_are_refused() -> None:
-    hello = dialler().first
+    hello = dialler().hello
     body = hello[handshake.HEADER_BYTES :]
     for end in (b"", b"\x05ab", b"\xff" + b"a" * 255, b"\x02\xff\xfe", body[33:] + b"x"):
         changed = body[:33] + end

@@ -34,17 +34,19 @@ class Answering:
 class Agent:
     def __init__(self, loop: TurnedLoop, name: str) -> None:
         self.receiver = Answering()
-        self.bulk = Workers(loop.post)
-        self.network = PeerNetwork(loop, self.bulk, name, self.receiver)
+        self.workers = Workers(loop.post)
+        self.network = PeerNetwork(loop, self.workers, name, self.receiver)
         self.port = self.network.listen(SECRET, "0.0.0.0:0")[0].port
 
     def at(self, hosts: int) -> NodeAt:
         """As a node with so many addresses, all of which lead here."""
-        return NodeAt(self.network.me, tuple(Address(f"127.0.0.{i}", self.port) for i in range(1, hosts + 1)), ())
+        return NodeAt(
+            self.network.agent_name, tuple(Address(f"127.0.0.{i}", self.port) for i in range(1, hosts + 1)), ()
+        )
 
     def close(self) -> None:
         self.network.close()
-        self.bulk.close()
+        self.workers.close()
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_of_the_connections_to_several_addresses_of_one_agent_both_ends_keep_the
     for caller, called in ((one, "two"), (two, "one"), (one, "two")):
         loop.until(lambda caller=caller, called=called: caller.network.channel(called))
         answers: list[tuple[Message | None, str]] = []
-        caller.network.ask(called, {"t": "anything"}, (), lambda *found, to=answers: to.append(found))
+        caller.network.request(called, {"t": "anything"}, (), lambda *found, to=answers: to.append(found))
         loop.until(lambda answers=answers: answers)
         assert answers[0][1] == "", answers
     for _ in range(20):
@@ -127,7 +129,9 @@ def test_two_agents_that_dial_each_other_at_once_are_left_with_one_connection_th
             loop.turn(0.002)
         for caller, called in pairs:
             answers: list[str] = []
-            caller.network.ask(called.network.me, {"t": "any"}, (), lambda _, error, to=answers: to.append(error))
+            caller.network.request(
+                called.network.agent_name, {"t": "any"}, (), lambda _, error, to=answers: to.append(error)
+            )
             loop.until(lambda answers=answers: answers)
             assert answers == [""]
         one.close()

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.net.progress import ANSWER_S, LOOK_S, SAY_S, Progress, ProgressReport
+from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, REPORT_INTERVAL_S, Progress, ProgressReport
 from ckpt.agent.node.peer_handlers import PeerHandlers
 from ckpt.agent.replication.replica_store import encode_described
 from ckpt.agent.runtime.workers import Workers
@@ -29,13 +29,13 @@ class Working:
         self.progress = Progress()
         self.asked: dict[int, tuple[Channel, ProgressReport]] = {}
         self._loop = loop
-        self.bulk = Workers(loop.post)
-        self.network = PeerNetwork(loop, self.bulk, name, self, clock)
+        self.workers = Workers(loop.post)
+        self.network = PeerNetwork(loop, self.workers, name, self, clock)
         self.at = NodeAt(name, (Address("127.0.0.1", self.network.listen(SECRET, "127.0.0.1:0")[0].port),), ())
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         number = int(message.fields["id"])
-        self.asked[number] = channel, ProgressReport(channel, number, self.progress, self._loop.later)
+        self.asked[number] = channel, ProgressReport(channel, number, self.progress, self._loop.call_later)
 
     def peer_closed(self, channel: Channel) -> None: ...
 
@@ -47,7 +47,7 @@ class Working:
 
     def close(self) -> None:
         self.network.close()
-        self.bulk.close()
+        self.workers.close()
 
 
 class Pair:
@@ -62,14 +62,14 @@ class Pair:
     def ask(self) -> list[str]:
         heard: list[str] = []
         before = len(self.working.asked)
-        self.asking.network.ask("working", {"t": "any"}, (), lambda _, error: heard.append(error))
+        self.asking.network.request("working", {"t": "any"}, (), lambda _, error: heard.append(error))
         self.loop.until(lambda: len(self.working.asked) > before)
         return heard
 
     def go_on(self, seconds: float) -> None:
         """In steps in which whatever is due happens, and what is said arrives."""
-        for _ in range(int(seconds / SAY_S)):
-            self.clock.sleep_s(SAY_S)
+        for _ in range(int(seconds / REPORT_INTERVAL_S)):
+            self.clock.sleep_s(REPORT_INTERVAL_S)
             for _ in range(4):
                 self.loop.turn(0.002)
 
@@ -86,8 +86,8 @@ def pair() -> Iterator[Pair]:
 def test_what_moves_is_waited_for_however_long_it_takes(pair: Pair) -> None:
     heard, counts = pair.ask(), [pair.asking.network.progress.count]
     for _ in range(30):
-        pair.working.progress.moved()
-        pair.go_on(ANSWER_S / 3)
+        pair.working.progress.advance()
+        pair.go_on(ANSWER_TIMEOUT_S / 3)
         counts.append(pair.asking.network.progress.count)
     assert heard == []
     pair.working.answer()
@@ -99,21 +99,21 @@ def test_what_moves_is_waited_for_however_long_it_takes(pair: Pair) -> None:
 
 def test_what_does_not_move_is_given_up(pair: Pair) -> None:
     heard = pair.ask()
-    pair.go_on(ANSWER_S - 2 * SAY_S)
+    pair.go_on(ANSWER_TIMEOUT_S - 2 * REPORT_INTERVAL_S)
     assert heard == []
-    pair.go_on(4 * SAY_S + LOOK_S)
+    pair.go_on(4 * REPORT_INTERVAL_S + CHECK_INTERVAL_S)
     assert heard == ["agent working has not answered in time"]
     pair.working.answer()  # too late, and of no harm
-    pair.go_on(2 * SAY_S)
+    pair.go_on(2 * REPORT_INTERVAL_S)
     assert len(heard) == 1
 
 
 def test_what_has_moved_and_moves_no_more_is_given_up(pair: Pair) -> None:
     heard = pair.ask()
-    pair.working.progress.moved()
-    pair.go_on(ANSWER_S - 2 * SAY_S)
+    pair.working.progress.advance()
+    pair.go_on(ANSWER_TIMEOUT_S - 2 * REPORT_INTERVAL_S)
     assert heard == []
-    pair.go_on(4 * SAY_S + LOOK_S)
+    pair.go_on(4 * REPORT_INTERVAL_S + CHECK_INTERVAL_S)
     assert heard == ["agent working has not answered in time"]
 
 
@@ -122,7 +122,7 @@ def test_nothing_is_said_of_what_is_answered_and_no_timer_is_left_for_each_quest
     heard = [pair.ask() for _ in range(50)]
     pair.working.answer()
     pair.loop.until(lambda: all(heard))
-    pair.go_on(4 * SAY_S)
+    pair.go_on(4 * REPORT_INTERVAL_S)
     assert pair.loop.timers() <= before + 1
 
 
@@ -136,8 +136,8 @@ def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
         pair.loop.until(lambda: connected)
         for _ in range(3):
             for each in (number, number + 1):
-                stranger.network.tell("asking", {"t": "moving", "id": each})
-            pair.go_on(ANSWER_S / 2)
+                stranger.network.notify("asking", {"t": "moving", "id": each})
+            pair.go_on(ANSWER_TIMEOUT_S / 2)
         assert heard == ["agent working has not answered in time"]
     finally:
         stranger.close()
@@ -147,20 +147,20 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
     progress, timers, ended = Progress(), list[Callable[[], None]](), list[Callable[..., None]]()
     said: list[Any] = []
     others = SimpleNamespace(
-        copies=SimpleNamespace(progress=progress, keep=lambda *given: ended.append(given[-1])),
-        parities=SimpleNamespace(asked=lambda fields, blobs, answer: ended.append(answer)),
+        replicas=SimpleNamespace(progress=progress, fetch_replicas=lambda *given: ended.append(given[-1])),
+        parities=SimpleNamespace(serve_request=lambda fields, blobs, answer: ended.append(answer)),
         network=SimpleNamespace(transport=None, addresses=lambda node: []),
-        _server=SimpleNamespace(later=lambda delay_s, what: timers.append(what)),
+        _server=SimpleNamespace(call_later=lambda delay_s, what: timers.append(what)),
         _late_refusal=lambda name, fields: "",
     )
     channel = SimpleNamespace(
-        open=True, peer="x", send=said.append, reply=lambda *given: said.append("done"), refuse=said.append
+        is_open=True, peer="x", send=said.append, reply=lambda *given: said.append("done"), refuse=said.append
     )
     about = {"identity": "00000001-0000000000000000-000000000005.0000", "source": "s", "addresses": [], "again": True}
     kept = Message({"t": "keep", "id": 7, **about}, [], [encode_described([])])
-    PeerHandlers._keep(cast(PeerHandlers, others), cast(Channel, channel), kept)
+    PeerHandlers._keep_replicas(cast(PeerHandlers, others), cast(Channel, channel), kept)
     striped = Message({"t": "stripe", "id": 8, **about}, [], [])
-    PeerHandlers._asked_of_parity(cast(PeerHandlers, others), cast(Channel, channel), striped)
+    PeerHandlers._on_parity_request(cast(PeerHandlers, others), cast(Channel, channel), striped)
 
     def look() -> list[Any]:
         due, found = list(timers), len(said)
@@ -170,12 +170,12 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
         return said[found:]
 
     assert look() == []
-    progress.moved()
+    progress.advance()
     assert look() == [{"t": "moving", "id": 7}, {"t": "moving", "id": 8}]
     assert look() == [], "it stands still"
     ended[0]("")
     ended[1]([], "")
     assert said[-2:] == ["done", "done"]
-    progress.moved()
+    progress.advance()
     assert look() == []
     assert timers == []

@@ -42,7 +42,7 @@ def test_a_busy_flow_gets_all_of_the_rate() -> None:
 
 def test_several_share_one_rate() -> None:
     bucket = Bucket(RATE, ManualClock())
-    waits = [bucket.take(100_000) for _ in range(5)]
+    waits = [bucket.reserve_bytes(100_000) for _ in range(5)]
     assert waits == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
 
 
@@ -50,8 +50,8 @@ def test_what_was_not_used_is_not_saved_up() -> None:
     clock = ManualClock()
     bucket = Bucket(RATE, clock)
     clock.sleep_s(1000)
-    bucket.take(int(RATE))
-    assert bucket.take(1) == pytest.approx(1 - BURST_S)
+    bucket.reserve_bytes(int(RATE))
+    assert bucket.reserve_bytes(1) == pytest.approx(1 - BURST_S)
 
 
 def test_no_limit_never_waits_and_a_limit_can_be_set_later() -> None:
@@ -62,10 +62,10 @@ def test_no_limit_never_waits_and_a_limit_can_be_set_later() -> None:
     assert bucket.piece_bytes == PIECE_BYTES
     bucket.set_rate(RATE)
     assert bucket.piece_bytes == 20_000
-    bucket.take(int(RATE))
-    assert bucket.take(1) > 0.9
+    bucket.reserve_bytes(int(RATE))
+    assert bucket.reserve_bytes(1) > 0.9
     bucket.set_rate(None)
-    assert bucket.take(1) == 0
+    assert bucket.reserve_bytes(1) == 0
     bucket.set_rate(1.0)
     assert bucket.piece_bytes == PIECE_BYTES_MIN
 
@@ -73,7 +73,7 @@ def test_no_limit_never_waits_and_a_limit_can_be_set_later() -> None:
 def test_who_waits_hears_that_it_is_to_stop() -> None:
     clock = ManualClock()
     bucket = Bucket(1.0, clock)
-    bucket.take(1000)
+    bucket.reserve_bytes(1000)
     bucket.wait(1000, lambda: clock.now_s() > 0)
     assert clock.now_s() <= 2 * SLICE_S
 

@@ -20,18 +20,18 @@ from ckpt.agent.net.handshake import Dialler, Role, Session
 from ckpt.agent.net.tcp_receiver import NUMBER, WANT
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import WRONG_MAX, Fetch, Frames
-from ckpt.agent.replication.replica_store import ReplicaStore, transfer_of
+from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
-from ckpt.ipc.addresses import SILENT_S, Address, receive_exactly, wait_at_most
+from ckpt.ipc.addresses import SILENCE_S_MAX, Address, receive_exactly, set_call_timeout
 from ckpt.threads import Tasks
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.net.loop import BOUND_S, RUN, SECRET, Node, TurnedLoop
 from tests.agent.net.proxy import Fault, Proxy
 from tests.threads import without_threads
 
-STEP = Identity(Epoch(7, "0123456789abcdef"), Tick(12))
+STEP = Identity(Epoch(7, "0123456789abcdef"), Version(12))
 NAME = "00000007-0123456789abcdef-000000000012.0000/rank0"
 LENGTHS = (100, 1, 70_000, 3_000_000, 5, 65_536)  # small ones, odd ones, and one of more than a piece
 ROOM = sum(LENGTHS) + 64 * len(LENGTHS)
@@ -69,7 +69,7 @@ def content(seed: int = 1) -> tuple[bytearray, Frames]:
         offsets.append(at)
         at += length + 64
     hashes = [frame_hash(data[start : start + length]) for start, length in zip(offsets, LENGTHS, strict=True)]
-    return data, Frames.placed(*(np.array(each, np.uint64) for each in (offsets, LENGTHS, hashes)), ROOM)
+    return data, Frames.from_columns(*(np.array(each, np.uint64) for each in (offsets, LENGTHS, hashes)), ROOM)
 
 
 class Transfer:
@@ -92,13 +92,13 @@ class Transfer:
         )
 
     def result(self) -> None:
-        self.loop.until(self.fetch.done.done)
-        self.fetch.done.result()
+        self.loop.until(self.fetch.completion.done)
+        self.fetch.completion.result()
 
     def is_right(self, *numbers: int) -> bool:
         """Those frames are in place (all by default), and nothing was written beside them."""
         expected = bytearray(ROOM)
-        for number, (at, length) in enumerate(self.frames.places()):
+        for number, (at, length) in enumerate(self.frames.byte_ranges()):
             if not numbers or number in numbers:
                 expected[at : at + length] = self.source[at : at + length]
         return self.target == expected
@@ -129,10 +129,10 @@ def test_frames_may_lie_elsewhere_at_the_receiver(node: Made, loop: TurnedLoop) 
     sender, receiver = node("a"), node("b")
     data, frames = content()
     sender.transport.offer(NAME, memoryview(data), frames)
-    turned = frames.at(np.cumsum([0, *LENGTHS[:0:-1]]).astype(np.uint64)[::-1], sum(LENGTHS))
+    turned = frames.with_offsets(np.cumsum([0, *LENGTHS[:0:-1]]).astype(np.uint64)[::-1], sum(LENGTHS))
     target = bytearray(sum(LENGTHS))
-    finished(loop, receiver.transport.fetch("a", [sender.address], NAME, memoryview(target), turned).done)
-    for (at, length), (there, _) in zip(frames.places(), turned.places(), strict=True):
+    finished(loop, receiver.transport.fetch("a", [sender.address], NAME, memoryview(target), turned).completion)
+    for (at, length), (there, _) in zip(frames.byte_ranges(), turned.byte_ranges(), strict=True):
         assert target[there : there + length] == data[at : at + length]
 
 
@@ -144,20 +144,20 @@ def test_some_frames_of_an_offer_are_fetched_by_whoever_has_room_for_them_only(n
     lengths = frames.lengths[numbers]
     target = bytearray(int(lengths.sum()))
     offsets = np.array([0, lengths[0]], np.uint64)
-    mine = Frames.placed(offsets, lengths, frames.hashes[numbers], len(target))
+    mine = Frames.from_columns(offsets, lengths, frames.hashes[numbers], len(target))
     given = "sender", [sender.address], NAME, memoryview(target), mine
-    finished(loop, receiver.transport.fetch(*given, numbers=numbers).done)
-    parts = [source[at : at + length] for at, length in (frames.places()[number] for number in numbers)]
+    finished(loop, receiver.transport.fetch(*given, numbers=numbers).completion)
+    parts = [source[at : at + length] for at, length in (frames.byte_ranges()[number] for number in numbers)]
     assert target == b"".join(parts)
     with pytest.raises(AgentError, match="numbers"):
         receiver.transport.fetch(*given, numbers=[4])
     with pytest.raises(DamagedData):
-        finished(loop, receiver.transport.fetch(*given, numbers=[2, 4]).done)
+        finished(loop, receiver.transport.fetch(*given, numbers=[2, 4]).completion)
 
 
 def test_nothing_to_fetch_is_done_at_once(node: Made) -> None:
     transfer = Transfer(node("a"), node("b"), only=[])
-    assert transfer.fetch.done.result(0) is None
+    assert transfer.fetch.completion.result(0) is None
 
 
 def test_a_cut_at_any_frame_boundary_or_within_a_frame_loses_nothing(node: Made) -> None:
@@ -198,12 +198,12 @@ def test_a_frame_that_is_always_wrong_is_an_error_and_the_others_stay_good(node:
 def test_bytes_that_change_under_an_offer_are_never_taken_for_right(node: Made) -> None:
     sender, receiver = node("a"), node("b")
     source, frames = content()
-    source[frames.places()[3][0]] ^= 1
+    source[frames.byte_ranges()[3][0]] ^= 1
     sender.transport.offer(NAME, memoryview(source), frames)
     fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(bytearray(ROOM)), frames)
-    sender.loop.until(fetch.done.done)
+    sender.loop.until(fetch.completion.done)
     with pytest.raises(DamagedData, match="frame 3"):
-        fetch.done.result()
+        fetch.completion.result()
     assert 3 in fetch.missing()
     assert not {0, 1, 2} & set(fetch.missing())
 
@@ -226,9 +226,9 @@ def test_a_peer_that_is_not_there_or_offers_nothing_is_an_error_in_time(node: Ma
         nobody = Address("127.0.0.1", gone.getsockname()[1])
     for address, name, why in ((nobody, NAME, "refused"), (sender.address, "another", "closed the connection")):
         fetch = receiver.transport.fetch("a", [address], name, memoryview(bytearray(ROOM)), frames)
-        loop.until(fetch.done.done)
+        loop.until(fetch.completion.done)
         with pytest.raises(AgentError, match=f"nothing has come for .*{why}.*CKPT_LISTEN"):
-            fetch.done.result()
+            fetch.completion.result()
 
 
 def test_an_address_that_leads_nowhere_is_tried_once_and_not_for_each_transfer(node: Made, loop: TurnedLoop) -> None:
@@ -248,13 +248,13 @@ def test_an_address_that_leads_nowhere_is_tried_once_and_not_for_each_transfer(n
         tasks.start("refuse", refuse)
         addresses = [Address("127.0.0.1", nowhere.getsockname()[1]), sender.address]
         with _greeted(loop, sender) as (first, session):
-            tcp_receiver._await_turn(first, session)
+            tcp_receiver._receive_go(first, session)
             fetch = receiver.transport.fetch("a", addresses, NAME, memoryview(bytearray(ROOM)), frames)
-            loop.until(fetch.done.done)
-            assert "serves others" in str(fetch.done.exception())
+            loop.until(fetch.completion.done)
+            assert "serves others" in str(fetch.completion.exception())
         for _ in range(3):
             target = bytearray(ROOM)
-            finished(loop, receiver.transport.fetch("a", addresses, NAME, memoryview(target), frames).done)
+            finished(loop, receiver.transport.fetch("a", addresses, NAME, memoryview(target), frames).completion)
         stream = receiver.transport.stream("a", addresses, NAME, [0])
         loop.until(stream.done)
         stream.result().close()
@@ -272,9 +272,9 @@ def test_another_agent_or_secret_at_that_address_is_an_error(node: Made, loop: T
     for peer, secret, why in (("c", SECRET, "is a, not c"), ("a", bytes(32), "closed the connection")):
         receiver = node("b", secret=secret, patience_s=0.2)
         fetch = receiver.transport.fetch(peer, [sender.address], NAME, memoryview(target), frames)
-        loop.until(fetch.done.done)
+        loop.until(fetch.completion.done)
         with pytest.raises(AgentError, match=why):
-            fetch.done.result()
+            fetch.completion.result()
     assert target == bytearray(ROOM)
 
 
@@ -317,8 +317,8 @@ def test_cancel_does_not_wait_for_a_connection_that_is_not_made(node: Made, loop
         fetch = node("b").transport.fetch("a", [address], NAME, memoryview(bytearray(ROOM)), frames)
         loop.turn()
         fetch.cancel()
-        loop.until(fetch.done.done, 3.0)
-        assert fetch.done.exception() is not None
+        loop.until(fetch.completion.done, 3.0)
+        assert fetch.completion.exception() is not None
         for sock in waiting:
             sock.close()
 
@@ -346,7 +346,7 @@ def test_a_reader_that_stalls_is_let_go(node: Made, loop: TurnedLoop) -> None:
         for _ in range(20):
             sock.sendall(session.sealer.seal(WANT, NUMBER.pack(3)))
         loop.until(lambda: threading.active_count() > before)
-        loop.until(lambda: threading.active_count() == before, SILENT_S / 2)  # before the kernel notices
+        loop.until(lambda: threading.active_count() == before, SILENCE_S_MAX / 2)  # before the kernel notices
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_a_reader_that_stalls_is_let_go(node: Made, loop: TurnedLoop) -> None:
     [
         lambda session: session.sealer.seal(WANT, NUMBER.pack(len(LENGTHS))),
         lambda session: session.sealer.seal(WANT, b"abc"),
-        lambda session: session.sealer.seal(WANT, NUMBER.pack(0) * (tcp_receiver.ASK_FRAMES + 1)),
+        lambda session: session.sealer.seal(WANT, NUMBER.pack(0) * (tcp_receiver.REQUEST_FRAMES_MAX + 1)),
         lambda session: session.sealer.seal(WANT + 1, NUMBER.pack(0)),
         lambda session: b"\xff" * 100,
         lambda session: session.sealer.seal(WANT, NUMBER.pack(0))[:-1] + b"\0",
@@ -367,7 +367,7 @@ def test_a_request_that_is_forged_or_malformed_gets_no_bytes(
     source, frames = content()
     sender.transport.offer(NAME, memoryview(source), frames)
     with _greeted(loop, sender) as (sock, session):
-        tcp_receiver._await_turn(sock, session)
+        tcp_receiver._receive_go(sock, session)
         sock.sendall(request_(session))
         with pytest.raises((EOFError, ConnectionResetError)):
             receive_exactly(sock, 1)
@@ -378,9 +378,9 @@ class _greeted:
 
     def __init__(self, loop: TurnedLoop, sender: Node) -> None:
         self.sock = socket.create_connection((sender.address.host, sender.address.port))
-        wait_at_most(self.sock, BOUND_S)
+        set_call_timeout(self.sock, BOUND_S)
         handshake = Dialler(SECRET, RUN, Role.DATA, "b", NAME)
-        message = handshake.first
+        message = handshake.hello
         while handshake.session is None:
             self.sock.sendall(message)
             self.sock.setblocking(False)
@@ -390,7 +390,7 @@ class _greeted:
                     reply += self.sock.recv(1)
                 except BlockingIOError:
                     loop.turn(0.01)
-            wait_at_most(self.sock, BOUND_S)
+            set_call_timeout(self.sock, BOUND_S)
             message = handshake.step(reply)
         self.session = handshake.session
 
@@ -406,14 +406,14 @@ def test_more_connections_than_are_served_wait_their_turn(node: Made, loop: Turn
     source, frames = content()
     sender.transport.offer(NAME, memoryview(source), frames)
     with _greeted(loop, sender) as (first, session), _greeted(loop, sender) as (second, other):
-        tcp_receiver._await_turn(first, session)
-        with pytest.raises(tcp_receiver._TurnedAway):
-            tcp_receiver._await_turn(second, other)
+        tcp_receiver._receive_go(first, session)
+        with pytest.raises(tcp_receiver._SenderBusy):
+            tcp_receiver._receive_go(second, other)
         target = bytearray(ROOM)
         fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(target), frames)
         loop.turn()
-        assert not fetch.done.done()
-    finished(loop, fetch.done)
+        assert not fetch.completion.done()
+    finished(loop, fetch.completion)
     assert fetch.missing() == []
 
 
@@ -432,8 +432,8 @@ def test_as_long_as_others_are_served_nobody_runs_out_of_patience(node: Made, lo
         for number, target in enumerate(targets)
     ]
     for fetch, target in zip(fetches, targets, strict=True):
-        finished(loop, fetch.done)
-        for at, length in frames.places():
+        finished(loop, fetch.completion)
+        for at, length in frames.byte_ranges():
             assert target[at : at + length] == source[at : at + length]
 
 
@@ -442,11 +442,11 @@ def test_who_is_turned_away_by_one_that_gives_nobody_anything_gives_up_in_time(n
     source, frames = content()
     sender.transport.offer(NAME, memoryview(source), frames)
     with _greeted(loop, sender) as (first, session):
-        tcp_receiver._await_turn(first, session)
+        tcp_receiver._receive_go(first, session)
         fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(bytearray(ROOM)), frames)
-        loop.until(fetch.done.done)
+        loop.until(fetch.completion.done)
         with pytest.raises(AgentError, match=r"nothing has come for .*serves others"):
-            fetch.done.result()
+            fetch.completion.result()
 
 
 @pytest.mark.parametrize(
@@ -472,9 +472,9 @@ def test_a_first_word_that_is_forged_or_malformed_is_no_turn(
     monkeypatch.setattr(sender.transport, "accept", accept)
     _, frames = content()
     fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(bytearray(ROOM)), frames)
-    loop.until(fetch.done.done)
+    loop.until(fetch.completion.done)
     with pytest.raises(AgentError, match=r"malformed|message|not authentic"):
-        fetch.done.result()
+        fetch.completion.result()
     assert fetch.missing() == list(range(len(LENGTHS)))
 
 
@@ -485,7 +485,7 @@ def test_close_ends_what_is_under_way(node: Made, loop: TurnedLoop) -> None:
         loop.until(lambda: proxy.passed == [40_000])
         receiver.close()
         with pytest.raises(AgentError, match="cancelled"):
-            transfer.fetch.done.result(0)
+            transfer.fetch.completion.result(0)
         sender.close()
 
 
@@ -497,7 +497,7 @@ def test_a_sender_that_gets_no_thread_turns_its_callers_away_and_serves_them_lat
     accept = sender.transport.accept
 
     def counted(sock: socket.socket, session: Session) -> None:
-        accepted.append(session.about)
+        accepted.append(session.subject)
         accept(sock, session)
 
     sender.transport.accept = counted  # type: ignore[method-assign]
@@ -544,7 +544,7 @@ def test_what_a_start_waits_for_is_at_normal_priority_and_outside_the_limit(
     note = lambda number: nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))  # noqa: E731
     target = memoryview(bytearray(ROOM))
     fetch = receiver.transport.fetch("a", [sender.address], NAME, target, frames, None, note, urgent)
-    finished(loop, fetch.done)
+    finished(loop, fetch.completion)
     assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else 19}
     assert (clock.now_s() > 0.1) != urgent
 
@@ -553,7 +553,7 @@ def test_what_others_read_already_is_given_to_a_start_outside_the_limit_and_to_t
     node: Made, loop: TurnedLoop
 ) -> None:
     """Of one snapshot there is one offer, whoever reads it."""
-    sender, name = node("a", bytes_per_s=1000.0), transfer_of(STEP, 0)
+    sender, name = node("a", bytes_per_s=1000.0), transfer_name(STEP, 0)
     source, frames = content()
     copies = ReplicaStore(cast(Any, None), lambda what: what())
     offer = partial(copies.offer, sender.transport, name, memoryview(source), frames)
@@ -566,11 +566,11 @@ def test_what_others_read_already_is_given_to_a_start_outside_the_limit_and_to_t
 
     slow = fetch(0, urgent=False)
     loop.until(lambda: landed)
-    assert not slow.done.done()
+    assert not slow.completion.done()
     offer("start", urgent=True)
-    finished(loop, fetch(1, urgent=True).done)
-    finished(loop, slow.done)
-    for at, length in frames.places():
+    finished(loop, fetch(1, urgent=True).completion)
+    finished(loop, slow.completion)
+    for at, length in frames.byte_ranges():
         assert all(target[at : at + length] == source[at : at + length] for target in targets)
 
 
@@ -578,7 +578,7 @@ def test_a_limit_counts_for_transfers_under_way(node: Made, loop: TurnedLoop) ->
     sender, receiver = node("a", bytes_per_s=1000.0), node("b")
     transfer = Transfer(sender, receiver)
     loop.until(lambda: transfer.landed)
-    assert not transfer.fetch.done.done()
+    assert not transfer.fetch.completion.done()
     sender.transport.set_rate(None)
     transfer.fetch.cancel()
     finished(loop, sender.transport.withdraw(NAME))
@@ -609,15 +609,15 @@ def test_names_are_offered_once_and_nothing_goes_after_close(node: Made, loop: T
     sender.close()
     fetch = sender.transport.fetch("b", [sender.address], NAME, memoryview(source), frames)
     with pytest.raises(CkptError, match="closed"):
-        fetch.done.result(0)
+        fetch.completion.result(0)
 
 
 def test_lists_of_frames_survive_the_wire_and_hostile_ones_are_refused() -> None:
     _, frames = content()
     again = Frames.decode(frames.encode(), ROOM)
-    assert again.places() == frames.places()
+    assert again.byte_ranges() == frames.byte_ranges()
     assert (again.hashes == frames.hashes).all()
-    assert len(Frames.decode(Frames.placed(*_columns([], []), 0).encode(), 0)) == 0
+    assert len(Frames.decode(Frames.from_columns(*_columns([], []), 0).encode(), 0)) == 0
     blob = frames.encode()
     for bad in (b"", blob[:-1], blob + b"\0", b"XXXX" + blob[4:], blob[:4] + b"\xff" * 4 + blob[8:]):
         with pytest.raises(AgentError):
@@ -625,8 +625,8 @@ def test_lists_of_frames_survive_the_wire_and_hostile_ones_are_refused() -> None
     top = 2**64
     for offsets, lengths in [([0], [0]), ([0], [101]), ([1], [100]), ([top - 50], [100]), ([0, 9], [10, 10])]:
         with pytest.raises(AgentError):
-            Frames.placed(*_columns(offsets, lengths), 100)
-    Frames.placed(*_columns([10, 0], [90, 10]), 100)
+            Frames.from_columns(*_columns(offsets, lengths), 100)
+    Frames.from_columns(*_columns([10, 0], [90, 10]), 100)
 
 
 def _columns(offsets: list[int], lengths: list[int]) -> tuple[np.ndarray, ...]:
@@ -642,7 +642,7 @@ def test_a_stream_gives_the_bytes_of_the_frames_asked_for_in_that_order_and_noth
     sender.transport.offer(NAME, memoryview(source), frames, urgent=True)
     opened = receiver.transport.stream("a", [sender.address], NAME, numbers)
     loop.until(opened.done)
-    parts = [source[at : at + length] for at, length in (frames.places()[number] for number in numbers)]
+    parts = [source[at : at + length] for at, length in (frames.byte_ranges()[number] for number in numbers)]
     with opened.result() as sock:
         sock.shutdown(socket.SHUT_WR)
         assert bytes(receive_exactly(sock, sum(map(len, parts)))) == b"".join(parts)

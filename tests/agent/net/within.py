@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from ckpt.agent.net.handshake import Dialler, Session
-from ckpt.agent.net.tcp_receiver import settled_by_us
+from ckpt.agent.net.tcp_receiver import uncancellable_future
 from ckpt.agent.net.transport import Frames, Ledger
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import frame_hash
@@ -47,7 +47,7 @@ class Within:
 
     def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
         source = source.cast("B")
-        frames = frames.at(frames.offsets, source.nbytes)
+        frames = frames.with_offsets(frames.offsets, source.nbytes)
         with self._hub.lock:
             if name in self.offers:
                 raise AgentError(f"{name} is offered already")
@@ -56,7 +56,7 @@ class Within:
     def withdraw(self, name: str) -> Future[None]:
         with self._hub.lock:  # nothing is read without it
             self.offers.pop(name, None)
-        gone = settled_by_us()
+        gone = uncancellable_future()
         gone.set_result(None)
         return gone
 
@@ -73,7 +73,7 @@ class Within:
         numbers: Sequence[int] | None = None,
     ) -> WithinFetch:
         target = target.cast("B")
-        frames = frames.at(frames.offsets, target.nbytes)
+        frames = frames.with_offsets(frames.offsets, target.nbytes)
         made = WithinFetch(Ledger(name, frames, only))
         self._fetches.add(made)
 
@@ -89,9 +89,9 @@ class Within:
                 failure = exc.with_traceback(None)
             target = memoryview(b"")  # whoever hears of the end closes what it was a part of
             if failure is not None:
-                made.done.set_exception(failure)
+                made.completion.set_exception(failure)
             else:
-                made.done.set_result(None)
+                made.completion.set_result(None)
 
         self._tasks.submit(run)
         return made
@@ -99,19 +99,19 @@ class Within:
     def _copy(
         self, fetch: WithinFetch, peer: str, name: str, theirs: int, ours: int, target: memoryview, frames: Frames
     ) -> None:
-        offset, length = frames.places()[ours]
+        offset, length = frames.byte_ranges()[ours]
         while True:
             with self._hub.lock:
                 other = self._hub.agents.get(peer)
                 offer = other.offers.get(name) if other is not None else None
                 if fetch.called_off or offer is None or theirs >= len(offer[1]):
                     raise AgentError("it was called off" if fetch.called_off else f"agent {peer} does not give {name}")
-                at, there = offer[1].places()[theirs]
+                at, there = offer[1].byte_ranges()[theirs]
                 if there != length:
                     raise AgentError(f"frame {ours} of {name} has another length")
                 target[offset : offset + length] = offer[0][at : at + length]
                 self._hub.moved += length
-            if fetch.landed(ours, frame_hash(target[offset : offset + length])):
+            if fetch.verify_frame(ours, frame_hash(target[offset : offset + length])):
                 return
 
     def stream(
@@ -138,15 +138,15 @@ class WithinFetch:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._lock = ledger, threading.Lock()
         self.called_off = False
-        self.done: Future[None] = settled_by_us()
+        self.completion: Future[None] = uncancellable_future()
 
     def missing(self) -> list[int]:
         with self._lock:
             return self._ledger.missing
 
-    def landed(self, number: int, value: tuple[int, int]) -> bool:
+    def verify_frame(self, number: int, value: tuple[int, int]) -> bool:
         with self._lock:
-            return self._ledger.landed(number, value)
+            return self._ledger.verify_frame(number, value)
 
     def cancel(self) -> None:
         self.called_off = True

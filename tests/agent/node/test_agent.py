@@ -23,12 +23,12 @@ from ckpt.errors import AgentError, CkptError, NewerFormat, NoCheckpoint, SaveFa
 from ckpt.format.columns import HASH_BYTES
 from ckpt.ipc import client, messages
 from ckpt.ipc.control_page import WordKind
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.threads import Tasks
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.fake import OPTIONS, FakeRank, full
 
 REPOSITORY = Path(__file__).parents[3]
@@ -80,10 +80,10 @@ def finish_start(first: FakeRank, identity: Any) -> None:
 def checkpoint(ranks: Sequence[FakeRank], level: str = "local") -> int:
     """Trains in lock-step to the next step that is saved, until that is complete at `level`. Returns it."""
     step = ranks[0].await_next()
-    ranks[0].levels.pop((str(Tick(step)), level), None)  # of an appointment of that step that was given up before
+    ranks[0].levels.pop((str(Version(step)), level), None)  # of an appointment of that step that was given up before
     train(ranks, step)
     assert all(rank.taken[-1] == step for rank in ranks)
-    assert ranks[0].wait_level(Tick(step), level), ranks[0].levels
+    assert ranks[0].wait_level(Version(step), level), ranks[0].levels
     return step
 
 
@@ -112,14 +112,14 @@ def one_step(rank: FakeRank) -> bool:
 
 def finish(ranks: Sequence[FakeRank]) -> list[dict[str, Any]]:
     """Saves the last step and leaves."""
-    together(ranks, lambda rank: rank.save(Tick(rank.step, 1), "exit"))
+    together(ranks, lambda rank: rank.save(Version(rank.step, 1), "exit"))
     return together(ranks, lambda rank: rank.leave())
 
 
 def committed_steps(url: str) -> list[int]:
     store = open_store(url)
     try:
-        return [ref.identity.tick.step for ref in Run(store).view().line]
+        return [ref.identity.version.step for ref in Run(store).view().history]
     finally:
         store.close()
 
@@ -142,7 +142,7 @@ def test_ranks_that_come_at_once_start_one_agent_for_each_url_and_it_has_no_torc
     def come(rank: int) -> tuple[str, int]:
         mine = urls[rank % 2]
         begun.wait(60)
-        sock = client.connect(mine, read())
+        sock = client.connect(mine, read_settings())
         connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")
         connections.append(connection)
         return mine, connection.agent_pid
@@ -176,7 +176,7 @@ def test_a_job_saves_commits_leaves_and_the_agent_leaves_nothing(
     train(job, job[0].step + 2)
     left = finish(job)
     last = job[0].step
-    assert {answer["committed"] for answer in left} == {str(Tick(last, 1))}
+    assert {answer["committed"] for answer in left} == {str(Version(last, 1))}
     agent = job[0].connection.agent_pid
     for rank in job:
         rank.connection.close()
@@ -261,7 +261,7 @@ def test_a_new_start_supersedes_the_trainers_that_still_live_and_takes_their_mem
         with rank.changed:
             assert rank.changed.wait_for(lambda rank=rank: rank.superseded is not None, 30)
     with pytest.raises(Superseded):
-        old[0].save(Tick(12, 1))
+        old[0].save(Version(12, 1))
     step = checkpoint(new)
     finish(new)
     assert committed_steps(url)[-1] == step > last
@@ -280,8 +280,8 @@ def test_each_start_says_how_many_steps_it_loses_and_no_step_is_lost_twice(
     rank, fields = begin()
     assert (fields["candidate"], fields["steps_lost"]) == (None, 7), "nothing was saved"
     train([rank], 4)
-    rank.save(Tick(4, 1))
-    assert rank.wait_level(Tick(4, 1), "local")
+    rank.save(Version(4, 1))
+    assert rank.wait_level(Version(4, 1), "local")
     rank.enter(9)
     rank, fields = begin()
     assert (fields["candidate"]["step"], fields["steps_lost"]) == (4, 4)
@@ -342,9 +342,9 @@ def test_a_candidate_that_no_source_has_whole_is_struck_for_all_and_the_one_befo
     assert sum(isinstance(outcome, CkptError) for outcome in outcomes) >= 1
     new[1].spoil = lambda frame, raw: False
     fields = {"epoch": new[0].epoch, "identity": decision.fields["candidate"]["identity"], "why": "bad"}
-    following = new[0].request("next", fields)
-    assert following.fields["candidate"]["step"] == before
-    restored = together(new, lambda rank: rank.restore(following))
+    followed_job = new[0].request("next", fields)
+    assert followed_job.fields["candidate"]["step"] == before
+    restored = together(new, lambda rank: rank.restore(followed_job))
     for rank in new:
         rank.check(before)
     finish_start(new[0], restored[0])
@@ -384,7 +384,7 @@ def test_a_start_that_is_too_old_for_the_newest_checkpoint_is_an_error_and_goes_
     job = ranks(1)
     start(job)
     together(job, one_step)
-    job[0].save(Tick(1, 1))
+    job[0].save(Version(1, 1))
     train(job, 3)
     finish(job)
     agent = job[0].connection.agent_pid
@@ -412,7 +412,7 @@ def test_saves_at_different_steps_are_an_error_on_all_ranks(ranks: Callable[...,
     def save(rank: FakeRank) -> str:
         rank.train(2)
         with pytest.raises(UsageError) as caught:
-            rank.save(Tick(1, 1 + rank.rank))
+            rank.save(Version(1, 1 + rank.rank))
         return str(caught.value)
 
     assert all("rank 1" in text for text in together(job, save))
@@ -425,8 +425,8 @@ def test_explicit_saves_are_all_committed(url: str, ranks: Callable[..., list[Fa
     for step in range(1, 6):
         together(job, one_step)
         if step != 5:
-            together(job, lambda rank: rank.save(Tick(rank.step, 1)))
-    assert all(job[0].wait_level(Tick(step, 1), "store") for step in range(1, 5))
+            together(job, lambda rank: rank.save(Version(rank.step, 1)))
+    assert all(job[0].wait_level(Version(step, 1), "store") for step in range(1, 5))
     finish(job)
     assert set(committed_steps(url)) >= {1, 2, 3, 4}
 
@@ -440,8 +440,8 @@ def test_a_layout_that_changes_on_one_rank_loses_nothing(url: str, ranks: Callab
     job[1].wait_warm()
     wait_for(lambda: job[0].plan.declaration.division != division)
     job[0].wait_warm()
-    together(job, lambda rank: rank.save(Tick(rank.step, 1)))
-    assert job[0].wait_level(Tick(job[0].step, 1), "store")
+    together(job, lambda rank: rank.save(Version(rank.step, 1)))
+    assert job[0].wait_level(Version(job[0].step, 1), "store")
     step = checkpoint(job)
     finish(job)
     new = ranks(2)
@@ -455,7 +455,7 @@ def test_a_notice_makes_all_ranks_hold_and_leave_at_one_step(url: str, ranks: Ca
     job = ranks(4, options={**OPTIONS, "policy": {"steps": 1000, "seconds": None}})
     start(job)
     with Tasks("tool") as tasks:
-        sock = client.connect(url, read())
+        sock = client.connect(url, read_settings())
         tool = client.Connection(sock, tasks, lambda message: message.close(), lambda *_: None, role="tool")
         tool.request("preempt", {"deadline_s": 60.0, "source": "test"})
         left: list[bool] = []
@@ -467,7 +467,7 @@ def test_a_notice_makes_all_ranks_hold_and_leave_at_one_step(url: str, ranks: Ca
         assert tool.status()["job"]["slots"]
         tool.close()
     answers = together(job, lambda rank: rank.leave())
-    assert {answer["committed"] for answer in answers} == {str(Tick(job[0].step))}
+    assert {answer["committed"] for answer in answers} == {str(Version(job[0].step))}
     assert committed_steps(url) == [job[0].step]
 
 
@@ -482,7 +482,7 @@ def test_a_message_that_does_not_parse_closes_its_connection_and_no_other(
         messages.pack({"t": "join"}).data,
         messages.pack({"t": "save"}).data,
     ):
-        sock = client.connect(url, read())
+        sock = client.connect(url, read_settings())
         sock.send(packet)
         sock.settimeout(30)
         answer = sock.recv(1 << 16)
@@ -601,7 +601,7 @@ def test_tools_that_ask_a_lingering_agent_do_not_keep_it(url: str, monkeypatch: 
     train_processes(job)
     job[0].tell(do="die")
     job[0].end()
-    place, asked = client.places(url, read()), 0
+    place, asked = client.make_agent_paths(url, read_settings()), 0
     until_s = time.monotonic() + 30
     while (sock := client.connect_nowait(place)) is not None:
         assert time.monotonic() < until_s, f"asked {asked} times in 30 s, and it is still there"
@@ -621,7 +621,7 @@ def test_an_agent_that_is_killed_is_started_again_and_takes_over_the_arenas(
     job = ranks(2, options=options)
     start(job)
     step = checkpoint(job)
-    assert (str(Tick(step)), "store") not in job[0].levels
+    assert (str(Version(step)), "store") not in job[0].levels
     first = job[0].connection.agent_pid
     os.kill(first, signal.SIGKILL)
     for rank in job:
@@ -680,15 +680,15 @@ def test_a_store_that_fails_never_fails_training_and_never_looks_like_success(
     blocked = Path(url, "data")
     blocked.parent.mkdir(exist_ok=True)
     blocked.write_text("a file where a folder should be")
-    job[0].save(Tick(1, 1))
-    assert job[0].wait_level(Tick(1, 1), "local")
-    assert not job[0].wait_level(Tick(1, 1), "store")
+    job[0].save(Version(1, 1))
+    assert job[0].wait_level(Version(1, 1), "local")
+    assert not job[0].wait_level(Version(1, 1), "store")
     with job[0].changed:
         assert job[0].changed.wait_for(lambda: any(e["name"] == "commit.failed" for e in job[0].events), 30)
     blocked.unlink()
     train(job, 3)
     answer = finish(job)[0]
-    assert answer["committed"] == str(Tick(3, 1))
+    assert answer["committed"] == str(Version(3, 1))
     assert answer["error"] is None
 
 
@@ -699,9 +699,9 @@ def test_what_may_go_is_deleted_after_a_commit_that_failed_too(url: str, ranks: 
     start(job)
     for step in (1, 2):
         train(job, step)
-        job[0].save(Tick(step, 1))
-        assert job[0].wait_level(Tick(step, 1), "store")
-    first, third = (str(Identity(Epoch.parse(job[0].epoch), Tick(step, 1))) for step in (1, 3))
+        job[0].save(Version(step, 1))
+        assert job[0].wait_level(Version(step, 1), "store")
+    first, third = (str(Identity(Epoch.parse(job[0].epoch), Version(step, 1))) for step in (1, 3))
     wait_for(lambda: Path(url, "retired", first).exists())
     packs = [path for path in Path(url, "data", first).rglob("*") if path.is_file()]
     assert packs
@@ -709,8 +709,8 @@ def test_what_may_go_is_deleted_after_a_commit_that_failed_too(url: str, ranks: 
         os.utime(path, (1e9, 1e9))
     Path(url, "data", third).write_text("a file where a folder should be")
     train(job, 3)
-    job[0].save(Tick(3, 1))
-    assert not job[0].wait_level(Tick(3, 1), "store")
+    job[0].save(Version(3, 1))
+    assert not job[0].wait_level(Version(3, 1), "store")
     wait_for(lambda: not any(path.exists() for path in packs))
     assert committed_steps(url) == [2]
     Path(url, "data", third).unlink()
@@ -725,7 +725,7 @@ def test_a_dead_rank_ends_the_others_waits(url: str, ranks: Callable[..., list[F
     finish_start(first, None)
     first.wait_warm()
     with Tasks("waiter", pool_size=1) as tasks:
-        saving = tasks.submit(first.save, Tick(1, 1))
+        saving = tasks.submit(first.save, Version(1, 1))
         other.process.send_signal(signal.SIGKILL)
         with pytest.raises(SaveFailed, match="rank 1"):
             saving.result(60)
@@ -758,7 +758,7 @@ def test_an_agent_gives_way_to_training_once_it_serves_and_not_while_a_start_wai
     """Else it would take minutes beside what keeps the processors busy, and a start that waits so long fails."""
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("this kernel does not share the processor between sessions")
-    place = client.places(url, read())
+    place = client.make_agent_paths(url, read_settings())
     words = ["--url", url, "--socket", place.socket, "--lock", place.run_lock, "--log", place.log]
     command = [sys.executable, "-m", "ckpt.agent.node.main", *map(str, words), "--ready-fd", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY, start_new_session=True) as agent:

@@ -26,10 +26,10 @@ from ckpt.ipc.control_page import SUB_MAX
 from ckpt.layout.division import divide
 from ckpt.layout.layout import Declaration, Layout
 from ckpt.layout.staging import stage
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.storage import open as open_store
-from ckpt.types import FRAME_BYTES, PATH_NAME, Epoch, Identity, Tick
+from ckpt.types import FRAME_BYTES, PATH_NAME, Epoch, Identity, Version
 from tests.agent.fake import OPTIONS, FakeRank
 
 EMPTY = Layout(())
@@ -44,7 +44,7 @@ JOIN = {
     "launch": "x",
     "parent": None,
     "ancestors": [],
-    "tick": str(Tick(0)),
+    "version": str(Version(0)),
     "values_bytes": 10,
     "resume": False,
     "arenas": [],
@@ -68,7 +68,7 @@ class Attacker:
     """A connection that says whatever it is told to."""
 
     def __init__(self, url: str, role: str = "trainer") -> None:
-        self.sock = client.connect(url, read())
+        self.sock = client.connect(url, read_settings())
         self.sock.settimeout(30)
         self.agent = int(self.ask("hello", version=client.VERSION, role=role)["pid"])
 
@@ -125,8 +125,8 @@ def train_and_leave(rank: FakeRank) -> None:
         rank.boundary()
     if rank.is_due:
         rank.save_due()
-    assert rank.wait_level(Tick(step), "local")
-    rank.save(Tick(rank.step, 1), "exit")
+    assert rank.wait_level(Version(step), "local")
+    rank.save(Version(rank.step, 1), "exit")
     assert rank.leave()["error"] is None
 
 
@@ -180,15 +180,22 @@ CLOSED: list[tuple[str, dict[str, Any]]] = [
 ]
 FROM_A_RANK: list[tuple[str, dict[str, Any]]] = [
     ("warm", {"slot": INF, "division": ""}),
-    ("staged", {"round": INF, "tick": str(Tick(1)), "slot": 0, "division": "", "stall_s": 0}),
+    ("staged", {"attempt": INF, "version": str(Version(1)), "slot": 0, "division": "", "stall_s": 0}),
     (
         "staged",
-        {"round": 5, "tick": str(Tick(1)), "slot": 0, "division": "", "stall_s": 0, "sample": ["a", [INF], b""]},
+        {
+            "attempt": 5,
+            "version": str(Version(1)),
+            "slot": 0,
+            "division": "",
+            "stall_s": 0,
+            "sample": ["a", [INF], b""],
+        },
     ),
-    ("missed", {"round": INF, "why": ""}),
-    ("save", {"tick": "x", "why": "save"}),
-    ("unsavable", {"tick": "x", "why": ""}),
-    ("held", {"round": INF}),
+    ("missed", {"attempt": INF, "why": ""}),
+    ("save", {"version": "x", "why": "save"}),
+    ("unsavable", {"version": "x", "why": ""}),
+    ("held", {"attempt": INF}),
 ]
 
 
@@ -322,7 +329,7 @@ def test_an_agent_refuses_the_arena_that_it_cannot_map_and_keeps_no_descriptor_o
     end_agent(agent.agent)
 
 
-SEVENTH = Identity(EPOCH, Tick(7))
+SEVENTH = Identity(EPOCH, Version(7))
 
 
 def sealed(about: bytes, identity: Identity = SEVENTH) -> Arena:
@@ -361,9 +368,9 @@ def test_an_arena_whose_metrics_are_no_numbers_is_not_taken_over_and_the_job_goe
 @pytest.mark.parametrize(
     "identity",
     [
-        Identity(EPOCH, Tick(10**12)),
-        Identity(EPOCH, Tick(1, SUB_MAX + 1)),
-        Identity(Epoch(10**8, EPOCH.nonce), Tick(1)),
+        Identity(EPOCH, Version(10**12)),
+        Identity(EPOCH, Version(1, SUB_MAX + 1)),
+        Identity(Epoch(10**8, EPOCH.nonce), Version(1)),
     ],
 )
 def test_a_header_that_names_what_no_key_has_room_for_is_damaged(identity: Identity) -> None:
@@ -376,7 +383,7 @@ def test_a_header_that_names_what_no_key_has_room_for_is_damaged(identity: Ident
 
 
 def test_the_largest_tick_that_can_be_written_is_sound() -> None:
-    identity = Identity(Epoch(10**8 - 1, EPOCH.nonce), Tick(10**12 - 1, SUB_MAX))
+    identity = Identity(Epoch(10**8 - 1, EPOCH.nonce), Version(10**12 - 1, SUB_MAX))
     arena = sealed(values.encode({}), identity)
     try:
         assert arena.header().identity == identity == Identity.parse(str(identity))
@@ -419,7 +426,7 @@ def test_a_foreign_object_fails_the_start_with_its_name_and_not_the_agent(
     key: str, rank: FakeRank, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.05")
-    rank.settings = read()
+    rank.settings = read_settings()
     store = open_store(url)
     try:
         store.put(key, [b"foreign"])
@@ -448,7 +455,7 @@ def test_a_relative_runtime_folder_is_the_same_for_the_agent_which_works_elsewhe
 ) -> None:
     monkeypatch.chdir(runtime_dir)
     monkeypatch.setenv("CKPT_RUNTIME_DIR", "here")
-    assert read().runtime_dir == runtime_dir / "here"
+    assert read_settings().runtime_dir == runtime_dir / "here"
     rank = FakeRank(url, 0, 1)
     try:
         rank.connect()

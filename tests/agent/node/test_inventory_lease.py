@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.net.permissions import Who, epoch_of, who_says
+from ckpt.agent.net.permissions import Sender, epoch_of, required_sender
 from ckpt.agent.node.cluster_startup import ClusterStartup
-from ckpt.agent.node.inventory_lease import BOUND_S, Frozen, InventoryLease
+from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, Frozen, InventoryLease
 from ckpt.errors import AgentError
-from ckpt.types import HERE, Epoch
+from ckpt.types import OWN_NODE, Epoch
 
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
 
@@ -19,13 +19,13 @@ ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
 def asked() -> InventoryLease:
     """By "y", where "x" coordinates epoch 1."""
     made = InventoryLease()
-    made.asked("y", ONE)
+    made.take_lease("y", ONE)
     return made
 
 
 def test_until_the_outcome_no_epoch_that_was_known_has_anything_dropped_whoever_says_it() -> None:
     fence = asked()
-    for by in ("x", "y", HERE):
+    for by in ("x", "y", OWN_NODE):
         with pytest.raises(AgentError, match="asked what lies here"):
             fence.check(by, ONE, 0.0)
     assert fence.refusal("y", TWO, 0.0) == ""
@@ -34,78 +34,78 @@ def test_until_the_outcome_no_epoch_that_was_known_has_anything_dropped_whoever_
 
 def test_once_it_has_begun_it_alone_decides_and_older_epochs_never_again() -> None:
     fence = asked()
-    assert fence.begun("y", TWO)
-    assert not fence.stands(0.0)
+    assert fence.on_epoch_begun("y", TWO)
+    assert not fence.is_held(0.0)
     assert fence.refusal("x", ONE, 1e9)
     assert fence.refusal("y", TWO, 0.0) == fence.refusal("z", THREE, 0.0) == ""
 
 
 def test_whoever_has_not_asked_or_names_an_epoch_that_was_there_before_has_begun_nothing() -> None:
     fence = asked()
-    assert not fence.begun("x", TWO)
-    assert not fence.begun("y", ONE)
-    assert fence.stands(0.0)
+    assert not fence.on_epoch_begun("x", TWO)
+    assert not fence.on_epoch_begun("y", ONE)
+    assert fence.is_held(0.0)
     assert fence.refusal("x", ONE, 0.0)
 
 
 def test_a_start_that_comes_to_nothing_leaves_everything_as_it_was() -> None:
     fence = asked()
-    fence.over("y")
+    fence.end_lease("y")
     assert fence.refusal("x", ONE, 0.0) == ""
 
 
 def test_a_start_whose_coordinator_is_gone_is_over_after_a_bound_and_not_before() -> None:
     fence = asked()
-    fence.lost("x", 1.0)  # who has asked nothing
-    assert fence.until_s() is None
-    assert fence.stands(1e9)
-    fence.lost("y", 10.0)
-    fence.lost("y", 11.0)
-    assert fence.until_s() == 10.0 + BOUND_S
-    assert fence.refusal("x", ONE, 10.0 + BOUND_S - 0.1)
-    assert fence.refusal("x", ONE, 10.0 + BOUND_S) == ""
-    assert not fence.begun("y", TWO), "its word comes too late"
+    fence.on_holder_lost("x", 1.0)  # who has asked nothing
+    assert fence.next_expiry_s() is None
+    assert fence.is_held(1e9)
+    fence.on_holder_lost("y", 10.0)
+    fence.on_holder_lost("y", 11.0)
+    assert fence.next_expiry_s() == 10.0 + LEASE_TIMEOUT_S
+    assert fence.refusal("x", ONE, 10.0 + LEASE_TIMEOUT_S - 0.1)
+    assert fence.refusal("x", ONE, 10.0 + LEASE_TIMEOUT_S) == ""
+    assert not fence.on_epoch_begun("y", TWO), "its word comes too late"
 
 
 def test_one_that_is_connected_again_is_waited_for() -> None:
     fence = asked()
-    fence.lost("y", 10.0)
-    fence.heard("y")
-    assert fence.stands(1e9)
+    fence.on_holder_lost("y", 10.0)
+    fence.on_holder_connected("y")
+    assert fence.is_held(1e9)
 
 
 def test_the_start_that_asked_last_counts_and_ends_those_before_it() -> None:
     fence = asked()
-    fence.asked("z", ONE)
+    fence.take_lease("z", ONE)
     assert fence.refusal("y", TWO, 0.0)
-    assert fence.begun("z", THREE)
-    assert not fence.has_asked("y")
+    assert fence.on_epoch_begun("z", THREE)
+    assert not fence.has_lease("y")
     assert fence.refusal("y", TWO, 0.0)
 
 
 def test_one_that_begins_while_a_newer_one_asks_has_nothing_dropped() -> None:
     fence = asked()
-    fence.asked("z", ONE)
-    assert fence.begun("y", TWO)
+    fence.take_lease("z", ONE)
+    assert fence.on_epoch_begun("y", TWO)
     assert fence.refusal("y", TWO, 0.0)
-    fence.over("z")
+    fence.end_lease("z")
     assert fence.refusal("y", TWO, 0.0) == ""
 
 
 @pytest.mark.parametrize(
     ("fields", "who"),
     [
-        ({"t": "keep"}, Who.DROPS),
-        ({"t": "keep", "again": True}, Who.SERVES),
-        ({"t": "keeps"}, Who.SERVES),  # also of an older epoch, which was another's
-        ({"t": "word", "slot": 0, "word": 5}, Who.DROPS),
-        ({"t": "word", "slot": 0, "word": 0}, Who.LEADS),
-        ({"t": "start"}, Who.AWAITED),
-        ({"t": "what nobody knows"}, Who.LEADS),
+        ({"t": "keep"}, Sender.EVICTING_COORDINATOR),
+        ({"t": "keep", "again": True}, Sender.COORDINATOR_OR_SURVEYOR),
+        ({"t": "keeps"}, Sender.COORDINATOR_OR_SURVEYOR),  # also of an older epoch, which was another's
+        ({"t": "word", "slot": 0, "word": 5}, Sender.EVICTING_COORDINATOR),
+        ({"t": "word", "slot": 0, "word": 0}, Sender.COORDINATOR),
+        ({"t": "start"}, Sender.START_PENDING),
+        ({"t": "what nobody knows"}, Sender.COORDINATOR),
     ],
 )
-def test_what_is_not_known_to_be_harmless_only_a_coordinator_says(fields: dict[str, object], who: Who) -> None:
-    assert who_says(fields) is who
+def test_what_is_not_known_to_be_harmless_only_a_coordinator_says(fields: dict[str, object], who: Sender) -> None:
+    assert required_sender(fields) is who
 
 
 def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
@@ -116,29 +116,29 @@ def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
 def test_who_asks_for_what_a_job_has_left_holds_it_too_and_others_may_ask_beside() -> None:
     fence = InventoryLease()
     for by in ("x", "y"):
-        fence.asked(by, ONE, left=True)
-    fence.over("x")
+        fence.take_lease(by, ONE, left=True)
+    fence.end_lease("x")
     with pytest.raises(AgentError, match="asked what lies here"):
         fence.check("x", ONE, 0.0)
-    fence.over("y")
+    fence.end_lease("y")
     fence.check("x", ONE, 0.0)
 
 
 def test_where_a_start_has_asked_nobody_else_does_for_what_a_job_has_left() -> None:
     fence = asked()
     with pytest.raises(AgentError, match="a start has asked"):
-        fence.asked("x", ONE, left=True)
-    assert fence.begun("y", TWO)
-    fence.asked("x", TWO, left=True)
+        fence.take_lease("x", ONE, left=True)
+    assert fence.on_epoch_begun("y", TWO)
+    fence.take_lease("x", TWO, left=True)
 
 
 def test_a_start_waits_for_no_outcome_of_what_was_to_be_done_with_what_is_left() -> None:
     """It may have asked before, and the outcome may be lost."""
     fence = InventoryLease()
-    fence.asked("x", ONE, left=True)
-    fence.asked("y", ONE)
-    assert not fence.has_asked("x")
-    assert fence.begun("y", TWO)
+    fence.take_lease("x", ONE, left=True)
+    fence.take_lease("y", ONE)
+    assert not fence.has_lease("x")
+    assert fence.on_epoch_begun("y", TWO)
     assert fence.refusal("y", TWO, 0.0) == ""
 
 
@@ -146,37 +146,41 @@ class Node:
     """Its job of several nodes, as far as the fence says what becomes of it; and what that is told."""
 
     def __init__(self) -> None:
-        self.fence, self._frozen = asked(), Frozen()
-        self._asking = self._start = None
-        self._offered = self.followings = ()
+        self.inventory_lease, self._frozen_timer = asked(), Frozen()
+        self._surveying_start = self._start = None
+        self._requesters_by_transfer = self.followed_jobs = ()
         self.told: list[tuple[Any, ...]] = []
         self.begin(ONE)
 
     def begin(self, epoch: Epoch) -> None:
-        group = SimpleNamespace(frozen=False, all_gone=False, superseded_by="")
+        group = SimpleNamespace(is_frozen=False, all_gone=False, superseded_by="")
         emit = lambda *event: self.told.append(event)  # noqa: E731
-        self.cut_off: list[dict[str, Any]] = []
-        self.current = SimpleNamespace(
-            nodes=("here", "there"), epoch=epoch, group=group, emit=emit, cut_off=lambda: self.cut_off
+        self.disconnected_ranks: list[dict[str, Any]] = []
+        self.current_job = SimpleNamespace(
+            nodes=("here", "there"),
+            epoch=epoch,
+            scheduler=group,
+            emit=emit,
+            disconnected_ranks=lambda: self.disconnected_ranks,
         )
 
     def _jobs(self) -> list[Any]:
-        return [self.current]
+        return [self.current_job]
 
-    def _tell_if_frozen(self, now_s: float) -> float | None:
-        return ClusterStartup._tell_if_frozen(cast(ClusterStartup, self), now_s)
+    def _report_if_frozen(self, now_s: float) -> float | None:
+        return ClusterStartup._report_if_frozen(cast(ClusterStartup, self), now_s)
 
     def tend(self, now_s: float) -> tuple[float | None, bool, int]:
         """When it looks again, whether its job is frozen, and how often it was told so."""
-        again_s = ClusterStartup._tend_fence(cast(ClusterStartup, self), now_s)
-        return again_s, self.current.group.frozen, len(self.told)
+        again_s = ClusterStartup._update_inventory_lease(cast(ClusterStartup, self), now_s)
+        return again_s, self.current_job.scheduler.is_frozen, len(self.told)
 
 
 def test_a_job_that_stays_frozen_longer_than_a_bound_is_told_so_loudly_and_once() -> None:
     node = Node()
-    assert node.tend(5.0) == (5.0 + BOUND_S, True, 0)
-    assert node.tend(4.9 + BOUND_S) == (5.0 + BOUND_S, True, 0)
-    assert node.tend(5.0 + BOUND_S) == (None, True, 1)
+    assert node.tend(5.0) == (5.0 + LEASE_TIMEOUT_S, True, 0)
+    assert node.tend(4.9 + LEASE_TIMEOUT_S) == (5.0 + LEASE_TIMEOUT_S, True, 0)
+    assert node.tend(5.0 + LEASE_TIMEOUT_S) == (None, True, 1)
     name, message, loud, facts = node.told[0]
     assert (name, loud) == ("job.frozen", True)
     assert "agent y" in message
@@ -186,50 +190,50 @@ def test_a_job_that_stays_frozen_longer_than_a_bound_is_told_so_loudly_and_once(
 
 def test_a_job_that_older_epochs_words_are_refused_for_good_hears_to_be_started_again() -> None:
     node = Node()
-    node.fence.begun("y", TWO)
+    node.inventory_lease.on_epoch_begun("y", TWO)
     node.tend(0.0)
-    assert node.tend(BOUND_S) == (None, True, 1)
+    assert node.tend(LEASE_TIMEOUT_S) == (None, True, 1)
     assert f"{TWO} has begun" in node.told[0][1]
-    assert "start it again" in node.told[0][1]
+    assert "start the job again" in node.told[0][1]
 
 
 def test_what_froze_it_only_for_a_while_and_again_is_not_told() -> None:
     node = Node()
     node.tend(0.0)
-    node.fence.over("y")
-    assert node.tend(BOUND_S - 1) == (None, False, 0)
-    node.fence.asked("y", ONE)
-    assert node.tend(BOUND_S) == (2 * BOUND_S, True, 0)
+    node.inventory_lease.end_lease("y")
+    assert node.tend(LEASE_TIMEOUT_S - 1) == (None, False, 0)
+    node.inventory_lease.take_lease("y", ONE)
+    assert node.tend(LEASE_TIMEOUT_S) == (2 * LEASE_TIMEOUT_S, True, 0)
     node.begin(Epoch(1, "f" * 16))  # and that of a job before it does not count
-    node.fence.asked("z", TWO)
-    assert node.tend(2 * BOUND_S) == (3 * BOUND_S, True, 0)
+    node.inventory_lease.take_lease("z", TWO)
+    assert node.tend(2 * LEASE_TIMEOUT_S) == (3 * LEASE_TIMEOUT_S, True, 0)
 
 
 def test_a_job_that_takes_no_snapshots_since_a_node_is_cut_off_from_it_is_told_so_loudly_and_once() -> None:
     node = Node()
-    node.fence.over("y")
-    node.cut_off = [{"node": None, "ranks": [0]}]  # this node's own rank says itself that it has no agent
+    node.inventory_lease.end_lease("y")
+    node.disconnected_ranks = [{"node": None, "ranks": [0]}]  # this node's own rank says itself that it has no agent
     assert node.tend(5.0) == (None, False, 0)
-    node.cut_off += [{"node": "b", "ranks": [1]}, {"node": "c", "ranks": [2]}]
-    assert node.tend(5.0) == (5.0 + BOUND_S, False, 0)
-    assert node.tend(5.0 + BOUND_S) == (None, False, 1)
+    node.disconnected_ranks += [{"node": "b", "ranks": [1]}, {"node": "c", "ranks": [2]}]
+    assert node.tend(5.0) == (5.0 + LEASE_TIMEOUT_S, False, 0)
+    assert node.tend(5.0 + LEASE_TIMEOUT_S) == (None, False, 1)
     name, message, loud, facts = node.told[0]
     assert (name, loud) == ("job.frozen", True)
     assert "node b, node c" in message
     assert "ckpt watch" in message
     assert facts["reason"] in message
     assert node.tend(1e9) == (None, False, 1)
-    node.cut_off = []
+    node.disconnected_ranks = []
     node.tend(2e9)
-    node.cut_off = [{"node": "b", "ranks": [1]}]
+    node.disconnected_ranks = [{"node": "b", "ranks": [1]}]
     node.tend(3e9)
-    assert node.tend(3e9 + BOUND_S) == (None, False, 2)
+    assert node.tend(3e9 + LEASE_TIMEOUT_S) == (None, False, 2)
 
 
 @pytest.mark.parametrize("gone", [{"all_gone": True}, {"superseded_by": "another"}])
 def test_a_job_that_nobody_trains_or_that_hears_to_leave_is_told_nothing_more(gone: dict[str, Any]) -> None:
     node = Node()
-    vars(node.current.group).update(gone)
-    node.cut_off = [{"node": "b", "ranks": [1]}]
+    vars(node.current_job.scheduler).update(gone)
+    node.disconnected_ranks = [{"node": "b", "ranks": [1]}]
     node.tend(0.0)
     assert node.tend(1e9) == (None, True, 0)

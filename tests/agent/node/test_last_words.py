@@ -43,16 +43,16 @@ class Answering:
             tell()
             tell()
 
-    def ended(self, peer: Peer) -> None:
+    def peer_disconnected(self, peer: Peer) -> None:
         self.done = True
 
-    def died(self, peer: Peer) -> None: ...
+    def peer_died(self, peer: Peer) -> None: ...
 
     def settle(self) -> float | None:
         assert time.monotonic() < self._end_s, self.heard
         return time.monotonic() + 0.5
 
-    def finished(self) -> bool:
+    def can_exit(self) -> bool:
         return self.done
 
 

@@ -12,8 +12,8 @@ import msgpack
 import pytest
 
 from ckpt.agent.commit.commit_terms import CommitTerms
-from ckpt.agent.job.follower_job import _givers
-from ckpt.agent.net.framing import payloads
+from ckpt.agent.job.follower_job import _parse_holders
+from ckpt.agent.net.framing import make_payloads
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.node.cluster_startup import ClusterStartup
 from ckpt.agent.node.startup_state import Start
@@ -31,13 +31,13 @@ from ckpt.ipc.node_list import (
     DOMAINS_MAX,
     NODES_MAX,
     NodeAt,
+    coordinator_of,
     encode_nodes,
-    leader_of,
-    nodes_from,
+    parse_nodes,
 )
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENT_TEXT_MAX, AGENTS_MAX, ANCESTORS_MAX, Ancestor, Claim
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.fake import FakeRank
 
 COUNT, RANKS = 1000, 4
@@ -70,18 +70,18 @@ def test_all_nodes_of_the_largest_job_are_named_in_one_blob() -> None:
     ]
     blob = encode_nodes(most)
     assert len(blob) <= BLOB_BYTES_MAX
-    assert [node.name for node in nodes_from(blob, len(most))] == [node["name"] for node in most]
-    messages.pack({"t": "begin", "id": 1, "leader": leader_of(most)}, blobs=[blob]).close()
+    assert [node.name for node in parse_nodes(blob, len(most))] == [node["name"] for node in most]
+    messages.pack({"t": "begin", "id": 1, "leader": coordinator_of(most)}, blobs=[blob]).close()
 
 
 def test_what_is_told_of_a_thousand_nodes_is_what_is_known_of_them() -> None:
     nodes = told()
-    known = nodes_from(encode_nodes(nodes), COUNT * RANKS)
+    known = parse_nodes(encode_nodes(nodes), COUNT * RANKS)
     assert [(n.name, list(map(str, n.addresses)), list(n.domains), list(n.ranks), n.link_bytes_s) for n in known] == [
         (n["name"], n["addresses"], n["domains"], n["ranks"], n["link_bytes_s"]) for n in nodes
     ]
-    assert leader_of(nodes) == known[0].name
-    assert leader_of([]) == ""
+    assert coordinator_of(nodes) == known[0].name
+    assert coordinator_of([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_what_is_told_of_a_thousand_nodes_is_what_is_known_of_them() -> None:
 )
 def test_a_list_of_nodes_that_is_none_is_refused(wrong: bytes) -> None:
     with pytest.raises(UsageError):
-        nodes_from(wrong, 2)
+        parse_nodes(wrong, 2)
 
 
 def test_an_agent_takes_a_start_of_a_thousand_nodes(tmp_path: Path) -> None:
     """Which then fails, since there is nobody at the others' addresses."""
-    rank = FakeRank(str(tmp_path / "run"), 0, COUNT, "many", read())
+    rank = FakeRank(str(tmp_path / "run"), 0, COUNT, "many", read_settings())
     try:
         rank.connect()
         me = rank.listen(bytes(32))
@@ -131,19 +131,21 @@ def test_what_a_lender_is_told_of_the_longest_claim_fits_into_a_message() -> Non
     agents = tuple((name, (name,) * AGENT_ADDRESSES_MAX) for name in names)
     line = tuple(Ancestor(Epoch(at + 1, "f" * 16), None) for at in range(ANCESTORS_MAX))
     terms = CommitTerms(
-        Claim(EPOCH, Identity(Epoch(6, "f" * 16), Tick(5)), line, "l" * 200, "h" * 200, 1.5, "run", agents), "raw", 1e9
+        Claim(EPOCH, Identity(Epoch(6, "f" * 16), Version(5)), line, "l" * 200, "h" * 200, 1.5, "run", agents),
+        "raw",
+        1e9,
     )
-    payloads({"t": "borrow", "id": 1}, [terms.encode()])
+    make_payloads({"t": "borrow", "id": 1}, [terms.encode()])
     assert CommitTerms.decode(terms.encode()) == terms
 
 
 def test_where_a_thousand_nodes_of_earlier_starts_are_that_hold_a_candidate_fits_into_a_message() -> None:
     nodes = [NodeAt(f"{at:016x}", (Address("10.11.12.13", at), Address("10.11.12.14", at)), ()) for at in range(COUNT)]
     places = SimpleNamespace(holders={at: [node.name] for at, node in enumerate(nodes)})
-    leading = SimpleNamespace(_others_that_hold=lambda start: nodes)
-    blob = ClusterStartup._givers_told(cast(ClusterStartup, leading), cast(Start, None), cast(Any, places))
-    payloads({"t": "reply", "id": 1, "records": []}, [blob])
-    assert _givers(blob) == nodes
+    leading = SimpleNamespace(_holders_without_ranks=lambda start: nodes)
+    blob = ClusterStartup._encode_holders(cast(ClusterStartup, leading), cast(Start, None), cast(Any, places))
+    make_payloads({"t": "reply", "id": 1, "records": []}, [blob])
+    assert _parse_holders(blob) == nodes
 
 
 class Counted(dict[int, int]):
@@ -176,14 +178,16 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
     shares = [Share(rank) for rank in range(1, COUNT)]
     own = Share(0)
     nodes = AllShares(
-        cast(LocalShare, SimpleNamespace(world=COUNT, measure=own.measure, make=own.make)), cast(Any, shares), "n0"
+        cast(LocalShare, SimpleNamespace(world=COUNT, plan_memory=own.measure, make_arenas=own.make)),
+        cast(Any, shares),
+        "n0",
     )
 
     sizes = Counted({rank: 100 + rank for rank in range(COUNT)})
     heard: list[Any] = []
-    nodes.measure(sizes, 3, None, lambda *found: heard.append(found))
-    nodes.make(0, sizes, lambda *found: heard.append(found))
-    assert nodes.by_name(sizes) == {f"n{rank}": 100 + rank for rank in range(COUNT)}
+    nodes.plan_memory(sizes, 3, None, lambda *found: heard.append(found))
+    nodes.make_arenas(0, sizes, lambda *found: heard.append(found))
+    assert nodes.sum_by_node(sizes) == {f"n{rank}": 100 + rank for rank in range(COUNT)}
     assert [error for _, error in heard] == ["", ""]
     assert sizes.times == 3
     assert [each.given for each in (own, *shares)] == [[{rank: 100 + rank}] * 2 for rank in range(COUNT)]
@@ -192,14 +196,14 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
 def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_not_answer() -> None:
     """Copies may be placed anew at that time: a failure is predicted, or more memory is lent."""
     own, other = Share(0), Share(1)
-    nodes = AllShares(cast(LocalShare, SimpleNamespace(world=2, measure=own.measure)), cast(Any, [other]), "n0")
+    nodes = AllShares(cast(LocalShare, SimpleNamespace(world=2, plan_memory=own.measure)), cast(Any, [other]), "n0")
     heard: list[Any] = []
-    nodes.measure({0: 1, 1: 1}, 3, None, lambda *found: heard.append(found))
+    nodes.plan_memory({0: 1, 1: 1}, 3, None, lambda *found: heard.append(found))
     before = nodes.plans_by_name()
     assert set(before) == {"n0", "n1"}
     gone = "the agent of that node is gone"
     other.measure = lambda *_: _[-1](None, gone)  # type: ignore[method-assign]
-    nodes.measure({0: 2, 1: 2}, 3, None, lambda *found: heard.append(found))
+    nodes.plan_memory({0: 2, 1: 2}, 3, None, lambda *found: heard.append(found))
     assert heard[1] == (None, "the agent of that node is gone")
     assert nodes.plans_by_name() == before
 
@@ -213,13 +217,13 @@ def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_r
         nodes = AllShares(cast(LocalShare, own), others, "n0")
         assert nodes.steps() == nodes.polls() == [0] * world
         for rank in (0, 1):
-            page.enter(rank, 5 + rank)
-        page.enter(1, 6, 1)
+            page.publish_step(rank, 5 + rank)
+        page.publish_step(1, 6, 1)
         for rank in range(2, world, 2):
-            others[rank - 2].entered({rank: (100 + rank, rank % 7), 0: (9, 9)})
+            others[rank - 2].record_steps({rank: (100 + rank, rank % 7), 0: (9, 9)})
         told = [100 + rank if rank % 2 == 0 else 0 for rank in range(world)]
         assert nodes.steps() == [5, 6, *told[2:]]
         assert nodes.polls() == [0, 1, *(rank % 7 if rank % 2 == 0 else 0 for rank in range(2, world))]
-        assert [each is not None for each in nodes.since_s()] == [True, True] + [False] * (world - 2)
+        assert [each is not None for each in nodes.steps_entered_s()] == [True, True] + [False] * (world - 2)
     finally:
         page.close()

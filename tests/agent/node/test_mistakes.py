@@ -31,7 +31,7 @@ from ckpt.ipc import messages
 from ckpt.ipc.arena import Arena
 from ckpt.policy.save_options import Keep
 from ckpt.store.lineage import Claim
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.staged import close_arenas
 
 EPOCH = Epoch(50, "0123456789abcdef")
@@ -47,9 +47,9 @@ class Idle:
     def message(self, peer: Peer, message: messages.Message) -> None:
         raise AssertionError("nobody is there")
 
-    def ended(self, peer: Peer) -> None: ...
+    def peer_disconnected(self, peer: Peer) -> None: ...
 
-    def died(self, peer: Peer) -> None: ...
+    def peer_died(self, peer: Peer) -> None: ...
 
     def settle(self) -> float | None:
         if self.broken:
@@ -57,7 +57,7 @@ class Idle:
             raise ZeroDivisionError("in settle")
         return time.monotonic() + 1e9
 
-    def finished(self) -> bool:
+    def can_exit(self) -> bool:
         return self.done
 
 
@@ -83,9 +83,9 @@ def test_a_callback_that_raises_does_not_end_the_loop(server: EventLoop, caplog:
         handler.done = True
 
     server.post(fail)
-    server.later(0.0, fail)
-    server.later(0.01, lambda: setattr(handler, "broken", 1))
-    server.later(0.02, end)
+    server.call_later(0.0, fail)
+    server.call_later(0.01, lambda: setattr(handler, "broken", 1))
+    server.call_later(0.02, end)
     with caplog.at_level(logging.ERROR, "ckpt"):
         server.run(handler)
     assert ran == ["failed", "failed"]
@@ -98,13 +98,13 @@ def test_a_timer_that_sets_itself_anew_at_once_leaves_the_others_their_turn(serv
     def again() -> None:
         turns[0] += 1
         assert turns[0] < 10_000, "nothing else has a turn"
-        server.later(0.0, again)
+        server.call_later(0.0, again)
 
     def end() -> None:
         handler.done = True
 
     again()
-    server.later(0.0, lambda: server.post(end))
+    server.call_later(0.0, lambda: server.post(end))
     server.run(handler)
     assert turns[0] < 100
 
@@ -119,7 +119,7 @@ def test_what_the_loop_was_at_work_for_is_not_taken_for_standing_still(
     monkeypatch.setattr(time, "thread_time", lambda: worked[0])
 
     class Told(Idle):
-        def stood_still(self, for_s: float) -> None:
+        def process_suspended(self, for_s: float) -> None:
             told.append(for_s)
 
     handler = Told()
@@ -127,14 +127,14 @@ def test_what_the_loop_was_at_work_for_is_not_taken_for_standing_still(
     def work() -> None:
         now[0] += 60.0
         worked[0] += 55.0
-        server.later(0.0, stand)
+        server.call_later(0.0, stand)
 
     def stand() -> None:
         now[0] += 40.0
         worked[0] += 1.0
-        server.later(0.0, lambda: setattr(handler, "done", True))
+        server.call_later(0.0, lambda: setattr(handler, "done", True))
 
-    server.later(0.0, work)
+    server.call_later(0.0, work)
     server.run(handler)
     assert told == [39.0]
 
@@ -161,14 +161,14 @@ def test_connections_that_cannot_be_accepted_wait_and_keep_nobody_busy(
 
     def end() -> None:
         handler.done = bool(server.peers)
-        server.later(0.05, end)
+        server.call_later(0.05, end)
 
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # not one more
     try:
-        server.later(0.3, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
-        server.later(0.4, end)
+        server.call_later(0.3, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+        server.call_later(0.4, end)
         with caplog.at_level(logging.WARNING, "ckpt"):
             server.run(handler)
     finally:
@@ -191,14 +191,14 @@ class Lanes:
         done.set_result(None)
         self.work.append(lambda: then(done))
 
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         self.timers.append(what)
 
 
 class Listener:
     """A rank's connection that is always open. What cannot be a message raises as on a real one."""
 
-    open = True
+    is_open = True
     lost = False
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Listener:
         messages.pack(fields)
         self.heard.append(fields)
 
-    def lose(self) -> None:
+    def disconnect(self) -> None:
         self.lost = True
 
 
@@ -228,7 +228,7 @@ def test_a_stall_that_no_snapshot_can_have_had_is_refused_and_fails_no_job(
 ) -> None:
     """What is learnt of it would refuse it, once all ranks have staged: then there is nobody to blame."""
     made, _, listener = job
-    staged = {"t": "staged", "round": 1, "tick": str(Tick(5)), "slot": 0, "division": "x", "stall_s": stall_s}
+    staged = {"t": "staged", "attempt": 1, "version": str(Version(5)), "slot": 0, "division": "x", "stall_s": stall_s}
     with pytest.raises(UsageError, match="stall_s"):
         made.message(0, cast(Any, listener), messages.Message(staged))
     made.message(0, cast(Any, listener), messages.Message({**staged, "stall_s": 0.5}))
@@ -237,10 +237,10 @@ def test_a_stall_that_no_snapshot_can_have_had_is_refused_and_fails_no_job(
 def test_no_second_heartbeat_is_put_while_one_is_under_way(job: tuple[Job, Lanes, Listener]) -> None:
     made, lanes, _ = job
     for _ in range(5):
-        made._beat()
+        made._send_heartbeat()
     assert len(lanes.work) == 1
     lanes.work.pop()()
-    made._beat()
+    made._send_heartbeat()
     assert len(lanes.work) == 1
 
 
@@ -248,7 +248,7 @@ def test_an_epoch_is_not_closed_beside_its_claim_but_after_it(job: tuple[Job, La
     made, lanes, _ = job
     made.begin_training(Claim(EPOCH, None), resumed=False)
     (claim,) = lanes.work
-    made._close("left")
+    made._close_epoch("left")
     assert lanes.work == [claim], "a claim that lands after it would leave an epoch that nobody closes"
     claim()
     assert len(lanes.work) == 2
@@ -260,11 +260,11 @@ def test_a_job_that_has_ended_is_needed_until_its_rule_is_carried_out(job: tuple
     made.options = replace(made.options, keep=Keep(last=2))
     made._services = replace(made._services, store=cast(Any, SimpleNamespace(is_claimed=lambda epoch: True)))
     made._prune()
-    made.group.members[0].presence = Presence.LEFT
-    made.group.closed()
-    assert made.needed
+    made.scheduler.rank_states[0].presence = Presence.LEFT
+    made.scheduler.record_close()
+    assert made.is_needed
     lanes.work.pop()()
-    assert not made.needed
+    assert not made.is_needed
 
 
 def test_what_was_taken_over_and_cannot_be_read_leaves_the_arenas_in_use(job: tuple[Job, Lanes, Listener]) -> None:
@@ -273,21 +273,21 @@ def test_what_was_taken_over_and_cannot_be_read_leaves_the_arenas_in_use(job: tu
     failed.set_exception(MemoryError("hashing"))
     arena = Arena.create(1 << 20)
     try:
-        made.group.slots[0].making = True
-        made._recovered({0: {0: arena}}, failed)
+        made.scheduler.slots[0].is_making_arenas = True
+        made._on_recovered({0: {0: arena}}, failed)
         assert [event["name"] for event in listener.heard] == ["recovery.failed", "agent.recovered"]
-        assert not made.group.slots[0].making
-        assert made.group.slots[0].bytes == (arena.bytes,)
+        assert not made.scheduler.slots[0].is_making_arenas
+        assert made.scheduler.slots[0].arena_bytes == (arena.size_bytes,)
     finally:
         arena.close()
 
 
 def test_a_timer_of_a_job_that_raises_fails_that_job_once(job: tuple[Job, Lanes, Listener]) -> None:
     made, lanes, listener = job
-    made._later(0.0, lambda: 1 // 0)
+    made._call_later(0.0, lambda: 1 // 0)
     for _ in range(2):
         lanes.timers[0]()
-    assert "ZeroDivisionError" in made.failed
+    assert "ZeroDivisionError" in made.internal_error
     assert made.settle() is None
     assert [event["name"] for event in listener.heard] == ["job.failed"]
     assert listener.lost
@@ -321,7 +321,14 @@ def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them
     arena = Arena.create(4096)
     memory = SimpleNamespace(ranks=[0], offsets=[0], arenas={0: arena})
     restore = RestoreSession(
-        Identity(EPOCH, Tick(5)), manifest, 2, cast(Any, memory), None, cast(Any, lanes), lanes.later, lambda what: None
+        Identity(EPOCH, Version(5)),
+        manifest,
+        2,
+        cast(Any, memory),
+        None,
+        cast(Any, lanes),
+        lanes.call_later,
+        lambda what: None,
     )
     try:
         restore.request(cast(Any, Deaf()), [0])

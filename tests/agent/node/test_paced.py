@@ -9,11 +9,11 @@ import pytest
 
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.cost_model import CostModel
-from ckpt.agent.state.job_facts import State
+from ckpt.agent.state.job_facts import SlotState
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.interval_solver import START_S
 from ckpt.policy.save_options import Every
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.job.test_scheduler import Driver
 
 STALL_S, HASH_S, BYTES = 0.5, 0.2, 10**9
@@ -27,7 +27,7 @@ class Job:
         self.driver = Driver(1, Every(seconds=START_S), slots)
         self.learning = CostModel(limits)
         self.learning.slots = slots
-        self.learning.started(0.0, 0)
+        self.learning.record_start(0.0, 0)
         self.step_s, self.commit_s = step_s, commit_s
         self.snapshots: list[float] = []
         self.commits: list[tuple[float, float]] = []
@@ -48,7 +48,7 @@ class Job:
             driver.now_s = min([*times, *([wake_s] if wake_s is not None and wake_s > driver.now_s else [])])
             if self._assembles is not None and self._assembles[0] <= driver.now_s:
                 made, self._assembles = self._assembles[1], None
-                driver.group.assembled(made.slot, made.round, "")
+                driver.group.record_assembly(made.slot, made.attempt_number, "")
             if self._commits is not None and self._commits[0] <= driver.now_s:
                 self._committed()
             if self._ends_s <= driver.now_s:
@@ -64,13 +64,18 @@ class Job:
         self.step, self._ends_s = ended + 1, self._ends_s + self.step_s
         driver.steps = [self.step]
         slot = driver.group.slots[word.slot] if word is not None and word.step == ended else None
-        if slot is None or slot.state is not State.GRANTED or slot.round is None or slot.round.number != word.round:
+        if (
+            slot is None
+            or slot.state is not SlotState.GRANTED
+            or slot.attempt is None
+            or slot.attempt.number != word.attempt_number
+        ):
             return
         self._taken_s[ended] = driver.now_s
         self.snapshots.append(driver.now_s)
         self._ends_s += STALL_S
-        driver.group.staged(0, word.round, Tick(ended), word.slot, driver.group.division, STALL_S)
-        self.learning.stalled(STALL_S, self.step)
+        driver.group.record_staging(0, word.attempt_number, Version(ended), word.slot, driver.group.division, STALL_S)
+        self.learning.record_stall(STALL_S, self.step)
         self._follow()
 
     def _hear(self) -> None:
@@ -78,19 +83,19 @@ class Job:
             if isinstance(action, do.Assemble):
                 self._assembles = self.driver.now_s + HASH_S, action
             elif isinstance(action, do.Commit):
-                self.learning.commit_began(self._entered_s, self.step)
+                self.learning.record_commit_begin(self._entered_s, self.step)
                 self._commits = self.driver.now_s + self.commit_s, action
             elif isinstance(action, do.OfferSlot):
-                self.driver.group.warm(0, action.slot, self.driver.group.division)
+                self.driver.group.record_warm_arena(0, action.slot, self.driver.group.division)
         self._heard = len(self.driver.said)
 
     def _committed(self) -> None:
         assert self._commits is not None
         made, self._commits = self._commits[1], None
         now_s = self.driver.now_s
-        self.driver.group.committed(made.slot, "", now_s)
-        self.commits.append((self._taken_s[made.tick.step], now_s))
-        self.learning.commit_ended(self._entered_s, self.step, (self.commit_s, BYTES))
+        self.driver.group.record_commit(made.slot, "", now_s)
+        self.commits.append((self._taken_s[made.version.step], now_s))
+        self.learning.record_commit_end(self._entered_s, self.step, (self.commit_s, BYTES))
         self._follow()
 
     def _follow(self) -> None:
@@ -99,7 +104,7 @@ class Job:
         if (before.local_s, before.snapshots) != (decision.local_s, decision.snapshots):
             self.snapshots.clear()
             self.commits.clear()
-        self.driver.group.paced(decision.local_s, decision.store_s, self.driver.now_s)
+        self.driver.group.set_intervals(decision.local_s, decision.store_s, self.driver.now_s)
 
 
 LIMITS = [Adaptive(), Adaptive(at_risk_s=150), Adaptive(at_risk_s=400), Adaptive(store_mb_s=1), Adaptive(store_mb_s=3)]
@@ -133,5 +138,5 @@ def check(job: Job) -> None:
     assert statistics.mean(apart_s) == pytest.approx(found.store_s, rel=0.2)
     if limits.store_mb_s is not None:
         assert BYTES / statistics.mean(apart_s) / 1e6 <= limits.store_mb_s
-    if limits.at_risk_s is not None and "at_risk_s" not in found.unmet:
+    if limits.at_risk_s is not None and "at_risk_s" not in found.unmet_limits:
         assert max(b[1] - a[0] for a, b in itertools.pairwise(job.commits)) <= limits.at_risk_s

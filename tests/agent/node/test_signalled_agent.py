@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.ipc.client import places
-from ckpt.settings import read
+from ckpt.ipc.client import make_agent_paths
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from tests.agent.adaptive.test_alarms import status
 from tests.agent.node.test_agent import committed_steps, start_processes, train_processes, wait_for, wait_gone
@@ -88,7 +88,7 @@ def test_one_that_is_asked_to_end_goes_on_trying_to_commit_what_the_ranks_left(
 def test_an_agent_that_is_ended_before_it_serves_leaves_nothing(
     how: signal.Signals, runtime_dir: Path, tmp_path: Path
 ) -> None:
-    place = places(os.fspath(tmp_path), read())
+    place = make_agent_paths(os.fspath(tmp_path), read_settings())
     words = ["--url", tmp_path, "--socket", place.socket, "--lock", place.run_lock, "--log", place.log]
     command = [sys.executable, "-m", "ckpt.agent.node.main", *map(str, words), "--ready-fd", "1"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[3]) as agent:

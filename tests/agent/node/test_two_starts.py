@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.ipc import messages
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
@@ -38,7 +38,7 @@ def machines(url: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> It
     made: list[FakeRank] = []
 
     def make(machine: str, launch: str) -> FakeRank:
-        settings = replace(read(), runtime_dir=runtime_dir / machine)
+        settings = replace(read_settings(), runtime_dir=runtime_dir / machine)
         made.append(FakeRank(url, 0, 1, launch, settings))
         made[-1].connect()
         return made[-1]
@@ -87,7 +87,9 @@ def epochs(url: str) -> list[str]:
     """Those that have saved something after `BEFORE`, on the line or not."""
     store = open_store(url)
     try:
-        return sorted({str(ref.identity.epoch) for ref in Run(store).view().commits if ref.identity.tick.step > BEFORE})
+        return sorted(
+            {str(ref.identity.epoch) for ref in Run(store).view().commits if ref.identity.version.step > BEFORE}
+        )
     finally:
         store.close()
 
@@ -107,7 +109,7 @@ def finish_and_leave(rank: FakeRank) -> None:
 def overlooked(rank: FakeRank) -> int | None:
     """The newest step that it was told to have passed over."""
     told = [each["data"]["newest"] for each in rank.events if each["name"] == "restore.overlooked"]
-    return Identity.parse(told[-1]).tick.step if told else None
+    return Identity.parse(told[-1]).version.step if told else None
 
 
 def superseded_at_next_save(rank: FakeRank) -> str:

@@ -21,7 +21,7 @@ from ckpt.agent.node.startup_state import Start
 from ckpt.errors import AgentError, NoCheckpoint
 from ckpt.ipc import client, messages
 from ckpt.threads import Tasks
-from ckpt.trainer.loop.entry import StartDecision, _ask
+from ckpt.trainer.loop.entry import StartDecision, _request_decision
 from ckpt.trainer.loop.saver import Saver
 
 BOUND_S = 60.0
@@ -65,7 +65,7 @@ def agent() -> Iterator[Agent]:
     "wait",
     [
         lambda connection: connection.request("save"),
-        lambda connection: connection.ask("begin").wait_while_moving(BOUND_S),
+        lambda connection: connection.start_request("begin").wait_while_progressing(BOUND_S),
     ],
 )
 def test_a_time_limit_of_the_users_comes_as_it_is(agent: Agent, wait: Callable[[client.Connection], object]) -> None:
@@ -89,31 +89,31 @@ def test_a_time_limit_of_the_users_comes_as_it_is(agent: Agent, wait: Callable[[
 
 
 def test_a_request_that_is_said_to_move_is_waited_for_and_one_that_stands_still_is_an_error(agent: Agent) -> None:
-    pending = agent.connection.ask("begin")
+    pending = agent.connection.start_request("begin")
     number = agent.hear()
     for _ in range(3):
         agent.say({"t": "moving", "id": number})
-        assert pending.moves.wait(BOUND_S)
-        assert pending.wait_while_moving(0.0) is None
+        assert pending.progress.wait(BOUND_S)
+        assert pending.wait_while_progressing(0.0) is None
     agent.say({"t": "moving", "id": number + 1})  # of another one
     agent.say({"t": "moving"})
     with pytest.raises(AgentError, match="did not answer 'begin', and nothing of it moved"):
-        pending.wait_while_moving(0.05)
+        pending.wait_while_progressing(0.05)
     agent.say({"t": "reply", "id": number, "epoch": "e"})
-    answer = pending.wait_while_moving(BOUND_S)
+    answer = pending.wait_while_progressing(BOUND_S)
     assert answer is not None
     assert answer.fields["epoch"] == "e"
 
 
 def test_what_a_request_is_refused_with_is_raised_by_whoever_waits_for_it(agent: Agent) -> None:
-    pending = agent.connection.ask("begin")
+    pending = agent.connection.start_request("begin")
     agent.say(messages.error_fields(agent.hear(), NoCheckpoint("none")))
     with pytest.raises(NoCheckpoint):
-        pending.wait_while_moving(BOUND_S)
-    lost = agent.connection.ask("begin")
+        pending.wait_while_progressing(BOUND_S)
+    lost = agent.connection.start_request("begin")
     agent.sock.close()
     with pytest.raises(AgentError, match="went away"):
-        lost.wait_while_moving(BOUND_S)
+        lost.wait_while_progressing(BOUND_S)
 
 
 class Together:
@@ -141,7 +141,7 @@ class Waits:
         self._found = list(found)
         self.forgotten = 0
 
-    def wait_while_moving(self, timeout_s: float) -> messages.Message | None:
+    def wait_while_progressing(self, timeout_s: float) -> messages.Message | None:
         found = self._found.pop(0)
         if isinstance(found, AgentError):
             raise found
@@ -161,13 +161,13 @@ def test_all_ranks_wait_as_long_as_the_start_moves_and_end_alike(ends_well: bool
         asked.append(kind)
         return waits
 
-    savers = [SimpleNamespace(link=SimpleNamespace(ask=ask)), None]
+    savers = [SimpleNamespace(link=SimpleNamespace(start_request=ask)), None]
     said, barrier = [b"", b""], Barrier(2)
     groups = [Together(rank, said, barrier) for rank in range(2)]
 
     def enter(rank: int) -> StartDecision | AgentError:
         try:
-            return _ask(groups[rank], cast(Saver, savers[rank]), "begin", {})
+            return _request_decision(groups[rank], cast(Saver, savers[rank]), "begin", {})
         except AgentError as exc:
             return exc
 
@@ -194,15 +194,15 @@ class Starting:
         self.copies, self.network = SimpleNamespace(progress=Progress()), SimpleNamespace(progress=Progress())
         self.agent = SimpleNamespace(
             _start=self.start,
-            _struck={},
-            copies=self.copies,
+            _struck_candidates={},
+            replicas=self.copies,
             network=self.network,
-            _server=SimpleNamespace(later=lambda delay_s, what: self._timers.append(what)),
+            _server=SimpleNamespace(call_later=lambda delay_s, what: self._timers.append(what)),
         )
-        self.agent._moves_of = lambda start: Startup._moves_of(cast(Startup, self.agent), start)
-        tell = lambda start, before: Startup._tell_of_moves(cast(Startup, self.agent), start, before)  # noqa: E731
-        self.agent._tell_of_moves = tell
-        tell(self.start, self.agent._moves_of(self.start))
+        self.agent._progress_key = lambda start: Startup._progress_key(cast(Startup, self.agent), start)
+        tell = lambda start, before: Startup._report_progress(cast(Startup, self.agent), start, before)  # noqa: E731
+        self.agent._report_progress = tell
+        tell(self.start, self.agent._progress_key(self.start))
 
     def look(self) -> list[int]:
         """Of which requests it is said."""
@@ -216,8 +216,12 @@ class Starting:
 
 def test_a_start_is_said_to_move_when_something_of_it_has() -> None:
     starting = Starting()
-    start, moves = starting.start, [starting.network.progress.moved, starting.copies.progress.moved]
-    moves += [lambda: start.silent.add("n1"), start.silent.clear, lambda: setattr(start, "listed", True)]
+    start, moves = starting.start, [starting.network.progress.advance, starting.copies.progress.advance]
+    moves += [
+        lambda: start.pending_nodes.add("n1"),
+        start.pending_nodes.clear,
+        lambda: setattr(start, "is_store_listed", True),
+    ]
     assert starting.look() == []
     for move in moves:
         move()
@@ -228,17 +232,17 @@ def test_a_start_is_said_to_move_when_something_of_it_has() -> None:
 def test_nothing_is_said_where_nobody_waits_nor_after_the_start() -> None:
     starting = Starting()
     starting.start.request_id = None  # the ranks restore
-    starting.start.listed = True
+    starting.start.is_store_listed = True
     assert starting.look() == []
     starting.start.request_id = 8  # the candidate has failed, and the next is waited for
-    starting.start.resolving = True
+    starting.start.is_resolving = True
     assert starting.look() == [8]
     starting.agent._start = None
-    starting.start.resolving = False
+    starting.start.is_resolving = False
     assert starting.look() == starting.look() == []
     assert not starting._timers
 
 
 def test_a_decision_is_never_taken_for_a_word_that_it_goes_on() -> None:
-    assert StartDecision.of(messages.Message({}, [], [])) != b""
-    assert msgpack.unpackb(StartDecision.of(messages.Message({}, [], []))) == [{}, b""]
+    assert StartDecision.encode(messages.Message({}, [], [])) != b""
+    assert msgpack.unpackb(StartDecision.encode(messages.Message({}, [], []))) == [{}, b""]

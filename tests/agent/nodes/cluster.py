@@ -21,12 +21,12 @@ from typing import Any
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc import client, messages, secret
 from ckpt.ipc.arena import PAGE
-from ckpt.settings import Settings, read
+from ckpt.settings import Settings, read_settings
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
 from ckpt.threads import Tasks
-from ckpt.types import Identity, Tick
+from ckpt.types import Identity, Version
 from tests.agent.fake import OPTIONS, FakeRank
 
 COPIED = {**OPTIONS, "policy": {"steps": None, "seconds": 0.001}, "peers": {"replicas": 1}}
@@ -43,7 +43,7 @@ class Cluster:
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
-        self.secret = secret.make()
+        self.secret = secret.make_secret()
         self.job: list[FakeRank] = []  # the newest
         self.pids: dict[int, int] = {}  # of the agents, by node; of those that were not killed
         self.route: Route = lambda node, address: address
@@ -55,7 +55,7 @@ class Cluster:
         self._agents: set[int] = set()
 
     def settings(self, node: int) -> Settings:
-        return replace(read(), runtime_dir=self.folder / f"n{node}", listen="127.0.0.1:0")
+        return replace(read_settings(), runtime_dir=self.folder / f"n{node}", listen="127.0.0.1:0")
 
     # -- a job's life
 
@@ -110,7 +110,7 @@ class Cluster:
         step = self.appointed()
         train(self.job, step)
         for level in levels or ("local",):
-            assert self.job[0].wait_level(Tick(step), level), self.job[0].levels
+            assert self.job[0].wait_level(Version(step), level), self.job[0].levels
         return step
 
     def appointed(self) -> int:
@@ -121,16 +121,16 @@ class Cluster:
                 break
         (step,) = steps
         for level in LEVELS:
-            self.job[0].levels.pop((str(Tick(step)), level), None)  # of an appointment that was given up before
+            self.job[0].levels.pop((str(Version(step)), level), None)  # of an appointment that was given up before
         return step
 
-    def save(self, *levels: str) -> Tick:
+    def save(self, *levels: str) -> Version:
         """An explicit save of the step that has just ended, until it is complete at these levels."""
-        tick = Tick(self.job[0].step, 1)
-        together(self.job, lambda rank: rank.save(tick))
+        version = Version(self.job[0].step, 1)
+        together(self.job, lambda rank: rank.save(version))
         for level in levels:
-            assert self.job[0].wait_level(tick, level), self.job[0].levels
-        return tick
+            assert self.job[0].wait_level(version, level), self.job[0].levels
+        return version
 
     def await_event(self, name: str, count: int = 1) -> dict[str, Any]:
         """What the newest job is told with it, for the `count`th time."""
@@ -148,9 +148,9 @@ class Cluster:
     def finish(self) -> None:
         """The last step is saved, all leave, and the agents end by themselves."""
         step = self.job[0].step
-        together(self.job, lambda rank: rank.save(Tick(step, 1), "exit"))
+        together(self.job, lambda rank: rank.save(Version(step, 1), "exit"))
         left = together(self.job, lambda rank: rank.leave())
-        assert {answer["committed"] for answer in left} == {str(Tick(step, 1))}, left
+        assert {answer["committed"] for answer in left} == {str(Version(step, 1))}, left
         self.hang_up()
         for pid in self.pids.values():
             await_end(pid)
@@ -188,7 +188,7 @@ class Cluster:
 
     def lending_status(self, number: int = 0) -> dict[str, Any]:
         """What that memory-only node says of what it lends."""
-        return dict(self._status(replace(read(), runtime_dir=self.folder / f"m{number}"))["lending"])
+        return dict(self._status(replace(read_settings(), runtime_dir=self.folder / f"m{number}"))["lending"])
 
     def await_lending(self, what: Callable[[dict[str, Any]], bool], number: int = 0) -> dict[str, Any]:
         """Until it says that."""
@@ -349,7 +349,7 @@ def line(url: str) -> list[Identity]:
     store = open_store(url)
     try:
         run = Run(store)
-        refs = run.view().line
+        refs = run.view().history
         for each in verify(run, refs):
             assert each.is_good, each.problems
         return [ref.identity for ref in refs]

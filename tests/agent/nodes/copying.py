@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.agent.state.job_facts import Round, Why
+from ckpt.agent.state.job_facts import SaveAttempt, SaveReason
 from ckpt.agent.state.replica_state import ReplicaState
 from ckpt.policy.save_options import Every
 from ckpt.types import Identity
@@ -16,13 +16,13 @@ class Copying:
 
     def begin(self, identity: Identity) -> None:
         slot = self._facts.slots[0]
-        slot.round = Round(1, 0, Why.STEP, identity.tick, "", 0.0)
-        self._facts.begin_copies(slot, slot.round, 0.0)
+        slot.attempt = SaveAttempt(1, 0, SaveReason.STEP, identity.version, "", 0.0)
+        self._facts.begin_replication(slot, slot.attempt, 0.0)
 
     def lost(self) -> None:
         """An agent is not connected any more."""
-        self._facts.copies_lost("b", self._facts.copied_ticks)
+        self._facts.record_lost_holder("b", self._facts.peer_versions)
 
     def ended(self, error: str) -> str:
         """Why it is not safe; "": it is."""
-        return self._facts.replicated(0, error, 0.0)
+        return self._facts.record_replication(0, error, 0.0)

@@ -14,8 +14,8 @@ from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.rebuild import Rebuild
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import ReplicationManager
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe
-from ckpt.agent.snapshots.manifest_gather import encoded_parts
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated
+from ckpt.agent.snapshots.manifest_gather import encode_local_parts
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.addresses import Address
@@ -33,7 +33,7 @@ class Link:
     """One node's transport and network: what it asks reaches the others as it would over a connection."""
 
     def __init__(self, fleet: Fleet, me: str) -> None:
-        self.me, self._fleet = me, fleet
+        self.agent_name, self._fleet = me, fleet
         self.offers: dict[str, tuple[memoryview, Frames]] = {}
 
     @property
@@ -69,8 +69,8 @@ class Link:
             done.set_exception(AgentError(f"agent {peer} does not offer {name}"))
             return Fetched(done)
         source, theirs = given
-        for (at, length), number, value in zip(frames.places(), numbers, frames.hashes.tolist(), strict=True):
-            offset, there = theirs.places()[number]
+        for (at, length), number, value in zip(frames.byte_ranges(), numbers, frames.hashes.tolist(), strict=True):
+            offset, there = theirs.byte_ranges()[number]
             assert there == length
             target[at : at + length] = source[offset : offset + length]
             if list(frame_hash(target[at : at + length])) != value:
@@ -84,7 +84,7 @@ class Link:
     def addresses(self, node: NodeAt) -> list[Address]:
         return list(node.addresses)
 
-    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
         def answered(found: list[bytes], error: str) -> None:
             then(None if error else Message({"t": "reply", "id": 1}, [], found), error)
 
@@ -101,8 +101,8 @@ class Link:
             if fields["t"] == "parts":
                 which, world = Identity.parse(fields["identity"]), int(fields["world"])
                 theirs = {rank: self._fleet.held(name, which)[rank] for rank in fields["ranks"]}
-                sizes = [[rank, arena.bytes] for rank, arena in theirs.items()]
-                told = encoded_parts(which, world, theirs, fields["sealed"])
+                sizes = [[rank, arena.size_bytes] for rank, arena in theirs.items()]
+                told = encode_local_parts(which, world, theirs, fields["sealed"])
                 then(Message({"t": "reply", "id": 1, "sizes": sizes}, [], [told]), "")
                 return
             if fields["t"] == "keeps":
@@ -110,18 +110,18 @@ class Link:
                 then(Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs()), "")
                 return
             try:
-                self._fleet.parities[name].asked(fields, blobs, answered)
+                self._fleet.parities[name].serve_request(fields, blobs, answered)
             except CkptError as exc:
                 then(None, str(exc))
 
         self._fleet.turned.post(asked)
 
-    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         identity = Identity.parse(fields["identity"])
         if name in self._fleet.gone or (fields["t"] == "kept" and name in self._fleet.deaf):
             return
         if fields["t"] == "kept":
-            self._fleet.copies[name].before(identity)
+            self._fleet.copies[name].evict_older_than(identity)
         else:
             self._fleet.parities[name].withdraw(identity, fields.get("reader", ""))
 
@@ -131,7 +131,7 @@ class Link:
 
 class Fetched:
     def __init__(self, done: Future[None]) -> None:
-        self.done = done
+        self.completion = done
 
     def cancel(self) -> None: ...
 
@@ -157,18 +157,18 @@ class Fleet:
         self.midst: list[Callable[[], None]] = []
         self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
         self.links = {name: Link(self, name) for name in ranks}
-        self.copies = {name: ReplicaStore(self.turned.bulk, self.turned.post) for name in ranks}
+        self.copies = {name: ReplicaStore(self.turned.workers, self.turned.post) for name in ranks}
         self.parities = {name: self._parities(name) for name in ranks}
 
     def _parities(self, name: str) -> ParityService:
         network, held = cast(PeerNetwork, self.links[name]), lambda identity: self.held(name, identity)
-        services = self.turned.bulk, self.turned.post, self.copies[name], held, lambda: network
+        services = self.turned.workers, self.turned.post, self.copies[name], held, lambda: network
         return ParityService(*services, lambda: self.free_bytes(name))
 
     def held(self, name: str, identity: Identity) -> dict[int, Arena]:
         """What that node has of it, by rank."""
         own = {rank: self.arenas[identity][rank] for rank in self.ranks[name]}
-        return {**self.copies[name].of(identity), **own}
+        return {**self.copies[name].arenas_of(identity), **own}
 
     @property
     def me(self) -> str:
@@ -204,33 +204,37 @@ class Fleet:
         return heard[0]
 
     def placed(self, identity: Identity) -> Placement:
-        sizes = {name: sum(self.arenas[identity][rank].bytes for rank in held) for name, held in self.ranks.items()}
+        sizes = {
+            name: sum(self.arenas[identity][rank].size_bytes for rank in held) for name, held in self.ranks.items()
+        }
         return place([PlacementNode(name, size, 1 << 40) for name, size in sizes.items()], self.option)
 
     def restart(self, name: str) -> None:
         """Its agent died, and is there again: it has what its ranks staged, and nothing of what it kept for others."""
         self.copies[name].close()
         self.links[name] = Link(self, name)
-        self.copies[name] = ReplicaStore(self.turned.bulk, self.turned.post)
+        self.copies[name] = ReplicaStore(self.turned.workers, self.turned.post)
         self.parities[name] = self._parities(name)
 
     def keeps(self, name: str, epoch: Epoch) -> KeptReplica:
         held = self.copies[name].inventory()
-        held.add_chunks(self.copies[name].chunks.kept.values())
+        held.add_chunks(self.copies[name].parity_store.chunks_by_name.values())
         for arenas in self.arenas.values():
             held.add_arenas(arenas[rank] for rank in self.ranks[name])
-        return KeptReplica.of(held, self.copies[name].told_safe, epoch)
+        return KeptReplica.from_inventory(held, self.copies[name].announced_replicated, epoch)
 
     def find(self, identity: Identity) -> SafeCheckpoint | None:
         """What the coordinator finds out of what is safe, if it would place now as it did for that one."""
-        losses = {rank: kept.losses for kept in self.placed(identity).kept for rank in self.ranks[kept.node]}
+        losses = {
+            rank: kept.losses_max for kept in self.placed(identity).protected_states for rank in self.ranks[kept.node]
+        }
         needs, heard = [losses[rank] for rank in range(self.world)], list[SafeCheckpoint | None]()
         own = self.keeps(self.me, identity.epoch)
-        find_safe(cast(PeerNetwork, self.links[self.me]), self.ranks, own, identity.epoch, needs, heard.append)
+        find_replicated(cast(PeerNetwork, self.links[self.me]), self.ranks, own, identity.epoch, needs, heard.append)
         self.turned.until(lambda: heard)
         return heard[0]
 
-    def protection(self, identity: Identity) -> ReplicationManager:
+    def replication_manager(self, identity: Identity) -> ReplicationManager:
         """The coordinator's, which has had it protected."""
         made = ReplicationManager(
             cast(PeerNetwork, self.links[self.me]),
@@ -239,7 +243,7 @@ class Fleet:
             self.nodes,
             self.option,
         )
-        made._used[identity] = self.placed(identity)
+        made._placements_used[identity] = self.placed(identity)
         return made
 
     def rebuild(
@@ -271,12 +275,12 @@ class Fleet:
 
     def kept(self, name: str) -> set[int]:
         """The steps of which that node keeps parity."""
-        return {identity.tick.step for identity in self.copies[name].chunks.identities}
+        return {identity.version.step for identity in self.copies[name].parity_store.identities}
 
     def check(self, identity: Identity, made: Mapping[int, str]) -> None:
         """What was made is what was lost, bit for bit."""
         for rank, name in made.items():
-            original, again = self.arenas[identity][rank], self.copies[name].of(identity)[rank]
+            original, again = self.arenas[identity][rank], self.copies[name].arenas_of(identity)[rank]
             at, length = original.tail()
             assert bytes(again.view[: at + length]) == bytes(original.view[: at + length])
 

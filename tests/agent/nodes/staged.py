@@ -20,7 +20,7 @@ from ckpt.ipc.messages import Message
 from ckpt.layout.division import divide
 from ckpt.layout.layout import Declaration, Entry, Layout
 from ckpt.layout.staging import stage
-from ckpt.types import Box, Epoch, Identity, Tick
+from ckpt.types import Box, Epoch, Identity, Version
 
 EPOCH = Epoch(7, "0123456789abcdef")
 ROWS, COLUMNS = 64, 256
@@ -28,7 +28,7 @@ FRAME_BYTES = 8192
 
 
 def identity(step: int) -> Identity:
-    return Identity(EPOCH, Tick(step))
+    return Identity(EPOCH, Version(step))
 
 
 def staged(which: Identity, world: int, hashed: bool = True) -> dict[int, Arena]:
@@ -44,11 +44,11 @@ def staged(which: Identity, world: int, hashed: bool = True) -> dict[int, Arena]
         told = encode(Declaration(rank, world, f"rank={rank}", "d", layout, staging))
         arena = made[rank] = Arena.create(arena_bytes(staging.data_bytes, len(staging.frames), len(told), 100))
         data = np.frombuffer(arena.data(0, staging.data_bytes), np.float32)
-        data[:] = np.arange(len(data), dtype=np.float32) + which.tick.step + 1000 * rank
+        data[:] = np.arange(len(data), dtype=np.float32) + which.version.step + 1000 * rank
         del data
         at = arena.write_declaration(staging.data_bytes, told)
         about = values.encode({"metrics": {"loss": 0.5}})
-        shared, own = values.encode({"step": which.tick.step}), values.encode({"rank": rank})
+        shared, own = values.encode({"step": which.version.step}), values.encode({"rank": rank})
         arena.seal(which, rank, world, staging.data_bytes, at, shared, own, about)
     if hashed:
         StagedReader().read(which, world, made)
@@ -75,15 +75,15 @@ class Asked:
 class Net:
     """A Network whose other agents are played by the test."""
 
-    me: str = "a"
+    agent_name: str = "a"
     asked: list[Asked] = field(default_factory=list)
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     transport: Any = None
 
-    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
         self.asked.append(Asked(name, fields, blobs, then))
 
-    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.told.append((name, fields))
 
     def addresses(self, node: Any) -> list[Address]:
@@ -101,7 +101,7 @@ class Turned:
 
     def __init__(self) -> None:
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.bulk = Workers(self.post)
+        self.workers = Workers(self.post)
 
     def post(self, what: Callable[[], None]) -> None:
         self._posted.put(what)
@@ -116,7 +116,7 @@ class Turned:
         return self._posted.empty()
 
     def close(self) -> None:
-        self.bulk.close()
+        self.workers.close()
 
 
 WRONG: list[Any] = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt.ipc.notice_sources import Sources
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.nodes.cluster import BOUND_S, Cluster, await_end, line, together
 from tests.agent.nodes.test_relayed_notices import leave
 from tests.preemption.fakes import Asked, FakeService, Says, serving
@@ -40,7 +40,7 @@ class Machine(FakeService):
                 self.refuses -= 1
                 return Says(500, "later")
             self.started += json.loads(asked.body)["StartRequests"]
-            self.committed.append([identity.tick.step for identity in line(self.url)])
+            self.committed.append([identity.version.step for identity in line(self.url)])
             self.told.set()
             return Says(200)
         return Says(body=json.dumps({"DocumentIncarnation": 1, "Events": self.events}))
@@ -72,7 +72,7 @@ def plan(machines: list[Machine], *names: str) -> None:
 def go(cluster: Cluster) -> None:
     leave(cluster)
     answers = together(cluster.job, lambda rank: rank.leave("notice"))
-    assert {answer["committed"] for answer in answers} == {str(Tick(cluster.job[0].step))}
+    assert {answer["committed"] for answer in answers} == {str(Version(cluster.job[0].step))}
 
 
 def test_one_node_of_those_that_it_names_acknowledges_once_when_the_last_step_is_in_the_store(

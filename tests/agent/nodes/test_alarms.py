@@ -126,7 +126,7 @@ def test_nodes_that_are_said_to_fail_soon_keep_nothing_for_others_any_more(
     step = cluster.checkpoint("peer")
     cluster.await_event("prediction.acted")
     kept = {
-        node: {Identity.parse(each).tick.step: ranks for each, ranks in cluster.status(node)["copies"].items()}
+        node: {Identity.parse(each).version.step: ranks for each, ranks in cluster.status(node)["copies"].items()}
         for node in range(4)
     }
     assert all(step not in kept[node] for node in failing)

@@ -18,8 +18,8 @@ from ckpt.agent.restore.window import Window
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, ManifestGather
-from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
-from ckpt.agent.snapshots.remote_share import RemoteShare, WantedPart, encode_parts
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
+from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest, encode_parts
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME, PLACE
 from ckpt.ipc.arena import Arena
@@ -55,7 +55,7 @@ def share() -> tuple[RemoteShare, Net]:
 def parts_of(arenas: dict[int, Arena], *ranks: int) -> bytes:
     reader = StagedReader()
     found = reader.read(STEP, 2, {rank: arenas[rank] for rank in ranks}, keep_hashes=False)
-    return encode_parts(found, {}, reader.declared())
+    return encode_parts(found, {}, reader.encoded_declarations())
 
 
 def unpacked(blob: bytes) -> Any:
@@ -75,16 +75,16 @@ def heard_of(answers: Iterator[Any], ask: Callable[[Callable[..., None]], Net], 
 
 
 def test_a_node_that_says_nonsense_of_its_memory_has_none() -> None:
-    right = memory_plan.plan(1 << 20, 0, 0, None, 1 << 30).table()
+    right = memory_plan.make_plan(1 << 20, 0, 0, None, 1 << 30).table()
 
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
-        remote.measure({1: 1 << 20}, 3, None, then)
+        remote.plan_memory({1: 1 << 20}, 3, None, then)
         return net
 
     def check(result: memory_plan.MemoryPlan | None, error: str) -> None:
         assert error or (result is not None and type(result.slots) is int and 0 <= result.slots <= memory_plan.SLOTS)
-        assert error or result is None or result.left_bytes(2) >= 0
+        assert error or result is None or result.replica_bytes_max(2) >= 0
 
     answer = lambda asked, plan: asked.answer({"plan": plan})  # noqa: E731
     heard_of(spoiled(right), lambda then: ask(lambda *given: (check(*given), then(*given))), answer)
@@ -94,19 +94,19 @@ def test_a_node_that_says_nonsense_of_its_memory_has_none() -> None:
 
 def test_steps_that_no_rank_can_be_in_are_refused_and_those_before_stay_known() -> None:
     remote, _ = share()
-    remote.entered({1: (7, 2)})
+    remote.record_steps({1: (7, 2)})
     for wrong in ((1 << 35, 0), (1 << 70, 0), (-1, 0), (8, 1 << 20), (8, -1)):
         with pytest.raises(AgentError, match="steps"):
-            remote.entered({1: wrong})
-    assert remote.published[1] == (7, 2)
-    remote.entered({1: ((1 << 35) - 1, (1 << 20) - 1)})
-    assert remote.published[1][0] == (1 << 35) - 1
+            remote.record_steps({1: wrong})
+    assert remote.reported_steps[1] == (7, 2)
+    remote.record_steps({1: ((1 << 35) - 1, (1 << 20) - 1)})
+    assert remote.reported_steps[1][0] == (1 << 35) - 1
 
 
 def test_a_node_that_makes_smaller_arenas_than_it_was_asked_to_has_made_none() -> None:
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
-        remote.make(0, {1: 4096}, then)
+        remote.make_arenas(0, {1: 4096}, then)
         return net
 
     def check(sizes: dict[int, int], error: str) -> None:
@@ -123,7 +123,7 @@ def test_what_a_node_says_of_its_ranks_is_taken_whole_or_refused(arenas: dict[in
 
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
-        remote.read(0, STEP, then)
+        remote.hash_snapshots(0, STEP, then)
         return net
 
     def answer(asked: Any, rows: Any) -> None:
@@ -137,16 +137,16 @@ def test_what_a_node_says_of_its_ranks_is_taken_whole_or_refused(arenas: dict[in
     assert heard_of(iter([0]), ask, lambda asked, _: asked.answer({})) == 0
 
 
-def wanted() -> WantedPart:
+def wanted() -> WriteRequest:
     frames = np.zeros(2, FRAME)
     frames["length"] = 1000
-    return WantedPart(STEP, frames, np.array([1, 1]), np.array([4096, 8192]), "raw", None)
+    return WriteRequest(STEP, frames, np.array([1, 1]), np.array([4096, 8192]), "raw", None)
 
 
 def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_written_them() -> None:
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
-        remote.write(wanted(), lambda result, error: then(result, error))
+        remote.write_frames(wanted(), lambda result, error: then(result, error))
         return net
 
     places = np.zeros(2, PLACE)
@@ -175,8 +175,8 @@ def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_writte
 def test_who_waits_on_a_thread_for_a_nodes_packs_hears_of_it_even_when_the_job_is_over() -> None:
     remote, net = share()
     heard: list[str] = []
-    remote.write(wanted(), lambda result, error: heard.append(error))
-    remote.dropped = True
+    remote.write_frames(wanted(), lambda result, error: heard.append(error))
+    remote.is_dropped = True
     net.asked[-1].refuse("gone")
     assert heard == ["gone"]
 
@@ -185,13 +185,13 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
     turned: Turned, arenas: dict[int, Arena]
 ) -> None:
     own = {0: arenas[0]}
-    right = [parts_of(arenas, 1), [[1, arenas[1].bytes]]]
+    right = [parts_of(arenas, 1), [[1, arenas[1].size_bytes]]]
 
     def gather(answer: Callable[[Any], None]) -> tuple[GatheredManifest | None, str]:
         net, heard = Net(), list[tuple[GatheredManifest | None, str]]()
         holders = {0: ["", "b"], 1: ["b"]}
         then = lambda found, error: heard.append((found, error))  # noqa: E731
-        ManifestGather(cast(PeerNetwork, net), turned.bulk, STEP, holders, own, then).begin()
+        ManifestGather(cast(PeerNetwork, net), turned.workers, STEP, holders, own, then).begin()
         answer(net.asked[-1])
         turned.until(lambda: heard)
         assert len(heard) == 1
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
     assert found is not None, error
     for sizes in [*spoiled(right[1]), *WRONG]:
         found, error = say(rows, sizes)
-        assert error or (found is not None and found.places.sizes[1] >= arenas[1].bytes), sizes
+        assert error or (found is not None and found.places.arena_sizes[1] >= arenas[1].size_bytes), sizes
         if found is not None:
             places_serve(found)
     for each in spoiled(rows):
@@ -218,13 +218,13 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
 
 def places_serve(found: GatheredManifest) -> None:
     """Its frames can be told of: they lie within the arenas, and apart."""
-    for rank in found.places.sizes:
+    for rank in found.places.arena_sizes:
         found.places.frames(rank, found.checkpoint.manifest)
 
 
 def replicate(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> list[str]:
     net, heard = Net(transport=Offers()), list[str]()
-    copies = ReplicaStore(cast(Workers, turned.bulk), turned.post)
+    copies = ReplicaStore(cast(Workers, turned.workers), turned.post)
     try:
         wanted = {"a": ((0,), ("b",)), "b": ((1,), ("a",))}
         Replication(cast(PeerNetwork, net), copies, NODES, wanted, STEP, None, {0: own[0]}, heard.append).begin()
@@ -277,11 +277,11 @@ class Pending:
     """A fetch that ends when it is called off."""
 
     def __init__(self) -> None:
-        self.done: Future[None] = Future()
+        self.completion: Future[None] = Future()
 
     def cancel(self) -> None:
-        if not self.done.done():
-            self.done.set_exception(AgentError("it was called off"))
+        if not self.completion.done():
+            self.completion.set_exception(AgentError("it was called off"))
 
 
 class Slow:
@@ -300,22 +300,22 @@ def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
     holders: list[str], arenas: dict[int, Arena]
 ) -> None:
     """Where nobody else has it, it is waited for: the link may have been cut, and come back."""
-    made = put_together(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
-    sizes = {rank: arena.bytes for rank, arena in arenas.items()}
+    made = assemble_checkpoint(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
+    sizes = {rank: arena.size_bytes for rank, arena in arenas.items()}
     places = FramePlaces(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
     net, lacking = Net(transport=Slow()), []
     nodes = [NodeAt(name, (), ()) for name in ("b", "c")]
     frames = PeerSource(places, made.manifest, cast(PeerNetwork, net), nodes, lambda what: what())
     window = Window(int(made.manifest.frames["length"].max()))
-    frames.window = lambda: window
-    frames.lacking = lambda which, why: lacking.extend(which)
+    frames.get_window = lambda: window
+    frames.on_unavailable = lambda which, why: lacking.extend(which)
     wanted = places.numbers(1).tolist()
-    frames.want(wanted)
-    frames.source_gone("c")
+    frames.request_frames(wanted)
+    frames.handle_disconnect("c")
     assert net.transport.asked == ["b"]
-    frames.source_gone("b")
+    frames.handle_disconnect("b")
     assert net.transport.asked == holders
-    frames.source_gone("c")
+    frames.handle_disconnect("c")
     assert (net.transport.asked, lacking) == (holders, [])
     frames.close()
     window.close()

@@ -40,13 +40,13 @@ class Rank:
     def watch_death(self) -> None:
         pass
 
-    forget = lose = watch_death
+    unwatch_death = disconnect = watch_death
 
 
 class Quiet:
     """A server on which nothing happens by itself."""
 
-    def later(self, delay_s: float, what: Any) -> None:
+    def call_later(self, delay_s: float, what: Any) -> None:
         pass
 
 
@@ -91,12 +91,12 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
     ((name, told),) = net.told
     assert name == "b"
     monkeypatch.setattr(time, "monotonic", lambda: THERE_S)
-    there.led(cast(Channel, None), Message(told, [], []))
+    there.on_coordinator_message(cast(Channel, None), Message(told, [], []))
     assert rank.heard == [{**body, "by_s": THERE_S + 30.0}]
 
 
 def test_a_rank_that_is_to_go_on_is_told_no_time(there: FollowerJob, rank: Rank) -> None:
     net = Net()
     RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1, NodeNames()).reply(7, {"leave": False, "by_s": None})
-    there.led(cast(Channel, None), Message(net.told[0][1], [], []))
+    there.on_coordinator_message(cast(Channel, None), Message(net.told[0][1], [], []))
     assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "by_s": None}]

@@ -10,10 +10,10 @@ import pytest
 
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore import collect
-from ckpt.agent.restore.collect import LOOK_S, CheckpointCollector
-from ckpt.agent.restore.partial_match import PATIENCE_S
+from ckpt.agent.restore.collect import CHECK_S, CheckpointCollector
+from ckpt.agent.restore.partial_match import ANSWER_TIMEOUT_S
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
-from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
 from ckpt.placement.placement import Parity
 from tests.agent.nodes.fleet import Fleet
 from tests.agent.nodes.staged import identity
@@ -31,7 +31,7 @@ class Part:
     def __init__(self, fleet: Fleet) -> None:
         assert fleet.protect(STEP) == ""
         self.fleet = fleet
-        groups = [group.home for group in fleet.placed(STEP).groups if "a" not in group.home]
+        groups = [group.home_members for group in fleet.placed(STEP).groups if "a" not in group.home_members]
         self.beyond = {rank for name in groups[0] for rank in NODES[name]}
         (self.makeable,) = NODES[groups[1][0]]
         fleet.gone = {*groups[0], groups[1][0]}
@@ -48,30 +48,32 @@ class Part:
         fleet, me = self.fleet, self.fleet.me
         left = [node for node in fleet.nodes if node.name not in fleet.gone]
         arenas = fleet.arenas[STEP]
-        manifest = put_together(STEP, StagedReader().sealed(STEP, fleet.world, arenas), arenas).manifest
-        services = cast(PeerNetwork, fleet.links[me]), fleet.turned.bulk, fleet.parities[me]
+        manifest = assemble_checkpoint(STEP, StagedReader().read_sealed(STEP, fleet.world, arenas), arenas).manifest
+        services = cast(PeerNetwork, fleet.links[me]), fleet.turned.workers, fleet.parities[me]
         held = lambda which: fleet.held(me, which)  # noqa: E731
         made = CheckpointCollector(*services, held, self.inventory, left, (), lambda what: what(), urgent)
         moves, then = lambda: self.moved, lambda *found: self.heard.append(found)
         later: Callable[..., Any] = lambda delay_s, what: self.timers.append((delay_s, what))  # noqa: E731
-        made.part(STEP, manifest, self.leave, later, moves, then)
+        made.collect_part(STEP, manifest, self.leave, later, moves, then)
 
     def bound(self, monkeypatch: pytest.MonkeyPatch, looks: float) -> None:
         """As if the store took so many times LOOK_S for what is to be made."""
-        monkeypatch.setattr(collect, "MAKING_BYTES_S", self.inventory.sizes[STEP, self.makeable] / looks / LOOK_S)
+        monkeypatch.setattr(
+            collect, "REBUILD_BYTES_S_MIN", self.inventory.snapshot_bytes[STEP, self.makeable] / looks / CHECK_S
+        )
 
     def leave_beside(self, leave_bytes: int, room_bytes: int) -> None:
         """Each node has to leave so much, and has room for so much beside what is to be made."""
-        size = self.fleet.arenas[STEP][self.makeable].bytes
+        size = self.fleet.arenas[STEP][self.makeable].size_bytes
         for name in set(NODES) - self.fleet.gone:
             copies = self.fleet.copies[name]
-            copies.bound(lambda copies=copies: copies.chunks.used_bytes + size + room_bytes)  # type: ignore[misc]
+            copies.set_limit(lambda copies=copies: copies.parity_store.used_bytes + size + room_bytes)  # type: ignore[misc]
             self.leave[name] = leave_bytes
 
     def look(self) -> None:
         """The time comes to see whether it moves."""
-        ((delay_s, what),) = [each for each in self.timers if each[0] != PATIENCE_S]
-        assert delay_s == LOOK_S
+        ((delay_s, what),) = [each for each in self.timers if each[0] != ANSWER_TIMEOUT_S]
+        assert delay_s == CHECK_S
         self.timers.clear()
         what()
 
@@ -110,7 +112,7 @@ def test_what_can_be_made_is_made_and_what_cannot_is_left_to_the_store(
     part.bound(monkeypatch, 10.0)
     part.begin()
     assert part.came() == part.all - part.beyond
-    (at,) = part.inventory.by_rank(STEP)[part.makeable]
+    (at,) = part.inventory.holders_by_rank(STEP)[part.makeable]
     part.fleet.check(STEP, {part.makeable: at or part.fleet.me})
     part.moved += 1  # something else has
     part.look()
@@ -157,14 +159,14 @@ def test_where_as_much_is_left_as_the_job_needs_it_is_made(part: Part) -> None:
 
 
 def test_where_it_was_to_be_put_together_as_a_whole_nothing_is_made_a_second_time(part: Part) -> None:
-    part.inventory.refute(STEP)
+    part.inventory.mark_unusable(STEP)
     part.begin()
     assert part.came() == part.all - part.beyond - {part.makeable}
     assert not part.said("lend")
 
 
 def test_nobody_is_asked_for_parity_where_it_makes_nothing(part: Part) -> None:
-    part.inventory.parities.clear()
+    part.inventory.parity_holders.clear()
     part.begin()
     assert part.came() == part.all - part.beyond - {part.makeable}
     assert not part.said("lend")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.net.transport import STREAM_FRAMES
-from ckpt.agent.restore.direct_stream import RANK_STREAMS, SHARE_MIN, STREAMS, DirectStreams
+from ckpt.agent.restore.direct_stream import HOLDER_STREAMS_MAX, RANK_STREAMS_MAX, SHARE_MIN, DirectStreams
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.messages import Message
@@ -70,10 +70,10 @@ class Streams:
 
 
 class Trainer:
-    """A rank whose frames the trainer's own code fetches, on a thread. `whole`: which it takes as one run."""
+    """A rank whose frames the trainer's own code fetches, on a thread. `whole_frames`: which it takes as one run."""
 
     def __init__(self, start: Start, whole: set[int], deliver: Callable[[int, memoryview], bool] | None = None) -> None:
-        self._start, self.whole = start, whole
+        self._start, self.whole_frames = start, whole
         self._deliver = deliver or self._copy
         self.rooms = {frame: bytearray(len(start.bytes_of[frame])) for frame in whole}
         self.got: dict[int, bytes] = {}
@@ -81,7 +81,7 @@ class Trainer:
         self.error: Exception | None = None
         self.outcome = False  # whether it is over
         self.tasks = Tasks("trainer", pool_size=3)
-        self.fetching: queue.SimpleQueue[Any] | None = None
+        self.fetch_inbox: queue.SimpleQueue[Any] | None = None
         self.connection = self  # of the link that it stands for
         start.ranks.append(self)  # type: ignore[arg-type]
         self.tasks.start("fetch", self._fetch)
@@ -95,22 +95,22 @@ class Trainer:
     def notify(self, kind: str, fields: dict[str, Any]) -> None:
         restore = self._start.restore
         if kind == "got":
-            self._start.turned.post(lambda: restore.got(self, fields["ok"], fields["bad"]))
+            self._start.turned.post(lambda: restore.acknowledge_frames(self, fields["ok"], fields["bad"]))
         else:
-            self._start.turned.post(lambda: restore.streamed(self, fields["stream"]))
+            self._start.turned.post(lambda: restore.end_stream(self, fields["stream"]))
 
     # -- as its agent sees it
 
     def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
-        if self.fetching is not None:
-            self.fetching.put(Message(fields, [socket.dup(fd) for fd in fds], []))
+        if self.fetch_inbox is not None:
+            self.fetch_inbox.put(Message(fields, [socket.dup(fd) for fd in fds], []))
 
     # -- as rooms
 
-    def room(self, frame: int) -> memoryview:
+    def frame_memory(self, frame: int) -> memoryview:
         return memoryview(self.rooms[frame])
 
-    def is_right(self, frame: int, value: tuple[int, int]) -> bool:
+    def has_right_hash(self, frame: int, value: tuple[int, int]) -> bool:
         return value == frame_hash(self._start.bytes_of[frame])
 
     # -- inside
@@ -159,7 +159,7 @@ def test_what_one_rank_takes_whole_is_received_where_it_belongs(begun: Callable[
     assert rank.got.keys() == {start.frames[0], start.frames[-1]}, "the rest came through the window"
     assert rank.sources == {"peer": start.total}
     assert sum(start.carrier.fetched) == sum(len(raw) for raw in rank.got.values()), "nothing came twice"
-    assert sum(map(len, streams.asked)) == len(rank.whole)
+    assert sum(map(len, streams.asked)) == len(rank.whole_frames)
 
 
 @pytest.mark.parametrize("how", ["refused", "cut", "wrong", "gone"])
@@ -172,16 +172,18 @@ def test_what_does_not_come_straight_or_not_right_comes_through_the_window(
     rank = Trainer(start, set(start.frames))
     if how == "gone":
         turned.until(lambda: streams.asked)
-        turned.until(lambda: any(each.sock is not None for each in start.peers.straight._open.values()))
-        start.restore.source_gone("a")
+        turned.until(
+            lambda: any(each.sock is not None for each in start.peers.direct_streams._streams_by_number.values())
+        )
+        start.restore.handle_disconnect("a")
     start.end()
     assert start.carrier.asked[0] == ("b" if how == "gone" else "a"), "who is gone is asked last"
     assert rank.error is None
     assert rank.has() == start.bytes_of
     assert rank.sources == {"peer": start.total}
     assert bool(start.carrier.fetched)
-    assert not start.peers.straight._open
-    assert not start.peers.straight._by_frame
+    assert not start.peers.direct_streams._streams_by_number
+    assert not start.peers.direct_streams._streams_by_frame
 
 
 def test_what_several_ranks_want_comes_once_for_all_of_them_and_not_straight(
@@ -202,11 +204,11 @@ def test_a_rank_that_is_gone_leaves_no_connection_behind(
     start, streams = begun(("b",), ("b",))
     streams.silent = True
     rank = Trainer(start, set(start.frames))
-    turned.until(lambda: any(each.sock is not None for each in start.peers.straight._open.values()))
-    start.restore.drop(rank)
-    assert not start.peers.straight._open
-    assert rank.fetching is not None
-    rank.fetching.put(None)
+    turned.until(lambda: any(each.sock is not None for each in start.peers.direct_streams._streams_by_number.values()))
+    start.restore.drop_request(rank)
+    assert not start.peers.direct_streams._streams_by_number
+    assert rank.fetch_inbox is not None
+    rank.fetch_inbox.put(None)
     turned.until(lambda: rank.outcome)
     assert isinstance(rank.error, AgentError)
 
@@ -225,14 +227,14 @@ def test_what_a_fetch_that_failed_has_not_read_yet_is_closed() -> None:
     fds = [os.memfd_create("region") for _ in range(2)]
 
     class Link:
-        fetching: queue.SimpleQueue[Any] | None = None
+        fetch_inbox: queue.SimpleQueue[Any] | None = None
         connection: Any = None
 
         def request(self, kind: str, fields: dict[str, Any], blobs: list[bytes]) -> None:
-            assert self.fetching is not None
-            self.fetching.put(Message({"t": "fetched", "ok": False, "kind": "agent", "message": "no"}, [], []))
+            assert self.fetch_inbox is not None
+            self.fetch_inbox.put(Message({"t": "fetched", "ok": False, "kind": "agent", "message": "no"}, [], []))
             for number, fd in enumerate(fds):
-                self.fetching.put(Message({"t": "region", "region": number}, [fd], []))
+                self.fetch_inbox.put(Message({"t": "region", "region": number}, [fd], []))
 
     link = Link()
     link.connection = link
@@ -261,10 +263,10 @@ class Opened:
 
 def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() -> None:
     straight, each = DirectStreams(lambda what: what()), Opened()
-    count = STREAMS * STREAM_FRAMES * 2 + 1
-    straight.add(each, "b", list(range(count)), each.open, each.left.extend)
-    straight.pump()
-    assert len(each.futures) == STREAMS
+    count = HOLDER_STREAMS_MAX * STREAM_FRAMES * 2 + 1
+    straight.queue_streams(each, "b", list(range(count)), each.open, each.left.extend)
+    straight.start_streams()
+    assert len(each.futures) == HOLDER_STREAMS_MAX
     assert max(len(frames) for frames, _ in each.futures) <= STREAM_FRAMES
     began = 0
     while began < len(each.futures):
@@ -275,18 +277,18 @@ def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() 
 
 def test_who_asks_for_other_streams_when_one_is_given_back_changes_nothing_of_the_rest() -> None:
     straight, each, other = DirectStreams(lambda what: what()), Opened(), Opened()
-    count = STREAMS * STREAM_FRAMES * 2
+    count = HOLDER_STREAMS_MAX * STREAM_FRAMES * 2
 
     def left(frames: list[int]) -> None:
         each.left += frames
-        straight.drop(other)
+        straight.drop_receiver(other)
 
     for who in (each, other):
-        straight.add(who, "b", list(range(count)), who.open, left)
-    straight.source_gone("b")
+        straight.queue_streams(who, "b", list(range(count)), who.open, left)
+    straight.handle_disconnect("b")
     begun = [frame for frames, _ in each.futures for frame in frames]
     assert sorted([*each.left, *begun]) == list(range(count)), "of the other, which was dropped, nothing is given back"
-    assert not straight._waiting
+    assert not straight._queued_streams
     assert not other.futures
 
 
@@ -294,29 +296,29 @@ def test_ranks_take_turns_and_none_gets_more_streams_than_it_can_read() -> None:
     straight, ranks = DirectStreams(lambda what: what()), [Opened() for _ in range(3)]
     count = STREAM_FRAMES * 4
     for rank in ranks:
-        straight.add(rank, "b", list(range(count)), rank.open, rank.left.extend)
-    straight.pump()
+        straight.queue_streams(rank, "b", list(range(count)), rank.open, rank.left.extend)
+    straight.start_streams()
     assert [len(rank.futures) for rank in ranks] == [1, 1, 0], "of one that holds all, one each"
     ranks[0].futures[0][1].set_exception(AgentError("no"))
     assert [len(rank.futures) for rank in ranks] == [1, 1, 1]
     for holder in "cdef":
-        straight.add(ranks[0], holder, list(range(count, 2 * count)), ranks[0].open, ranks[0].left.extend)
-    straight.pump()
-    assert len(ranks[0].futures) == 1 + RANK_STREAMS
+        straight.queue_streams(ranks[0], holder, list(range(count, 2 * count)), ranks[0].open, ranks[0].left.extend)
+    straight.start_streams()
+    assert len(ranks[0].futures) == 1 + RANK_STREAMS_MAX
 
 
 def test_few_frames_are_not_divided_among_connections() -> None:
     straight, each = DirectStreams(lambda what: what()), Opened()
-    straight.add(each, "b", list(range(SHARE_MIN)), each.open, each.left.extend)
-    straight.pump()
+    straight.queue_streams(each, "b", list(range(SHARE_MIN)), each.open, each.left.extend)
+    straight.start_streams()
     assert [frames for frames, _ in each.futures] == [list(range(SHARE_MIN))]
 
 
 def test_a_stream_that_comes_after_nobody_waits_is_closed() -> None:
     straight, each = DirectStreams(lambda what: what()), Opened()
-    straight.add(each, "b", [0, 1], each.open, each.left.extend)
-    straight.pump()
-    straight.drop(each)
+    straight.queue_streams(each, "b", [0, 1], each.open, each.left.extend)
+    straight.start_streams()
+    straight.drop_receiver(each)
     ours, theirs = socket.socketpair()
     with theirs:
         each.futures[0][1].set_result(ours)
@@ -332,6 +334,6 @@ def test_a_transport_that_raises_gives_no_streams() -> None:
     def refuses(frames: list[int]) -> Future[socket.socket]:
         raise CkptError("closed")
 
-    straight.add(each, "b", [0, 1], refuses, each.left.extend)
-    straight.pump()
+    straight.queue_streams(each, "b", [0, 1], refuses, each.left.extend)
+    straight.start_streams()
     assert each.left == [0, 1]

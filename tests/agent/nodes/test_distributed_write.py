@@ -17,16 +17,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.distributed_write import DistributedWrite, Then, _by_node
+from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, _group_by_node
 from ckpt.agent.commit.store_client import JobOptions
-from ckpt.agent.commit.write_timeout import SLOWER, overdue_s
+from ckpt.agent.commit.write_timeout import SLOWDOWN_MAX, overdue_s
 from ckpt.agent.net.channel import BEAT_S
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
-from ckpt.agent.snapshots.remote_share import WantedPart
+from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME
-from ckpt.ipc.addresses import SILENT_S
+from ckpt.ipc.addresses import SILENCE_S_MAX
 from ckpt.storage import open as open_store
 from ckpt.store.packs import Written
 from ckpt.store.reader import open_record
@@ -40,10 +40,10 @@ MARGIN_S = 10.0
 def test_a_part_is_late_by_comparison_with_those_that_are_written_and_never_before_one_is() -> None:
     assert overdue_s([], 100, 5.0) is None
     assert overdue_s([(2.0, 0)], 100, 5.0) is None, "nothing was to be written"
-    assert overdue_s([(2.0, 100)], 100, 5.0) == SLOWER * 2 + 5
-    assert overdue_s([(2.0, 100), (4.0, 100)], 100, 5.0) == SLOWER * 4 + 5, "the slowest counts"
-    assert overdue_s([(2.0, 100)], 300, 5.0) == SLOWER * 6 + 5, "what has more bytes may take longer"
-    assert overdue_s([(2.0, 300)], 100, 5.0) == SLOWER * 2 + 5
+    assert overdue_s([(2.0, 100)], 100, 5.0) == SLOWDOWN_MAX * 2 + 5
+    assert overdue_s([(2.0, 100), (4.0, 100)], 100, 5.0) == SLOWDOWN_MAX * 4 + 5, "the slowest counts"
+    assert overdue_s([(2.0, 100)], 300, 5.0) == SLOWDOWN_MAX * 6 + 5, "what has more bytes may take longer"
+    assert overdue_s([(2.0, 300)], 100, 5.0) == SLOWDOWN_MAX * 2 + 5
 
 
 def test_each_node_writes_the_frames_of_its_ranks_and_nobody_those_of_no_other_node(seed: int) -> None:
@@ -55,7 +55,7 @@ def test_each_node_writes_the_frames_of_its_ranks_and_nobody_those_of_no_other_n
         ranks = {name: each for name, each in ranks.items() if each}
         of_frames = rng.integers(0, world, int(rng.integers(0, 200)))
         todo = np.flatnonzero(rng.random(len(of_frames)) < 0.7)
-        found = _by_node(ranks, of_frames, todo)
+        found = _group_by_node(ranks, of_frames, todo)
         for name, each in ranks.items():
             wanted = [int(frame) for frame in todo if int(of_frames[frame]) in each]
             assert found.get(name, np.zeros(0)).tolist() == wanted
@@ -104,7 +104,9 @@ class Writers:
             return [each for each in self.every if each != name] if slow or name in self.gone else []
         return [f"{keeper}{name.lstrip('n') or 0}" for keeper in "kl"][: self.copies]
 
-    def ask(self, name: str, wanted: WantedPart, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
+    def ask(
+        self, name: str, wanted: WriteRequest, slow: frozenset[str], cancel: threading.Event, then: OnWritten
+    ) -> None:
         self.asked.append((name, then))
         self.unwanted.append(slow)
         (rank,) = wanted.ranks.tolist()
@@ -145,7 +147,7 @@ def test_whoever_is_slow_is_followed_by_who_has_a_copy_and_the_first_counts() ->
     nodes.move(2.0)
     nodes.writes("")
     nodes.writes("n2")
-    nodes.move(SLOWER * 2.0 + MARGIN_S - 2.1)
+    nodes.move(SLOWDOWN_MAX * 2.0 + MARGIN_S - 2.1)
     assert nodes.names() == ["", "n1", "n2"], "not yet"
     nodes.move(0.2)
     assert nodes.names() == ["", "n1", "n2", "k1"]
@@ -162,7 +164,7 @@ def test_once_a_commit_is_over_nobody_is_asked_to_write_for_it() -> None:
     nodes = Writers(3)
     nodes.move(2.0)
     nodes.writes("n2")
-    nodes.parts.ended()
+    nodes.parts.end_commit()
     nodes.move(1000)
     nodes.writes("n1", "it has no store")
     nodes.writes("")
@@ -245,7 +247,7 @@ def test_in_place_of_a_node_that_is_slow_those_are_asked_that_can_make_it_and_fi
     nodes = Writers(4, parity=True)
     nodes.move(2.0)
     nodes.writes("n3")
-    nodes.move(SLOWER * 2.0 + MARGIN_S)
+    nodes.move(SLOWDOWN_MAX * 2.0 + MARGIN_S)
     assert nodes.names() == ["", "n1", "n2", "n3", "n3", "n3", "n3"], "for each of the three, none of which is quick"
     assert nodes.unwanted[-3:] == [{"", "n1", "n2"}] * 3
     first = nodes.writes("n2")
@@ -377,7 +379,7 @@ def test_the_part_of_the_node_that_commits_is_one_like_the_others_where_its_own_
     nodes.move(2.0)
     nodes.writes("n1")
     nodes.writes("n2")
-    nodes.move(SLOWER * 2.0 + MARGIN_S - 2.1)
+    nodes.move(SLOWDOWN_MAX * 2.0 + MARGIN_S - 2.1)
     assert nodes.names() == ["", "n1", "n2"], "not yet"
     nodes.move(0.2)
     assert nodes.names() == ["", "n1", "n2", "k0"]
@@ -420,7 +422,7 @@ def test_an_own_part_of_which_nobody_has_a_copy_goes_on_however_slow() -> None:
 
 def test_with_the_commit_or_the_agent_what_is_written_here_ends_and_nobody_is_waited_for() -> None:
     nodes = Writers(2)
-    nodes.parts.ended()
+    nodes.parts.end_commit()
     assert nodes.cancels[0].is_set()
     nodes = Writers(2)
     first = nodes.writes("n1")
@@ -454,15 +456,15 @@ def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: py
     monkeypatch.setenv("CKPT_HEARTBEAT_S", "1")
     cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": 1_000_000.0}}
     cluster.start(*spread)
-    tick = cluster.save("peer")
+    version = cluster.save("peer")
     os.kill(cluster.pids[1], signal.SIGSTOP)
     stopped_s = time.monotonic()
-    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    assert cluster.job[0].wait_level(version, "store"), cluster.job[0].levels
     took_s = time.monotonic() - stopped_s
-    assert [each.tick for each in line(url)] == [tick]
+    assert [each.version for each in line(url)] == [version]
     first = files_of(url)
     os.kill(cluster.pids[1], signal.SIGCONT)
-    if not MARGIN_S / 2 < took_s < SILENT_S - BEAT_S and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+    if not MARGIN_S / 2 < took_s < SILENCE_S_MAX - BEAT_S and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         assert len(writers_named(url)) == len(spread)
         pytest.skip("this machine has so much else to do that its part was written before, or it is taken to be gone")
     cluster.finish()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.nodes.cluster import Cluster
 
 STATE = 16 << 20  # numbers that each rank holds beside the rest, of which it stages a third
@@ -46,7 +46,7 @@ def await_full(cluster: Cluster, safe: int) -> None:
     assert any("memory" in text for text in told), told
     with cluster.job[0].changed:
         levels = dict(cluster.job[0].levels)
-    assert [tick for (tick, level), (ok, _) in levels.items() if ok and level == "peer"] == [str(Tick(safe))]
+    assert [version for (version, level), (ok, _) in levels.items() if ok and level == "peer"] == [str(Version(safe))]
 
 
 @pytest.mark.parametrize("node", [0, 2])

@@ -86,7 +86,7 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "to": {"rank": 1, "number": 1, "m": {"t": "level"}},
     "lose": {"rank": 0, "number": 77},
     "word": {"word": 0},
-    "verdict": {"round": 0},
+    "verdict": {"attempt": 0},
     "commits": {"identity": WHICH},
     "failed": {},
     "pace": {"ratio": 1.5},
@@ -147,7 +147,7 @@ class Liar:
         """On a new connection where the last one was closed for what was said on it."""
         while True:
             channel = self.network.channel(node.name)
-            if channel is not None and channel.open:
+            if channel is not None and channel.is_open:
                 channel.send(fields, blobs)
                 self.loop.turn(0)
                 return
@@ -170,7 +170,7 @@ class Liar:
                 self.connected(node)
             fields = {"t": "parts", "identity": WHICH, "ranks": [0], "world": 1}
             heard: list[str] = []
-            self.network.ask(node.name, fields, [], lambda answer, error, heard=heard: heard.append(error))  # type: ignore[misc]
+            self.network.request(node.name, fields, [], lambda answer, error, heard=heard: heard.append(error))  # type: ignore[misc]
             self.loop.until(lambda heard=heard: heard)  # type: ignore[misc]
             answers = [error for error in heard if "held here" in error]
 
@@ -215,7 +215,7 @@ def test_whoever_does_not_know_the_secret_gets_no_connection_and_no_answer(
     cluster: Cluster, liar: Callable[..., Liar]
 ) -> None:
     cluster.start(0, 1)
-    stranger = liar(known=secret.make())
+    stranger = liar(known=secret.make_secret())
     for rank in range(2):
         assert stranger.connect(node_of(cluster, rank))
         address = node_of(cluster, rank).addresses[0]
@@ -374,7 +374,9 @@ def ways(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_nobody_answers_for_another_agent(liar: Callable[..., Liar]) -> None:
     asker, asked, other = liar("asker"), liar("asked"), liar("other")
-    nodes = {each.network.me: NodeAt(each.network.me, (each.address,), ()) for each in (asker, asked, other)}
+    nodes = {
+        each.network.agent_name: NodeAt(each.network.agent_name, (each.address,), ()) for each in (asker, asked, other)
+    }
 
     def until(holds: Callable[[], object]) -> None:
         for _ in range(6000):
@@ -389,13 +391,13 @@ def test_nobody_answers_for_another_agent(liar: Callable[..., Liar]) -> None:
         asker.network.connect(nodes[name], connected.append)
     until(lambda: connected == ["", ""] and asked.network.channel("asker") and other.network.channel("asker"))
     heard: list[Message | None] = []
-    asker.network.ask("asked", {"t": "parts"}, [], lambda answer, error: heard.append(answer))
+    asker.network.request("asked", {"t": "parts"}, [], lambda answer, error: heard.append(answer))
     until(lambda: asked.heard)
     number = int(asked.heard[0].fields["id"])
     for kind in ("reply", "error"):
-        other.network.tell("asker", {"t": kind, "id": number, "message": "lie", "who": "other"})
+        other.network.notify("asker", {"t": kind, "id": number, "message": "lie", "who": "other"})
     until(lambda: asker.network.channel("other") is None)
     assert not heard
-    asked.network.tell("asker", {"t": "reply", "id": number, "who": "asked"})
+    asked.network.notify("asker", {"t": "reply", "id": number, "who": "asked"})
     until(lambda: heard)
     assert [each.fields["who"] for each in heard if each is not None] == ["asked"]

@@ -17,7 +17,7 @@ import pytest
 
 from ckpt.errors import CkptError
 from ckpt.threads import Tasks
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.nodes.cluster import Cluster, line, train
 
 KILLS = int(os.environ.get("CKPT_NODE_KILLS", "6"))
@@ -44,7 +44,7 @@ class Busy:
         with self.job[0].changed:
             levels = dict(self.job[0].levels)
         wanted = at or ("peer", "store")
-        known = [Tick.parse(tick).step for (tick, level), (ok, _) in levels.items() if ok and level in wanted]
+        known = [Version.parse(version).step for (version, level), (ok, _) in levels.items() if ok and level in wanted]
         return max(known, default=0)
 
 

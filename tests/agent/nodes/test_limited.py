@@ -50,7 +50,7 @@ class Limited:
 
     def ended(self) -> int:
         """How many processes the kernel has ended in it."""
-        name = "memory.oom_control" if self.limit in V1.limits else "memory.events"
+        name = "memory.oom_control" if self.limit in V1.limit_files else "memory.events"
         told = dict(line.split() for line in (self.folder / name).read_text().splitlines())
         return int(told["oom_kill"])
 
@@ -75,7 +75,7 @@ def limited() -> Iterator[Limited]:
     for root, names in ((CGROUPS / "memory", V1), (CGROUPS, V2)):
         with contextlib.suppress(OSError):
             (root / name).mkdir()
-            found = Limited(root / name, names.limits[0])
+            found = Limited(root / name, names.limit_files[0])
             if (found.folder / found.limit).exists():
                 break
             found.folder.rmdir()

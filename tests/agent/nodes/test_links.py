@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.ipc.addresses import Address
-from ckpt.types import FRAME_BYTES, Identity, Tick
+from ckpt.types import FRAME_BYTES, Identity, Version
 from tests.agent.net.proxy import Fault, Proxy
 from tests.agent.nodes.cluster import Cluster, await_end, come_back, line, together
 from tests.agent.nodes.test_previous_nodes import allow_reading
@@ -103,7 +103,7 @@ def test_a_job_goes_on_after_the_link_between_its_nodes_was_cut(cluster: Cluster
         again = cluster.checkpoint("peer")
         assert again > first
         first = again
-    assert cluster.save("peer", "store") == Tick(first, 1)
+    assert cluster.save("peer", "store") == Version(first, 1)
     cluster.finish()
 
 
@@ -127,7 +127,7 @@ def await_kept(cluster: Cluster, step: int, *nodes: int) -> None:
 
 def steps_of(status: dict[str, Any]) -> set[int]:
     """Of which that agent keeps something for others."""
-    return {Identity.parse(text).tick.step for text in status["copies"]}
+    return {Identity.parse(text).version.step for text in status["copies"]}
 
 
 def cut_off(cluster: Cluster, links: Links, node: int) -> None:
@@ -146,9 +146,11 @@ def lose_the_coordinator_on_the_way(cluster: Cluster, failed: int) -> None:
     cluster.checkpoint("local")
     for node in range(3):  # it gives way to the newer one, unless it has become safe meanwhile
         cluster.await_status(
-            node, lambda status: failed not in steps_of(status) or rank.levels[str(Tick(failed)), "peer"][0]
+            node, lambda status: failed not in steps_of(status) or rank.levels[str(Version(failed)), "peer"][0]
         )
-    safe = [Tick.parse(tick).step for (tick, level), (ok, _) in list(rank.levels.items()) if level == "peer" and ok]
+    safe = [
+        Version.parse(version).step for (version, level), (ok, _) in list(rank.levels.items()) if level == "peer" and ok
+    ]
     cluster.kill(0)
     cluster.hang_up()
     cluster.route = lambda node, address: address
@@ -172,7 +174,7 @@ def test_a_link_that_is_cut_for_a_moment_takes_nothing_from_what_is_safe_though_
     cut_off(cluster, links, quick)
     links.of[0].mend()
     links.of[0].cut()
-    assert not cluster.job[0].wait_level(Tick(step), "peer")
+    assert not cluster.job[0].wait_level(Version(step), "peer")
     links.of[0].hang()
     links.of[0].cut()
     lose_the_coordinator_on_the_way(cluster, step)
@@ -186,19 +188,19 @@ def test_what_a_node_staged_is_written_by_who_has_its_copy_though_other_copies_a
     cluster.start(0, 1, 2)
     (keeper,) = cluster.keepers()[1]
     links.of[0].hang()
-    tick = cluster.save("local")
-    assert not cluster.job[0].wait_level(tick, "store")
+    version = cluster.save("local")
+    assert not cluster.job[0].wait_level(version, "store")
     cluster.await_status(keeper, lambda status: [1] in status["copies"].values())
     cluster.job[1].leave("exception")
     cluster.await_event("commit.failed", 2)  # the last try while ranks are there
     cluster.kill(1)
     cluster.allow_commits()
-    assert not cluster.job[0].levels.get((str(tick), "peer"), (False, ""))[0], "it was not safe as a whole"
+    assert not cluster.job[0].levels.get((str(version), "peer"), (False, ""))[0], "it was not safe as a whole"
     for rank in (cluster.job[0], cluster.job[2]):
         rank.leave("exception")
         rank.close()
     await_end(cluster.pids[0])
-    assert [each.tick for each in line(url)] == [tick]
+    assert [each.version for each in line(url)] == [version]
 
 
 def test_copies_whose_bytes_are_always_changed_on_the_way_are_not_kept_and_training_goes_on(
@@ -208,8 +210,8 @@ def test_copies_whose_bytes_are_always_changed_on_the_way_are_not_kept_and_train
     for link in links.of.values():
         link.flip(100_000)
     wrong = cluster.checkpoint("local")
-    assert not cluster.job[0].wait_level(Tick(wrong), "peer")
-    assert "another hash than was announced" in cluster.job[0].levels[str(Tick(wrong)), "peer"][1]
+    assert not cluster.job[0].wait_level(Version(wrong), "peer")
+    assert "another hash than was announced" in cluster.job[0].levels[str(Version(wrong)), "peer"][1]
     assert cluster.status(0)["copies"] == cluster.status(1)["copies"] == {}
     for link in links.of.values():
         link.flip(None)
@@ -259,7 +261,9 @@ def test_an_agent_that_was_started_again_with_old_content_brings_nothing_old_bac
     for rank in old:
         rank.known = {"secret": cluster.secret, "at": rank.nodes[0]["addresses"][0], "name": rank.nodes[0]["name"]}
         come_back(rank)
-    cluster.await_status(2, lambda status: any(slot["tick"] == str(Tick(later)) for slot in status["job"]["slots"]))
+    cluster.await_status(
+        2, lambda status: any(slot["version"] == str(Version(later)) for slot in status["job"]["slots"])
+    )
     decision = cluster.start(2, 0, 1)  # who has the old content coordinates
     assert decision.fields["candidate"]["step"] == again
     assert cluster.checkpoint("peer", "store") > again
@@ -270,8 +274,8 @@ def test_an_agent_hears_that_the_job_is_over_though_its_coordinator_is_gone_befo
 ) -> None:
     """It has more to say than it has heard: what the ranks said last goes to a connection that is closed already."""
     cluster.start(0, 1)
-    tick = cluster.save("peer", "store")
-    together(cluster.job, lambda rank: rank.save(Tick(tick.step, 2), "exit"))
+    version = cluster.save("peer", "store")
+    together(cluster.job, lambda rank: rank.save(Version(version.step, 2), "exit"))
     together(cluster.job, lambda rank: rank.leave())
     os.kill(cluster.pids[1], signal.SIGSTOP)
     cluster.hang_up(1)

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import NoCheckpoint
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.fake import full
 from tests.agent.nodes.cluster import LEVELS, Cluster, together, train
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_which_one_ranks_part_is_lost_is_passed_over_for_one_tha
     cluster.options = {**cluster.options, "peers": None}
     cluster.start(0, 1)
     cluster.checkpoint("local")
-    assert (str(Tick(cluster.job[0].step)), "peer") not in cluster.job[0].levels
+    assert (str(Version(cluster.job[0].step)), "peer") not in cluster.job[0].levels
     cluster.kill(1)
     cluster.hang_up()
     decision = cluster.start(0, 2)
@@ -109,7 +109,7 @@ def test_one_node_after_the_other_may_be_lost_once_what_has_lost_its_copies_has_
 
 def test_a_rank_whose_agent_was_gone_hears_what_has_become_of_its_snapshots_meanwhile(cluster: Cluster) -> None:
     cluster.start(0, 1)
-    tick = Tick(cluster.checkpoint("peer"))
+    version = Version(cluster.checkpoint("peer"))
     far = cluster.job[1]
     cluster.kill_agent(1)
     assert far.lost.wait(60)
@@ -117,9 +117,11 @@ def test_a_rank_whose_agent_was_gone_hears_what_has_become_of_its_snapshots_mean
     cluster.allow_commits()
     near = cluster.job[0]
     with near.changed:
-        assert near.changed.wait_for(lambda: near.levels.get((str(tick), "store"), (False, ""))[0], 60), near.levels
+        assert near.changed.wait_for(lambda: near.levels.get((str(version), "store"), (False, ""))[0], 60), near.levels
     cluster.come_back(1)
-    assert {level: ok for (at, level), (ok, _) in far.levels.items() if at == str(tick)} == dict.fromkeys(LEVELS, True)
+    assert {level: ok for (at, level), (ok, _) in far.levels.items() if at == str(version)} == dict.fromkeys(
+        LEVELS, True
+    )
 
 
 def test_copies_that_are_made_again_keep_to_the_limit_of_the_network(cluster: Cluster) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.state.replica_state import UNKEPT
+from ckpt.agent.state.replica_state import NO_PEER_MEMORY
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc import secret
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.fake import FakeRank
 from tests.agent.nodes.cluster import BOUND_S, Cluster, line
 from tests.agent.nodes.test_kills import await_level, busy
@@ -44,9 +44,9 @@ def test_a_job_of_one_node_has_its_copies_at_a_memory_only_node(lent: Cluster, u
     step = lent.checkpoint("local", "peer", "store")
     table = lent.status(0)["job"]["peers"]
     assert [len(row["kept_by"]) for row in table["nodes"] if row["own_bytes"]] == [1], table
-    assert any(f"-{Tick(step)}" in each for each in lent.lending_status()["whole"])
+    assert any(f"-{Version(step)}" in each for each in lent.lending_status()["whole"])
     lent.finish()
-    assert [identity.tick.step for identity in line(url)][-1] == lent.job[0].step
+    assert [identity.version.step for identity in line(url)][-1] == lent.job[0].step
     assert lent.await_lending(lambda status: not status["connected"])["keeps"] == []
     assert lent.end_lending() == 0
 
@@ -98,7 +98,7 @@ def test_when_the_trainers_node_is_lost_what_is_not_committed_is_committed_from_
     cluster.await_lending(lambda status: status["error"] is not None)
     cluster.allow_commits()
     assert cluster.end_lending() == 0  # it tries once more
-    assert [identity.tick.step for identity in line(url)] == [step]
+    assert [identity.version.step for identity in line(url)] == [step]
     cluster.peers = []
     decision = cluster.start(1, launch="another")
     assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
@@ -130,10 +130,10 @@ def test_what_is_shown_as_safe_falls_back_when_the_one_that_keeps_it_is_lost_and
     assert newest_safe(lent) == step
     at = lent.peers[0]
     lent.end_lending(with_=signal.SIGKILL)
-    assert lent.await_event("replica.lost")["identity"].endswith(str(Tick(step)))
+    assert lent.await_event("replica.lost")["identity"].endswith(str(Version(step)))
     assert f"the agent of node {at} is gone or cut off" in text_of(lent, "replica.lost")
     assert newest_safe(lent) is None
-    assert lent.job[0].levels[str(Tick(step)), "peer"], "it was so when it was said"
+    assert lent.job[0].levels[str(Version(step)), "peer"], "it was so when it was said"
     lent.lend(at=at)
     lent.await_event("replication.done", 2)  # the same step, without another snapshot
     assert newest_safe(lent) == step
@@ -190,7 +190,7 @@ def slowly(cluster: Cluster, bandwidth: float | None = SLOW) -> None:
 
 def committed(cluster: Cluster) -> list[int]:
     """The steps of the line."""
-    return [identity.tick.step for identity in line(cluster.url)]
+    return [identity.version.step for identity in line(cluster.url)]
 
 
 def test_it_commits_of_itself_once_nobody_has_been_there_for_so_long(cluster: Cluster) -> None:
@@ -256,10 +256,10 @@ def test_a_coordinator_that_hung_and_wakes_up_commits_beside_it(cluster: Cluster
     cluster.await_lending(lambda status: bool(committed(cluster)))  # once it has been silent for long enough
     os.kill(cluster.pids[0], signal.SIGCONT)
     assert cluster.await_event("agent.stood_still")["for_s"] > 10, "it was this one that said nothing"
-    assert cluster.job[0].wait_level(Tick(step), "store")
+    assert cluster.job[0].wait_level(Version(step), "store")
     store = open_store(cluster.url)
     try:
-        records = [ref.identity.tick.step for ref in Run(store).view().commits]
+        records = [ref.identity.version.step for ref in Run(store).view().commits]
     finally:
         store.close()
     assert records == [step, step]
@@ -327,7 +327,7 @@ def test_one_that_is_not_there_is_named_and_training_goes_on_and_when_it_comes_i
 
 
 def test_one_with_another_secret_takes_no_part_and_learns_nothing(cluster: Cluster) -> None:
-    cluster.peers = cluster.lend(secret=secret.make())["listen"]
+    cluster.peers = cluster.lend(secret=secret.make_secret())["listen"]
     cluster.start(0)
     told = [event["message"] for event in cluster.job[0].events if event["name"] == "memory_node.unreachable"]
     assert "secret" in told[0]
@@ -439,9 +439,9 @@ def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_ot
     cluster.checkpoint("local")
     told = cluster.await_event("replication.failed")
     cluster.await_lending(lambda status: status["keeps"] == [told["identity"]])
-    rank, tick = cluster.job[0], Tick(cluster.job[0].step)
-    assert not rank.wait_level(tick, "peer")
-    assert rank.levels[str(tick), "peer"] == (False, UNKEPT)
+    rank, version = cluster.job[0], Version(cluster.job[0].step)
+    assert not rank.wait_level(version, "peer")
+    assert rank.levels[str(version), "peer"] == (False, NO_PEER_MEMORY)
     assert "replication.done" not in [event["name"] for event in rank.events]
     placed = [event for event in rank.events if event["name"] == "replication.placed"]
     assert placed[-1]["loud"]

@@ -74,8 +74,8 @@ def test_a_commit_of_what_is_kept_with_a_memory_only_node_alone_is_made_by_the_n
     cluster.enter()
     step = cluster.checkpoint("peer")
     rows = cluster.status(0)["job"]["peers"]["nodes"]
-    lender = next(row["node"] for row in rows if not row["own_bytes"])
-    lost = next(row["node"] for row in rows if row["kept_by"] == [lender])
+    memory_node = next(row["node"] for row in rows if not row["own_bytes"])
+    lost = next(row["node"] for row in rows if row["kept_by"] == [memory_node])
     cluster.allow_commits()
     cluster.kill(next(cluster.at[node["ranks"][0]] for node in cluster.job[0].nodes if node["name"] == lost))
     cluster.hang_up()

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.node.orphan_committer import OrphanCommitter, shares
+from ckpt.agent.node.orphan_committer import OrphanCommitter, assign_writers
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc.node_list import NodeAt
 from tests.agent.node.test_agent import wait_for
@@ -48,7 +48,7 @@ def test_what_is_safe_with_others_is_committed_by_them_when_its_coordinator_is_l
     cluster.allow_commits()
     cluster.hang_up(1, 2)
     wait_for(lambda: bool(line(cluster.url)))
-    assert [identity.tick.step for identity in line(cluster.url)] == [step]
+    assert [identity.version.step for identity in line(cluster.url)] == [step]
 
 
 @pytest.mark.usefixtures("soon")
@@ -61,7 +61,7 @@ def test_an_agent_that_was_started_again_meanwhile_commits_it_too(cluster: Clust
     cluster.allow_commits()
     cluster.hang_up(1)
     wait_for(lambda: bool(line(cluster.url)))
-    assert [identity.tick.step for identity in line(cluster.url)] == [step]
+    assert [identity.version.step for identity in line(cluster.url)] == [step]
 
 
 @pytest.mark.usefixtures("soon")
@@ -89,7 +89,7 @@ def test_a_start_that_comes_while_it_is_written_goes_on_from_memory(cluster: Clu
     assert decision.fields["candidate"]["step"] == step
     assert set(cluster.fetched()) <= {"local", "peer"}
     newer = cluster.checkpoint("store")
-    assert [identity.tick.step for identity in line(cluster.url)] in ([newer], [step, newer])
+    assert [identity.version.step for identity in line(cluster.url)] in ([newer], [step, newer])
     cluster.finish()
 
 
@@ -103,7 +103,7 @@ def test_a_later_start_that_saved_nothing_is_followed_by_what_it_went_on_from(cl
     cluster.allow_commits()
     cluster.hang_up(1, 2)
     wait_for(lambda: bool(line(cluster.url)))
-    assert [identity.tick.step for identity in line(cluster.url)] == [step]
+    assert [identity.version.step for identity in line(cluster.url)] == [step]
 
 
 LEFT = {"t": "look", "left": True}
@@ -132,7 +132,7 @@ def test_of_two_nodes_that_ask_each_other_one_goes_on_and_begins_again_when_noth
         answer, error = ask(later, left, LEFT)
         if answer is not None:
             later.say(left, NOTHING, [])
-        return "at it itself" in error
+        return "already committing it" in error
 
     wait_for(refused)
     answer, error = ask(earlier, left, LEFT)
@@ -183,27 +183,27 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
     connected: list[Callable[[str], None]] = []
     asked: list[str] = []
     network = SimpleNamespace(
-        me="b",
+        agent_name="b",
         connect=lambda node, then: connected.append(then),
-        ask=lambda name, *others: asked.append(name),
+        request=lambda name, *others: asked.append(name),
         channel=lambda name: None,
     )
     nodes = [NodeAt(name, (), ()) for name in "abcd"]
     attempt = SimpleNamespace(
-        network=network, inventory=Inventory(), following=SimpleNamespace(nodes=nodes), silent=set()
+        network=network, inventory=Inventory(), followed_job=SimpleNamespace(nodes=nodes), pending_nodes=set()
     )
-    server = SimpleNamespace(later=lambda seconds, what: None)
-    node = SimpleNamespace(_attempt=attempt, _server=server, _inventory=lambda whole: Inventory())
-    OrphanCommitter._look_around(cast(Any, node), cast(Any, attempt))
-    assert attempt.silent == {"c", "d"}  # not the coordinator, which is lost
+    server = SimpleNamespace(call_later=lambda seconds, what: None)
+    node = SimpleNamespace(_commit_attempt=attempt, _server=server, _inventory=lambda whole: Inventory())
+    OrphanCommitter._survey_other_nodes(cast(Any, node), cast(Any, attempt))
+    assert attempt.pending_nodes == {"c", "d"}  # not the coordinator, which is lost
     connected[0]("")
-    node._attempt = None
+    node._commit_attempt = None
     connected[1]("")
     assert asked == ["c"]
 
 
 def test_every_frame_is_written_by_who_has_it_and_another_may_do_it_who_has_all_of_that_share() -> None:
     holders = {0: ["", "b"], 1: ["b", "c", "d"], 2: ["b", "d"], 3: ["c"]}
-    ranks, rest = shares(holders)
+    ranks, rest = assign_writers(holders)
     assert ranks == {"": frozenset((0,)), "b": frozenset((1, 2)), "c": frozenset((3,))}
     assert rest == {"": ["b"], "b": ["d"], "c": []}

@@ -14,7 +14,7 @@ from ckpt.storage import open as open_store
 from ckpt.store.prune import Pruner
 from ckpt.store.reader import open_record
 from ckpt.store.run import Run
-from ckpt.types import Identity, Tick
+from ckpt.types import Identity, Version
 from tests import servers
 from tests.agent.nodes.cluster import Cluster, line, train
 from tests.checkpointer.proxy import HELD, RESET, Proxy, answer, proxy
@@ -46,7 +46,7 @@ def start(cluster: Cluster, link: Proxy, *spread: int) -> None:
         cluster.enter()
 
 
-def commit_with_one_in_trouble(cluster: Cluster, url: str, link: Proxy) -> Tick:
+def commit_with_one_in_trouble(cluster: Cluster, url: str, link: Proxy) -> Version:
     """All but the coordinator go by the proxy, where the first that puts anything meets the fault; the others pass."""
     direct = os.environ["AWS_ENDPOINT_URL"]
     with pytest.MonkeyPatch.context() as patch:
@@ -55,33 +55,33 @@ def commit_with_one_in_trouble(cluster: Cluster, url: str, link: Proxy) -> Tick:
         patch.setenv("AWS_ENDPOINT_URL", direct)
         cluster.enter()
     train(cluster.job, 1)
-    tick = cluster.save("peer")
-    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    version = cluster.save("peer")
+    assert cluster.job[0].wait_level(version, "store"), cluster.job[0].levels
     assert len(link.met) == 1
-    assert [each.tick for each in line(url)] == [tick]
-    return tick
+    assert [each.version for each in line(url)] == [version]
+    return version
 
 
-def orphans(url: str, tick: Tick) -> set[str]:
-    """What prune deletes; of a run that has ended. Packs of that tick are all it finds."""
+def orphans(url: str, version: Version) -> set[str]:
+    """What prune deletes; of a run that has ended. Packs of that version are all it finds."""
     store = open_store(url)
     try:
         run = Run(store)
         packs = set(Pruner(run, None, grace_s=-5.0).plan(run.view(), Keep()).packs)
-        referred = {pack for ref in run.view().line for pack, _ in open_record(store, ref).packs}
+        referred = {pack for ref in run.view().history for pack, _ in open_record(store, ref).packs}
         there = {info.key for info in store.list("data/")}
     finally:
         store.close()
     assert packs == there - referred
-    assert all(f"-{tick}/" in pack for pack in packs), packs
+    assert all(f"-{version}/" in pack for pack in packs), packs
     return packs
 
 
-def check_restored(cluster: Cluster, tick: Tick) -> None:
+def check_restored(cluster: Cluster, version: Version) -> None:
     """Onto other nodes, from the store: each rank looks at every value."""
     cluster.kill(*cluster.pids)
     decision = cluster.start(5, 6)
-    assert decision.fields["candidate"]["step"] == tick.step
+    assert decision.fields["candidate"]["step"] == version.step
     assert cluster.fetched()["store"], "what one node reads it gives to the other"
 
 
@@ -91,15 +91,15 @@ def test_where_the_coordinators_own_link_is_stuck_who_has_a_copy_writes_its_part
     start(cluster, link, 0, 1, 2)
     link.fail(HELD, "PUT", DATA)
     train(cluster.job, 1)
-    tick = cluster.save("peer")
-    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    version = cluster.save("peer")
+    assert cluster.job[0].wait_level(version, "store"), cluster.job[0].levels
     assert link.met, "its own part is on its way, and held for as long as this test wants it to be"
-    assert [each.tick for each in line(url)] == [tick]
+    assert [each.version for each in line(url)] == [version]
     link.heal()
     cluster.finish()
-    assert len(orphans(url, tick)) == len(link.met), "what has come late is referred to by nothing"
+    assert len(orphans(url, version)) == len(link.met), "what has come late is referred to by nothing"
     assert any("this node takes longer" in path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
-    check_restored(cluster, tick)
+    check_restored(cluster, version)
 
 
 @pytest.mark.parametrize("kill", [False, True])
@@ -111,17 +111,17 @@ def test_where_the_coordinators_own_link_is_stuck_its_part_is_made_again_from_pa
     cluster.options = {**cluster.options, "peers": {"data": 2, "parity": 1}}
     start(cluster, link, 0, 1, 1, 2)
     link.fail(HELD, "PUT", DATA)
-    ticks = []
+    versions = []
     for step in (1, 2):
         train(cluster.job, step)
-        ticks.append(cluster.save("peer"))
-        assert cluster.job[0].wait_level(ticks[-1], "store"), cluster.job[0].levels
+        versions.append(cluster.save("peer"))
+        assert cluster.job[0].wait_level(versions[-1], "store"), cluster.job[0].levels
     assert len(link.met) == 1, "its own is held for as long as this test wants it to be, and the next waits for that"
-    assert [each.tick for each in line(url)] == ticks
+    assert [each.version for each in line(url)] == versions
     told = "".join(path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
     assert told.count("this node takes longer") == 2
     kept = [(identity, ranks) for node in (1, 2) for identity, ranks in cluster.status(node)["copies"].items()]
-    assert {Identity.parse(identity).tick for identity, _ in kept} == {ticks[-1]}, "nothing of the one before"
+    assert {Identity.parse(identity).version for identity, _ in kept} == {versions[-1]}, "nothing of the one before"
     assert [ranks for _, ranks in kept if ranks] == [[0]]
     if kill:
         cluster.kill(2)
@@ -132,7 +132,7 @@ def test_where_the_coordinators_own_link_is_stuck_its_part_is_made_again_from_pa
         return
     link.heal()
     cluster.finish()
-    check_restored(cluster, ticks[-1])
+    check_restored(cluster, versions[-1])
 
 
 @pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
@@ -141,14 +141,14 @@ def test_where_another_nodes_link_is_stuck_its_part_is_written_for_it(
 ) -> None:
     cluster.options = {**cluster.options, "peers": peers}
     link.fail(HELD, "PUT", DATA, count=1)
-    tick = commit_with_one_in_trouble(cluster, url, link)
+    version = commit_with_one_in_trouble(cluster, url, link)
     link.heal()
     cluster.finish()
-    assert orphans(url, tick), "what has come late is referred to by nothing; on a busy machine others are late, too"
+    assert orphans(url, version), "what has come late is referred to by nothing; on a busy machine others are late, too"
     (told,) = [path.read_text() for path in (cluster.folder / "n0").rglob("*.log")]
     assert "takes longer" in told
     assert "has not written its" not in told, "it was there all the time"
-    check_restored(cluster, tick)
+    check_restored(cluster, version)
 
 
 @pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
@@ -157,9 +157,9 @@ def test_what_the_store_refuses_of_another_node_is_written_for_it(
 ) -> None:
     cluster.options = {**cluster.options, "peers": peers}
     link.fail(answer(403, "AccessDenied"), "PUT", DATA, count=1)
-    tick = commit_with_one_in_trouble(cluster, url, link)
+    version = commit_with_one_in_trouble(cluster, url, link)
     cluster.finish()
-    check_restored(cluster, tick)
+    check_restored(cluster, version)
 
 
 def test_on_one_node_one_writer_puts_packs_and_record_and_no_part_is_given_to_anybody(
@@ -167,15 +167,15 @@ def test_on_one_node_one_writer_puts_packs_and_record_and_no_part_is_given_to_an
 ) -> None:
     start(cluster, link, 0, 0)
     train(cluster.job, 1)
-    tick = cluster.save("store")
+    version = cluster.save("store")
     store = open_store(url)
     try:
-        (ref,) = Run(store).view().line
+        (ref,) = Run(store).view().history
         writers = {key.rpartition("/")[2].partition("-")[0] for key, _ in open_record(store, ref).packs}
     finally:
         store.close()
     assert writers == {ref.writer}
-    check_restored(cluster, tick)
+    check_restored(cluster, version)
 
 
 def test_where_no_try_of_the_coordinator_comes_through_who_has_a_copy_writes_its_part(
@@ -186,11 +186,13 @@ def test_where_no_try_of_the_coordinator_comes_through_who_has_a_copy_writes_its
     start(cluster, link, 0, 1)
     link.fail(RESET, "PUT", DATA)
     train(cluster.job, 1)
-    tick = cluster.save("peer", "store")
+    version = cluster.save("peer", "store")
     assert link.met
-    assert [each.tick for each in line(url)] == [tick]
+    assert [each.version for each in line(url)] == [version]
     link.heal()
     train(cluster.job, 2)
     again = cluster.save("store")
-    assert [each.tick for each in line(url)] == [tick, again], "it goes on from a record whose writer has no packs"
+    assert [each.version for each in line(url)] == [version, again], (
+        "it goes on from a record whose writer has no packs"
+    )
     check_restored(cluster, again)

@@ -32,7 +32,7 @@ def start(cluster: Cluster, peers: dict[str, int], spread: Sequence[int], extra:
 def await_commit(cluster: Cluster, step: int, timeout_s: float = 60.0) -> None:
     """Until the store has it, whole. It is polled: nobody is left who would be told."""
     deadline = time.monotonic() + timeout_s
-    while step not in [identity.tick.step for identity in line(cluster.url)]:
+    while step not in [identity.version.step for identity in line(cluster.url)]:
         assert time.monotonic() < deadline, "nobody commits it"
         threading.Event().wait(0.05)
 

@@ -79,7 +79,7 @@ class Schedule:
             self.unsafe += "meanwhile" in error
         else:
             self.safe, self.hit = which, self.hit - before  # what was struck meanwhile may have had it
-            self.bears = min(kept.losses for kept in self.fleet.placed(which).kept)
+            self.bears = min(kept.losses_max for kept in self.fleet.placed(which).protected_states)
 
     def look(self) -> None:
         """What a start finds on the nodes that are left."""
@@ -87,12 +87,12 @@ class Schedule:
             return
         held = Inventory()
         for name in self.left():
-            held.add(self.fleet.keeps(name, self.safe.epoch).held, name)
-        complete = held.complete()
+            held.merge(self.fleet.keeps(name, self.safe.epoch).inventory, name)
+        complete = held.complete_checkpoints()
         assert complete, f"{self.safe} was safe, {self.hit} are hit, and nothing is left"
         newest = complete[-1]
         assert newest >= self.safe, f"{self.safe} was safe, {self.hit} are hit, and {newest} is left"
-        missing = held.missing(newest)
+        missing = held.missing_ranks(newest)
         made, error = self.fleet.rebuild(newest) if missing else ({}, "")
         assert (sorted(made), error) == (missing, "")
         self.fleet.check(newest, made)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.restore.partial_match import PATIENCE_S, AskingForPart, matched, places_of
-from ckpt.agent.snapshots.manifest_gather import FramePlaces, encoded_parts
-from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader, put_together
+from ckpt.agent.restore.partial_match import ANSWER_TIMEOUT_S, AskingForPart, find_places, match_rows
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, encode_local_parts
+from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader, assemble_checkpoint
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import Arena
@@ -37,7 +37,7 @@ def rows(contents: list[int]) -> np.ndarray[Any, Any]:
 def test_each_frame_is_matched_with_an_equal_one_and_no_place_is_given_twice(
     wanted: list[int], held: list[int]
 ) -> None:
-    found = matched(rows(wanted), rows(held)).tolist()
+    found = match_rows(rows(wanted), rows(held)).tolist()
     assert all(wanted[number] == held[at] for number, at in enumerate(found) if at >= 0)
     used = [at for at in found if at >= 0]
     assert len(used) == len(set(used)) == (Counter(wanted) & Counter(held)).total()
@@ -58,28 +58,28 @@ def arenas() -> Iterator[dict[int, Arena]]:
 
 @pytest.fixture
 def manifest(arenas: dict[int, Arena]) -> Manifest:
-    return put_together(STEP, StagedReader().sealed(STEP, WORLD, arenas), arenas).manifest
+    return assemble_checkpoint(STEP, StagedReader().read_sealed(STEP, WORLD, arenas), arenas).manifest
 
 
 def found_of(arenas: dict[int, Arena], manifest: Manifest, parts: list[StagedPart]) -> FramePlaces:
-    sizes = {rank: arena.bytes for rank, arena in arenas.items()}
-    return places_of(STEP, manifest, parts, sizes, {rank: ["b"] for rank in arenas})
+    sizes = {rank: arena.size_bytes for rank, arena in arenas.items()}
+    return find_places(STEP, manifest, parts, sizes, {rank: ["b"] for rank in arenas})
 
 
 @pytest.mark.parametrize("held", [(0,), (1, 3), (3, 2, 1), (0, 1, 2, 3)])
 def test_what_is_said_to_lie_somewhere_lies_there_and_what_nobody_holds_is_said_to_lack(
     held: tuple[int, ...], arenas: dict[int, Arena], manifest: Manifest
 ) -> None:
-    whole = put_together(STEP, StagedReader().sealed(STEP, WORLD, arenas), arenas)
-    places = found_of(arenas, manifest, StagedReader().sealed(STEP, WORLD, {rank: arenas[rank] for rank in held}))
-    lacking = set() if places.lacking is None else set(places.lacking.tolist())
+    whole = assemble_checkpoint(STEP, StagedReader().read_sealed(STEP, WORLD, arenas), arenas)
+    places = found_of(arenas, manifest, StagedReader().read_sealed(STEP, WORLD, {rank: arenas[rank] for rank in held}))
+    lacking = set() if places.missing_frames is None else set(places.missing_frames.tolist())
     for frame, length in enumerate(manifest.frames["length"].tolist()):
         if frame in lacking:
             assert int(whole.ranks[frame]) not in held
             continue
         there = arenas[int(places.ranks[frame])].part((int(places.offsets[frame]), length))
         assert bytes(there) == bytes(whole.frame(frame))
-    assert set(places.holders) == set(places.sizes) == set(held)
+    assert set(places.holders) == set(places.arena_sizes) == set(held)
     told = FramePlaces.parse(STEP, places.blobs(), manifest)
     assert np.array_equal(told.ranks, places.ranks)
     assert told.holders == places.holders
@@ -88,7 +88,7 @@ def test_what_is_said_to_lie_somewhere_lies_there_and_what_nobody_holds_is_said_
 def test_what_contradicts_the_record_or_has_nothing_of_it_is_no_part(
     arenas: dict[int, Arena], manifest: Manifest
 ) -> None:
-    parts = StagedReader().sealed(STEP, WORLD, arenas)
+    parts = StagedReader().read_sealed(STEP, WORLD, arenas)
     with pytest.raises(AgentError, match="is not what"):
         found_of(arenas, replace(manifest, coordinates=("x", *manifest.coordinates[1:])), parts)
     with pytest.raises(AgentError, match="is not what"):
@@ -103,7 +103,7 @@ def test_an_arena_without_hashes_says_nothing_of_itself() -> None:
     made = staged(STEP, 2, hashed=False)
     try:
         with pytest.raises(DamagedData):
-            StagedReader().sealed(STEP, 2, made)
+            StagedReader().read_sealed(STEP, 2, made)
     finally:
         for arena in made.values():
             arena.close()
@@ -118,7 +118,7 @@ class Start:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.asking = AskingForPart(
             cast(PeerNetwork, self.net),
-            turned.bulk,
+            turned.workers,
             STEP,
             manifest,
             {0: [""], 1: ["b", "c"], 2: ["b"]},
@@ -130,15 +130,15 @@ class Start:
 
     def give(self, asked: Asked) -> None:
         theirs = {rank: self.arenas[rank] for rank in asked.fields["ranks"]}
-        sizes = [[rank, arena.bytes] for rank, arena in theirs.items()]
-        asked.answer({"sizes": sizes}, [encoded_parts(STEP, WORLD, theirs, asked.fields["sealed"])])
+        sizes = [[rank, arena.size_bytes] for rank, arena in theirs.items()]
+        asked.answer({"sizes": sizes}, [encode_local_parts(STEP, WORLD, theirs, asked.fields["sealed"])])
 
     def came(self) -> set[int]:
         """The ranks whose frames are taken from memory."""
         self.turned.until(lambda: self.heard)
         ((places, error),) = self.heard
         assert places is not None, error
-        assert places.lacking is not None
+        assert places.missing_frames is not None
         return set(places.holders)
 
 
@@ -163,8 +163,8 @@ def test_who_refuses_is_followed_by_the_next_holder_and_what_nobody_gives_is_lef
 
 def test_who_says_nothing_is_not_waited_for(start: Start) -> None:
     ((delay_s, over),) = start.timers
-    assert delay_s == PATIENCE_S
-    start.turned.until(lambda: start.asking.left == {1, 2})
+    assert delay_s == ANSWER_TIMEOUT_S
+    start.turned.until(lambda: start.asking.pending_ranks == {1, 2})
     over()
     assert start.came() == {0}
     start.give(start.net.asked[0])  # too late

@@ -28,17 +28,17 @@ from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.all_shares import _Answers
-from ckpt.agent.snapshots.candidates import candidates
+from ckpt.agent.snapshots.candidates import find_candidates
 from ckpt.agent.snapshots.described import DescribedSnapshot
-from ckpt.agent.snapshots.inventory import Inventory, sealed, spread
+from ckpt.agent.snapshots.inventory import Inventory, find_sealed_snapshot, order_holders
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
-from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
-from ckpt.agent.snapshots.remote_share import WantedPart, decode_parts, digest_of, encode_parts
-from ckpt.agent.state.retention_rule import outlived
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
+from ckpt.agent.snapshots.remote_share import WriteRequest, declaration_digest, decode_parts, encode_parts
+from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import FRAME
 from ckpt.ipc.arena import PAGE
-from ckpt.ipc.failure_domains import HOST
+from ckpt.ipc.failure_domains import HOST_PREFIX
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.placement import GENERATIONS, Kept, Parity, Replicas
@@ -58,14 +58,14 @@ def holding(*held: tuple[int, int], world: int = 2, claimed: bool = True) -> Inv
     found = Inventory()
     found.add_epoch(claim() if claimed else None, EPOCH, 9)
     for step, rank in held:
-        found._add((identity(step), rank), world, "")
+        found._add_snapshot((identity(step), rank), world, "")
     return found
 
 
 def together(**nodes: Inventory) -> Inventory:
     whole = Inventory()
     for name, each in nodes.items():
-        whole.add(each, name)
+        whole.merge(each, name)
     return whole
 
 
@@ -75,35 +75,37 @@ def test_a_checkpoint_is_to_be_had_where_somebody_holds_each_of_its_ranks() -> N
         b = holding(*[(5, rank) for rank in range(2) if held[2 + rank]])
         whole = together(a=a, b=b)
         everywhere = all(held[rank] or held[2 + rank] for rank in range(2))
-        assert whole.complete() == ([identity(5)] if everywhere else [])
-        assert [each.held for each in whole.remembered()] == [tuple(whole.complete())]
+        assert whole.complete_checkpoints() == ([identity(5)] if everywhere else [])
+        assert [each.checkpoints for each in whole.epochs_in_memory()] == [tuple(whole.complete_checkpoints())]
         if everywhere:
-            by_rank = whole.by_rank(identity(5))
+            by_rank = whole.holders_by_rank(identity(5))
             names = {r: sorted(each) for r, each in by_rank.items()}
             assert names == {r: [n for n, at in (("a", r), ("b", 2 + r)) if held[at]] for r in range(2)}
 
 
 def test_a_checkpoint_of_an_epoch_that_nobody_knows_to_have_begun_is_no_candidate() -> None:
-    unclaimed = together(a=holding((5, 0), (5, 1), claimed=False)).remembered()
-    assert [(each.claim, each.held) for each in unclaimed] == [(None, (identity(5),))]
-    assert candidates(None, unclaimed) == []
-    assert together(a=holding((5, 0), (5, 1), claimed=False), b=holding()).remembered()[0].held == (identity(5),)
+    unclaimed = together(a=holding((5, 0), (5, 1), claimed=False)).epochs_in_memory()
+    assert [(each.claim, each.checkpoints) for each in unclaimed] == [(None, (identity(5),))]
+    assert find_candidates(None, unclaimed) == []
+    assert together(a=holding((5, 0), (5, 1), claimed=False), b=holding()).epochs_in_memory()[0].checkpoints == (
+        identity(5),
+    )
 
 
 def test_who_speaks_of_another_world_than_the_first_is_not_counted() -> None:
     whole = together(a=holding((5, 0), world=2), b=holding((5, 0), world=1))
-    assert whole.complete() == []
-    assert whole.by_rank(identity(5)) == {0: ["a"], 1: []}
+    assert whole.complete_checkpoints() == []
+    assert whole.holders_by_rank(identity(5)) == {0: ["a"], 1: []}
 
 
 def test_this_node_comes_first_and_what_was_refuted_is_only_a_part_any_more() -> None:
     whole = together(b=holding((5, 0), (5, 1), (4, 0)))
-    whole._add((identity(5), 1), 2, "")
-    assert whole.by_rank(identity(5)) == {0: ["b"], 1: ["", "b"]}
-    whole.refute(identity(5))
-    assert whole.complete() == []
-    assert whole.incomplete() == {identity(4): [1]}, "of the other one nothing is known to be lost"
-    assert whole.by_rank(identity(5)) == {0: ["b"], 1: ["", "b"]}
+    whole._add_snapshot((identity(5), 1), 2, "")
+    assert whole.holders_by_rank(identity(5)) == {0: ["b"], 1: ["", "b"]}
+    whole.mark_unusable(identity(5))
+    assert whole.complete_checkpoints() == []
+    assert whole.incomplete_checkpoints() == {identity(4): [1]}, "of the other one nothing is known to be lost"
+    assert whole.holders_by_rank(identity(5)) == {0: ["b"], 1: ["", "b"]}
 
 
 def test_an_arena_counts_where_it_is_sealed_and_its_coordinator_saw_all_of_it() -> None:
@@ -113,7 +115,7 @@ def test_an_arena_counts_where_it_is_sealed_and_its_coordinator_saw_all_of_it() 
         found.add_arenas([*whole.values(), *unseen.values()])
         assert set(found.holders) == {(identity(5), 0), (identity(5), 1)}
         whole[1].begin_fill()
-        assert sealed(whole[1]) is None
+        assert find_sealed_snapshot(whole[1]) is None
     finally:
         for arena in [*whole.values(), *unseen.values()]:
             arena.close()
@@ -123,7 +125,7 @@ def test_an_inventory_comes_out_of_a_message_as_it_went_in() -> None:
     made = holding((5, 0), (5, 1), (6, 1))
     made.add_epoch(claim(Epoch(8, "f" * 16), identity(5)), Epoch(8, "f" * 16), 3)
     again = Inventory.parse(msgpack.unpackb(msgpack.packb(made.fields())))
-    assert (again.holders, again.worlds, again.steps) == (made.holders, made.worlds, made.steps)
+    assert (again.holders, again.world_sizes, again.steps) == (made.holders, made.world_sizes, made.steps)
     for epoch, each in made.claims.items():
         assert (again.claims[epoch].parent, again.claims[epoch].launch) == (each.parent, each.launch)
 
@@ -137,7 +139,7 @@ def test_no_inventory_that_is_malformed_is_taken_for_something_else_than_an_erro
         except expected:
             continue
         for key in found.holders:
-            assert 0 <= key[1] < found.worlds[key[0]]
+            assert 0 <= key[1] < found.world_sizes[key[0]]
     with pytest.raises(AgentError, match="more than it can"):
         Inventory.parse({"epochs": [], "arenas": [None] * ((1 << 16) + 1)})
     for kind, row in (("arenas", [1 << 40]), ("parities", [1 << 40, [0], 1, [[[0, 0, 1]]], [[0, 1]]])):
@@ -155,16 +157,21 @@ def test_parts_come_out_of_a_message_as_they_went_in_and_a_known_declaration_is_
         reader = StagedReader()
         parts = reader.read(identity(5), 2, arenas)
         declared: dict[int, Any] = {}
-        first = encode_parts(parts, {}, reader.declared())
+        first = encode_parts(parts, {}, reader.encoded_declarations())
         again = decode_parts(first, declared)
         known = {rank: digest for rank, (digest, _) in declared.items()}
-        assert known == {rank: digest_of(data) for rank, data in reader.declared().items()}
-        second = encode_parts(parts, known, reader.declared())
+        assert known == {rank: declaration_digest(data) for rank, data in reader.encoded_declarations().items()}
+        second = encode_parts(parts, known, reader.encoded_declarations())
         assert len(second) < len(first)
         for found in (again, decode_parts(second, declared)):
             for one, other in zip(parts, found, strict=True):
                 assert np.array_equal(one.hashes, other.hashes)
-                assert (one.shared, one.own, one.at, one.metrics) == (other.shared, other.own, other.at, other.metrics)
+                assert (one.shared_values, one.own_values, one.value_offsets, one.metrics) == (
+                    other.shared_values,
+                    other.own_values,
+                    other.value_offsets,
+                    other.metrics,
+                )
                 assert one.declaration.coordinate == other.declaration.coordinate
         with pytest.raises(KeyError):
             decode_parts(second, {})
@@ -176,8 +183,8 @@ def test_parts_come_out_of_a_message_as_they_went_in_and_a_known_declaration_is_
 def places_of(world: int) -> tuple[FramePlaces, Any]:
     arenas = staged(identity(5), world)
     try:
-        made = put_together(identity(5), StagedReader().read(identity(5), world, arenas), arenas)
-        sizes = {rank: arena.bytes for rank, arena in arenas.items()}
+        made = assemble_checkpoint(identity(5), StagedReader().read(identity(5), world, arenas), arenas)
+        sizes = {rank: arena.size_bytes for rank, arena in arenas.items()}
         holders = {rank: ["", "b"] if rank % 2 else ["b", "c"] for rank in range(world)}
         return FramePlaces(identity(5), made.ranks, made.offsets, sizes, holders), made.manifest
     finally:
@@ -189,13 +196,13 @@ def test_places_come_out_of_a_message_as_they_went_in_seen_by_another_node() -> 
     places, manifest = places_of(4)
     again = FramePlaces.parse(identity(5), places.blobs(), manifest)
     many = replace(
-        places, sizes=dict.fromkeys(range(4096), 1 << 40), holders=dict.fromkeys(range(4096), ["f" * 16] * 4)
+        places, arena_sizes=dict.fromkeys(range(4096), 1 << 40), holders=dict.fromkeys(range(4096), ["f" * 16] * 4)
     )
     assert len(msgpack.packb(many.fields())) < 100, "of as many ranks as there may be it does not fit beside the blobs"
     assert np.array_equal(again.ranks, places.ranks)
     assert np.array_equal(again.offsets, places.offsets)
-    assert (again.sizes, again.holders) == (places.sizes, places.holders)
-    seen = again.seen_by("c", "a").holders
+    assert (again.arena_sizes, again.holders) == (places.arena_sizes, places.holders)
+    seen = again.translate_holders("c", "a").holders
     assert [sorted(seen[rank]) for rank in range(4)] == [["", "b"], ["a", "b"]] * 2
     assert seen[0] == seen[2] == ["", "b"], "its own first"
     assert seen[1] == seen[3]
@@ -209,7 +216,7 @@ def test_places_come_out_of_a_message_as_they_went_in_seen_by_another_node() -> 
 def test_places_beyond_an_arena_or_of_other_frames_are_refused() -> None:
     places, manifest = places_of(2)
     with pytest.raises(AgentError):
-        replace(places, sizes={0: 8192, 1: 8192}).frames(0, manifest)
+        replace(places, arena_sizes={0: 8192, 1: 8192}).frames(0, manifest)
     with pytest.raises(AgentError):
         replace(places, offsets=places.offsets - (1 << 40)).frames(0, manifest)
     with pytest.raises(AgentError):
@@ -225,14 +232,14 @@ def test_what_is_to_be_written_comes_out_of_a_message_as_it_went_in(rows: list[t
     frames = np.zeros(len(rows), FRAME)
     frames["length"] = [length for _, _, length in rows]
     ranks, offsets = (np.array([row[at] for row in rows], np.int64) for at in (0, 1))
-    wanted = WantedPart(identity(5), frames, ranks, offsets, "zstd", 5.0)
+    wanted = WriteRequest(identity(5), frames, ranks, offsets, "zstd", 5.0)
     blob = wanted.encode()
-    again = WantedPart.decode(identity(5), blob, "zstd", 5.0)
+    again = WriteRequest.decode(identity(5), blob, "zstd", 5.0)
     assert np.array_equal(again.frames, frames)
     assert np.array_equal(again.ranks, ranks)
     assert np.array_equal(again.offsets, offsets)
     with pytest.raises(AgentError):
-        WantedPart.decode(identity(5), blob + b"\0", "zstd", 5.0)
+        WriteRequest.decode(identity(5), blob + b"\0", "zstd", 5.0)
 
 
 # --- answers of several nodes ----------------------------------------------------------------------------------------
@@ -244,7 +251,7 @@ def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(ord
     answers = _Answers[int](dict.fromkeys(["", "b", "c"]), lambda found, error: heard.append((found, error)))
     for at, name in enumerate(order):
         assert not heard
-        answers.of(name)(at, f"{name} failed" if at else "")
+        answers.callback_for(name)(at, f"{name} failed" if at else "")
     assert heard == [({name: at for at, name in enumerate(order)}, f"{order[1]} failed")]
 
 
@@ -253,21 +260,21 @@ def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(ord
 MIB = 1 << 20
 
 
-def protection(
+def replication_manager(
     count: int,
     copies: int | None = 1,
     option: Parity | None = None,
-    lenders: Callable[[], Sequence[LentMemory]] = tuple,
+    memory_nodes: Callable[[], Sequence[LentMemory]] = tuple,
 ) -> ReplicationManager:
     nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
     asked = option if option is not None else Replicas(copies) if copies is not None else None
     return ReplicationManager(
-        cast(PeerNetwork, None), cast(ReplicaStore, None), cast(ParityService, None), nodes, asked, lenders
+        cast(PeerNetwork, None), cast(ReplicaStore, None), cast(ParityService, None), nodes, asked, memory_nodes
     )
 
 
 def plans(count: int, slot_mib: int, allowed_mib: int) -> dict[str, MemoryPlan]:
-    made = memory_plan.plan(slot_mib * MIB, 0, 0, allowed_mib * MIB, 1 << 50)
+    made = memory_plan.make_plan(slot_mib * MIB, 0, 0, allowed_mib * MIB, 1 << 50)
     return {f"n{at}": made for at in range(count)}
 
 
@@ -280,22 +287,22 @@ def sizes(count: int, slot_mib: int) -> dict[str, int]:
 def test_copies_never_take_more_than_is_left_beside_the_slots_and_a_third_slot_gives_way_to_them(
     count: int, allowed: int
 ) -> None:
-    made, told = protection(count), plans(count, 100, allowed)
-    slots = made.place(sizes(count, 100), told)
+    made, told = replication_manager(count), plans(count, 100, allowed)
+    slots = made.update_placement(sizes(count, 100), told)
     plan = told["n0"]
     assert slots <= plan.slots
     if slots < SLOTS_MIN:
-        assert not made.protects
+        assert not made.has_holders
         return
-    if made.placement is not None and made.protects:
+    if made.placement is not None and made.has_holders:
         for load in made.placement.loads:
-            assert load.keeps_all_bytes <= plan.left_bytes(slots)
-    room_at_two = plan.left_bytes(2) // GENERATIONS >= 100 * MIB
+            assert load.keeps_all_bytes <= plan.replica_bytes_max(slots)
+    room_at_two = plan.replica_bytes_max(2) // GENERATIONS >= 100 * MIB
     if count % 2 == 0:  # groups of two: each keeps one other's
-        assert made.protects == room_at_two
-    if not made.protects:
+        assert made.has_holders == room_at_two
+    if not made.has_holders:
         assert slots == plan.slots, "what copies cannot use is not taken from the slots"
-    assert made.table()["nodes"] or not made.protects
+    assert made.placement_fields()["nodes"] or not made.has_holders
     assert made.describe()
 
 
@@ -305,38 +312,38 @@ def test_a_slot_in_use_gives_way_only_where_others_keep_more_for_it_and_never_th
     count: int, used: int
 ) -> None:
     for allowed in range(100, 1000, 50):
-        stays, goes, told = protection(count), protection(count), plans(count, 100, allowed)
-        assert stays.place(sizes(count, 100), told, used) == used
-        slots = goes.place(sizes(count, 100), told, used, gives_way=True)
+        stays, goes, told = replication_manager(count), replication_manager(count), plans(count, 100, allowed)
+        assert stays.update_placement(sizes(count, 100), told, used) == used
+        slots = goes.update_placement(sizes(count, 100), told, used, gives_way=True)
         assert SLOTS_MIN <= slots <= used
         kept, with_less = kept_by_others(stays), kept_by_others(goes)
         assert (kept < with_less) if slots < used else (kept == with_less)
         for more in range(slots + 1, used):
-            between = protection(count)
-            between.place(sizes(count, 100), told, more)
+            between = replication_manager(count)
+            between.update_placement(sizes(count, 100), told, more)
             assert kept_by_others(between) < with_less, "it would have done to give way with fewer"
         assert (slots < used) == (plans_left(told, SLOTS_MIN) > plans_left(told, used)), allowed
 
 
 def kept_by_others(made: ReplicationManager) -> frozenset[str]:
     """Whose parts are."""
-    return outlived(made.placement.kept) if made.placement is not None else frozenset()
+    return surviving_nodes(made.placement.protected_states) if made.placement is not None else frozenset()
 
 
 def plans_left(told: Mapping[str, MemoryPlan], slots: int) -> int:
     """Whole states that each of these nodes has room for, of all generations, up to one."""
-    return min(1, min(plan.left_bytes(slots) // (GENERATIONS * plan.slot_bytes) for plan in told.values()))
+    return min(1, min(plan.replica_bytes_max(slots) // (GENERATIONS * plan.slot_bytes) for plan in told.values()))
 
 
 def test_a_slot_in_use_gives_way_to_a_part_of_the_nodes_copies_too_and_to_nobody_elses() -> None:
-    made, state = protection(3), dict.fromkeys(("n0", "n1", "n2"), 100 * MIB)
+    made, state = replication_manager(3), dict.fromkeys(("n0", "n1", "n2"), 100 * MIB)
 
     def kept(*allowed_mib: int) -> tuple[int, set[str]]:
         told = {
             name: memory_plan.MemoryPlan(3, 100 * MIB, 0, 0, mib * MIB, "")
             for name, mib in zip(state, allowed_mib, strict=True)
         }
-        slots = made.place(state, told, 3, gives_way=True)
+        slots = made.update_placement(state, told, 3, gives_way=True)
         return slots, set(kept_by_others(made))
 
     slots, first = kept(300, 300, 500)
@@ -348,27 +355,29 @@ def test_a_slot_in_use_gives_way_to_a_part_of_the_nodes_copies_too_and_to_nobody
 
 
 def test_without_other_nodes_or_where_they_are_not_asked_for_nothing_is_kept() -> None:
-    for made, count in ((protection(1), 1), (protection(4, None), 4)):
-        assert made.place(sizes(count, 100), plans(count, 100, 5000)) == memory_plan.SLOTS
-        assert not made.protects
+    for made, count in ((replication_manager(1), 1), (replication_manager(4, None), 4)):
+        assert made.update_placement(sizes(count, 100), plans(count, 100, 5000)) == memory_plan.SLOTS
+        assert not made.has_holders
         assert "no node keeps" in made.describe()
 
 
 def test_where_only_some_copies_fit_the_third_slot_gives_way_to_these_too() -> None:
-    made, told = protection(4), plans(4, 100, 600)
-    assert made.place(sizes(4, 100) | {"n2": 200 * MIB}, told) == SLOTS_MIN < told["n0"].slots
-    assert made.protects
+    made, told = replication_manager(4), plans(4, 100, 600)
+    assert made.update_placement(sizes(4, 100) | {"n2": 200 * MIB}, told) == SLOTS_MIN < told["n0"].slots
+    assert made.has_holders
     assert made.placement is not None
     assert [each.node for each in made.placement.shortfalls] == ["n2"]
     for load in made.placement.loads:
-        assert load.keeps_all_bytes <= told[load.node].left_bytes(SLOTS_MIN)
+        assert load.keeps_all_bytes <= told[load.node].replica_bytes_max(SLOTS_MIN)
 
 
 def test_what_is_sent_and_received_for_each_checkpoint_is_in_the_table() -> None:
     for option, sent in ((Replicas(2), 2), (Parity(2, 2), 2), (Parity(3, 1), 1)):
-        made = protection(4, option.n) if isinstance(option, Replicas) else protection(4, option=option)
-        made.place(sizes(4, 100), plans(4, 100, 5000))
-        rows = made.table()["nodes"]
+        made = (
+            replication_manager(4, option.n) if isinstance(option, Replicas) else replication_manager(4, option=option)
+        )
+        made.update_placement(sizes(4, 100), plans(4, 100, 5000))
+        rows = made.placement_fields()["nodes"]
         for name in ("sends_bytes", "receives_bytes"):
             assert sum(row[name] for row in rows) == pytest.approx(4 * sent * 100 * MIB, rel=0.01), (option, name)
 
@@ -379,24 +388,24 @@ def test_what_is_sent_and_received_for_each_checkpoint_is_in_the_table() -> None
 def test_parity_and_what_making_it_takes_fit_beside_the_slots_and_a_third_slot_gives_way_to_them(
     option: Parity, count: int, allowed: int
 ) -> None:
-    made, told = protection(count, option=option), plans(count, 100, allowed)
-    slots = made.place(sizes(count, 100), told)
+    made, told = replication_manager(count, option=option), plans(count, 100, allowed)
+    slots = made.update_placement(sizes(count, 100), told)
     plan = told["n0"]
     assert SLOTS_MIN <= slots <= plan.slots
-    if not made.protects:
+    if not made.has_holders:
         assert "no node keeps parity" in made.describe()
         assert slots == plan.slots, "what parity cannot use is not taken from the slots"
         return
     assert made.placement is not None
     for load in made.placement.loads:
-        assert load.keeps_all_bytes + WORK_BYTES <= plan.left_bytes(slots)
-    table = made.table()
+        assert load.keeps_all_bytes + WORK_BYTES <= plan.replica_bytes_max(slots)
+    table = made.placement_fields()
     assert (table["copies"], table["parity"]) == (None, {"data": option.data, "parity": option.parity})
-    for node, names in made._kept_by(made.placement).items():
-        kept = next(kept for kept in made.placement.kept if kept.node == node)
-        assert len(names) >= kept.losses
+    for node, names in made._keepers_by_node(made.placement).items():
+        kept = next(kept for kept in made.placement.protected_states if kept.node == node)
+        assert len(names) >= kept.losses_max
         assert node not in names
-    assert ("parity: any" in made.describe()) == all(kept.losses for kept in made.placement.kept)
+    assert ("parity: any" in made.describe()) == all(kept.losses_max for kept in made.placement.protected_states)
 
 
 @pytest.mark.parametrize("allowed", [100, 5000])
@@ -405,11 +414,15 @@ def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity
     count = 200
     nodes = [NodeAt(f"{at:016x}", (), (at,)) for at in range(count)]
     made = ReplicationManager(
-        cast(PeerNetwork, SimpleNamespace(me="")), cast(ReplicaStore, None), cast(ParityService, None), nodes, option
+        cast(PeerNetwork, SimpleNamespace(agent_name="")),
+        cast(ReplicaStore, None),
+        cast(ParityService, None),
+        nodes,
+        option,
     )
     plan = memory_plan.MemoryPlan(3, MIB, 0, 0, allowed * MIB, "")
-    made.place({node.name: 40 * MIB for node in nodes}, {node.name: plan for node in nodes}, 2)
-    shown = made.shown()
+    made.update_placement({node.name: 40 * MIB for node in nodes}, {node.name: plan for node in nodes}, 2)
+    shown = made.status_fields()
     assert len(msgpack.packb(shown)) < 24 << 10
     assert len(shown["nodes"]) + shown["nodes_left_out"] == count
 
@@ -417,19 +430,19 @@ def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity
 @pytest.mark.parametrize(("hosts", "said"), [("aa", True), ("ab", False), ("abab", False), ("aaab", False)])
 def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: str, said: bool) -> None:
     count = len(hosts)
-    nodes = [NodeAt(f"n{at}", (), (at,), (HOST + host,)) for at, host in enumerate(hosts)]
+    nodes = [NodeAt(f"n{at}", (), (at,), (HOST_PREFIX + host,)) for at, host in enumerate(hosts)]
     given = (
-        cast(PeerNetwork, SimpleNamespace(me="n0")),
+        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
         cast(ReplicaStore, None),
         cast(ParityService, None),
         nodes,
         Replicas(1),
     )
     made = ReplicationManager(*given)
-    made.place(sizes(count, 100), plans(count, 100, 5000))
-    assert made.protects
-    assert bool(made.with_hosts) == ("on one machine" in made.describe()) == said
-    assert HOST not in made.describe(), "a machine's hash says nothing to a person"
+    made.update_placement(sizes(count, 100), plans(count, 100, 5000))
+    assert made.has_holders
+    assert bool(made.nodes_lost_with_host) == ("on one machine" in made.describe()) == said
+    assert HOST_PREFIX not in made.describe(), "a machine's hash says nothing to a person"
 
 
 @pytest.mark.parametrize(
@@ -444,9 +457,13 @@ def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: 
 def test_what_fewer_nodes_than_were_asked_for_bear_is_said(option: Replicas | Parity, count: int, said: str) -> None:
     nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
     made = ReplicationManager(
-        cast(PeerNetwork, SimpleNamespace(me="n0")), cast(ReplicaStore, None), cast(ParityService, None), nodes, option
+        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
+        cast(ReplicaStore, None),
+        cast(ParityService, None),
+        nodes,
+        option,
     )
-    made.place(sizes(count, 100), plans(count, 100, 5000))
+    made.update_placement(sizes(count, 100), plans(count, 100, 5000))
     assert said in made.describe()
     assert made.warnings == []
 
@@ -467,19 +484,19 @@ def test_what_fewer_nodes_than_were_asked_for_bear_is_said(option: Replicas | Pa
 def test_domains_that_are_named_on_some_nodes_only_or_take_state_with_them_are_told(
     zones: str, said: list[str]
 ) -> None:
-    domains = [((zone,) if zone != "_" else ()) + (f"{HOST}{at}",) for at, zone in enumerate(zones)]
+    domains = [((zone,) if zone != "_" else ()) + (f"{HOST_PREFIX}{at}",) for at, zone in enumerate(zones)]
     nodes = [NodeAt(f"n{at}", (), (at,), each) for at, each in enumerate(domains)]
     given = (
-        cast(PeerNetwork, SimpleNamespace(me="n0")),
+        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
         cast(ReplicaStore, None),
         cast(ParityService, None),
         nodes,
         Replicas(1),
     )
     made = ReplicationManager(*given)
-    made.place(sizes(4, 100), plans(4, 100, 600))  # for one copy at each node
+    made.update_placement(sizes(4, 100), plans(4, 100, 600))  # for one copy at each node
     assert made.warnings == said
-    assert all(each in made.describe() and each in made.table()["notes"] for each in said)
+    assert all(each in made.describe() and each in made.placement_fields()["notes"] for each in said)
 
 
 @pytest.mark.parametrize(("zone", "keeps_all"), [("zone-c", True), ("zone-a", False)])
@@ -489,41 +506,43 @@ def test_a_memory_only_node_keeps_all_unless_it_lies_in_the_domain_of_a_node_tha
     nodes = [NodeAt(f"n{at}", (), (at,), (f"zone-{name}",)) for at, name in enumerate("ab")]
     lent = LentMemory(NodeAt("stable", (), (), (zone,)), 5000 * MIB)
     given = (
-        cast(PeerNetwork, SimpleNamespace(me="n0")),
+        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
         cast(ReplicaStore, None),
         cast(ParityService, None),
         nodes,
         Replicas(1),
     )
     made = ReplicationManager(*given, lambda: [lent])
-    made.place(sizes(2, 100), plans(2, 100, 5000))
-    holders = {kept.node: kept.holders for kept in made.kept}
+    made.update_placement(sizes(2, 100), plans(2, 100, 5000))
+    holders = {kept.node: kept.holders for kept in made.holders_by_node}
     assert (set(holders.values()) == {("stable",)}) is keeps_all
     assert keeps_all or holders[""] == ("n1",), "the only one outside zone-a"
     assert ("no memory-only node keeps all" in made.describe()) is not keeps_all
 
 
 def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
-    made, told = protection(5), plans(5, 100, 5000)
-    made.place(sizes(5, 100), told)
+    made, told = replication_manager(5), plans(5, 100, 5000)
+    made.update_placement(sizes(5, 100), told)
     before = made.placement
-    made.place(sizes(5, 101), told)
+    made.update_placement(sizes(5, 101), told)
     assert before is not None
     assert made.placement is not None
-    assert [(k.node, k.holders) for k in made.placement.kept] == [(k.node, k.holders) for k in before.kept]
+    assert [(k.node, k.holders) for k in made.placement.protected_states] == [
+        (k.node, k.holders) for k in before.protected_states
+    ]
 
 
 def test_where_only_a_part_can_be_kept_it_stays_that_of_the_same_nodes_as_long_as_they_have_memory_for_it() -> None:
     """What is safe in part would stand in the way of another part of what is newer until the store has that."""
-    made, state = protection(3), {"n0": 50 * MIB, "n1": 100 * MIB, "n2": 80 * MIB}
+    made, state = replication_manager(3), {"n0": 50 * MIB, "n1": 100 * MIB, "n2": 80 * MIB}
 
     def kept(lends_mib: int) -> set[str]:
         """Whose parts, where the last node alone lends anything."""
         left = {"n2": lends_mib * MIB}
         told = {name: memory_plan.MemoryPlan(2, 0, 0, 0, left.get(name, 0), "") for name in state}
-        made.place(state, told, 2)
+        made.update_placement(state, told, 2)
         assert made.placement is not None
-        return {each.node for each in made.placement.kept if each.losses}
+        return {each.node for each in made.placement.protected_states if each.losses_max}
 
     assert kept(100) == {"n0"}
     assert kept(200) == {"n0"}, "n1's would fit as well, but not beside that"
@@ -535,41 +554,43 @@ def test_where_only_a_part_can_be_kept_it_stays_that_of_the_same_nodes_as_long_a
 
 def test_where_only_some_parts_can_be_kept_it_stays_those_of_the_same_nodes_while_a_failure_is_predicted() -> None:
     """Else nothing newer would be copied until the store has some of it, just when a node may be lost."""
-    made, state = protection(4), dict.fromkeys(("n0", "n1", "n2", "n3"), 100 * MIB)
+    made, state = replication_manager(4), dict.fromkeys(("n0", "n1", "n2", "n3"), 100 * MIB)
     told = {name: memory_plan.MemoryPlan(2, 0, 0, 0, 200 * MIB * (name in ("n0", "n2")), "") for name in state}
-    made.place(state, told, 2)
+    made.update_placement(state, told, 2)
     assert made.placement is not None
-    kept = made.placement.kept
+    kept = made.placement.protected_states
     for risks in ({**dict.fromkeys(state, 0.01), "n1": 0.5}, {}):
-        assert made.foresees(risks)
-        made.place(state, told, 2)
-        assert {each.node for each in made.placement.kept if each.losses} == {each.node for each in kept if each.losses}
+        assert made.update_risks(risks)
+        made.update_placement(state, told, 2)
+        assert {each.node for each in made.placement.protected_states if each.losses_max} == {
+            each.node for each in kept if each.losses_max
+        }
 
 
 def test_nodes_with_quick_links_keep_each_others_copies_and_the_time_they_take_is_shown() -> None:
-    made = protection(4)
+    made = replication_manager(4)
     links = [1250 * MIB, 125 * MIB, 1250 * MIB, 125 * MIB]
     made._nodes = tuple(NodeAt(f"n{at}", (), (at,), (), link) for at, link in enumerate(links))
-    made.place(sizes(4, 1000), plans(4, 1000, 50_000))
+    made.update_placement(sizes(4, 1000), plans(4, 1000, 50_000))
     assert made.placement is not None
-    assert {kept.node: kept.holders for kept in made.placement.kept} == {
+    assert {kept.node: kept.holders for kept in made.placement.protected_states} == {
         "n0": ("n2",),
         "n2": ("n0",),
         "n1": ("n3",),
         "n3": ("n1",),
     }
-    assert [row["seconds"] for row in made.table()["nodes"]] == [0.8, 8.0, 0.8, 8.0]
+    assert [row["seconds"] for row in made.placement_fields()["nodes"]] == [0.8, 8.0, 0.8, 8.0]
 
 
 def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies_from_then_on() -> None:
-    made = protection(4)
+    made = replication_manager(4)
 
     def keepers(risks: dict[str, float]) -> dict[str, tuple[str, ...]]:
-        assert made.foresees(risks) is bool(risks)
-        assert not made.foresees(risks)
-        made.place(sizes(4, 100), plans(4, 100, 5000))
+        assert made.update_risks(risks) is bool(risks)
+        assert not made.update_risks(risks)
+        made.update_placement(sizes(4, 100), plans(4, 100, 5000))
         assert made.placement is not None
-        return {kept.node: tuple(kept.holders) for kept in made.placement.kept}
+        return {kept.node: tuple(kept.holders) for kept in made.placement.protected_states}
 
     assert keepers({})["n0"] == ("n2",)
     risky = keepers({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
@@ -578,103 +599,107 @@ def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies_from_th
 
 
 def test_nodes_that_are_predicted_to_fail_keep_no_parity_together_from_then_on() -> None:
-    made = protection(4, option=Parity(1, 1))
+    made = replication_manager(4, option=Parity(1, 1))
 
     def together() -> set[tuple[str, ...]]:
-        made.place(sizes(4, 100), plans(4, 100, 5000))
+        made.update_placement(sizes(4, 100), plans(4, 100, 5000))
         assert made.placement is not None
         return {group.members for group in made.placement.groups}
 
     risky = min(together())
-    assert made.foresees({f"n{at}": 0.6 if f"n{at}" in risky else 0.01 for at in range(4)})
+    assert made.update_risks({f"n{at}": 0.6 if f"n{at}" in risky else 0.01 for at in range(4)})
     assert risky not in together()
 
 
 def test_it_is_no_news_that_a_failure_is_a_little_more_or_less_likely() -> None:
     """As it is from reading to reading: all nodes would be put together anew each time."""
-    made = protection(4)
+    made = replication_manager(4)
     usual = {f"n{at}": 0.0100 for at in range(4)}
-    assert made.foresees({**usual, "n1": 0.6})
+    assert made.update_risks({**usual, "n1": 0.6})
     for at in range(1, 5):
-        assert not made.foresees({**dict.fromkeys(usual, 0.01 - at / 10000), "n1": 0.6 + at / 100})
-    assert made.foresees({**usual, "n1": 0.6, "n2": 0.6}), "another alarm"
-    assert made.foresees({**usual, "n1": 0.6, "n2": 0.7}), "one of them is worse"
-    assert made.foresees({**usual, "n2": 0.7}), "one has passed"
-    assert made.foresees({})
+        assert not made.update_risks({**dict.fromkeys(usual, 0.01 - at / 10000), "n1": 0.6 + at / 100})
+    assert made.update_risks({**usual, "n1": 0.6, "n2": 0.6}), "another alarm"
+    assert made.update_risks({**usual, "n1": 0.6, "n2": 0.7}), "one of them is worse"
+    assert made.update_risks({**usual, "n2": 0.7}), "one has passed"
+    assert made.update_risks({})
 
 
 def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhere() -> None:
-    made = protection(4)
-    made.place(sizes(4, 100), plans(4, 100, 5000))
+    made = replication_manager(4)
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     before = made.placement
     assert before is not None
-    made._used[identity(5)] = before  # as `replicate` does
-    made._network = SimpleNamespace(me="n1")  # type: ignore[assignment]
-    made.foresees({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
-    made.place(sizes(4, 100), plans(4, 100, 5000))
+    made._placements_used[identity(5)] = before  # as `replicate` does
+    made._network = SimpleNamespace(agent_name="n1")  # type: ignore[assignment]
+    made.update_risks({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement != before
-    assert [made.others(identity(5), name, False) for name in ("n0", "n3")] == [["n2"], [""]]
-    assert made.others(identity(6), "n0", True) == []
+    assert [made.find_providers(identity(5), name, False) for name in ("n0", "n3")] == [["n2"], [""]]
+    assert made.find_providers(identity(6), "n0", True) == []
 
 
 def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_again_elsewhere() -> None:
     """Else nobody who has what a lost node staged would be asked to write it, where that fails."""
-    made, asked, heard = protection(4), list[tuple[str, Any]](), list[str]()
-    frames = Frames.placed(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
+    made, asked, heard = replication_manager(4), list[tuple[str, Any]](), list[str]()
+    frames = Frames.from_columns(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
     of = lambda name: [DescribedSnapshot(int(name[1:]), PAGE, bytes(PAGE), frames)]  # noqa: E731
     ask, quiet = lambda name, fields, blobs, then: asked.append((name, then)), lambda *given: None
-    network = SimpleNamespace(me="n1", transport=None, ask=ask, tell=quiet, addresses=lambda node: [])
-    copies = SimpleNamespace(withdraw=quiet, check=quiet, before=quiet, make_room=quiet)
-    copies.publish, copies.keep = lambda *given: given[-1](of("n1"), ""), lambda *given: given[-1]("")
-    made._network, made._copies = cast(PeerNetwork, network), cast(ReplicaStore, copies)
-    made.place(sizes(4, 100), plans(4, 100, 5000))
+    network = SimpleNamespace(agent_name="n1", transport=None, request=ask, notify=quiet, addresses=lambda node: [])
+    copies = SimpleNamespace(withdraw=quiet, check_eviction=quiet, evict_older_than=quiet, evict_superseded=quiet)
+    copies.publish, copies.fetch_replicas = lambda *given: given[-1](of("n1"), ""), lambda *given: given[-1]("")
+    made._network, made._replicas = cast(PeerNetwork, network), cast(ReplicaStore, copies)
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
-    made._used[identity(5)] = made.placement  # as `replicate` does
-    made.foresees({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
-    made.place(sizes(4, 100), plans(4, 100, 5000))
+    made._placements_used[identity(5)] = made.placement  # as `replicate` does
+    made.update_risks({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     for error in ("it is gone", ""):
         made.replicate(identity(5), identity(5), {}, heard.append)
         while asked:
-            assert made.others(identity(5), "n0", False) == ["n2"]
+            assert made.find_providers(identity(5), "n0", False) == ["n2"]
             name, then = asked.pop()
             then(None if error else Message({}, [], [encode_described(of(name))]), error)
         assert (error in heard[-1], bool(heard[-1])) == (True, bool(error))
-    assert made.others(identity(5), "n0", False) != ["n2"]
+    assert made.find_providers(identity(5), "n0", False) != ["n2"]
 
 
 @pytest.mark.parametrize("found", [False, True])
 def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again_elsewhere(found: bool) -> None:
     """`found`: it was found to be safe, and the memory-only node may have part in it or not."""
-    lenders = [LentMemory(NodeAt("lender", (), ()), 1 << 40)]
-    made = protection(2, lenders=lambda: lenders)
-    made._network = cast(PeerNetwork, SimpleNamespace(me="n0", transport=None, ask=lambda *given: None))
-    made._copies = cast(ReplicaStore, SimpleNamespace(publish=lambda *given: None))
+    memory_nodes = [LentMemory(NodeAt("lender", (), ()), 1 << 40)]
+    made = replication_manager(2, memory_nodes=lambda: memory_nodes)
+    made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=lambda *given: None))
+    made._replicas = cast(ReplicaStore, SimpleNamespace(publish=lambda *given: None))
     if not found:
-        made.place(sizes(2, 100), plans(2, 100, 400))
+        made.update_placement(sizes(2, 100), plans(2, 100, 400))
         made.replicate(identity(5), None, {}, lambda error: None)
-    assert made.involves("lender", identity(5))
-    lenders.clear()
-    made.place(sizes(2, 100), plans(2, 100, 5000))
+    assert made.depends_on("lender", identity(5))
+    memory_nodes.clear()
+    made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     for _ in range(2):
         made.replicate(identity(5), identity(5), {}, lambda error: None)
-        assert made.involves("lender", identity(5)), "it was copied there before, and may be there still"
+        assert made.depends_on("lender", identity(5)), "it was copied there before, and may be there still"
     made.replicate(identity(6), identity(5), {}, lambda error: None)
-    assert [made.involves(name, identity(6)) for name in ("n1", "lender")] == [True, False]
+    assert [made.depends_on(name, identity(6)) for name in ("n1", "lender")] == [True, False]
 
 
 @pytest.mark.parametrize("found", [False, True])
 def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(found: bool) -> None:
     """`found`: it was found to be safe, and who keeps what of it is not known (see Elsewhere.safe_needed)."""
-    made, heard = protection(2), list[Any]()
-    frames = Frames.placed(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
+    made, heard = replication_manager(2), list[Any]()
+    frames = Frames.from_columns(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
     told = Message({}, [], [encode_described([DescribedSnapshot(1, PAGE, bytes(PAGE), frames)])])
     ask = lambda name, fields, blobs, then: then(told, "")  # noqa: E731
-    made._network = cast(PeerNetwork, SimpleNamespace(me="n0", transport=None, ask=ask, addresses=lambda node: []))
-    copies = SimpleNamespace(
-        publish=lambda *given: None, keep=lambda *given: None, make_room=lambda *given: heard.append(given)
+    made._network = cast(
+        PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=ask, addresses=lambda node: [])
     )
-    made._copies = cast(ReplicaStore, copies)
-    made.place(sizes(2, 100), plans(2, 100, 5000))
+    copies = SimpleNamespace(
+        publish=lambda *given: None,
+        fetch_replicas=lambda *given: None,
+        evict_superseded=lambda *given: heard.append(given),
+    )
+    made._replicas = cast(ReplicaStore, copies)
+    made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     kept = Kept("", 1, ("n1",)), Kept("n1", 1, ("",))
     made.replicate(identity(6), identity(5), {}, lambda error: None, None if found else kept)
     assert heard == [(identity(6), identity(5), [PAGE], None if found else [1])]
@@ -684,108 +709,113 @@ def test_who_keeps_what_was_found_is_not_known_though_some_have_a_part_in_it_by_
     held = holding((5, 0), (5, 1))
     keeps = KeptReplica(None, held)
     answer = Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs())
-    made = protection(2)
+    made = replication_manager(2)
     made._network = cast(
-        PeerNetwork, SimpleNamespace(me="n0", transport=None, ask=lambda *given: given[-1](answer, ""))
+        PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=lambda *given: given[-1](answer, ""))
     )
-    made._copies = cast(
+    made._replicas = cast(
         ReplicaStore,
         SimpleNamespace(
             publish=lambda *given: None,
             inventory=Inventory,
-            chunks=SimpleNamespace(kept={}),
-            told_safe=None,
+            parity_store=SimpleNamespace(chunks_by_name={}),
+            announced_replicated=None,
         ),
     )
-    made.place(sizes(2, 100), plans(2, 100, 5000))
+    made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     made.replicate(identity(5), None, {}, lambda error: None)
-    assert not made.involves("lender", identity(5))
+    assert not made.depends_on("lender", identity(5))
     found: list[Any] = []
-    made.find_safe(EPOCH, None, [identity(5)], 2, found.append)
+    made.find_replicated(EPOCH, None, [identity(5)], 2, found.append)
     assert [each.newest for each in found] == [identity(5)]
-    assert made.involves("lender", identity(5)), "it may keep some, since before this agent was started"
+    assert made.depends_on("lender", identity(5)), "it may keep some, since before this agent was started"
 
 
 def test_who_has_what_a_node_staged_is_known_and_with_parity_it_is_made_again_where_that_is_gone_or_slow() -> None:
-    away = SimpleNamespace(me="n1", channel=lambda name: object() if name == "n3" else None)
-    made = protection(4)
-    made.place(sizes(4, 100), plans(4, 100, 5000))
+    away = SimpleNamespace(agent_name="n1", channel=lambda name: object() if name == "n3" else None)
+    made = replication_manager(4)
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
-    made._used[identity(5)] = made.placement
+    made._placements_used[identity(5)] = made.placement
     made._network = away  # type: ignore[assignment]
-    assert [made.others(identity(5), name, False) for name in ("", "n0", "n2", "n3")] == [["n3"], ["n2"], ["n0"], [""]]
-    made = protection(4, option=Parity(3, 1))
-    made.place(sizes(4, 100), plans(4, 100, 5000))
+    assert [made.find_providers(identity(5), name, False) for name in ("", "n0", "n2", "n3")] == [
+        ["n3"],
+        ["n2"],
+        ["n0"],
+        [""],
+    ]
+    made = replication_manager(4, option=Parity(3, 1))
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
-    made._used[identity(5)] = made.placement
+    made._placements_used[identity(5)] = made.placement
     made._network = away  # type: ignore[assignment]
-    found = {name: made.others(identity(5), name, False) for name in ("", "n0", "n2", "n3")}
+    found = {name: made.find_providers(identity(5), name, False) for name in ("", "n0", "n2", "n3")}
     assert {name for name, names in found.items() if names} == {"n0", "n2"}, "who is there has it"
-    slow = {name: made.others(identity(5), name, True) for name in ("", "n0", "n2", "n3")}
+    slow = {name: made.find_providers(identity(5), name, True) for name in ("", "n0", "n2", "n3")}
     assert {name: sorted(names) for name, names in slow.items()} == {
         "": ["n0", "n2", "n3"],
         "n0": ["", "n2", "n3"],
         "n2": ["", "n0", "n3"],
         "n3": ["", "n0", "n2"],
     }
-    assert made.others(identity(6), "n0", True) == []
+    assert made.find_providers(identity(6), "n0", True) == []
 
 
 @pytest.mark.parametrize("count", range(1, 6))
 def test_of_several_holders_each_is_asked_first_for_as_many_ranks_and_this_node_before_all(count: int) -> None:
     names = [f"n{at}" for at in range(count)]
-    first = Counter(spread(names[::-1], rank)[0] for rank in range(60))
+    first = Counter(order_holders(names[::-1], rank)[0] for rank in range(60))
     assert set(first.values()) == {60 // count}
-    assert all(sorted(spread(names, turn)) == names for turn in range(7))
-    assert [spread([*names, ""], turn)[0] for turn in range(7)] == [""] * 7
-    assert spread([], 3) == []
-    assert spread([""], 3) == [""]
+    assert all(sorted(order_holders(names, turn)) == names for turn in range(7))
+    assert [order_holders([*names, ""], turn)[0] for turn in range(7)] == [""] * 7
+    assert order_holders([], 3) == []
+    assert order_holders([""], 3) == [""]
 
 
 def test_ranks_that_the_same_nodes_hold_are_asked_of_different_ones() -> None:
     whole = together(a=holding((5, 0), (5, 1)), b=holding((5, 0), (5, 1)))
-    assert whole.by_rank(identity(5)) == {0: ["a", "b"], 1: ["b", "a"]}
+    assert whole.holders_by_rank(identity(5)) == {0: ["a", "b"], 1: ["b", "a"]}
 
 
 # --- who writes what a lost node was to write ------------------------------------------------------------------------
 
 
-def wanted_of(rank: int) -> WantedPart:
-    return WantedPart(identity(5), np.zeros(1, FRAME), np.array([rank]), np.zeros(1, np.int64), "raw", None)
+def wanted_of(rank: int) -> WriteRequest:
+    return WriteRequest(identity(5), np.zeros(1, FRAME), np.array([rank]), np.zeros(1, np.int64), "raw", None)
 
 
 @pytest.mark.parametrize(("slow", "writes"), [("", ["n1"]), ("n1", []), ("n2", [])])
 def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it_itself_and_one_that_is_slow_does_not(
     slow: str, writes: list[str]
 ) -> None:
-    made, there = protection(4, option=Parity(3, 1)), set[str]()
-    made.place(sizes(4, 100), plans(4, 100, 5000))
+    made, there = replication_manager(4, option=Parity(3, 1)), set[str]()
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
-    made._used[identity(5)] = made.placement
+    made._placements_used[identity(5)] = made.placement
     asked: list[str] = []
-    parities = SimpleNamespace(have=lambda name, *_: asked.append(name))
-    made._parities = cast(ParityService, parities)
+    parities = SimpleNamespace(send_request=lambda name, *_: asked.append(name))
+    made._parity_service = cast(ParityService, parities)
     made._network = cast(
-        PeerNetwork, SimpleNamespace(me="n0", channel=lambda name: object() if name in there else None)
+        PeerNetwork, SimpleNamespace(agent_name="n0", channel=lambda name: object() if name in there else None)
     )
     written: list[str] = []
-    made._is_remaking = True  # another one: what is to be made waits for it
+    made._is_rebuilding = True  # another one: what is to be made waits for it
     carrier = SimpleNamespace(
         ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
-        protection=made,
-        _guarded=lambda then: then,
-        _have_copies_written=lambda name, wanted, cancel, then: written.append(name),
+        replication_manager=made,
+        _guard_callback=lambda then: then,
+        _request_replica_write=lambda name, wanted, cancel, then: written.append(name),
     )
     cancel = threading.Event()
     errors: list[str] = []
     then = lambda result, error: errors.append(error)  # noqa: E731
-    JobExecutor._have_written(
+    JobExecutor._request_part_write(
         cast(JobExecutor, carrier), {}, "n2", wanted_of(1), frozenset({slow} - {""}), cancel, then
     )
     assert not written
     there.add("n1")
-    made._is_remaking = False
-    made._remake_next()
+    made._is_rebuilding = False
+    made._start_next_rebuild()
     assert written == writes
     assert asked == (["n0", "n2", "n3"] if slow == "n1" else [])
     assert errors == (["it is slow itself"] if slow == "n2" else [])
@@ -795,14 +825,16 @@ def test_what_is_made_again_once_nobody_waits_for_it_any_more_is_not_written() -
     cancel, made, asked = threading.Event(), list[Any](), list[str]()
     carrier = SimpleNamespace(
         ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
-        protection=SimpleNamespace(remake=lambda *given: made.append(given)),
-        _guarded=lambda then: then,
-        _have_copies_written=lambda name, wanted, cancel, then: asked.append(name),
+        replication_manager=SimpleNamespace(rebuild_part=lambda *given: made.append(given)),
+        _guard_callback=lambda then: then,
+        _request_replica_write=lambda name, wanted, cancel, then: asked.append(name),
     )
     errors: list[str] = []
     then = lambda result, error: errors.append(error)  # noqa: E731
     for _ in range(2):
-        JobExecutor._have_written(cast(JobExecutor, carrier), {}, "n2", wanted_of(1), frozenset({"n1"}), cancel, then)
+        JobExecutor._request_part_write(
+            cast(JobExecutor, carrier), {}, "n2", wanted_of(1), frozenset({"n1"}), cancel, then
+        )
         (*_, over, told) = made[-1]
         assert over() is cancel.is_set()
         told("n2", "")

@@ -13,7 +13,7 @@ from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore.peer_source import IN_FLIGHT, PeerSource
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
-from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
 from ckpt.errors import AgentError, DamagedData, NotFound
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.node_list import NodeAt
@@ -30,11 +30,11 @@ class Coming:
 
     def __init__(self, target: memoryview, frames: Any, numbers: list[int], landed: Callable[[int], None]) -> None:
         self.target, self.frames, self.numbers, self.landed = target, frames, numbers, landed
-        self.done: Future[None] = Future()
+        self.completion: Future[None] = Future()
 
     def cancel(self) -> None:
-        if not self.done.done():
-            self.done.set_exception(AgentError("called off"))
+        if not self.completion.done():
+            self.completion.set_exception(AgentError("called off"))
 
 
 class Carrier:
@@ -42,7 +42,7 @@ class Carrier:
 
     def __init__(self, arenas: dict[int, Arena], places: FramePlaces, manifest: Any) -> None:
         self.arenas = arenas
-        self.offers = {rank: places.frames(rank, manifest).places() for rank in arenas}
+        self.offers = {rank: places.frames(rank, manifest).byte_ranges() for rank in arenas}
         self.coming: list[tuple[str, int, Coming]] = []
         self.fetched: list[int] = []  # bytes of each transfer
         self.asked: list[str] = []  # and of whom
@@ -73,13 +73,13 @@ class Carrier:
     def come(self, count: int | None = None) -> None:
         """The oldest transfer, whole; or so much of it, and then its end."""
         _, rank, each = self.coming.pop(0)
-        for at, (offset, length) in enumerate(each.frames.places()[:count]):
+        for at, (offset, length) in enumerate(each.frames.byte_ranges()[:count]):
             there, theirs = self.offers[rank][each.numbers[at]]
             assert theirs == length
             each.target[offset : offset + length] = self.arenas[rank].view[there : there + length]
             each.landed(at)
         if count is None:
-            each.done.set_result(None)
+            each.completion.set_result(None)
         else:
             each.cancel()
 
@@ -98,8 +98,8 @@ class Start:
     ) -> None:
         self.turned, world = turned, len(holders)
         self.given = staged(STEP, world)
-        made = put_together(STEP, StagedReader().read(STEP, world, self.given, keep_hashes=False), self.given)
-        sizes = {rank: arena.bytes for rank, arena in self.given.items()}
+        made = assemble_checkpoint(STEP, StagedReader().read(STEP, world, self.given, keep_hashes=False), self.given)
+        sizes = {rank: arena.size_bytes for rank, arena in self.given.items()}
         places = FramePlaces(
             STEP, made.ranks, made.offsets, sizes, {rank: list(each) for rank, each in enumerate(holders)}
         )
@@ -109,7 +109,7 @@ class Start:
         self.peers = PeerSource(places, made.manifest, network, nodes, turned.post)
         self.timers: list[Callable[[], None]] = []
         later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
-        services = turned.bulk, later, turned.post, cells * int(made.manifest.frames["length"].max())
+        services = turned.workers, later, turned.post, cells * int(made.manifest.frames["length"].max())
         self.restore = RestoreSession(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
         self.total = int(made.manifest.frames["length"].sum())
@@ -166,9 +166,9 @@ def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ra
         assert rank.got == start.bytes_of
         assert rank.outcome is not None
         assert rank.outcome["sources"] == {"peer": start.total}
-        assert [arena.bytes for arena in rank.regions.values()] == [cells * FRAME_BYTES]
-    window = start.restore._cells.window()
-    assert window.free == window.count, "each cell was given back"
+        assert [arena.size_bytes for arena in rank.regions.values()] == [cells * FRAME_BYTES]
+    window = start.restore._cells.get_window()
+    assert window.free_count == window.cell_count, "each cell was given back"
 
 
 def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_room(
@@ -179,19 +179,19 @@ def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_
     slow.deaf = gone.deaf = True
     start.restore.request(slow, start.frames[:1])
     start.restore.request(gone, start.frames)
-    window = start.restore._cells.window()
+    window = start.restore._cells.get_window()
     while start.carrier.coming:
         start.carrier.come()
-        turned.until(lambda: start.carrier.coming or not window.free)
-    start.restore.drop(gone)
+        turned.until(lambda: start.carrier.coming or not window.free_count)
+    start.restore.drop_request(gone)
     turned.until(lambda: start.carrier.coming)
     start.carrier.come()
-    found = start.restore._cells.find(0)
+    found = start.restore._cells.find_frame(0)
     assert found is not None
     offset = found[0]
     (region,) = slow.regions.values()
     assert bytes(region.view[offset : offset + FRAME_BYTES]) == start.bytes_of[0]
-    start.restore.got(slow, [0], [])
+    start.restore.acknowledge_frames(slow, [0], [])
     assert slow.outcome is not None
     assert slow.outcome["ok"]
 
@@ -210,7 +210,7 @@ def test_a_rank_that_asks_for_what_another_still_reads_is_given_the_same(
     turned.until(lambda: second.outcome)
     assert second.got == {0: start.bytes_of[0]}
     assert len(start.carrier.fetched) == 1
-    start.restore.got(first, [0], [])
+    start.restore.acknowledge_frames(first, [0], [])
     assert first.outcome == second.outcome
 
 
@@ -226,7 +226,7 @@ def test_where_one_holder_gives_nothing_right_another_does(
     if how == "cut":
         start.carrier.come(1)
     if how == "gone":
-        start.restore.source_gone("a")
+        start.restore.handle_disconnect("a")
         while start.carrier.coming and start.carrier.coming[0][0] == "a":
             start.carrier.coming.pop(0)
     start.end()
@@ -244,12 +244,12 @@ def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_
     start.restore.request(rank, [0])
     start.carrier.come()
     turned.until(lambda: rank.regions)
-    start.restore.got(rank, [], [0])
+    start.restore.acknowledge_frames(rank, [], [0])
     assert rank.outcome is not None
     assert not rank.outcome["ok"]
     assert "frame 0" in rank.outcome["message"]
-    window = start.restore._cells.window()
-    assert window.free == window.count
+    window = start.restore._cells.get_window()
+    assert window.free_count == window.cell_count
 
 
 def test_where_nobody_gives_any_of_it_that_is_said_and_nothing_is_waited_for(begin: Callable[..., Start]) -> None:
@@ -269,14 +269,16 @@ def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
     start = begin(1, *[(f"n{rank % count}",) for rank in range(32)], cells=64)
     (rank,) = start.ranks
     start.restore.request(rank, start.frames)
-    window = start.restore._cells.window()
+    window = start.restore._cells.get_window()
     assert {peer for peer, _, _ in start.carrier.coming} == {f"n{number}" for number in range(count)}
-    assert window.free >= window.count - window.count // IN_FLIGHT
+    assert window.free_count >= window.cell_count - window.cell_count // IN_FLIGHT
     stuck = [each for each in start.carrier.coming if each[0] == "n0"]
     start.carrier.coming = [each for each in start.carrier.coming if each not in stuck]
     while start.carrier.coming:
         start.carrier.come()
-        turned.until(lambda: start.carrier.coming or not set(start.peers._fetches) - {each for *_, each in stuck})
+        turned.until(
+            lambda: start.carrier.coming or not set(start.peers._orders_by_fetch) - {each for *_, each in stuck}
+        )
     lacks = set(start.frames) - rank.got.keys()
     assert {start.peers._places.holders[int(start.peers._places.ranks[frame])][0] for frame in lacks} == {"n0"}
     start.carrier.coming = stuck
@@ -306,7 +308,7 @@ def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Callable[.
     a_while()
     assert heard == before, "nothing has come since"
     start.end_of(start.ranks[0])
-    start.restore.got(start.ranks[1], start.frames[-1:], [])
+    start.restore.acknowledge_frames(start.ranks[1], start.frames[-1:], [])
     a_while()
     assert not start.timers, "nobody waits any more"
 
@@ -321,7 +323,7 @@ def test_what_is_not_had_while_a_node_that_has_it_is_out_of_reach_is_not_called_
 
     def end() -> bool:
         for peer, _, each in start.carrier.coming:
-            each.done.set_exception(AgentError("nothing came") if peer == "a" else DamagedData("wrong too often"))
+            each.completion.set_exception(AgentError("nothing came") if peer == "a" else DamagedData("wrong too often"))
         start.carrier.coming.clear()
         return start.ranks[0].outcome is not None
 
@@ -346,14 +348,14 @@ def test_what_is_damaged_is_called_so_though_another_frame_was_not_had_of_a_node
     def end() -> bool:
         for _, held, each in [each for each in start.carrier.coming if each[1] == 1]:
             assert held == 1
-            each.done.set_exception(DamagedData("wrong too often"))
+            each.completion.set_exception(DamagedData("wrong too often"))
         start.carrier.coming = [each for each in start.carrier.coming if each[1] == 0]
         if start.carrier.coming:
             start.carrier.come()
         return rank.outcome is not None
 
     start.turned.until(end)
-    assert start.peers.unreached == {good}
+    assert start.peers.unreached_frames == {good}
     assert rank.outcome is not None
     assert rank.outcome["kind"] == "damaged"
     assert f"frame {damaged} " in rank.outcome["message"]
@@ -376,14 +378,14 @@ def test_so_is_what_no_store_has_either_though_a_node_that_is_gone_may_have_the_
 
     def end() -> bool:
         for *_, each in start.carrier.coming:
-            each.done.set_exception(DamagedData("wrong too often"))
+            each.completion.set_exception(DamagedData("wrong too often"))
         start.carrier.coming.clear()
-        if start.restore._wanted.keys() == {away, damaged}:
+        if start.restore._receivers_from_store.keys() == {away, damaged}:
             both.set()
         return rank.outcome is not None
 
     start.turned.until(end)
-    assert start.peers.unreached == {away}
+    assert start.peers.unreached_frames == {away}
     assert rank.outcome is not None
     assert rank.outcome["kind"] == "missing"
 
@@ -394,7 +396,7 @@ def test_what_every_node_that_has_it_gives_wrong_is_damaged(begin: Callable[...,
 
     def end() -> bool:
         for _, _, each in start.carrier.coming:
-            each.done.set_exception(DamagedData("wrong too often"))
+            each.completion.set_exception(DamagedData("wrong too often"))
         start.carrier.coming.clear()
         return start.ranks[0].outcome is not None
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.agent.node.inventory_lease import UNHEARD_MAX
+from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
 from ckpt.ipc.addresses import Address
@@ -37,7 +37,7 @@ def ask(who: Liar, node: NodeAt, fields: dict[str, Any]) -> tuple[Message | None
     if who.network.channel(node.name) is None:
         assert who.connect(node) == ""
     heard: list[tuple[Message | None, str]] = []
-    who.network.ask(node.name, fields, [], lambda *found: heard.append(found))
+    who.network.request(node.name, fields, [], lambda *found: heard.append(found))
     who.loop.until(lambda: heard)
     return heard[0]
 
@@ -77,7 +77,7 @@ def test_from_the_answer_to_a_start_until_its_outcome_what_was_listed_stays_thou
 ) -> None:
     """The start has reached one node only, and not the coordinator."""
     starting, node = liar("starting"), node_of(at_work, 1)
-    (newest,) = [each for each in held(starting, node).complete() if each.epoch.number == 1][-1:]
+    (newest,) = [each for each in held(starting, node).complete_checkpoints() if each.epoch.number == 1][-1:]
     train(at_work.job, at_work.job[0].step + 1)
     with pytest.raises(CkptError, match=r"asked what lies here|given up"):
         at_work.save()
@@ -86,7 +86,7 @@ def test_from_the_answer_to_a_start_until_its_outcome_what_was_listed_stays_thou
     starting.say(node, {"t": "outcome", "epoch": None}, [])
     starting.alive(node)
     train(at_work.job, at_work.job[0].step + 1)
-    assert at_work.save("peer").step > newest.tick.step
+    assert at_work.save("peer").step > newest.version.step
 
 
 def test_from_the_answer_to_a_start_until_its_outcome_no_memory_that_was_listed_is_made_anew(
@@ -106,7 +106,7 @@ def test_a_coordinator_that_was_asked_decides_nothing_until_the_outcome_and_is_s
     at_work: Cluster, liar: Callable[..., Liar]
 ) -> None:
     starting, nodes = liar("starting"), [node_of(at_work, rank) for rank in range(2)]
-    (newest,) = held(starting, nodes[0]).complete()[-1:]
+    (newest,) = held(starting, nodes[0]).complete_checkpoints()[-1:]
     train(at_work.job, at_work.job[0].step + 1)
     assert at_work.status(0)["job"]["frozen"]
     assert ask(starting, nodes[0], {"t": "parts", "identity": str(newest), "ranks": [0, 1], "world": 2})[1] == ""
@@ -121,7 +121,7 @@ def test_an_epoch_that_no_start_can_have_come_to_is_not_believed_to_have_begun_a
     """Nothing would be left for the starts after it: they take a larger number."""
     hostile, number = liar(), Epoch.parse(at_work.job[0].epoch).number
     for node in (node_of(at_work, rank) for rank in range(2)):
-        for wrong in (number + UNHEARD_MAX + 1, NUMBER_MAX):
+        for wrong in (number + EPOCH_GAP_MAX + 1, NUMBER_MAX):
             held(hostile, node)
             hostile.say(node, {"t": "outcome", "epoch": str(Epoch(wrong, "f" * 16))}, [])
             hostile.alive(node)

@@ -11,7 +11,7 @@ from ckpt.errors import RunInUse
 from ckpt.ipc import client
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
 from ckpt.threads import Tasks
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.node.test_agent import train, wait_for
 from tests.agent.nodes.cluster import Cluster, line
 from tests.cli.stores import ckpt
@@ -26,8 +26,8 @@ def test_a_job_of_several_nodes_is_complete_at_every_level_and_every_agent_ends_
     appointed = cluster.checkpoint("local", "peer", "store")
     asked = cluster.save("local", "peer", "store")
     cluster.finish()
-    committed = [identity.tick for identity in line(url)]
-    assert {Tick(appointed), asked} <= set(committed)
+    committed = [identity.version for identity in line(url)]
+    assert {Version(appointed), asked} <= set(committed)
     left = [path for path in runtime_dir.rglob("*") if path.is_file() or path.is_socket()]
     assert not [(path, path.read_text() if path.is_file() else "") for path in left]
 
@@ -120,7 +120,7 @@ def prune(cluster: Cluster, node: int, fields: dict[str, Any]) -> dict[str, Any]
         sock = client.connect(cluster.url, cluster.settings(node))
         tool = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
         try:
-            return client.body_of(tool.request("prune", fields))
+            return client.decode_body(tool.request("prune", fields))
         finally:
             tool.close()
 

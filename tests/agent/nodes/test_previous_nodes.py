@@ -11,14 +11,14 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from ckpt.agent.node.previous_nodes import ask_former, former_nodes
+from ckpt.agent.node.previous_nodes import nodes_from_claims, survey_previous_nodes
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc import secret
 from ckpt.ipc.node_list import NodeAt
 from ckpt.store.lineage import Claim
 from ckpt.store.run import RunView
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.cluster import COPIED, Cluster
 from tests.agent.nodes.staged import Net
 
@@ -68,18 +68,18 @@ def at(number: int) -> Epoch:
 
 def claim(number: int, run: str, *names: str) -> Claim:
     agents = tuple((name, (f"10.0.0.{number}:7", "no address")[: 1 if name != "odd" else 2]) for name in names)
-    return Claim(at(number), None, run=run, agents=agents)
+    return Claim(at(number), None, secret_name=run, agents=agents)
 
 
 def test_agents_of_the_newest_starts_with_this_secret_are_asked_each_once_where_it_was_last() -> None:
     claims = (claim(1, "r", "old"), claim(2, "r", "a", "b"), claim(3, "other", "c"), claim(4, "r", "b", "odd", "here"))
     view = RunView(claims, frozenset(), (), {}, frozenset(), {})
-    found = former_nodes(view, "r", {"here"})
+    found = nodes_from_claims(view, "r", {"here"})
     assert [(node.name, [str(each) for each in node.addresses]) for node in found] == [
         ("b", ["10.0.0.4:7"]),
         ("a", ["10.0.0.2:7"]),
     ]
-    assert former_nodes(view, "none", set()) == []
+    assert nodes_from_claims(view, "none", set()) == []
 
 
 @pytest.mark.parametrize("newest", [True, False])
@@ -87,19 +87,19 @@ def test_nobody_is_asked_where_the_nodes_that_take_part_hold_the_newest_epoch(ne
     asked: list[str] = []
 
     class Net:
-        me, run = "me", "r"
+        agent_name, secret_id = "me", "r"
 
         def connect(self, node: NodeAt, then: object) -> None:
             asked.append(node.name)
 
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
-    start.view = RunView((claim(1, "r", "a"), claim(2, "r", "b")), frozenset(), (), {}, frozenset(), {})
-    held = Identity(at(2 if newest else 1), Tick(5))
-    start.inventory.worlds[held] = 1
+    start.run_view = RunView((claim(1, "r", "a"), claim(2, "r", "b")), frozenset(), (), {}, frozenset(), {})
+    held = Identity(at(2 if newest else 1), Version(5))
+    start.inventory.world_sizes[held] = 1
     start.inventory.holders[held, 0] = [""]
-    ask_former(Net(), start, lambda what: what(), lambda seconds, what: None)  # type: ignore[arg-type]
+    survey_previous_nodes(Net(), start, lambda what: what(), lambda seconds, what: None)  # type: ignore[arg-type]
     assert asked == ([] if newest else ["b", "a"])
-    assert start.silent == set(asked)
+    assert start.pending_nodes == set(asked)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -107,24 +107,26 @@ def test_who_was_asked_hears_the_outcome_also_where_the_answer_came_too_late(is_
     connected: list[Callable[[str], None]] = []
 
     class Asking(Net):
-        run = "r"
+        secret_id = "r"
 
         def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
             connected.append(then)
 
-    net = Asking(me="me")
+    net = Asking(agent_name="me")
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
-    start.view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
+    start.run_view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
     timers: list[Callable[[], None]] = []
-    ask_former(net, start, lambda what: what(), lambda seconds, what: timers.append(what))  # type: ignore[arg-type]
-    assert start.former == []
+    survey_previous_nodes(net, start, lambda what: what(), lambda seconds, what: timers.append(what))  # type: ignore[arg-type]
+    assert start.previous_nodes == []
     connected[0]("")
     if is_late:
         timers[0]()
     theirs = Inventory()
     theirs.add_epoch(None, at(2), 5)
     net.asked[0].answer({}, [msgpack.packb(theirs.fields())])
-    assert [node.name for node in start.former] == ["a"], "or it would do nothing for as long as this agent lives"
+    assert [node.name for node in start.previous_nodes] == ["a"], (
+        "or it would do nothing for as long as this agent lives"
+    )
     assert start.inventory.steps == ({} if is_late else {at(2): 5})
 
 
@@ -133,7 +135,7 @@ def test_who_knows_another_secret_learns_nothing_and_starts_from_the_store(clust
     cluster.kill(0)
     cluster.hang_up()
     allow_reading(cluster)
-    cluster.secret = secret.make()
+    cluster.secret = secret.make_secret()
     decision = cluster.start(2, 3)
     assert decision.fields["candidate"]["step"] == stored
     assert decision.fields["candidate"]["level"] == "store"

@@ -61,17 +61,20 @@ def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
     for count in range(1, len(ranks)):
         for gone in itertools.combinations(ranks, count):
             fleet.gone = set(gone)
-            possible, makeable = inventory(fleet).complete() == [STEP], inventory(fleet).makeable(STEP)
+            possible, makeable = (
+                inventory(fleet).complete_checkpoints() == [STEP],
+                inventory(fleet).rebuildable_ranks(STEP),
+            )
             assert possible or count > option.parity
             made, error = fleet.rebuild(STEP)
             assert (error == "") == possible, (gone, error)
             assert made.keys() == makeable.keys()
             fleet.check(STEP, made)
             for name in set(made.values()):
-                assert fleet.copies[name].of(STEP).keys() == {rank for rank, at in made.items() if at == name}
+                assert fleet.copies[name].arenas_of(STEP).keys() == {rank for rank, at in made.items() if at == name}
             for copies in fleet.copies.values():
-                while copies.kept:
-                    copies.kept.popitem()[1].close()
+                while copies.arenas_by_key:
+                    copies.arenas_by_key.popitem()[1].close()
 
 
 def inventory(fleet: Fleet) -> Inventory:
@@ -81,8 +84,8 @@ def inventory(fleet: Fleet) -> Inventory:
         if name not in fleet.gone:
             own = Inventory()
             own.add_arenas(fleet.arenas[STEP][rank] for rank in ranks)
-            own.add_chunks(fleet.copies[name].chunks.kept.values())
-            whole.add(Inventory.parse(msgpack.unpackb(msgpack.packb(own.fields()))), name)
+            own.add_chunks(fleet.copies[name].parity_store.chunks_by_name.values())
+            whole.merge(Inventory.parse(msgpack.unpackb(msgpack.packb(own.fields()))), name)
     return whole
 
 
@@ -119,12 +122,12 @@ def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_
     assert asked
     for fields, blobs in asked:
         where = Where.decode(STEP, blobs[0])
-        ranks = {rank for _, name, _ in where.chunks for rank in name.striped.ranks}
+        ranks = {rank for _, name, _ in where.chunks for rank in name.stripe.ranks}
         assert fields["rank"] in ranks
         assert len(ranks) <= 4, "its group"
-        assert set(where.ranks) == ranks - {fields["rank"]}
+        assert set(where.node_by_rank) == ranks - {fields["rank"]}
         assert {each.rank for each in decode_described(blobs[1])} == ranks
-        assert len(where.nodes) <= 4
+        assert len(where.addresses_by_node) <= 4
 
 
 @pytest.mark.parametrize("urgent", [True, False])
@@ -135,7 +138,7 @@ def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_pri
     assert fleet.protect(STEP) == ""
     assert {each for _, each in fleet.moved} == {False}, "parity that is kept"
     fleet.moved.clear()
-    run = fleet.turned.bulk.run
+    run = fleet.turned.workers.run
 
     def noted(lane: Any, work: Callable[[], Any], then: Any) -> None:
         def do() -> Any:
@@ -144,7 +147,7 @@ def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_pri
 
         run(lane, do, then)
 
-    fleet.turned.bulk.run = noted  # type: ignore[method-assign]
+    fleet.turned.workers.run = noted  # type: ignore[method-assign]
     fleet.gone = {"b", "c"}
     made, error = fleet.rebuild(STEP, urgent=urgent)
     assert (sorted(made), error) == ([1, 2], "")
@@ -176,7 +179,7 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
     not know what is safe."""
     fleet = make(FOUR, Parity(3, 1))
     assert fleet.protect(STEP) == ""
-    before = {name: set(copies.chunks.kept) for name, copies in fleet.copies.items()}
+    before = {name: set(copies.parity_store.chunks_by_name) for name, copies in fleet.copies.items()}
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, safe)
     made, error = fleet.rebuild(STEP)
@@ -185,8 +188,8 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
     fleet.gone = set()
     assert fleet.protect(STEP, safe) == ""
     for name, copies in fleet.copies.items():
-        assert copies.chunks.kept
-        assert before[name].isdisjoint(copies.chunks.kept)
+        assert copies.parity_store.chunks_by_name
+        assert before[name].isdisjoint(copies.parity_store.chunks_by_name)
 
 
 def test_parity_that_a_failed_attempt_was_to_be_replaced_by_does_not_take_the_place_of_that_which_is_whole(
@@ -214,9 +217,9 @@ def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_wa
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, STEP)
     fleet.gone = set()
-    assert len(fleet.copies["a"].chunks.kept) > 1
-    left = fleet.copies["a"].chunks.bytes
-    fleet.copies["a"].bound(lambda: left)
+    assert len(fleet.copies["a"].parity_store.chunks_by_name) > 1
+    left = fleet.copies["a"].parity_store.bytes
+    fleet.copies["a"].set_limit(lambda: left)
     assert "there is no room" in fleet.protect(NEXT, STEP)
     assert 5 in fleet.kept("a")
     fleet.gone = {"d"}
@@ -224,7 +227,7 @@ def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_wa
     assert [5 in fleet.kept(name) for name in "abc"] == [False, True, True], "where there is room it stays"
     fleet.gone = set()
     assert fleet.protect(NEXT, STEP, needed={}) == ""
-    assert all(fleet.kept(name) == {NEXT.tick.step} for name in FOUR)
+    assert all(fleet.kept(name) == {NEXT.version.step} for name in FOUR)
 
 
 def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(make: Make) -> None:
@@ -234,11 +237,11 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
         assert fleet.protect(identity(step), safe) == ""
         safe = identity(step)
         for copies in fleet.copies.values():
-            one = sum(chunk.arena.bytes for chunk in copies.chunks.kept.values())
-            assert 0 < copies.chunks.bytes <= 2 * one
+            one = sum(chunk.arena.size_bytes for chunk in copies.parity_store.chunks_by_name.values())
+            assert 0 < copies.parity_store.bytes <= 2 * one
             assert copies.bytes_of(safe.epoch) == copies.bytes, "memory is planned anew without it"
     for copies in fleet.copies.values():
-        copies.forget(lambda each: True)
+        copies.evict(lambda each: True)
         assert copies.bytes == 0
 
 
@@ -248,9 +251,9 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     """Whatever the system has said before of what is left."""
     fleet = make(UNEVEN, Parity(2, 2))
     assert fleet.protect(STEP) == ""
-    copies = max(fleet.copies.values(), key=lambda each: len(each.chunks.kept))
-    assert len(copies.chunks.kept) > 1
-    begin, used_bytes, got = copies.begin_chunk, copies.chunks.used_bytes, list[ParityChunkName]()
+    copies = max(fleet.copies.values(), key=lambda each: len(each.parity_store.chunks_by_name))
+    assert len(copies.parity_store.chunks_by_name) > 1
+    begin, used_bytes, got = copies.begin_chunk, copies.parity_store.used_bytes, list[ParityChunkName]()
 
     def full(name: ParityChunkName) -> Arena:
         if got:
@@ -261,7 +264,7 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     copies.begin_chunk = full  # type: ignore[method-assign]
     assert "no memory for" in fleet.protect(NEXT, STEP)
     assert got
-    assert copies.chunks.used_bytes == used_bytes
+    assert copies.parity_store.used_bytes == used_bytes
     copies.begin_chunk = begin  # type: ignore[method-assign]
     assert fleet.protect(NEXT, STEP) == ""
 
@@ -271,11 +274,11 @@ def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, sa
     fleet = make(FOUR, Parity(2, 2))
     assert fleet.protect(STEP) == ""
     for copies in fleet.copies.values():
-        copies.bound(lambda: 1)
+        copies.set_limit(lambda: 1)
     for step in range(10, 30, 5):
         assert "there is no room" in fleet.protect(identity(step), safe)
         for copies in fleet.copies.values():
-            left = {*copies.chunks._instead, *(which for which, _ in copies._failed)}
+            left = {*copies.parity_store._replacements, *(which for which, _ in copies._failed_transfers)}
             assert left <= {identity(step)}
 
 
@@ -286,12 +289,12 @@ def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_i
     for name in FOUR:
         for fields in ({"t": "lend"}, {"t": "publish", "ranks": fleet.ranks[name]}):
             asked = {**fields, "identity": str(STEP), "reader": "gone"}
-            fleet.parities[name].asked(asked, [], lambda blobs, error: heard.append(error))
+            fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
     fleet.turned.until(lambda: len(heard) == 2 * len(FOUR))
     assert not any(heard)
     assert all(len(link.offers) > 1 for link in fleet.links.values())
     for copies in fleet.copies.values():
-        copies.before(NEXT)
+        copies.evict_older_than(NEXT)
     assert not any(link.offers for link in fleet.links.values())
 
 
@@ -302,7 +305,7 @@ def test_parity_that_another_takes_the_place_of_is_offered_no_more(make: Make) -
     heard: list[str] = []
     for name in FOUR:
         asked = {"t": "lend", "identity": str(STEP), "reader": "reader"}
-        fleet.parities[name].asked(asked, [], lambda blobs, error: heard.append(error))
+        fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
     fleet.turned.until(lambda: len(heard) == len(FOUR))
     lent = {name: set(link.offers) for name, link in fleet.links.items()}
     assert all(lent.values())
@@ -328,7 +331,7 @@ def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_
 
 def chunk_of(fleet: Fleet, row: Row) -> tuple[str, ParityChunk]:
     """The largest such, and who keeps it."""
-    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.chunks.kept.values()]
+    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.parity_store.chunks_by_name.values()]
     return max((each for each in kept if each[1].name.row is row), key=lambda each: len(each[1].data))
 
 
@@ -344,7 +347,7 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
     chunk.data[:5] = b"wrong"
     if lies:
         changed = replace(chunk, frames=chunk_frames(chunk.data, len(chunk.data)))
-        fleet.copies[name].chunks.kept[chunk.name] = changed
+        fleet.copies[name].parity_store.chunks_by_name[chunk.name] = changed
     outcomes = set()
     for count in (1, 2):
         for gone in itertools.combinations(sorted(set(FOUR) - {name}), count):
@@ -353,8 +356,8 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
             fleet.check(STEP, made)
             outcomes.add((count, error == ""))
             for copies in fleet.copies.values():
-                while copies.kept:
-                    copies.kept.popitem()[1].close()
+                while copies.arenas_by_key:
+                    copies.arenas_by_key.popitem()[1].close()
     assert (1, True) in outcomes
     assert (1, False) not in outcomes, "one loss leaves another parity"
     assert (2, False) in outcomes, "two losses need both"
@@ -384,8 +387,8 @@ def test_what_a_survivor_holds_damaged_counts_as_lost(
 def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upon_it(make: Make) -> None:
     fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     assert fleet.protect(STEP) == ""
-    kept = [chunk for each in fleet.copies.values() for chunk in each.chunks.kept.values()]
-    (chunk,) = [each for each in kept if each.name.striped.ranks == {0, 1} and each.name.row is Row.P]
+    kept = [chunk for each in fleet.copies.values() for chunk in each.parity_store.chunks_by_name.values()]
+    (chunk,) = [each for each in kept if each.name.stripe.ranks == {0, 1} and each.name.row is Row.P]
     chunk.data[:5] = b"wrong"
     fleet.gone = {"a"}
     made, error = fleet.rebuild(STEP)
@@ -398,13 +401,13 @@ def test_whenever_it_is_given_up_that_is_heard_once_and_nothing_stays_to_be_read
     fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     assert fleet.protect(STEP) == ""
     fleet.gone, turned = {"a"}, fleet.turned
-    work, original = [0], turned.bulk.run
+    work, original = [0], turned.workers.run
 
     def run(lane: Any, what: Any, then: Any) -> None:
         work[0] += 1
         original(lane, what, lambda done: (work.append(work.pop() - 1), then(done)))
 
-    turned.bulk.run = run  # type: ignore[method-assign]
+    turned.workers.run = run  # type: ignore[method-assign]
     seen = set()
     for moment in itertools.count():
         heard: list[tuple[dict[int, str], str]] = []
@@ -422,8 +425,8 @@ def test_whenever_it_is_given_up_that_is_heard_once_and_nothing_stays_to_be_read
         assert not any(link.offers for name, link in fleet.links.items() if name != "a")
         fleet.check(STEP, made)
         for copies in fleet.copies.values():
-            while copies.kept:
-                copies.kept.popitem()[1].close()
+            while copies.arenas_by_key:
+                copies.arenas_by_key.popitem()[1].close()
         if by_itself:
             break
     assert seen == {0, 1, 2}
@@ -436,11 +439,11 @@ class Remaking:
     """What the coordinator, "a", has made in a slow node's place. `over`: nobody waits for it any more."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.fleet, self.protection, self.over = fleet, fleet.protection(STEP), False
+        self.fleet, self.protection, self.over = fleet, fleet.replication_manager(STEP), False
         self.heard: list[tuple[str, str]] = []
 
     def ask(self, lost: str, at: str, *slow: str) -> None:
-        self.protection.remake(STEP, lost, at, slow, lambda: self.over, lambda *found: self.heard.append(found))
+        self.protection.rebuild_part(STEP, lost, at, slow, lambda: self.over, lambda *found: self.heard.append(found))
 
     def await_heard(self, count: int = 1) -> list[tuple[str, str]]:
         self.fleet.turned.until(lambda: len(self.heard) >= count)
@@ -474,7 +477,7 @@ def test_what_a_slow_node_staged_is_made_again_and_nothing_is_wanted_of_those_th
     assert asked.await_heard() == [(at, "")]
     fleet.check(STEP, dict.fromkeys(ranks[lost or "a"], at or "a"))
     assert fleet.wanted.isdisjoint(name or "a" for name in slow)
-    assert inventory(fleet).complete() == [STEP]
+    assert inventory(fleet).complete_checkpoints() == [STEP]
 
 
 @pytest.mark.parametrize("slow", [("b", "d"), ("b", "c")])
@@ -490,7 +493,7 @@ def test_where_parity_does_not_suffice_or_who_is_asked_is_slow_nothing_is_made_i
     assert (at, error) == ("c", "it is slow itself" if "c" in slow else error)
     assert "c" in slow or "cannot be made again" in error
     assert fleet.wanted.isdisjoint(slow)
-    assert not any(copies.kept for copies in fleet.copies.values())
+    assert not any(copies.arenas_by_key for copies in fleet.copies.values())
 
 
 def test_in_a_slow_nodes_place_it_is_made_only_beside_the_next_parity_and_for_one_that_is_gone_anyway(
@@ -499,20 +502,20 @@ def test_in_a_slow_nodes_place_it_is_made_only_beside_the_next_parity_and_for_on
     fleet = make(FOUR, Parity(2, 2))
     assert fleet.protect(STEP) == ""
     at = next(name for name in "cd" if fleet.copies[name].bytes)
-    copies, size = fleet.copies[at], fleet.arenas[STEP][1].bytes
+    copies, size = fleet.copies[at], fleet.arenas[STEP][1].size_bytes
     (next_bytes,) = [load.keeps_bytes for load in fleet.placed(STEP).loads if load.node == at]
     needed = copies.bytes + next_bytes + size + SCRATCH_BYTES
-    copies.bound(lambda: needed - 1)
+    copies.set_limit(lambda: needed - 1)
     asked = Remaking(fleet)
     asked.ask("b", at, "b")
     assert "would not leave" in asked.await_heard()[0][1]
-    assert not copies.kept
-    copies.bound(lambda: needed)
+    assert not copies.arenas_by_key
+    copies.set_limit(lambda: needed)
     asked.ask("b", at, "b")
     assert asked.await_heard(2)[1] == (at, "")
     fleet.check(STEP, {1: at})
-    copies.kept.popitem()[1].close()
-    copies.bound(lambda: needed - 1)
+    copies.arenas_by_key.popitem()[1].close()
+    copies.set_limit(lambda: needed - 1)
     fleet.gone, asked.over = {"b"}, True  # a start will want it, if nobody else does
     asked.ask("b", at)
     assert asked.await_heard(3)[2] == (at, "")
@@ -523,9 +526,9 @@ def test_of_a_node_with_several_ranks_the_room_for_all_is_counted(make: Make) ->
     fleet = make({"a": [0], "b": [1, 2, 3], "c": [4]}, Parity(2, 1))
     assert fleet.protect(STEP) == ""
     copies = fleet.copies["c"]
-    one = max(fleet.arenas[STEP][rank].bytes for rank in (1, 2, 3))
+    one = max(fleet.arenas[STEP][rank].size_bytes for rank in (1, 2, 3))
     (next_bytes,) = [load.keeps_bytes for load in fleet.placed(STEP).loads if load.node == "c"]
-    copies.bound(lambda: copies.chunks.bytes + next_bytes + 2 * one + SCRATCH_BYTES)
+    copies.set_limit(lambda: copies.parity_store.bytes + next_bytes + 2 * one + SCRATCH_BYTES)
     asked = Remaking(fleet)
     asked.ask("b", "c", "b")
     assert "would not leave" in asked.await_heard()[0][1]
@@ -572,12 +575,12 @@ def test_where_a_newer_checkpoint_becomes_safe_meanwhile_it_is_made_right_or_not
     asked.ask("b", "c", "b")
     asked.await_asked(when)
     for copies in fleet.copies.values():
-        copies.before(NEXT)
+        copies.evict_older_than(NEXT)
     ((_, error),) = asked.await_heard()
     if not error:
         fleet.check(STEP, {1: "c"})
     for copies in fleet.copies.values():
-        copies.before(identity(15))
+        copies.evict_older_than(identity(15))
         assert not copies.identities
     assert not any(link.offers for link in fleet.links.values())
 
@@ -588,10 +591,10 @@ def test_what_was_made_though_its_node_is_there_makes_nothing_look_less_safe(mak
     fleet = make(FOUR, option)
     assert fleet.protect(STEP) == ""
     for copies in fleet.copies.values():
-        copies.told_safe = None
+        copies.announced_replicated = None
     before = fleet.find(STEP)
     assert before is not None
-    assert before.whole == STEP
+    assert before.fully_replicated == STEP
     asked = Remaking(fleet)
     asked.ask("b", "c", "b")
     assert asked.await_heard() == [("c", "")]
@@ -603,13 +606,13 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
     fleet = make({"a": [0], "b": [1], "c": [2]}, Parity(2, 1))
     asked: list[tuple[str, dict[str, Any], list[bytes]]] = []
     for name, parities in fleet.parities.items():
-        original = parities.asked
+        original = parities.serve_request
 
         def note(fields: Any, blobs: Any, then: Any, name: str = name, original: Any = original) -> None:
             asked.append((name, dict(fields), list(blobs)))
             original(fields, blobs, then)
 
-        parities.asked = note  # type: ignore[method-assign]
+        parities.serve_request = note  # type: ignore[method-assign]
     assert fleet.protect(STEP) == ""
     fleet.gone = {"c"}
     assert fleet.rebuild(STEP)[1] == ""
@@ -624,13 +627,15 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
         for wrong_fields, wrong_blobs in variants:
             heard: list[tuple[list[bytes], str]] = []
             try:
-                fleet.parities[name].asked(wrong_fields, wrong_blobs, lambda *found, heard=heard: heard.append(found))
+                fleet.parities[name].serve_request(
+                    wrong_fields, wrong_blobs, lambda *found, heard=heard: heard.append(found)
+                )
             except expected:
                 continue
             fleet.turned.until(lambda heard=heard: heard)
             count += 1
             for copies in fleet.copies.values():
-                for key, arena in copies.kept.items():
+                for key, arena in copies.arenas_by_key.items():
                     at, length = arena.tail()
                     assert bytes(arena.view[: at + length]) == bytes(fleet.arenas[STEP][key[1]].view[: at + length])
     assert count

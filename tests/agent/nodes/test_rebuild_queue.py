@@ -35,9 +35,9 @@ def fleet() -> Iterator[Fleet]:
 
 def bound(fleet: Fleet, made: float) -> None:
     """Each node has memory for the way to one snapshot, and for so many made again."""
-    size = max(arena.bytes for arena in fleet.arenas[STEP].values())
+    size = max(arena.size_bytes for arena in fleet.arenas[STEP].values())
     room = SCRATCH_BYTES + int(made * size)
-    fleet.free_bytes = lambda name: room - sum(arena.bytes for arena in fleet.copies[name].kept.values())
+    fleet.free_bytes = lambda name: room - sum(arena.size_bytes for arena in fleet.copies[name].arenas_by_key.values())
 
 
 class Watched:
@@ -45,7 +45,7 @@ class Watched:
 
     def __init__(self, fleet: Fleet) -> None:
         self.begun = self.left = self.most = 0
-        run = fleet.turned.bulk.run
+        run = fleet.turned.workers.run
 
         def noted(lane: Lane, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
             count = int(lane is Lane.PARITY)
@@ -58,7 +58,7 @@ class Watched:
 
             run(lane, work, heard)
 
-        fleet.turned.bulk.run = noted  # type: ignore[method-assign]
+        fleet.turned.workers.run = noted  # type: ignore[method-assign]
 
 
 def test_of_many_ranks_that_are_asked_for_at_once_no_more_are_made_than_there_is_memory_for(fleet: Fleet) -> None:
@@ -89,8 +89,10 @@ def test_where_there_is_memory_nobody_waits(fleet: Fleet) -> None:
 def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: Fleet) -> None:
     fleet.gone, size, filled = set(), 1 << 20, 1 << 10
     for each in fleet.parities.values():
-        each._making.want(RebuildWork(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
-    parity = max(sum(name.striped.length for name in copies.chunks.kept) for copies in fleet.copies.values())
+        each._rebuild_queue.enqueue(RebuildWork(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
+    parity = max(
+        sum(name.stripe.length for name in copies.parity_store.chunks_by_name) for copies in fleet.copies.values()
+    )
     room = parity + size - filled + SCRATCH_BYTES
     fleet.free_bytes = lambda name: room - 1
     assert "of memory are missing for parity" in fleet.protect(NEXT, STEP)
@@ -103,7 +105,9 @@ def test_who_waits_for_it_no_more_has_nothing_made_any_more(fleet: Fleet) -> Non
     watched = Watched(fleet)
     heard: list[tuple[dict[int, str], str]] = []
     rebuilding = fleet.begin_rebuild(STEP, None, lambda *found: heard.append(found))
-    fleet.turned.until(lambda: sum(len(each._making._waiting) for each in fleet.parities.values()) == LOST - 3)
+    fleet.turned.until(
+        lambda: sum(len(each._rebuild_queue._queued_work) for each in fleet.parities.values()) == LOST - 3
+    )
     rebuilding.give_up("it takes too long")
     assert heard
     fleet.turned.until(lambda: not watched.left and fleet.turned.is_idle)
@@ -119,7 +123,7 @@ class Maker:
         self.ended: dict[int, str] = {}
         self.works: dict[int, RebuildWork] = {}
         copies = ReplicaStore(cast(Any, None), lambda what: what())
-        copies.bound(lambda: self.room - self.kept)
+        copies.set_limit(lambda: self.room - self.kept)
         self.making = RebuildQueue(copies, self.free)
 
     @property
@@ -142,13 +146,13 @@ class Maker:
 
         filled = lambda: self.under_way[number]  # noqa: E731
         self.works[number] = RebuildWork(size, leave, urgent, str(number % 3), filled, begin, refuse)
-        self.making.want(self.works[number])
+        self.making.enqueue(self.works[number])
 
     def end(self, number: int, succeeds: bool) -> None:
         del self.under_way[number]
         self.kept += self.works[number].size if succeeds else 0
         self.ended[number] = ""
-        self.making.ended(self.works[number])
+        self.making.end_work(self.works[number])
 
 
 def test_whatever_is_asked_for_in_whatever_order_fits_and_everybody_hears_of_it_once(seed: int) -> None:
@@ -168,10 +172,10 @@ def test_whatever_is_asked_for_in_whatever_order_fits_and_everybody_hears_of_it_
                     maker.end(number, succeeds=rng.random() < 0.8)
                 case 1:
                     reader = str(rng.randrange(3))
-                    maker.making.unwanted(reader, "nobody waits for it")
+                    maker.making.refuse_queued(reader, "nobody waits for it")
                 case _:
                     maker.under_way[number] += rng.randrange(left + 1)
-            assert maker.making.to_take_bytes <= maker.free()
+            assert maker.making.unallocated_bytes <= maker.free()
         assert maker.ended.keys() == set(range(count)), "nobody waits for nothing"
         refused += any("no memory" in why for why in maker.ended.values())
     assert refused

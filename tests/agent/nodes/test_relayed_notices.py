@@ -18,7 +18,7 @@ from ckpt.ipc import client
 from ckpt.ipc.control_page import WordKind
 from ckpt.ipc.notice_sources import Sources
 from ckpt.threads import Tasks
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.fake import FakeRank
 from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
 from tests.preemption.fakes import Asked, FakeService, Says, serving
@@ -112,8 +112,8 @@ def test_all_ranks_of_all_nodes_leave_at_one_step_that_is_in_the_store(job: Clus
     gce.preempted = True
     leave(job)
     answers = together(job.job, lambda rank: rank.leave("notice"))
-    assert {answer["committed"] for answer in answers} == {str(Tick(job.job[0].step))}
-    assert [identity.tick.step for identity in line(job.url)] == [job.job[0].step]
+    assert {answer["committed"] for answer in answers} == {str(Version(job.job[0].step))}
+    assert [identity.version.step for identity in line(job.url)] == [job.job[0].step]
     told = [event["message"] for event in job.job[0].events if event["name"] == "notice"]
     assert len(told) == 1
     assert "on node" not in told[0]
@@ -271,7 +271,7 @@ def test_an_agent_that_dies_after_the_verdict_is_followed_by_one_that_saves_it_a
     gce.preempted = True
     job.forbid_commits()
     leave(job)
-    step = Tick(job.job[0].step)
+    step = Version(job.job[0].step)
     assert job.job[0].wait_level(step, "local")
     job.kill_agent(node)
     if not hashed:
@@ -304,14 +304,14 @@ def test_ranks_that_wait_for_the_last_commit_come_back_when_their_nodes_agent_di
     leave(job)
     with Tasks("leave", pool_size=2) as tasks:
         first, second = (tasks.submit(rank.leave, "notice") for rank in job.job)
-        assert job.job[0].wait_level(Tick(job.job[0].step), "local")
+        assert job.job[0].wait_level(Version(job.job[0].step), "local")
         until(lambda: job.status(0)["job"]["ranks"] == ["left", "left"])
         job.kill_agent(1)
         with pytest.raises(AgentError):
             second.result(BOUND_S)
         job.come_back(1)
         answers = [job.job[1].leave("notice"), first.result(BOUND_S)]
-    assert answers[0]["committed"] == answers[1]["committed"] == str(Tick(job.job[0].step)), "each is told the same"
+    assert answers[0]["committed"] == answers[1]["committed"] == str(Version(job.job[0].step)), "each is told the same"
 
 
 def test_a_request_to_go_on_any_node_is_one_to_the_whole_job(job: Cluster) -> None:

@@ -23,17 +23,17 @@ from ckpt.agent.replication.parity_store import ParityStore
 from ckpt.agent.replication.replica_store import COPIES_MAX, ReplicaStore, decode_described, encode_described
 from ckpt.agent.runtime.memory_plan import MemoryUse
 from ckpt.agent.runtime.workers import Workers
-from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, described
-from ckpt.agent.snapshots.inventory import sealed
-from ckpt.agent.snapshots.remote_share import WantedPart
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, describe_snapshots
+from ckpt.agent.snapshots.inventory import find_sealed_snapshot
+from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import FRAME
 from ckpt.format.parity import Row
-from ckpt.ipc.arena import DATA_AT, PAGE, Arena
+from ckpt.ipc.arena import DATA_OFFSET, PAGE, Arena
 from ckpt.ipc.messages import Message
 from ckpt.placement.rebuild import StagedRun, Striped
 from ckpt.store.packs import Written
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.cluster import HASHES_AT
 from tests.agent.nodes.staged import Turned, close_arenas, identity, staged
 
@@ -66,21 +66,21 @@ class Carrying:
     def __init__(
         self, transport: Carried, name: str, target: memoryview, frames: Frames, landed: Callable[[int], None]
     ) -> None:
-        self.done: Future[None] = Future()
+        self.completion: Future[None] = Future()
         if name in transport.stuck:
             return
         if name in transport.broken or name not in transport.offers:
-            self.done.set_exception(AgentError("the link was cut"))
+            self.completion.set_exception(AgentError("the link was cut"))
             return
         source = transport.offers[name][0]
-        for number, (offset, length) in enumerate(frames.places()):
+        for number, (offset, length) in enumerate(frames.byte_ranges()):
             target[offset : offset + length] = source[offset : offset + length]
             landed(number)
-        self.done.set_result(None)
+        self.completion.set_result(None)
 
     def cancel(self) -> None:
-        if not self.done.done():
-            self.done.set_exception(AgentError("called off"))
+        if not self.completion.done():
+            self.completion.set_exception(AgentError("called off"))
 
 
 class Held:
@@ -89,7 +89,7 @@ class Held:
     def __init__(self, turned: Turned) -> None:
         self.turned = turned
         self.transport = Carried()
-        self.giver, self.keeper = ReplicaStore(turned.bulk, turned.post), ReplicaStore(turned.bulk, turned.post)
+        self.giver, self.keeper = ReplicaStore(turned.workers, turned.post), ReplicaStore(turned.workers, turned.post)
         self.originals: dict[Identity, dict[int, Arena]] = {}
 
     def copy(self, which: Identity, broken: Sequence[int] = (), safe: Identity | None = None) -> str:
@@ -104,8 +104,8 @@ class Held:
         self.transport.broken = {f"copy/{which}/{rank}" for rank in broken}
         heard: list[str] = []
         wanted = decode_described(encode_described(told[0][0]))
-        self.keeper.make_room(which, safe, [each.size for each in wanted])
-        self.keeper.keep(link, which, "a", [], wanted, heard.append)
+        self.keeper.evict_superseded(which, safe, [each.arena_bytes for each in wanted])
+        self.keeper.fetch_replicas(link, which, "a", [], wanted, heard.append)
         self.turned.until(lambda: heard)
         self.giver.withdraw(link, which)
         assert not self.transport.offers
@@ -113,7 +113,7 @@ class Held:
 
     def kept(self) -> set[tuple[int, int]]:
         """Step and rank of what the keeper has."""
-        return {(each.tick.step, rank) for each, rank in self.keeper.kept}
+        return {(each.version.step, rank) for each, rank in self.keeper.arenas_by_key}
 
     def close(self) -> None:
         self.giver.close()
@@ -132,9 +132,9 @@ def held(turned: Turned) -> Iterator[Held]:
 
 def test_a_copy_is_an_arena_that_holds_the_same(held: Held) -> None:
     assert held.copy(identity(5)) == ""
-    for (which, rank), arena in held.keeper.kept.items():
+    for (which, rank), arena in held.keeper.arenas_by_key.items():
         original = held.originals[which][rank]
-        assert sealed(arena) == sealed(original) == ((which, rank), 2)
+        assert find_sealed_snapshot(arena) == find_sealed_snapshot(original) == ((which, rank), 2)
         at, length = original.tail()
         assert bytes(arena.view[: at + length]) == bytes(original.view[: at + length])
     assert held.kept() == {(5, 0), (5, 1)}
@@ -157,17 +157,17 @@ def test_what_did_not_arrive_is_not_kept_and_the_reason_is_heard(held: Held) -> 
 def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held: Held) -> None:
     which = identity(5)
     assert held.copy(which) == ""
-    told = described(which, held.originals[which])
-    held.keeper.forget(which.__eq__)
+    told = describe_snapshots(which, held.originals[which])
+    held.keeper.evict(which.__eq__)
     held.transport.stuck = {f"copy/{which}/1"}
     link, heard = cast(Transport, held.transport), list[str]()
-    held.keeper.keep(link, which, "a", [], told[1:], heard.append)
-    held.keeper.source_gone("b")
+    held.keeper.fetch_replicas(link, which, "a", [], told[1:], heard.append)
+    held.keeper.handle_disconnect("b")
     assert not heard
-    held.keeper.source_gone("a")
+    held.keeper.handle_disconnect("a")
     held.turned.until(lambda: heard)
     assert "called off" in heard[0]
-    held.keeper.source_gone("a")
+    held.keeper.handle_disconnect("a")
     assert held.kept() == set()
 
 
@@ -176,15 +176,15 @@ def test_what_came_of_what_is_safe_under_an_earlier_placement_goes_where_the_nex
 ) -> None:
     """Else it would be there until something newer is safe, which never is: memory is for two generations."""
     assert held.copy(identity(5)) == ""
-    size = held.keeper.kept[identity(5), 0].bytes
-    held.keeper.bound(lambda: 3 * size)
-    held.keeper.make_room(identity(6), identity(5), [size], [1])
+    size = held.keeper.arenas_by_key[identity(5), 0].size_bytes
+    held.keeper.set_limit(lambda: 3 * size)
+    held.keeper.evict_superseded(identity(6), identity(5), [size], [1])
     assert held.kept() == {(5, 0), (5, 1)}, "there is room"
-    held.keeper.make_room(identity(6), identity(5), [size] * 2)
+    held.keeper.evict_superseded(identity(6), identity(5), [size] * 2)
     assert held.kept() == {(5, 0), (5, 1)}, "it is not known which of them make it safe"
-    held.keeper.make_room(identity(5), identity(5), [size] * 2, [1])
+    held.keeper.evict_superseded(identity(5), identity(5), [size] * 2, [1])
     assert held.kept() == {(5, 0), (5, 1)}, "it is copied itself, and stays as it was until that has come"
-    held.keeper.make_room(identity(6), identity(5), [size] * 2, [1])
+    held.keeper.evict_superseded(identity(6), identity(5), [size] * 2, [1])
     assert held.kept() == {(5, 1)}
 
 
@@ -194,8 +194,8 @@ def test_what_attempts_under_several_placements_have_left_goes_for_the_next_once
     """Where nothing was ever safe what arrived here stays, as it may be all that outlives a node; it would for ever,
     were it more than there is room for."""
     assert held.copy(identity(5)) == ""
-    size = held.keeper.kept[identity(5), 0].bytes
-    held.keeper.bound(lambda: 2 * size)
+    size = held.keeper.arenas_by_key[identity(5), 0].size_bytes
+    held.keeper.set_limit(lambda: 2 * size)
     assert "no memory for a copy" in held.copy(identity(6))
     assert "no memory for a copy" in held.copy(identity(7))
     assert held.kept() == {(5, 0), (5, 1)}
@@ -209,20 +209,20 @@ def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed
     """Nobody would let go of it any more: the agent would stay for its sake. `landed`: all of it was there by then."""
     which, link = identity(5), cast(Transport, held.transport)
     arenas = held.originals[which] = staged(which, 2)
-    told = described(which, arenas)
+    told = describe_snapshots(which, arenas)
     ready: list[str] = []
     held.giver.publish(link, which, arenas, lambda found, error: ready.append(error))
     held.turned.until(lambda: ready)
     held.transport.stuck = set() if landed else {f"copy/{which}/{rank}" for rank in arenas}
     heard = list[str]()
-    held.keeper.keep(link, which, "a", [], told, heard.append)
+    held.keeper.fetch_replicas(link, which, "a", [], told, heard.append)
     match how:
         case "a newer start has a whole checkpoint":
-            held.keeper.epochs_before(replace(which.epoch, number=which.epoch.number + 1))
+            held.keeper.evict_epochs_before(replace(which.epoch, number=which.epoch.number + 1))
         case "a newer one is safe":
-            held.keeper.before(identity(6))
+            held.keeper.evict_older_than(identity(6))
         case _:
-            held.keeper.forget(lambda each: each.epoch <= which.epoch)
+            held.keeper.evict(lambda each: each.epoch <= which.epoch)
     held.turned.until(lambda: heard)
     assert "nobody goes on from" in heard[0] if landed else "called off" in heard[0]
     assert held.kept() == set()
@@ -235,33 +235,39 @@ def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread(
     """The main thread would be silent meanwhile, half a second for each GiB, and other nodes would take it for gone."""
     turned, size = Turned(), 64 << 20
     name = ParityChunkName(identity(5), Row.P, Striped(size, ((StagedRun(0, 0, size),),)))
-    copies = ReplicaStore(turned.bulk, turned.post)
+    copies = ReplicaStore(turned.workers, turned.post)
     try:
         copies.begin_chunk(name)
-        assert (copies.bytes, copies.taken_bytes) == (size, 0)
-        copies.chunks.end([name], [])
-        assert (copies.bytes, turned.bulk.closing_bytes) == (0, size)
-        turned.until(lambda: turned.bulk.closing_bytes == 0)
+        assert (copies.bytes, copies.allocated_bytes) == (size, 0)
+        copies.parity_store.end_chunks([name], [])
+        assert (copies.bytes, turned.workers.closing_bytes) == (0, size)
+        turned.until(lambda: turned.workers.closing_bytes == 0)
     finally:
         copies.close()
         turned.close()
 
 
 def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_asked_for_it_hears_that() -> None:
-    bulk = cast(Workers, SimpleNamespace(close_arenas=close_arenas))
-    chunks, (old, new) = ParityStore(bulk), (identity(5), identity(6))
+    workers = cast(Workers, SimpleNamespace(close_arenas=close_arenas))
+    chunks, (old, new) = ParityStore(workers), (identity(5), identity(6))
     made = []
     for which in (old, new):
         name = ParityChunkName(which, Row.P, Striped(8, ((StagedRun(0, 0, 8),),)))
         made.append(
-            ParityChunk(name, 1, chunks.begin(name), Frames.placed(np.zeros(1), np.full(1, 8), np.zeros((1, 2)), 8), {})
+            ParityChunk(
+                name,
+                1,
+                chunks.begin_chunk(name),
+                Frames.from_columns(np.zeros(1), np.full(1, 8), np.zeros((1, 2)), 8),
+                {},
+            )
         )
-    chunks.forget(lambda each: each <= old)
-    assert "nobody goes on from" in chunks.end([made[0].name], made[:1])
-    assert chunks.end([made[1].name], made[1:]) == ""
+    chunks.evict(lambda each: each <= old)
+    assert "nobody goes on from" in chunks.end_chunks([made[0].name], made[:1])
+    assert chunks.end_chunks([made[1].name], made[1:]) == ""
     assert chunks.identities == {new}
-    again = replace(made[0], arena=chunks.begin(made[0].name))
-    assert chunks.end([again.name], [again]) == "", "if it is wanted again, it may come"
+    again = replace(made[0], arena=chunks.begin_chunk(made[0].name))
+    assert chunks.end_chunks([again.name], [again]) == "", "if it is wanted again, it may come"
     assert chunks.identities == {old, new}
     chunks.close()
 
@@ -273,17 +279,17 @@ def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it
     """A coordinator's agent that was started again does not know what the one before it has asked for."""
     which, link = identity(1), cast(Transport, held.transport)
     arenas = held.originals[which] = staged(which, 1)
-    wanted = described(which, arenas)
+    wanted = describe_snapshots(which, arenas)
     held.transport.stuck = {f"copy/{which}/0"}
     heard: list[tuple[str, str]] = []
-    held.keeper.keep(link, which, "a", [], wanted, lambda error: heard.append(("first", error)))
-    held.keeper.keep(link, which, "b", [], wanted, lambda error: heard.append(("again", error)))
-    ((fetch, arena),) = held.keeper._coming.values()
+    held.keeper.fetch_replicas(link, which, "a", [], wanted, lambda error: heard.append(("first", error)))
+    held.keeper.fetch_replicas(link, which, "b", [], wanted, lambda error: heard.append(("again", error)))
+    ((fetch, arena),) = held.keeper._incoming.values()
     if comes:
-        arena.view[PAGE : arena.bytes] = arenas[0].view[PAGE : arena.bytes]
-        fetch.done.set_result(None)
+        arena.view[PAGE : arena.size_bytes] = arenas[0].view[PAGE : arena.size_bytes]
+        fetch.completion.set_result(None)
     else:
-        held.keeper.source_gone("a")
+        held.keeper.handle_disconnect("a")
     held.turned.until(lambda: len(heard) == 2)
     assert [who for who, _ in heard] == ["first", "again"]
     assert [error == "" for _, error in heard] == [comes, comes]
@@ -292,12 +298,12 @@ def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it
 
 def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(held: Held) -> None:
     assert held.copy(identity(5)) == ""
-    held.keeper.before(identity(5))
+    held.keeper.evict_older_than(identity(5))
     for step in range(10, 100, 5):
         assert held.copy(identity(step), broken=[1], safe=identity(5))
         assert held.kept() == {(5, 0), (5, 1), (step, 0)}
     assert held.copy(identity(100), safe=identity(5)) == ""
-    held.keeper.before(identity(100))
+    held.keeper.evict_older_than(identity(100))
     assert held.kept() == {(100, 0), (100, 1)}
 
 
@@ -307,21 +313,21 @@ def test_what_was_safe_stays_at_a_node_that_was_away_when_something_newer_became
 ) -> None:
     """It may be kept as a whole, and what others have kept without this node in part only."""
     assert held.copy(identity(5)) == ""
-    held.keeper.before(identity(5))
+    held.keeper.evict_older_than(identity(5))
     most = room * held.keeper.bytes
-    held.keeper.bound(lambda: most)
+    held.keeper.set_limit(lambda: most)
     for step in (15, 20):
         held.copy(identity(step), broken=[1], safe=identity(10))
         assert held.kept() == {(step, 0), *([(5, 0), (5, 1)] if room > 1 else [])}
     assert held.copy(identity(25), safe=identity(10)) == ""
-    held.keeper.before(identity(25))
+    held.keeper.evict_older_than(identity(25))
     assert held.kept() == {(25, 0), (25, 1)}
 
 
 def test_where_nobody_knows_what_is_safe_that_stays_which_was_or_may_have_become_so(held: Held) -> None:
     """As after a restart of the coordinator's agent."""
     assert held.copy(identity(5)) == ""
-    held.keeper.before(identity(5))
+    held.keeper.evict_older_than(identity(5))
     for step in (10, 15, 20):
         assert held.copy(identity(step)) == ""  # others may have had theirs, or not
     assert held.kept() == {(step, rank) for step in (5, 10, 15, 20) for rank in (0, 1)}
@@ -331,16 +337,16 @@ def test_where_nobody_knows_what_is_safe_that_stays_which_was_or_may_have_become
     assert held.copy(identity(60)) == ""
     assert held.copy(identity(65)) == ""
     assert {step for step, _ in held.kept()} == {5, 20, 60, 65}
-    held.keeper.before(identity(65))
+    held.keeper.evict_older_than(identity(65))
     assert {step for step, _ in held.kept()} == {65}
 
 
 def test_a_copy_for_which_the_machine_has_no_memory_any_more_fails_and_what_is_kept_stays(held: Held) -> None:
     """It filled up after the copies were planned."""
     assert held.copy(identity(5)) == ""
-    held.keeper.before(identity(5))
+    held.keeper.evict_older_than(identity(5))
     free = [0]
-    held.keeper.bound(lambda: held.keeper.taken_bytes + free[0])
+    held.keeper.set_limit(lambda: held.keeper.allocated_bytes + free[0])
     one = held.keeper.bytes
     for step in (10, 15):
         assert "are not left" in held.copy(identity(step), safe=identity(5))
@@ -352,24 +358,24 @@ def test_a_copy_for_which_the_machine_has_no_memory_any_more_fails_and_what_is_k
 def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: Held) -> None:
     assert held.copy(identity(5)) == ""
     one = held.keeper.bytes
-    held.keeper.bound(lambda: held.keeper.taken_bytes + one + one // 2)
+    held.keeper.set_limit(lambda: held.keeper.allocated_bytes + one + one // 2)
     held.transport.stuck = {f"copy/{identity(10)}/{rank}" for rank in (0, 1)}
     arenas, heard = held.originals.setdefault(identity(10), staged(identity(10), 2)), list[str]()
-    wanted = decode_described(encode_described(described(identity(10), arenas)))
-    held.keeper.keep(cast(Transport, held.transport), identity(10), "a", [], wanted, heard.append)
-    assert held.keeper.taken_bytes < held.keeper.bytes == 2 * one
-    keeper = SimpleNamespace(copies=held.keeper, _jobs=tuple, followings=())
-    taken = NodeMemory._taken(cast(NodeMemory, keeper), identity(10).epoch)
-    assert taken == MemoryUse(0, held.keeper.taken_bytes), "who places copies counts it once: it is in what is free"
+    wanted = decode_described(encode_described(describe_snapshots(identity(10), arenas)))
+    held.keeper.fetch_replicas(cast(Transport, held.transport), identity(10), "a", [], wanted, heard.append)
+    assert held.keeper.allocated_bytes < held.keeper.bytes == 2 * one
+    keeper = SimpleNamespace(replicas=held.keeper, _jobs=tuple, followed_jobs=())
+    taken = NodeMemory._memory_use(cast(NodeMemory, keeper), identity(10).epoch)
+    assert taken == MemoryUse(0, held.keeper.allocated_bytes), "who places copies counts it once: it is in what is free"
     assert "are not left" in held.copy(identity(15), safe=identity(5))
-    held.keeper.source_gone("a")
+    held.keeper.handle_disconnect("a")
     held.turned.until(lambda: heard)
 
 
 def test_while_nothing_is_safe_yet_older_attempts_give_way_where_a_third_does_not_fit(held: Held) -> None:
     assert held.copy(identity(5)) == ""
     one = held.keeper.bytes
-    held.keeper.bound(lambda: 2 * one)
+    held.keeper.set_limit(lambda: 2 * one)
     for step in range(10, 40, 5):  # complete here, and not at some other node
         assert held.copy(identity(step)) == ""
         assert {each for each, _ in held.kept()} == {step - 5, step}
@@ -379,10 +385,10 @@ def test_while_nothing_is_safe_yet_older_attempts_give_way_where_a_third_does_no
 def test_what_nobody_goes_on_from_gives_way_to_what_does_not_fit_beside_it(held: Held) -> None:
     assert held.copy(identity(5)) == ""
     one = held.keeper.bytes
-    held.keeper.bound(lambda: one)
-    newer = Identity(Epoch(8, "f" * 16), Tick(5))
+    held.keeper.set_limit(lambda: one)
+    newer = Identity(Epoch(8, "f" * 16), Version(5))
     assert "are not left" in held.copy(newer)
-    held.keeper.may_go = lambda: identity(5).__eq__
+    held.keeper.get_eviction_rule = lambda: identity(5).__eq__
     assert held.copy(newer) == ""
     assert held.keeper.identities == {newer}
 
@@ -396,7 +402,7 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     assert held.copy(which) == ""
     frame = np.zeros(1, FRAME)
     frame["length"] = held.originals[which][0].header().data_bytes
-    wanted = WantedPart(which, frame, np.zeros(1, np.int64), np.full(1, DATA_AT, np.int64), "raw", None)
+    wanted = WriteRequest(which, frame, np.zeros(1, np.int64), np.full(1, DATA_OFFSET, np.int64), "raw", None)
     seen: list[bytes] = []
 
     def write(identity: Identity, frames: object, frame: Callable[[int], memoryview], *rest: object) -> Written:
@@ -405,44 +411,49 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
         seen.append(bytes(data))
         return Written((), np.zeros(1))
 
-    store, heard = SimpleNamespace(write=write), list[object]()
-    services = SimpleNamespace(copies=held.keeper, store=store, network=lambda: None)
+    store, heard = SimpleNamespace(write_packs=write), list[object]()
+    services = SimpleNamespace(replicas=held.keeper, store=store, network=lambda: None)
     if coordinates:
-        run = lambda lane, work, then: held.turned.bulk.run(lane, work, then)  # noqa: E731
+        run = lambda lane, work, then: held.turned.workers.run(lane, work, then)  # noqa: E731
         carrier = SimpleNamespace(ranks=None, _services=services, _run=run)
-        carrier._write = functools.partial(JobExecutor._write, cast(Any, carrier))
+        carrier._write_own_part = functools.partial(JobExecutor._write_own_part, cast(Any, carrier))
         cancel, then = threading.Event(), lambda *found: heard.append(found)
-        JobExecutor._have_copies_written(cast(Any, carrier), "", wanted, cancel, then)
+        JobExecutor._request_replica_write(cast(Any, carrier), "", wanted, cancel, then)
     else:
-        arenas = lambda identity, ranks: {rank: held.keeper.of(identity)[rank] for rank in ranks}  # noqa: E731
+        arenas = lambda identity, ranks: {rank: held.keeper.arenas_of(identity)[rank] for rank in ranks}  # noqa: E731
         writes = Progress()
-        server = SimpleNamespace(later=lambda delay_s, what: None)
+        server = SimpleNamespace(call_later=lambda delay_s, what: None)
         others = SimpleNamespace(
-            copies=held.keeper, _store=store, _bulk=held.turned.bulk, _held=arenas, _writes=writes, _server=server
+            replicas=held.keeper,
+            _store=store,
+            _workers=held.turned.workers,
+            _require_arenas=arenas,
+            _write_progress=writes,
+            _server=server,
         )
-        others._writing = []
+        others._pending_writes = []
         say = lambda *told: heard.append(told)  # noqa: E731
         channel = SimpleNamespace(peer="c", refuse=say, reply=say)
         fields = {"t": "write", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
-        PeerHandlers._write(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
+        PeerHandlers._write_commit_part(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
     for step in (10, 15, 20):
         assert held.copy(identity(step)) == ""
-        held.keeper.before(identity(step))
+        held.keeper.evict_older_than(identity(step))
     go.set()
     held.turned.until(lambda: heard)
     assert seen == [bytes(held.originals[which][0].data(0, int(frame["length"][0])))]
     assert coordinates or writes.count == 1, "who has asked for it would give up what does not move (agent.moving)"
-    one = sum(arena.bytes for arena in held.keeper.kept.values())
+    one = sum(arena.size_bytes for arena in held.keeper.arenas_by_key.values())
     assert held.keeper.bytes <= 2 * one, "then it is let go of"
 
 
 def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_one_generation_takes(held: Held) -> None:
     for step in range(5, 50, 5):
         assert held.copy(identity(step)) == ""
-        held.keeper.before(identity(step))
-    one = sum(arena.bytes for arena in held.keeper.kept.values())
+        held.keeper.evict_older_than(identity(step))
+    one = sum(arena.size_bytes for arena in held.keeper.arenas_by_key.values())
     assert held.keeper.bytes <= 2 * one
-    held.keeper.forget(lambda each: True)
+    held.keeper.evict(lambda each: True)
     assert held.keeper.bytes == 0
 
 
@@ -452,17 +463,19 @@ def test_what_holds_something_else_than_it_should_is_not_kept(until: int, held: 
     which = identity(5)
     mine, other = staged(which, 2), staged(identity(6), 2)
     try:
-        found = described(which, mine)
-        lied = [replace(each, page=other[each.rank].page()[:until] + each.page[until:]) for each in found]
+        found = describe_snapshots(which, mine)
+        lied = [
+            replace(each, first_page=other[each.rank].header_page()[:until] + each.first_page[until:]) for each in found
+        ]
         for rank in range(2):
             held.transport.offers[f"copy/{which}/{rank}"] = mine[rank].view, found[rank].frames
         heard: list[str] = []
-        held.keeper.keep(cast(Transport, held.transport), which, "a", [], lied, heard.append)
+        held.keeper.fetch_replicas(cast(Transport, held.transport), which, "a", [], lied, heard.append)
         held.turned.until(lambda: heard)
         assert "something else" in heard[0]
-        assert not held.keeper.kept
+        assert not held.keeper.arenas_by_key
         with pytest.raises(DamagedData):
-            described(which, other)
+            describe_snapshots(which, other)
     finally:
         for arena in [*mine.values(), *other.values()]:
             arena.close()
@@ -473,13 +486,15 @@ def test_what_is_described_wrong_is_refused_with_an_agent_error() -> None:
 
     arenas = staged(identity(5), 2)
     try:
-        right = described(identity(5), arenas)
+        right = describe_snapshots(identity(5), arenas)
     finally:
         for arena in arenas.values():
             arena.close()
     rows = msgpack.unpackb(encode_described(right))
     again = decode_described(msgpack.packb(rows))
-    assert [(each.rank, each.size, each.page) for each in again] == [(e.rank, e.size, e.page) for e in right]
+    assert [(each.rank, each.arena_bytes, each.first_page) for each in again] == [
+        (e.rank, e.arena_bytes, e.first_page) for e in right
+    ]
     frames = rows[0][3]
     for at, wrong in [
         *((0, each) for each in (-1, None, "x", [])),
@@ -494,7 +509,7 @@ def test_what_is_described_wrong_is_refused_with_an_agent_error() -> None:
         if whole != {}:
             with pytest.raises(AgentError):
                 decode_described(msgpack.packb(whole))
-    within = Frames.placed(
+    within = Frames.from_columns(
         right[0].frames.offsets[:1] * 0, right[0].frames.lengths[:1], right[0].frames.hashes[:1], 1 << 20
     )
     with pytest.raises(AgentError, match="wrong"):  # the first page is written last, by the keeper itself

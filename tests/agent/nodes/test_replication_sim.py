@@ -28,7 +28,7 @@ from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.inventory_lease import InventoryLease
 from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
 from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated
 from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.agent.snapshots.inventory import Inventory, Key
@@ -39,14 +39,16 @@ from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Placement, Replicas, place
-from ckpt.types import HERE, Epoch, Identity, Tick
+from ckpt.types import OWN_NODE, Epoch, Identity, Version
 from tests.agent.nodes.copying import Copying
 from tests.agent.nodes.staged import close_arenas
 
 SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "4000"))
 GENERATIONS = 12  # that a schedule stages, over all its starts
 ADDRESS = (Address("h", 1),)
-FRAMES = Frames.placed(np.array([PAGE], np.uint64), np.array([16], np.uint64), np.zeros((1, 2), np.uint64), PAGE + 16)
+FRAMES = Frames.from_columns(
+    np.array([PAGE], np.uint64), np.array([16], np.uint64), np.zeros((1, 2), np.uint64), PAGE + 16
+)
 
 
 class Cell:
@@ -54,7 +56,7 @@ class Cell:
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(PAGE + 16))
-        self.bytes = PAGE + 16
+        self.size_bytes = PAGE + 16
 
     @staticmethod
     def create(size: int) -> Cell:
@@ -66,12 +68,12 @@ class Cell:
 
     def fill(self, identity: Identity, rank: int, world: int) -> None:
         self.view[PAGE:] = content(identity, rank)
-        self.set_page(msgpack.packb([str(identity), rank, world]).ljust(PAGE, b"\0"))
+        self.write_header_page(msgpack.packb([str(identity), rank, world]).ljust(PAGE, b"\0"))
 
-    def set_page(self, page: bytes) -> None:
+    def write_header_page(self, page: bytes) -> None:
         self.view[:PAGE] = page
 
-    def page(self) -> bytes:
+    def header_page(self) -> bytes:
         return bytes(self.view[:PAGE])
 
     def close(self) -> None:
@@ -79,14 +81,14 @@ class Cell:
 
 
 def content(identity: Identity, rank: int) -> bytes:
-    return f"{identity.epoch.number:05d}{identity.tick.step:06d}{rank:05d}".encode()
+    return f"{identity.epoch.number:05d}{identity.version.step:06d}{rank:05d}".encode()
 
 
 def sealed(cell: Cell) -> tuple[Key, int] | None:
     if not cell.view[0]:
         return None
     unpacker = msgpack.Unpacker()
-    unpacker.feed(cell.page())
+    unpacker.feed(cell.header_page())
     text, rank, world = unpacker.unpack()
     return (Identity.parse(text), rank), world
 
@@ -96,15 +98,17 @@ def described(identity: Identity, cells: Mapping[int, Cell]) -> list[DescribedSn
         found = sealed(cell)
         if found is None or found[0] != (identity, rank):
             raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
-    return [DescribedSnapshot(rank, cell.bytes, cell.page(), FRAMES) for rank, cell in sorted(cells.items())]
+    return [
+        DescribedSnapshot(rank, cell.size_bytes, cell.header_page(), FRAMES) for rank, cell in sorted(cells.items())
+    ]
 
 
 @pytest.fixture(autouse=True)
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
-    monkeypatch.setattr("ckpt.agent.replication.replica_store.sealed", sealed)
-    monkeypatch.setattr("ckpt.agent.replication.replica_store.described", described)
-    monkeypatch.setattr("ckpt.agent.snapshots.inventory.sealed", sealed)
+    monkeypatch.setattr("ckpt.agent.replication.replica_store.find_sealed_snapshot", sealed)
+    monkeypatch.setattr("ckpt.agent.replication.replica_store.describe_snapshots", described)
+    monkeypatch.setattr("ckpt.agent.snapshots.inventory.find_sealed_snapshot", sealed)
 
 
 class Late:
@@ -129,27 +133,27 @@ class Late:
 
 class Fetched:
     def __init__(self) -> None:
-        self.done: Future[None] = Future()
+        self.completion: Future[None] = Future()
 
     def cancel(self) -> None:
         self.fail("it was called off")
 
     def fail(self, why: str) -> None:
-        if not self.done.done():
-            self.done.set_exception(AgentError(why))
+        if not self.completion.done():
+            self.completion.set_exception(AgentError(why))
 
 
 class Holder:
     """A node's agent: its network and transport, what its ranks have staged, and what it keeps for others."""
 
     def __init__(self, sim: Sim, name: str) -> None:
-        self.me, self._sim = name, sim
+        self.agent_name, self._sim = name, sim
         self.alive = True
         self.own: dict[Key, Cell] = {}
         self.offers: dict[str, memoryview] = {}
         self.copies = ReplicaStore(cast(Workers, Late(sim, self)), lambda what: sim.later(self, what))
         self.fence = InventoryLease()
-        self.copies.check = lambda epoch: self.fence.check(HERE, epoch, sim.now_s)
+        self.copies.check_eviction = lambda epoch: self.fence.check(OWN_NODE, epoch, sim.now_s)
 
     @property
     def transport(self) -> Any:
@@ -168,7 +172,7 @@ class Holder:
 
     def held(self, identity: Identity) -> dict[int, Cell]:
         own = {rank: cell for (each, rank), cell in self.own.items() if each == identity}
-        return {**cast(Any, self.copies.of(identity)), **own}
+        return {**cast(Any, self.copies.arenas_of(identity)), **own}
 
     def fetch(self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames, landed: Any) -> Fetched:
         """The bytes are those that lie there when they come; a hash that does not fit is told by the content."""
@@ -178,18 +182,18 @@ class Holder:
             source = giver.offers.get(name) if giver.alive else None
             if source is None or self._sim.breaks():
                 fetched.fail(f"agent {peer} does not give {name}")
-            elif not fetched.done.done():
+            elif not fetched.completion.done():
                 target[PAGE:] = source[PAGE:]
                 _, text, rank = name.split("/")
                 if bytes(source[PAGE:]) == content(Identity.parse(text), int(rank)):
-                    fetched.done.set_result(None)
+                    fetched.completion.set_result(None)
                 else:
                     fetched.fail("arrived with another hash")
 
         self._sim.later(self, come)
         return fetched
 
-    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
         """What is asked may be done although the answer is lost."""
         other, answered = self._sim.nodes[name], [False]
 
@@ -211,7 +215,7 @@ class Holder:
                 self._sim.after(other, self, lambda: end(answer, error))
 
             try:
-                other.asked(self.me, fields, blobs, reply)
+                other.asked(self.agent_name, fields, blobs, reply)
             except AgentError as exc:
                 reply([], str(exc))
             self._sim.watch(self, other, lambda: end(None, f"agent {name} is gone"))
@@ -221,10 +225,10 @@ class Holder:
         else:
             self._sim.after(self, other, arrive, always=True)
 
-    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         other = self._sim.nodes[name]
         if not self._sim.breaks():
-            self._sim.after(self, other, lambda: other.told(self.me, fields))
+            self._sim.after(self, other, lambda: other.told(self.agent_name, fields))
 
     def asked(self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[..., None]) -> None:
         """As Others has it."""
@@ -245,31 +249,31 @@ class Holder:
         assert fields["t"] == "keep"
         self.fence.check(by, identity.epoch, self._sim.now_s)
         safe = fields["safe"]
-        self.copies.make_room(identity, Identity.parse(safe) if safe is not None else None)
+        self.copies.evict_superseded(identity, Identity.parse(safe) if safe is not None else None)
         wanted = decode_described(blobs[0])
 
         def kept(error: str) -> None:
             reply([], error or self.fence.refusal(by, identity.epoch, self._sim.now_s))
 
-        self.copies.keep(self.transport, identity, fields["source"], (), wanted, kept)
+        self.copies.fetch_replicas(self.transport, identity, fields["source"], (), wanted, kept)
 
     def told(self, by: str, fields: dict[str, Any]) -> None:
         try:
             if fields["t"] == "withdraw":
                 self.copies.withdraw(self.transport, Identity.parse(fields["identity"]))
             elif fields["t"] == "kept":
-                self.copies.before(Identity.parse(fields["identity"]))
+                self.copies.evict_older_than(Identity.parse(fields["identity"]))
             elif fields["t"] == "forget":
                 self.forget(Epoch.parse(fields["epoch"]))
         except AgentError:
             self._sim.refused += 1
 
     def forget(self, before: Epoch) -> None:
-        self.copies.epochs_before(before)
+        self.copies.evict_epochs_before(before)
         self.own = {key: cell for key, cell in self.own.items() if key[0].epoch >= before}
 
     def keeps(self, epoch: Epoch) -> KeptReplica:
-        return KeptReplica.of(self.inventory(), self.copies.told_safe, epoch)
+        return KeptReplica.from_inventory(self.inventory(), self.copies.announced_replicated, epoch)
 
     def inventory(self) -> Inventory:
         found = Inventory()
@@ -306,12 +310,12 @@ class Job:
     def snapshot(self) -> None:
         """All ranks stage one; it goes to other nodes unless one is on its way."""
         self.step += 1
-        identity = Identity(self.epoch, Tick(self.step))
+        identity = Identity(self.epoch, Version(self.step))
         for name in self.names:
             holder = self.sim.nodes[name]
             for rank in self.ranks[name]:
                 self.stage(holder, identity, rank)
-        if self.under_way is None and any(kept.holders for kept in self.placement.kept):
+        if self.under_way is None and any(kept.holders for kept in self.placement.protected_states):
             self.replicate(identity)
 
     def stage(self, holder: Holder, identity: Identity, rank: int) -> None:
@@ -335,7 +339,7 @@ class Job:
         self.sim.later(self.sim.nodes[self.names[0]], heard)
 
     def copy_again(self) -> None:
-        newest = Identity(self.epoch, Tick(self.step))
+        newest = Identity(self.epoch, Version(self.step))
         if self.under_way is None and newest in (self.safe, self.failed):
             self.sim.again += 1
             self.replicate(newest)
@@ -345,8 +349,8 @@ class Job:
         self.emptied.clear()
         self.copying.begin(identity)
         lead = self.sim.nodes[self.names[0]]
-        wanted = {kept.node: (list(self.ranks[kept.node]), kept.holders) for kept in placement.kept}
-        own = {rank: lead.own[identity, rank] for rank in self.ranks[lead.me]}
+        wanted = {kept.node: (list(self.ranks[kept.node]), kept.holders) for kept in placement.protected_states}
+        own = {rank: lead.own[identity, rank] for rank in self.ranks[lead.agent_name]}
 
         def then(error: str) -> bool:
             self.under_way, why_not = None, self.copying.ended(error)
@@ -359,9 +363,9 @@ class Job:
                 return False
             self.safe = identity
             self.sim.safe(identity, placement, self.emptied)
-            lead.told(lead.me, {"t": "forget", "epoch": str(self.epoch)})
+            lead.told(lead.agent_name, {"t": "forget", "epoch": str(self.epoch)})
             for name in self.names[1:]:
-                lead.tell(name, {"t": "forget", "epoch": str(self.epoch)})
+                lead.notify(name, {"t": "forget", "epoch": str(self.epoch)})
             if self.sim.random.random() < 0.1:
                 self.placement = self.placed(placement)
             return True
@@ -382,9 +386,9 @@ class Job:
 
         if forgot or self.unsure:
             self.unsure = True
-            losses = {rank: kept.losses for kept in placement.kept for rank in self.ranks[kept.node]}
+            losses = {rank: kept.losses_max for kept in placement.protected_states for rank in self.ranks[kept.node]}
             needs = [losses[rank] for rank in range(self.world)]
-            find_safe(network, self.names, lead.keeps(self.epoch), self.epoch, needs, found)
+            find_replicated(network, self.names, lead.keeps(self.epoch), self.epoch, needs, found)
         else:
             begin(self.safe)
 
@@ -421,7 +425,7 @@ class Sim:
 
     def after(self, sender: Holder, receiver: Holder, what: Callable[[], None], always: bool = False) -> None:
         """In order on each connection. `always`: also where the receiver is dead, which it is to find out."""
-        way = sender.me, receiver.me
+        way = sender.agent_name, receiver.agent_name
         at_s = max(self.now_s + self.random.expovariate(10.0), self.last.get(way, 0.0) + 1e-9)
         self.last[way] = at_s
         heapq.heappush(self.queue, (at_s, next(self.order), sender if always else receiver, what))
@@ -485,7 +489,7 @@ class Sim:
         who may have lost it since it had it."""
         if self.promised is not None and identity < self.promised[0]:
             return  # what a job before had begun came to its end late
-        dead = {kept.node for kept in placement.kept if not self.nodes[kept.node].alive}
+        dead = {kept.node for kept in placement.protected_states if not self.nodes[kept.node].alive}
         self.promised, self.gone = (identity, placement), dead | emptied
 
     # -- a run
@@ -499,18 +503,18 @@ class Sim:
         epoch = Epoch(next(self.epochs), "0" * 16)
         whole = Inventory()
         for name in self.random.sample(alive, len(alive)):
-            self.nodes[name].fence.asked("start", Epoch(epoch.number - 1, "0" * 16))
-            whole.add(self.nodes[name].inventory(), name)
+            self.nodes[name].fence.take_lease("start", Epoch(epoch.number - 1, "0" * 16))
+            whole.merge(self.nodes[name].inventory(), name)
             self.turns((0, 1, 5, 20))
-        found = whole.complete()
+        found = whole.complete_checkpoints()
         self.turns((0, 10, 30))
         if self.promised is not None:
             identity, placement = self.promised
-            if not placement.lost(self.gone | cut_off):
+            if not placement.lost_nodes(self.gone | cut_off):
                 assert found, f"{identity} was safe, {self.gone} are gone, and nothing is left"
                 assert found[-1] >= identity, f"{identity} was safe, {self.gone} are gone, and {found[-1]} is left"
                 self.kept += 1
-            for rank, names in whole.by_rank(found[-1]).items() if found else ():
+            for rank, names in whole.holders_by_rank(found[-1]).items() if found else ():
                 for name in names:
                     cell = self.nodes[name].held(found[-1]).get(rank)
                     assert cell is not None, (
@@ -519,9 +523,9 @@ class Sim:
                     assert bytes(cell.view[PAGE:]) == content(found[-1], rank)
             self.promised = None  # what comes back has lost some of its holders: see Reprotecting
         for name in alive:
-            self.nodes[name].fence.begun("start", epoch)
+            self.nodes[name].fence.on_epoch_begun("start", epoch)
         self.starts += 1
-        self.step = found[-1].tick.step if found else 0
+        self.step = found[-1].version.step if found else 0
         names = self.random.sample(alive, self.random.randint(min(1, len(alive)), len(alive)))
         names += [self.add() for _ in range(max(self.random.randint(0, 2), 2 - len(names)))]
         self.random.shuffle(names)

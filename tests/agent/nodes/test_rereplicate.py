@@ -12,8 +12,8 @@ import pytest
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.replication import rereplicate
 from ckpt.agent.replication.replica_store import ReplicaStore, encode_described
-from ckpt.agent.replication.rereplicate import Rereplication, again_after_s
-from ckpt.agent.snapshots.described import described
+from ckpt.agent.replication.rereplicate import Rereplication, retry_delay_s
+from ckpt.agent.snapshots.described import describe_snapshots
 from ckpt.ipc.node_list import NodeAt
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
 from tests.agent.fake import full
@@ -31,7 +31,7 @@ class Made:
         self.net, self.events = Net("me"), list[tuple[str, dict[str, Any]]]()
         self.said: list[bool] = []  # whether it is safe
         self.arenas = staged(WHICH, 1)
-        self.sent = encode_described(described(WHICH, self.arenas))
+        self.sent = encode_described(describe_snapshots(WHICH, self.arenas))
         self.reprotecting = Rereplication(
             cast(PeerNetwork, self.net),
             cast(ReplicaStore, SimpleNamespace(withdraw=lambda *given: None)),
@@ -49,7 +49,7 @@ class Made:
         """Which sources are asked."""
         assert self.reprotecting.is_due
         before = len(self.net.asked)
-        self.reprotecting.tend(PLENTY, copies)
+        self.reprotecting.begin_attempt(PLENTY, copies)
         return [each.name for each in self.net.asked[before:]]
 
     def left(self, kind: str) -> list[Asked]:
@@ -128,19 +128,19 @@ def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_o
     assert job.said == [False]
     assert job.tend(1) == []
     assert job.said == [False, True]
-    job.reprotecting.lost(holder)
+    job.reprotecting.drop_holder(holder)
     assert job.tend(1)
     assert job.said == [False, True, False]
 
 
 def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Callable[..., Made]) -> None:
     job = made("a")
-    job.reprotecting.tend({}, 1)
+    job.reprotecting.begin_attempt({}, 1)
     assert (job.said, job.names()) == ([False], ["replication.short"])
 
 
 def test_what_fails_is_tried_again_ever_later_and_at_least_once_a_minute() -> None:
-    assert [again_after_s(failures) for failures in (1, 2, 5, 6, 10_000)] == [2.0, 4.0, 32.0, 60.0, 60.0]
+    assert [retry_delay_s(failures) for failures in (1, 2, 5, 6, 10_000)] == [2.0, 4.0, 32.0, 60.0, 60.0]
 
 
 @pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
@@ -149,20 +149,20 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
     assert job.tend(1) == ["a"]
     job.give()
     if when == "meanwhile":
-        job.reprotecting.lost("a")
+        job.reprotecting.drop_holder("a")
     (holder,) = job.each("keep", lambda asked: asked.answer({}))
     if when == "afterwards":
         assert job.tend(1) == []
         assert not job.reprotecting.is_due
-        job.reprotecting.lost("d" if holder != "d" else "c")
+        job.reprotecting.drop_holder("d" if holder != "d" else "c")
         assert not job.reprotecting.is_due, "it had nothing"
-        job.reprotecting.lost("a")
+        job.reprotecting.drop_holder("a")
     assert job.tend(1) == [holder]
     job.give()
     job.each("keep", lambda asked: asked.answer({}))
     assert job.names() == ["replica.restored"] * 2
     job.reprotecting.end()
-    job.reprotecting.lost(holder)
+    job.reprotecting.drop_holder(holder)
     assert not job.reprotecting.is_due
 
 

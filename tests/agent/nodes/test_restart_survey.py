@@ -8,24 +8,24 @@ from typing import cast
 import pytest
 
 from ckpt.agent.replication import rereplicate
-from ckpt.agent.replication.restart_survey import Next, RestartSurvey, next_of, together
+from ckpt.agent.replication.restart_survey import Next, RestartSurvey, merge_answers, next_action
 from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 
-WHICH = Identity(Epoch(2, "0" * 16), Tick(5))
+WHICH = Identity(Epoch(2, "0" * 16), Version(5))
 PLACES = cast(FramePlaces, object())
 
 
 def keeps(*ranks: int) -> KeptReplica:
     held = Inventory()
-    held.hold(WHICH, 3, ranks)
+    held.add_local_snapshots(WHICH, 3, ranks)
     return KeptReplica(None, held)
 
 
 def every(**nodes: KeptReplica) -> Inventory:
-    return together(nodes, "me")
+    return merge_answers(nodes, "me")
 
 
 @pytest.mark.parametrize("all_said", [True, False])
@@ -42,8 +42,8 @@ def every(**nodes: KeptReplica) -> Inventory:
 def test_it_is_put_together_where_all_of_it_is_there_and_who_has_not_answered_is_waited_for_only_where_not(
     nodes: dict[str, KeptReplica], whole: bool, all_said: bool
 ) -> None:
-    expected = Next.COLLECT if whole else Next.OVER if all_said else Next.AGAIN
-    assert next_of(together(nodes, "me"), WHICH, all_said) is expected
+    expected = Next.COLLECT if whole else Next.STOP if all_said else Next.RETRY
+    assert next_action(merge_answers(nodes, "me"), WHICH, all_said) is expected
 
 
 def test_what_this_node_has_is_told_apart_from_what_others_have() -> None:
@@ -69,7 +69,7 @@ class Asking:
     def tend(self) -> None:
         """As after anything happened."""
         if self.refinding.is_due:
-            self.refinding.tend()
+            self.refinding.begin_survey()
 
     def say(self, all_said: bool, **nodes: KeptReplica) -> None:
         self.asked.pop()(every(**nodes), all_said)
@@ -97,8 +97,8 @@ def test_what_all_have_together_is_found_once(asking: Asking) -> None:
     asking.collect(PLACES)
     assert [sorted(each.holders) for each in asking.found] == [[(WHICH, 0), (WHICH, 1), (WHICH, 2)]]
     assert not asking.refinding.is_due
-    asking.refinding.lost()
-    asking.refinding.came()
+    asking.refinding.mark_stale()
+    asking.refinding.survey_again()
     assert not asking.refinding.is_due
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_put_together_is_asked_for_again(asking: Asking) -> None:
 
 def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(asking: Asking) -> None:
     asking.say(True, a=keeps(0, 1, 2), b=keeps(0, 1, 2))
-    asking.refinding.lost()
+    asking.refinding.mark_stale()
     asking.collect(PLACES)
     assert not asking.found
     asking.say(False, b=keeps(0, 1, 2))
@@ -135,14 +135,14 @@ def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(asking: As
 @pytest.mark.parametrize("when", ["while they are asked", "afterwards"])
 def test_where_nobody_has_the_rest_a_memory_only_node_that_comes_is_asked_too(when: str, asking: Asking) -> None:
     if when == "while they are asked":
-        asking.refinding.came()
+        asking.refinding.survey_again()
     asking.say(True, a=keeps(0, 1))
     if when == "afterwards":
         assert not asking.asked
         assert not asking.waits, "nothing is to come of that by itself"
-        asking.refinding.came()
+        asking.refinding.survey_again()
         asking.tend()
-    asking.say(True, a=keeps(0, 1), lender=keeps(2))
+    asking.say(True, a=keeps(0, 1), memory_node=keeps(2))
     asking.collect(PLACES)
     assert len(asking.found) == 1
 

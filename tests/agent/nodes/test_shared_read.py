@@ -41,9 +41,9 @@ def lose_memory(cluster: Cluster, *spread: int) -> int:
     """Saves a step to the store, and then nothing but the store has it."""
     cluster.start(*spread)
     cluster.checkpoint("store")
-    tick = cluster.save("store")
+    version = cluster.save("store")
     cluster.kill(*set(spread))
-    return tick.step
+    return version.step
 
 
 def read(store: TinyS3) -> int:
@@ -77,14 +77,14 @@ def lose_a_node(cluster: Cluster, node: int, damaged: int | None = None) -> tupl
     cluster.options = {**cluster.options, "peers": None}
     cluster.start(0, 1, 2)
     cluster.checkpoint("store")
-    tick = cluster.save("store")
+    version = cluster.save("store")
     staged = [rank.plan.declaration.staging.data_bytes for rank in cluster.job if rank.plan is not None]
     assert sum(staged) == STATE_BYTES
     for arena in cluster.job[damaged].slots.values() if damaged is not None else ():
         arena.data(0, 1000)[:] = bytes(range(250)) * 4
     cluster.kill(node)
     cluster.hang_up()
-    return tick.step, staged
+    return version.step, staged
 
 
 PARTLY = [(1, (0, 3, 2)), (1, (0, 2)), (1, (2, 0, 3, 0)), (0, (3, 1, 2)), (2, (3, 4, 0, 1, 1))]
@@ -124,11 +124,11 @@ def in_pairs(cluster: Cluster) -> tuple[int, list[int], tuple[int, int], tuple[i
     cluster.options = {**cluster.options, "peers": {"data": 1, "parity": 1}}
     cluster.start(0, 1, 2, 3)
     cluster.checkpoint("store")
-    tick = cluster.save("peer", "store")
+    version = cluster.save("peer", "store")
     staged = [rank.plan.declaration.staging.data_bytes for rank in cluster.job if rank.plan is not None]
     (partner,) = cluster.keepers()[0]
     first, second = (node for node in (1, 2, 3) if node != partner)
-    return tick.step, staged, (0, partner), (first, second)
+    return version.step, staged, (0, partner), (first, second)
 
 
 @pytest.mark.parametrize("news", [1, 0])

@@ -25,16 +25,16 @@ from ckpt.events import Event
 from ckpt.ipc import secret
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
-from ckpt.layout.read_sharding import homes
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.layout.read_sharding import shard_reads
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.net.loop import TurnedLoop
 from tests.agent.receiver import Rank
 from tests.agent.restore.test_restore_session import FRAME_BYTES, Source, manifest, raw
 
 EPOCH = Epoch(2, "0" * 16)
-IDENTITY = Identity(Epoch(1, "0" * 16), Tick(5))
+IDENTITY = Identity(Epoch(1, "0" * 16), Version(5))
 FRAMES = 200  # one as the other: those that are 251 apart would have the same bytes
-SECRET = secret.make()
+SECRET = secret.make_secret()
 
 
 class Store:
@@ -72,9 +72,9 @@ class Agent:
         self.loop, self.number = loop, number
         self.room = 1 << 30  # what it may take for all
         self.events: list[Event] = []
-        self.bulk = Workers(loop.post)
+        self.workers = Workers(loop.post)
         name = f"agent-{number}"
-        self.network = PeerNetwork(loop, self.bulk, name, self, transport=transport(name))
+        self.network = PeerNetwork(loop, self.workers, name, self, transport=transport(name))
         (self.address,) = self.network.listen(SECRET, "127.0.0.1:0")
         self.ranks: list[Rank] = []
         self.heard: list[str] = []
@@ -86,23 +86,23 @@ class Agent:
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         self.heard.append(message.kind)
-        fan = self.restore.fan
+        fan = self.restore.shared_read
         assert fan is not None
         if self.mute:
             return
         try:
             if message.kind == "brought":
-                fan.brought(channel, message)
+                fan.handle_brought(channel, message)
             elif self.away:
                 channel.reply(int(message.fields["id"]), {"ready": False})
             else:
-                fan.bring(channel, message)
+                fan.handle_bring(channel, message)
         except AgentError as exc:
             channel.refuse(int(message.fields["id"]), exc)
 
     def peer_closed(self, channel: Channel) -> None:
-        assert self.restore.fan is not None
-        self.restore.fan.source_gone(channel.peer)
+        assert self.restore.shared_read is not None
+        self.restore.shared_read.handle_disconnect(channel.peer)
 
     def rank(self) -> Rank:
         self.ranks.append(Rank(self.loop.post, self))
@@ -118,13 +118,23 @@ class Job:
         self.loop = TurnedLoop()
         self.store = Store()
         self.agents = [Agent(self.loop, number, transport) for number in range(count)]
-        nodes = [NodeAt(each.network.me, (each.address,), (each.number,)) for each in self.agents]
+        nodes = [NodeAt(each.network.agent_name, (each.address,), (each.number,)) for each in self.agents]
         for each in self.agents:
             self.store.reads.append(Counter())
             read = lambda number=each.number: self.store.reader(number)  # noqa: E731
-            services = each.network, each.bulk, self.loop.later, self.loop.post, read
+            services = each.network, each.workers, self.loop.call_later, self.loop.post, read
             each.restore = RestoreSession(
-                *(IDENTITY, manifest(FRAMES), 1, None, read, each.bulk, self.loop.later, self.loop.post, window_bytes),
+                *(
+                    IDENTITY,
+                    manifest(FRAMES),
+                    1,
+                    None,
+                    read,
+                    each.workers,
+                    self.loop.call_later,
+                    self.loop.post,
+                    window_bytes,
+                ),
                 fan=SharedRead(IDENTITY, EPOCH, manifest(FRAMES), nodes, *services, each.has_room, each.events.append),
             )
 
@@ -148,7 +158,7 @@ class Job:
         for each in self.agents:
             each.restore.close()
             each.network.close()
-            each.bulk.close()
+            each.workers.close()
             for rank in each.ranks:
                 rank.close()
         self.loop.close()
@@ -161,7 +171,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
     made.close()
 
 
-HOMES = homes(manifest(FRAMES).frames, 3)
+HOMES = shard_reads(manifest(FRAMES).frames, 3)
 STATE_BYTES = FRAMES * FRAME_BYTES
 
 
@@ -184,11 +194,11 @@ def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_t
     monkeypatch.setattr(shared_read, "DIALS_MAX", 3)
     seen: list[tuple[int, int]] = []
     for each in job.agents:
-        fan, connect, fetch = each.restore.fan, each.network.connect, each.network.transport.fetch
+        fan, connect, fetch = each.restore.shared_read, each.network.connect, each.network.transport.fetch
         assert fan is not None
 
         def look(fan: SharedRead = fan) -> None:
-            seen.append((fan._dialling, sum(map(len, fan._fetches.values()))))
+            seen.append((fan._dial_count, sum(map(len, fan._fetches_by_home.values()))))
 
         def connected(*given: Any, look: Any = look, connect: Any = connect) -> None:
             look()
@@ -218,13 +228,13 @@ def test_ranks_that_come_one_after_the_other_and_want_other_frames_each_read_not
 def test_a_rank_that_asks_while_another_still_has_the_same_frames_gets_them_too(job: Job) -> None:
     first = job.agents[0].rank()
     first.deaf = True
-    mine = HOMES.of(1)[:10].tolist()
+    mine = HOMES.frames_of(1)[:10].tolist()
     job.agents[0].restore.request(first, mine)
     job.loop.until(lambda: first.regions)
     (second,) = job.restore(0, frames=mine)
     job.until_restored([second])
     assert len(second.got) == 10
-    job.agents[0].restore.got(first, mine, [])
+    job.agents[0].restore.acknowledge_frames(first, mine, [])
     job.loop.until(lambda: first.outcome)
     assert first.outcome["sources"] == second.outcome["sources"] == {"peer": 10 * FRAME_BYTES}
     assert job.agents[0].heard.count("brought") < 5
@@ -241,12 +251,12 @@ def test_a_home_without_memory_for_others_has_them_read_by_themselves_and_says_s
 
 
 def test_a_home_that_says_nothing_is_done_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_read, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(shared_read, "LOOK_S", 0.05)
+    monkeypatch.setattr(shared_read, "HOME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(shared_read, "CHECK_S", 0.05)
     job.agents[1].mute = True
     ranks = job.restore(0, 2)
     job.until_restored(ranks)
-    expected = Counter({frame: 2 if HOMES.nodes[frame] == 1 else 1 for frame in range(FRAMES)})
+    expected = Counter({frame: 2 if HOMES.home_nodes[frame] == 1 else 1 for frame in range(FRAMES)})
     assert job.reads() == expected
 
 
@@ -263,7 +273,7 @@ def test_a_home_that_is_not_there_is_done_without(job: Job) -> None:
     job.agents[1].network.close()
     ranks = job.restore(0, 2)
     job.until_restored(ranks)
-    assert {frame for frame, count in job.reads().items() if count == 2} == set(HOMES.of(1).tolist())
+    assert {frame for frame, count in job.reads().items() if count == 2} == set(HOMES.frames_of(1).tolist())
 
 
 def test_a_home_that_dies_after_it_has_said_what_it_has_is_done_without(job: Job) -> None:
@@ -276,7 +286,7 @@ def test_a_home_that_dies_after_it_has_said_what_it_has_is_done_without(job: Job
     job.agents[1].network.close()
     job.agents[1].restore.close()
     (second,) = job.restore(0)
-    job.agents[0].restore.drop(first)
+    job.agents[0].restore.drop_request(first)
     job.until_restored([second])
     assert len(second.got) == FRAMES
 
@@ -284,14 +294,14 @@ def test_a_home_that_dies_after_it_has_said_what_it_has_is_done_without(job: Job
 @pytest.mark.parametrize("job", [(3, 4096), (3, 16 * 4096)], indirect=True)
 def test_what_a_home_gives_wrong_is_read_by_whoever_wants_it_though_the_window_is_full(job: Job) -> None:
     job.until_restored(job.restore(1))
-    fan = job.agents[1].restore.fan
+    fan = job.agents[1].restore.shared_read
     assert fan is not None
-    region = fan.memory.arenas[0]
-    region.view[:] = bytes(region.bytes)
+    region = fan.home_memory.arenas[0]
+    region.view[:] = bytes(region.size_bytes)
     ranks = job.restore(0, 2)
     job.until_restored(ranks)
     assert all(len(rank.got) == FRAMES for rank in ranks)
-    assert job.reads() == Counter({frame: 3 if HOMES.nodes[frame] == 1 else 1 for frame in range(FRAMES)})
+    assert job.reads() == Counter({frame: 3 if HOMES.home_nodes[frame] == 1 else 1 for frame in range(FRAMES)})
 
 
 def test_connections_that_end_while_all_read_are_made_anew_and_nothing_is_read_twice(job: Job) -> None:
@@ -307,17 +317,17 @@ def test_connections_that_end_while_all_read_are_made_anew_and_nothing_is_read_t
     ranks = job.restore()
     job.loop.until(passed.is_set)
     for one, other in itertools.permutations(job.agents, 2):
-        channel = one.network.channel(other.network.me)
+        channel = one.network.channel(other.network.agent_name)
         if channel is not None:
             channel.close()
-            one.network.closed(channel, AgentError("cut by the test"))
+            one.network.channel_closed(channel, AgentError("cut by the test"))
     go_on.set()
     job.until_restored(ranks)
     assert job.reads() == Counter(range(FRAMES))
 
 
 def test_what_a_home_cannot_read_each_node_tries_itself_and_a_fetch_fails_only_where_that_fails_too(job: Job) -> None:
-    bad = int(HOMES.of(1)[0])
+    bad = int(HOMES.frames_of(1)[0])
 
     def gate(node: int, frame: int) -> None:
         if frame == bad and node != 2:
@@ -334,24 +344,24 @@ def test_what_a_home_cannot_read_each_node_tries_itself_and_a_fetch_fails_only_w
 
 def test_a_node_that_has_nothing_to_read_itself_knows_the_record_all_the_same(job: Job) -> None:
     """The next save may refer to what it says."""
-    job.until_restored(job.restore(0, frames=HOMES.of(2)[:5].tolist()))
+    job.until_restored(job.restore(0, frames=HOMES.frames_of(2)[:5].tolist()))
     job.loop.until(lambda: job.agents[0].restore.record is not None)
     assert not job.store.reads[0]
 
 
 def test_the_end_of_a_restore_leaves_no_memory_and_no_offer(job: Job) -> None:
     job.until_restored(job.restore())
-    fans = [each.restore.fan for each in job.agents]
-    regions = [fan.memory.arenas[0] for fan in fans if fan is not None]
+    fans = [each.restore.shared_read for each in job.agents]
+    regions = [fan.home_memory.arenas[0] for fan in fans if fan is not None]
     for each, region in zip(job.agents, regions, strict=True):
-        assert region.bytes <= STATE_BYTES // 3 + FRAME_BYTES + 4096
+        assert region.size_bytes <= STATE_BYTES // 3 + FRAME_BYTES + 4096
         each.restore.close()
         job.loop.until(lambda region=region: region.fd == -1)  # type: ignore[misc]
         assert not each.network.transport._offers
 
 
 def test_malformed_and_foreign_requests_are_refused_and_change_nothing(job: Job) -> None:
-    fan = job.agents[0].restore.fan
+    fan = job.agents[0].restore.shared_read
     assert fan is not None
     connected: list[str] = []
     job.agents[1].network.connect(NodeAt("agent-0", (job.agents[0].address,), ()), connected.append)
@@ -359,10 +369,10 @@ def test_malformed_and_foreign_requests_are_refused_and_change_nothing(job: Job)
     job.loop.until(lambda: job.agents[0].network.channel("agent-1"))
     channel = job.agents[0].network.channel("agent-1")
     assert channel is not None
-    theirs = np.asarray(HOMES.of(1)[:1], "<u4").tobytes()
+    theirs = np.asarray(HOMES.frames_of(1)[:1], "<u4").tobytes()
     for blob in (b"x", theirs, np.asarray([FRAMES], "<u4").tobytes(), bytes(4 * FRAMES + 4)):
         with pytest.raises(AgentError):
-            fan.bring(channel, Message({"t": "bring", "id": 1}, [], [blob]))
-    fan.brought(channel, Message({"t": "brought"}, [], [theirs, b""]))  # nobody has asked for it
+            fan.handle_bring(channel, Message({"t": "bring", "id": 1}, [], [blob]))
+    fan.handle_brought(channel, Message({"t": "brought"}, [], [theirs, b""]))  # nobody has asked for it
     job.until_restored(job.restore())
     assert job.reads() == Counter(range(FRAMES))

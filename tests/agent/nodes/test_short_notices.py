@@ -15,7 +15,7 @@ from ckpt.errors import AgentError
 from ckpt.ipc.notice_sources import Sources
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
 from ckpt.threads import Tasks
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.node.test_agent import wait_for
 from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
 from tests.agent.nodes.test_relayed_notices import one_step
@@ -40,8 +40,8 @@ def warn(cluster: Cluster, word: Path, lead_s: float, after: int = 50) -> int:
     """The second node goes away so soon; the job trains until all ranks are told to leave. The step of that. `after`:
     so many steps, by which the pace is known."""
     part = word.with_suffix(".part")
-    for rounds in range(1000):
-        if rounds == after:
+    for attempts in range(1000):
+        if attempts == after:
             part.write_text(f"+{lead_s:g}")
             os.rename(part, word)
         left = together(cluster.job, one_step)
@@ -67,7 +67,7 @@ def test_where_a_commit_takes_too_long_the_node_that_stays_has_the_last_step_and
     step = warn(cluster, tmp_path / "word", 6.0)
     with Tasks("leave", pool_size=2) as tasks:
         here, gone = (tasks.submit(rank.leave, "notice") for rank in cluster.job)
-        assert cluster.job[0].wait_level(Tick(step), "peer")
+        assert cluster.job[0].wait_level(Version(step), "peer")
         cluster.kill_agent(1)  # its machine, as soon as it is not needed any more
         with pytest.raises(AgentError):
             gone.result(BOUND_S)
@@ -75,8 +75,8 @@ def test_where_a_commit_takes_too_long_the_node_that_stays_has_the_last_step_and
         assert (told["level"], told["step"], told["peer_step"]) == ("peer", step, step)
         assert told["committed_step"] == first
         assert told["left_s"] > 0
-        assert here.result(BOUND_S)["committed"] == str(Tick(step))
-    assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
+        assert here.result(BOUND_S)["committed"] == str(Version(step))
+    assert [identity.version.step for identity in line(cluster.url)] == [first, step]
 
 
 def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_the_last_step(
@@ -87,7 +87,7 @@ def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_t
     step = warn(cluster, tmp_path / "word", 6.0)
     with Tasks("leave", pool_size=2) as tasks:
         left = [tasks.submit(rank.leave, "notice") for rank in cluster.job]
-        assert cluster.job[0].wait_level(Tick(step), "peer")
+        assert cluster.job[0].wait_level(Version(step), "peer")
         told = outcome(cluster)
         assert (told["level"], told["step"], told["committed_step"]) == ("peer", step, first)
         cluster.kill_agent(0)  # its machine, as soon as it is not needed any more
@@ -96,7 +96,7 @@ def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_t
                 each.result(BOUND_S)
     cluster.hang_up()
     wait_for(lambda: len(line(cluster.url)) > 1)
-    assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
+    assert [identity.version.step for identity in line(cluster.url)] == [first, step]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_with_more_time_it_is_committed_and_with_less_that_is_said(
         assert told["committed_step"] == (step if level == "store" else first)
         assert told["left_s"] >= 0
         for answer in answers:  # the machine stays: it is committed all the same
-            assert answer.result(BOUND_S)["committed"] == str(Tick(step))
+            assert answer.result(BOUND_S)["committed"] == str(Version(step))
 
 
 def test_a_commit_under_way_is_broken_off_on_all_nodes_for_the_last_one_which_is_there_in_time_then(
@@ -135,6 +135,6 @@ def test_a_commit_under_way_is_broken_off_on_all_nodes_for_the_last_one_which_is
         assert told["left_s"] > 0
         for answer in answers:
             found = answer.result(BOUND_S)
-            assert (found["committed"], found["error"]) == (str(Tick(step)), None)
-    assert not cluster.job[0].wait_level(Tick(given_up, 1), "store")
-    assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
+            assert (found["committed"], found["error"]) == (str(Version(step)), None)
+    assert not cluster.job[0].wait_level(Version(given_up, 1), "store")
+    assert [identity.version.step for identity in line(cluster.url)] == [first, step]

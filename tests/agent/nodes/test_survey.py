@@ -14,19 +14,19 @@ from ckpt.agent.job.job import Job
 from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.replication.replicate import Replication
 from ckpt.agent.replication.replication_manager import ReplicationManager
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_safe, newest_safe
+from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated, newest_replicated
 from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteShare
 from ckpt.agent.state.accounting import Accounting
-from ckpt.agent.state.replica_state import OUTDONE, UNKEPT, ReplicaState
+from ckpt.agent.state.replica_state import NO_PEER_MEMORY, SUPERSEDED, ReplicaState
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.arena import PAGE
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.placement import Kept
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.staged import spoiled
 from tests.agent.nodes.test_replication_sim import ADDRESS, Cell, Holder, Sim, cells
 
@@ -36,13 +36,13 @@ EPOCH, BEFORE = Epoch(2, "0" * 16), Epoch(1, "0" * 16)
 
 
 def at(step: int) -> Identity:
-    return Identity(EPOCH, Tick(step))
+    return Identity(EPOCH, Version(step))
 
 
 def keeps(safe: int | None, **ranks: list[int]) -> KeptReplica:
     held = Inventory()
     for step, theirs in ranks.items():
-        held.hold(at(int(step[1:])), 3, theirs)
+        held.add_local_snapshots(at(int(step[1:])), 3, theirs)
     return KeptReplica(at(safe) if safe is not None else None, held)
 
 
@@ -89,32 +89,32 @@ def test_safe_is_what_anybody_was_told_of_or_what_lies_on_as_many_nodes_as_it_sh
 ) -> None:
     named = {f"n{number}": each for number, each in enumerate(nodes)}
     expected = SafeCheckpoint(at(newest) if newest is not None else None, at(whole) if whole is not None else None)
-    assert newest_safe(named, (1, 1, 1)) == expected
-    assert newest_safe(named, (1, 1, 1, 1)).whole is None, "of another job than this one"
+    assert newest_replicated(named, (1, 1, 1)) == expected
+    assert newest_replicated(named, (1, 1, 1, 1)).fully_replicated is None, "of another job than this one"
 
 
 def test_each_rank_is_to_outlive_as_many_losses_as_its_node_was_placed_for() -> None:
     nodes = {"a": keeps(None, _5=[0, 1]), "b": keeps(None, _5=[0, 2]), "c": keeps(None, _5=[0])}
-    assert newest_safe(nodes, (2, 0, 0)).whole == at(5)
-    assert newest_safe(nodes, (2, 1, 0)).whole is None
+    assert newest_replicated(nodes, (2, 0, 0)).fully_replicated == at(5)
+    assert newest_replicated(nodes, (2, 1, 0)).fully_replicated is None
 
 
 def test_what_a_node_says_that_cannot_be_is_an_error_and_nothing_else() -> None:
     right = keeps(3, _3=[1, 2])
     again = KeptReplica.parse(EPOCH, right.fields(), right.blobs())
-    assert (again.safe, again.held.holders) == (right.safe, right.held.holders)
+    assert (again.replicated, again.inventory.holders) == (right.replicated, right.inventory.holders)
     with pytest.raises(AgentError, match="another epoch"):
         KeptReplica.parse(BEFORE, right.fields(), right.blobs())
     expected = (CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
     told = [(wrong, right.blobs()) for wrong in spoiled(right.fields())]
-    told += [(right.fields(), [msgpack.packb(wrong)]) for wrong in spoiled(right.held.fields()) if is_sent(wrong)]
+    told += [(right.fields(), [msgpack.packb(wrong)]) for wrong in spoiled(right.inventory.fields()) if is_sent(wrong)]
     told += [(right.fields(), wrong) for wrong in ([], [b""], [right.blobs()[0][:-1]])]
     for fields, blobs in told:
         try:
             found = KeptReplica.parse(EPOCH, fields, blobs)
         except expected:
             continue
-        assert all(0 <= rank < found.held.worlds[identity] for identity, rank in found.held.holders)
+        assert all(0 <= rank < found.inventory.world_sizes[identity] for identity, rank in found.inventory.holders)
 
 
 def is_sent(value: Any) -> bool:
@@ -132,9 +132,9 @@ class Pair:
         self.sim = Sim(1)
         self.sim.break_rate = 0.0
         self.lead, self.lender = (self.sim.nodes[self.sim.add()] for _ in range(2))
-        self.lender.copies.bound(lambda: 2 * (PAGE + 16))
-        self.nodes = [NodeAt(self.lead.me, ADDRESS, (0,)), NodeAt(self.lender.me, ADDRESS, ())]
-        self.wanted = {self.lead.me: ((0,), (self.lender.me,))}
+        self.lender.copies.set_limit(lambda: 2 * (PAGE + 16))
+        self.nodes = [NodeAt(self.lead.agent_name, ADDRESS, (0,)), NodeAt(self.lender.agent_name, ADDRESS, ())]
+        self.wanted = {self.lead.agent_name: ((0,), (self.lender.agent_name,))}
 
     def copy(self, step: int, safe: Identity | None, is_safe: bool | None = True) -> str:
         """What is heard of it; to that it is said whether it `is_safe`."""
@@ -160,7 +160,7 @@ class Pair:
     def find(self) -> SafeCheckpoint | None:
         said: list[SafeCheckpoint | None] = []
         names = [node.name for node in self.nodes]
-        find_safe(cast(Any, self.lead), names, self.lead.keeps(EPOCH), EPOCH, (1,), said.append)
+        find_replicated(cast(Any, self.lead), names, self.lead.keeps(EPOCH), EPOCH, (1,), said.append)
         while not said:
             self.sim.turn()
         return said[0]
@@ -192,7 +192,7 @@ def test_nothing_goes_anywhere_for_copies_that_all_came_before_whoever_asked_say
     while pair.sim.turn():
         pass
     assert set(pair.lender.copies.identities) == {at(1), at(2)}
-    assert pair.lead.copies.told_safe == pair.lender.copies.told_safe == at(1)
+    assert pair.lead.copies.announced_replicated == pair.lender.copies.announced_replicated == at(1)
 
 
 def test_nothing_goes_for_copies_that_did_not_come_whatever_is_said_of_them() -> None:
@@ -200,13 +200,13 @@ def test_nothing_goes_for_copies_that_did_not_come_whatever_is_said_of_them() ->
     assert pair.copy(1, None) == ""
     pair.sim.break_rate = 1.0
     assert pair.copy(2, at(1)) != ""
-    assert pair.lead.copies.told_safe == at(1)
+    assert pair.lead.copies.announced_replicated == at(1)
 
 
 def test_while_a_node_does_not_answer_nothing_is_known() -> None:
     pair = Pair()
     assert pair.copy(1, None) == ""
-    pair.sim.lose(pair.lender.me)
+    pair.sim.lose(pair.lender.agent_name)
     assert pair.find() is None
 
 
@@ -214,12 +214,12 @@ def test_an_answer_that_cannot_be_read_is_none() -> None:
     said: list[SafeCheckpoint | None] = []
 
     class Net:
-        me = "a"
+        agent_name = "a"
 
-        def ask(self, name: str, fields: Any, blobs: Any, then: Any) -> None:
+        def request(self, name: str, fields: Any, blobs: Any, then: Any) -> None:
             then(Message({"safe": None}, [], [msgpack.packb(5)]), "")
 
-    find_safe(cast(Any, Net()), ["a", "b"], keeps(None), EPOCH, (1,), said.append)
+    find_replicated(cast(Any, Net()), ["a", "b"], keeps(None), EPOCH, (1,), said.append)
     assert said == [None]
 
 
@@ -234,39 +234,39 @@ class Carried:
         self.later: list[Callable[[], None]] = []
         self.finding: list[Callable[[SafeCheckpoint | None], None]] = []
         self.account = Accounting()
-        self.account.follow(EPOCH)
+        self.account.adopt_epoch(EPOCH)
         self.is_so = True
         self.group = SimpleNamespace(
-            replicates=True,
-            unsure=True,
-            is_kept_whole=True,
-            outdoes_former=True,
-            undoes_safe=False,
-            safe_tick=None,
-            stays_tick=None,
-            safe_needed=(),
-            found_safe=self.found_safe,
-            replicated=self.replicated,
-            why_not_copied=lambda tick: ReplicaState.why_not_copied(cast(ReplicaState, self.group), tick),
-            lets_older_go=lambda why_not: ReplicaState.lets_older_go(cast(ReplicaState, self.group), why_not),
+            is_replication_on=True,
+            is_survey_pending=True,
+            is_placement_complete=True,
+            supersedes_former=True,
+            would_reduce_protection=False,
+            replicated_version=None,
+            retained_version=None,
+            retained_placement=(),
+            record_survey=self.found_safe,
+            record_replication=self.replicated,
+            why_not_replicated=lambda version: ReplicaState.why_not_replicated(cast(ReplicaState, self.group), version),
+            can_drop_older=lambda why_not: ReplicaState.can_drop_older(cast(ReplicaState, self.group), why_not),
         )
-        protection = SimpleNamespace(
-            find_safe=self.find_safe,
+        replication_manager = SimpleNamespace(
+            find_replicated=self.find_safe,
             replicate=self.protect,
         )
         self.carrier = SimpleNamespace(
-            protection=protection,
-            group=self.group,
+            replication_manager=replication_manager,
+            scheduler=self.group,
             epoch=EPOCH,
             world=1,
             nodes=(),
             checkpoints={},
-            learning=None,
-            own=SimpleNamespace(arenas={}),
+            cost_model=None,
+            local_share=SimpleNamespace(arenas={}),
             emit=lambda *said, **data: None,
-            _services=SimpleNamespace(account=self.account, awaits_lenders=lambda: self.awaits),
-            _guarded=lambda then: then,
-            _later=lambda delay_s, what: self.later.append(what),
+            _services=SimpleNamespace(account=self.account, awaits_memory_nodes=lambda: self.awaits),
+            _guard_callback=lambda then: then,
+            _call_later=lambda delay_s, what: self.later.append(what),
             _replicate=self.replicate,
         )
 
@@ -278,9 +278,9 @@ class Carried:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 
-    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> bool:
-        self.group.unsure, self.kept = False, kept
-        self.group.safe_tick = self.group.stays_tick = tick
+    def found_safe(self, version: Version | None, kept: Sequence[Kept], whole: bool) -> bool:
+        self.group.is_survey_pending, self.kept = False, kept
+        self.group.replicated_version = self.group.retained_version = version
         return self.is_so
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
@@ -339,13 +339,18 @@ def test_memory_only_nodes_that_may_still_come_are_waited_for_before_it_is_asked
 
 @pytest.mark.parametrize(
     ("why_not", "outdone", "goes"),
-    [("", True, True), (UNKEPT, True, True), (UNKEPT, False, False), ("an agent was lost meanwhile", True, False)],
+    [
+        ("", True, True),
+        (NO_PEER_MEMORY, True, True),
+        (NO_PEER_MEMORY, False, False),
+        ("an agent was lost meanwhile", True, False),
+    ],
 )
 def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
     why_not: str, outdone: bool, goes: bool
 ) -> None:
     carried = Carried()
-    carried.group.outdoes_former = outdone
+    carried.group.supersedes_former = outdone
     carried.replicate()
     carried.finding.pop()(SafeCheckpoint(None, None))
     carried.judge = lambda error: why_not
@@ -355,23 +360,23 @@ def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
 def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_newer() -> None:
     carried = Carried()
     carried.replicate()
-    carried.group.undoes_safe = True
+    carried.group.would_reduce_protection = True
     carried.finding.pop()(SafeCheckpoint(at(5), at(5)))
-    assert carried.heard == [UNKEPT]
+    assert carried.heard == [NO_PEER_MEMORY]
 
 
 def test_what_is_not_copied_since_a_newer_one_is_found_to_be_safe_is_not_said_to_have_no_room() -> None:
     carried = Carried()
     carried.replicate()
-    carried.group.undoes_safe = True
+    carried.group.would_reduce_protection = True
     carried.finding.pop()(SafeCheckpoint(at(9), at(9)))
-    assert carried.heard == [OUTDONE]
+    assert carried.heard == [SUPERSEDED]
 
 
 def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not_whole() -> None:
     left = {"a": keeps(3, _3=[0]), "b": keeps(3, _3=[0, 1]), "c": keeps(3, _3=[2])}
-    safe = newest_safe(left, (1, 1, 1))
-    assert list(safe.outlives) == [1, 0, 0]
+    safe = newest_replicated(left, (1, 1, 1))
+    assert list(safe.survived_losses) == [1, 0, 0]
     carried = Carried()
     carried.carrier.nodes = [SimpleNamespace(name=name, ranks=[rank]) for rank, name in enumerate("abc")]
     carried.replicate()
@@ -382,48 +387,56 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
 def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_told_that_it_is_safe() -> None:
     """A node that keeps some of it was not connected for a while."""
     carried = Carried()
-    carried.group.safe_tick = carried.group.stays_tick = Tick(3)
+    carried.group.replicated_version = carried.group.retained_version = Version(3)
     carried.replicate()
     assert carried.known == at(3)
-    copies = SimpleNamespace(inventory=Inventory, chunks=SimpleNamespace(kept={}), told_safe=Identity(BEFORE, Tick(9)))
+    copies = SimpleNamespace(
+        inventory=Inventory,
+        parity_store=SimpleNamespace(chunks_by_name={}),
+        announced_replicated=Identity(BEFORE, Version(9)),
+    )
     node = NodeAt("a", (ADDRESS,), (0, 1, 2))
-    protection = ReplicationManager(
-        cast(Any, SimpleNamespace(me="a")), cast(Any, copies), cast(Any, None), (node,), None
+    replication_manager = ReplicationManager(
+        cast(Any, SimpleNamespace(agent_name="a")), cast(Any, copies), cast(Any, None), (node,), None
     )
     said: list[SafeCheckpoint | None] = []
-    protection.find_safe(EPOCH, carried.known, [at(3)], 3, said.append)
+    replication_manager.find_replicated(EPOCH, carried.known, [at(3)], 3, said.append)
     assert said == [SafeCheckpoint(at(3), None)]
 
 
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
     carried = Carried()
     carried.replicate()
-    carried.group.replicates = False
+    carried.group.is_replication_on = False
     carried.finding.pop()(SafeCheckpoint(at(5), None))
-    assert "no other node has room" in carried.heard.pop()
+    assert "no other node has memory left" in carried.heard.pop()
 
 
 def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_back_and_no_others_have_begun() -> None:
     carried, said = Carried(), list[tuple[str, str]]()
-    carried.group.unsure, carried.carrier._unkept = False, False
-    net = SimpleNamespace(tell=lambda name, fields, blobs=(): said.append((name, fields["t"])), limit=lambda rate: None)
+    carried.group.is_survey_pending, carried.carrier._has_released_replicas = False, False
+    net = SimpleNamespace(
+        notify=lambda name, fields, blobs=(): said.append((name, fields["t"])), set_rate_limit=lambda rate: None
+    )
     others = [RemoteShare(cast(Any, net), name, EPOCH, 3, (rank,)) for rank, name in enumerate("bc", 1)]
     carried.carrier.ranks = AllShares(cast(Any, SimpleNamespace(world=3)), others, "a")
     carried.carrier.nodes = tuple(NodeAt(name, (ADDRESS,), (rank,)) for rank, name in enumerate("abc"))
     carried.carrier.options = JobOptions()
     services, gone = carried.carrier._services, list[Epoch]()
-    services.network, services.lenders = lambda: net, tuple
-    services.copies = SimpleNamespace(unkeep=gone.append)
+    services.network, services.memory_nodes = lambda: net, tuple
+    services.replicas = SimpleNamespace(evict_epoch=gone.append)
 
     def comes_back(rank: int) -> list[str]:
-        carried.carrier.ranks.welcome(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1, NodeNames()))
+        carried.carrier.ranks.connect_rank(
+            rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1, NodeNames())
+        )
         said.clear()
-        Job._limit_copies(cast(Job, carried.carrier), rank)
+        Job._send_bandwidth_limit(cast(Job, carried.carrier), rank)
         assert {name for name, _ in said} == {"bc"[rank - 1]}
         return [kind for _, kind in said]
 
     assert comes_back(1) == ["limit"]
-    JobExecutor._unkeep(cast(JobExecutor, carried.carrier))
+    JobExecutor._release_replicas(cast(JobExecutor, carried.carrier))
     assert (gone, said[1:]) == ([EPOCH], [("b", "unkeep"), ("c", "unkeep")])
     assert comes_back(2) == ["limit", "unkeep"]
     carried.replicate()

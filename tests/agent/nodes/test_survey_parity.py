@@ -27,8 +27,8 @@ def outlives(fleet: Fleet, which: Identity, losses: int) -> bool:
     for gone in itertools.combinations(fleet.ranks, losses):
         left = Inventory()
         for name in fleet.ranks.keys() - set(gone):
-            left.add(fleet.keeps(name, which.epoch).held, name)
-        if which not in left.complete():
+            left.merge(fleet.keeps(name, which.epoch).inventory, name)
+        if which not in left.complete_checkpoints():
             return False
     return True
 
@@ -45,11 +45,11 @@ def test_what_is_found_is_what_outlives_the_losses_asked_for_or_as_many_as_what_
     assert fleet.protect(FIRST) == ""
     fleet.deaf = set(ranks)
     assert fleet.protect(SECOND, safe=FIRST) == ""
-    fleet.copies["a"].told_safe = FIRST
+    fleet.copies["a"].announced_replicated = FIRST
     kept_some = bool(fleet.kept("a"))
     if again:
         fleet.restart("a")
-    losses = min(kept.losses for kept in fleet.placed(SECOND).kept)
+    losses = min(kept.losses_max for kept in fleet.placed(SECOND).protected_states)
     whole = max((each for each in (FIRST, SECOND) if outlives(fleet, each, losses)), default=None)
     assert whole == (None if again and kept_some else SECOND)
     assert fleet.find(SECOND) == SafeCheckpoint(SECOND, whole)
@@ -58,8 +58,8 @@ def test_what_is_found_is_what_outlives_the_losses_asked_for_or_as_many_as_what_
 def test_a_node_that_lends_twice_the_parity_takes_the_next_of_a_coordinator_that_was_started_again(make: Make) -> None:
     fleet = make(LENT, Parity(2, 1))
     assert fleet.protect(FIRST) == ""
-    lent_bytes = 2 * fleet.copies["m"].chunks.used_bytes
-    fleet.copies["m"].bound(lambda: lent_bytes)
+    lent_bytes = 2 * fleet.copies["m"].parity_store.used_bytes
+    fleet.copies["m"].set_limit(lambda: lent_bytes)
     fleet.deaf = {"b", "m"}
     assert fleet.protect(SECOND, safe=FIRST) == ""
     fleet.restart("a")

@@ -13,12 +13,12 @@ import pytest
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import Frames, Transport
 from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
-from ckpt.agent.restore.peer_source import PeerSource, name_of
+from ckpt.agent.restore.peer_source import PeerSource, offer_name
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.snapshots.described import DescribedSnapshot
-from ckpt.agent.snapshots.inventory import sealed
+from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
-from ckpt.agent.snapshots.memory_checkpoint import StagedReader, put_together
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.arena import Arena
@@ -45,7 +45,7 @@ def content() -> tuple[bytearray, Frames]:
     data = bytearray(np.random.default_rng(1).bytes(sum(LENGTHS)))
     offsets = [0, *np.cumsum(LENGTHS)[:-1].tolist()]
     hashes = [frame_hash(data[at : at + length]) for at, length in zip(offsets, LENGTHS, strict=True)]
-    return data, Frames.placed(*(np.array(each, np.uint64) for each in (offsets, LENGTHS, hashes)), len(data))
+    return data, Frames.from_columns(*(np.array(each, np.uint64) for each in (offsets, LENGTHS, hashes)), len(data))
 
 
 class Between:
@@ -66,8 +66,8 @@ class Between:
         return call("agent-0", at, NAME, memoryview(self.target), frames, landed=self.landed.append, **named)
 
     def wait(self, fetch: Any) -> BaseException | None:
-        self.job.loop.until(fetch.done.done)
-        error: BaseException | None = fetch.done.exception()
+        self.job.loop.until(fetch.completion.done)
+        error: BaseException | None = fetch.completion.exception()
         return error
 
 
@@ -96,7 +96,7 @@ def test_only_what_is_wanted_comes_and_by_the_numbers_of_the_offer(between: Betw
     assert sorted(between.landed) == [1, 4]
     assert between.target[100:101] == data[100:101]
     assert not any(between.target[:100])
-    some = Frames.placed(np.array([0, 100], np.uint64), frames.lengths[[0, 4]], frames.hashes[[0, 4]], len(data))
+    some = Frames.from_columns(np.array([0, 100], np.uint64), frames.lengths[[0, 4]], frames.hashes[[0, 4]], len(data))
     assert between.wait(between.fetch(some, numbers=[0, 4])) is None
     assert between.target[:105] == data[:100] + data[-5:]
 
@@ -122,20 +122,20 @@ def test_an_agent_that_is_not_there_gives_nothing_and_what_is_called_off_ends(be
 
 def test_copies_go_by_it(job: Job) -> None:
     giver, keeper = job.agents[:2]
-    arenas, copies = staged(STEP, 2), [ReplicaStore(each.bulk, job.loop.post) for each in (giver, keeper)]
+    arenas, copies = staged(STEP, 2), [ReplicaStore(each.workers, job.loop.post) for each in (giver, keeper)]
     try:
         told: list[list[DescribedSnapshot]] = []
         heard: list[str] = []
         copies[0].publish(giver.network.transport, STEP, arenas, lambda found, error: told.append(found))
         job.loop.until(lambda: told)
         wanted = decode_described(encode_described(told[0]))
-        copies[1].keep(keeper.network.transport, STEP, "agent-0", [giver.address], wanted, heard.append)
+        copies[1].fetch_replicas(keeper.network.transport, STEP, "agent-0", [giver.address], wanted, heard.append)
         job.loop.until(lambda: heard)
         assert heard == [""]
-        for rank, arena in copies[1].of(STEP).items():
+        for rank, arena in copies[1].arenas_of(STEP).items():
             at, length = arenas[rank].tail()
             assert bytes(arena.view[: at + length]) == bytes(arenas[rank].view[: at + length])
-            assert sealed(arena) == ((STEP, rank), 2)
+            assert find_sealed_snapshot(arena) == ((STEP, rank), 2)
         copies[0].withdraw(giver.network.transport, STEP)
     finally:
         for each in copies:
@@ -146,14 +146,16 @@ def test_copies_go_by_it(job: Job) -> None:
 def test_a_start_goes_on_from_other_nodes_memory_by_it(job: Job) -> None:
     giver, getter = job.agents[:2]
     arenas = staged(STEP, 2)
-    made = put_together(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
-    sizes = {rank: arena.bytes for rank, arena in arenas.items()}
+    made = assemble_checkpoint(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
+    sizes = {rank: arena.size_bytes for rank, arena in arenas.items()}
     places = FramePlaces(STEP, made.ranks, made.offsets, sizes, {rank: ["agent-0"] for rank in arenas})
     for rank, arena in arenas.items():
-        giver.network.transport.offer(name_of(STEP, rank), arena.view, places.frames(rank, made.manifest), urgent=True)
+        giver.network.transport.offer(
+            offer_name(STEP, rank), arena.view, places.frames(rank, made.manifest), urgent=True
+        )
     node = NodeAt("agent-0", (giver.address,), ())
     peers = PeerSource(places, made.manifest, getter.network, [node], job.loop.post)
-    services = getter.bulk, job.loop.later, job.loop.post
+    services = getter.workers, job.loop.call_later, job.loop.post
     restore = RestoreSession(STEP, made.manifest, 1, None, None, *services, peers=peers)
     rank = Rank(job.loop.post, cast(Any, type("Owner", (), {"restore": restore})))
     try:
@@ -168,7 +170,7 @@ def test_a_start_goes_on_from_other_nodes_memory_by_it(job: Job) -> None:
         restore.close()
         rank.close()
         for number in arenas:
-            giver.network.transport.withdraw(name_of(STEP, number)).result(30)
+            giver.network.transport.withdraw(offer_name(STEP, number)).result(30)
         close(arenas)
 
 

@@ -26,10 +26,10 @@ class Asking(Rank):
 )
 def test_only_what_was_seen_to_be_damaged_is_called_so(answer: list[bytes] | None, kind: str, turned: Turned) -> None:
     net, rank = Net("b"), Asking()
-    services = cast(PeerNetwork, net), cast(EventLoop, Quiet()), turned.bulk, cast(StoreClient, None)
-    following = FollowerJob(EPOCH, 2, NODES, *services, cast(Any, None), lambda each: {})
+    services = cast(PeerNetwork, net), cast(EventLoop, Quiet()), turned.workers, cast(StoreClient, None)
+    followed_job = FollowerJob(EPOCH, 2, NODES, *services, cast(Any, None), lambda each: {})
     words = {"t": "fetch", "id": 1, "identity": str(identity(5))}
-    following._fetch(cast(Any, rank), Message(words, [], [np.array([0], "<u4").tobytes()]))
+    followed_job._fetch(cast(Any, rank), Message(words, [], [np.array([0], "<u4").tobytes()]))
     if answer is None:
         net.asked[0].refuse("the connection to agent a has ended")
     else:
@@ -37,4 +37,4 @@ def test_only_what_was_seen_to_be_damaged_is_called_so(answer: list[bytes] | Non
     (told,) = rank.heard
     assert (told["ok"], told["kind"]) == (False, kind)
     assert str(identity(5)) in told["message"]
-    following.drop()
+    followed_job.drop()

@@ -20,7 +20,7 @@ from ckpt.agent.observability.metrics_http import CONNECTIONS_MAX, REQUEST_MAX, 
 from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.state.accounting import Accounting, Phase
 from ckpt.threads import Tasks
-from ckpt.types import Epoch, Tick
+from ckpt.types import Epoch, Version
 
 ROOT = Path(__file__).parents[3]
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -59,11 +59,11 @@ def parse(text: str) -> Samples:
 
 def a_status(**job: Any) -> dict[str, Any]:
     account = Accounting()
-    account.look(0.0, Phase.STARTING)
-    account.started(2.0, Epoch(1, "0" * 16), Tick(5), "store", {"store": 100}, 30.0, 0)
-    account.staged(10.0, Tick(9), 0.25)
-    account.complete(Epoch(1, "0" * 16), Tick(9), 1000)
-    account.look(12.0, Phase.TRAINING, 11)
+    account.update(0.0, Phase.STARTING)
+    account.record_start(2.0, Epoch(1, "0" * 16), Version(5), "store", {"store": 100}, 30.0, 0)
+    account.record_staging(10.0, Version(9), 0.25)
+    account.record_completion(Epoch(1, "0" * 16), Version(9), 1000)
+    account.update(12.0, Phase.TRAINING, 11)
     return {
         "url": 's3://bucket/a "run"\\',
         "version": "0.1.0",
@@ -150,7 +150,7 @@ class Handler:
     def settle(self) -> float | None:
         return None
 
-    def finished(self) -> bool:
+    def can_exit(self) -> bool:
         return self.over
 
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from ckpt.agent.state.accounting import PARTS
-from ckpt.ipc.client import Connection, connect_nowait, places
-from ckpt.settings import read
+from ckpt.ipc.client import Connection, connect_nowait, make_agent_paths
+from ckpt.settings import read_settings
 from ckpt.threads import Tasks
 from tests.agent.fake import FakeRank
 from tests.agent.node import test_agent
@@ -36,7 +36,7 @@ Ranks = Callable[..., list[FakeRank]]
 
 
 def status_of(url: str) -> dict[str, Any]:
-    sock = connect_nowait(places(url, read()))
+    sock = connect_nowait(make_agent_paths(url, read_settings()))
     assert sock is not None
     with Tasks("tool") as tasks:
         agent = Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.preemption.deadline_strategy import Course, SaveTiming, choose, outlasts
+from ckpt.agent.preemption.deadline_strategy import Course, SaveTiming, choose_course, survives_nodes
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import Store
+from ckpt.agent.state.job_facts import WorkState
 from ckpt.ipc.control_page import WordKind
 from ckpt.placement.placement import Kept
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.preemption.test_preemption import Warned
 
 RING = (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
@@ -25,11 +25,11 @@ BYTES = 1e9
     ("left_s", "commit_s", "copy_s", "pushes", "course"),
     [
         (30.0, 10.0, 1.0, False, Course.HOLD),  # with room to spare
-        (12.0, 10.0, 1.0, False, Course.COPY),  # it may fit; the copies surely do
+        (12.0, 10.0, 1.0, False, Course.REPLICATE),  # it may fit; the copies surely do
         (12.0, 10.0, None, False, Course.HOLD),
-        (8.0, 10.0, 1.0, True, Course.COPY),  # newer than what is complete
-        (8.0, 10.0, None, True, Course.PUSH),
-        (8.0, 10.0, 9.0, True, Course.PUSH),  # neither fits
+        (8.0, 10.0, 1.0, True, Course.REPLICATE),  # newer than what is complete
+        (8.0, 10.0, None, True, Course.COMMIT_NEWEST),
+        (8.0, 10.0, 9.0, True, Course.COMMIT_NEWEST),  # neither fits
         (8.0, 10.0, 9.0, False, Course.HOLD),  # nothing is there to be pushed: perhaps it goes faster
         (12.0, 10.0, 11.0, False, Course.HOLD),  # who copies slower than he commits commits
     ],
@@ -37,31 +37,31 @@ BYTES = 1e9
 def test_the_deadline_chooses(
     left_s: float, commit_s: float, copy_s: float | None, pushes: bool, course: Course
 ) -> None:
-    assert choose(left_s, commit_s, copy_s, pushes) is course
+    assert choose_course(left_s, commit_s, copy_s, pushes) is course
 
 
 def test_copies_outlast_the_nodes_that_go_where_somebody_who_stays_has_each() -> None:
-    assert outlasts(RING, {"b"})
-    assert outlasts(RING, {""})
-    assert outlasts(RING, ())
-    assert not outlasts(RING, {"", "b"})
-    assert not outlasts((), {"b"})
+    assert survives_nodes(RING, {"b"})
+    assert survives_nodes(RING, {""})
+    assert survives_nodes(RING, ())
+    assert not survives_nodes(RING, {"", "b"})
+    assert not survives_nodes((), {"b"})
     lent = tuple(Kept(node, 1, ("m",)) for node in ("", "b"))
-    assert outlasts(lent, {"", "b"}), "a memory-only node has all of it"
+    assert survives_nodes(lent, {"", "b"}), "a memory-only node has all of it"
     striped = tuple(Kept(node, 1) for node in ("", "b", "c"))
-    assert outlasts(striped, {"b"})
-    assert not outlasts(striped, {"b", "c"})
-    assert not outlasts((*RING[:1], Kept("b", 0)), {"b"}), "it has nobody who keeps a copy"
+    assert survives_nodes(striped, {"b"})
+    assert not survives_nodes(striped, {"b", "c"})
+    assert not survives_nodes((*RING[:1], Kept("b", 0)), {"b"}), "it has nobody who keeps a copy"
 
 
 def test_what_was_measured_is_scaled_up_only_and_a_slow_one_is_remembered() -> None:
-    first = SaveTiming.learnt(10.0, 100, None)
-    assert first.seconds_of(300) == 30.0
-    assert first.seconds_of(50) == 10.0
-    assert SaveTiming.learnt(2.0, 100, first).seconds == 6.0
-    assert SaveTiming.learnt(2.0, 300, first).seconds == 16.0
-    assert SaveTiming.learnt(20.0, 100, first).seconds == 20.0
-    assert SaveTiming(3.0, 0).seconds_of(1 << 40) == 3.0, "of how much it was is not known"
+    first = SaveTiming.from_save(10.0, 100, None)
+    assert first.estimate_s(300) == 30.0
+    assert first.estimate_s(50) == 10.0
+    assert SaveTiming.from_save(2.0, 100, first).seconds == 6.0
+    assert SaveTiming.from_save(2.0, 300, first).seconds == 16.0
+    assert SaveTiming.from_save(20.0, 100, first).seconds == 20.0
+    assert SaveTiming(3.0, 0).estimate_s(1 << 40) == 3.0, "of how much it was is not known"
 
 
 class Linked(Warned):
@@ -74,7 +74,7 @@ class Linked(Warned):
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         super().__init__()
         if self.copy_s is not None:
-            self.group.replicates, self.group.kept = True, RING
+            self.group.is_replication_on, self.group.placement = True, RING
 
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + delay_s, len(self.said), what))
@@ -84,11 +84,11 @@ class Linked(Warned):
         for action in new:
             if isinstance(action, do.Replicate):
                 assert self.copy_s is not None
-                self.at(self.copy_s, lambda slot=action.slot: self.group.replicated(slot, "", self.now_s))  # type: ignore[misc]
+                self.at(self.copy_s, lambda slot=action.slot: self.group.record_replication(slot, "", self.now_s))  # type: ignore[misc]
             elif isinstance(action, do.Commit):
-                self.at(self.commit_s, lambda slot=action.slot: self.group.committed(slot, "", self.now_s))  # type: ignore[misc]
+                self.at(self.commit_s, lambda slot=action.slot: self.group.record_commit(slot, "", self.now_s))  # type: ignore[misc]
             elif isinstance(action, do.Assemble):
-                self.at(0.0, lambda a=action: self.group.assembled(a.slot, a.round, ""))  # type: ignore[misc]
+                self.at(0.0, lambda a=action: self.group.record_assembly(a.slot, a.attempt_number, ""))  # type: ignore[misc]
         return new
 
     def run(self, until: Callable[[], Any], limit_s: float = 1000.0) -> None:
@@ -104,9 +104,9 @@ class Linked(Warned):
                 step = round(10 * self.now_s) + 1
                 self.steps = [step] * self.world
                 word = self.word()
-                if word is not None and step > word.step and word.round not in self.staged:
-                    self.staged.add(word.round)
-                    self.stage(word.round, Tick(word.step), word.slot)
+                if word is not None and step > word.step and word.attempt_number not in self.staged:
+                    self.staged.add(word.attempt_number)
+                    self.stage(word.attempt_number, Version(word.step), word.slot)
                     if word.kind is WordKind.HOLD:
                         self.hold(word)
             self.decide()
@@ -116,9 +116,9 @@ class Linked(Warned):
 
     def measured(self) -> None:
         """One checkpoint has been everywhere."""
-        self.group.paced(1.0, 1.0, self.now_s)
-        self.run(lambda: self.group.committed_tick is not None)
-        self.group.paced(10_000.0, 10_000.0, self.now_s)
+        self.group.set_intervals(1.0, 1.0, self.now_s)
+        self.run(lambda: self.group.committed_version is not None)
+        self.group.set_intervals(10_000.0, 10_000.0, self.now_s)
         self.run(lambda: not self._events)
 
 
@@ -128,25 +128,25 @@ TABLE: dict[tuple[float, float | None], dict[float, tuple[Course, str]]] = {
         120.0: (Course.HOLD, "store"),
         60.0: (Course.HOLD, "store"),
         30.0: (Course.HOLD, "store"),
-        10.0: (Course.COPY, "peer"),
-        5.0: (Course.COPY, "peer"),
-        2.0: (Course.COPY, "peer"),
+        10.0: (Course.REPLICATE, "peer"),
+        5.0: (Course.REPLICATE, "peer"),
+        2.0: (Course.REPLICATE, "peer"),
     },
     (20e6, 200e6): {  # fifty, and five
         120.0: (Course.HOLD, "store"),
-        60.0: (Course.COPY, "store"),  # the other node commits it in time, too
-        30.0: (Course.COPY, "peer"),
-        10.0: (Course.COPY, "peer"),
-        5.0: (Course.PUSH, "peer"),  # an older one is there already
-        2.0: (Course.PUSH, "peer"),
+        60.0: (Course.REPLICATE, "store"),  # the other node commits it in time, too
+        30.0: (Course.REPLICATE, "peer"),
+        10.0: (Course.REPLICATE, "peer"),
+        5.0: (Course.COMMIT_NEWEST, "peer"),  # an older one is there already
+        2.0: (Course.COMMIT_NEWEST, "peer"),
     },
     (100e6, None): {  # nobody keeps copies
         120.0: (Course.HOLD, "store"),
         60.0: (Course.HOLD, "store"),
         30.0: (Course.HOLD, "store"),
-        10.0: (Course.PUSH, "local"),
-        5.0: (Course.PUSH, "local"),
-        2.0: (Course.PUSH, "local"),
+        10.0: (Course.COMMIT_NEWEST, "local"),
+        5.0: (Course.COMMIT_NEWEST, "local"),
+        2.0: (Course.COMMIT_NEWEST, "local"),
     },
     (1000e6, 100e6): {  # a store that is quicker than the other node
         120.0: (Course.HOLD, "store"),
@@ -177,15 +177,15 @@ def test_from_two_minutes_to_two_seconds_what_is_chosen_fits_and_is_reported(
     driver.measured()
     for source, key, node in FAR[far]:
         end_s = driver.now_s + 2 * 86400.0
-        driver.group.warn(StandingNotice(source, key, end_s, driver.now_s, nodes=frozenset({node})))
+        driver.group.add_notice(StandingNotice(source, key, end_s, driver.now_s, nodes=frozenset({node})))
     deadline_s = driver.now_s + lead_s
-    driver.group.warn(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.add_notice(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
     driver.decide()
     driver.run(lambda: driver.group.course is not Course.STAY)
     assert driver.group.course is course
     driver.run(lambda: driver.now_s >= deadline_s - 0.1)
     told = driver.outcomes()[-1]
-    assert (told["how"], told["level"]) == ("pushed" if course is Course.PUSH else "left", level)
+    assert (told["how"], told["level"]) == ("pushed" if course is Course.COMMIT_NEWEST else "left", level)
     assert told["left_s"] >= 0
     assert (told["committed_step"] == told["step"]) is (level == "store")
     if level == "local":
@@ -196,19 +196,21 @@ def test_from_two_minutes_to_two_seconds_what_is_chosen_fits_and_is_reported(
 def test_copies_come_before_the_commit_and_are_made_though_all_ranks_are_gone() -> None:
     driver = Linked(20e6, 200e6)
     driver.measured()
-    driver.group.warn(StandingNotice("cloud", "1 on node b", driver.now_s + 30.0, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.add_notice(
+        StandingNotice("cloud", "1 on node b", driver.now_s + 30.0, driver.now_s, nodes=frozenset({"b"}))
+    )
     driver.run(driver.held)
     for rank in range(driver.world):
-        driver.group.leave(rank, ("leave", rank))
-    driver.run(lambda: driver.group.replicating is not None)
+        driver.group.record_leave_request(rank, ("leave", rank))
+    driver.run(lambda: driver.group.replicating_slot is not None)
     assert driver.group.all_gone
-    assert driver.group.committing is None
-    driver.run(lambda: driver.group.committing is not None)
-    newest = driver.group.newest
+    assert driver.group.committing_slot is None
+    driver.run(lambda: driver.group.committing_slot is not None)
+    newest = driver.group.newest_slot
     assert newest is not None
-    assert newest.round is not None
-    assert newest.round.peer is Store.DONE
-    assert driver.group.left_to_others == {"b"}, "who stays writes its part"
+    assert newest.attempt is not None
+    assert newest.attempt.replication_state is WorkState.DONE
+    assert driver.group.delegated_nodes == {"b"}, "who stays writes its part"
 
 
 @pytest.mark.parametrize("error", ["a link was cut", ""])
@@ -216,29 +218,29 @@ def test_where_the_copies_fail_or_take_too_long_it_is_committed_all_the_same(err
     driver = Linked(20e6, 200e6)
     driver.measured()
     deadline_s = driver.now_s + 30.0
-    driver.group.warn(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.add_notice(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
     driver.copy_s = 1000.0
-    driver.run(lambda: driver.held() and driver.group.replicating is not None)
-    assert driver.group.committing is None
+    driver.run(lambda: driver.held() and driver.group.replicating_slot is not None)
+    assert driver.group.committing_slot is None
     if error:
-        driver.group.replicated(driver.group.replicating or 0, error, driver.now_s)
+        driver.group.record_replication(driver.group.replicating_slot or 0, error, driver.now_s)
         driver.decide()
     else:
         wake_s = driver.group.next_wake_s(driver.now_s)
         assert wake_s is not None
         assert wake_s <= deadline_s
         driver.run(lambda: driver.now_s >= deadline_s)
-    assert driver.group.committing is not None
-    assert not driver.group.left_to_others
+    assert driver.group.committing_slot is not None
+    assert not driver.group.delegated_nodes
 
 
 def test_where_every_node_goes_nobody_is_left_to_copy_to() -> None:
     driver = Linked(100e6, 1000e6)
     driver.measured()
     nodes = frozenset({"", "b"})
-    driver.group.warn(StandingNotice("cloud", "1", driver.now_s + 10.0, driver.now_s, nodes=nodes))
+    driver.group.add_notice(StandingNotice("cloud", "1", driver.now_s + 10.0, driver.now_s, nodes=nodes))
     driver.decide()
-    assert driver.group.course is Course.PUSH
+    assert driver.group.course is Course.COMMIT_NEWEST
     driver.run(driver.outcomes)
     assert driver.outcomes()[0]["level"] == "local", "whose copies go as well"
 
@@ -247,36 +249,42 @@ def test_a_node_that_goes_soon_after_is_no_survivor() -> None:
     driver = Linked(100e6, 1000e6)
     driver.measured()
     for node, lead_s in (("b", 10.0), ("", 15.0)):
-        driver.group.warn(StandingNotice("cloud", node, driver.now_s + lead_s, driver.now_s, nodes=frozenset({node})))
+        driver.group.add_notice(
+            StandingNotice("cloud", node, driver.now_s + lead_s, driver.now_s, nodes=frozenset({node}))
+        )
     driver.decide()
-    assert driver.group.doomed == {"", "b"}
-    assert driver.group.course is Course.PUSH
+    assert driver.group.doomed_nodes == {"", "b"}
+    assert driver.group.course is Course.COMMIT_NEWEST
 
 
 def test_what_is_complete_is_pushed_to_where_it_can_still_go() -> None:
     driver = Linked(20e6, 200e6)
     driver.measured()
-    driver.group.paced(8.0, 8.0, driver.now_s)
-    driver.run(lambda: driver.group.replicating is not None and driver.group.committing is not None)
-    driver.group.warn(StandingNotice("cloud", "1 on node b", driver.now_s + 7.0, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.set_intervals(8.0, 8.0, driver.now_s)
+    driver.run(lambda: driver.group.replicating_slot is not None and driver.group.committing_slot is not None)
+    driver.group.add_notice(
+        StandingNotice("cloud", "1 on node b", driver.now_s + 7.0, driver.now_s, nodes=frozenset({"b"}))
+    )
     driver.decide()
-    assert driver.group.course is Course.PUSH, "another copy would have to wait for this one"
-    newest = driver.group.newest
+    assert driver.group.course is Course.COMMIT_NEWEST, "another copy would have to wait for this one"
+    newest = driver.group.newest_slot
     assert newest is not None
-    assert newest.round is not None
+    assert newest.attempt is not None
     driver.run(driver.outcomes, 10.0)
     (told,) = driver.outcomes()
-    assert (told["level"], told["step"]) == ("peer", newest.round.tick.step)
+    assert (told["level"], told["step"]) == ("peer", newest.attempt.version.step)
     assert (told["how"], told["peer_step"]) == ("pushed", told["step"])
 
 
 def test_where_the_newest_gets_nowhere_it_is_said_which_one_stays_in_other_nodes_memory() -> None:
     driver = Linked(20e6, 200e6)
     driver.measured()
-    driver.group.paced(8.0, 8.0, driver.now_s)
-    driver.run(lambda: driver.group.replicating is not None)
-    safe = driver.group.safe_tick
-    driver.group.warn(StandingNotice("cloud", "1 on node b", driver.now_s + 3.0, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.set_intervals(8.0, 8.0, driver.now_s)
+    driver.run(lambda: driver.group.replicating_slot is not None)
+    safe = driver.group.replicated_version
+    driver.group.add_notice(
+        StandingNotice("cloud", "1 on node b", driver.now_s + 3.0, driver.now_s, nodes=frozenset({"b"}))
+    )
     driver.run(driver.outcomes)
     (told,) = driver.outcomes()
     assert safe is not None

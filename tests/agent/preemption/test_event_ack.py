@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.agent.preemption.event_ack import PlannedEvent, next_of
+from ckpt.agent.preemption.event_ack import PlannedEvent, next_event
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
 from tests.agent.preemption.test_preemption import Warned
@@ -19,30 +19,30 @@ def stands(
 
 def test_of_the_nodes_that_an_event_names_the_coordinator_does_it_else_the_first_by_name() -> None:
     both = [stands(node="b"), stands(node="a")]
-    assert next_of(both, (), 0.0) == (PlannedEvent("azure", "E1"), "a")
-    assert next_of([*both, stands()], (), 0.0) == (PlannedEvent("azure", "E1"), "")
-    assert next_of(both, {PlannedEvent("azure", "E1")}, 0.0) is None
+    assert next_event(both, (), 0.0) == (PlannedEvent("azure", "E1"), "a")
+    assert next_event([*both, stands()], (), 0.0) == (PlannedEvent("azure", "E1"), "")
+    assert next_event(both, {PlannedEvent("azure", "E1")}, 0.0) is None
 
 
 def test_each_event_once_whatever_else_stands() -> None:
     told = [stands("E2", "b"), stands("E1", "b"), stands("E2", "a")]
-    first = next_of(told, (), 0.0)
+    first = next_event(told, (), 0.0)
     assert first == (PlannedEvent("azure", "E1"), "b")
-    assert next_of(told, {first[0]}, 0.0) == (PlannedEvent("azure", "E2"), "a")
+    assert next_event(told, {first[0]}, 0.0) == (PlannedEvent("azure", "E2"), "a")
 
 
 @pytest.mark.parametrize("told", [stands(source="gcp-preempted"), stands(certain=False), stands(lead_s=0.0)])
 def test_not_what_has_begun_may_not_come_or_knows_no_such_word(told: StandingNotice) -> None:
-    assert next_of([told], (), 0.0) is None
+    assert next_event([told], (), 0.0) is None
 
 
 class Planning(Warned):
     def __init__(self, may: bool = True) -> None:
         super().__init__()
-        self.group.may_acknowledge = may
+        self.group.can_acknowledge = may
         self.save_once()
         for each in (stands(lead_s=self.now_s + 12.0), stands(node="other", lead_s=self.now_s + 12.0)):
-            self.group.warn(each)
+            self.group.add_notice(each)
         self.decide()
 
     def leave(self) -> None:
@@ -50,8 +50,8 @@ class Planning(Warned):
         word = self.take()
         self.hold(word)
         for rank in range(self.world):
-            self.group.leave(rank, ("leave", rank))
-        self.group.assembled(word.slot, word.round, "")
+            self.group.record_leave_request(rank, ("leave", rank))
+        self.group.record_assembly(word.slot, word.attempt_number, "")
         self.decide()
 
     def acknowledged(self) -> list[do.Acknowledge]:
@@ -64,7 +64,7 @@ def test_it_is_the_last_of_all_after_the_commit_and_the_answers_to_the_ranks() -
     assert not driver.acknowledged()
     driver.commit()
     assert not driver.acknowledged(), "the ranks wait for their answer"
-    driver.group.closed()
+    driver.group.record_close()
     assert driver.group.heeds_notices, "until it is said"
     driver.decide()
     assert driver.acknowledged() == [do.Acknowledge("azure", "E1", "")]
@@ -75,7 +75,7 @@ def test_it_is_the_last_of_all_after_the_commit_and_the_answers_to_the_ranks() -
     assert max(answered) < driver.said.index(driver.acknowledged()[0])
     assert driver.group.heeds_notices
     driver.decide()
-    driver.group.acknowledged()
+    driver.group.record_acknowledgement()
     driver.decide()
     assert len(driver.acknowledged()) == 1, "of two nodes that it names, one says so, once"
     assert not driver.group.heeds_notices
@@ -87,7 +87,7 @@ def test_not_where_the_user_does_not_let_it() -> None:
     assert driver.group.heeds_notices, "what is saved has to be said before a deadline, which may come nearer"
     driver.commit()
     assert not driver.group.heeds_notices
-    driver.group.closed()
+    driver.group.record_close()
     driver.decide()
     assert not driver.acknowledged()
 
@@ -96,9 +96,9 @@ def test_not_where_the_last_snapshot_did_not_reach_the_store() -> None:
     driver = Planning()
     driver.leave()
     driver.commit("the store is gone")
-    driver.group.give_up()
+    driver.group.stop_commits()
     driver.decide()
-    driver.group.closed()
+    driver.group.record_close()
     driver.decide()
     assert not driver.acknowledged()
     assert not driver.group.heeds_notices
@@ -108,10 +108,10 @@ def test_not_what_was_taken_back_while_the_commit_ran() -> None:
     driver = Planning()
     driver.leave()
     assert driver.group.heeds_notices, "though all ranks are gone"
-    driver.group.withdrawn("azure", "E1")
-    driver.group.withdrawn("azure", "E1 on node other")
+    driver.group.withdraw_notice("azure", "E1")
+    driver.group.withdraw_notice("azure", "E1 on node other")
     driver.commit()
-    driver.group.closed()
+    driver.group.record_close()
     driver.decide()
     assert not driver.acknowledged()
 
@@ -121,7 +121,7 @@ def test_not_by_a_job_that_came_to_its_end_or_that_another_has_superseded() -> N
     driver.leave()
     driver.group.supersede("a newer start")
     driver.commit()
-    driver.group.closed()
+    driver.group.record_close()
     driver.decide()
     assert not driver.acknowledged()
     assert not driver.group.heeds_notices

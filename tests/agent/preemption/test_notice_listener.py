@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, When
+from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, ExitTiming
 from ckpt.agent.preemption.notice_listener import NoticeListeners
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
 from ckpt.ipc.notice_sources import Sources
 from ckpt.preemption.detect import VARIABLES
-from ckpt.preemption.notice import Notice, Withdrawn, Word
-from ckpt.settings import read
+from ckpt.preemption.notice import Notice, NoticeChange, Withdrawn
+from ckpt.settings import read_settings
 
 ALL = {
     "CKPT_NOTICES": "given",
@@ -32,12 +32,12 @@ def test_what_the_environment_says_arrives_as_it_was(monkeypatch: pytest.MonkeyP
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
-    made = Sources.of(read(ALL))
+    made = Sources.from_settings(read_settings(ALL))
     assert made == Sources(
         "given", (("GCE_METADATA_HOST", "127.0.0.1:1"),), "7", 1_900_000_000, "/tmp/word", "/tmp/outcome"
     )
     assert Sources.parse(made.fields()) == made
-    off = Sources.of(read(ALL | {"CKPT_NOTICES": "off"}))
+    off = Sources.from_settings(read_settings(ALL | {"CKPT_NOTICES": "off"}))
     assert off == Sources(outcome="/tmp/outcome")
     assert Sources.parse(None) == Sources()
 
@@ -66,8 +66,8 @@ class Loop:
 
     def __init__(self) -> None:
         self.posted: list[Any] = []
-        self.told: list[Word] = []
-        self.whens: list[When] = []
+        self.told: list[NoticeChange] = []
+        self.whens: list[ExitTiming] = []
         self.events: list[Event] = []
         self._came = threading.Condition()
         self.listening = NoticeListeners(self.post, self.tell, Events(self.post_event))
@@ -77,7 +77,7 @@ class Loop:
             self.posted.append(what)
             self._came.notify_all()
 
-    def tell(self, word: Word, when: When) -> None:
+    def tell(self, word: NoticeChange, when: ExitTiming) -> None:
         self.told.append(word)
         self.whens.append(when)
 
@@ -97,16 +97,16 @@ def test_a_source_is_listened_to_until_the_job_is_gone_and_then_forgotten(tmp_pa
     word = tmp_path / "word"
     word.touch()
     sources = Sources("given", file=str(word))
-    loop.listening.follow(sources)
-    loop.listening.follow(sources)  # no second thread
+    loop.listening.listen_to(sources)
+    loop.listening.listen_to(sources)  # no second thread
     loop.run()
     (told,) = loop.told
     assert isinstance(told, Notice)
-    assert list(loop.listening.standing) == [("file", str(word))]
+    assert list(loop.listening.standing_notices) == [("file", str(word))]
     word.unlink()
     loop.run()
     assert isinstance(loop.told[1], Withdrawn)
-    assert not loop.listening.standing
+    assert not loop.listening.standing_notices
     loop.listening.close()
 
 
@@ -116,7 +116,7 @@ def test_what_counts_from_when_it_was_seen_counts_on_for_the_job_that_comes_next
     word.touch()
     sources = Sources("given", file=str(word))
     for _ in range(2):
-        loop.listening.follow(sources)
+        loop.listening.listen_to(sources)
         loop.run()
         loop.listening.stop()
     first, again = loop.told
@@ -131,30 +131,30 @@ def test_what_a_job_has_left_by_is_not_left_by_again_until_it_is_taken_back_or_p
     word.write_text("+100")
     name = ("file", str(word))
 
-    def heard() -> When:
-        loop.listening.follow(Sources("given", file=str(word)))
+    def heard() -> ExitTiming:
+        loop.listening.listen_to(Sources("given", file=str(word)))
         loop.run()
-        assert [when for _, when in loop.listening.heard()] == loop.whens[-1:]
+        assert [when for _, when in loop.listening.list_notices()] == loop.whens[-1:]
         return loop.whens[-1]
 
-    loop.listening.left_by(*name)
-    assert heard() is When.IN_TIME, "it did not stand yet"
-    loop.listening.left_by(*name)
+    loop.listening.record_exit(*name)
+    assert heard() is ExitTiming.IN_TIME, "it did not stand yet"
+    loop.listening.record_exit(*name)
     loop.listening.stop()
-    assert heard() is When.NOT_AGAIN
+    assert heard() is ExitTiming.NOT_AGAIN
     word.write_text("+200")
     loop.run()
-    assert loop.whens[-1] is When.IN_TIME, "there is more time now"
-    loop.listening.left_by(*name)
+    assert loop.whens[-1] is ExitTiming.IN_TIME, "there is more time now"
+    loop.listening.record_exit(*name)
     word.unlink()
     loop.run()
     word.write_text("+200")
     loop.run()
-    assert loop.whens[-1] is When.IN_TIME, "it is another one"
-    (found,) = loop.listening.standing.values()
+    assert loop.whens[-1] is ExitTiming.IN_TIME, "it is another one"
+    (found,) = loop.listening.standing_notices.values()
     loop.listening.stop()
-    loop.listening.remember(found, When.NOT_AGAIN)
-    assert heard() is When.NOT_AGAIN, "a former agent knew of it"
+    loop.listening.restore_notice(found, ExitTiming.NOT_AGAIN)
+    assert heard() is ExitTiming.NOT_AGAIN, "a former agent knew of it"
     loop.listening.close()
 
 
@@ -163,46 +163,46 @@ def test_what_has_passed_when_it_is_told_first_is_ahead_for_a_moment_and_then_no
     word.write_text(f"{came_s - 1000:.0f}")
     sources = Sources("given", file=str(word))
 
-    def heard() -> tuple[float, When]:
-        loop.listening.follow(sources)
+    def heard() -> tuple[float, ExitTiming]:
+        loop.listening.listen_to(sources)
         loop.run()
-        ((found, when),) = loop.listening.heard()
+        ((found, when),) = loop.listening.list_notices()
         assert (found, when) == (loop.told[-1], loop.whens[-1])
         loop.listening.stop()
         return found.deadline_s - came_s, when
 
     first_s, when = heard()
     assert PAST_S <= first_s < PAST_S + 5
-    assert when is When.IN_TIME
-    assert heard() == (first_s, When.IN_TIME), "it was put off by the start of another job"
+    assert when is ExitTiming.IN_TIME
+    assert heard() == (first_s, ExitTiming.IN_TIME), "it was put off by the start of another job"
     (found,) = (each for each in loop.told[-1:] if isinstance(each, Notice))
-    loop.listening.remember(replace(found, deadline_s=came_s - 1), When.IN_TIME)  # as if that long ago
-    assert heard() == (-1, When.NOT_AGAIN)
+    loop.listening.restore_notice(replace(found, deadline_s=came_s - 1), ExitTiming.IN_TIME)  # as if that long ago
+    assert heard() == (-1, ExitTiming.NOT_AGAIN)
     word.write_text(f"{came_s + 1000:.0f}")
-    assert heard()[1] is When.IN_TIME, "there is time again"
+    assert heard()[1] is ExitTiming.IN_TIME, "there is time again"
     loop.listening.close()
 
 
 def test_what_a_job_has_left_by_is_remembered_for_a_while_after_the_machine_was_to_go(tmp_path: Path) -> None:
     loop, word = Loop(), tmp_path / "word"
     word.write_text("+100")
-    loop.listening.follow(Sources("given", file=str(word)))
+    loop.listening.listen_to(Sources("given", file=str(word)))
     loop.run()
-    (found,) = loop.listening.standing.values()
-    assert loop.listening.left_ahead_s(found.deadline_s - 5) == 0
-    loop.listening.left_by("file", str(word))
+    (found,) = loop.listening.standing_notices.values()
+    assert loop.listening.repeat_notice_s(found.deadline_s - 5) == 0
+    loop.listening.record_exit("file", str(word))
     at_s = (found.deadline_s - 5, found.deadline_s, found.deadline_s + OUTLIVES_S + 1)
-    assert [loop.listening.left_ahead_s(now_s) for now_s in at_s] == [OUTLIVES_S + 5, OUTLIVES_S, 0]
+    assert [loop.listening.repeat_notice_s(now_s) for now_s in at_s] == [OUTLIVES_S + 5, OUTLIVES_S, 0]
     loop.listening.close()
 
 
 def test_what_a_stopped_listener_still_tells_is_not_heard(tmp_path: Path) -> None:
     loop = Loop()
     (tmp_path / "word").touch()
-    loop.listening.follow(Sources("given", file=str(tmp_path / "word")))
+    loop.listening.listen_to(Sources("given", file=str(tmp_path / "word")))
     with loop._came:
         assert loop._came.wait_for(lambda: loop.posted, 20)
-    loop.listening.follow(Sources())
+    loop.listening.listen_to(Sources())
     loop.run()
     assert not loop.told
     loop.listening.close()
@@ -213,19 +213,19 @@ def test_an_address_that_is_none_is_told_and_nothing_else_fails(tmp_path: Path) 
     word = tmp_path / "word"
     word.touch()
     named = (("AWS_EC2_METADATA_SERVICE_ENDPOINT", "ftp://nowhere"),)
-    loop.listening.follow(Sources("given", named, slurm_job="none", file=str(word)))
+    loop.listening.listen_to(Sources("given", named, slurm_job="none", file=str(word)))
     while not loop.told:
         loop.run()
     assert [event.name for event in loop.events] == ["notices.failed"] * 2
     assert [event.data for event in loop.events] == [{"source": "aws"}, {"source": "slurm"}]
     assert all(event.loud for event in loop.events)
-    assert list(loop.listening.standing) == [("file", str(word))]
+    assert list(loop.listening.standing_notices) == [("file", str(word))]
     loop.listening.close()
 
 
 def test_without_a_word_from_the_job_nothing_is_listened_to() -> None:
     loop = Loop()
     before = threading.active_count()
-    loop.listening.follow(Sources())
+    loop.listening.listen_to(Sources())
     assert threading.active_count() == before
     loop.listening.close()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from ckpt.agent.preemption import notice_relay
-from ckpt.agent.preemption.deadline_strategy import PAST_S, When
-from ckpt.agent.preemption.notice_relay import NOTICES_MAX, RelayedNotice, given_back, words
+from ckpt.agent.preemption.deadline_strategy import PAST_S, ExitTiming
+from ckpt.agent.preemption.notice_relay import NOTICES_MAX, RelayedNotice, parse_relayed_notices, parse_returned_notices
 from ckpt.errors import CkptError
 from ckpt.preemption import notice
 from ckpt.preemption.notice import Notice, Withdrawn
@@ -45,53 +45,62 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 def test_what_stands_there_is_told_once_and_again_only_when_its_time_has_moved(clocks: Clocks) -> None:
     there = RelayedNotice()
-    there.hear(SPOT, When.AT_ONCE)
-    ((first, when),) = words("b", there.told(), {}, 5000.0)
+    there.record_notice(SPOT, ExitTiming.AT_ONCE)
+    ((first, when),) = parse_relayed_notices("b", there.notice_fields(), {}, 5000.0)
     assert isinstance(first, Notice)
-    assert (first.deadline_s, first.source, first.certain, when) == (5030.0, "aws-spot", True, When.AT_ONCE)
+    assert (first.deadline_s, first.source, first.certain, when) == (5030.0, "aws-spot", True, ExitTiming.AT_ONCE)
     assert (first.key, first.message) == ("terminate on node b", SPOT.message)
     known = {(first.source, first.key): 30.0}
-    assert words("b", there.told(), known, 5000.0) == []
+    assert parse_relayed_notices("b", there.notice_fields(), known, 5000.0) == []
     clocks.goes_on(10.0)
-    assert len(words("b", there.told(), known, 5000.0)) == 1
+    assert len(parse_relayed_notices("b", there.notice_fields(), known, 5000.0)) == 1
 
 
 @pytest.mark.parametrize("by_s", [60.0, -3600.0])
 def test_a_clock_that_is_set_after_a_notice_was_heard_does_not_move_its_deadline(clocks: Clocks, by_s: float) -> None:
     there = RelayedNotice()
-    there.hear(SPOT)
+    there.record_notice(SPOT)
     clocks.goes_on(10.0)
     clocks.unix_s += by_s
-    ((first, when),) = words("b", there.told(), {}, 5000.0)
+    ((first, when),) = parse_relayed_notices("b", there.notice_fields(), {}, 5000.0)
     assert isinstance(first, Notice)
-    assert (first.deadline_s, when) == (5020.0, When.IN_TIME)
-    assert words("b", there.told(), {(first.source, first.key): 20.0}, 5000.0) == [], "nor is it told again"
+    assert (first.deadline_s, when) == (5020.0, ExitTiming.IN_TIME)
+    assert parse_relayed_notices("b", there.notice_fields(), {(first.source, first.key): 20.0}, 5000.0) == [], (
+        "nor is it told again"
+    )
 
 
 def test_what_is_past_is_told_once_and_again_when_its_time_is_ahead_after_all(clocks: Clocks) -> None:
     """Once told it is taken to be a little ahead; then it passes."""
     there = RelayedNotice()
-    there.hear(Notice(950.0, "azure", True, "E1", "reboot"))
-    ((first, _),) = words("b", there.told(), {}, 5000.0)
+    there.record_notice(Notice(950.0, "azure", True, "E1", "reboot"))
+    ((first, _),) = parse_relayed_notices("b", there.notice_fields(), {}, 5000.0)
     assert isinstance(first, Notice)
     later_s = 0.0
     for each_s in (0.0, PAST_S, 100.0 - PAST_S):
         clocks.goes_on(each_s)
         later_s += each_s
-        assert words("b", there.told(), {(first.source, first.key): PAST_S - later_s}, 5000.0) == []
-    there.hear(Notice(1108.0, "azure", True, "E1", "reboot"))
-    assert len(words("b", there.told(), {(first.source, first.key): PAST_S - 100.0}, 5000.0)) == 1
-    there.hear(Notice(1050.0, "azure", True, "E1", "reboot"))
-    assert len(words("b", there.told(), {(first.source, first.key): 60.0}, 5000.0)) == 1, "it has moved to now"
+        assert (
+            parse_relayed_notices("b", there.notice_fields(), {(first.source, first.key): PAST_S - later_s}, 5000.0)
+            == []
+        )
+    there.record_notice(Notice(1108.0, "azure", True, "E1", "reboot"))
+    assert (
+        len(parse_relayed_notices("b", there.notice_fields(), {(first.source, first.key): PAST_S - 100.0}, 5000.0)) == 1
+    )
+    there.record_notice(Notice(1050.0, "azure", True, "E1", "reboot"))
+    assert len(parse_relayed_notices("b", there.notice_fields(), {(first.source, first.key): 60.0}, 5000.0)) == 1, (
+        "it has moved to now"
+    )
 
 
 def test_what_has_passed_there_is_no_news_to_another_agent(clocks: Clocks) -> None:
     there = RelayedNotice()
-    there.hear(SPOT, When.AT_ONCE)
-    for later_s, known in ((29.0, When.AT_ONCE), (2.0, When.NOT_AGAIN)):
+    there.record_notice(SPOT, ExitTiming.AT_ONCE)
+    for later_s, known in ((29.0, ExitTiming.AT_ONCE), (2.0, ExitTiming.NOT_AGAIN)):
         clocks.goes_on(later_s)
-        told = there.told()
-        for (_, when), *others in (words("b", told, {}, 5000.0), given_back(told, 5000.0)):
+        told = there.notice_fields()
+        for (_, when), *others in (parse_relayed_notices("b", told, {}, 5000.0), parse_returned_notices(told, 5000.0)):
             assert when is known
             assert not others
 
@@ -99,9 +108,12 @@ def test_what_has_passed_there_is_no_news_to_another_agent(clocks: Clocks) -> No
 @pytest.mark.parametrize("far_s", [0.0, 253_402_300_799.0, 1e300, math.inf])
 def test_one_whose_time_is_far_away_hides_no_other(far_s: float) -> None:
     there = RelayedNotice()
-    there.hear(Notice(far_s, "file", True, "/word", "it has appeared"))
-    there.hear(SPOT)
-    for told in (words("b", there.told(), {}, 5000.0), given_back(there.told(), 5000.0)):
+    there.record_notice(Notice(far_s, "file", True, "/word", "it has appeared"))
+    there.record_notice(SPOT)
+    for told in (
+        parse_relayed_notices("b", there.notice_fields(), {}, 5000.0),
+        parse_returned_notices(there.notice_fields(), 5000.0),
+    ):
         (far, _), (spot, _) = told
         assert isinstance(far, Notice)
         assert isinstance(spot, Notice)
@@ -111,24 +123,26 @@ def test_one_whose_time_is_far_away_hides_no_other(far_s: float) -> None:
 
 def test_what_does_not_stand_there_any_more_is_withdrawn_and_what_other_nodes_say_is_not() -> None:
     there = RelayedNotice()
-    there.hear(SPOT)
-    ((first, _),) = words("b", there.told(), {}, 5000.0)
+    there.record_notice(SPOT)
+    ((first, _),) = parse_relayed_notices("b", there.notice_fields(), {}, 5000.0)
     assert isinstance(first, Notice)
-    there.hear(Withdrawn("aws-spot", "terminate"))
+    there.record_notice(Withdrawn("aws-spot", "terminate"))
     known = {(first.source, first.key): 30.0, ("aws-spot", "terminate"): 10.0, ("x", "y on node bb"): 10.0}
-    assert words("b", there.told(), known) == [(Withdrawn(first.source, first.key), When.IN_TIME)]
-    assert words("c", there.told(), known) == []
+    assert parse_relayed_notices("b", there.notice_fields(), known) == [
+        (Withdrawn(first.source, first.key), ExitTiming.IN_TIME)
+    ]
+    assert parse_relayed_notices("c", there.notice_fields(), known) == []
 
 
 def test_what_is_no_word_is_an_error_and_nothing_else() -> None:
     there = RelayedNotice()
-    there.hear(SPOT)
-    right = there.told()
+    there.record_notice(SPOT)
+    right = there.notice_fields()
     for wrong in [*spoiled(right), [{**right[0], "left_s": math.nan}], right * (NOTICES_MAX + 1)]:
         try:
-            found = words("b", wrong, {}, 5000.0)
+            found = parse_relayed_notices("b", wrong, {}, 5000.0)
         except (CkptError, ValueError, TypeError, LookupError):
             continue
         assert all(isinstance(word, Notice) and math.isfinite(word.deadline_s) for word, _ in found)
     with pytest.raises(CkptError):
-        words("b", right * (NOTICES_MAX + 1), {})
+        parse_relayed_notices("b", right * (NOTICES_MAX + 1), {})

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, SLACK, Course, When
+from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, SLACK, Course, ExitTiming
 from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.preemption.preemption import END_S, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import REJOIN_S, Store, Why
-from ckpt.ipc.control_page import AMID, SUB_MAX, WAITING, ControlPage, ControlWord, RankPlace, WordKind
-from ckpt.ipc.notice_sources import FORMER, SIGNAL
+from ckpt.agent.state.job_facts import REJOIN_S, SaveReason, WorkState
+from ckpt.ipc.control_page import GRADIENTS_WAIT, MID_STEP, SUB_MAX, ControlPage, ControlWord, RankPlace, WordKind
+from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.job.test_scheduler import Driver
 
 DAY_S = 86400.0
@@ -37,15 +37,15 @@ class Warned(Driver):
 
     def warn(self, lead_s: float, key: str = "1", **more: Any) -> None:
         source = more.pop("source", "cloud")
-        self.group.warn(StandingNotice(source, key, self.now_s + lead_s, self.now_s, **more))
+        self.group.add_notice(StandingNotice(source, key, self.now_s + lead_s, self.now_s, **more))
         self.decide()
 
     def save_once(self) -> None:
         self.train(2.0)
-        self.save(Tick(self.steps[0] - 1, 1))
-        number, slot = self.answers("save")[0]["round"], self.answers("save")[0]["slot"]
-        self.stage(number, Tick(self.steps[0] - 1, 1), slot)
-        self.group.assembled(slot, number, "")
+        self.save(Version(self.steps[0] - 1, 1))
+        number, slot = self.answers("save")[0]["attempt"], self.answers("save")[0]["slot"]
+        self.stage(number, Version(self.steps[0] - 1, 1), slot)
+        self.group.record_assembly(slot, number, "")
         self.decide()
         self.now_s += 1.0
         self.commit()
@@ -53,12 +53,12 @@ class Warned(Driver):
     def take(self, ranks: range | None = None) -> Any:
         word = self.word()
         self.steps = [word.step + 1] * self.world
-        self.stage(word.round, Tick(word.step), word.slot, ranks)
+        self.stage(word.attempt_number, Version(word.step), word.slot, ranks)
         return word
 
     def hold(self, word: Any, ranks: range | None = None) -> dict[Any, Any]:
         for rank in range(self.world) if ranks is None else ranks:
-            self.group.held(rank, word.round, ("held", rank))
+            self.group.record_hold(rank, word.attempt_number, ("held", rank))
         self.decide()
         return {rank: body["leave"] for rank, body in self.answers("held").items()}
 
@@ -66,7 +66,7 @@ class Warned(Driver):
         return [action.body for action in self.said if isinstance(action, do.WriteOutcome)]
 
     def ends(self) -> list[dict[str, Any]]:
-        return [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "end"]
+        return [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "end"]
 
     def is_hold(self) -> bool:
         word = self.word()
@@ -80,15 +80,15 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
     at_s = driver.now_s + 2 * DAY_S
     assert driver.group.course is Course.STAY
     assert not driver.is_hold()
-    need_s = driver.group.need_s
+    need_s = driver.group.lead_time_s
     assert RESERVE_S < need_s < RESERVE_S + 10
     driver.train(at_s - need_s - 1 - driver.now_s)
     assert not driver.is_hold()
-    assert driver.group.need_s < need_s, "the pace is known better by now"
+    assert driver.group.lead_time_s < need_s, "the pace is known better by now"
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
-    assert wake_s <= at_s - driver.group.need_s
-    driver.train(at_s - driver.group.need_s - driver.now_s)
+    assert wake_s <= at_s - driver.group.lead_time_s
+    driver.train(at_s - driver.group.lead_time_s - driver.now_s)
     assert driver.is_hold()
     assert driver.word().step <= driver.steps[0] + 2
 
@@ -96,17 +96,17 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
 def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_others_go_on() -> None:
     driver = Warned()
     driver.save_once()
-    driver.warn(60.0, when=When.AT_ONCE)
+    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.word()
     driver.steps = [word.step + 1] * 2
-    driver.stage(word.round, Tick(word.step), word.slot, range(1))
+    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
     assert driver.hold(word, range(1)) == {}
 
     def asked() -> list[ControlWord | None]:
         return [
             ControlWord.unpack(a.body["word"])
             for a in driver.said
-            if isinstance(a, do.Tell) and a.body["t"] == "awaited"
+            if isinstance(a, do.NotifyRanks) and a.body["t"] == "awaited"
         ]
 
     assert not asked(), "it may be on its way"
@@ -117,7 +117,7 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
         driver.now_s += ASK_LATE_S * (1 << times - 1)
         driver.decide()
         assert asked() == [word] * times, "a message may be lost"
-    driver.group.missed(1, word.round, "late")
+    driver.group.record_miss(1, word.attempt_number, "late")
     driver.decide()
     assert driver.answers("held")[0]["leave"] is False
     assert driver.is_hold(), "and they leave a little later"
@@ -130,11 +130,11 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
 def test_where_gradients_wait_the_ranks_leave_at_the_next_step_with_an_update() -> None:
     driver = Warned()
     driver.save_once()
-    driver.warn(60.0, when=When.AT_ONCE)
+    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.word()
     driver.steps = [word.step + 1] * 2
     for rank in range(2):
-        driver.group.missed(rank, word.round, WAITING, (word.step - 1, 4))
+        driver.group.record_miss(rank, word.attempt_number, GRADIENTS_WAIT, (word.step - 1, 4))
     driver.decide()
     assert driver.is_hold()
     assert driver.word().step > word.step
@@ -157,7 +157,7 @@ def test_an_evaluation_without_polls_makes_nobody_leave_that_has_time_once_it_is
     word = driver.word()
     assert word.kind is WordKind.HOLD
     driver.train(0.1)
-    has_time = driver.now_s + 2 * driver.group.need_s < began_s + 3600.0
+    has_time = driver.now_s + 2 * driver.group.lead_time_s < began_s + 3600.0
     assert driver.hold(driver.take()) == dict.fromkeys(range(2), not has_time)
     assert has_time is (ends_s == 700.0)
 
@@ -165,20 +165,22 @@ def test_an_evaluation_without_polls_makes_nobody_leave_that_has_time_once_it_is
 def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier() -> None:
     driver = Warned()
     driver.save_once()
-    before_s = driver.group.need_s
-    driver.group.layout(0)  # an optimizer has its state now
+    before_s = driver.group.lead_time_s
+    driver.group.record_layout(0)  # an optimizer has its state now
     driver.decide()
-    assert driver.group.planned(driver.world + 1, "e", (300,) * driver.world, 3)
+    assert driver.group.record_division(driver.world + 1, "e", (300,) * driver.world, 3)
     driver.make_ready()
-    assert driver.group.need_s == pytest.approx(before_s + SLACK * 2.0), "three seconds instead of one, with slack"
+    assert driver.group.lead_time_s == pytest.approx(before_s + SLACK * 2.0), "three seconds instead of one, with slack"
     driver.save_once()
-    assert driver.group.need_s < before_s + SLACK * 2.0, "and then it is measured"
+    assert driver.group.lead_time_s < before_s + SLACK * 2.0, "and then it is measured"
 
 
 def leaves_at(driver: Warned, in_step_s: float | None) -> int:
     """How many steps beyond the present one, which the ranks of this node entered so long ago."""
     since_s = None if in_step_s is None else driver.now_s - in_step_s
-    driver.group.warn(StandingNotice("cloud", "1", driver.now_s + 60.0, driver.now_s, when=When.AT_ONCE))
+    driver.group.add_notice(
+        StandingNotice("cloud", "1", driver.now_s + 60.0, driver.now_s, exit_timing=ExitTiming.AT_ONCE)
+    )
     driver.said += driver.group.decide(driver.now_s, driver.steps, (), [since_s, None])
     assert driver.is_hold()
     return int(driver.word().step - driver.steps[0])
@@ -203,7 +205,7 @@ def test_and_further_ahead_where_words_were_late() -> None:
     driver.train(2.0)
     driver.train(2.0)
     word = driver.word()
-    driver.group.missed(1, word.round, "late")
+    driver.group.record_miss(1, word.attempt_number, "late")
     driver.decide()
     assert leaves_at(driver, 0.0) >= 2
 
@@ -221,20 +223,20 @@ def test_a_slow_commit_makes_the_job_leave_earlier() -> None:
     for driver, seconds in ((quick, 0.0), (slow, 20.0)):
         driver.save_once()
         driver.train(1.0)
-        driver.save(Tick(driver.steps[0] - 1, 1))
+        driver.save(Version(driver.steps[0] - 1, 1))
         answer = [a.body for a in driver.said if isinstance(a, do.AnswerRequest)][-1]
-        driver.stage(answer["round"], Tick(driver.steps[0] - 1, 1), answer["slot"])
-        driver.group.assembled(answer["slot"], answer["round"], "")
+        driver.stage(answer["attempt"], Version(driver.steps[0] - 1, 1), answer["slot"])
+        driver.group.record_assembly(answer["slot"], answer["attempt"], "")
         driver.decide()
         driver.now_s += seconds
         driver.commit()
-    assert slow.group.need_s > quick.group.need_s + 20
+    assert slow.group.lead_time_s > quick.group.lead_time_s + 20
 
 
 def test_a_request_to_go_now_is_not_put_off() -> None:
     driver = Warned()
     driver.save_once()
-    driver.warn(DAY_S, when=When.AT_ONCE)
+    driver.warn(DAY_S, exit_timing=ExitTiming.AT_ONCE)
     assert driver.is_hold()
 
 
@@ -265,7 +267,7 @@ def test_one_that_is_uncertain_costs_one_checkpoint_and_nobody_leaves() -> None:
 
 
 def left_by(driver: Warned) -> list[tuple[str, str, str]]:
-    return [(each.source, each.key, each.node) for each in driver.said if isinstance(each, do.LeftBy)]
+    return [(each.source, each.key, each.node) for each in driver.said if isinstance(each, do.RecordExit)]
 
 
 def test_each_machine_hears_by_which_of_its_notices_the_job_leaves() -> None:
@@ -274,8 +276,8 @@ def test_each_machine_hears_by_which_of_its_notices_the_job_leaves() -> None:
     driver.warn(60.0, "1 on node b", nodes=frozenset({"b"}))
     driver.warn(DAY_S, "2")
     driver.warn(60.0, "3", certain=False)
-    driver.warn(60.0, "SIGTERM", source=SIGNAL, when=When.AT_ONCE)
-    driver.now_s += 60.0 - driver.group.need_s
+    driver.warn(60.0, "SIGTERM", source=SIGNAL_SOURCE, exit_timing=ExitTiming.AT_ONCE)
+    driver.now_s += 60.0 - driver.group.lead_time_s
     word = driver.take()
     assert left_by(driver) == []
     driver.hold(word)
@@ -286,23 +288,23 @@ def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_
     driver = Warned(every=1000)
     former = Warned()
     former.save_once()
-    driver.group.goes_on(former.group)
-    assert driver.group.need_s == former.group.need_s < 60.0, "what saving took is known"
+    driver.group.inherit_timings(former.group)
+    assert driver.group.lead_time_s == former.group.lead_time_s < 60.0, "what saving took is known"
     driver.make_ready()
     driver.train(10.0)
-    driver.warn(60.0, when=When.NOT_AGAIN)
+    driver.warn(60.0, exit_timing=ExitTiming.NOT_AGAIN)
     assert driver.group.is_warned(driver.now_s), "what is complete is committed out of its turn"
     due_s = driver.now_s + 60.0
-    while driver.now_s < due_s - driver.group.need_s - 1.0:
+    while driver.now_s < due_s - driver.group.lead_time_s - 1.0:
         assert driver.word().step >= 1000, "not yet"
         driver.train(1.0)
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
-    assert wake_s <= due_s - driver.group.need_s
+    assert wake_s <= due_s - driver.group.lead_time_s
     driver.train(2.0)
     word = driver.word()
     assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
-    assert driver.group.doomed == {""}
+    assert driver.group.doomed_nodes == {""}
     driver.complete()
     driver.commit()
     driver.train(60.0)
@@ -318,19 +320,19 @@ def test_how_long_saving_takes_is_not_guessed_before_a_start_has_learnt_what_it_
     former.save_once()
     driver = Warned(every=1000, start_step=None)
     driver.steps = [0, 0]
-    driver.warn(40.0, when=When.NOT_AGAIN)
+    driver.warn(40.0, exit_timing=ExitTiming.NOT_AGAIN)
     due_s = driver.now_s + 40.0
-    assert not driver.group.wants_extra, "which would be over with what the start goes on from"
+    assert not driver.group.is_extra_pending, "which would be over with what the start goes on from"
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is None or wake_s > driver.now_s
-    driver.group.goes_on(former.group)
-    driver.group.started(0, driver.now_s)
+    driver.group.inherit_timings(former.group)
+    driver.group.record_start(0, driver.now_s)
     driver.steps = [1, 1]
     driver.make_ready()
     driver.train(2.0)
     driver.train(10.0)
     assert driver.word().step >= 1000
-    driver.train(due_s - driver.group.need_s - driver.now_s)
+    driver.train(due_s - driver.group.lead_time_s - driver.now_s)
     assert driver.word().step <= driver.steps[0] + 2
 
 
@@ -338,7 +340,7 @@ def test_where_nothing_was_measured_one_is_taken_at_once_and_another_just_before
     driver = Warned(every=1000)
     driver.make_ready()
     driver.train(2.0)
-    driver.warn(90.0, when=When.NOT_AGAIN)
+    driver.warn(90.0, exit_timing=ExitTiming.NOT_AGAIN)
     due_s = driver.now_s + 90.0
     taken = []
     while driver.now_s < due_s:
@@ -359,7 +361,7 @@ def committed(driver: Warned, count: int) -> int:
         driver.make_ready()
         driver.train(10.0)
         driver.complete()
-        if driver.group.committing is not None:
+        if driver.group.committing_slot is not None:
             found += 1
             driver.commit()
     return found
@@ -369,67 +371,69 @@ def test_a_certain_notice_costs_one_commit_out_of_turn_before_it_is_time_to_leav
     """It may be taken back. Told again, or moved by a little, it is the same one."""
     driver = Warned()
     driver.save_once()
-    driver.group.paced(10.0, 10_000.0, driver.now_s)
+    driver.group.set_intervals(10.0, 10_000.0, driver.now_s)
     assert committed(driver, 2) == 0
     driver.warn(200.0)
     deadline_s = driver.now_s + 200.0
-    near_s = deadline_s - driver.group.need_s - NEAR_S
+    near_s = deadline_s - driver.group.lead_time_s - NEAR_S
     assert committed(driver, 3) == 0, "it is not near"
     driver.train(near_s + 1.0 - driver.now_s)
-    newest = driver.group.newest
+    newest = driver.group.newest_slot
     assert newest is not None
-    assert driver.group.committing == newest.number, "what is complete, at once"
+    assert driver.group.committing_slot == newest.number, "what is complete, at once"
     driver.commit()
     assert committed(driver, 1) == 0
     driver.warn(deadline_s + 30.0 - driver.now_s)
     assert committed(driver, 5) == 0
-    driver.group.withdrawn("cloud", "1")
+    driver.group.withdraw_notice("cloud", "1")
     assert committed(driver, 4) == 0
     driver.warn(100.0)
-    assert driver.group.committing is not None, "that is another one"
+    assert driver.group.committing_slot is not None, "that is another one"
     driver.commit()
     assert committed(driver, 2) == 0
-    driver.train(driver.group.deadline_s(driver.now_s) - driver.group.need_s - driver.now_s)
+    driver.train(driver.group.deadline_s(driver.now_s) - driver.group.lead_time_s - driver.now_s)
     assert driver.is_hold(), "and then it is time to leave"
-    assert driver.group.committing is not None, "what is complete, as long as that does not delay the last one"
+    assert driver.group.committing_slot is not None, "what is complete, as long as that does not delay the last one"
     driver.commit()
     word = driver.take()
     driver.hold(word)
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
-    assert driver.group.committing == word.slot
+    assert driver.group.committing_slot == word.slot
 
 
-def stays(driver: Warned, answers: When) -> None:
+def stays(driver: Warned, answers: ExitTiming) -> None:
     """What a notice of 40 s says comes to nothing, and nobody takes it back."""
-    driver.warn(40.0, when=answers)
+    driver.warn(40.0, exit_timing=answers)
     deadline_s = driver.now_s + 40.0
-    if answers is not When.NOT_AGAIN:  # one rank is late, so that all go on
+    if answers is not ExitTiming.NOT_AGAIN:  # one rank is late, so that all go on
         while not driver.is_hold():
             driver.train(1.0)
         word = driver.take(range(1))
         driver.hold(word, range(1))
         driver.now_s = max(driver.now_s, deadline_s)
         driver.decide()
-        driver.group.missed(1, word.round, "late")
+        driver.group.record_miss(1, word.attempt_number, "late")
         driver.steps = [max(driver.steps)] * 2
         assert driver.answers("held")[0]["leave"] is False
     while driver.now_s <= deadline_s:
         committed(driver, 1)
 
 
-@pytest.mark.parametrize("answers", list(When))
-def test_a_notice_that_was_false_and_is_never_taken_back_costs_nothing_more_after_its_deadline(answers: When) -> None:
+@pytest.mark.parametrize("answers", list(ExitTiming))
+def test_a_notice_that_was_false_and_is_never_taken_back_costs_nothing_more_after_its_deadline(
+    answers: ExitTiming,
+) -> None:
     driver = Warned()
     driver.save_once()
-    driver.group.paced(10.0, 100.0, driver.now_s)
+    driver.group.set_intervals(10.0, 100.0, driver.now_s)
     assert committed(driver, 50) == 5
     stays(driver, answers)
     deadline_s = min(each.deadline_s for each in driver.group.notices.values())
     assert driver.group.is_warned(deadline_s + OUTLIVES_S - 1.0), "the machine may still go"
     assert not driver.group.is_warned(deadline_s + OUTLIVES_S)
     assert committed(driver, 50) <= 6, "as few as before"
-    assert not driver.group.doomed, "it stays as far as anybody knows"
+    assert not driver.group.doomed_nodes, "it stays as far as anybody knows"
     driver.warn(60.0)
     assert driver.group.is_warned(driver.now_s), "the same one with a time ahead is news"
 
@@ -437,18 +441,18 @@ def test_a_notice_that_was_false_and_is_never_taken_back_costs_nothing_more_afte
 def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
     driver = Warned(every=1000)
     driver.save_once()
-    driver.group.paced(1000.0, 10_000.0, driver.now_s)  # neither is due for long
+    driver.group.set_intervals(1000.0, 10_000.0, driver.now_s)  # neither is due for long
     driver.decide()
-    assert driver.group.safe_since_s > 0
-    before = driver.group.committed_tick
-    driver.group.ask_extra()
+    assert driver.group.protected_since_s > 0
+    before = driver.group.committed_version
+    driver.group.request_extra()
     driver.decide()
     word = driver.word()
     assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
     driver.complete()
     driver.commit()
-    assert driver.group.committed_tick == Tick(word.step) > before
-    assert not driver.group.wants_extra
+    assert driver.group.committed_version == Version(word.step) > before
+    assert not driver.group.is_extra_pending
     driver.train(20.0)
     assert driver.word() is None, "and then as before"
     assert not driver.outcomes()
@@ -458,45 +462,45 @@ def test_no_other_is_asked_for_while_a_commit_that_began_before_keeps_it_from_th
     driver = Warned(every=100)
     driver.complete()
     driver.train(1.0)
-    driver.group.ask_extra()
+    driver.group.request_extra()
     driver.decide()
     assert driver.word().step <= driver.steps[0] + 3
     driver.complete()
-    assert driver.group.committing is not None
-    assert driver.group.wants_extra, "it is nowhere but here"
+    assert driver.group.committing_slot is not None
+    assert driver.group.is_extra_pending, "it is nowhere but here"
     driver.commit()
-    assert not driver.group.wants_extra, "it is on its way"
+    assert not driver.group.is_extra_pending, "it is on its way"
     driver.commit("the store is gone")
-    assert driver.group.wants_extra
+    assert driver.group.is_extra_pending
     driver.train(5.0)
     driver.commit()
-    assert not driver.group.wants_extra
+    assert not driver.group.is_extra_pending
 
 
 def test_one_that_reaches_no_store_is_tried_again() -> None:
     driver = Warned()
     driver.save_once()
-    driver.group.paced(30.0, 10_000.0, driver.now_s)
-    driver.group.ask_extra()
+    driver.group.set_intervals(30.0, 10_000.0, driver.now_s)
+    driver.group.request_extra()
     driver.decide()
     word = driver.word()
     driver.complete()
     driver.commit("the store is gone")
     driver.train(5.0)
     driver.commit()
-    assert driver.group.committed_tick == Tick(word.step)
+    assert driver.group.committed_version == Version(word.step)
 
 
 def test_an_extra_checkpoint_that_is_missed_is_tried_a_few_times() -> None:
     driver = Warned()
     driver.warn(60.0, certain=False)
-    rounds = set()
+    attempts = set()
     for _ in range(10):
         if driver.word() is not None and driver.word().step < 1000:
-            rounds.add(driver.word().round)
-            driver.group.missed(0, driver.word().round, "late")
+            attempts.add(driver.word().attempt_number)
+            driver.group.record_miss(0, driver.word().attempt_number, "late")
         driver.train(0.2)
-    assert len(rounds) == 3
+    assert len(attempts) == 3
 
 
 @pytest.mark.parametrize("held", [range(0), range(1)])
@@ -506,15 +510,15 @@ def test_one_that_is_withdrawn_before_the_verdict_costs_that_checkpoint_only(hel
     word = driver.word()
     driver.take(range(1))
     driver.hold(word, held)
-    driver.group.withdrawn("cloud", "1")
+    driver.group.withdraw_notice("cloud", "1")
     driver.decide()
     assert all(body["leave"] is False for body in driver.answers("held").values())
-    driver.stage(word.round, Tick(word.step), word.slot, range(1, 2))
+    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1, 2))
     assert driver.hold(word) == {0: False, 1: False}
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     driver.commit()
-    assert driver.group.committed_tick == Tick(word.step)
+    assert driver.group.committed_version == Version(word.step)
     assert driver.word().step == 1000
     assert not driver.outcomes()
 
@@ -524,8 +528,8 @@ def test_one_that_is_withdrawn_after_the_verdict_is_left_by_all_the_same() -> No
     driver.warn(5.0)
     word = driver.take()
     assert driver.hold(word, range(2)) == {0: True, 1: True}
-    driver.group.withdrawn("cloud", "1")
-    driver.group.held(1, word.round, ("held", 1))
+    driver.group.withdraw_notice("cloud", "1")
+    driver.group.record_hold(1, word.attempt_number, ("held", 1))
     driver.decide()
     assert driver.answers("held")[1]["leave"] is True
 
@@ -545,16 +549,16 @@ def successor(world: int = 3) -> Warned:
     """The agent after one that has died, in a job of several nodes; no rank has come back."""
     driver = Warned(world)
     driver.group = Scheduler(world, driver.group.policy, 500)
-    driver.group.one_page = False
-    driver.group.resumed(driver.now_s)
+    driver.group.is_single_node = False
+    driver.group.record_agent_restart(driver.now_s)
     return driver
 
 
 def asks(driver: Warned, rank: int, former: int = 0) -> Any:
     """What it is told that comes back, from the page that it had, and holds at round 7."""
-    driver.group.told_before(former)
-    driver.group.joined(rank)
-    driver.hold(SimpleNamespace(round=7), range(rank, rank + 1))
+    driver.group.record_former_verdict(former)
+    driver.group.record_join(rank)
+    driver.hold(SimpleNamespace(attempt_number=7), range(rank, rank + 1))
     return driver.answers("held").get(rank)
 
 
@@ -569,7 +573,7 @@ def test_a_rank_that_was_not_told_yet_leaves_where_one_comes_back_that_was() -> 
 def test_so_it_does_where_one_goes_that_was_told() -> None:
     driver = successor()
     assert asks(driver, 1) is None
-    driver.group.joined(0)
+    driver.group.record_join(0)
     sent_away(driver, 0)
     assert driver.answers("held")[1]["leave"]
 
@@ -577,7 +581,7 @@ def test_so_it_does_where_one_goes_that_was_told() -> None:
 def test_where_all_come_back_and_none_was_told_they_go_on() -> None:
     driver = successor()
     assert asks(driver, 1) is None
-    driver.group.joined(0)
+    driver.group.record_join(0)
     driver.decide()
     assert not driver.answers("held")
     assert asks(driver, 2) == {"leave": False, "by_s": None}
@@ -609,10 +613,10 @@ def test_the_verdict_is_written_before_anybody_is_told() -> None:
 
 def test_what_was_saved_is_reported_once_it_is_committed() -> None:
     driver = Warned()
-    driver.warn(20.0, when=When.AT_ONCE)
+    driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.take()
     driver.hold(word)
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     assert not driver.outcomes()
     driver.now_s += 2.0
@@ -625,10 +629,10 @@ def test_what_was_saved_is_reported_once_it_is_committed() -> None:
 
 def leaving_in_20_s() -> tuple[Warned, Any]:
     driver = Warned()
-    driver.warn(20.0, when=When.AT_ONCE)
+    driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.take()
     driver.hold(word)
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     return driver, word
 
@@ -661,7 +665,7 @@ def test_a_commit_that_ends_at_the_last_moment_is_reported_all_the_same() -> Non
 
 def leave_by(driver: Warned) -> list[float]:
     """What the ranks were told once they were told to leave."""
-    return [a.body["by_s"] for a in driver.said if isinstance(a, do.Tell) and a.body["t"] == "leave-by"]
+    return [a.body["by_s"] for a in driver.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "leave-by"]
 
 
 def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_the_outcome_before_it() -> None:
@@ -671,9 +675,9 @@ def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_t
     driver.warn(6.0, "3")
     at_s = driver.now_s + 6.0
     assert leave_by(driver) == [at_s]
-    driver.group.withdrawn("cloud", "3")
+    driver.group.withdraw_notice("cloud", "3")
     driver.decide()
-    driver.group.held(1, word.round, ("held", 1))
+    driver.group.record_hold(1, word.attempt_number, ("held", 1))
     driver.decide()
     assert driver.answers("held")[1] == {"leave": True, "by_s": at_s}, "who asks again hears it, too"
     wake_s = driver.group.next_wake_s(driver.now_s)
@@ -689,12 +693,12 @@ def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_t
 def test_a_rank_that_was_away_when_the_deadline_came_nearer_is_told_once_it_is_back(asked: bool) -> None:
     driver, _ = leaving_in_20_s()
     if asked:
-        driver.group.leave(1, ("leave", 1), insists=True)
-    driver.group.lost(1, driver.now_s)
+        driver.group.record_leave_request(1, ("leave", 1), insists=True)
+    driver.group.record_disconnect(1, driver.now_s)
     driver.warn(6.0, "2")
     at_s = driver.now_s + 6.0
     driver.now_s += 1.0
-    driver.group.joined(1)
+    driver.group.record_join(1)
     driver.decide()
     assert leave_by(driver) == [at_s] * 2
 
@@ -702,11 +706,11 @@ def test_a_rank_that_was_away_when_the_deadline_came_nearer_is_told_once_it_is_b
 def test_the_time_of_the_very_notice_by_which_the_ranks_leave_may_come_nearer_until_it_is_said_what_was_saved() -> None:
     driver, _ = leaving_in_20_s()
     for rank in range(driver.world):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.decide()
     assert driver.group.all_gone
     assert driver.group.heeds_notices
-    driver.warn(6.0, when=When.NOT_AGAIN)  # as whoever listens has it, since the job leaves by it
+    driver.warn(6.0, exit_timing=ExitTiming.NOT_AGAIN)  # as whoever listens has it, since the job leaves by it
     at_s = driver.now_s + 6.0
     assert leave_by(driver) == [at_s]
     assert driver.group.next_wake_s(driver.now_s) == at_s - OUTCOME_S
@@ -731,20 +735,20 @@ def test_ranks_that_were_told_to_end_are_told_of_a_deadline_that_comes_nearer_as
     assert leave_by(driver) == []
 
 
-def sent_away(driver: Warned, *ranks: int, why: str = "", committed: Tick | None = None) -> None:
+def sent_away(driver: Warned, *ranks: int, why: str = "", committed: Version | None = None) -> None:
     """To an agent that has told nobody to leave."""
     for rank in ranks:
-        driver.group.sent_away(why, driver.now_s + 20.0, committed)
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_exit_order(why, driver.now_s + 20.0, committed)
+        driver.group.record_leave_request(rank, ("leave", rank))
         driver.decide()
 
 
 def test_an_agent_started_again_reports_what_comes_of_ranks_that_a_former_one_sent_away() -> None:
     driver = Warned()
-    driver.group.holds(1, Tick(7), False)
+    driver.group.record_held_snapshot(1, Version(7), False)
     sent_away(driver, 0)
     assert not driver.outcomes(), "it is to be committed first"
-    driver.warn(18.0, source=SIGNAL, key="SIGTERM")
+    driver.warn(18.0, source=SIGNAL_SOURCE, key="SIGTERM")
     driver.now_s += 3.0
     driver.commit()
     sent_away(driver, 1)
@@ -755,20 +759,20 @@ def test_an_agent_started_again_reports_what_comes_of_ranks_that_a_former_one_se
 
 def test_where_nothing_was_handed_over_it_says_what_is_in_the_store_as_the_ranks_know_it() -> None:
     driver = Warned()
-    sent_away(driver, 0, 1, why="rank 3 is gone", committed=Tick(5))
+    sent_away(driver, 0, 1, why="rank 3 is gone", committed=Version(5))
     (body,) = driver.outcomes()
     assert (body["how"], body["why"]) == ("ended", "rank 3 is gone")
     assert (body["level"], body["step"], body["committed_step"]) == ("none", None, 5)
-    assert body["notices"] == [FORMER]
+    assert body["notices"] == [FORMER_NOTICE]
 
 
 def test_ranks_that_a_former_agent_sent_away_name_the_notices_that_came_to_them_before_they_tell_them() -> None:
     driver = Warned()
-    driver.group.holds(1, Tick(7), False)
-    driver.group.sent_away("", driver.now_s + 20.0, None)
-    driver.group.sent_away("", driver.now_s + 20.0, None, ["signal SIGTERM"])
+    driver.group.record_held_snapshot(1, Version(7), False)
+    driver.group.record_exit_order("", driver.now_s + 20.0, None)
+    driver.group.record_exit_order("", driver.now_s + 20.0, None, ["signal SIGTERM"])
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.decide()
     driver.commit()
     (body,) = driver.outcomes()
@@ -789,7 +793,7 @@ def test_what_is_complete_is_pushed_where_another_snapshot_cannot_reach_the_stor
     driver.commit()
     driver.complete()  # its commit will take about twenty seconds, too
     driver.warn(15.0)
-    assert driver.group.course is Course.PUSH
+    assert driver.group.course is Course.COMMIT_NEWEST
     assert driver.word() is None
     driver.now_s += 5.0
     driver.commit()
@@ -803,7 +807,7 @@ def test_what_was_to_be_pushed_when_the_run_became_anothers_is_reported_once() -
     driver.commit()
     driver.complete()
     driver.warn(15.0)
-    assert driver.group.course is Course.PUSH
+    assert driver.group.course is Course.COMMIT_NEWEST
     driver.group.supersede("00000002-x")
     for _ in range(3):
         driver.decide()
@@ -832,7 +836,7 @@ def test_a_deadline_that_has_passed_when_it_is_told_may_come_at_any_moment() -> 
 
 
 def signalled(driver: Warned, lead_s: float = 30.0, key: str = "SIGTERM") -> None:
-    driver.warn(lead_s, key, source=SIGNAL, when=When.AT_ONCE)
+    driver.warn(lead_s, key, source=SIGNAL_SOURCE, exit_timing=ExitTiming.AT_ONCE)
 
 
 def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
@@ -840,7 +844,7 @@ def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
     driver.save_once()
     signalled(driver)
     assert not driver.ends()
-    driver.group.died(2)
+    driver.group.record_death(2)
     driver.decide()
     (end,) = driver.ends()
     assert not end["wait"]
@@ -853,10 +857,10 @@ def test_a_rank_that_never_came_to_the_hold_is_ended_though_its_verdict_is_there
     driver.warn(30.0)  # another notice made the appointment
     driver.take(range(1))
     assert driver.hold(driver.word(), range(1)) == {}
-    driver.group.died(2)  # the held one leaves; rank 1 sits in a collective with the dead one
+    driver.group.record_death(2)  # the held one leaves; rank 1 sits in a collective with the dead one
     driver.decide()
     assert driver.answers("held")[0]["leave"]
-    driver.warn(30.0, source=SIGNAL, when=When.AT_ONCE)  # the launcher restarts
+    driver.warn(30.0, source=SIGNAL_SOURCE, exit_timing=ExitTiming.AT_ONCE)  # the launcher restarts
     assert len(driver.ends()) == 1
 
 
@@ -864,7 +868,7 @@ def test_they_end_at_once_too_when_one_left_by_an_exception_and_not_when_it_came
     for in_order in (True, False):
         driver = Warned()
         signalled(driver)
-        driver.group.leave(1, ("leave", 1), in_order)
+        driver.group.record_leave_request(1, ("leave", 1), in_order)
         driver.decide()
         assert bool(driver.ends()) is not in_order
 
@@ -885,7 +889,7 @@ def test_ranks_that_live_are_waited_for_until_shortly_before_the_deadline(world:
     driver.now_s += 1.0
     driver.decide()
     assert driver.ends()[0]["wait"]
-    driver.group.held(0, driver.word().round if driver.word() else 1, ("held", 0))
+    driver.group.record_hold(0, driver.word().attempt_number if driver.word() else 1, ("held", 0))
     driver.decide()
     assert driver.answers("held")[0]["leave"] is True
 
@@ -922,14 +926,14 @@ def test_a_rank_of_which_nothing_is_heard_ends_the_wait_and_one_that_comes_back_
         driver.save_once()
         driver.train(2.0)
         if before:
-            driver.group.lost(2, driver.now_s)
+            driver.group.record_disconnect(2, driver.now_s)
         signalled(driver)
         if not before:
-            driver.group.lost(2, driver.now_s)
+            driver.group.record_disconnect(2, driver.now_s)
         driver.decide()
         assert not driver.ends(), "its agent may be started again"
         if returns:
-            driver.group.joined(2)
+            driver.group.record_join(2)
         wake_s = driver.group.next_wake_s(driver.now_s)
         assert wake_s is not None
         assert returns or wake_s <= driver.now_s + AWAY_S
@@ -943,7 +947,7 @@ def test_of_a_signal_that_leaves_no_time_it_is_not_said_that_no_boundary_came(le
     driver = Warned()
     driver.save_once()
     driver.train(2.0)
-    driver.warn(lead_s, source=SIGNAL, key="SIGTERM", when=When.AT_ONCE)
+    driver.warn(lead_s, source=SIGNAL_SOURCE, key="SIGTERM", exit_timing=ExitTiming.AT_ONCE)
     driver.now_s += 1.0
     driver.decide()
     (end,) = driver.ends()
@@ -951,46 +955,46 @@ def test_of_a_signal_that_leaves_no_time_it_is_not_said_that_no_boundary_came(le
     assert end["why"] == (short if lead_s <= END_S else "no boundary came in time")
 
 
-@pytest.mark.parametrize("why", [Why.SAVE, Why.EXIT])
-def test_ranks_may_wait_in_a_save_for_its_turn_and_end_where_no_boundary_follows(why: Why) -> None:
+@pytest.mark.parametrize("why", [SaveReason.SAVE, SaveReason.EXIT])
+def test_ranks_may_wait_in_a_save_for_its_turn_and_end_where_no_boundary_follows(why: SaveReason) -> None:
     driver = Warned(slots=1)
     driver.save_once()
     driver.train(2.0)
-    driver.save(Tick(driver.steps[0] - 1, 1))
+    driver.save(Version(driver.steps[0] - 1, 1))
     first = driver.answers("save")[0]
-    driver.stage(first["round"], Tick(driver.steps[0] - 1, 1), first["slot"])
-    driver.group.assembled(first["slot"], first["round"], "")
+    driver.stage(first["attempt"], Version(driver.steps[0] - 1, 1), first["slot"])
+    driver.group.record_assembly(first["slot"], first["attempt"], "")
     driver.train(1.0)
-    tick = Tick(driver.steps[0] - 1, 1)
-    driver.save(tick, why)
+    version = Version(driver.steps[0] - 1, 1)
+    driver.save(version, why)
     signalled(driver)
     for _ in range(2):
         driver.now_s += 5.0  # for as long as the one before is being committed, and then to take it
         driver.decide()
         assert not driver.ends()
-        if driver.group.committing is not None:
+        if driver.group.committing_slot is not None:
             driver.commit()
     answer = driver.answers("save")[0]
-    assert answer["round"] != first["round"]
-    driver.stage(answer["round"], tick, answer["slot"])
-    driver.group.assembled(answer["slot"], answer["round"], "")
+    assert answer["attempt"] != first["attempt"]
+    driver.stage(answer["attempt"], version, answer["slot"])
+    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
     driver.decide()
     driver.commit()
     driver.now_s += 20.0 - END_S
     driver.decide()
-    assert bool(driver.ends()) is (why is Why.SAVE), "which does not come"
-    assert [body["how"] for body in driver.outcomes()] == ["ended" if why is Why.SAVE else "left"]
-    assert driver.group.committed_tick == tick
+    assert bool(driver.ends()) is (why is SaveReason.SAVE), "which does not come"
+    assert [body["how"] for body in driver.outcomes()] == ["ended" if why is SaveReason.SAVE else "left"]
+    assert driver.group.committed_version == version
 
 
 def test_they_do_so_where_one_was_lost_for_long_which_is_not_to_have_come_to_its_end() -> None:
     driver = Warned(world=3)
     driver.save_once()
     driver.train(2.0)
-    driver.group.lost(2, driver.now_s)
+    driver.group.record_disconnect(2, driver.now_s)
     driver.now_s += REJOIN_S
     driver.decide()
-    assert driver.group.members[2].away
+    assert driver.group.rank_states[2].is_away
     signalled(driver)
     assert driver.ends()
     assert [body["how"] for body in driver.outcomes()] == ["ended"]
@@ -999,11 +1003,11 @@ def test_they_do_so_where_one_was_lost_for_long_which_is_not_to_have_come_to_its
 def test_they_do_not_while_they_train_on_and_no_slot_is_free_for_the_last_snapshot() -> None:
     driver = Warned(slots=1)
     driver.train(2.0)
-    driver.save(Tick(driver.steps[0] - 1, 1))
+    driver.save(Version(driver.steps[0] - 1, 1))
     answer = driver.answers("save")[0]
-    driver.stage(answer["round"], Tick(driver.steps[0] - 1, 1), answer["slot"])
-    driver.group.assembled(answer["slot"], answer["round"], "")  # and its commit takes long
-    driver.warn(30.0, "SIGTERM", source=SIGNAL)
+    driver.stage(answer["attempt"], Version(driver.steps[0] - 1, 1), answer["slot"])
+    driver.group.record_assembly(answer["slot"], answer["attempt"], "")  # and its commit takes long
+    driver.warn(30.0, "SIGTERM", source=SIGNAL_SOURCE)
     for _ in range(10):
         driver.train(1.0)
     assert not driver.ends()
@@ -1024,16 +1028,16 @@ def test_they_do_not_while_one_holds_and_the_others_live() -> None:
     assert driver.ends()
 
 
-def at_their_end(driver: Warned) -> Tick:
+def at_their_end(driver: Warned) -> Version:
     """All ranks have staged what they end with, and wait for its commit, which is under way."""
-    tick = Tick(driver.steps[0] - 1, 1)
-    driver.save(tick, Why.EXIT)
+    version = Version(driver.steps[0] - 1, 1)
+    driver.save(version, SaveReason.EXIT)
     answer = driver.answers("save")[0]
-    driver.stage(answer["round"], tick, answer["slot"])
-    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.stage(answer["attempt"], version, answer["slot"])
+    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
     driver.decide()
-    assert driver.group.committing == answer["slot"]
-    return tick
+    assert driver.group.committing_slot == answer["slot"]
+    return version
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -1042,7 +1046,7 @@ def test_ranks_that_are_signalled_in_the_last_commit_of_a_normal_end_leave_in_or
     """None comes to a boundary any more, and none is missing one."""
     driver = Warned(world)
     driver.train(2.0)
-    tick = at_their_end(driver)
+    version = at_their_end(driver)
     signalled(driver)
     driver.now_s += 30.0 - OUTCOME_S - 0.1
     driver.decide()
@@ -1053,9 +1057,9 @@ def test_ranks_that_are_signalled_in_the_last_commit_of_a_normal_end_leave_in_or
         driver.now_s += 0.1
         driver.decide()
     (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["step"]) == ("left", "store" if saved else "local", tick.step)
-    assert body["committed_step"] == (tick.step if saved else None)
-    assert (body["notices"], body["error"]) == ([f"{SIGNAL} SIGTERM"], "")
+    assert (body["how"], body["level"], body["step"]) == ("left", "store" if saved else "local", version.step)
+    assert body["committed_step"] == (version.step if saved else None)
+    assert (body["notices"], body["error"]) == ([f"{SIGNAL_SOURCE} SIGTERM"], "")
 
 
 def test_so_they_do_where_a_last_appointment_was_made_already() -> None:
@@ -1074,8 +1078,8 @@ def test_so_they_do_where_the_agent_was_started_again_in_that_commit() -> None:
     """It learns from whoever waits that it is the last one."""
     driver = Warned()
     driver.train(2.0)
-    driver.group.holds(1, Tick(20), False)
-    driver.group.wanted(Tick(20), Why.EXIT)
+    driver.group.record_held_snapshot(1, Version(20), False)
+    driver.group.require_commit(Version(20), SaveReason.EXIT)
     signalled(driver)
     driver.now_s += 20.0
     driver.decide()
@@ -1101,9 +1105,9 @@ def test_of_a_machine_that_goes_once_the_ranks_are_at_their_end_it_is_said_that_
 def test_a_rank_that_comes_back_is_told_again_to_end() -> None:
     driver = Warned()
     signalled(driver)
-    driver.group.died(1)
+    driver.group.record_death(1)
     driver.decide()
-    driver.group.joined(0)
+    driver.group.record_join(0)
     driver.decide()
     assert len(driver.ends()) == 2
 
@@ -1119,17 +1123,17 @@ def test_the_same_signal_at_another_rank_does_not_put_the_end_off() -> None:
 
 def test_a_save_that_all_ranks_wait_in_does_not_wait_for_a_later_hold() -> None:
     driver = Warned()
-    driver.warn(30.0, when=When.AT_ONCE)
+    driver.warn(30.0, exit_timing=ExitTiming.AT_ONCE)
     assert driver.word().step > 1
     driver.steps = [1, 1]
-    driver.save(Tick(0, 1), Why.SAVE)
+    driver.save(Version(0, 1), SaveReason.SAVE)
     assert set(driver.answers("save")) == {0, 1}
 
 
 def test_so_many_notices_are_remembered_and_no_more() -> None:
     driver = Warned()
     for number in range(2 * NOTICES_MAX):
-        driver.group.warn(StandingNotice("cloud", str(number), DAY_S + number, 0.0))
+        driver.group.add_notice(StandingNotice("cloud", str(number), DAY_S + number, 0.0))
     assert len(driver.group.notices) == NOTICES_MAX
     assert ("cloud", "0") in driver.group.notices
 
@@ -1149,7 +1153,7 @@ def test_what_all_of_many_nodes_hear_counts_for_all_of_them() -> None:
     tell(14.0)  # it was cut short
     driver.warn(14.0, "7", source="slurm")  # once more, as its listener begins anew
     assert len(driver.group.notices) == NOTICES_MAX
-    assert driver.group.doomed == {"", *nodes}
+    assert driver.group.doomed_nodes == {"", *nodes}
     word = driver.take()
     driver.hold(word)
     assert sorted(left_by(driver)) == sorted(("slurm", "7", node) for node in ("", *nodes))
@@ -1158,48 +1162,48 @@ def test_what_all_of_many_nodes_hear_counts_for_all_of_them() -> None:
 def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -> None:
     page = ControlPage.create(2)
     page.announce(1, ControlWord(9, 1, WordKind.HOLD, 40))
-    page.enter(0, 41)
-    page.enter(1, 40, 3)
-    page.leave(9)
-    assert page.leaves() == 9
-    assert page.appointed() == [ControlWord(9, 1, WordKind.HOLD, 40)]
-    assert [(page.entered(rank), page.polled(rank)) for rank in range(2)] == [(41, 0), (40, 3)]
+    page.publish_step(0, 41)
+    page.publish_step(1, 40, 3)
+    page.publish_leave(9)
+    assert page.leave_attempt() == 9
+    assert page.appointments() == [ControlWord(9, 1, WordKind.HOLD, 40)]
+    assert [(page.entered_step(rank), page.poll_count(rank)) for rank in range(2)] == [(41, 0), (40, 3)]
     page.close()
 
 
 def leaves_while_the_agent_of_rank_1_dies() -> Warned:
     driver, _ = leaving_in_20_s()
     for rank in range(driver.world):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.decide()
-    driver.group.lost(1, driver.now_s)
+    driver.group.record_disconnect(1, driver.now_s)
     driver.commit("its part was not written")
     return driver
 
 
 def test_the_last_commit_is_tried_again_once_the_agent_that_was_missing_is_back() -> None:
     driver = leaves_while_the_agent_of_rank_1_dies()
-    assert driver.group.committing is None
+    assert driver.group.committing_slot is None
     assert not driver.answers("leave"), "it is not given up yet"
-    driver.group.joined(1)
+    driver.group.record_join(1)
     driver.decide()
     driver.commit()
-    driver.group.closed()
+    driver.group.record_close()
     driver.decide()
     assert {body["error"] for body in driver.answers("leave").values()} == {None}
 
 
 def test_also_where_it_is_back_before_the_commit_that_began_without_it_has_failed() -> None:
     driver, _ = leaving_in_20_s()
-    driver.group.slots[driver.group.committing or 0].round.last_try = True  # type: ignore[union-attr]
+    driver.group.slots[driver.group.committing_slot or 0].attempt.is_last_try = True  # type: ignore[union-attr]
     for rank in range(driver.world):
-        driver.group.leave(rank, ("leave", rank))
-    driver.group.lost(1, driver.now_s)
+        driver.group.record_leave_request(rank, ("leave", rank))
+    driver.group.record_disconnect(1, driver.now_s)
     driver.decide()
-    driver.group.joined(1)
+    driver.group.record_join(1)
     driver.commit("its part was not written")
     driver.commit()
-    assert driver.group.committed_tick is not None
+    assert driver.group.committed_version is not None
 
 
 def test_but_not_longer_than_until_the_deadline() -> None:
@@ -1210,22 +1214,22 @@ def test_but_not_longer_than_until_the_deadline() -> None:
     assert wake_s <= driver.now_s
     driver.decide()
     driver.commit("its part was not written")
-    assert driver.group.committing is None
+    assert driver.group.committing_slot is None
     assert set(driver.answers("leave")) == {0}, "who is there is told that it failed"
-    assert not driver.group.members.seen.leaving
+    assert not driver.group.rank_states.summary.waiting_to_leave
 
 
 def test_it_is_not_waited_for_where_other_nodes_keep_what_it_has() -> None:
     driver, word = leaving_in_20_s()
-    driver.group.slots[word.slot].round.peer = Store.DONE  # type: ignore[union-attr]
-    driver.group.leave(1, ("leave", 1))
-    driver.group.lost(1, driver.now_s)
+    driver.group.slots[word.slot].attempt.replication_state = WorkState.DONE  # type: ignore[union-attr]
+    driver.group.record_leave_request(1, ("leave", 1))
+    driver.group.record_disconnect(1, driver.now_s)
     driver.commit("its part was not written")
-    assert driver.group.committing is not None
+    assert driver.group.committing_slot is not None
 
 
 def giving_up(driver: Warned) -> list[int]:
-    return [each.slot for each in driver.said if isinstance(each, do.GiveUp)]
+    return [each.slot for each in driver.said if isinstance(each, do.StopCommit)]
 
 
 def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explicit: bool = False) -> Warned:
@@ -1236,10 +1240,10 @@ def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explic
     driver.commit()
     if explicit:
         driver.steps = [16] * 2
-        driver.save(Tick(15, 1))
+        driver.save(Version(15, 1))
         answer = driver.answers("save")[0]
-        driver.stage(answer["round"], Tick(15, 1), answer["slot"])
-        driver.group.assembled(answer["slot"], answer["round"], "")
+        driver.stage(answer["attempt"], Version(15, 1), answer["slot"])
+        driver.group.record_assembly(answer["slot"], answer["attempt"], "")
         driver.decide()
     else:
         driver.complete()
@@ -1247,7 +1251,7 @@ def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explic
     signalled(driver, lead_s)
     word = driver.take()
     assert driver.hold(word) == {0: True, 1: True}
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     return driver
 
@@ -1269,7 +1273,7 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
     takes_s: float, since_s: float, lead_s: float, gives_way: bool
 ) -> None:
     driver = leaves_beside_a_commit(takes_s, since_s, lead_s)
-    older, newest = driver.group.committing, driver.group.newest
+    older, newest = driver.group.committing_slot, driver.group.newest_slot
     assert older is not None
     assert newest is not None
     assert older != newest.number
@@ -1288,90 +1292,92 @@ def test_what_is_hashed_already_takes_no_time_of_that(left_s: float, gives_way: 
     def hashed(word: ControlWord) -> None:
         driver.decide()
         driver.now_s += 4.0
-        driver.group.assembled(word.slot, word.round, "")
+        driver.group.record_assembly(word.slot, word.attempt_number, "")
         driver.decide()
 
     def complete() -> None:
         word = driver.word()
         driver.steps = [word.step] * 2
-        driver.stage(word.round, Tick(word.step), word.slot)
+        driver.stage(word.attempt_number, Version(word.step), word.slot)
         hashed(word)
 
     complete()
     driver.now_s += 14.0
     driver.commit()
     complete()
-    older = driver.group.committing
+    older = driver.group.committing_slot
     signalled(driver, left_s + 4.0)
     word = driver.take()
     driver.hold(word)
     hashed(word)
-    assert driver.group.newest is not None
-    assert driver.group.newest.number == word.slot
+    assert driver.group.newest_slot is not None
+    assert driver.group.newest_slot.number == word.slot
     assert giving_up(driver) == [older] * gives_way
 
 
 def test_then_the_last_one_begins_and_what_gave_way_stays_until_it_is_in_the_store() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit=True)
-    older, newest = driver.group.committing, driver.group.newest
+    older, newest = driver.group.committing_slot, driver.group.newest_slot
     assert older is not None
     assert newest is not None
     driver.commit("it was broken off")
-    told = [a.body for a in driver.said if isinstance(a, do.Tell) and a.body.get("tick") == str(Tick(15, 1))]
+    told = [
+        a.body for a in driver.said if isinstance(a, do.NotifyRanks) and a.body.get("version") == str(Version(15, 1))
+    ]
     (store,) = [body for body in told if body["level"] == "store"]
     assert not store["ok"]
     assert "given up for that of" in store["message"], "whoever waits for it"
-    assert driver.group.committing == newest.number, "at once"
-    assert driver.group.slots[older].round is not None
+    assert driver.group.committing_slot == newest.number, "at once"
+    assert driver.group.slots[older].attempt is not None
     driver.now_s += 18.0
     driver.commit()
-    assert driver.group.slots[older].round is None
+    assert driver.group.slots[older].attempt is None
     (body,) = driver.outcomes()
     assert (body["level"], body["error"], body["left_s"]) == ("store", "", 12.0)
 
 
 def test_one_that_ended_before_it_could_be_broken_off_is_committed_like_any_other() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
-    newest = driver.group.newest
+    newest = driver.group.newest_slot
     assert newest is not None
     assert giving_up(driver)
     driver.commit()
-    assert driver.levels("store")[str(Tick(20))]
-    assert driver.group.committing == newest.number
+    assert driver.levels("store")[str(Version(20))]
+    assert driver.group.committing_slot == newest.number
 
 
 def test_a_last_one_that_fails_after_that_is_tried_again_as_if_nothing_else_had_failed() -> None:
     driver = leaves_beside_a_commit(5.0, 1.0, 8.0)
-    newest = driver.group.newest
+    newest = driver.group.newest_slot
     assert newest is not None
     driver.commit("it was broken off")
     driver.commit("503")
     driver.now_s += 2.0
     driver.decide()
-    assert driver.group.committing == newest.number
+    assert driver.group.committing_slot == newest.number
 
 
 @pytest.mark.parametrize("explicit", [True, False])
 def test_what_gave_way_is_tried_again_once_the_last_one_has_failed_for_good(explicit: bool) -> None:
     """Nothing newer will be in the store, and it may be all that is saved."""
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit)
-    older, newest = driver.group.committing, driver.group.newest
+    older, newest = driver.group.committing_slot, driver.group.newest_slot
     assert older is not None
     assert newest is not None
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.commit("it was broken off")
-    assert driver.group.committing == newest.number
+    assert driver.group.committing_slot == newest.number
     driver.commit("a node has not written its part")
-    assert driver.group.committing == older
+    assert driver.group.committing_slot == older
     driver.commit()
     step = 15 if explicit else 20
-    assert driver.group.committed_tick is not None
-    assert driver.group.committed_tick.step == step
-    assert driver.levels("store")[str(driver.group.committed_tick)]
+    assert driver.group.committed_version is not None
+    assert driver.group.committed_version.step == step
+    assert driver.levels("store")[str(driver.group.committed_version)]
     said = driver.answers("leave")
     assert said == {
-        rank: {"committed": str(driver.group.committed_tick), "error": "a node has not written its part"}
+        rank: {"committed": str(driver.group.committed_version), "error": "a node has not written its part"}
         for rank in range(2)
     }
     driver.now_s += 30.0
@@ -1383,11 +1389,11 @@ def test_what_gave_way_is_tried_again_once_the_last_one_has_failed_for_good(expl
 def test_once_only_as_any_other() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.record_leave_request(rank, ("leave", rank))
     driver.commit("it was broken off")
     driver.commit("503")
     driver.commit("503 again")
-    assert driver.group.committing is None
+    assert driver.group.committing_slot is None
     assert len(giving_up(driver)) == 1
     assert set(driver.answers("leave")) == {0, 1}, "nobody waits any longer"
 
@@ -1400,36 +1406,36 @@ def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_wo
     driver.complete()
     driver.now_s += 15.0
     driver.steps = [26] * 2
-    driver.save(Tick(25, 1))
+    driver.save(Version(25, 1))
     answer = driver.answers("save")[0]
-    driver.stage(answer["round"], Tick(25, 1), answer["slot"])
-    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.stage(answer["attempt"], Version(25, 1), answer["slot"])
+    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
     signalled(driver, 30.0)
     word = driver.take()
     driver.hold(word)
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     assert not giving_up(driver), "it is all but done"
     driver.now_s += 3.0
     driver.commit()
-    assert driver.group.committing == word.slot
+    assert driver.group.committing_slot == word.slot
     driver.now_s += 18.0
     driver.commit()
-    assert driver.group.committing == answer["slot"], "somebody waits for it"
+    assert driver.group.committing_slot == answer["slot"], "somebody waits for it"
     driver.now_s += 18.0
     driver.commit()
-    assert driver.group.committed_tick == Tick(word.step), "which is the newest that is there"
+    assert driver.group.committed_version == Version(word.step), "which is the newest that is there"
 
 
 @pytest.mark.parametrize("error", ["", "a node hangs"])
 def test_nothing_gives_way_where_the_last_one_is_safe_without_a_commit(error: str) -> None:
     driver = Warned(every=10)
-    driver.group.replicates = True
-    driver.group.kept = (Kept("", 1, ("b",)),)
+    driver.group.is_replication_on = True
+    driver.group.placement = (Kept("", 1, ("b",)),)
 
     def copied(error: str = "") -> None:
-        assert driver.group.replicating is not None
-        driver.group.replicated(driver.group.replicating, error, driver.now_s)
+        assert driver.group.replicating_slot is not None
+        driver.group.record_replication(driver.group.replicating_slot, error, driver.now_s)
         driver.decide()
 
     driver.complete()
@@ -1441,7 +1447,7 @@ def test_nothing_gives_way_where_the_last_one_is_safe_without_a_commit(error: st
     signalled(driver, 25.0)
     word = driver.take()
     driver.hold(word)
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     assert not giving_up(driver), "copies come first"
     copied(error)
@@ -1451,22 +1457,22 @@ def test_nothing_gives_way_where_the_last_one_is_safe_without_a_commit(error: st
 @pytest.mark.parametrize(("lost", "level"), [("b", "local"), ("c", "peer")])
 def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_stay(lost: str, level: str) -> None:
     driver = Warned()
-    driver.group.replicates = True
-    driver.group.kept = (Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("b",)))
-    driver.warn(20.0, when=When.AT_ONCE)
+    driver.group.is_replication_on = True
+    driver.group.placement = (Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("b",)))
+    driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.take()
     driver.hold(word)
-    driver.group.assembled(word.slot, word.round, "")
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
-    driver.group.replicated(word.slot, "", driver.now_s)
+    driver.group.record_replication(word.slot, "", driver.now_s)
     driver.decide()
-    driver.group.copies_lost(lost, driver.group.copied_ticks)
+    driver.group.record_lost_holder(lost, driver.group.peer_versions)
     driver.now_s += 20.0 - OUTCOME_S
     driver.decide()
     (body,) = driver.outcomes()
     assert (body["level"], body["peer_step"]) == (level, word.step if level == "peer" else None)
-    assert driver.group.replicating == word.slot, "they are made again"
-    driver.group.replicated(word.slot, "", driver.now_s)
+    assert driver.group.replicating_slot == word.slot, "they are made again"
+    driver.group.record_replication(word.slot, "", driver.now_s)
     driver.decide()
     assert driver.outcomes()[-1]["level"] == "peer"
 
@@ -1478,14 +1484,14 @@ def test_what_is_found_to_be_safe_after_a_restart_is_said_to_outlive_as_many_nod
     """As many as were asked for, whichever these are. Nobody has room for copies any more, but for those that are
     there."""
     driver = Warned(3)
-    driver.group.unsure = True
-    driver.group.holds(1, Tick(20), False)
+    driver.group.is_survey_pending = True
+    driver.group.record_held_snapshot(1, Version(20), False)
     driver.train(3.0)
-    driver.group.found_safe(Tick(20), [Kept(node, 1) for node in ("", "b", "c")], True)
-    driver.group.replicated(1, "", driver.now_s)
-    driver.group.wanted(Tick(20), Why.EXIT)
+    driver.group.record_survey(Version(20), [Kept(node, 1) for node in ("", "b", "c")], True)
+    driver.group.record_replication(1, "", driver.now_s)
+    driver.group.require_commit(Version(20), SaveReason.EXIT)
     for node in going.split(" "):
-        driver.warn(20.0, f"1 on node {node}", when=When.AT_ONCE, nodes=frozenset({node}))
+        driver.warn(20.0, f"1 on node {node}", exit_timing=ExitTiming.AT_ONCE, nodes=frozenset({node}))
     driver.now_s += 20.0 - OUTCOME_S
     driver.decide()
     (body,) = driver.outcomes()
@@ -1515,7 +1521,7 @@ def about_to_hold() -> Polling:
     driver = Polling()
     driver.save_once()
     driver.train(1.0)
-    driver.warn(60.0, when=When.AT_ONCE)
+    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
     return driver
 
 
@@ -1528,7 +1534,7 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
     assert wake_s <= driver.now_s + 1.0
-    driver.evaluate(4 * driver.group.pace.step_s)
+    driver.evaluate(4 * driver.group.step_timing.boundary_interval_s)
     moved = driver.word()
     assert (moved.kind, moved.step) == (WordKind.HOLD, driver.steps[0] - 1)
     assert driver.group.last_error == "", "nothing is lost"
@@ -1537,15 +1543,15 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     for _ in range(20):
         driver.evaluate(0.1, polls=0)
     assert driver.word() == moved
-    tick = Tick(moved.step, moved.sub)
-    driver.stage(moved.round, tick, moved.slot)
+    version = Version(moved.step, moved.sub)
+    driver.stage(moved.attempt_number, version, moved.slot)
     assert driver.hold(moved) == {0: True, 1: True}
 
 
 @pytest.mark.parametrize("one_page", [True, False])
 def test_a_poll_is_far_enough_ahead_of_ranks_that_were_seen_a_moment_ago(one_page: bool) -> None:
     driver = about_to_hold()
-    driver.group.one_page = one_page
+    driver.group.is_single_node = one_page
     while not driver.word().sub:
         driver.evaluate(0.1, polls=4)
     unseen = driver.word().sub - driver.polls - 2
@@ -1554,7 +1560,7 @@ def test_a_poll_is_far_enough_ahead_of_ranks_that_were_seen_a_moment_ago(one_pag
 
 def test_polls_that_come_by_the_hundred_thousand_lead_to_none_that_cannot_be_told() -> None:
     driver = about_to_hold()
-    driver.group.one_page = False
+    driver.group.is_single_node = False
     driver.evaluate(1.0, polls=SUB_MAX // 2 - 1)
     word = driver.word()
     assert ControlWord.unpack(word.pack()).sub == word.sub > driver.polls
@@ -1572,12 +1578,12 @@ def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
 
 def test_a_hold_at_a_poll_that_never_comes_is_at_the_end_of_a_step_again() -> None:
     driver = about_to_hold()
-    driver.evaluate(4 * driver.group.pace.step_s)
+    driver.evaluate(4 * driver.group.step_timing.boundary_interval_s)
     moved = driver.word()
     assert moved.sub
     driver.train(0.1)  # the evaluation is over
     for rank in range(2):
-        driver.group.missed(rank, moved.round, "late")
+        driver.group.record_miss(rank, moved.attempt_number, "late")
     driver.decide()
     assert driver.is_hold()
     assert (driver.word().sub, driver.word().step >= driver.steps[0]) == (0, True)
@@ -1588,7 +1594,7 @@ def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
     word = driver.word()
     driver.steps = [word.step + 1] * 2
     driver.since_s = driver.now_s
-    driver.stage(word.round, Tick(word.step), word.slot, range(1))
+    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
     driver.evaluate(2.0)
     assert driver.word() == word
 
@@ -1597,13 +1603,13 @@ def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one()
     driver = Polling()
     driver.save_once()
     driver.train(1.0)
-    tick, driver.polls = Tick(driver.steps[0] - 1, 1), 1
-    driver.save(tick)
-    driver.stage(driver.answers("save")[0]["round"], tick, driver.answers("save")[0]["slot"])
-    driver.warn(60.0, when=When.AT_ONCE)
+    version, driver.polls = Version(driver.steps[0] - 1, 1), 1
+    driver.save(version)
+    driver.stage(driver.answers("save")[0]["attempt"], version, driver.answers("save")[0]["slot"])
+    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.word()
     assert (word.kind, word.sub) == (WordKind.HOLD, 0)
-    driver.evaluate(4 * driver.group.pace.step_s, polls=0)
+    driver.evaluate(4 * driver.group.step_timing.boundary_interval_s, polls=0)
     assert driver.word() == word
     driver.evaluate(0.5)
     assert driver.word().sub > 0, "and this is one"
@@ -1612,8 +1618,8 @@ def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one()
 def by_the_clock() -> Polling:
     """Saved once, and two seconds into the minute until it is due again."""
     driver = Polling(start_step=None)
-    driver.group.follow(Every(seconds=60.0), 0.0)
-    driver.group.started(0, 0.0)
+    driver.group.set_policy(Every(seconds=60.0), 0.0)
+    driver.group.record_start(0, 0.0)
     driver.save_once()
     driver.train(2.0)
     return driver
@@ -1650,12 +1656,12 @@ def test_one_checkpoint_more_that_is_asked_for_does_not_wait_for_the_end_of_an_e
     driver.train(2.0)
     driver.train(2.0)
     if asked_by == "an alarm":
-        driver.group.ask_extra()
+        driver.group.request_extra()
         driver.decide()
     elif asked_by == "an uncertain notice":
         driver.warn(20.0, certain=False)
     else:
-        driver.warn(10.0, when=When.NOT_AGAIN)
+        driver.warn(10.0, exit_timing=ExitTiming.NOT_AGAIN)
     assert (driver.word().sub, driver.word().step <= driver.steps[0] + 2) == (0, True)
     for _ in range(4):
         driver.evaluate(1.0)
@@ -1669,7 +1675,7 @@ def test_nothing_is_appointed_at_polls_of_a_step_once_it_was_said_that_they_are_
     moved = driver.word()
     assert moved.sub
     for rank in range(2):
-        driver.group.missed(rank, moved.round, AMID)
+        driver.group.record_miss(rank, moved.attempt_number, MID_STEP)
     for _ in range(3):
         driver.evaluate(1.0)
         assert (driver.is_hold(), driver.word().sub) == (True, 0)
@@ -1685,13 +1691,13 @@ def test_who_polls_in_a_long_evaluation_leaves_no_earlier_than_he_has_to() -> No
     driver.train(2.0)
     driver.train(2.0)
     driver.warn(3600.0)
-    need_s = driver.group.need_s
+    need_s = driver.group.lead_time_s
     for _ in range(600):
         driver.evaluate(1.0)
-    assert driver.group.need_s < need_s + 3 * SLACK * 1.1, "three polls, and not three such evaluations"
+    assert driver.group.lead_time_s < need_s + 3 * SLACK * 1.1, "three polls, and not three such evaluations"
     for _ in range(60):
         driver.evaluate(1.0, polls=0)
-    assert driver.group.need_s > need_s + 0.1, "a silent one may take any time"
+    assert driver.group.lead_time_s > need_s + 0.1, "a silent one may take any time"
 
 
 def in_an_evaluation(polls: int) -> Polling:
@@ -1699,10 +1705,10 @@ def in_an_evaluation(polls: int) -> Polling:
     driver = Polling()
     driver.train(2.0)
     for step in (1, 2):
-        driver.save(Tick(driver.steps[0] - 1, step))
+        driver.save(Version(driver.steps[0] - 1, step))
         granted = driver.answers("save")[0]
-        driver.stage(granted["round"], Tick(driver.steps[0] - 1, step), granted["slot"])
-        driver.group.assembled(granted["slot"], granted["round"], "")
+        driver.stage(granted["attempt"], Version(driver.steps[0] - 1, step), granted["slot"])
+        driver.group.record_assembly(granted["slot"], granted["attempt"], "")
         driver.decide()
         if step == 1:
             driver.now_s += 20.0
@@ -1713,7 +1719,7 @@ def in_an_evaluation(polls: int) -> Polling:
     for number in range(60):
         driver.evaluate(1.0, polls=number < polls)
     driver.decide()
-    assert driver.group.newest_store is Store.RUNNING
+    assert driver.group.newest_commit_state is WorkState.RUNNING
     return driver
 
 
@@ -1729,23 +1735,23 @@ def test_in_an_evaluation_with_polls_a_last_one_is_taken_where_it_fits_whatever_
 def test_in_a_silent_one_what_is_complete_is_pushed(polls: int) -> None:
     driver = in_an_evaluation(polls)
     driver.warn(30.0)
-    assert driver.group.course is Course.PUSH
+    assert driver.group.course is Course.COMMIT_NEWEST
 
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_next_one(again: bool) -> None:
     driver = Warned()
     driver.save_once()
-    driver.warn(60.0, when=When.AT_ONCE)
+    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
     before = driver.word()
-    driver.group.withdrawn("cloud", "1")
+    driver.group.withdraw_notice("cloud", "1")
     driver.decide()
     assert driver.word() == before, "ranks may be on their way to it"
     if not again:
         return
-    driver.warn(60.0, "2", when=When.AT_ONCE)
+    driver.warn(60.0, "2", exit_timing=ExitTiming.AT_ONCE)
     word = driver.word()
-    assert (word.round != before.round, word.step <= before.step) == (True, True)
+    assert (word.attempt_number != before.attempt_number, word.step <= before.step) == (True, True)
     driver.take()
     assert driver.hold(word) == {0: True, 1: True}
 
@@ -1753,12 +1759,12 @@ def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_nex
 def test_a_hold_is_appointed_again_under_the_ranks_new_division() -> None:
     driver = about_to_hold()
     before = driver.word()
-    driver.group.layout(0)
+    driver.group.record_layout(0)
     driver.decide()
-    driver.group.planned(driver.world + 1, "e", (100, 100), 3)
+    driver.group.record_division(driver.world + 1, "e", (100, 100), 3)
     driver.make_ready()
     assert driver.is_hold()
-    assert driver.word().round != before.round
+    assert driver.word().attempt_number != before.attempt_number
 
 
 class InTurns(Polling):
@@ -1768,7 +1774,7 @@ class InTurns(Polling):
     def __init__(self, polls_each: int, amid: bool = False) -> None:
         self.polls_each, self.amid = polls_each, amid
         self.seen: set[int] = set()
-        self.taken: list[Tick] = []
+        self.taken: list[Version] = []
         super().__init__(start_step=None)
 
     def turn(self, seconds: float) -> None:
@@ -1787,19 +1793,19 @@ class InTurns(Polling):
         for word in self.words():
             read = ControlWord.unpack(word.pack())
             assert read is not None
-            place = read.place(*here)
-            if place is RankPlace.EARLY or word.round in self.seen:
+            place = read.place_for(*here)
+            if place is RankPlace.EARLY or word.attempt_number in self.seen:
                 continue
-            self.seen.add(word.round)
+            self.seen.add(word.attempt_number)
             for rank in range(self.world):
                 if place is RankPlace.LATE or (self.polls and self.amid):
-                    self.group.missed(rank, word.round, "late" if place is RankPlace.LATE else AMID)
+                    self.group.record_miss(rank, word.attempt_number, "late" if place is RankPlace.LATE else MID_STEP)
                 else:
-                    self.group.staged(rank, word.round, Tick(*here), word.slot, "d", 0.0)
+                    self.group.record_staging(rank, word.attempt_number, Version(*here), word.slot, "d", 0.0)
             if place is RankPlace.DUE and not (self.polls and self.amid):
-                self.taken.append(Tick(*here))
+                self.taken.append(Version(*here))
                 self.decide()
-                self.group.assembled(word.slot, word.round, "")
+                self.group.record_assembly(word.slot, word.attempt_number, "")
 
 
 @pytest.mark.parametrize("amid", [False, True])
@@ -1809,16 +1815,16 @@ def test_what_each_of_many_evaluations_has_too_few_polls_for_is_taken_at_the_end
     by: str, polls: int, amid: bool
 ) -> None:
     driver = InTurns(polls, amid)
-    driver.group.follow(Every(seconds=30.0) if by == "the clock" else Every(steps=1000), 0.0)
-    driver.group.started(0, 0.0)
+    driver.group.set_policy(Every(seconds=30.0) if by == "the clock" else Every(steps=1000), 0.0)
+    driver.group.record_start(0, 0.0)
     driver.steps = [1, 1]
     for seconds in [1.0, 10.0] * 6:
         driver.turn(seconds)
     driver.taken.clear()
     if by == "a notice":
-        driver.warn(600.0, when=When.AT_ONCE)
+        driver.warn(600.0, exit_timing=ExitTiming.AT_ONCE)
     elif by == "an alarm":
-        driver.group.ask_extra()
+        driver.group.request_extra()
     driver.decide()
     for seconds in [1.0, 10.0] * 10:
         driver.turn(seconds)

@@ -29,15 +29,15 @@ import pytest
 import xxhash
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import When
+from ckpt.agent.preemption.deadline_strategy import ExitTiming
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.preemption.preemption import END_S
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.ipc.control_page import ControlWord, RankPlace, WordKind
-from ckpt.ipc.notice_sources import SIGNAL
+from ckpt.ipc.notice_sources import SIGNAL_SOURCE
 from ckpt.policy.save_options import Every
-from ckpt.types import Tick
+from ckpt.types import Version
 
 LAST_STEP = 4  # enough for an appointment, and for another one after it
 CALM_STEPS = 30
@@ -55,8 +55,8 @@ class Rank:
 
     step: int = 1  # entered
     phase: str = "trains"  # holds, left, dead
-    round: int = 0  # it holds at
-    tick: Tick | None = None
+    attempt_number: int = 0  # it holds at
+    version: Version | None = None
     seen: int = 0
     shows: bool = True
     connected: bool = True
@@ -104,9 +104,9 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
         made.pages.append(0)
         made.at[rank] = made.ranks[rank].page = rank
     for rank in range(world):
-        made.group.joined(rank)
-        made.group.layout(rank)
-    made.group.started(0, 0.0)
+        made.group.record_join(rank)
+        made.group.record_layout(rank)
+    made.group.record_start(0, 0.0)
     decide(made)
     _tell(made)
     (word,) = made.words.values()
@@ -116,9 +116,9 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
     return made
 
 
-def _agent(world: int, first_round: int, nodes: bool) -> Scheduler:
-    made = Scheduler(world, Every(steps=1000), first_round=first_round)
-    made.one_page = not nodes
+def _agent(world: int, first_attempt: int, nodes: bool) -> Scheduler:
+    made = Scheduler(world, Every(steps=1000), first_attempt=first_attempt)
+    made.is_single_node = not nodes
     return made
 
 
@@ -190,20 +190,20 @@ def _step(w: World, number: int) -> None:
     ended = rank.step
     rank.step, rank.shows = ended + 1, rank.connected
     for word in list(w.words.values()) if rank.connected else ():
-        if word.round != rank.seen and word.place(ended, 0) is not RankPlace.EARLY:
+        if word.attempt_number != rank.seen and word.place_for(ended, 0) is not RankPlace.EARLY:
             _keep(w, number, ended, word)
 
 
 def _keep(w: World, number: int, ended: int, word: ControlWord) -> None:
     rank = w.ranks[number]
-    rank.seen = word.round
-    if word.place(ended, 0) is RankPlace.LATE:
-        rank.to_agent.append(("missed", word.round))
+    rank.seen = word.attempt_number
+    if word.place_for(ended, 0) is RankPlace.LATE:
+        rank.to_agent.append(("missed", word.attempt_number))
         return
     assert word.kind is WordKind.HOLD
-    rank.phase, rank.round, rank.tick = "holds", word.round, Tick(ended)
-    w.content[word.slot, number] = word.round
-    rank.to_agent += [("staged", word.round, word.slot), ("held", word.round, rank.connection)]
+    rank.phase, rank.attempt_number, rank.version = "holds", word.attempt_number, Version(ended)
+    w.content[word.slot, number] = word.attempt_number
+    rank.to_agent += [("staged", word.attempt_number, word.slot), ("held", word.attempt_number, rank.connection)]
 
 
 def _arrive(w: World, number: int) -> None:
@@ -221,40 +221,40 @@ def _lose(w: World, number: int) -> None:
 def _deliver(w: World, number: int, message: Move) -> None:
     group, rank = w.group, w.ranks[number]
     match message:
-        case ("staged", round_, slot):
-            assert rank.tick is not None
-            group.staged(number, round_, rank.tick, slot, group.division, 0.0)
-        case ("missed", round_):
-            group.missed(number, round_, "late")
-        case ("held", round_, connection):
-            group.held(number, round_, ("held", number, round_, connection))
+        case ("staged", attempt, slot):
+            assert rank.version is not None
+            group.record_staging(number, attempt, rank.version, slot, group.division, 0.0)
+        case ("missed", attempt):
+            group.record_miss(number, attempt, "late")
+        case ("held", attempt, connection):
+            group.record_hold(number, attempt, ("held", number, attempt, connection))
     decide(w)
 
 
 def _hear(w: World, number: int) -> None:
     rank = w.ranks[number]
     match rank.to_rank.pop(0):
-        case ("verdict", round_, leave):
-            _acts(w, number, round_, leave)
+        case ("verdict", attempt, leave):
+            _acts(w, number, attempt, leave)
         case ("end",):
             _die(w, number)
         case ("awaited", word):
             past = word.place(rank.step - 1, 0) is not RankPlace.EARLY
-            if rank.phase == "trains" and rank.seen != word.round and past:
-                rank.to_agent.append(("missed", word.round))
+            if rank.phase == "trains" and rank.seen != word.attempt_number and past:
+                rank.to_agent.append(("missed", word.attempt_number))
 
 
-def _acts(w: World, number: int, round_: int, leave: bool) -> None:
+def _acts(w: World, number: int, attempt: int, leave: bool) -> None:
     rank = w.ranks[number]
-    assert (rank.phase, rank.round) == ("holds", round_)
+    assert (rank.phase, rank.attempt_number) == ("holds", attempt)
     rank.to_rank.clear()
-    said = w.verdicts.setdefault(round_, set())
+    said = w.verdicts.setdefault(attempt, set())
     said.add(leave)
-    assert len(said) == 1 or w.broken, f"round {round_}: some leave, some go on"
+    assert len(said) == 1 or w.broken, f"round {attempt}: some leave, some go on"
     if leave:
         rank.phase = "left"
         if rank.connected:
-            w.group.leave(number, ("leave", number))
+            w.group.record_leave_request(number, ("leave", number))
             decide(w)
     else:
         rank.phase = "trains"
@@ -263,21 +263,21 @@ def _acts(w: World, number: int, round_: int, leave: bool) -> None:
 def _relay(w: World, number: int) -> None:
     """What the agent has sent to that rank's node."""
     match w.to_node[number].pop(0):
-        case ("page", round_):
-            w.pages[w.at[number]] = round_
-        case ("verdict", connection, round_, leave):
-            _tells(w, number, connection, round_, leave)
+        case ("page", attempt):
+            w.pages[w.at[number]] = attempt
+        case ("verdict", connection, attempt, leave):
+            _tells(w, number, connection, attempt, leave)
 
 
-def _tells(w: World, number: int, connection: int, round_: int, leave: bool) -> None:
+def _tells(w: World, number: int, connection: int, attempt: int, leave: bool) -> None:
     rank = w.ranks[number]
     if connection == rank.connection and rank.phase == "holds":
-        rank.to_rank.append(("verdict", round_, leave))
+        rank.to_rank.append(("verdict", attempt, leave))
 
 
 def _break(w: World, number: int) -> None:
     _disconnect(w, number)
-    w.group.lost(number, w.now_s)
+    w.group.record_disconnect(number, w.now_s)
     decide(w)
 
 
@@ -293,29 +293,29 @@ def _check(w: World, number: int) -> None:
     """Its request has failed: perhaps the verdict is on the page."""
     rank = w.ranks[number]
     rank.checked = True
-    if rank.round in (rank.left_by, w.pages[rank.page]):
-        _acts(w, number, rank.round, True)
+    if rank.attempt_number in (rank.left_by, w.pages[rank.page]):
+        _acts(w, number, rank.attempt_number, True)
 
 
 def _rejoin(w: World, number: int) -> None:
     rank = w.ranks[number]
-    w.group.told_before(w.pages[rank.page] or rank.left_by)
+    w.group.record_former_verdict(w.pages[rank.page] or rank.left_by)
     if rank.page != w.at[number]:
         rank.left_by, rank.page, rank.seen = w.pages[rank.page] or rank.left_by, w.at[number], 0
     rank.connected = rank.shows = True
-    w.group.joined(number)
-    w.group.layout(number)
+    w.group.record_join(number)
+    w.group.record_layout(number)
     if rank.phase == "holds":
-        rank.to_agent.append(("held", rank.round, rank.connection))
+        rank.to_agent.append(("held", rank.attempt_number, rank.connection))
     decide(w)
 
 
 def _goes(w: World, number: int) -> None:
     """It leaves, and says so to the next agent: it joins, to be answered once what it staged is safe."""
-    if w.group.members[number].presence is Presence.HERE:
+    if w.group.rank_states[number].presence is Presence.HERE:
         _rejoin(w, number)
-        w.group.sent_away("", LEAD_S, None)
-        w.group.leave(number, ("leave", number))
+        w.group.record_exit_order("", LEAD_S, None)
+        w.group.record_leave_request(number, ("leave", number))
         decide(w)
     w.ranks[number].connected = True
 
@@ -336,7 +336,7 @@ def _die(w: World, number: int) -> None:
         _arrive(w, number)
     rank.phase = "dead"
     rank.to_rank.clear()
-    w.group.died(number)
+    w.group.record_death(number)
     decide(w)
 
 
@@ -344,7 +344,7 @@ def _kill(w: World) -> None:
     """The agent. Who has left, or is dead, is unknown to the next one."""
     w.pages.append(0)
     w.group = _agent(len(w.ranks), 100 * len(w.pages), w.nodes)
-    w.group.resumed(w.now_s)
+    w.group.record_agent_restart(w.now_s)
     w.words, w.hashing, w.told = {}, None, False
     for number in range(len(w.ranks)):
         if number == 0 or not w.nodes:
@@ -358,19 +358,19 @@ def _hashed(w: World) -> None:
     assert w.hashing is not None
     slot, number = w.hashing
     w.hashing = None
-    w.group.assembled(slot, number, "")
+    w.group.record_assembly(slot, number, "")
     decide(w)
 
 
 def _tell(w: World) -> None:
     w.told = True
-    w.group.warn(StandingNotice(w.source, KEY, LEAD_S, w.now_s, when=When.AT_ONCE))
+    w.group.add_notice(StandingNotice(w.source, KEY, LEAD_S, w.now_s, exit_timing=ExitTiming.AT_ONCE))
     decide(w)
 
 
 def _withdraw(w: World) -> None:
     w.stands = w.may_withdraw = False
-    w.group.withdrawn(w.source, KEY)
+    w.group.withdraw_notice(w.source, KEY)
     decide(w)
 
 
@@ -400,37 +400,37 @@ def _carry_out(w: World, action: do.Action) -> None:
         case do.SetVerdict(number):
             _judged(w, number)
         case do.Divide(version):
-            group.planned(version, "d", (1,) * len(ranks), 2)
+            group.record_division(version, "d", (1,) * len(ranks), 2)
         case do.MakeArenas(slot, sizes):
-            group.made(slot, sizes)
+            group.record_arenas(slot, sizes)
         case do.OfferSlot(slot):
             for number in range(len(ranks)):
-                group.warm(number, slot, group.division)
+                group.record_warm_arena(number, slot, group.division)
         case do.Assemble(slot, number):
             assert {w.content[slot, rank] for rank in range(len(ranks))} == {number}
             w.hashing = slot, number
         case do.Commit(slot):
-            group.committed(slot, "", w.now_s)  # when it ends makes no difference to the verdict
-        case do.AnswerRequest(("held", number, round_, connection), body):
+            group.record_commit(slot, "", w.now_s)  # when it ends makes no difference to the verdict
+        case do.AnswerRequest(("held", number, attempt, connection), body):
             if w.nodes and number:
-                w.to_node[number].append(("verdict", connection, round_, body["leave"]))
+                w.to_node[number].append(("verdict", connection, attempt, body["leave"]))
             else:
-                _tells(w, number, connection, round_, body["leave"])
-        case do.Tell({"t": "end"}):
-            all_live = not (group.members.seen.gone or group.members.seen.lost)
+                _tells(w, number, connection, attempt, body["leave"])
+        case do.NotifyRanks({"t": "end"}):
+            all_live = not (group.rank_states.summary.first_failed or group.rank_states.summary.disconnected)
             assert w.broken or not all_live or w.now_s >= LEAD_S - END_S, "all live, and are not waited for"
             w.broken = True
             for rank in ranks:
                 if rank.connected and rank.phase in ("trains", "holds"):
                     rank.to_rank.append(("end",))
-        case do.Tell({"t": "awaited", "word": packed}):
+        case do.NotifyRanks({"t": "awaited", "word": packed}):
             for rank in ranks:
                 if rank.connected and rank.phase in ("trains", "holds"):
                     rank.to_rank.append(("awaited", ControlWord.unpack(packed)))
         case do.WriteOutcome(body):
             w.outcomes.append(body["how"])
         case do.Close():
-            group.closed()
+            group.record_close()
 
 
 def _judged(w: World, number: int) -> None:
@@ -439,10 +439,14 @@ def _judged(w: World, number: int) -> None:
     for other in range(1, len(w.ranks) if w.nodes else 1):
         w.to_node[other].append(("page", number))
     if not w.broken:
-        assert all(rank.phase == "holds" and rank.round == number for rank in w.ranks), "who does not hold leaves"
-        (round_,) = (each.round for each in w.group.slots if each.round is not None and each.round.number == number)
-        assert len(round_.staged) == len(w.ranks), "they leave by a step that is not staged"
-        assert {w.content[round_.slot, rank] for rank in range(len(w.ranks))} == {number}
+        assert all(rank.phase == "holds" and rank.attempt_number == number for rank in w.ranks), (
+            "who does not hold leaves"
+        )
+        (attempt,) = (
+            each.attempt for each in w.group.slots if each.attempt is not None and each.attempt.number == number
+        )
+        assert len(attempt.staged_ranks) == len(w.ranks), "they leave by a step that is not staged"
+        assert {w.content[attempt.slot, rank] for rank in range(len(w.ranks))} == {number}
 
 
 # -- exploring
@@ -540,27 +544,27 @@ def _checked(what: Any, world: World, path: tuple[Move, ...], *given: Any) -> An
 Start = tuple[Any, ...]  # of `begin`
 STARTS: list[Start] = [
     (2, "cloud", 1, 0, False),
-    (2, SIGNAL, 1, 0, False),
+    (2, SIGNAL_SOURCE, 1, 0, False),
     (2, "cloud", 0, 1, False),
-    (2, SIGNAL, 1, 1, True),
-    (2, SIGNAL, 2, 0, False),
+    (2, SIGNAL_SOURCE, 1, 1, True),
+    (2, SIGNAL_SOURCE, 2, 0, False),
     (3, "cloud", 0, 1, False),
-    (3, SIGNAL, 0, 1, False),
+    (3, SIGNAL_SOURCE, 0, 1, False),
     (3, "cloud", 1, 0, True),
-    (3, SIGNAL, 1, 0, False),
+    (3, SIGNAL_SOURCE, 1, 0, False),
     (2, "cloud", 1, 0, False, True),
-    (2, SIGNAL, 1, 0, False, True),
+    (2, SIGNAL_SOURCE, 1, 0, False, True),
     (2, "cloud", 1, 1, False, True),
     (3, "cloud", 0, 1, False, True),
     (3, "cloud", 1, 0, False, True),
 ]
 DEEP: list[Start] = [
-    (3, SIGNAL, 1, 1, True),
+    (3, SIGNAL_SOURCE, 1, 1, True),
     (2, "cloud", 1, 2, False),
     (2, "cloud", 2, 0, False, True),
     (3, "cloud", 1, 1, False),
-    (3, SIGNAL, 1, 1, False),
-    (3, SIGNAL, 1, 0, False, True),
+    (3, SIGNAL_SOURCE, 1, 1, False),
+    (3, SIGNAL_SOURCE, 1, 0, False, True),
 ]
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import When
+from ckpt.agent.preemption.deadline_strategy import ExitTiming
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import Store
-from ckpt.ipc.notice_sources import SIGNAL
+from ckpt.agent.state.job_facts import WorkState
+from ckpt.ipc.notice_sources import SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.agent.job import test_scheduler_sim as base
 from tests.agent.job.test_scheduler_sim import Rank, Sim
 
@@ -39,7 +39,7 @@ class Noticed(Sim):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         if self.random.random() < 0.7:
-            self.group.kept = RING  # else who keeps what is not known, as with parity
+            self.group.placement = RING  # else who keeps what is not known, as with parity
         self.commit_s = self.random.choice((None, None, None, 0.5, 2.0, 6.0))
         self.copied_first = False
         self.standing: dict[tuple[str, str], StandingNotice] = {}  # what the machine's owner says
@@ -49,7 +49,7 @@ class Noticed(Sim):
         self.end_told = False
         self.told: set[int] = set()  # ranks that were told to leave by a notice, or read that on the page
         self.by_s, self.told_by_s = math.inf, math.inf  # since the verdict: the earliest deadline; what ranks were told
-        self.told_store: set[Tick] = set()  # of which it was said what became of it in the store
+        self.told_store: set[Version] = set()  # of which it was said what became of it in the store
         self.nearer = False  # whether they were told of an earlier one
 
     # -- what happens
@@ -74,7 +74,10 @@ class Noticed(Sim):
         rng = self.random
         lead_s = rng.choice((-5.0, 0.3, 2.0, 10.0, 40.0, 2 * DAY_S))
         node = frozenset({rng.choice(("", "b"))})
-        certain, when = rng.random() < 0.7, rng.choice((When.AT_ONCE, When.IN_TIME, When.IN_TIME, When.NOT_AGAIN))
+        certain, when = (
+            rng.random() < 0.7,
+            rng.choice((ExitTiming.AT_ONCE, ExitTiming.IN_TIME, ExitTiming.IN_TIME, ExitTiming.NOT_AGAIN)),
+        )
         self.say(StandingNotice("cloud", key, self.now_s + lead_s, self.now_s, certain, when, node))
         what = rng.random()
         if what < 0.25:
@@ -86,30 +89,30 @@ class Noticed(Sim):
         if self.gone():
             return
         self.standing[told.source, told.key] = told
-        self.group.warn(told)
+        self.group.add_notice(told)
         self.decide()
 
     def notice_nearer(self) -> None:
         """While the ranks leave."""
         rng = self.random
-        lead_s, when = rng.choice((0.3, 2.0, 6.0)), rng.choice((When.AT_ONCE, When.IN_TIME))
-        self.say(StandingNotice("cloud", "nearer", self.now_s + lead_s, self.now_s, when=when))
+        lead_s, when = rng.choice((0.3, 2.0, 6.0)), rng.choice((ExitTiming.AT_ONCE, ExitTiming.IN_TIME))
+        self.say(StandingNotice("cloud", "nearer", self.now_s + lead_s, self.now_s, exit_timing=when))
 
     def notice_beside_a_commit(self, takes_s: float) -> None:
         """One or two more may fit, or none."""
         lead_s = takes_s * self.random.uniform(0.8, 2.5)
         if self.faults and not self.verdict:
-            self.say(StandingNotice("cloud", "beside", self.now_s + lead_s, self.now_s, when=When.AT_ONCE))
+            self.say(StandingNotice("cloud", "beside", self.now_s + lead_s, self.now_s, exit_timing=ExitTiming.AT_ONCE))
 
     def move(self, key: str) -> None:
         told = self.standing.get(("cloud", key))
         if told is not None:
             deadline_s = self.now_s + self.random.choice((-1.0, 1.0, 15.0))
-            self.say(StandingNotice("cloud", key, deadline_s, self.now_s, self.random.random() < 0.8, told.when))
+            self.say(StandingNotice("cloud", key, deadline_s, self.now_s, self.random.random() < 0.8, told.exit_timing))
 
     def take_back(self, key: str) -> None:
         if self.standing.pop(("cloud", key), None) is not None:
-            self.group.withdrawn("cloud", key)
+            self.group.withdraw_notice("cloud", key)
             self.decide()
 
     def signal_all(self) -> None:
@@ -133,7 +136,9 @@ class Noticed(Sim):
 
     def hear_signal(self, rank: Rank, connection: int, deadline_s: float) -> None:
         if connection == rank.connection and rank.alive:
-            self.group.warn(StandingNotice(SIGNAL, "SIGTERM", deadline_s, self.now_s, when=When.AT_ONCE))
+            self.group.add_notice(
+                StandingNotice(SIGNAL_SOURCE, "SIGTERM", deadline_s, self.now_s, exit_timing=ExitTiming.AT_ONCE)
+            )
             self.decide()
 
     def at_deadline(self, rank: Rank) -> None:
@@ -170,12 +175,12 @@ class Noticed(Sim):
             return
         self.restarts += 1
         self.completed, self.readers, self.commits, self.words = [], {}, 0, [{}, {}]
-        self.sizes = {slot.number: slot.bytes for slot in self.group.slots if slot.bytes}
+        self.sizes = {slot.number: slot.arena_bytes for slot in self.group.slots if slot.arena_bytes}
         verdict, self.verdict = self.verdict, 0
-        self.group = Scheduler(self.world, self.policy, first_round=self.random.randrange(1, 1 << 20))
-        self.group.resumed(self.now_s)
+        self.group = Scheduler(self.world, self.policy, first_attempt=self.random.randrange(1, 1 << 20))
+        self.group.record_agent_restart(self.now_s)
         for number in self.sizes:
-            self.group.slots[number].making = True
+            self.group.slots[number].is_making_arenas = True
         self.wake_s = None
         for rank in self.ranks:
             rank.connection += 1
@@ -191,9 +196,9 @@ class Noticed(Sim):
                 if key[0] == "leave" and rank.alive and rank.number not in self.told:
                     rank.left = True  # else it comes to the next agent with what it has staged
             if rank.asks == "save" and rank.waits_for is not None:  # the answer may be on its way, and is lost
-                # It fails; at the end the rank tries again at the next tick, else it goes on.
+                # It fails; at the end the rank tries again at the next version, else it goes on.
                 rank.waits_for, rank.blocked = None, False
-                rank.gave_up = Tick(rank.ended, rank.sub)
+                rank.gave_up = Version(rank.ended, rank.sub)
                 self.after(1.5, self.proceed, rank)
             self.after(self.random.uniform(0.1, 1.0), self.rejoin, rank)
         self.in_agent(60.0, self.give_up_recovery)
@@ -211,7 +216,7 @@ class Noticed(Sim):
     def deliver(self, rank: Rank, request: Any, what: str, arg: Any) -> None:
         is_heard = rank.alive and request[3] == rank.connection
         if is_heard and what == "leave" and rank.number in self.told:
-            self.group.sent_away("", self.now_s + LEAD_S, None)
+            self.group.record_exit_order("", self.now_s + LEAD_S, None)
         super().deliver(rank, request, what, arg)
 
     def rejoin(self, rank: Rank) -> None:
@@ -219,43 +224,47 @@ class Noticed(Sim):
         if rank.alive and not rank.left:
             if rank.number in self.signals:
                 self.tell_signal(rank)
-            if all(member.joined for member in self.group.members):
+            if all(member.has_joined for member in self.group.rank_states):
                 self.recover()
             for told in self.standing.values():  # the listeners begin anew
-                self.group.warn(told)
+                self.group.add_notice(told)
             self.decide()
 
     def left_saved(self) -> bool:
         """Whether the newest that is whole in memory is in the store, or the store did not take it."""
-        newest = self.group.newest
-        if newest is None or newest.round is None or newest.round.store in (Store.DONE, Store.FAILED):
+        newest = self.group.newest_slot
+        if (
+            newest is None
+            or newest.attempt is None
+            or newest.attempt.commit_state in (WorkState.DONE, WorkState.FAILED)
+        ):
             return True
         return any(not rank.alive for rank in self.ranks)
 
     def give_up_recovery(self) -> None:
         for number in self.sizes:
-            self.group.made(number, ())
+            self.group.record_arenas(number, ())
         self.sizes = {}
         self.decide()
 
     def recover(self) -> None:
         for number, sizes in self.sizes.items():
             held = self.contents(number)
-            self.group.made(number, sizes)
+            self.group.record_arenas(number, sizes)
             if held[0] is not None and len(set(held)) == 1:
-                tick = Tick.parse(held[0][1])
-                self.group.holds(number, tick, False)
-                self.completed.append(tick)
+                version = Version.parse(held[0][1])
+                self.group.record_held_snapshot(number, version, False)
+                self.completed.append(version)
         self.sizes = {}
-        self.group.recovered()
+        self.group.finish_recovery()
 
-    def do_Tell(self, action: do.Tell) -> None:
+    def do_NotifyRanks(self, action: do.NotifyRanks) -> None:
         self.end_told = self.end_told or action.body["t"] == "end"
         if action.body["t"] == "leave-by":
             self.nearer, self.told_by_s = True, action.body["by_s"]
         if action.body["t"] == "level" and action.body["level"] == "store":
-            self.told_store.add(Tick.parse(action.body["tick"]))
-        super().do_Tell(action)
+            self.told_store.add(Version.parse(action.body["version"]))
+        super().do_NotifyRanks(action)
 
     def do_AnswerRequest(self, action: do.AnswerRequest) -> None:
         super().do_AnswerRequest(action)
@@ -268,14 +277,14 @@ class Noticed(Sim):
             assert self.now_s <= self.by_s, "what was saved is said when the earliest deadline has passed"
 
     def do_Commit(self, action: do.Commit) -> None:
-        self.copied_first = self.copied_first or bool(self.group.left_to_others)
+        self.copied_first = self.copied_first or bool(self.group.delegated_nodes)
         super().do_Commit(action)
         if self.commit_s is not None and self.random.random() < 0.2:
             self.in_agent(self.commit_s * self.random.random(), self.notice_beside_a_commit, self.commit_s)
 
     def do_SetVerdict(self, action: do.SetVerdict) -> None:
         super().do_SetVerdict(action)
-        live = [n for n in self.group.notices.values() if n.sends_away and n.deadline_s > self.now_s]
+        live = [n for n in self.group.notices.values() if n.causes_exit and n.deadline_s > self.now_s]
         assert live or self.group.is_lost_cause or self.end_told, "they leave though nothing stands to leave by"
         if self.random.random() < 0.4:
             self.in_agent(self.random.uniform(0, 3), self.notice_nearer)
@@ -302,13 +311,15 @@ def run(seed: int) -> Noticed:
         assert len(verdicts) == 1 or sim.broken, f"round {number}: some leave, some go on"
     if not (sim.broken or sim.signals or sim.preempted or sim.verdict or sim.restarts):
         assert len(sim.completed) > before, "nothing became complete after the faults were over"
-        assert sim.group.committed_tick == max(sim.completed), "the last one did not reach the store"
+        assert sim.group.committed_version == max(sim.completed), "the last one did not reach the store"
     if sim.verdict and not sim.broken:
         assert not any(r.alive and not r.left for r in sim.ranks)
-    for tick, agent in sim.gave_way.items():
-        assert tick in sim.told_store or agent is not sim.group, f"nobody was told that the commit of {tick} gave way"
+    for version, agent in sim.gave_way.items():
+        assert version in sim.told_store or agent is not sim.group, (
+            f"nobody was told that the commit of {version} gave way"
+        )
     if sim.gave_way and not (sim.broken or sim.restarts):
-        is_there = sim.group.committed_tick is not None and sim.group.committed_tick >= max(sim.gave_way)
+        is_there = sim.group.committed_version is not None and sim.group.committed_version >= max(sim.gave_way)
         assert is_there or sim.tried_again, "what gave way is not in the store, nor is what is newer"
     if sim.told and not sim.broken:
         assert [each for each in sim.outcomes if each["how"] == "left"], "they left, and nobody said what was saved"

@@ -23,11 +23,11 @@ from ckpt.format.manifest import FRAME, PLACE, Manifest
 from ckpt.ipc.file_list import FileList
 from ckpt.ipc.messages import Message
 from ckpt.threads import Tasks
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.receiver import Rank
 
 FRAME_BYTES = 1000
-IDENTITY = Identity(Epoch(1, "0" * 16), Tick(5))
+IDENTITY = Identity(Epoch(1, "0" * 16), Version(5))
 
 
 def raw(frame: int) -> bytes:
@@ -90,7 +90,7 @@ class Loop:
     def __init__(self) -> None:
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.timers: list[Callable[[], None]] = []
-        self.bulk = Workers(self.post)
+        self.workers = Workers(self.post)
         self.restore: RestoreSession
         self.ranks: list[Rank] = []
 
@@ -110,7 +110,7 @@ class Loop:
     ) -> RestoreSession:
         self.restore = RestoreSession(
             *(IDENTITY, manifest(count), world, None, (lambda: reader) if reader else None),
-            *(self.bulk, lambda delay_s, what: self.timers.append(what), self.post, window_bytes),
+            *(self.workers, lambda delay_s, what: self.timers.append(what), self.post, window_bytes),
         )
         return self.restore
 
@@ -120,7 +120,7 @@ def loop() -> Iterator[Loop]:
     made = Loop()
     yield made
     made.restore.close()
-    made.bulk.close()
+    made.workers.close()
     for rank in made.ranks:
         rank.close()
 
@@ -135,7 +135,7 @@ def test_all_of_a_store_passes_through_a_bounded_window_and_is_read_once_for_all
     for rank in ranks:
         assert rank.got == {frame: raw(frame) for frame in range(100)}
         assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 100 * FRAME_BYTES}}
-        assert [arena.bytes for arena in rank.regions.values()] == [3 * 4096]
+        assert [arena.size_bytes for arena in rank.regions.values()] == [3 * 4096]
     assert sorted(reader.reads) == list(range(100))
 
 
@@ -172,7 +172,7 @@ def test_a_frame_that_arrives_damaged_from_the_last_source_ends_the_fetch(loop: 
     rank.deaf = True
     restore.request(rank, [4])
     loop.run(lambda: bool(rank.regions) and loop.posted.empty())
-    restore.got(rank, [], [4])
+    restore.acknowledge_frames(rank, [], [4])
     assert rank.outcome is not None
     assert not rank.outcome["ok"]
 
@@ -241,7 +241,7 @@ def test_a_rank_that_dies_does_not_hold_up_the_others(loop: Loop) -> None:
     for rank in (dead, alive):
         restore.request(rank, range(50))
     loop.run(lambda: bool(dead.regions))
-    restore.drop(dead)
+    restore.drop_request(dead)
     loop.run(lambda: alive.outcome is not None)
     assert len(alive.got) == 50
     assert dead.outcome is None
@@ -260,19 +260,19 @@ def test_a_windows_memory_is_bounded_whatever_the_frames() -> None:
     for frame_bytes in (1, 4096, 4 << 20, 200 << 20):
         window = Window(frame_bytes)
         try:
-            assert window.arena.bytes <= memory_plan.WINDOW_BYTES
+            assert window.arena.size_bytes <= memory_plan.WINDOW_BYTES
         finally:
             window.close()
 
 
 def test_a_wait_for_a_cell_ends_with_the_window() -> None:
     window = Window(memory_plan.WINDOW_BYTES)
-    assert window.cell(5)[1].nbytes == 5
+    assert window.wait_for_cell(5)[1].nbytes == 5
     waiting = threading.Event()
 
     def wait() -> None:
         waiting.set()
-        window.cell(5)
+        window.wait_for_cell(5)
 
     with Tasks("cell", pool_size=1) as tasks:
         second = tasks.submit(wait)
@@ -302,16 +302,16 @@ class Reading(Rank):
         if fields["t"] != "files":
             super().send(fields, fds)
             return
-        self.listed.append(FileList.of(Message(fields, [], list(blobs))))
+        self.listed.append(FileList.decode(Message(fields, [], list(blobs))))
         frames = self.listed[-1].rows["frame"].tolist()
         bad = [frame for frame in frames if frame in self.wrong]
         if not self.deaf:
-            self._post(lambda: self.owner.restore.got(self, [f for f in frames if f not in bad], bad))
+            self._post(lambda: self.owner.restore.acknowledge_frames(self, [f for f in frames if f not in bad], bad))
 
 
 def of_folder(loop: Loop, reader: Any, world: int = 1) -> RestoreSession:
     loop.restore = RestoreSession(
-        *(IDENTITY, manifest(10), world, None, lambda: reader, loop.bulk),
+        *(IDENTITY, manifest(10), world, None, lambda: reader, loop.workers),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/store",
     )
@@ -373,7 +373,7 @@ def test_a_folder_whose_record_cannot_be_opened_ends_the_fetch_as_any_store(
 
     of_folder(loop, None).close()
     loop.restore = RestoreSession(
-        *(IDENTITY, manifest(10), 1, None, fail, loop.bulk),
+        *(IDENTITY, manifest(10), 1, None, fail, loop.workers),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/store",
     )
@@ -387,7 +387,7 @@ def test_a_rank_that_is_gone_is_told_of_no_file(loop: Loop) -> None:
     restore = of_folder(loop, Filed(10))
     rank, other = reading(loop), reading(loop)
     restore.request(rank, range(10))
-    restore.drop(rank)
+    restore.drop_request(rank)
     restore.request(other, range(10))
     loop.run(lambda: other.outcome is not None)
     assert rank.listed == []

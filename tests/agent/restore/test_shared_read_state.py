@@ -9,94 +9,94 @@ from collections import Counter
 import pytest
 
 from ckpt.agent.restore.shared_read_state import ALIVE_S, Given, HomeRequest
-from ckpt.types import HERE
+from ckpt.types import OWN_NODE
 
 NODES, FRAMES = 4, 30
 
 
 def test_a_frame_that_several_want_is_read_once_and_each_of_them_is_told_once() -> None:
     given = Given()
-    given.want([1, 2], "a")
-    given.want([2, 3], "b")
-    given.want([3], HERE)
-    assert given.take() == [1, 2, 3]
-    given.want([1], "b")
-    assert given.take() == []
+    given.add_requests([1, 2], "a")
+    given.add_requests([2, 3], "b")
+    given.add_requests([3], OWN_NODE)
+    assert given.take_requested() == [1, 2, 3]
+    given.add_requests([1], "b")
+    assert given.take_requested() == []
     for frame in (1, 2):
-        given.read(frame)
-    given.lacks(3)
-    assert given.news(0.0) == {"a": ([1, 2], []), "b": ([1, 2], [3]), HERE: ([], [3])}
-    assert given.news(0.0) == {}
+        given.mark_read(frame)
+    given.mark_unavailable(3)
+    assert given.take_reports(0.0) == {"a": ([1, 2], []), "b": ([1, 2], [3]), OWN_NODE: ([], [3])}
+    assert given.take_reports(0.0) == {}
 
 
 def test_what_is_here_or_is_not_to_be_had_is_told_at_once_to_whoever_asks_later() -> None:
     given = Given()
-    given.want([1, 2], "a")
-    given.take()
-    given.read(1)
-    given.lacks(2)
-    given.lacks(1)  # a pass ends with all that it has not read
-    given.want([1, 2], "b")
-    assert given.take() == []
-    assert given.news(0.0)["b"] == ([1], [2])
+    given.add_requests([1, 2], "a")
+    given.take_requested()
+    given.mark_read(1)
+    given.mark_unavailable(2)
+    given.mark_unavailable(1)  # a pass ends with all that it has not read
+    given.add_requests([1, 2], "b")
+    assert given.take_requested() == []
+    assert given.take_reports(0.0)["b"] == ([1], [2])
 
 
 def test_who_waits_hears_now_and_then_that_reading_goes_on() -> None:
     given = Given()
-    given.want([1, 2], "a")
-    given.want([2], HERE)
-    assert given.news(10.0) == {"a": ([], [])}
-    assert given.news(10.0 + ALIVE_S / 2) == {}
-    assert given.news(10.0 + ALIVE_S) == {"a": ([], [])}
+    given.add_requests([1, 2], "a")
+    given.add_requests([2], OWN_NODE)
+    assert given.take_reports(10.0) == {"a": ([], [])}
+    assert given.take_reports(10.0 + ALIVE_S / 2) == {}
+    assert given.take_reports(10.0 + ALIVE_S) == {"a": ([], [])}
 
 
 def test_who_is_gone_is_told_nothing_until_it_asks_again() -> None:
     given = Given()
-    given.want([1], "a")
-    given.take()
-    given.gone("a")
-    given.read(1)
-    assert given.news(0.0) == {}
-    given.want([1], "a")
-    assert given.news(0.0) == {"a": ([1], [])}
+    given.add_requests([1], "a")
+    given.take_requested()
+    given.drop_waiter("a")
+    given.mark_read(1)
+    assert given.take_reports(0.0) == {}
+    given.add_requests([1], "a")
+    assert given.take_reports(0.0) == {"a": ([1], [])}
 
 
 def test_what_a_home_says_that_it_was_not_asked_or_has_said_before_changes_nothing() -> None:
     asked = HomeRequest(0.0)
-    assert asked.want([1, 2], 0.0) == [1, 2]
-    assert asked.told([1, 9], [8], 0.0) == []
-    assert asked.told([1], [1], 0.0) == []
-    assert asked.ready() == 1
-    asked.take(1)
-    assert asked.told([1], [1, 2], 0.0) == [2]
-    assert asked.landed(1)
-    assert not asked.landed(1)
-    assert not asked.waits
+    assert asked.add_frames([1, 2], 0.0) == [1, 2]
+    assert asked.record_answer([1, 9], [8], 0.0) == []
+    assert asked.record_answer([1], [1], 0.0) == []
+    assert asked.next_ready_frame() == 1
+    asked.begin_fetch(1)
+    assert asked.record_answer([1], [1, 2], 0.0) == [2]
+    assert asked.end_fetch(1)
+    assert not asked.end_fetch(1)
+    assert not asked.has_pending
 
 
 def test_a_home_is_silent_only_while_it_has_something_to_say() -> None:
     asked = HomeRequest(0.0)
     assert asked.silent_s(100.0) == 0.0
-    asked.want([1], 100.0)
+    asked.add_frames([1], 100.0)
     assert asked.silent_s(110.0) == 10.0
-    asked.told([1], [], 111.0)
+    asked.record_answer([1], [], 111.0)
     assert asked.silent_s(200.0) == 0.0
-    asked.want([2], 200.0)
+    asked.add_frames([2], 200.0)
     assert asked.silent_s(201.0) == 1.0
 
 
 def test_a_home_that_is_given_up_hands_back_all_that_is_not_here_once() -> None:
     asked = HomeRequest(0.0)
-    asked.want([1, 2, 3, 4], 0.0)
-    asked.told([1, 2], [], 0.0)
+    asked.add_frames([1, 2, 3, 4], 0.0)
+    asked.record_answer([1, 2], [], 0.0)
     for frame in (1, 2):
-        asked.take(frame)
-    asked.landed(1)
+        asked.begin_fetch(frame)
+    asked.end_fetch(1)
     assert asked.give_up() == [2, 3, 4]
     assert asked.give_up() == []
     assert asked.given_up
-    assert not asked.landed(2)  # it lands all the same: somebody else is to bring it now
-    assert asked.ready() is None
+    assert not asked.end_fetch(2)  # it lands all the same: somebody else is to bring it now
+    assert asked.next_ready_frame() is None
 
 
 class Nodes:
@@ -119,10 +119,10 @@ class Nodes:
         for home in range(NODES):
             mine = [frame for frame in frames if frame % NODES == home]
             if home == node:
-                self.given[node].want(mine, HERE)
+                self.given[node].add_requests(mine, OWN_NODE)
             elif self.asked[node, home].given_up:
                 self.alone(node, mine)
-            elif new := self.asked[node, home].want(mine, self.now_s):
+            elif new := self.asked[node, home].add_frames(mine, self.now_s):
                 self.wires[node, home].append(("bring", new, []))
 
     def alone(self, node: int, frames: list[int]) -> None:
@@ -131,13 +131,13 @@ class Nodes:
 
     def read(self, node: int) -> None:
         given = self.given[node]
-        for frame in given.take():
+        for frame in given.take_requested():
             self.reads[frame] += 1
-            (given.lacks if self.faulty and self.random.random() < 0.05 else given.read)(frame)
+            (given.mark_unavailable if self.faulty and self.random.random() < 0.05 else given.mark_read)(frame)
 
     def tell(self, node: int) -> None:
-        for who, (here, lacking) in self.given[node].news(self.now_s).items():
-            if who == HERE:
+        for who, (here, lacking) in self.given[node].take_reports(self.now_s).items():
+            if who == OWN_NODE:
                 self.has[node].update(here)
                 self.alone(node, lacking)
             else:
@@ -149,32 +149,32 @@ class Nodes:
             if to in self.dead:
                 return
             if kind == "bring":
-                self.given[to].want(first, str(source))
+                self.given[to].add_requests(first, str(source))
             else:
-                self.alone(to, self.asked[to, source].told(first, second, self.now_s))
+                self.alone(to, self.asked[to, source].record_answer(first, second, self.now_s))
 
     def fetch(self, node: int, home: int) -> None:
         asked = self.asked[node, home]
-        frame = asked.ready()
+        frame = asked.next_ready_frame()
         if frame is None:
             return
-        asked.take(frame)
+        asked.begin_fetch(frame)
         if home in self.dead:
             self.alone(node, asked.give_up())
-        elif asked.landed(frame):
-            assert frame in self.given[home].here
+        elif asked.end_fetch(frame):
+            assert frame in self.given[home].read_frames
             self.has[node][frame] += 1
 
     def cut(self, one: int, other: int) -> None:
         """What is on its way is lost; both notice, and whoever waits asks again."""
         for a, b in ((one, other), (other, one)):
             self.wires[a, b].clear()
-            self.given[a].gone(str(b))
+            self.given[a].drop_waiter(str(b))
         for a, b in ((one, other), (other, one)):
             if a not in self.dead and b in self.dead:
                 self.alone(a, self.asked[a, b].give_up())
             elif a not in self.dead and not self.asked[a, b].given_up:
-                self.wires[a, b].append(("bring", self.asked[a, b].open, []))
+                self.wires[a, b].append(("bring", self.asked[a, b].unanswered_frames, []))
 
     def step(self) -> None:
         alive = [node for node in range(NODES) if node not in self.dead]

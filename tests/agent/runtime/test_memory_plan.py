@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.state import memory_pressure
-from ckpt.cgroups import ControlGroup, groups
+from ckpt.cgroups import ControlGroup, find_control_groups
 from ckpt.ipc.arena import Arena
 
 GIB = 1 << 30
@@ -18,21 +18,23 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:  1000 kB\nMemAvailable:   33554
 
 @pytest.mark.parametrize(("slot_gib", "slots"), [(1, 3), (7, 3), (10, 2), (20, 1), (31, 0)])
 def test_slots_go_one_by_one_as_the_state_grows(slot_gib: int, slots: int) -> None:
-    plan = memory_plan.plan(slot_gib * GIB, 0, 0, None, 32 * GIB)
+    plan = memory_plan.make_plan(slot_gib * GIB, 0, 0, None, 32 * GIB)
     assert plan.slots == slots
     assert plan.total_bytes <= plan.allowed_bytes or not plan.slots
 
 
 @pytest.mark.parametrize(("slot_gib", "slots"), [(1, 3), (6, 3), (7, 2), (20, 1), (31, 0)])
 def test_a_state_above_a_tenth_of_the_memory_has_two_slots(slot_gib: int, slots: int) -> None:
-    plan = memory_plan.plan(slot_gib * GIB, 0, 0, None, 32 * GIB, total_bytes=64 * GIB)
+    plan = memory_plan.make_plan(slot_gib * GIB, 0, 0, None, 32 * GIB, total_bytes=64 * GIB)
     assert plan.slots == slots
     assert plan.wanted == (3 if slot_gib <= 6 else 2)
-    assert memory_plan.plan(7 * GIB, 0, 0, None, 32 * GIB, memory_plan.SLOTS_CLOSE, total_bytes=64 * GIB).slots == 2
+    assert (
+        memory_plan.make_plan(7 * GIB, 0, 0, None, 32 * GIB, memory_plan.SLOTS_CLOSE, total_bytes=64 * GIB).slots == 2
+    )
 
 
 def test_the_users_limit_counts_and_is_named() -> None:
-    plan = memory_plan.plan(GIB, 0, 0, 2 * GIB, 32 * GIB)
+    plan = memory_plan.make_plan(GIB, 0, 0, 2 * GIB, 32 * GIB)
     assert plan.slots == 1
     assert "Limits" in str(plan)
     assert plan.table()["total_bytes"] == plan.total_bytes <= 2 * GIB
@@ -42,9 +44,9 @@ def test_what_a_machine_keeps_free_for_others_is_left_by_copies_and_taken_by_slo
     def left(free_gib: float, limit_gib: int | None = None, held_gib: int = 0) -> float:
         """Beside two slots, of a machine that is to keep 4 GiB."""
         limit = limit_gib * GIB if limit_gib is not None else None
-        plan = memory_plan.plan(GIB, 0, held_gib * GIB, limit, int(free_gib * GIB), 2, 4 * GIB)
+        plan = memory_plan.make_plan(GIB, 0, held_gib * GIB, limit, int(free_gib * GIB), 2, 4 * GIB)
         assert plan.slots == 2
-        return plan.left_bytes(2) / GIB
+        return plan.replica_bytes_max(2) / GIB
 
     assert left(16) == pytest.approx(16 - 4 - 2 - 0.25)
     assert left(16 - 7, held_gib=7) == left(16)
@@ -55,8 +57,8 @@ def test_what_a_machine_keeps_free_for_others_is_left_by_copies_and_taken_by_slo
 
 
 def test_what_is_kept_for_a_restart_counts_as_ours() -> None:
-    assert memory_plan.plan(GIB, 2 * GIB, 0, 5 * GIB, 32 * GIB).slots == 2
-    assert memory_plan.plan(GIB, 0, 3 * GIB, None, GIB).slots == 3  # three are there already
+    assert memory_plan.make_plan(GIB, 2 * GIB, 0, 5 * GIB, 32 * GIB).slots == 2
+    assert memory_plan.make_plan(GIB, 0, 3 * GIB, None, GIB).slots == 3  # three are there already
 
 
 def test_the_control_groups_limit_counts_in_both_versions(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_a_container_that_streams_files_has_what_their_cache_takes(
     meminfo = f"MemTotal: {512 << 20} kB\nMemAvailable: {400 << 20} kB\n"
     free = memory_plan.free_bytes(meminfo, tmp_path, "")
     assert free == pytest.approx(55.1 * GIB)
-    assert memory_plan.plan(4 * GIB, 0, 0, None, free).slots == memory_plan.SLOTS
+    assert memory_plan.make_plan(4 * GIB, 0, 0, None, free).slots == memory_plan.SLOTS
     assert not memory_pressure.missing_bytes(free, memory_plan.total_bytes(meminfo, tmp_path, ""))
 
 
@@ -183,7 +185,7 @@ def test_each_group_that_we_are_in_gives_back_what_is_charged_to_it(tmp_path: Pa
 
 def test_a_memfd_is_on_no_list_of_file_pages() -> None:
     """On this machine's kernel, where it tells. Other processes' memory goes meanwhile, too: once is enough."""
-    told = [group for group in groups() if (group.folder / "memory.stat").exists()]
+    told = [group for group in find_control_groups() if (group.folder / "memory.stat").exists()]
     assert not told or any(grows(told[0]) > 32 << 20 for _ in range(5))
 
 
@@ -203,5 +205,5 @@ def test_what_a_start_takes_for_a_while_is_left_by_the_machine_and_by_the_users_
 ) -> None:
     """Beside as many slots as there is room for, and the window."""
     limit = limit_gib * GIB if limit_gib is not None else None
-    plan = memory_plan.plan(GIB, 0, 0, limit, 32 * GIB)
-    assert memory_plan.for_a_while_bytes(plan, limit, free_gib * GIB) == int(room_gib * GIB)
+    plan = memory_plan.make_plan(GIB, 0, 0, limit, 32 * GIB)
+    assert memory_plan.restore_budget_bytes(plan, limit, free_gib * GIB) == int(room_gib * GIB)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
-from ckpt.agent.runtime.node_names import NodeNames, said
+from ckpt.agent.runtime.node_names import NodeNames, replace_agent_names
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import receive
 from ckpt.ipc.node_list import NODES_MAX, NodeAt
@@ -20,7 +20,7 @@ AT = (Address("10.0.0.3", 4123),)
 @pytest.fixture
 def called() -> NodeNames:
     made = NodeNames()
-    made.learn([NodeAt(ONE, AT, (0,), host="gpu-17"), NodeAt(TWO, AT, (4, 5, 6, 7)), NodeAt(STABLE, AT, ())])
+    made.add_nodes([NodeAt(ONE, AT, (0,), host="gpu-17"), NodeAt(TWO, AT, (4, 5, 6, 7)), NodeAt(STABLE, AT, ())])
     return made
 
 
@@ -36,44 +36,44 @@ def called() -> NodeNames:
     ],
 )  # fmt: skip
 def test_people_read_a_nodes_host_and_ranks_or_where_it_listens(called: NodeNames, text: str, read: str) -> None:
-    assert called.said(text) == read
+    assert called.translate_text(text) == read
 
 
 @pytest.mark.parametrize("text", [f"data/e-t/gpu/{ONE}-3.pack", f"commits/00000001-{TWO}-{ONE}", f"00000001-{ONE}"])
 def test_keys_and_identities_stay_what_they_are(called: NodeNames, text: str) -> None:
-    assert called.said(text) == text
+    assert called.translate_text(text) == text
 
 
 def test_of_many_ranks_only_some_runs_are_named() -> None:
     made = NodeNames()
-    made.learn([NodeAt(ONE, AT, (9, 0, 1, 2, 4, 6, 8, 11))])
-    assert made.nodes[ONE] == "node 10.0.0.3 (ranks 0-2, 4, 6, 8-9, ...)"
+    made.add_nodes([NodeAt(ONE, AT, (9, 0, 1, 2, 4, 6, 8, 11))])
+    assert made.names_by_agent[ONE] == "node 10.0.0.3 (ranks 0-2, 4, 6, 8-9, ...)"
 
 
 def test_who_is_known_by_its_ranks_stays_so_and_a_newer_start_counts(called: NodeNames) -> None:
-    called.learn([NodeAt(TWO, AT, ())])
-    assert called.nodes[TWO] == "node 10.0.0.3 (ranks 4-7)"
-    called.learn([NodeAt(TWO, AT, (2,))])
-    assert called.nodes[TWO] == "node 10.0.0.3 (rank 2)"
+    called.add_nodes([NodeAt(TWO, AT, ())])
+    assert called.names_by_agent[TWO] == "node 10.0.0.3 (ranks 4-7)"
+    called.add_nodes([NodeAt(TWO, AT, (2,))])
+    assert called.names_by_agent[TWO] == "node 10.0.0.3 (rank 2)"
 
 
 def test_an_agent_that_sees_ever_new_nodes_forgets_the_oldest(called: NodeNames) -> None:
-    called.learn(NodeAt(f"{number:016x}", AT, (number,)) for number in range(100, 2 * NODES_MAX + 100))
-    assert len(called.nodes) == 2 * NODES_MAX
-    assert ONE not in called.nodes
+    called.add_nodes(NodeAt(f"{number:016x}", AT, (number,)) for number in range(100, 2 * NODES_MAX + 100))
+    assert len(called.names_by_agent) == 2 * NODES_MAX
+    assert ONE not in called.names_by_agent
 
 
 def test_what_a_trainer_is_sent_is_put_so_and_what_machines_read_is_not(tmp_path: Path, called: NodeNames) -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = EventLoop(tmp_path / "s")
     try:
-        server.called = called
+        server.node_names = called
         peer = Peer(server, here, 1)
         peer.send({"t": "event", "message": f"agent {ONE} is gone", "data": {"agent": ONE}, "error": None})
         fields = receive(there).fields
         assert fields["message"] == "the agent of node gpu-17 (rank 0) is gone"
         assert fields["data"] == {"agent": ONE}
-        assert said(f"agent {ONE}", {}) == f"agent {ONE}"
+        assert replace_agent_names(f"agent {ONE}", {}) == f"agent {ONE}"
     finally:
         server.close()
         here.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckpt.agent.snapshots.division import Division, RankContents, layout_from, make_division
+from ckpt.agent.snapshots.division import Division, RankContents, make_division, parse_layout
 from ckpt.format.declaration import decode_layout, decode_share, encode_layout
 from ckpt.layout.layout import Entry, Layout
 from ckpt.types import Box
@@ -12,10 +12,10 @@ from ckpt.types import Box
 BOX = Box.whole((300, 1000))
 
 
-def held(rank: int, tick: str, value: int, *, holds: bool = True) -> RankContents:
+def held(rank: int, version: str, value: int, *, holds: bool = True) -> RankContents:
     entries = (Entry("model.w", "float32", (300, 1000), (BOX,) if holds else ()),)
     hashes = np.full((1 if holds else 0, 2), value, dtype=np.uint64)
-    return RankContents(f"rank={rank}", Layout(entries), hashes, tick, 100)
+    return RankContents(f"rank={rank}", Layout(entries), hashes, version, 100)
 
 
 def staged_bytes(division: Division) -> list[int]:
@@ -28,7 +28,7 @@ def test_equal_hashes_of_one_tick_divide_and_others_do_not() -> None:
     assert sum(staged_bytes(equal)) == whole
     unequal = make_division([held(0, "1", 7), held(1, "1", 8)], None)
     assert staged_bytes(unequal) == [whole, whole]
-    assert unequal.differing == {"model.w"}
+    assert unequal.differing_tensors == {"model.w"}
     unknown = make_division([held(0, "1", 7), held(1, "2", 7)], None)
     assert staged_bytes(unknown) == [whole, whole]
 
@@ -45,12 +45,12 @@ def test_a_rank_that_holds_newly_what_others_agreed_on_is_not_trusted() -> None:
 
 def test_equal_layouts_are_one_object_and_what_each_rank_is_told_is_its_own() -> None:
     blob = encode_layout(held(0, "1", 7).layout)
-    one, again = layout_from(blob), layout_from(memoryview(bytes(bytearray(blob))))
+    one, again = parse_layout(blob), parse_layout(memoryview(bytes(bytearray(blob))))
     assert one is again
     assert one == decode_layout(blob)
     ranks = [RankContents(f"rank={rank}", one, np.full((1, 2), 7, np.uint64), "1", 100) for rank in range(3)]
     made = make_division(ranks, None)
     assert made == make_division([held(rank, "1", 7) for rank in range(3)], None)
-    told = [(decode_layout(layout), decode_share(share)) for layout, share in made.plans]
+    told = [(decode_layout(layout), decode_share(share)) for layout, share in made.encoded_plans]
     assert told == list(zip(made.layouts, made.shares, strict=True))
     assert made.shares.count(()) == 2  # a frame is not cut in two

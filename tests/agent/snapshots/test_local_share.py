@@ -13,9 +13,9 @@ from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, MemoryUse, slots_for
 from ckpt.agent.snapshots import local_share as ranks_module
-from ckpt.agent.snapshots.local_share import GIVE_WAY_S, LocalShare
+from ckpt.agent.snapshots.local_share import LocalShare
 from ckpt.errors import AgentError
-from ckpt.ipc.arena import WARM_BYTES
+from ckpt.ipc.arena import WARM_BYTES, YIELD_S_MAX
 from ckpt.policy.save_options import Every
 from tests.agent.nodes.staged import Turned, identity, staged
 
@@ -23,16 +23,16 @@ from tests.agent.nodes.staged import Turned, identity, staged
 def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() -> None:
     """Else who has asked for them would give up what takes long (agent.moving)."""
     turned = Turned()
-    ranks = LocalShare(2, turned.bulk, MemoryUse)
+    ranks = LocalShare(2, turned.workers, MemoryUse)
     heard: list[object] = []
     try:
-        ranks.make(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
+        ranks.make_arenas(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
         turned.until(lambda: heard)
         assert heard == [""]
         assert ranks.progress.count >= 3, "a piece of memory each"
         before = ranks.progress.count
         ranks.arenas[1] = staged(identity(5), 2)
-        ranks.read(1, identity(5), lambda parts, error: heard.append(error))
+        ranks.hash_snapshots(1, identity(5), lambda parts, error: heard.append(error))
         turned.until(lambda: len(heard) == 2)
         assert heard == ["", ""]
         assert ranks.progress.count == before + 2, "each rank's"
@@ -44,17 +44,17 @@ def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() ->
 def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
     """And not never: a rank that was killed in a copy does not take its word back."""
     turned = Turned()
-    ranks = LocalShare(2, turned.bulk, MemoryUse)
+    ranks = LocalShare(2, turned.workers, MemoryUse)
     heard: list[object] = []
     try:
-        ranks.page.copy(1, True)
+        ranks.control_page.publish_copying(1, True)
         began_s = time.monotonic()
-        ranks.make(0, {0: 3 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+        ranks.make_arenas(0, {0: 3 * WARM_BYTES}, lambda sizes, error: heard.append(error))
         turned.until(lambda: heard)
         assert heard == [""]
-        assert time.monotonic() - began_s >= 3 * GIVE_WAY_S
-        ranks.page.copy(1, False)
-        assert not ranks.page.copies
+        assert time.monotonic() - began_s >= 3 * YIELD_S_MAX
+        ranks.control_page.publish_copying(1, False)
+        assert not ranks.control_page.has_copying_rank
     finally:
         ranks.drop()
         turned.close()
@@ -63,20 +63,20 @@ def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
 def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that the slot had before, and that of a slot that is not in use any more: they are told just then."""
     turned, told, free = Turned(), list[dict[str, object]](), [0, 0, 1 << 30]
-    ranks = LocalShare(1, turned.bulk, MemoryUse)
+    ranks = LocalShare(1, turned.workers, MemoryUse)
     heard: list[str] = []
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free.pop(0) if len(free) > 1 else free[0])
     try:
         ranks.peers[0] = cast(Peer, SimpleNamespace(send=told.append))
         ranks.arenas[2] = staged(identity(5), 1)
         ranks.close_arenas(2)
-        ranks.make(0, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+        ranks.make_arenas(0, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
         turned.until(lambda: heard)
         assert (heard, list(ranks.arenas)) == ([""], [0])
         assert told == [{"t": "close-arena", "slot": 2}, {"t": "close-arena", "slot": 0}]
-        monkeypatch.setattr(ranks_module, "LET_GO_S", 0.01)
+        monkeypatch.setattr(ranks_module, "RELEASE_TIMEOUT_S", 0.01)
         free[:] = [1]
-        ranks.make(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+        ranks.make_arenas(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
         turned.until(lambda: len(heard) == 2)
         assert heard[1] == "16 MiB of memory are missing for it"
     finally:
@@ -90,7 +90,7 @@ def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pyte
 def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_goes(again: bool) -> None:
     """As by a coordinator that was cut off, and does not know what has come of what it had asked for."""
     turned = Turned()
-    ranks = LocalShare(1, turned.bulk, MemoryUse)
+    ranks = LocalShare(1, turned.workers, MemoryUse)
     heard: list[str] = []
 
     def opened() -> int:
@@ -99,13 +99,15 @@ def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_
 
     before = opened()
     try:
-        ranks.page.copy(0, True)  # training stands still, and it waits
-        ranks.make(2, {0: 2 * WARM_BYTES}, lambda sizes, error: heard.append(error))
-        ranks.make(2, {0: WARM_BYTES}, lambda sizes, error: heard.append(error)) if again else ranks.close_arenas(2)
-        ranks.page.copy(0, False)
+        ranks.control_page.publish_copying(0, True)  # training stands still, and it waits
+        ranks.make_arenas(2, {0: 2 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+        ranks.make_arenas(
+            2, {0: WARM_BYTES}, lambda sizes, error: heard.append(error)
+        ) if again else ranks.close_arenas(2)
+        ranks.control_page.publish_copying(0, False)
         turned.until(lambda: len(heard) == 1 + again)
         assert sorted(heard) == ["", "the slot was closed meanwhile"][not again :]
-        assert [arena.bytes for arena in ranks.all_arenas()] == [WARM_BYTES] * again
+        assert [arena.size_bytes for arena in ranks.all_arenas()] == [WARM_BYTES] * again
     finally:
         ranks.drop()
         turned.close()
@@ -115,10 +117,10 @@ def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_
 def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_that_is_an_answer() -> None:
     """Not a mistake of who asks: its word was on its way, or waited, while the agent before this one died."""
     turned = Turned()
-    ranks = LocalShare(2, turned.bulk, MemoryUse)
+    ranks = LocalShare(2, turned.workers, MemoryUse)
     try:
         with pytest.raises(AgentError, match="slot 1"):
-            ranks.read(1, identity(5), lambda parts, error: None)
+            ranks.hash_snapshots(1, identity(5), lambda parts, error: None)
     finally:
         ranks.drop()
         turned.close()
@@ -130,13 +132,13 @@ def test_what_a_start_takes_for_a_while_leaves_the_slots_that_are_to_be_their_ro
 ) -> None:
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 64 << 30)
     turned, slots, plans = Turned(), slots_for(Every(steps=steps)), list[memory_plan.MemoryPlan | None]()
-    ranks = LocalShare(2, turned.bulk, MemoryUse)
+    ranks = LocalShare(2, turned.workers, MemoryUse)
     try:
-        ranks.measure({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
+        ranks.plan_memory({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
         (plan,) = plans
         assert plan is not None
         assert plan.slots == slots
-        room_bytes = ranks.for_a_while_bytes(1 << 30, slots, 8 << 30)
+        room_bytes = ranks.restore_budget_bytes(1 << 30, slots, 8 << 30)
         assert room_bytes + plan.slots * plan.slot_bytes + WINDOW_BYTES == 8 << 30
     finally:
         ranks.drop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt.agent.snapshots.replica_check import ReplicaCheck, places_of
+from ckpt.agent.snapshots.replica_check import ReplicaCheck, find_shared_boxes
 from ckpt.errors import AgentError
 from ckpt.format.declaration import SAMPLE
 from ckpt.layout.layout import Entry, Layout
@@ -25,22 +25,22 @@ def said(**hashes: int) -> bytes:
 
 def test_a_tensor_is_named_where_a_rank_that_holds_it_samples_it_otherwise() -> None:
     same = layout("a", "b", "c")
-    places, comparing = places_of([same, same, layout("b", "z")], ()), ReplicaCheck()
-    assert comparing.differing(1, places, 0, said(b0=1, b1=2, b2=3)) == []
-    assert comparing.differing(1, places, 1, said(b0=1, b2=4)) == ["c"]
-    assert comparing.differing(1, places, 2, said(b0=9, b1=1)) == ["b"]
-    assert comparing.differing(2, places, 1, said(b0=5, b2=4)) == []
-    assert comparing.differing(2, places, 0, said(b0=5, b2=4)) == []
+    places, comparing = find_shared_boxes([same, same, layout("b", "z")], ()), ReplicaCheck()
+    assert comparing.find_differing(1, places, 0, said(b0=1, b1=2, b2=3)) == []
+    assert comparing.find_differing(1, places, 1, said(b0=1, b2=4)) == ["c"]
+    assert comparing.find_differing(1, places, 2, said(b0=9, b1=1)) == ["b"]
+    assert comparing.find_differing(2, places, 1, said(b0=5, b2=4)) == []
+    assert comparing.find_differing(2, places, 0, said(b0=5, b2=4)) == []
 
 
 def test_what_is_the_ranks_own_or_of_another_shape_is_not_compared() -> None:
     other = Layout((Entry("a", "float32", (4,), (WHOLE,)), Entry("b", "float32", (4,), (Box((0,), (2,)),))))
-    places, comparing = places_of([layout("a", "b"), other], {"a"}), ReplicaCheck()
-    assert comparing.differing(1, places, 0, said(b0=1, b1=1)) == []
-    assert comparing.differing(1, places, 1, said(b0=2, b1=2)) == []
+    places, comparing = find_shared_boxes([layout("a", "b"), other], {"a"}), ReplicaCheck()
+    assert comparing.find_differing(1, places, 0, said(b0=1, b1=1)) == []
+    assert comparing.find_differing(1, places, 1, said(b0=2, b1=2)) == []
 
 
 @pytest.mark.parametrize("data", [b"123", said(b7=1)])
 def test_samples_that_cannot_be_are_refused(data: bytes) -> None:
     with pytest.raises(AgentError, match="sample"):
-        ReplicaCheck().differing(1, places_of([layout("a")], ()), 0, data)
+        ReplicaCheck().find_differing(1, find_shared_boxes([layout("a")], ()), 0, data)

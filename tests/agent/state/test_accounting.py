@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckpt.agent.state import accounting as account_module
 from ckpt.agent.state.accounting import PARTS, Accounting, Phase
-from ckpt.types import Epoch, Tick
+from ckpt.types import Epoch, Version
 
 FIRST, SECOND = Epoch(1, "0" * 16), Epoch(2, "1" * 16)
 
@@ -24,14 +24,16 @@ class Run:
 
     def wait(self, seconds: float, phase: Phase | None) -> None:
         self.now_s += seconds
-        self.account.look(self.now_s, phase, self.step)
+        self.account.update(self.now_s, phase, self.step)
 
     def start(self, step: int = 0, level: str = "none", epoch: Epoch = FIRST, took_s: float = 2.0) -> None:
         self.wait(0.0, Phase.STARTING)
         self.now_s += took_s
         steps_lost = max(0, self.step - step)
         self.epoch, self.step = epoch, step
-        self.account.started(self.now_s, epoch, Tick(step), level, {level: 10} if step else {}, None, steps_lost)
+        self.account.record_start(
+            self.now_s, epoch, Version(step), level, {level: 10} if step else {}, None, steps_lost
+        )
 
     def train(self, steps: int) -> None:
         self.step += steps
@@ -39,11 +41,11 @@ class Run:
 
     def snapshot(self, stall_s: float = 0.5, commit: bool = False) -> None:
         self.now_s += stall_s
-        tick = Tick(self.step)
-        self.account.staged(self.now_s, tick, stall_s)
-        self.account.complete(self.epoch, tick, 1000)
+        version = Version(self.step)
+        self.account.record_staging(self.now_s, version, stall_s)
+        self.account.record_completion(self.epoch, version, 1000)
         if commit:
-            self.account.committed(self.epoch, tick, 3.0, 1000, 400)
+            self.account.record_commit(self.epoch, version, 3.0, 1000, 400)
 
     def facts(self) -> dict:
         found = self.account.facts(self.now_s)
@@ -198,15 +200,15 @@ def test_no_stall_is_longer_than_the_time_since_the_snapshot_before() -> None:
     run = Run()
     run.start()
     run.train(2)
-    run.account.staged(run.now_s, Tick(2), 50.0)
-    run.account.staged(run.now_s, Tick(3), 50.0)
+    run.account.record_staging(run.now_s, Version(2), 50.0)
+    run.account.record_staging(run.now_s, Version(3), 50.0)
     assert (run.facts()["stall_s"], run.facts()["productive_s"]) == (2, 0)
 
 
 def test_an_agent_that_comes_to_a_running_job_counts_from_then() -> None:
     run = Run()
     run.step = 500
-    run.account.follow(FIRST)
+    run.account.adopt_epoch(FIRST)
     run.wait(0, Phase.TRAINING)
     run.train(10)
     run.snapshot()
@@ -222,11 +224,11 @@ def test_what_other_nodes_have_lost_is_not_safe_there_until_they_have_it_again()
     run.start()
     run.train(10)
     run.snapshot(commit=True)
-    run.account.replicated(FIRST, Tick(10), 100)
-    assert run.account.unprotected() == Tick(10)
-    assert run.account.unprotected() is None
+    run.account.record_replication(FIRST, Version(10), 100)
+    assert run.account.clear_replicated() == Version(10)
+    assert run.account.clear_replicated() is None
     assert set(run.facts()["safe"]) == {"local", "store"}
-    run.account.replicated(FIRST, Tick(10), 100)
+    run.account.record_replication(FIRST, Version(10), 100)
     assert run.facts()["safe"]["peer"]["step"] == 10
 
 
@@ -235,29 +237,29 @@ def test_after_a_start_no_older_step_counts_as_replicated_until_it_is_found() ->
     run.start()
     run.train(10)
     run.snapshot(commit=True)
-    run.account.replicated(FIRST, Tick(10), 100)
+    run.account.record_replication(FIRST, Version(10), 100)
     run.train(10)
     run.snapshot(commit=True)
     run.wait(0, Phase.DOWN)
     run.start(20, "store", SECOND)
     assert set(run.facts()["safe"]) == {"store"}
-    run.account.found("peer", FIRST, Tick(10))
+    run.account.record_found("peer", FIRST, Version(10))
     assert run.facts()["safe"]["peer"]["step"] == 10
 
 
 def test_what_a_start_goes_on_from_is_safe_in_other_nodes_memory_once_it_is_found_to_be_there_again() -> None:
     run = Run()
     run.step = 500
-    run.account.follow(SECOND)
-    run.account.found("peer", FIRST, Tick(490))
+    run.account.adopt_epoch(SECOND)
+    run.account.record_found("peer", FIRST, Version(490))
     assert "peer" not in run.facts()["safe"], "it is not known yet that this is on the line"
-    run.account.follow(SECOND, Tick(490))
-    run.account.found("peer", FIRST, Tick(495))
+    run.account.adopt_epoch(SECOND, Version(490))
+    run.account.record_found("peer", FIRST, Version(495))
     assert "peer" not in run.facts()["safe"], "it is not what is gone on from"
-    run.account.found("peer", FIRST, Tick(490))
+    run.account.record_found("peer", FIRST, Version(490))
     assert run.facts()["safe"]["peer"]["step"] == 490
-    run.account.follow(FIRST, Tick(1))
-    run.account.found("peer", FIRST, Tick(480))
+    run.account.adopt_epoch(FIRST, Version(1))
+    run.account.record_found("peer", FIRST, Version(480))
     assert run.facts()["safe"]["peer"]["step"] == 490
 
 
@@ -276,7 +278,7 @@ def test_the_safe_step_of_each_level_is_the_newest_on_the_line_and_says_its_age(
     run.start(10, "store", SECOND)
     safe = run.facts()["safe"]
     assert {level: found["step"] for level, found in safe.items()} == {"store": 10}
-    run.account.committed(FIRST, Tick(20), 1.0, 1, 1)  # of the start before: not what this one goes on from
+    run.account.record_commit(FIRST, Version(20), 1.0, 1, 1)  # of the start before: not what this one goes on from
     assert run.facts()["safe"]["store"]["step"] == 10
     run.train(20)
     run.snapshot(commit=True)
@@ -291,16 +293,16 @@ def test_a_commit_of_the_start_before_counts_where_this_one_goes_on_from_it() ->
     run.wait(0, Phase.DOWN)
     run.start(10, "local", SECOND)
     assert set(run.facts()["safe"]) == {"local"}
-    run.account.committed(FIRST, Tick(10), 1.0, 1000, 300)
+    run.account.record_commit(FIRST, Version(10), 1.0, 1000, 300)
     assert run.facts()["safe"]["store"]["step"] == 10
     assert run.facts()["saved_bytes"] == {"local": 1000, "store": 300}
 
 
 def test_the_age_of_a_checkpoint_from_the_store_is_what_its_record_says() -> None:
     account = Accounting()
-    account.look(0.0, Phase.STARTING)
-    account.started(1.0, FIRST, Tick(7), "store", {}, 60.0, 0)
-    assert account.facts(11.0)["safe"] == {"store": {"step": 7, "tick": str(Tick(7)), "age_s": 70.0}}
+    account.update(0.0, Phase.STARTING)
+    account.record_start(1.0, FIRST, Version(7), "store", {}, 60.0, 0)
+    assert account.facts(11.0)["safe"] == {"store": {"step": 7, "version": str(Version(7)), "age_s": 70.0}}
 
 
 def test_the_memory_of_snapshots_is_bounded_and_still_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt.agent.state.cost_model import CostModel, class_of
+from ckpt.agent.state.cost_model import CostModel, classify_failure
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.failures import Failure
 from ckpt.policy.history import recall
@@ -27,20 +27,20 @@ url, ranks = test_agent.url, test_agent.ranks  # the fixtures
 def trained(learning: CostModel, commits: int, step_s: float = 0.1, beside_s: float = 0.2) -> float:
     """Some commits of 2 s, 10 s apart; when the last one ended."""
     now_s, step = 100.0, 0
-    learning.started(now_s, step)
+    learning.record_start(now_s, step)
     for _ in range(commits):
-        learning.stalled(0.5, step)
+        learning.record_stall(0.5, step)
         now_s, step = now_s + 8.0, step + round(7.5 / step_s)
-        learning.commit_began(now_s, step)
+        learning.record_commit_begin(now_s, step)
         now_s, step = now_s + 2.0, step + round(2.0 / beside_s)
-        learning.commit_ended(now_s, step, (2.0, 10**6))
+        learning.record_commit_end(now_s, step, (2.0, 10**6))
     return now_s
 
 
 def test_costs_are_read_off_snapshots_commits_and_the_steps_between_them() -> None:
     learning = CostModel(Adaptive())
     trained(learning, 8)
-    known = learning.known
+    known = learning.measurements
     assert known.stall.mean == pytest.approx(0.5)
     assert (known.commit.mean, known.commit_bytes.mean) == (2.0, 10**6)
     assert known.step.mean == pytest.approx(0.1), "without what the snapshots stalled"
@@ -51,35 +51,35 @@ def test_costs_are_read_off_snapshots_commits_and_the_steps_between_them() -> No
 def test_what_commits_slow_training_by_does_not_come_from_where_in_a_step_they_end(commit_s: float) -> None:
     """They begin after one, and steps take 20 s, always, beside what each snapshot stalls."""
     learning, now_s, step = CostModel(Adaptive()), 0.0, 1
-    learning.started(now_s, step)
+    learning.record_start(now_s, step)
     for _ in range(16):
         now_s, step = now_s + 200.0, step + 10
-        learning.stalled(0.5, step)
-        learning.commit_began(now_s, step)
+        learning.record_stall(0.5, step)
+        learning.record_commit_begin(now_s, step)
         steps = int((commit_s - 0.5) / 20.0)
-        learning.commit_ended(now_s + 0.5 * (steps > 0) + 20.0 * steps, step + steps, (commit_s, 10**6))
+        learning.record_commit_end(now_s + 0.5 * (steps > 0) + 20.0 * steps, step + steps, (commit_s, 10**6))
         now_s += 0.5
-    assert learning.known.step.mean == pytest.approx(20.0)
+    assert learning.measurements.step.mean == pytest.approx(20.0)
     if steps > 1:
-        assert learning.known.step_beside_commit.mean == pytest.approx(20.0)
+        assert learning.measurements.step_beside_commit.mean == pytest.approx(20.0)
 
 
 def test_a_commit_that_failed_says_nothing_of_what_commits_take() -> None:
     learning = CostModel(Adaptive())
-    learning.started(0.0, 0)
-    learning.commit_began(10.0, 100)
-    learning.commit_ended(70.0, 400, None)
-    assert learning.known.commit.seen == 0
-    assert learning.known.step_beside_commit.seen == 1
+    learning.record_start(0.0, 0)
+    learning.record_commit_begin(10.0, 100)
+    learning.record_commit_end(70.0, 400, None)
+    assert learning.measurements.commit.count == 0
+    assert learning.measurements.step_beside_commit.count == 1
 
 
 def test_few_steps_and_short_times_are_no_pace() -> None:
     learning = CostModel(Adaptive())
-    learning.started(0.0, 5)
-    learning.commit_began(60.0, 6)  # one long step
-    learning.commit_ended(60.01, 9, (0.01, 1))
-    assert not learning.known.step.seen
-    assert not learning.known.step_beside_commit.seen
+    learning.record_start(0.0, 5)
+    learning.record_commit_begin(60.0, 6)  # one long step
+    learning.record_commit_end(60.01, 9, (0.01, 1))
+    assert not learning.measurements.step.count
+    assert not learning.measurements.step_beside_commit.count
 
 
 def test_the_intervals_follow_what_is_learnt_and_stay_where_nothing_new_is() -> None:
@@ -96,15 +96,17 @@ def test_the_intervals_follow_what_is_learnt_and_stay_where_nothing_new_is() -> 
 def test_nodes_fail_each_by_itself_and_their_loss_needs_the_store_only_where_no_other_keeps_copies() -> None:
     learning = CostModel(Adaptive(), nodes=4)
     now_s = trained(learning, 8)
-    learning.failed(Failure.NODE)
+    learning.record_failure(Failure.NODE)
     alone = learning.decide(now_s)
-    assert learning.known.node.ever_s == pytest.approx(4 * learning.known.process.ever_s)
-    learning.peers = True
+    assert learning.measurements.node.total_exposure_s == pytest.approx(
+        4 * learning.measurements.process.total_exposure_s
+    )
+    learning.has_replicas = True
     kept = learning.decide(now_s)
     assert kept.store_s > alone.store_s
     assert kept.local_s <= alone.local_s
-    learning.recovered("peer", 3.0)
-    assert learning.known.peer_recovery.mean == 3.0
+    learning.record_recovery("peer", 3.0)
+    assert learning.measurements.peer_recovery.mean == 3.0
 
 
 @pytest.mark.parametrize(
@@ -121,17 +123,17 @@ def test_nodes_fail_each_by_itself_and_their_loss_needs_the_store_only_where_no_
     ],
 )
 def test_a_failure_is_of_the_class_of_what_was_lost(lost_nodes, peers, from_store, warned, failure) -> None:
-    assert class_of(lost_nodes, peers, from_store, warned) is failure
+    assert classify_failure(lost_nodes, peers, from_store, warned) is failure
 
 
 def test_a_commit_that_ended_after_its_ranks_takes_no_run_time_back() -> None:
     learning = CostModel(Adaptive())
-    learning.started(0.0, 0)
+    learning.record_start(0.0, 0)
     learning.decide(100.0)
     learning.decide(99.5)  # when the ranks were seen gone
-    assert learning.known.process.ever_s == 100.0
+    assert learning.measurements.process.total_exposure_s == 100.0
     learning.decide(101.0)
-    assert learning.known.process.ever_s == 101.0
+    assert learning.measurements.process.total_exposure_s == 101.0
 
 
 def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> None:
@@ -141,14 +143,14 @@ def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> 
     for _ in range(5):
         now_s += 600.0
         learning.decide(now_s)
-        learning.failed(Failure.PROCESS)
+        learning.record_failure(Failure.PROCESS)
     assert learning.decide(now_s).local_s < before.local_s
     heir = CostModel(Adaptive())
-    recalled = recall(learning.about())
-    assert not recalled.refused
-    heir.inherit(recalled.known)
-    assert heir.known.process == learning.known.process
-    assert heir.known.stall.seen == 0, "another machine may have other costs"
+    recalled = recall(learning.record_fields())
+    assert not recalled.refusal
+    heir.merge_measurements(recalled.measurements)
+    assert heir.measurements.process == learning.measurements.process
+    assert heir.measurements.stall.count == 0, "another machine may have other costs"
 
 
 OFTEN = {
@@ -229,5 +231,5 @@ def test_an_agent_that_takes_over_a_job_knows_what_that_had_learnt_and_hands_it_
     rank.connection.close()
     wait_gone(agent)
     with contextlib.closing(open_store(url)) as store:
-        newest = open_record(store, Run(store).view().line[-1])
+        newest = open_record(store, Run(store).view().history[-1])
     assert newest.about["learnt"]["process.seen"] == 1

@@ -19,13 +19,13 @@ from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.state.memory_pressure import PERIOD_S, StartMemory, missing_bytes, which_go
-from ckpt.agent.state.retention_rule import Begun
+from ckpt.agent.state.memory_pressure import PERIOD_S, StartMemory, choose_evictions, missing_bytes
+from ckpt.agent.state.retention_rule import NewestStart
 from ckpt.events import Event
 from ckpt.ipc.arena import Arena
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.staged import close_arenas
 
 GIB = 1 << 30
@@ -43,36 +43,40 @@ def test_nothing_is_missing_while_a_fiftieth_is_left() -> None:
 )
 def test_the_oldest_go_and_no_more_than_is_missing(missing: int, gone: list[Epoch]) -> None:
     held = [StartMemory(epoch, GIB, True, True) for epoch in (ONE, TWO, THREE)]
-    assert which_go(held, missing) == gone
+    assert choose_evictions(held, missing) == gone
 
 
 def test_whatever_is_held_what_goes_is_idle_and_leaves_something_newer_that_is_complete() -> None:
     for flags in itertools.product([False, True], repeat=6):
         held = [StartMemory(epoch, 1, flags[at], flags[3 + at]) for at, epoch in enumerate((ONE, TWO, THREE))]
-        gone = which_go(held, 99)
+        gone = choose_evictions(held, 99)
         left = [each for each in held if each.epoch not in gone]
         for each in held:
             if each.epoch in gone:
-                assert each.idle
-                assert any(newer.complete and newer.epoch > each.epoch for newer in left)
+                assert each.is_idle
+                assert any(newer.is_durable and newer.epoch > each.epoch for newer in left)
 
 
 def test_what_a_start_went_on_from_stays_and_what_it_did_not_goes_though_nothing_newer_is_complete() -> None:
     """Two was whole on its nodes, and never safe: one of them was lost, and three went on from one."""
     held = [StartMemory(ONE, GIB, True, True), StartMemory(TWO, GIB, False, True)]
-    assert which_go(held, 9 * GIB) == [], "nobody has gone on yet"
-    assert which_go(held, 9 * GIB, Begun(THREE, Identity(ONE, Tick(5)))) == [TWO]
-    assert which_go(held, 9 * GIB, Begun(THREE, Identity(TWO, Tick(5)))) == [ONE]
-    assert which_go(held, 9 * GIB, Begun(THREE, None)) == [], "why it began afresh is not known"
-    assert which_go(held, 9 * GIB, Begun(TWO, Identity(ONE, Tick(5)))) == [], "its own"
+    assert choose_evictions(held, 9 * GIB) == [], "nobody has gone on yet"
+    assert choose_evictions(held, 9 * GIB, NewestStart(THREE, Identity(ONE, Version(5)))) == [TWO]
+    assert choose_evictions(held, 9 * GIB, NewestStart(THREE, Identity(TWO, Version(5)))) == [ONE]
+    assert choose_evictions(held, 9 * GIB, NewestStart(THREE, None)) == [], "why it began afresh is not known"
+    assert choose_evictions(held, 9 * GIB, NewestStart(TWO, Identity(ONE, Version(5)))) == [], "its own"
 
 
 def test_only_what_a_start_is_known_not_to_have_gone_on_from_is_outdated() -> None:
-    parent = Identity(ONE, Tick(5))
-    begun = Begun(THREE, parent)
-    assert [begun.outdates(each) for each in (parent, Identity(ONE, Tick(4)), Identity(TWO, Tick(9)))] == [0, 1, 1]
-    assert not begun.outdates(Identity(THREE, Tick(6)))
-    assert not Begun(THREE, None).outdates(parent)
+    parent = Identity(ONE, Version(5))
+    begun = NewestStart(THREE, parent)
+    assert [begun.supersedes(each) for each in (parent, Identity(ONE, Version(4)), Identity(TWO, Version(9)))] == [
+        0,
+        1,
+        1,
+    ]
+    assert not begun.supersedes(Identity(THREE, Version(6)))
+    assert not NewestStart(THREE, None).supersedes(parent)
 
 
 def test_all_there_is_counts_within_our_control_groups_limit(tmp_path: Path) -> None:
@@ -89,7 +93,7 @@ class Former:
 
     def __init__(self, epoch: Epoch, complete: bool = True) -> None:
         self.epoch, self.is_idle, self.dropped = epoch, True, False
-        self.own = SimpleNamespace(arena_bytes=GIB)
+        self.local_share = SimpleNamespace(arena_bytes=GIB)
         self.has_complete = complete
 
     def drop(self, leave_others: bool = False) -> None:
@@ -99,40 +103,40 @@ class Former:
 class Agent:
     """What `_tend_memory` sees of an agent."""
 
-    def __init__(self, former: list[Former], begun: Begun | None = None) -> None:
-        self.former = former
-        self.followings: list[Any] = []
-        self._bulk = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory_plan.free_bytes())
-        self.copies = ReplicaStore(cast(Any, self._bulk), lambda what: what())
-        self.fence = InventoryLease()
+    def __init__(self, former: list[Former], begun: NewestStart | None = None) -> None:
+        self.former_jobs = former
+        self.followed_jobs: list[Any] = []
+        self._workers = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory_plan.free_bytes())
+        self.replicas = ReplicaStore(cast(Any, self._workers), lambda what: what())
+        self.inventory_lease = InventoryLease()
         self.begun = begun
         self.told: list[Event] = []
-        self.current = None
-        self._relieved_s = self._replanned_s = -math.inf
+        self.current_job = None
+        self._last_relief_s = self._last_replan_s = -math.inf
 
     def _jobs(self) -> list[Former]:
-        return self.former
+        return self.former_jobs
 
-    def _begun(self) -> Begun | None:
+    def _retention_rule(self) -> NewestStart | None:
         return self.begun
 
     def _inventory(self, whole: bool) -> Inventory:
-        return self.copies.inventory()
+        return self.replicas.inventory()
 
-    def _give_back_copies(self, missing: int) -> tuple[int, int]:
-        return NodeMemory._give_back_copies(cast(Any, self), missing)
+    def _evict_superseded_replicas(self, missing: int) -> tuple[int, int]:
+        return NodeMemory._evict_superseded_replicas(cast(Any, self), missing)
 
-    def _give_back_starts(self, missing: int) -> tuple[int, int]:
-        return NodeMemory._give_back_starts(cast(Any, self), missing)
+    def _drop_earlier_starts(self, missing: int) -> tuple[int, int]:
+        return NodeMemory._drop_earlier_starts(cast(Any, self), missing)
 
-    def _event(self, event: Event) -> None:
+    def _emit_event(self, event: Event) -> None:
         self.told.append(event)
 
-    def _is_read(self, identity: Identity) -> bool:
-        return NodeMemory._is_read(cast(Any, self), identity)
+    def _is_read_by_peers(self, identity: Identity) -> bool:
+        return NodeMemory._is_read_by_peers(cast(Any, self), identity)
 
     def look(self, now_s: float) -> float | None:
-        return NodeMemory._tend_memory(cast(Any, self), now_s)
+        return NodeMemory._relieve_memory_pressure(cast(Any, self), now_s)
 
 
 def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and_says_so(
@@ -142,23 +146,23 @@ def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
     agent = Agent([Former(ONE), Former(TWO)])
-    agent.copies._spare.append(Arena.create(1 << 20))
+    agent.replicas._spare_arenas.append(Arena.create(1 << 20))
     assert agent.look(100.0) == 100.0 + PERIOD_S
-    assert len(agent.copies._spare) == 1
+    assert len(agent.replicas._spare_arenas) == 1
     free[0] = GIB - (1 << 20)
     assert agent.look(101.0) == 100.0 + PERIOD_S, "not sooner than that"
     agent.look(110.0)
-    assert (agent.copies._spare, len(agent.former)) == ([], 2)
-    old, new = agent.former
+    assert (agent.replicas._spare_arenas, len(agent.former_jobs)) == ([], 2)
+    old, new = agent.former_jobs
     free[0] = GIB // 2
     agent.look(120.0)
-    assert (agent.former, old.dropped, new.dropped) == ([new], True, False)
+    assert (agent.former_jobs, old.dropped, new.dropped) == ([new], True, False)
     free[0] = 0
     agent.look(130.0)
-    assert agent.former == [new], "the only complete one"
+    assert agent.former_jobs == [new], "the only complete one"
     assert [(event.name, event.loud) for event in agent.told] == [("memory.released", False), ("memory.released", True)]
     assert agent.told[-1].message.endswith(" are given back, 1 older checkpoint among them")
-    agent.former = []
+    agent.former_jobs = []
     assert agent.look(140.0) is None
 
 
@@ -168,69 +172,71 @@ def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
     free = [GIB - 1]
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
-    parent, older, failed = Identity(TWO, Tick(9)), Identity(ONE, Tick(5)), Identity(TWO, Tick(12))
-    agent = Agent([], Begun(THREE, parent))
+    parent, older, failed = Identity(TWO, Version(9)), Identity(ONE, Version(5)), Identity(TWO, Version(12))
+    agent = Agent([], NewestStart(THREE, parent))
     for epoch in (ONE, TWO, THREE):
         share = SimpleNamespace(arena_bytes=GIB // 2)
-        agent.followings.append(SimpleNamespace(epoch=epoch, ranks=share, is_idle=epoch is not THREE, over=False))
-    for identity in (parent, older, failed, Identity(THREE, Tick(13))):
-        agent.copies.add((identity, 0), Arena.create(1 << 20))
+        agent.followed_jobs.append(
+            SimpleNamespace(epoch=epoch, local_share=share, is_idle=epoch is not THREE, is_over=False)
+        )
+    for identity in (parent, older, failed, Identity(THREE, Version(13))):
+        agent.replicas.add_rebuilt((identity, 0), Arena.create(1 << 20))
     agent.look(100.0)
-    assert agent.copies.identities == {parent, failed, Identity(THREE, Tick(13))}, "no more than is missing"
+    assert agent.replicas.identities == {parent, failed, Identity(THREE, Version(13))}, "no more than is missing"
     free[0] = GIB - (1 << 20) - 1
     agent.look(110.0)
-    assert agent.copies.identities == {parent, Identity(THREE, Tick(13))}
-    assert [each.over for each in agent.followings] == [True, False, False]
+    assert agent.replicas.identities == {parent, Identity(THREE, Version(13))}
+    assert [each.is_over for each in agent.followed_jobs] == [True, False, False]
     free[0] = 0
     agent.look(120.0)
-    assert agent.copies.identities == {parent, Identity(THREE, Tick(13))}
-    assert [each.over for each in agent.followings] == [True, False, False]
-    agent.copies.close()
+    assert agent.replicas.identities == {parent, Identity(THREE, Version(13))}
+    assert [each.is_over for each in agent.followed_jobs] == [True, False, False]
+    agent.replicas.close()
 
 
 def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
-    agent = Agent([], Begun(TWO, Identity(ONE, Tick(9))))
-    agent.copies.add((Identity(ONE, Tick(5)), 0), Arena.create(1 << 20))
-    agent.fence.asked("a", TWO)
+    agent = Agent([], NewestStart(TWO, Identity(ONE, Version(9))))
+    agent.replicas.add_rebuilt((Identity(ONE, Version(5)), 0), Arena.create(1 << 20))
+    agent.inventory_lease.take_lease("a", TWO)
     agent.look(100.0)
-    assert len(agent.copies.identities) == 1
-    agent.fence.over("a")
+    assert len(agent.replicas.identities) == 1
+    agent.inventory_lease.end_lease("a")
     agent.look(110.0)
-    assert not agent.copies.identities
-    agent.copies.close()
+    assert not agent.replicas.identities
+    agent.replicas.close()
 
 
 def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store() -> None:
     group = Scheduler(2, Every(steps=1))
-    group.replicates = True
-    job = SimpleNamespace(group=group, checkpoints={0: object()}, nodes=("a", "b"))
+    group.is_replication_on = True
+    job = SimpleNamespace(scheduler=group, checkpoints={0: object()}, nodes=("a", "b"))
     complete = lambda: cast(Any, Job.has_complete).fget(job)  # noqa: E731
-    group.holds(0, Tick(5), False)
+    group.record_held_snapshot(0, Version(5), False)
     assert not complete(), "it is gone with one of them"
-    group.found_safe(Tick(5), [Kept("", 1), Kept("b", 1)], True)
+    group.record_survey(Version(5), [Kept("", 1), Kept("b", 1)], True)
     assert complete()
-    group.copies_lost("b", group.copied_ticks)
+    group.record_lost_holder("b", group.peer_versions)
     assert not complete()
-    group.committed_tick = Tick(5)
+    group.committed_version = Version(5)
     assert complete()
-    job.nodes, group.committed_tick = (), None
+    job.nodes, group.committed_version = (), None
     assert complete()
 
 
 def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_the_job_went_on_from_newer() -> None:
     """That lies on one node each, and is gone with any of them."""
-    parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
-    agent = Agent([], Begun(THREE, parent, safe))
+    parent, safe, older = (Identity(TWO, Version(step)) for step in (15, 10, 5))
+    agent = Agent([], NewestStart(THREE, parent, safe))
     left = [older, safe, parent]
 
     def give_back(outdated: Callable[[Identity], bool]) -> None:
         left[:] = [each for each in left if not outdated(each)]
 
-    before = SimpleNamespace(epoch=TWO, has_ranks=False, ranks=SimpleNamespace(give_back=give_back))
-    agent.followings = [before, SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
-    NodeMemory._tend_room(cast(Any, agent), 100.0)
+    before = SimpleNamespace(epoch=TWO, has_ranks=False, local_share=SimpleNamespace(free_outdated_slots=give_back))
+    agent.followed_jobs = [before, SimpleNamespace(epoch=THREE, local_share=SimpleNamespace(is_memory_short=True))]
+    NodeMemory._replan_cramped_job(cast(Any, agent), 100.0)
     assert left == [safe, parent]
 
 
@@ -240,30 +246,39 @@ def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_
     """That lies on one node each, and is gone with any of them."""
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
-    parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
+    parent, safe, older = (Identity(TWO, Version(step)) for step in (15, 10, 5))
     agent = Agent([])
-    agent.copies.told_safe = safe
-    agent.begun = NodeMemory._begun_with(cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))])
-    assert [NodeMemory._may_go(cast(Any, agent))(each) for each in (older, safe, parent)] == [True, False, False]
+    agent.replicas.announced_replicated = safe
+    agent.begun = NodeMemory._retention_rule_for(
+        cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))]
+    )
+    assert [NodeMemory._eviction_predicate(cast(Any, agent))(each) for each in (older, safe, parent)] == [
+        True,
+        False,
+        False,
+    ]
     for identity in (older, safe):
-        agent.copies.add((identity, 0), Arena.create(1 << 20))
-    before = SimpleNamespace(epoch=TWO, ranks=SimpleNamespace(arena_bytes=GIB), is_idle=True, over=False)
-    agent.followings = [before]
+        agent.replicas.add_rebuilt((identity, 0), Arena.create(1 << 20))
+    before = SimpleNamespace(epoch=TWO, local_share=SimpleNamespace(arena_bytes=GIB), is_idle=True, is_over=False)
+    agent.followed_jobs = [before]
     agent.look(100.0)
-    assert (agent.copies.identities, before.over) == ({safe}, False)
-    agent.begun = Begun(THREE, Identity(ONE, Tick(9)), safe)
+    assert (agent.replicas.identities, before.is_over) == ({safe}, False)
+    agent.begun = NewestStart(THREE, Identity(ONE, Version(9)), safe)
     agent.look(110.0)
-    assert (agent.copies.identities, before.over) == ({safe}, False)
-    agent.copies.close()
+    assert (agent.replicas.identities, before.is_over) == ({safe}, False)
+    agent.replicas.close()
 
 
 def test_a_job_that_a_newer_start_took_the_place_of_gives_its_memory_back_as_one_before_it_does() -> None:
     """It is the current one where another node coordinates the newer one."""
     given: list[Epoch] = []
-    agent = Agent([], Begun(THREE, Identity(TWO, Tick(9))))
-    jobs = [SimpleNamespace(epoch=epoch, give_back=lambda _, epoch=epoch: given.append(epoch)) for epoch in (ONE, TWO)]
-    agent.former = cast(Any, jobs)
-    agent.followings = [SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
-    agent.current = None
-    NodeMemory._tend_room(cast(Any, agent), 100.0)
+    agent = Agent([], NewestStart(THREE, Identity(TWO, Version(9))))
+    jobs = [
+        SimpleNamespace(epoch=epoch, free_outdated_slots=lambda _, epoch=epoch: given.append(epoch))
+        for epoch in (ONE, TWO)
+    ]
+    agent.former_jobs = cast(Any, jobs)
+    agent.followed_jobs = [SimpleNamespace(epoch=THREE, local_share=SimpleNamespace(is_memory_short=True))]
+    agent.current_job = None
+    NodeMemory._replan_cramped_job(cast(Any, agent), 100.0)
     assert given == [ONE, TWO]

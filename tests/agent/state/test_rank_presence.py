@@ -9,30 +9,30 @@ from tests.agent.job.test_scheduler import Driver
 
 
 def check(members: RankStates) -> None:
-    seen, each = members.seen, list(members)
+    seen, each = members.summary, list(members)
     away = [m for m in each if m.presence is not Presence.HERE]
-    assert list(seen.lost) == [m for m in each if m.lost_s is not None]
-    assert list(seen.leaving) == [m for m in each if m.leave is not None]
-    assert seen.all_joined == all(m.joined for m in each)
+    assert list(seen.disconnected) == [m for m in each if m.disconnected_s is not None]
+    assert list(seen.waiting_to_leave) == [m for m in each if m.leave_request is not None]
+    assert seen.all_joined == all(m.has_joined for m in each)
     assert seen.any_gone == bool(away)
-    assert seen.any_left == any(m.presence is Presence.LEFT and not m.away for m in each)
+    assert seen.any_left == any(m.presence is Presence.LEFT and not m.is_away for m in each)
     assert seen.any_dead == any(m.presence is Presence.DEAD for m in each)
-    assert seen.gone is next((m for m in each if m.presence is Presence.DEAD or m.broke), None)
-    assert seen.all_gone == (bool(away) and all(m in away for m in each if m.joined))
+    assert seen.first_failed is next((m for m in each if m.presence is Presence.DEAD or m.has_failed), None)
+    assert seen.all_gone == (bool(away) and all(m in away for m in each if m.has_joined))
 
 
 def change(member: RankState, rng: random.Random) -> None:
     match rng.randrange(5):
         case 0:
-            member.joined = True
+            member.has_joined = True
         case 1:
-            member.lost_s = rng.choice((None, 1.5))
+            member.disconnected_s = rng.choice((None, 1.5))
         case 2:
-            member.leave = rng.choice((None, "a request"))
+            member.leave_request = rng.choice((None, "a request"))
         case 3:
             member.presence = rng.choice(list(Presence))
         case _:
-            member.broke = rng.random() < 0.5
+            member.has_failed = rng.random() < 0.5
 
 
 def test_what_is_seen_of_all_is_what_each_is_after_any_change(seed: int) -> None:
@@ -48,8 +48,8 @@ def test_what_is_seen_of_all_is_what_each_is_after_any_change(seed: int) -> None
 def test_however_often_is_decided_thousands_of_ranks_that_do_not_change_are_not_gone_through_again() -> None:
     driver = Driver(world=4096)
     driver.complete()
-    seen = driver.group.members.seen
+    seen = driver.group.rank_states.summary
     for _ in range(3):
         driver.decide()
         driver.group.next_wake_s(driver.now_s)
-    assert driver.group.members.seen is seen
+    assert driver.group.rank_states.summary is seen

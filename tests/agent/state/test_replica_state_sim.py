@@ -43,9 +43,9 @@ from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint
 from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName
 from ckpt.agent.snapshots.inventory import Inventory, Key
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import State
-from ckpt.agent.state.replica_state import UNKEPT
-from ckpt.agent.state.retention_rule import outlived
+from ckpt.agent.state.job_facts import SlotState
+from ckpt.agent.state.replica_state import NO_PEER_MEMORY
+from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.errors import AgentError
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import PAGE, created_bytes
@@ -53,8 +53,8 @@ from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Kept, Parity, Placement, Replicas, place
-from ckpt.placement.rebuild import Striped, rebuildable
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.placement.rebuild import Striped, rebuildable_ranks
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.job.test_scheduler import Driver
 from tests.agent.nodes.staged import close_arenas
 
@@ -72,7 +72,9 @@ NODES = (*TRAIN, *LEND)
 AT = [NodeAt(name, (), (rank,)) for rank, name in enumerate(TRAIN)]
 STAGED = 6 * PAGE
 BYTES = PAGE + STAGED
-FRAMES = Frames.placed(np.array([PAGE], np.uint64), np.array([STAGED], np.uint64), np.zeros((1, 2), np.uint64), BYTES)
+FRAMES = Frames.from_columns(
+    np.array([PAGE], np.uint64), np.array([STAGED], np.uint64), np.zeros((1, 2), np.uint64), BYTES
+)
 OPTIONS = Replicas(1), Replicas(1), Replicas(2), Parity(2, 1), Parity(1, 1), Parity(2, 2)
 
 
@@ -81,17 +83,17 @@ def description(rank: int) -> bytes:
     return encode_described([DescribedSnapshot(rank, BYTES, bytes(PAGE), FRAMES)])
 
 
-def identity(tick: Tick) -> Identity:
-    return Identity(EPOCH, tick)
+def identity(version: Version) -> Identity:
+    return Identity(EPOCH, version)
 
 
 class Cell:
     """An arena, of which only the room that it takes counts here."""
 
-    to_take_bytes = 0
+    untouched_bytes = 0
 
     def __init__(self, size: int = BYTES) -> None:
-        self.bytes = created_bytes(size)
+        self.size_bytes = created_bytes(size)
 
     @staticmethod
     def create(size: int) -> Cell:
@@ -123,7 +125,7 @@ class Memory(ReplicaStore):
     def withdraw(self, *_: Any) -> None:
         pass
 
-    def keep(
+    def fetch_replicas(
         self, transport: Any, which: Identity, source: str, _: Any, wanted: Sequence[DescribedSnapshot], then: Any
     ) -> None:
         (each,) = wanted  # each node has one rank
@@ -131,26 +133,26 @@ class Memory(ReplicaStore):
 
         def ended(error: str) -> None:
             if not error:
-                self.add(key, cast(Any, Cell()))
-            self.attempted(which, source, not error)
+                self.add_rebuilt(key, cast(Any, Cell()))
+            self.record_transfer(which, source, not error)
             then(error)
 
-        if key in self.kept:
+        if key in self.arenas_by_key:
             ended("")
-        elif not self.fits([each.size]):
+        elif not self.fits([each.arena_bytes]):
             ended("no memory for a copy")
         else:
             self.sim.coming.append((self, key, (source,), ended))
 
-    def forget(self, goes: Callable[[Identity], bool]) -> None:
-        super().forget(goes)
+    def evict(self, goes: Callable[[Identity], bool]) -> None:
+        super().evict(goes)
         self.sim.fail_coming(lambda memory, key, _: memory is self and key is not None and goes(key[0]))
 
     def inventory(self) -> Inventory:
         found = Inventory()
-        for which, rank in self.kept:
-            found.hold(which, len(TRAIN), [rank])
-        found.add_chunks(self.chunks.kept.values())
+        for which, rank in self.arenas_by_key:
+            found.add_local_snapshots(which, len(TRAIN), [rank])
+        found.add_chunks(self.parity_store.chunks_by_name.values())
         return found
 
 
@@ -174,9 +176,9 @@ class Parts(ParityService):
 
         self.memory.sim.coming.append((self.memory, None, TRAIN, ended))
 
-    def _folding(self, urgent: bool = False) -> Any:
+    def _create_worker(self, urgent: bool = False) -> Any:
         return SimpleNamespace(
-            make=lambda name, world, origins, snapshots, arena: ParityChunk(name, world, arena, FRAMES, snapshots)
+            encode_chunk=lambda name, world, _, snapshots, arena: ParityChunk(name, world, arena, FRAMES, snapshots)
         )
 
 
@@ -184,7 +186,7 @@ class Wires:
     """The coordinator's way to the other agents, as a Network: what goes to one of them arrives in order, when the
     schedule says; when the connection ends some of it is lost, and nobody answers."""
 
-    me = TRAIN[0]
+    agent_name = TRAIN[0]
     transport = None
 
     def __init__(self, sim: Sim) -> None:
@@ -199,14 +201,14 @@ class Wires:
     def addresses(self, node: NodeAt) -> Sequence[Address]:
         return node.addresses
 
-    def find(self, address: Address, then: Callable[[str, str], None]) -> None:
+    def connect_to_address(self, address: Address, then: Callable[[str, str], None]) -> None:
         if address.host in self.sim.gone:
             then("", "nobody listens there")
         else:
             self.cut.discard(address.host)
             then(address.host, "")
 
-    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
         asked = name, then
         self.unanswered.append(asked)
 
@@ -220,7 +222,7 @@ class Wires:
         else:
             self.sent[name].append(lambda: self.sim.asked(name, fields, blobs, end))
 
-    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         if name not in self.cut:
             self.sent[name].append(lambda: self.sim.told(name, fields))
 
@@ -249,13 +251,13 @@ class Sim:
         self.said = 0  # of what the group has said so much is done
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.slots: dict[int, Tick] = {}  # what lies in which
-        self.stored: set[Tick] = set()
+        self.slots: dict[int, Version] = {}  # what lies in which
+        self.stored: set[Version] = set()
         self.memory = {name: Memory(self, name) for name in NODES}
         self.coming: list[tuple[Memory, Key | None, Collection[str], Callable[[str], None]]] = []
         self.gone: set[str] = set()  # memory-only nodes
         self.roomy = False  # everywhere
-        self.outlive: dict[str, Tick] = {}  # by node: the newest that is to be had without it
+        self.outlive: dict[str, Version] = {}  # by node: the newest that is to be had without it
         self.spare: set[tuple[str, Key]] = set()  # copies that may go, as others are that make a checkpoint as safe
         self.spare_parity: set[tuple[str, ParityChunkName]] = set()  # the same
         self.totals: Counter[str] = Counter()
@@ -275,88 +277,102 @@ class Sim:
 
     # -- who has what
 
-    def has(self, tick: Tick, without: str) -> bool:
+    def has(self, version: Version, without: str) -> bool:
         """Whether each node's part of it is to be had without that node."""
-        staged = tick in self.slots.values()
+        staged = version in self.slots.values()
         if isinstance(self.option, Parity):
-            return staged and self.is_made(tick, without)
+            return staged and self.is_made(version, without)
         return all(
             (staged and name != without)
-            or any(self.keeps(other, (identity(tick), rank)) for other in NODES if other != without)
+            or any(self.keeps(other, (identity(version), rank)) for other in NODES if other != without)
             for rank, name in enumerate(TRAIN)
         )
 
     def keeps(self, name: str, key: Key) -> bool:
-        return key in self.memory[name].kept and (name, key) not in self.spare
+        return key in self.memory[name].arenas_by_key and (name, key) not in self.spare
 
-    def is_made(self, tick: Tick, without: str) -> bool:
+    def is_made(self, version: Version, without: str) -> bool:
         """Whether what is lost of it with that node can be made again."""
         rows: dict[Striped, set[int]] = defaultdict(set)
         for name in [name for name in NODES if name != without]:
-            for each in self.memory[name].chunks.kept:
-                if each.identity == identity(tick) and (name, each) not in self.spare_parity:
-                    rows[each.striped].add(int(each.row))
+            for each in self.memory[name].parity_store.chunks_by_name:
+                if each.identity == identity(version) and (name, each) not in self.spare_parity:
+                    rows[each.stripe].add(int(each.row))
         lost = {TRAIN.index(without)} if without in TRAIN else set()
-        return rebuildable(lost, dict.fromkeys(lost, STAGED), rows) == lost
+        return rebuildable_ranks(lost, dict.fromkeys(lost, STAGED), rows) == lost
 
-    def is_had(self, tick: Tick, without: str) -> bool:
+    def is_had(self, version: Version, without: str) -> bool:
         """Whether that one is, or a newer one, or the store has it."""
-        ticks = {*self.slots.values(), *(each.tick for memory in self.memory.values() for each in memory.identities)}
-        newer = (each for each in ticks if each >= tick)
-        return any(self.has(each, without) for each in newer) or any(each >= tick for each in self.stored)
+        versions = {
+            *self.slots.values(),
+            *(each.version for memory in self.memory.values() for each in memory.identities),
+        }
+        newer = (each for each in versions if each >= version)
+        return any(self.has(each, without) for each in newer) or any(each >= version for each in self.stored)
 
-    def promise(self, tick: Tick, nodes: Iterable[str]) -> None:
+    def promise(self, version: Version, nodes: Iterable[str]) -> None:
         for name in nodes:
-            assert self.is_had(tick, name), f"{tick} is said to outlive {name}, and does not"
-            self.outlive[name] = max(tick, self.outlive.get(name, tick))
+            assert self.is_had(version, name), f"{version} is said to outlive {name}, and does not"
+            self.outlive[name] = max(version, self.outlive.get(name, version))
 
     def check(self) -> None:
         group = self.group
-        if group.safe_tick is not None and not group.unsure:
-            self.promise(group.safe_tick, (name or TRAIN[0] for name in outlived(group._safe_left)))
-        for name, tick in self.outlive.items():
-            assert self.is_had(tick, name), f"{tick} outlived {name}, and neither it nor a newer one does any more"
+        if group.replicated_version is not None and not group.is_survey_pending:
+            self.promise(
+                group.replicated_version, (name or TRAIN[0] for name in surviving_nodes(group._remaining_placement))
+            )
+        for name, version in self.outlive.items():
+            assert self.is_had(version, name), (
+                f"{version} outlived {name}, and neither it nor a newer one does any more"
+            )
 
     def rely(self) -> None:
         """On the copies of what is safe that are counted; what came of it by other attempts may go."""
-        safe, ranks = self.group.safe_tick, dict(zip(TRAIN, itertools.count()))
-        if safe is not None and all(each.holders or not each.losses for each in self.group.safe_kept):
+        safe, ranks = self.group.replicated_version, dict(zip(TRAIN, itertools.count()))
+        if safe is not None and all(each.holders or not each.losses_max for each in self.group.replicated_placement):
             counted = {
-                (h or TRAIN[0], ranks[each.node or TRAIN[0]]) for each in self.group.safe_kept for h in each.holders
+                (h or TRAIN[0], ranks[each.node or TRAIN[0]])
+                for each in self.group.replicated_placement
+                for h in each.holders
             }
-            every = ((name, key) for name, memory in self.memory.items() for key in memory.kept)
-            self.spare = {each for each in every if each[1][0].tick == safe and (each[0], each[1][1]) not in counted}
+            every = ((name, key) for name, memory in self.memory.items() for key in memory.arenas_by_key)
+            self.spare = {each for each in every if each[1][0].version == safe and (each[0], each[1][1]) not in counted}
 
     def rely_on_parity(self, which: Identity, older_go: bool) -> None:
         """On that which was made last. `older_go`: each node that hears so lets go of the rest."""
         for name, memory in self.memory.items():
-            instead = memory.chunks._instead.get(which)
+            instead = memory.parity_store._replacements.get(which)
             self.spare_parity -= {(name, each) for each in instead or ()}
             if older_go and instead is not None:
                 self.spare_parity |= {
-                    (name, each) for each in memory.chunks.kept if each.identity == which and each not in instead
+                    (name, each)
+                    for each in memory.parity_store.chunks_by_name
+                    if each.identity == which and each not in instead
                 }
 
     # -- the coordinator's agent
 
     def begin_agent(self) -> None:
         group = self.group
-        group.wants_copies = True
+        group.is_replication_wanted = True
         self.wires = Wires(self)
         network = cast(PeerNetwork, self.wires)
         self.lenders = MemoryNodeClients("url", lambda: network, self.later, lambda event: None, self.place)
         own = self.memory[TRAIN[0]]
-        self.protection = ReplicationManager(network, own, own.parities, AT, self.option, self.lenders.there)
-        self.lenders.led(cast(Any, SimpleNamespace(encode=lambda: b"")), tuple(LEND.values()))
+        self.protection = ReplicationManager(network, own, own.parities, AT, self.option, self.lenders.reachable_nodes)
+        self.lenders.begin_borrowing(cast(Any, SimpleNamespace(encode=lambda: b"")), tuple(LEND.values()))
 
     def place(self) -> None:
         """Somebody keeps what some of them have staged, or nobody does."""
-        can = [*TRAIN, *(each.node.name for each in self.lenders.there())]
+        can = [*TRAIN, *(each.node.name for each in self.lenders.reachable_nodes())]
         if isinstance(self.option, Parity):
             self.place_parity(can, self.option)
         else:
             self.place_copies(can, self.option)
-        self.group.replicates, self.group.kept = self.protection.protects, self.protection.kept
+        self.group.is_replication_on, self.group.placement = (
+            self.protection.has_holders,
+            self.protection.holders_by_node,
+        )
 
     def place_parity(self, can: Sequence[str], option: Parity) -> None:
         """No more room is there than is lent: for two generations, in the end, of what takes most."""
@@ -365,13 +381,15 @@ class Sim:
             some = (0, 4 * PAGE, STAGED, enough, 2 * enough)
             self.lends = {name: enough if self.roomy else rng.choice(some) for name in NODES}
         nodes = [
-            PlacementNode(name, bytes=STAGED * (name in TRAIN), lend_bytes=self.lends[name], trains=name in TRAIN)
+            PlacementNode(
+                name, state_bytes=STAGED * (name in TRAIN), lend_bytes=self.lends[name], has_state=name in TRAIN
+            )
             for name in can
         ]
         before = self.protection.placement if rng.random() < 0.7 else None
         self.protection.placement = place(nodes, option, before)
         for name, memory in self.memory.items():
-            memory.bound(lambda bytes_max=self.lends[name]: bytes_max)
+            memory.set_limit(lambda bytes_max=self.lends[name]: bytes_max)
 
     def place_copies(self, can: Sequence[str], option: Replicas) -> None:
         rng = self.random
@@ -390,7 +408,7 @@ class Sim:
         self.protection.placement = Placement(option, tuple(kept), (), (), (), (), ())
         for memory in self.memory.values():
             bytes_max = BYTES * rng.choice((4, 6, 9, 99)) if not self.roomy else BYTES * 99
-            memory.bound(lambda bytes_max=bytes_max: bytes_max)
+            memory.set_limit(lambda bytes_max=bytes_max: bytes_max)
 
     def act(self) -> None:
         """All that the group wants done now."""
@@ -406,39 +424,39 @@ class Sim:
     def do(self, action: do.Action) -> None:
         match action:
             case do.Divide(version):
-                self.group.planned(version, "d", (BYTES,) * len(TRAIN), self.group.slots_in_use)
+                self.group.record_division(version, "d", (BYTES,) * len(TRAIN), self.group.slot_limit)
             case do.MakeArenas(slot, sizes):
-                self.group.made(slot, sizes)
+                self.group.record_arenas(slot, sizes)
             case do.OfferSlot(slot):
                 for rank in range(len(TRAIN)):
-                    self.group.warm(rank, slot, self.group.division)
-            case do.Recycle(slot):
+                    self.group.record_warm_arena(rank, slot, self.group.division)
+            case do.ClearSlot(slot):
                 self.slots.pop(slot, None)
             case do.CloseArenas(slot):
                 assert slot not in self.slots, "it holds something"
-            case do.Replicate(slot, _, tick):
-                self.replicate(slot, tick)
-            case do.Unkeep():
+            case do.Replicate(slot, _, version):
+                self.replicate(slot, version)
+            case do.DropReplicas():
                 self.totals["unkept"] += 1
-                self.memory[TRAIN[0]].unkeep(EPOCH)
+                self.memory[TRAIN[0]].evict_epoch(EPOCH)
                 for name in NODES[1:]:
-                    self.wires.tell(name, {"t": "unkeep"})
-            case do.Tell({"t": "level", "level": "peer", "ok": True, "tick": text}):
-                tick = Tick.parse(text)
+                    self.wires.notify(name, {"t": "unkeep"})
+            case do.NotifyRanks({"t": "level", "level": "peer", "ok": True, "version": text}):
+                version = Version.parse(text)
                 self.totals["told"] += 1
-                self.promise(tick, NODES)
+                self.promise(version, NODES)
 
-    def replicate(self, slot: int, tick: Tick) -> None:
+    def replicate(self, slot: int, version: Version) -> None:
         """As Carrier has it."""
-        group, protection, which = self.group, self.protection, identity(tick)
+        group, replication_manager, which = self.group, self.protection, identity(version)
 
         def ended(error: str) -> bool:
-            why_not = group.replicated(slot, error, self.driver.now_s)
+            why_not = group.record_replication(slot, error, self.driver.now_s)
             self.rely()
             self.totals["failed"] += bool(error)
-            self.totals["partly"] += why_not == UNKEPT and not error
+            self.totals["partly"] += why_not == NO_PEER_MEMORY and not error
             self.check()
-            return group.lets_older_go(why_not)
+            return group.can_drop_older(why_not)
 
         def copied(error: str) -> bool:
             if not error:
@@ -454,27 +472,27 @@ class Sim:
                 return
             newest, kept = found.newest, []
             for rank, node in enumerate(TRAIN if newest is not None else ()):
-                kept.append(Kept("" if node == TRAIN[0] else node, max(0, found.outlives[rank])))
+                kept.append(Kept("" if node == TRAIN[0] else node, max(0, found.survived_losses[rank])))
             self.totals["found"] += newest is not None
             self.spare.clear()
             self.spare_parity.clear()
-            group.found_safe(newest.tick if newest is not None else None, kept, found.whole == newest)
-            for name in outlived(group._safe_left) if newest is not None else ():
-                self.outlive[name or TRAIN[0]] = newest.tick  # an older one maybe, that outlives other nodes besides
-            self.replicate(slot, tick)
+            group.record_survey(newest.version if newest is not None else None, kept, found.fully_replicated == newest)
+            for name in surviving_nodes(group._remaining_placement) if newest is not None else ():
+                self.outlive[name or TRAIN[0]] = newest.version  # an older one maybe, that outlives other nodes besides
+            self.replicate(slot, version)
 
-        if group.unsure and self.lenders.awaited:
+        if group.is_survey_pending and self.lenders.has_pending_nodes:
             self.totals["awaited"] += 1
-            self.later(AWAIT_S, lambda: self.replicate(slot, tick))
+            self.later(AWAIT_S, lambda: self.replicate(slot, version))
             return
-        stays = group.stays_tick if not group.unsure else group.safe_tick
+        stays = group.retained_version if not group.is_survey_pending else group.replicated_version
         safe = identity(stays) if stays is not None else None
-        if group.unsure:
-            protection.find_safe(EPOCH, safe, map(identity, self.slots.values()), len(TRAIN), found_safe)
-        elif (why_not := group.why_not_copied(tick)) is not None:
+        if group.is_survey_pending:
+            replication_manager.find_replicated(EPOCH, safe, map(identity, self.slots.values()), len(TRAIN), found_safe)
+        elif (why_not := group.why_not_replicated(version)) is not None:
             ended(why_not)
         else:
-            protection.replicate(which, safe, cast(Any, {0: None}), copied, group.safe_needed)
+            replication_manager.replicate(which, safe, cast(Any, {0: None}), copied, group.retained_placement)
 
     # -- the other agents
 
@@ -486,30 +504,30 @@ class Sim:
                 reply((), "", {"lends": 1 << 30, "name": name, "domains": [], "link_bytes_s": 0})
             case "keeps":
                 found = memory.inventory()
-                for tick in self.slots.values() if name in TRAIN else ():
-                    found.hold(identity(tick), len(TRAIN), [TRAIN.index(name)])
-                keeps = KeptReplica.of(found, memory.told_safe, EPOCH)
+                for version in self.slots.values() if name in TRAIN else ():
+                    found.add_local_snapshots(identity(version), len(TRAIN), [TRAIN.index(name)])
+                keeps = KeptReplica.from_inventory(found, memory.announced_replicated, EPOCH)
                 reply(keeps.blobs(), "", keeps.fields())
             case "publish":
-                assert Identity.parse(fields["identity"]).tick in self.slots.values()
+                assert Identity.parse(fields["identity"]).version in self.slots.values()
                 reply([description(*fields["ranks"])])
             case "stripe":
                 try:
-                    memory.parities.asked(fields, blobs, reply)
+                    memory.parities.serve_request(fields, blobs, reply)
                 except AgentError as exc:
                     reply((), str(exc))
             case "keep":
                 which, safe = Identity.parse(fields["identity"]), fields["safe"]
                 wanted = decode_described(blobs[0])
-                sizes = [each.size for each in wanted]
-                memory.make_room(which, Identity.parse(safe) if safe else None, sizes, fields["needed"])
-                memory.keep(None, which, fields["source"], (), wanted, lambda error: reply((), error))
+                sizes = [each.arena_bytes for each in wanted]
+                memory.evict_superseded(which, Identity.parse(safe) if safe else None, sizes, fields["needed"])
+                memory.fetch_replicas(None, which, fields["source"], (), wanted, lambda error: reply((), error))
 
     def told(self, name: str, fields: dict[str, Any]) -> None:
         if fields["t"] == "kept":
-            self.memory[name].before(Identity.parse(fields["identity"]))
+            self.memory[name].evict_older_than(Identity.parse(fields["identity"]))
         elif fields["t"] == "unkeep":
-            self.memory[name].unkeep(EPOCH)
+            self.memory[name].evict_epoch(EPOCH)
 
     def fail_coming(self, those: Callable[[Memory, Key | None, Collection[str]], bool]) -> None:
         failed = [each for each in self.coming if those(*each[:3])]
@@ -522,14 +540,14 @@ class Sim:
     def train(self) -> None:
         """All ranks take the appointed snapshot."""
         word = self.driver.word()
-        if word is None or self.group.slots[word.slot].state is not State.GRANTED or self.wires.cut & {*TRAIN}:
+        if word is None or self.group.slots[word.slot].state is not SlotState.GRANTED or self.wires.cut & {*TRAIN}:
             return
         self.slots.pop(word.slot, None)
-        tick = Tick(word.step, word.sub)
+        version = Version(word.step, word.sub)
         self.driver.steps = [max(word.step, *self.driver.steps)] * len(TRAIN)
-        self.driver.stage(word.round, tick, word.slot)
-        self.slots[word.slot] = tick
-        self.group.assembled(word.slot, word.round, "")
+        self.driver.stage(word.attempt_number, version, word.slot)
+        self.slots[word.slot] = version
+        self.group.record_assembly(word.slot, word.attempt_number, "")
         self.driver.steps = [step + 1 for step in self.driver.steps]
         self.totals["taken"] += 1
 
@@ -550,20 +568,20 @@ class Sim:
                 chosen[-1]("it could not be fetched" if not self.roomy and self.random.random() < 0.05 else "")
 
     def commit(self) -> None:
-        if self.group.committing is not None:
+        if self.group.committing_slot is not None:
             error = "the store is down" if self.random.random() < self.store_fails else ""
-            held = self.slots[self.group.committing]
+            held = self.slots[self.group.committing_slot]
             self.stored |= set() if error else {held}
-            self.group.committed(self.group.committing, error, self.driver.now_s)
+            self.group.record_commit(self.group.committing_slot, error, self.driver.now_s)
 
     def empty(self, name: str) -> None:
         """Its agent is another one, that keeps nothing yet."""
         self.rely()
         former, self.memory[name] = self.memory[name], Memory(self, name)
-        if former._room is not None:
-            self.memory[name].bound(former._room)
+        if former._get_limit_bytes is not None:
+            self.memory[name].set_limit(former._get_limit_bytes)
         self.coming = [each for each in self.coming if each[0] is not former]
-        self.outlive = {without: tick for without, tick in self.outlive.items() if self.has(tick, without)}
+        self.outlive = {without: version for without, version in self.outlive.items() if self.has(version, without)}
         self.fail_coming(lambda memory, key, sources: name in sources)
 
     def kill(self) -> None:
@@ -583,19 +601,19 @@ class Sim:
         if name in self.wires.cut:
             return
         self.wires.cut.add(name)
-        self.lenders.closed(name)
+        self.lenders.on_disconnect(name)
         safe = self.protection
-        lost = [each for each in self.group.copied_ticks if safe.involves(name, identity(each))]
+        lost = [each for each in self.group.peer_versions if safe.depends_on(name, identity(each))]
         if lost:
-            self.group.copies_lost(name, lost)
+            self.group.record_lost_holder(name, lost)
         self.wires.end(name)
         if name in TRAIN:
-            self.group.lost(TRAIN.index(name), self.driver.now_s)
+            self.group.record_disconnect(TRAIN.index(name), self.driver.now_s)
             self.later(self.random.uniform(0.5, AWAY_S), lambda: self.back(name))
 
     def back(self, name: str) -> None:
         self.wires.cut.discard(name)
-        self.group.joined(TRAIN.index(name))
+        self.group.record_join(TRAIN.index(name))
 
     def return_(self) -> None:
         """A memory-only node that was gone; it is called again."""
@@ -614,10 +632,10 @@ class Sim:
 
     def resize(self) -> None:
         slots = self.random.randint(2, 4)
-        if slots < self.group.slots_in_use:
-            self.group.fewer_slots(slots, "the machine has no more memory")
+        if slots < self.group.slot_limit:
+            self.group.limit_slots(slots, "the machine has no more memory")
         else:
-            self.group.use_slots(slots)
+            self.group.set_slot_limit(slots)
 
     def restart(self) -> None:
         """The coordinator's agent: the ranks there, and what they staged, live on."""
@@ -625,23 +643,23 @@ class Sim:
         self.totals["restarted"] += 1
         for name in self.wires.waiting:
             self.wires.end(name)
-        self.lenders.end()
-        group = self.driver.group = Scheduler(len(TRAIN), before.policy, first_round=self.random.randint(1000, 9000))
+        self.lenders.stop_borrowing()
+        group = self.driver.group = Scheduler(len(TRAIN), before.policy, first_attempt=self.random.randint(1000, 9000))
         self.driver.said, self.said = [], 0
         self.empty(TRAIN[0])
         self.begin_agent()
-        group.unsure = True
-        group.resumed(self.driver.now_s)
+        group.is_survey_pending = True
+        group.record_agent_restart(self.driver.now_s)
         self.driver.steps = [max(1, *self.driver.steps)] * len(TRAIN)
         for rank in range(len(TRAIN)):
-            group.joined(rank)
-            group.layout(rank)
-        for slot, tick in self.slots.items():
-            group.made(slot, (BYTES,) * len(TRAIN))
-            group.holds(slot, tick, tick in self.stored)
-        group.recovered()
+            group.record_join(rank)
+            group.record_layout(rank)
+        for slot, version in self.slots.items():
+            group.record_arenas(slot, (BYTES,) * len(TRAIN))
+            group.record_held_snapshot(slot, version, version in self.stored)
+        group.finish_recovery()
         self.driver.decide()
-        group.planned(len(TRAIN), "d", (BYTES,) * len(TRAIN), before.slots_in_use)
+        group.record_division(len(TRAIN), "d", (BYTES,) * len(TRAIN), before.slot_limit)
         self.place()
 
     def happen(self) -> None:
@@ -658,7 +676,7 @@ class Sim:
         for _ in range(EVENTS):
             self.happen()
         self.gone = set()
-        self.group.use_slots(3)
+        self.group.set_slot_limit(3)
         self.calm(self.goes_on)
         self.roomy, self.store_fails = True, 0.0
         self.place()
@@ -669,27 +687,31 @@ class Sim:
         for _ in range(CALM):
             if well() and self.totals["taken"] >= taken + CALM_TAKEN:
                 return
-            busy = self.wires.waiting or self.coming or self.group.committing is not None
+            busy = self.wires.waiting or self.coming or self.group.committing_slot is not None
             for what in (self.go_on, self.commit) if busy else (self.train,):
                 what()
             self.act()
             self.wait(0.0 if busy else 1.0)
             self.check()
-        safe, newest = self.group.safe_tick, self.group.newest
+        safe, newest = self.group.replicated_version, self.group.newest_slot
         raise AssertionError(
-            f"{well.__name__} takes too long: {safe} is safe ({self.group.safe_kept}), the newest is "
-            f"{newest and newest.round}, and {self.totals['taken'] - taken} were taken"
+            f"{well.__name__} takes too long: {safe} is safe ({self.group.replicated_placement}), the newest is "
+            f"{newest and newest.attempt}, and {self.totals['taken'] - taken} were taken"
         )
 
     def goes_on(self) -> bool:
         """Though not all have room, nor may the store take anything."""
-        return not self.group.unsure
+        return not self.group.is_survey_pending
 
     def is_well(self) -> bool:
-        newest = self.group.newest
-        tick = newest.round.tick if newest is not None and newest.round is not None else None
-        safe = tick is not None and tick == self.group.safe_tick and all(self.has(tick, name) for name in NODES)
-        return safe and tick in self.stored and not self.group.at_work and not self.wires.cut
+        newest = self.group.newest_slot
+        version = newest.attempt.version if newest is not None and newest.attempt is not None else None
+        safe = (
+            version is not None
+            and version == self.group.replicated_version
+            and all(self.has(version, name) for name in NODES)
+        )
+        return safe and version in self.stored and not self.group.is_at_work and not self.wires.cut
 
 
 def run(seed: int) -> Sim:

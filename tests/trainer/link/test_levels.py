@@ -10,20 +10,25 @@ from ckpt import threads
 from ckpt.errors import SaveFailed
 from ckpt.trainer.link import levels
 from ckpt.trainer.link.levels import Levels
-from ckpt.types import Tick
+from ckpt.types import Version
 from tests.threads import interrupted_anywhere
 
-ONE, TWO = Tick(1), Tick(2)
+ONE, TWO = Version(1), Version(2)
 
 
 def use(it: Levels) -> None:
     it.expect(TWO)
-    it.retry(TWO)
-    it.put(ONE, "store", True)
+    it.forget_failures(TWO)
+    it.record(ONE, "store", True)
     it.wait(ONE, "store", 1.0)
     with pytest.raises(SaveFailed, match="within"):
         it.wait(TWO, "store", 0.001)
-    assert (it.level(ONE), it.newest("store"), it.are_open, it.is_staged(TWO)) == ("store", ONE, True, False)
+    assert (it.level(ONE), it.newest("store"), it.has_pending_versions, it.is_staged(TWO)) == (
+        "store",
+        ONE,
+        True,
+        False,
+    )
 
 
 def test_an_interrupt_anywhere_leaves_nothing_locked() -> None:
@@ -38,6 +43,6 @@ def test_nothing_is_open_any_more_where_nothing_more_is_reported() -> None:
     """As of a job whose place another has taken: it does not say that it waits."""
     it = Levels()
     it.expect(ONE)
-    assert it.are_open
+    assert it.has_pending_versions
     it.fail_all("another start owns the run now")
-    assert not it.are_open
+    assert not it.has_pending_versions

@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.errors import AgentError, NotLed
+from ckpt.errors import AgentError, NoCoordinator
 from ckpt.events import Event, Events
 from ckpt.ipc import messages
 from ckpt.ipc.client import Connection
 from ckpt.ipc.control_page import ControlPage
-from ckpt.ipc.failure_domains import domains_here
-from ckpt.settings import Settings, read
+from ckpt.ipc.failure_domains import find_own_domains
+from ckpt.settings import Settings, read_settings
 from ckpt.threads import Tasks
 from ckpt.trainer.link import link
 from ckpt.trainer.link.link import JoinTerms, Link
-from ckpt.types import Tick
+from ckpt.types import Version
 
 
 class Away(Link):
@@ -48,29 +48,30 @@ def test_a_rank_tells_the_failure_domains_of_its_node_and_its_machine_below_them
     connection = SimpleNamespace(request=lambda *given: answer, is_open=True, close=lambda: None)
     with Tasks("told") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Link("url", read(given), Events(), tasks, nothing, nothing, nothing)
+        made = Link("url", read_settings(given), Events(), tasks, nothing, nothing, nothing)
         made._connection = cast(Connection, connection)
         told = made.listen(b"")
-        assert (told["domains"], told["link_bytes_s"]) == (domains_here("zone-a/rack-7"), 125)
+        assert (told["domains"], told["link_bytes_s"]) == (find_own_domains("zone-a/rack-7"), 125)
         made.close()
 
 
 def test_a_page_that_the_training_thread_may_be_reading_stays_when_another_agent_brings_its_own() -> None:
     with Tasks("page") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Link("url", read({}), Events(), tasks, nothing, nothing, nothing)
-        made._turn_to(ControlPage.create(1))
-        words = made.words
-        made._turn_to(ControlPage.create(1))
+        made = Link("url", read_settings({}), Events(), tasks, nothing, nothing, nothing)
+        made._use_control_page(ControlPage.create(1))
+        words = made.control_words
+        made._use_control_page(ControlPage.create(1))
         assert words[0] == 0
-        assert made.words is not words
+        assert made.control_words is not words
         made.close()
         with pytest.raises(ValueError, match="released"):
             words[0]
 
 
 @pytest.mark.parametrize(
-    ("error", "comes_back"), [(NotLed("rank 0's is not connected"), True), (AgentError("it does not start"), False)]
+    ("error", "comes_back"),
+    [(NoCoordinator("rank 0's is not connected"), True), (AgentError("it does not start"), False)],
 )
 def test_an_agent_that_waits_for_rank_0s_is_tried_for_longer_than_one_that_does_not_start(
     error: AgentError, comes_back: bool, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +83,7 @@ def test_an_agent_that_waits_for_rank_0s_is_tried_for_longer_than_one_that_does_
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing, nothing)
         made.says = [error] * 4
         made._reconnect()
-        assert made.is_back == comes_back
+        assert made.is_rejoined == comes_back
         assert made.is_given_up != comes_back
         made.close()
     assert [event.name for event in seen][-1] == ("agent.restarted" if comes_back else "agent.given_up")
@@ -94,17 +95,17 @@ def test_a_connection_that_is_lost_now_and_then_comes_back_however_rarely_anythi
 ) -> None:
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now.s))
-    monkeypatch.setattr(link, "RESTARTS_IN_VAIN", 2)
+    monkeypatch.setattr(link, "FAILED_RESTARTS_MAX", 2)
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing, nothing)
-        made.says, made.told, made.terms = [], [], cast(JoinTerms, SimpleNamespace(epoch="1-a", is_led=False))
+        made.says, made.told, made.terms = [], [], cast(JoinTerms, SimpleNamespace(epoch="1-a", is_follower=False))
         for _ in range(4):
             now.s += apart_s
             made._on_lost("a link was cut")
-            while not (made.is_back or made.is_given_up):
+            while not (made.is_rejoined or made.is_given_up):
                 tasks.stopping.wait(0.01)
-        assert (made.is_back, made.is_given_up) == (comes_back, not comes_back)
+        assert (made.is_rejoined, made.is_given_up) == (comes_back, not comes_back)
         made.close()
 
 
@@ -115,11 +116,11 @@ def test_an_agent_that_is_started_again_hears_what_a_rank_waits_for_and_whether_
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing, nothing)
         made.says, made.told = [], []
-        made.want(Tick(7), why)
+        made.announce_wait(Version(7), why)
         made._reconnect()
         made.told.clear()
-        made._on_message(messages.Message({"t": "recovered", "ticks": [str(Tick(7))]}))
-        assert made.told == [{"t": "wanted", "tick": str(Tick(7)), "why": why}]
+        made._on_message(messages.Message({"t": "recovered", "versions": [str(Version(7))]}))
+        assert made.told == [{"t": "wanted", "version": str(Version(7)), "why": why}]
         made.close()
 
 
@@ -134,13 +135,13 @@ def test_of_an_agent_that_was_only_cut_off_from_rank_0s_it_is_not_said_that_it_d
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing, nothing)
-        made._connection, made._listening = cast(Connection, made.it()), {"at": "10.0.0.7:7777"}
+        made._connection, made._listen_request = cast(Connection, made.it()), {"at": "10.0.0.7:7777"}
         nodes = [{"ranks": [0]}, {"ranks": [1]}]
-        made.says, made.told = [NotLed("not now")], []
+        made.says, made.told = [NoCoordinator("not now")], []
         made.terms = JoinTerms("1-a", rank, 2, f"rank={rank}", {}, "launch", None, [], nodes, [])
         made.incarnation, made.flaps = after, flaps
         made._on_lost("it closed the connection")
-        while not made.is_back:
+        while not made.is_rejoined:
             tasks.stopping.wait(0.01)
         made.close()
     lost, failed, back = (event.message for event in seen)

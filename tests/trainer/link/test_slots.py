@@ -14,17 +14,17 @@ from ckpt.events import Event, Events
 from ckpt.format.declaration import encode_layout, encode_share
 from ckpt.ipc.arena import Arena, arena_bytes
 from ckpt.ipc.messages import Message
-from ckpt.layout.division import undivided
+from ckpt.layout.division import whole_share
 from ckpt.threads import Tasks
 from ckpt.trainer.link.slots import Plan, RankSlot, Slots, StateOffer
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.trainer.snapshots import FRAME_BYTES, walk_of
 
 HERE = (0, 1, "rank=0")
 
 
 def offer_of(named: Mapping[str, torch.Tensor]) -> StateOffer:
-    return StateOffer(walk_of(named).layout, b"", Tick(1), 100)
+    return StateOffer(walk_of(named).layout, b"", Version(1), 100)
 
 
 ONE, TWO = offer_of({"w": torch.zeros(300)}), offer_of({"w": torch.zeros(300), "more": torch.zeros(3)})
@@ -33,7 +33,7 @@ ONE, TWO = offer_of({"w": torch.zeros(300)}), offer_of({"w": torch.zeros(300), "
 def planned(offer: StateOffer, division: str) -> Message:
     """The agent's word."""
     fields = {"t": "plan", "division": division, "frame_bytes": FRAME_BYTES}
-    return Message(fields, [], [encode_layout(offer.layout), encode_share(undivided(offer.layout))])
+    return Message(fields, [], [encode_layout(offer.layout), encode_share(whole_share(offer.layout))])
 
 
 def closed() -> Message:
@@ -57,7 +57,7 @@ class Made:
         self.told: list[tuple[str, Any]] = []
         self.tasks = Tasks("slots", pool_size=1)
         self.slots = Slots(Events(self.seen.append), self.tasks, self.bind, self.unbind, self.tell)
-        self.slots.calm.set()
+        self.slots.training_running.set()
         self.arena = Arena.create(arena_bytes(1 << 16, 4, 1 << 12, 100))
 
     def bind(self, number: int, plan: Plan, data: memoryview) -> None:
@@ -73,7 +73,7 @@ class Made:
     def tell(self, kind: str, fields: dict[str, Any]) -> None:
         slot = self.slots.by_number[fields["slot"]]
         assert slot.hold(self), "it may be appointed at once"
-        slot.let_go(self)
+        slot.release(self)
         self.told.append((kind, fields["division"]))
 
     def settle(self) -> None:
@@ -100,7 +100,7 @@ def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted
     assert (made.bound, made.told) == (["a"], [("warm", "a")])
     slot = made.slots.by_number[0]
     assert slot.plan is not None
-    assert slot.plan.offered is ONE.layout
+    assert slot.plan.offered_layout is ONE.layout
     made.slots.on_plan(planned(ONE, "b"), *HERE)
     made.slots.on_arena(granted("b"))
     made.settle()
@@ -111,14 +111,14 @@ def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted
 def test_a_slot_that_is_granted_again_for_the_same_keeps_what_it_holds_by_now(made: Made) -> None:
     """Ranks of another node came back while this one's word that it is warm was on its way: it counts for the second
     grant, too, and what is staged then must not go when that arrives."""
-    held = Identity(Epoch(1, "0" * 16), Tick(5))
+    held = Identity(Epoch(1, "0" * 16), Version(5))
     made.slots.offer(ONE)
     for arena in (made.arena, None):
         made.slots.on_plan(planned(ONE, "a"), *HERE)
         made.slots.on_arena(granted("a", arena))
         made.settle()
         if arena is not None:
-            made.arena.seal(held, 0, 1, 1200, made.slots.by_number[0].declared, b"", b"", b"")
+            made.arena.seal(held, 0, 1, 1200, made.slots.by_number[0].declaration_place, b"", b"", b"")
     assert made.told == [("warm", "a")] * 2
     assert made.arena.header().identity == held
 
@@ -204,8 +204,8 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_let_go_of_behind_that(mad
     made.settle()
     again = made.slots.by_number[0]
     assert (made.unbound, made.told) == ([], [("warm", "a")] * 2)
-    slot.arena.seal(Identity(Epoch(1, "0" * 16), Tick(5)), 0, 1, 1200, slot.declared, b"", b"", b"")
-    slot.let_go("a snapshot")
+    slot.arena.seal(Identity(Epoch(1, "0" * 16), Version(5)), 0, 1, 1200, slot.declaration_place, b"", b"", b"")
+    slot.release("a snapshot")
     assert (made.unbound, slot.arena.fd) == ([memory], -1)
     assert made.slots.by_number == {0: again}
     assert again.arena.fd >= 0
@@ -219,7 +219,7 @@ def test_what_is_being_made_ready_for_a_slot_that_is_let_go_of_ends(made: Made) 
     made.slots.on_close_arena(closed())
     made.settle()
     assert made.told == [("warm", "a")]
-    slot.let_go("a snapshot")
+    slot.release("a snapshot")
     assert slot.arena.fd == -1
 
 
@@ -241,7 +241,7 @@ def test_an_arena_that_takes_the_place_of_one_that_is_still_being_bound_is_bound
         made.tell(kind, fields)
         told.set()
 
-    made.slots._bind, made.slots._tell = bind, tell
+    made.slots._bind, made.slots._notify = bind, tell
     made.slots.on_arena(granted("a", made.arena))
     assert binding.wait(60)
     former = made.slots.by_number[0].arena.view.obj

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import ckpt
-from ckpt.trainer.state.loaders import place, position, shortcoming
+from ckpt.trainer.state.loaders import find_inexactness, find_position, read_loader_state
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.runs import Seen
 
@@ -67,10 +67,10 @@ def restarted(make: Callable[[], Any], *cuts: int) -> list[list[int]]:
         made = make()
         if state is not None:
             made.load_state_dict(state)
-            assert position(made) == state, "a save that comes before the next batch"
+            assert read_loader_state(made) == state, "a save that comes before the next batch"
         drawn = endless(made)
         found += [sorted(next(drawn).tolist()) for _ in range(cut - len(found))]
-        state = position(made)
+        state = read_loader_state(made)
         drawn.close()
     return found
 
@@ -80,8 +80,8 @@ def test_what_is_said_of_an_accelerate_loader_is_what_a_restart_does_to_it(kind:
     make = KINDS[kind]
     found = [restarted(make, cut) for cut in (3, 5, 7)]
     whole = all(sorted(chain(*run[at : at + PER_EPOCH])) == SAMPLES for run in found for at in (0, PER_EPOCH))
-    assert ("repeats some samples" in shortcoming(make())) == (not whole)
-    if not shortcoming(make()).count("sampler"):
+    assert ("repeats some samples" in find_inexactness(make())) == (not whole)
+    if not find_inexactness(make()).count("sampler"):
         assert all(run == restarted(make) for run in found)
 
 
@@ -97,7 +97,7 @@ def test_with_its_epoch_from_the_state_accelerates_sampler_goes_on() -> None:
                 found.append(batch.tolist())
                 epoch += made.end_of_dataloader
                 if len(found) == steps:
-                    return found, epoch, position(made)
+                    return found, epoch, read_loader_state(made)
 
     undisturbed, _, _ = start(0, STEPS)
     for cut in (3, 5, 7):
@@ -111,9 +111,9 @@ def test_an_accelerate_loader_stands_at_what_it_has_handed_out(kind: str) -> Non
     drawn = iter(made)
     for count in range(1, 4):
         next(drawn)
-        stands = place(made)
+        stands = find_position(made)
         assert stands is not None
-        assert (stands.batches, stands.at_end) == (count, False)
+        assert (stands.batches, stands.is_at_end) == (count, False)
     drawn.close()
 
 

@@ -38,39 +38,39 @@ def until_s() -> float:
 def test_training_waits_once_for_an_agent_that_is_silent_and_again_once_it_has_answered() -> None:
     agent, patience = Silent(), SavePatience(0.01)
     with pytest.raises(AgentError, match="nothing of it moved"):
-        patience.ask(agent.ask, until_s())
+        patience.request_save(agent.ask, until_s())
     for _ in range(3):
         with pytest.raises(AgentError, match="has not answered"):
-            patience.ask(agent.ask, until_s())
+            patience.request_save(agent.ask, until_s())
     assert len(agent.asked) == 1, "nothing more is asked of it"
     agent.answer("error", kind="save-failed", message="rank 0 does not wait for it any more")
 
     def ask() -> Pending:
         asked = agent.ask()
-        agent.answer(round=7)
+        agent.answer(attempt=7)
         return asked
 
-    assert patience.ask(ask, until_s())["round"] == 7
+    assert patience.request_save(ask, until_s())["attempt"] == 7
 
 
 def test_training_waits_as_long_as_the_agent_says_that_the_save_waits() -> None:
     agent, patience, signs = Silent(), SavePatience(0.01), 5
 
     class Moves(Pending):
-        def wait_while_moving(self, timeout_s: float) -> messages.Message | None:
+        def wait_while_progressing(self, timeout_s: float) -> messages.Message | None:
             nonlocal signs
             signs -= 1
             if signs:
-                self.moves.set()
+                self.progress.set()
             else:
-                agent.answer(round=3)
-            return super().wait_while_moving(timeout_s)
+                agent.answer(attempt=3)
+            return super().wait_while_progressing(timeout_s)
 
     def ask() -> Pending:
         agent.asked.append(Moves(cast("Connection", agent), 1, "save"))
         return agent.asked[-1]
 
-    assert patience.ask(ask, until_s())["round"] == 3
+    assert patience.request_save(ask, until_s())["attempt"] == 3
 
 
 def test_what_the_agent_refuses_is_what_the_save_raises() -> None:
@@ -82,4 +82,4 @@ def test_what_the_agent_refuses_is_what_the_save_raises() -> None:
         return asked
 
     with pytest.raises(SaveFailed, match="no memory"):
-        SavePatience().ask(ask, until_s())
+        SavePatience().request_save(ask, until_s())

@@ -14,10 +14,10 @@ from ckpt.errors import AgentError
 from ckpt.events import Events
 from ckpt.ipc.messages import Message
 from ckpt.preemption.notice import Notice
-from ckpt.settings import read
+from ckpt.settings import read_settings
 from ckpt.threads import Tasks
-from ckpt.trainer.link.link import End, Link
-from ckpt.trainer.loop.shutdown import LEAST_S, NOTICE_CODE, RESERVE_S, Shutdown
+from ckpt.trainer.link.link import EndOrder, Link
+from ckpt.trainer.loop.shutdown import ANSWER_S_MIN, NOTICE_EXIT_CODE, RESERVE_S, Shutdown
 
 SAID = Message({"t": "reply", "id": 1, "committed": None, "error": None}, [], [])
 
@@ -25,15 +25,15 @@ SAID = Message({"t": "reply", "id": 1, "committed": None, "error": None}, [], []
 class Waits:
     """A link to an agent that answers a request to leave when the test says so. `asked`: by which threads."""
 
-    end: End | None = None
-    restarts = 0
+    end_order: EndOrder | None = None
+    agent_restarts = 0
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.is_asked, self.answer = threading.Event(), threading.Event()
-        self.levels = SimpleNamespace(are_open=False)
+        self.levels = SimpleNamespace(has_pending_versions=False)
 
-    def leave_saved(self, why: str, until_s: float, by_s: float, notices: list[str]) -> Message:
+    def leave_after_notice(self, why: str, until_s: float, by_s: float, notices: list[str]) -> Message:
         self.asked.append(threading.current_thread().name)
         self.is_asked.set()
         assert self.answer.wait(30)
@@ -46,14 +46,14 @@ def test_a_rank_asks_to_leave_once_though_it_is_told_to_end_while_it_leaves(monk
     link = Waits()
     monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, len(link.asked))))
     with Tasks("rank", pool_size=2) as tasks:
-        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
-        end = End("no boundary came in time", True, time.monotonic() + 20.0)
-        first = tasks.submit(parting._end_here, end)
+        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
+        end = EndOrder("no boundary came in time", True, time.monotonic() + 20.0)
+        first = tasks.submit(shutdown._end_as_ordered, end)
         assert link.is_asked.wait(30)
-        second = tasks.submit(parting.leave, "notice", time.monotonic() + 20.0)
+        second = tasks.submit(shutdown.leave, "notice", time.monotonic() + 20.0)
         link.answer.set()
         first.result(30), second.result(30)
-    assert ended[0] == (NOTICE_CODE, 1), "it ends where it is, and nobody asked in between"
+    assert ended[0] == (NOTICE_EXIT_CODE, 1), "it ends where it is, and nobody asked in between"
 
 
 def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,11 +61,11 @@ def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest
     monkeypatch.setattr(os, "_exit", ended.append)
     link = Waits()
     with Tasks("rank", pool_size=2) as tasks:
-        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
-        parting._told_to_leave = True
-        first: Any = tasks.submit(parting.finish_early, 20.0)
+        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
+        shutdown._must_leave = True
+        first: Any = tasks.submit(shutdown.finish_early, 20.0)
         assert link.is_asked.wait(30)
-        second = tasks.submit(parting._end_here, End("", True, time.monotonic() + 20.0))
+        second = tasks.submit(shutdown._end_as_ordered, EndOrder("", True, time.monotonic() + 20.0))
         link.answer.set()
         first.result(30), second.result(30)
     assert not ended
@@ -83,23 +83,23 @@ class Silent:
         raise AgentError("no answer")
 
 
-@pytest.mark.parametrize(("exit_s", "least_s"), [(0.0, LEAST_S), (0.5, LEAST_S), (3600.0, 1800.0)])
+@pytest.mark.parametrize(("exit_s", "least_s"), [(0.0, ANSWER_S_MIN), (0.5, ANSWER_S_MIN), (3600.0, 1800.0)])
 def test_the_answer_to_a_leave_is_waited_for_until_the_exit_is_over_or_for_a_second(
     exit_s: float, least_s: float
 ) -> None:
     link = Silent()
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
-        assert parting.leave("normal", parting.exits(exit_s)) is None
+        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
+        assert shutdown.leave("normal", shutdown.begin_exit(exit_s)) is None
     (wait_s,) = link.waits
-    assert least_s <= wait_s <= max(exit_s, LEAST_S)
+    assert least_s <= wait_s <= max(exit_s, ANSWER_S_MIN)
 
 
 class Gone:
     """A link whose agent has died, and none comes back. `nodes`: how many the job is on."""
 
-    end: End | None = None
-    is_back, is_given_up = False, True
+    end_order: EndOrder | None = None
+    is_rejoined, is_given_up = False, True
 
     def __init__(self, nodes: int) -> None:
         self.terms = SimpleNamespace(nodes=[{"name": str(n)} for n in range(nodes)])
@@ -107,7 +107,7 @@ class Gone:
     def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
         raise AgentError("the agent is gone")
 
-    def is_verdict(self, round_: int) -> bool:
+    def has_leave_verdict(self, attempt: int) -> bool:
         return False
 
 
@@ -115,15 +115,15 @@ class Gone:
 def test_a_held_rank_that_no_agent_answers_any_more_does_not_go_on_alone(nodes: int, leaves: bool) -> None:
     """Those on other nodes may have left. On one node there is nobody who was told something else."""
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Shutdown(cast(Link, Gone(nodes)), tasks, Events(), read({}))
-        assert parting.held(1) is leaves
+        shutdown = Shutdown(cast(Link, Gone(nodes)), tasks, Events(), read_settings({}))
+        assert shutdown.wait_for_verdict(1) is leaves
 
 
 class Hears:
     """A link to an agent that answers at once. `heard`: what this rank told it of its signals."""
 
-    end: End | None = None
-    restarts = 0
+    end_order: EndOrder | None = None
+    agent_restarts = 0
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
@@ -138,10 +138,10 @@ class Hears:
 def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_have_another_clock() -> None:
     link = Hears()
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
-        parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
+        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
+        shutdown._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
         assert link.told.wait(30)
-        parting.end_threads()
+        shutdown.end_threads()
     (told,) = link.heard
     assert (told["t"], told["key"], set(told)) == ("notice", "SIGTERM", {"t", "key", "left_s"})
     assert 0.0 < told["left_s"] <= 30.0
@@ -154,35 +154,35 @@ def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
     """An agent that is started again is told of it as well, which may be a while later."""
     link = Hears()
     with Tasks("rank", pool_size=1) as tasks:
-        parting = Shutdown(cast(Link, link), tasks, Events(), read({}))
-        parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
+        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
+        shutdown._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
         assert link.told.wait(30)
         link.told.clear()
         right_s = time.time
         monkeypatch.setattr(time, "time", lambda: right_s() + by_s)
-        link.restarts += 1
+        link.agent_restarts += 1
         assert link.told.wait(30)
-        parting.end_threads()
+        shutdown.end_threads()
     first, again = link.heard
     assert first["left_s"] - 9.0 < again["left_s"] <= first["left_s"]
 
 
 def test_a_rank_that_leaves_is_gone_by_a_deadline_that_comes_nearer_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, is_ended = list[int](), threading.Event()
-    settings = read({"CKPT_NOTICES": "off"})
+    settings = read_settings({"CKPT_NOTICES": "off"})
 
     def end(code: int) -> None:
         ended.append(code)
-        parting.end_threads()
+        shutdown.end_threads()
         is_ended.set()
 
     monkeypatch.setattr(os, "_exit", end)
     with Tasks("rank", pool_size=1) as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         link = Link("url", settings, Events(), tasks, nothing, nothing, nothing)
-        parting = Shutdown(link, tasks, Events(), settings)
-        parting.begin()
-        parting._bring_forward(time.monotonic() + 100.0)
+        shutdown = Shutdown(link, tasks, Events(), settings)
+        shutdown.start_listening()
+        shutdown._advance_deadline(time.monotonic() + 100.0)
         link._on_message(Message({"t": "leave-by", "by_s": time.monotonic() + RESERVE_S}, [], []))
         assert is_ended.wait(30)
-    assert ended == [NOTICE_CODE]
+    assert ended == [NOTICE_EXIT_CODE]

@@ -13,15 +13,15 @@ from torch.optim import SGD, Optimizer
 
 from ckpt.events import Events
 from ckpt.trainer.loop.step_tracking import StepTracking
-from ckpt.trainer.state.mesh_coordinate import by_rank
+from ckpt.trainer.state.mesh_coordinate import coordinate_by_rank
 from ckpt.trainer.state.state_walk import StateWalker
 
 
 @contextlib.contextmanager
 def counted(model: torch.nn.Module, *registered: Optimizer) -> Iterator[StepTracking]:
-    walk = StateWalker({"model": model}, by_rank(0, 1)).walk()
+    walk = StateWalker({"model": model}, coordinate_by_rank(0, 1)).walk()
     updates = StepTracking({"model": model, "optim": list(registered)}, lambda: walk, Events())
-    updates.begin()
+    updates.install_hooks()
     try:
         yield updates
     finally:
@@ -41,9 +41,9 @@ def test_an_optimizer_that_is_made_where_another_one_was_is_not_taken_for_it() -
         for step in range(200):
             for params in (list(model.parameters()), [torch.nn.Parameter(torch.ones(2))]):
                 ours = len(params) == 2
-                updates.ended = 0
+                updates.finished_updates = 0
                 sgd(*params).step()
-                assert updates.pending == ours, step
+                assert updates.pending_updates == ours, step
             if step % 10 == 9:
                 gc.collect()
 
@@ -53,7 +53,7 @@ def test_a_registered_optimizer_counts_though_the_state_has_none_of_its_tensors(
     with counted(torch.nn.Linear(2, 2), optim) as updates:
         optim.step()
         sgd(torch.nn.Parameter(torch.ones(2))).step()
-    assert updates.pending == 1
+    assert updates.pending_updates == 1
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["at once", "after it has stepped elsewhere"])
@@ -63,21 +63,21 @@ def test_what_is_made_anew_in_the_state_counts_before_it_is_walked(assigned: str
     """The next walk may be far away, and until then half a step would be saved."""
     parts: dict[str, object] = {"model": torch.nn.Linear(2, 2), "optim": sgd(torch.nn.Parameter(torch.ones(2)))}
     state = {"parts": parts} if nested else parts
-    walk = StateWalker({"model": parts["model"]}, by_rank(0, 1)).walk()
+    walk = StateWalker({"model": parts["model"]}, coordinate_by_rank(0, 1)).walk()
     updates = StepTracking(state, lambda: walk, Events())
-    updates.begin()
+    updates.install_hooks()
     with contextlib.closing(updates):
         model = torch.nn.Linear(2, 2)
         optim = sgd(*model.parameters())
         if known:
             optim.step()
-        assert not updates.pending
+        assert not updates.pending_updates
         if assigned != "optim":
             parts["model"] = model
         if assigned != "model":
             parts["optim"] = optim
         optim.step()
-        assert updates.pending == 1
+        assert updates.pending_updates == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in its compiler
@@ -87,7 +87,7 @@ def test_a_compiled_step_counts_and_has_ended() -> None:
         step = torch.compile(sgd(*model.parameters()).step, backend="eager")
         for _ in range(3):
             step()
-        assert (updates.pending, updates.torn) == (3, "")
+        assert (updates.pending_updates, updates.torn_reason) == (3, "")
 
 
 def test_what_an_exception_has_left_of_a_step_is_not_mended_by_whole_ones() -> None:
@@ -101,10 +101,10 @@ def test_what_an_exception_has_left_of_a_step_is_not_mended_by_whole_ones() -> N
         with pytest.raises(RuntimeError, match="out of memory"):
             optim.step(fail)
         optim.step()
-        updates.ended = 0
+        updates.finished_updates = 0
         del optim
         gc.collect()
-        assert "SGD.step() has begun and not ended" in updates.torn
+        assert "SGD.step() has begun and not ended" in updates.torn_reason
 
 
 def test_a_step_of_another_optimizer_that_fails_is_none_of_ours() -> None:
@@ -114,7 +114,7 @@ def test_a_step_of_another_optimizer_that_fails_is_none_of_ours() -> None:
     with counted(torch.nn.Linear(2, 2)) as updates:
         with pytest.raises(RuntimeError):
             sgd(torch.nn.Parameter(torch.ones(2))).step(fail)
-        assert not updates.torn
+        assert not updates.torn_reason
 
 
 def test_steps_within_each_other_and_on_threads_have_ended_when_they_have() -> None:
@@ -124,7 +124,7 @@ def test_steps_within_each_other_and_on_threads_have_ended_when_they_have() -> N
 
     def closure() -> float:
         inner.step()
-        seen.append(bool(updates.torn))
+        seen.append(bool(updates.torn_reason))
         return 0.0
 
     def wait() -> float:
@@ -134,15 +134,15 @@ def test_steps_within_each_other_and_on_threads_have_ended_when_they_have() -> N
 
     with counted(model) as updates:
         outer.step(closure)
-        assert (seen, updates.torn, updates.pending) == ([True], "", 2)
+        assert (seen, updates.torn_reason, updates.pending_updates) == ([True], "", 2)
         thread = threading.Thread(target=other.step, args=(wait,))
         thread.start()
         assert begun.wait(30)
         outer.step()
-        assert updates.torn
+        assert updates.torn_reason
         go_on.set()
         thread.join()
-        assert (updates.torn, updates.pending) == ("", 4)
+        assert (updates.torn_reason, updates.pending_updates) == ("", 4)
 
 
 def test_an_optimizer_that_has_no_hash_is_counted_like_any_other() -> None:
@@ -156,9 +156,9 @@ def test_an_optimizer_that_has_no_hash_is_counted_like_any_other() -> None:
     ours, anothers = Equal(model.parameters(), lr=0.1), Equal(other.parameters(), lr=0.1)
     with counted(model) as updates:
         anothers.step()
-        assert (updates.pending, updates.is_torn) == (0, False)
+        assert (updates.pending_updates, updates.is_torn) == (0, False)
         ours.step()
-        assert (updates.pending, updates.is_torn) == (1, False)
+        assert (updates.pending_updates, updates.is_torn) == (1, False)
 
 
 def test_one_within_another_counts_wherever_that_has_put_the_parameters() -> None:
@@ -174,4 +174,4 @@ def test_one_within_another_counts_wherever_that_has_put_the_parameters() -> Non
 
     with counted(model) as updates:
         outer.step(closure)
-        assert updates.pending == 2
+        assert updates.pending_updates == 2

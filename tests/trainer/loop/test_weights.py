@@ -13,7 +13,7 @@ import torch
 from ckpt.events import Events
 from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.loop.weights import Weights
-from ckpt.trainer.state.mesh_coordinate import by_rank
+from ckpt.trainer.state.mesh_coordinate import coordinate_by_rank
 from ckpt.trainer.state.state_walk import StateWalker
 from tests.trainer.loop.test_step_tracking import counted
 
@@ -56,9 +56,9 @@ def load(model: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 def update(updates: StepTracking, step: int) -> None:
-    updates.ended = 1
-    updates.note(step)
-    updates.ended = 0
+    updates.finished_updates = 1
+    updates.note_step_end(step)
+    updates.finished_updates = 0
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_weights_that_are_swapped_in_are_seen_until_they_are_swapped_back(swap: 
 
 
 def begun(state: dict[str, Any]) -> StepTracking:
-    walk = StateWalker(state, by_rank(0, 1)).walk()
+    walk = StateWalker(state, coordinate_by_rank(0, 1)).walk()
     updates = StepTracking(state, lambda: walk, Events())
-    updates.weights.begin()
+    updates.weights.take_first_glance()
     return updates
 
 
@@ -161,10 +161,10 @@ def test_memory_that_a_boundary_freed_is_not_read() -> None:
 def test_what_is_looked_at_is_not_kept_alive() -> None:
     model = torch.nn.Linear(2, 2)
     weights = Weights(lambda: [model])
-    weights.begin()
+    weights.take_first_glance()
     gone = weakref.ref(model.weight)
     model.weight = torch.nn.Parameter(torch.zeros(2, 2))
-    weights.end(False)
+    weights.note_step_end(False)
     assert gone() is None
 
 
@@ -180,7 +180,7 @@ def test_parameters_of_other_kinds_are_passed_over() -> None:
     model.nowhere = torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
     model.later = torch.nn.UninitializedParameter()
     weights = Weights(lambda: [model])
-    weights.begin()
+    weights.take_first_glance()
     assert not weights.are_swapped
     with torch.no_grad():
         model.bias.add_(1)

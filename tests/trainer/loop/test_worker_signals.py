@@ -13,8 +13,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from ckpt.events import Events
-from ckpt.trainer.loop.worker_signals import Shielded, shielded
-from ckpt.trainer.state.state_nodes import find
+from ckpt.trainer.loop.worker_signals import Shielded, shield_loaders
+from ckpt.trainer.state.state_nodes import find_nodes
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.runs import Seen
 from tests.checkpointer.scripts import Script
@@ -66,7 +66,7 @@ def test_inside_the_block_loaders_are_shielded_and_after_it_they_are_as_they_wer
 def test_workers_that_were_there_before_the_block_are_named_loudly() -> None:
     seen, batches, safe = Seen(), loader(), loader(worker_init_fn=ckpt.shield_worker)
     drawn = [iter(batches), iter(safe)]
-    with shielded(find({"data": {"train": batches, "safe": safe, "test": loader()}}), Events(seen)):
+    with shield_loaders(find_nodes({"data": {"train": batches, "safe": safe, "test": loader()}}), Events(seen)):
         pass
     (event,) = seen.named("loader.unshielded")
     assert (event.loud, event.data) == (True, {"loader": "data.train"})

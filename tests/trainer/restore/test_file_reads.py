@@ -20,7 +20,7 @@ from ckpt.store.commit import Committer
 from ckpt.threads import Flag
 from ckpt.trainer.restore import file_reads
 from ckpt.trainer.restore.fill import Filler
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.checkpointer.kinds import empty_tensors
 
 
@@ -45,7 +45,7 @@ class Folder:
     def __init__(self, path: Path, codec: Any) -> None:
         self.checkpoint = rt.save(state(1))
         self.target = state(2)
-        identity = Identity(Epoch(1, "0" * 16), Tick(5))
+        identity = Identity(Epoch(1, "0" * 16), Version(5))
         with_retries = storage.open(str(path))
         frame = lambda number: memoryview(self.checkpoint.frame(number))  # noqa: E731
         committer = Committer(with_retries, "w0", codec)
@@ -74,7 +74,7 @@ class Folder:
                 self.good += good
                 self.bad += bad
 
-        file_reads.read(self.listed, self.filler, self.filler, got, Flag())
+        file_reads.read_frames(self.listed, self.filler, self.filler, got, Flag())
         assert sorted([*self.good, *self.bad]) == sorted(self.filler.frames)
 
 
@@ -83,7 +83,7 @@ def test_what_a_rank_reads_by_itself_is_what_its_agent_would_bring(tmp_path: Pat
     folder, other = Folder(tmp_path, codec), state(3)
     folder.read()
     assert folder.bad == []
-    folder.targets.finish()
+    folder.targets.install()
     rt.restore(other, folder.checkpoint)
     rt.assert_same_state(folder.target, other)
     rt.assert_same_state(folder.target, state(1))
@@ -112,19 +112,21 @@ def test_what_cannot_be_read_or_is_wrong_is_reported_and_the_agents_bytes_mend_i
     assert folder.bad
     for frame in folder.bad:
         assert folder.filler(frame, memoryview(bytearray(folder.checkpoint.frame(frame))))
-    folder.targets.finish()
+    folder.targets.install()
     rt.assert_same_state(folder.target, state(1))
 
 
 def test_nothing_more_is_read_once_nobody_wants_it(tmp_path: Path) -> None:
     folder, ended, said = Folder(tmp_path, "raw"), Flag(), list[Any]()
     ended.set()
-    file_reads.read(folder.listed, folder.filler, folder.filler, lambda good, bad: said.append((good, bad)), ended)
+    file_reads.read_frames(
+        folder.listed, folder.filler, folder.filler, lambda good, bad: said.append((good, bad)), ended
+    )
     assert said == []
     rt.assert_same_state(folder.target, state(2))
 
 
 def test_a_list_of_files_is_the_same_at_its_other_end(tmp_path: Path) -> None:
     listed = Folder(tmp_path, "raw").listed
-    found = FileList.of(Message({"t": "files"}, [], listed.blobs()))
+    found = FileList.decode(Message({"t": "files"}, [], listed.encode()))
     assert (found.folder, found.names, found.rows.tolist()) == (listed.folder, listed.names, listed.rows.tolist())

@@ -29,7 +29,7 @@ def filled(checkpoint: rt.Checkpoint, box: Box, tensor: torch.Tensor) -> int:
     """Fills it; how many frames went there in one run."""
     filler = Filler(checkpoint.manifest, [Want("table", "", "float32", (ROWS, COLUMNS), box)], [tensor])
     assert all(filler(frame, memoryview(bytearray(checkpoint.frame(frame)))) for frame in filler.frames)
-    return len(filler._runs)
+    return len(filler._runs_by_frame)
 
 
 def test_a_frame_that_is_one_run_of_a_tensor_is_copied_at_once(checkpoint: rt.Checkpoint, table: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ def test_what_landed_is_hashed_not_what_was_read(monkeypatch: pytest.MonkeyPatch
 def test_frames_for_devices_go_by_way_of_a_few_rooms_and_damaged_ones_go_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fill, "ROOMS_MAX", 2)
+    monkeypatch.setattr(fill, "BUFFERS_MAX", 2)
     lift, found, rooms = fill.Lift(()), list[bytes](), set[int]()
 
     def take(data: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def test_frames_for_devices_go_by_way_of_a_few_rooms_and_damaged_ones_go_nowhere
 
 
 def test_a_room_is_free_again_where_filling_from_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "ROOMS_MAX", 1)
+    monkeypatch.setattr(fill, "BUFFERS_MAX", 1)
     lift = fill.Lift(())
 
     def fail(data: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ def test_a_room_is_free_again_where_filling_from_it_failed(monkeypatch: pytest.M
 
 
 def test_frames_that_there_is_no_memory_for_take_no_room_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "ROOMS_MAX", 1)
+    monkeypatch.setattr(fill, "BUFFERS_MAX", 1)
     lift = fill.Lift(())
 
     class Huge(bytes):
@@ -133,14 +133,14 @@ def test_frames_that_there_is_no_memory_for_take_no_room_away(monkeypatch: pytes
 
 
 def test_a_room_is_read_to_the_end_also_where_filling_from_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "ROOMS_MAX", 1)
+    monkeypatch.setattr(fill, "BUFFERS_MAX", 1)
     waited: list[object] = []
 
     class Marking(fill.Lift):
-        def _marks(self) -> list[object]:  # type: ignore[override]
+        def _record_events(self) -> list[object]:  # type: ignore[override]
             return ["what was enqueued"]
 
-        def _wait(self, marks: list[object]) -> None:  # type: ignore[override]
+        def _wait_for_events(self, marks: list[object]) -> None:  # type: ignore[override]
             waited.extend(marks)
 
     def fail(data: torch.Tensor) -> None:

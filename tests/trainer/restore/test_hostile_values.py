@@ -107,7 +107,7 @@ def attempt(checkpoint: rt.Checkpoint, strict: bool) -> str:
         if targets.mismatch and strict:
             return "mismatch"
         rt.fill(targets, checkpoint)
-        targets.finish()
+        targets.install()
     except (DamagedData, UsageError) as exc:
         return type(exc).__name__
     finally:

@@ -210,15 +210,15 @@ def test_what_it_adds_is_read_afresh_for_each_save_and_noticed_where_it_is_elsew
     state = warm(steps=1)
     walker = rt.walker_of(state)
     walk = walker.walk()
-    assert not walker.changed(walk)
+    assert not walker.has_changed(walk)
     state["optim"].count = 7
     shared = walker.values(walk)[0]
     assert shared["objects"]["optim"]["rest"]["value"]["count"] == 7
-    assert walker.strays(walk, shared) == []
+    assert walker.find_strays(walk, shared) == []
     state["optim"].slow = None
-    assert walker.changed(walk)
+    assert walker.has_changed(walk)
     state["optim"].slow = {"new": torch.ones(1)}
-    assert walker.strays(walk, walker.values(walk)[0]) == ["optim.more.slow.new"]
+    assert walker.find_strays(walk, walker.values(walk)[0]) == ["optim.more.slow.new"]
 
 
 def test_what_only_one_side_adds_is_named() -> None:
@@ -239,10 +239,10 @@ def test_ranks_that_add_different_values_get_their_own_and_another_mesh_those_of
         other = warm()
         targets = rt.plan(StateWalker(other, on({"dp": 2}, rank), False), checkpoint)
         rt.fill(targets, checkpoint)
-        targets.finish()
+        targets.install()
         assert other["optim"].count == count
     targets = rt.plan(rt.walker_of(warm()), checkpoint, strict=False)
-    assert "optim" in targets.firsts
+    assert "optim" in targets.first_rank_paths
 
 
 def wrapped(kind: Any, steps: int = 0) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def test_moments_of_a_parameter_that_does_not_fit_are_left_out_in_any_order(firs
         state = {"optim": optim, "model": model}
     targets = rt.restore(state, checkpoint, strict=False)
     assert (*targets.mismatch.reshaped, *targets.mismatch.retyped) == ("model.bias", "model.weight")
-    assert not targets.extra
+    assert not targets.extra_names
     assert not optim.state
     model(torch.ones(2, 3, dtype=model.weight.dtype)).sum().backward()
     optim.step()
@@ -355,7 +355,7 @@ def test_a_rank_that_has_another_module_than_before_gets_none_of_the_former_ones
             targets = rt.plan(StateWalker(state, on({"rank": 2}, rank), False), checkpoint, strict=False)
             assert bool(targets.mismatch.missing) == (stage != rank)
             rt.fill(targets, checkpoint)
-            targets.finish()
+            targets.install()
             assert bool(state["optim"].state) == (stage == rank)
 
 
@@ -443,7 +443,7 @@ def test_an_optimizer_of_another_class_is_named_with_what_only_one_of_both_has(m
     (line,) = targets.mismatch.lines
     assert re.search(f"^optim is of the class {said}", line)
     assert re.search(ADAMS, line)
-    assert not targets.extra
+    assert not targets.extra_names
     assert not state["optim"].state
     assert torch.equal(model.weight, saved["model"].weight)
     assert "betas" not in state["optim"].param_groups[0] or isinstance(state["optim"], torch.optim.Adamax)
@@ -529,8 +529,8 @@ def test_what_the_script_gave_and_the_checkpoint_overrules_is_said(given: dict[s
         saved["optim"].step()
         saved["sched"].step()
     targets = rt.restore(scheduled(**given), rt.save(saved))
-    assert [line for line in targets.overruled if ".lr" not in line] == said
-    assert not any("lr:" in line and "initial" not in line for line in targets.overruled)
+    assert [line for line in targets.overruled_lines if ".lr" not in line] == said
+    assert not any("lr:" in line and "initial" not in line for line in targets.overruled_lines)
 
 
 def test_a_rate_that_a_scheduler_has_lowered_is_none_that_the_script_gives() -> None:
@@ -544,11 +544,11 @@ def test_a_rate_that_a_scheduler_has_lowered_is_none_that_the_script_gives() -> 
     for _ in range(5):
         saved["sched"].step(1.0)
     assert saved["optim"].param_groups[0]["lr"] < 0.5
-    assert rt.restore(made(), rt.save(saved)).overruled == []
+    assert rt.restore(made(), rt.save(saved)).overruled_lines == []
 
 
 def test_a_learning_rate_without_a_scheduler_is_said_where_it_is_another() -> None:
     checkpoint = rt.save(regrouped([[0, 1, 2]], lr=0.5))
-    assert rt.restore(regrouped([[0, 1, 2]], lr=0.5), checkpoint).overruled == []
-    said = rt.restore(regrouped([[0, 1, 2]], lr=0.25), checkpoint).overruled
+    assert rt.restore(regrouped([[0, 1, 2]], lr=0.5), checkpoint).overruled_lines == []
+    said = rt.restore(regrouped([[0, 1, 2]], lr=0.25), checkpoint).overruled_lines
     assert said == ["optim.param_groups[0].lr: 0.25 given, 0.5 restored"]

@@ -173,7 +173,7 @@ def test_a_hand_made_shard_has_its_order_on_its_own_rank_and_on_others(column_ma
         fresh = part(rank, torch.empty(0))
         targets = rt.plan(rt.walker_of(fresh, rank=rank, world=2), checkpoint)
         rt.fill(targets, checkpoint)
-        targets.finish()
+        targets.install()
         (held,) = fresh["optim"].state.values()
         assert held["momentum_buffer"].stride() == each.stride()
         assert torch.equal(held["momentum_buffer"], each)

@@ -27,7 +27,7 @@ def restored(state: dict[str, Any], checkpoint: rt.Checkpoint, mesh: dict[str, i
     targets = planned(state, checkpoint, mesh, rank)
     assert not targets.mismatch, str(targets.mismatch)
     rt.fill(targets, checkpoint)
-    targets.finish()
+    targets.install()
     return state
 
 
@@ -51,7 +51,7 @@ def test_tensors_that_each_rank_has_of_its_own_are_named_on_another_number_of_ra
             rt.fill(targets, checkpoint)
             assert (state["expert"].unique().tolist(), state["same"].tolist()) == ([0.0], [1.0] * 3)
         without = planned({"same": torch.zeros(3)}, checkpoint, {"rank": now}, rank)
-        assert without.extra == ("expert",)
+        assert without.extra_names == ("expert",)
 
 
 def test_buffers_of_a_module_that_differ_are_those_of_the_first_rank_and_that_is_said() -> None:
@@ -65,7 +65,7 @@ def test_buffers_of_a_module_that_differ_are_those_of_the_first_rank_and_that_is
     checkpoint = save_on({"rank": 4}, [{"m": norm(float(rank + 1))} for rank in range(4)])
     for rank in range(2):
         state = {"m": norm(0.0)}
-        assert planned(state, checkpoint, {"rank": 2}, rank).firsts == ("m.running_mean",)
+        assert planned(state, checkpoint, {"rank": 2}, rank).first_rank_paths == ("m.running_mean",)
         assert restored(state, checkpoint, {"rank": 2}, rank)["m"].running_mean.tolist() == [1.0] * 3
     weights = [{"m": nn.utils.skip_init(nn.Linear, 2, 2)} for _ in range(4)]
     for rank, each in enumerate(weights):
@@ -85,7 +85,7 @@ def test_so_are_those_of_a_module_with_hooks_and_parameters_are_not() -> None:
 
     checkpoint = save_on({"rank": 2}, [{"m": made(float(rank + 1))} for rank in range(2)])
     found = planned({"m": made(0.0)}, checkpoint, {"rank": 1})
-    assert found.firsts == ("m.1.running_mean",)
+    assert found.first_rank_paths == ("m.1.running_mean",)
     assert found.mismatch.missing == ("m.0.bias",)
 
 
@@ -135,7 +135,7 @@ def test_what_a_rank_saved_itself_comes_before_what_others_saved() -> None:
     for rank in range(3):
         for layers in ([rank], [0, 1, 2]):
             state = {**stage(layers), "seen": 0}
-            assert planned(state, checkpoint, {"rank": 3}, rank).firsts == ()
+            assert planned(state, checkpoint, {"rank": 3}, rank).first_rank_paths == ()
             assert restored(state, checkpoint, {"rank": 3}, rank)["seen"] == 100 + rank
 
 
@@ -196,7 +196,7 @@ def test_of_hyperparameters_that_differ_on_one_parameter_the_first_ranks_are_tak
     state = stage([0])
     state["optim"] = kind(state["model"].parameters(), lr=9.0)
     checkpoint = save_on({"rank": 3}, states)
-    assert planned(state, checkpoint, {"rank": 1}).firsts == ("optim.param_groups.0",)
+    assert planned(state, checkpoint, {"rank": 1}).first_rank_paths == ("optim.param_groups.0",)
     assert restored(state, checkpoint, {"rank": 1})["optim"].param_groups[0]["lr"] == 0.5
 
 
@@ -257,9 +257,9 @@ def test_a_module_more_or_less_in_the_state_leaves_optimizer_state_where_it_belo
     for before, now in (("", "ema"), ("ema", "")):
         saved, state = made(before, 1), made(now, 0)
         targets = planned(state, rt.save(saved), {"rank": 1}, strict=False)
-        assert {*targets.mismatch.missing, *targets.extra} <= {"ema", "ema.weight", "ema.bias"}
+        assert {*targets.mismatch.missing, *targets.extra_names} <= {"ema", "ema.weight", "ema.bias"}
         rt.fill(targets, rt.save(saved))
-        targets.finish()
+        targets.install()
         assert moments(state, state["model"].weight) == moments(saved, saved["model"].weight)
 
 
@@ -324,12 +324,12 @@ def test_values_that_differed_by_rank_are_named_where_the_first_ranks_are_taken(
     for rank in range(2):
         state: dict[str, Any] = {"seen": 0, "note": None, "deep": {"a": None, "b": None}}
         found = planned(state, checkpoint, {"rank": 2}, rank)
-        assert found.firsts == ("deep", "seen")
+        assert found.first_rank_paths == ("deep", "seen")
         assert restored(state, checkpoint, {"rank": 2}, rank)["seen"] == 100
-    assert planned({"note": None}, checkpoint, {"rank": 2}).firsts == ()  # what is not taken is not named
+    assert planned({"note": None}, checkpoint, {"rank": 2}).first_rank_paths == ()  # what is not taken is not named
     for rank in range(4):
         found = planned({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)
-        assert found.firsts == ()
+        assert found.first_rank_paths == ()
         assert restored({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)["seen"] == 100 + rank
 
 
@@ -363,7 +363,7 @@ class Position:
 def test_an_object_that_one_rank_alone_has_is_found_where_the_others_have_none(holder: int) -> None:
     checkpoint = save_on({"pp": 2}, [{"sched": Position(7) if rank == holder else None} for rank in range(2)])
     targets = planned({"sched": Position(0)}, checkpoint, {"rank": 1})
-    assert targets.firsts == ()
+    assert targets.first_rank_paths == ()
     assert restored({"sched": Position(0)}, checkpoint, {"rank": 1})["sched"].at == 7
     for rank in range(2):
         there = restored({"sched": Position(0) if rank == holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
@@ -371,7 +371,7 @@ def test_an_object_that_one_rank_alone_has_is_found_where_the_others_have_none(h
         moved = restored({"sched": Position(0) if rank != holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
         assert (moved.at if moved is not None else None) == (7 if rank != holder else None)
     nowhere = planned({"sched": None}, checkpoint, {"rank": 1})
-    assert nowhere.extra == ("sched",), "it is not dropped without a word"
+    assert nowhere.extra_names == ("sched",), "it is not dropped without a word"
 
 
 class Loader(Position):

@@ -14,17 +14,17 @@ from torch import nn
 import tests.trainer.roundtrip as rt
 from ckpt.errors import StateMismatch
 from ckpt.events import Events
-from ckpt.layout.reshard import cuts
+from ckpt.layout.reshard import plan_cuts
 from ckpt.placement.placement import Replicas
 from ckpt.policy.save_options import Every, Keep, Limits
 from ckpt.trainer.link.options import UserOptions, make_options
 from ckpt.trainer.restore.restore import Overwritten, check_match
 from ckpt.trainer.state.state_walk import StateWalker
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Version
 from tests.trainer.restore.test_restore_plan import on, save_on
 
 WORLD = 2
-OLDER = Identity(Epoch(1, "0" * 16), Tick(2))
+OLDER = Identity(Epoch(1, "0" * 16), Version(2))
 
 
 @dataclass
@@ -51,7 +51,7 @@ def after_failing(live: dict[str, Any], newer: rt.Checkpoint, *frames: int) -> O
     """As it is after these frames of `newer` were copied, and others could not be had."""
     walker = rt.walker_of(live)
     overwritten = Overwritten(walker)
-    overwritten.add(newer.manifest, rt.plan(walker, newer, strict=False), frames)
+    overwritten.add_candidate(newer.manifest, rt.plan(walker, newer, strict=False), frames)
     return overwritten
 
 
@@ -63,7 +63,7 @@ def asked(strict: bool) -> UserOptions:
 def frames_of(checkpoint: rt.Checkpoint, name: str) -> list[int]:
     live = state(name, 0.0)
     wants = rt.plan(rt.walker_of(live), checkpoint, strict=False).wants
-    return [cut.frame for cut in cuts(checkpoint.manifest, wants)]
+    return [cut.frame for cut in plan_cuts(checkpoint.manifest, wants)]
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -111,16 +111,16 @@ def test_only_tensors_of_which_a_frame_came_count_and_only_where_they_stay() -> 
     live = state("abz", 0.0)
     left = after_failing(live, newer, *frames_of(newer, "a"), frames_of(newer, "z")[-1])
     assert left.names == ["a", "z"]
-    assert left.beside(rt.plan(rt.walker_of(live), rt.save(state("bz", 2.0)), strict=False)) == ["a"]
-    assert left.beside(rt.plan(rt.walker_of(live), rt.save(state("abz", 2.0)), strict=False)) == []
+    assert left.find_unfilled(rt.plan(rt.walker_of(live), rt.save(state("bz", 2.0)), strict=False)) == ["a"]
+    assert left.find_unfilled(rt.plan(rt.walker_of(live), rt.save(state("abz", 2.0)), strict=False)) == []
 
 
 def test_what_several_candidates_have_left_adds_up() -> None:
     newest, newer, older = rt.save(state("az", 3.0)), rt.save(state("bz", 2.0)), rt.save(state("z", 1.0))
     live = state("abz", 0.0)
     left = after_failing(live, newest, *frames_of(newest, "a"))
-    left.add(newer.manifest, rt.plan(rt.walker_of(live), newer, strict=False), frames_of(newer, "b"))
-    assert left.beside(rt.plan(rt.walker_of(live), older, strict=False)) == ["a", "b"]
+    left.add_candidate(newer.manifest, rt.plan(rt.walker_of(live), newer, strict=False), frames_of(newer, "b"))
+    assert left.find_unfilled(rt.plan(rt.walker_of(live), older, strict=False)) == ["a", "b"]
 
 
 def test_tensors_that_were_made_for_a_candidate_do_not_count() -> None:

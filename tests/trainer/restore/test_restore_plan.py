@@ -20,7 +20,7 @@ from ckpt.layout.reshard import Cut
 from ckpt.trainer.restore.fill import copy_cut
 from ckpt.trainer.restore.restore_plan import plan_targets
 from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate
-from ckpt.trainer.state.saved_values import Shared, merge_shared
+from ckpt.trainer.state.saved_values import SharedValues, merge_shared
 from ckpt.trainer.state.shard import DTYPES, Shard
 from ckpt.trainer.state.state_walk import StateWalker
 
@@ -132,7 +132,7 @@ def test_nothing_but_contents_of_tensors_changes_before_finish() -> None:
     assert not other["optim"].state
     assert other["best"] is None
     assert other["sched"].last_epoch == 0
-    targets.finish()
+    targets.install()
     assert other["best"] == 0.5
     assert other["sched"].last_epoch == 1
 
@@ -580,7 +580,7 @@ def test_a_module_is_told_its_version_whatever_wraps_it_within_another(before: s
 @pytest.mark.parametrize("versions", [5, {1: 1}, {"": "x"}, {"": None}])
 def test_versions_that_are_no_numbers_by_name_are_damage(versions: Any) -> None:
     with pytest.raises(DamagedData):
-        Shared.parse({"objects": {"m": {"kind": "module", "extra": {}, "versions": versions}}, "aliases": {}})
+        SharedValues.parse({"objects": {"m": {"kind": "module", "extra": {}, "versions": versions}}, "aliases": {}})
 
 
 class Exporting(Delegating):
@@ -894,7 +894,7 @@ def test_an_object_gets_a_hand_made_shard_as_it_gave_it() -> None:
         before = table.part
         targets = rt.plan(StateWalker({"table": table}, on({"rank": 4}, rank), False), checkpoint)
         rt.fill(targets, checkpoint)
-        targets.finish()
+        targets.install()
         assert (table.part.global_shape, table.part.offset) == ((4, 2), (rank, 0))
         assert table.part.tensor.tolist() == [[float(rank // 2)] * 2]
         assert table.part.tensor is not before.tensor
@@ -917,10 +917,10 @@ def test_equal_names_with_different_values_come_back_to_their_own_ranks() -> Non
     params = [nn.ParameterDict({"t": torch.full((3,), float(rank))}) for rank in range(4)]
     checkpoint = save_on(mesh, [{"m": held} for held in params])
     without = rt.plan(StateWalker({"m": nn.ParameterDict()}, on({"x": 3}, 0), False), checkpoint)
-    assert without.extra == ("m.t",)  # of another mesh nobody comes for it
+    assert without.extra_names == ("m.t",)  # of another mesh nobody comes for it
     held = [nn.ParameterDict({"t": torch.full((3,), float(rank))} if rank else {}) for rank in range(4)]
     there = rt.plan(StateWalker({"m": held[0]}, on(mesh, 0), False), save_on(mesh, [{"m": each} for each in held]))
-    assert there.extra == ()  # what other ranks own is not missed here
+    assert there.extra_names == ()  # what other ranks own is not missed here
 
 
 def test_parts_of_a_sharded_tensor_that_ranks_hold_with_different_values_come_back() -> None:
@@ -963,7 +963,7 @@ def test_hand_made_shards_and_their_optimizer_state_restore_onto_another_number_
         targets = rt.plan(StateWalker(state, on({"x": 2}, rank), False), checkpoint)
         assert not targets.mismatch, str(targets.mismatch)
         rt.fill(targets, checkpoint)
-        targets.finish()
+        targets.install()
         found.append(state["optim"].state[state["model"].table]["exp_avg"])
     assert torch.equal(torch.cat(found), full.mul(0.1))
 
@@ -990,7 +990,7 @@ def test_pipeline_stages_restore_into_one_process_and_only_what_is_extra_on_all_
         assert torch.equal(one["optim"].state[mine.weight]["exp_avg_sq"], theirs["exp_avg_sq"])
     again = [rt.plan(StateWalker(s, on({"pp": 2}, r), False), checkpoint) for r, s in enumerate(stages)]
     assert not any(targets.mismatch for targets in again)
-    assert not set(again[0].extra) & set(again[1].extra)
+    assert not set(again[0].extra_names) & set(again[1].extra_names)
 
 
 class Loader:
@@ -1021,7 +1021,7 @@ def positions(kind: type[Loader], old: dict[str, int], new: dict[str, int], stri
     for rank in range(_size(new)):
         state = {"loader": kind("start")}
         targets = rt.plan(StateWalker(state, on(new, rank), False), checkpoint, strict)
-        targets.finish()
+        targets.install()
         found.append(state["loader"].position)
     return found
 
@@ -1048,17 +1048,17 @@ def test_ranks_that_have_no_loader_or_generator_now_miss_none() -> None:
         state = {"loader": Loader(), "dice": torch.Generator()} if rank == 0 else {"loader": None, "dice": None}
         targets = rt.plan(StateWalker(state, on({"pp": 2}, rank), False), checkpoint)
         assert not targets.mismatch, str(targets.mismatch)
-        targets.finish()
+        targets.install()
         assert rank or state["loader"].position == "at 7"
-        extra.append(set(targets.extra))
+        extra.append(set(targets.extra_names))
     assert extra == [set(), {"loader", "dice"}]
     again = save_on({"pp": 2}, [saved, {"loader": None, "dice": None}])
     nothing = {"loader": None, "dice": None}
     for rank, state in enumerate((nothing, {"loader": Loader(), "dice": torch.Generator()})):
         targets = rt.plan(StateWalker(state, on({"pp": 2}, rank), False), again)
         assert targets.mismatch.missing == ((), ("dice", "loader"))[rank]
-        assert set(targets.extra) == ({"loader", "dice"}, set())[rank]
-    assert rt.restore(dict(nothing), rt.save(saved), strict=False).extra == ("dice", "loader")
+        assert set(targets.extra_names) == ({"loader", "dice"}, set())[rank]
+    assert rt.restore(dict(nothing), rt.save(saved), strict=False).extra_names == ("dice", "loader")
 
 
 def test_on_another_data_parallel_size_a_loader_is_resharded_or_the_choices_are_named() -> None:
@@ -1158,13 +1158,13 @@ def optimizer_tree(names: tuple[str, ...], keys: list[str], state: list[int]) ->
 def test_shared_values_of_several_ranks_are_joined() -> None:
     first = optimizer_tree(("a", "both"), ["x"], [0, -1])
     second = optimizer_tree(("both", "b", "c"), ["y", "z"], [0, 0, -1])
-    joined = Shared.parse(merge_shared([first, second])).optimizers["optim"]
+    joined = SharedValues.parse(merge_shared([first, second])).optimizers["optim"]
     assert joined.groups[0].params == ("a", "both", "b", "c")
     paths = {name: skeleton and skeleton.tensors for name, skeleton in joined.state.items()}
     assert paths == {"a": (("x",),), "both": (("y",), ("z",)), "b": (("y",), ("z",)), "c": None}
     none = optimizer_tree(("a", "both"), [], [-1, -1])
     none["objects"]["optim"]["skeletons"] = []
-    joined = Shared.parse(merge_shared([none, second, first])).optimizers["optim"]
+    joined = SharedValues.parse(merge_shared([none, second, first])).optimizers["optim"]
     assert joined.groups[0].params == ("a", "both", "b", "c")
     assert [name for name, skeleton in joined.state.items() if skeleton is None] == ["c"]
 
@@ -1172,7 +1172,7 @@ def test_shared_values_of_several_ranks_are_joined() -> None:
 @pytest.mark.parametrize("state", [[0], [0, 0, 0], [0, 1], [0, -2], [0, None], 5])
 def test_state_that_does_not_fit_its_parameters_is_damage(state: Any) -> None:
     with pytest.raises(DamagedData):
-        Shared.parse(optimizer_tree(("a", "b"), ["x"], state))
+        SharedValues.parse(optimizer_tree(("a", "b"), ["x"], state))
 
 
 def _spoil(tree: Any, rng: random.Random) -> None:

@@ -16,7 +16,7 @@ from ckpt.errors import CkptError
 from ckpt.trainer.snapshot import cuda_copier
 from ckpt.trainer.snapshot.cpu_copier import CpuCopier, Ticket
 from ckpt.trainer.snapshot.cuda_copier import CudaCopier, CudaJob, make_copier
-from ckpt.trainer.snapshot.deferred_copy import PROOFS
+from ckpt.trainer.snapshot.deferred_copy import PROOFS_NEEDED
 from ckpt.trainer.state.pieces import CopyPiece
 from tests.trainer.snapshot.test_snapshot import odd_state
 from tests.trainer.snapshots import LARGE, Stamper, raw, rig, walk_of
@@ -164,7 +164,7 @@ def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
             snapshot = it.take()
             snapshot.wait(60)
             staged = it.staged(snapshot.slot)
-            assert snapshot.abandoned is None
+            assert snapshot.abandon_reason is None
             assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
             for tensor in state.values():
                 if tensor.dtype is torch.float32 and not tensor.is_conj() and tensor.stride()[:1] != (0,):
@@ -197,23 +197,23 @@ def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
     device = Device()
     params, optimizer = large_state()
     with rig(lambda: (params, set(params)), copier=copier(device)) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take().wait(60)
             optimizer.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
         assert it.snapshotter.proven() == ["lazy copies of 4 tensors"]
         device.log.clear()
         snapshot = it.take()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         assert device.log[-4:] == ["main waits for side", "side waits for main", "on side", "on main"]
         device.log.clear()
         optimizer.step()
         assert device.log[0].startswith("main waits for event")
         assert device.log[0].endswith("of side")
         snapshot.done.result(60)
-        assert snapshot.abandoned is None
-        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS)}
+        assert snapshot.abandon_reason is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS_NEEDED)}
         assert snapshot.stall_s >= 2e-3  # two pairs of events of the stand-in, a millisecond each
         assert not it.events
 
@@ -224,14 +224,14 @@ def test_optimizers_on_other_streams_wait_for_the_reads_too_until_they_are_over(
     one, other = Stamper([params["w0"]]), Stamper([params["w1"], params["w2"], params["cloned"]])
     go = threading.Event()
     with rig(lambda: (params, set(params)), copier=copier(device)) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take().wait(60)
             one.step()
             other.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             it.snapshotter._tasks.submit(lambda: None).result()
         snapshot = it.take()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         it.snapshotter._tasks.submit(go.wait)  # the device takes its time
         one.step()
         was_done = snapshot.done.done()
@@ -251,16 +251,16 @@ def test_optimizers_on_other_streams_wait_for_the_reads_too_until_they_are_over(
 def test_a_change_before_the_step_abandons_the_snapshot_here_too() -> None:
     params, optimizer = large_state()
     with rig(lambda: (params, set(params)), copier=copier(Device())) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take().wait(60)
             optimizer.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             it.snapshotter._tasks.submit(lambda: None).result()
         snapshot = it.take()
         params["w1"].data.add_(1)
         optimizer.step()
         snapshot.done.result(60)
-        assert snapshot.abandoned == "w1 changed while the copy was under way"
+        assert snapshot.abandon_reason == "w1 changed while the copy was under way"
 
 
 def test_closing_waits_for_what_the_device_still_works_on() -> None:
@@ -277,7 +277,7 @@ def test_closing_waits_for_what_the_device_still_works_on() -> None:
         go.set()
         closing.join()
         assert snapshot.done.done()
-        assert snapshot.abandoned is None
+        assert snapshot.abandon_reason is None
 
 
 def test_an_error_of_the_device_abandons_the_snapshot_that_it_concerns() -> None:
@@ -287,7 +287,7 @@ def test_an_error_of_the_device_abandons_the_snapshot_that_it_concerns() -> None
         made.cuda.is_lost = True
         snapshot = it.take()
         snapshot.done.result(60)
-        assert snapshot.abandoned == "it could not be copied: device lost"
+        assert snapshot.abandon_reason == "it could not be copied: device lost"
 
 
 def test_a_comparison_names_what_differs() -> None:
@@ -295,12 +295,12 @@ def test_a_comparison_names_what_differs() -> None:
     made = copier(Device())
     with rig(lambda: (params, ()), copier=made) as it:
         it.take().wait(60)
-        pieces = it.snapshotter.bindings._bound[1].pieces
-        assert made.same(pieces)() == []
+        pieces = it.snapshotter.bindings._bindings_by_slot[1].pieces
+        assert made.start_comparison(pieces)() == []
         params["w1"].data[-1, -1] += 1
         changed = [n for n, p in enumerate(pieces) if it.walk.layout.entries[p.entry].name == "w1"]
-        assert set(made.same(pieces)()) <= set(changed)
-        assert made.same(pieces)()
+        assert set(made.start_comparison(pieces)()) <= set(changed)
+        assert made.start_comparison(pieces)()
 
 
 def test_pages_are_locked_once_and_unlocked_with_the_binding() -> None:
@@ -353,16 +353,22 @@ def test_pages_are_locked_a_part_at_a_time_and_no_transfer_crosses_a_seam(
         assert len(device.locked) > 100
         assert sum(device.locked.values()) == it.staging.data_bytes
         assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in device.locked.items())
-        (part,) = it.snapshotter.bindings._bound[0].plan(it.snapshotter._trust, it.snapshotter._copier).eager._parts
-        targets = [target for _, parts in part._direct for _, target in parts]
+        (part,) = (
+            it.snapshotter.bindings._bindings_by_slot[0]
+            .plan(it.snapshotter._trust, it.snapshotter._copier)
+            .eager_job._device_parts
+        )
+        targets = [target for _, parts in part._direct_copies for _, target in parts]
         targets += [target for _, target in part._mirror.transfers]
         transfers += [(target.data_ptr(), target.nbytes) for target in targets]
-        assert sum(n for _, n in transfers) == sum(piece.nbytes for piece in it.snapshotter.bindings._bound[0].pieces)
+        assert sum(n for _, n in transfers) == sum(
+            piece.nbytes for piece in it.snapshotter.bindings._bindings_by_slot[0].pieces
+        )
         assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in transfers)
         it.take().wait(60)
         staged = it.staged(0)
         assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
-        assert it.snapshotter._copier.same(it.snapshotter.bindings._bound[0].pieces)() == []
+        assert it.snapshotter._copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[0].pieces)() == []
 
 
 def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_them(
@@ -372,14 +378,15 @@ def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_
     state = odd_state(seed)
     with rig(lambda: (state, ()), copier=copier(Device())) as it:
         plans = [
-            each.plan(it.snapshotter._trust, it.snapshotter._copier) for each in it.snapshotter.bindings._bound.values()
+            each.plan(it.snapshotter._trust, it.snapshotter._copier)
+            for each in it.snapshotter.bindings._bindings_by_slot.values()
         ]
-        parts = [part for plan in plans for part in (*plan.eager._parts, *plan.late._parts)]
-        assert len({part._clone.data_ptr() for part in parts if part._clone.nbytes}) == 1
-        (part,) = plans[0].eager._parts
-        gathered = [source.nbytes for sources, _ in part._mirror.joined for source in sources]
+        parts = [part for plan in plans for part in (*plan.eager_job._device_parts, *plan.deferred_job._device_parts)]
+        assert len({part._clone_buffer.data_ptr() for part in parts if part._clone_buffer.nbytes}) == 1
+        (part,) = plans[0].eager_job._device_parts
+        gathered = [source.nbytes for sources, _ in part._mirror.concatenated for source in sources]
         assert 500 < sum(gathered) <= 1000
-        assert max(gathered) <= min(whole.nbytes for whole, _ in part._direct)
+        assert max(gathered) <= min(whole.nbytes for whole, _ in part._direct_copies)
         for _ in range(3):
             snapshot = it.take()
             snapshot.wait(60)
@@ -408,7 +415,7 @@ def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() ->
     device = Device()
     params, optimizer = large_state()
     with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
-        for _ in range(PROOFS + 1):
+        for _ in range(PROOFS_NEEDED + 1):
             it.take().wait(60)
             optimizer.step()
         it.snapshotter._tasks.submit(lambda: None).result()
@@ -428,7 +435,7 @@ def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> Non
     params, _ = large_state()
     made, had_to_wait = copier(device), list[bool]()
     with rig(lambda: (params, set(params)), copier=made, slots=1) as it:
-        binding, trust = it.snapshotter.bindings._bound[0], it.snapshotter._trust
+        binding, trust = it.snapshotter.bindings._bindings_by_slot[0], it.snapshotter._trust
 
         def meanwhile() -> None:
             device.on_query = lambda: None
@@ -439,7 +446,7 @@ def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> Non
 
         trust.version += 1
         device.on_query = meanwhile
-        it.snapshotter._tasks.submit(it.snapshotter.bindings.plan_anew).result()
+        it.snapshotter._tasks.submit(it.snapshotter.bindings.replan_all).result()
         assert had_to_wait == [True]
 
 
@@ -453,10 +460,10 @@ class Full(CudaCopier):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().prepare(pieces)
 
-    def same(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
+    def start_comparison(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         if self.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().same(pieces)
+        return super().start_comparison(pieces)
 
 
 def test_a_device_that_is_full_while_a_plan_is_made_ahead_costs_no_snapshot() -> None:
@@ -467,11 +474,11 @@ def test_a_device_that_is_full_while_a_plan_is_made_ahead_costs_no_snapshot() ->
         it.walk_again()
         snapshot = it.take()
         snapshot.wait(60)
-        assert snapshot.abandoned == "it could not be copied: CUDA out of memory"
+        assert snapshot.abandon_reason == "it could not be copied: CUDA out of memory"
         made.is_full = False
         snapshot = it.take()
         snapshot.wait(60)
-        assert snapshot.abandoned is None
+        assert snapshot.abandon_reason is None
         assert set().union(*it.stamps(snapshot.slot).values()) == {0.0}
 
 
@@ -485,16 +492,18 @@ def test_a_comparison_that_fails_costs_no_snapshot_that_is_being_copied() -> Non
         optimizer.step()
         go.set()
         snapshot.done.result(60)
-        assert snapshot.abandoned is None
+        assert snapshot.abandon_reason is None
         assert it.names() == ["deferred_copy.off"]
 
 
 class Mixed(CudaCopier):
     """What lies first lies in host memory."""
 
-    def _divide(self, pieces: Sequence[CopyPiece]) -> tuple[list[CopyPiece], dict[torch.device, list[CopyPiece]]]:
+    def _divide_by_device(
+        self, pieces: Sequence[CopyPiece]
+    ) -> tuple[list[CopyPiece], dict[torch.device, list[CopyPiece]]]:
         host = [piece for piece in pieces if piece.entry == 0]
-        return host, super()._divide([piece for piece in pieces if piece.entry > 0])[1]
+        return host, super()._divide_by_device([piece for piece in pieces if piece.entry > 0])[1]
 
 
 def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None:
@@ -507,7 +516,7 @@ def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None
         snapshot = it.take()
         assert device.log[-2:] == ["main waits for event 2 of side", "host waits for side"]
         assert snapshot.done.done()
-        assert "shrank" in str(snapshot.abandoned)
+        assert "shrank" in str(snapshot.abandon_reason)
 
 
 class NeverLate(CudaCopier):
@@ -517,7 +526,7 @@ class NeverLate(CudaCopier):
         def late() -> Ticket:
             raise RuntimeError("no event")
 
-        job.late = late  # type: ignore[method-assign]
+        job.start_deferred = late  # type: ignore[method-assign]
         return job
 
 
@@ -527,10 +536,10 @@ def test_a_late_copy_that_does_not_begin_abandons_once_the_eager_one_has_landed(
     go = threading.Event()
     late = set(params) - {"cloned"}
     with rig(lambda: (params, late), copier=NeverLate(CpuCopier(1), cuda=device, device_type="cpu")) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take().wait(60)
             optimizer.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             it.snapshotter._tasks.submit(lambda: None).result()
         device.on_wait = go.wait
         snapshot = it.take()
@@ -538,7 +547,7 @@ def test_a_late_copy_that_does_not_begin_abandons_once_the_eager_one_has_landed(
         go.set()
         snapshot.done.result(60)
         assert not was_done
-        assert snapshot.abandoned == "it could not be copied: no event"
+        assert snapshot.abandon_reason == "it could not be copied: no event"
 
 
 def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
@@ -547,7 +556,7 @@ def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
     with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
         it.take().wait(60)
         device.log.clear()
-        it.snapshotter._copier.same(it.snapshotter.bindings._bound[0].pieces)
+        it.snapshotter._copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[0].pieces)
         assert device.log == ["main waits for side", "side waits for main"]  # what reads the pages too, so
         device.log.clear()
         it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
@@ -590,12 +599,12 @@ def test_closing_on_a_device_that_is_lost_ends_all_the_rest() -> None:
     made = copier(device)
     arena = bytearray(1 << 16)
     made.pin(memoryview(arena))
-    made.stream(torch.device("cpu"))
+    made.side_stream(torch.device("cpu"))
     device.on_query = lost
     with pytest.raises(RuntimeError, match="device lost"):
         made.close()
     assert not device.locked
-    assert made.host._tasks.stopping.is_set()
+    assert made.host_copier._tasks.stopping.is_set()
     made.pin(memoryview(arena))  # a thread that was about to
     assert not device.locked
 
@@ -625,14 +634,14 @@ def test_ctrl_c_is_heard_while_a_device_hangs() -> None:
             raise KeyboardInterrupt
 
     device.on_query, device.is_hanging = hang, True
-    with pytest.raises(KeyboardInterrupt), made.aside({torch.device("cpu")}):
+    with pytest.raises(KeyboardInterrupt), made.background_context({torch.device("cpu")}):
         pass
     assert len(asked) == 3
     made.close()
 
 
 def test_the_runtime_is_known_by_the_name_that_torch_loads_it_by() -> None:
-    assert [cuda_copier._runtime(v) for v in ("11.8", "12.6", "13.0")] == [
+    assert [cuda_copier._runtime_file_name(v) for v in ("11.8", "12.6", "13.0")] == [
         "libcudart.so.11.0",
         "libcudart.so.12",
         "libcudart.so.13",

@@ -15,13 +15,21 @@ from torch import Tensor
 from torch.optim import optimizer as optimizer_module
 
 from ckpt.events import Event, Events
-from ckpt.layout.division import undivided
+from ckpt.layout.division import whole_share
 from ckpt.layout.staging import stage
-from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, CpuCopier, is_same
-from ckpt.trainer.snapshot.deferred_copy import LATE_BYTES_MIN, PROOFS, DeferredTrust, Key, Spot, TensorWatch, owns_any
+from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, CpuCopier, has_same_bytes
+from ckpt.trainer.snapshot.deferred_copy import (
+    DEFERRED_BYTES_MIN,
+    PROOFS_NEEDED,
+    DeferredTrust,
+    Key,
+    Spot,
+    TensorWatch,
+    owns_any_storage,
+)
 from ckpt.trainer.snapshot.snapshot import Snapshot
-from ckpt.trainer.state.pieces import cut
-from ckpt.trainer.state.shard import storages
+from ckpt.trainer.state.pieces import cut_pieces
+from ckpt.trainer.state.shard import storage_addresses
 from tests.trainer.kinds import WITHOUT_STORAGE
 from tests.trainer.snapshots import (
     FRAME_BYTES,
@@ -78,7 +86,7 @@ class Loop:
             for _ in range(micro_batches):
                 self.forward_backward()
             self.update()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             if it.is_walk_stale():
                 it.walk_again()
             taken.append(it.take())
@@ -90,16 +98,16 @@ def whole(it: Rig, snapshot: Snapshot, loop: Loop) -> bool:
     step = float(loop.step)
     loop.forward_backward()
     loop.update()
-    it.snapshotter.boundary()
+    it.snapshotter.note_boundary()
     assert snapshot.done.done()
-    assert snapshot.abandoned is None
+    assert snapshot.abandon_reason is None
     return set().union(*it.stamps(snapshot.slot).values()) == {step}
 
 
 def prove(it: Rig, loop: Loop) -> None:
     """After it, the next step's snapshot is the first lazy one."""
-    taken = loop.run(it, PROOFS)
-    assert [snapshot.lazy for snapshot in taken] == [False] * PROOFS
+    taken = loop.run(it, PROOFS_NEEDED)
+    assert [snapshot.is_deferred for snapshot in taken] == [False] * PROOFS_NEEDED
     assert not it.events
 
 
@@ -109,13 +117,13 @@ def test_no_snapshot_is_torn_while_training_runs_into_its_copy() -> None:
         prove(it, loop)
         for _ in range(10):
             (snapshot,) = loop.run(it)
-            assert snapshot.lazy
+            assert snapshot.is_deferred
             assert not snapshot.done.done()
             assert whole(it, snapshot, loop)
         assert loop.copier.copied_late > 0
         assert not it.events
         assert it.snapshotter.proven() == ["lazy copies of 8 tensors"]
-        assert it.snapshotter.fell_back() == []
+        assert it.snapshotter.fallbacks() == []
 
 
 def test_a_real_copier_gives_the_same(seed: int) -> None:
@@ -124,7 +132,7 @@ def test_a_real_copier_gives_the_same(seed: int) -> None:
         prove(it, loop)
         for _ in range(20):
             (snapshot,) = loop.run(it)
-            assert snapshot.lazy
+            assert snapshot.is_deferred
             assert whole(it, snapshot, loop)
         assert not it.events
 
@@ -164,7 +172,7 @@ def test_small_and_0d_tensors_are_copied_at_the_boundary() -> None:
     with rig(loop.state, copier=loop.copier) as it:
         prove(it, loop)
         (snapshot,) = loop.run(it)
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         small.data.fill_(-1)
         loop.optimizer.state[small]["count"].data.fill_(-1)
         stamps = it.stamps(snapshot.slot)
@@ -176,7 +184,7 @@ def test_state_that_appears_with_the_first_step_is_saved_and_starts_unproven() -
     with rig(loop.state, copier=loop.copier) as it:
         first = it.take()
         assert "layer0.moment" not in it.stamps(first.slot)
-        for step in range(1, 2 + PROOFS):
+        for step in range(1, 2 + PROOFS_NEEDED):
             (snapshot,) = loop.run(it)
             snapshot.wait()
             assert set().union(*it.stamps(snapshot.slot).values()) == {float(step)}
@@ -184,13 +192,13 @@ def test_state_that_appears_with_the_first_step_is_saved_and_starts_unproven() -
         loop.params["new"] = late
         loop.optimizer.add_param_group({"params": [late]})
         (snapshot,) = loop.run(it)
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         late.data.fill_(-1)  # an eager copy does not see it, and the proof fails
         assert it.stamps(snapshot.slot)["new"] == {float(loop.step)}
         assert it.names() == []
         loop.run(it)
         assert it.names() == ["deferred_copy.changed"]
-        assert it.snapshotter.fell_back() == ["new is copied at the boundary: it changed"]
+        assert it.snapshotter.fallbacks() == ["new is copied at the boundary: it changed"]
 
 
 def test_load_state_dict_and_a_reassigned_buffer_are_saved_from_where_they_are_now() -> None:
@@ -213,11 +221,11 @@ def test_load_state_dict_and_a_reassigned_buffer_are_saved_from_where_they_are_n
 
     train()
     with rig(state, copier=copier) as it:
-        for _ in range(PROOFS + 1):
+        for _ in range(PROOFS_NEEDED + 1):
             snapshot = it.take()
             train()
-            it.snapshotter.boundary()
-        assert snapshot.lazy
+            it.snapshotter.note_boundary()
+        assert snapshot.is_deferred
         saved = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state()[0].items()}
         optimizer.load_state_dict(torch.utils._pytree.tree_map(_moved, optimizer.state_dict()))
         model[1].running_mean = torch.full((128,), 5.0)
@@ -230,7 +238,7 @@ def test_load_state_dict_and_a_reassigned_buffer_are_saved_from_where_they_are_n
             assert raw(it.staged(snapshot.slot)[name]) == raw(value), name
         assert raw(staged["optim.0.exp_avg"]) == raw(saved["optim.0.exp_avg"] + 1)
         train()
-        it.snapshotter.boundary()
+        it.snapshotter.note_boundary()
         assert not it.events
 
 
@@ -253,22 +261,22 @@ def test_gradscalers_skipped_step_keeps_late_copies_on(early: bool) -> None:
         scaler.update()
 
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for n in range(PROOFS + 2):
+        for n in range(PROOFS_NEEDED + 2):
             it.take()
             before = param.detach().clone()
             train(float("inf") if early and n == 0 else 1.0)
             assert torch.equal(before, param) == (early and n == 0)
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
         expected = raw(param)
         snapshot = it.take()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         train(float("inf"))
         assert not snapshot.done.done()  # no optimizer stepped, so nobody waited for it yet
-        it.snapshotter.boundary()
+        it.snapshotter.note_boundary()
         assert snapshot.done.done()
-        assert snapshot.abandoned is None
+        assert snapshot.abandon_reason is None
         assert raw(it.staged(snapshot.slot)["w"]) == expected
-        assert it.take().lazy
+        assert it.take().is_deferred
         assert not it.events
 
 
@@ -277,8 +285,8 @@ def test_a_skipped_step_proves_nothing() -> None:
     with rig(loop.state, copier=loop.copier) as it:
         loop.run(it)
         for _ in range(5):
-            it.snapshotter.boundary()
-            assert not it.take().lazy
+            it.snapshotter.note_boundary()
+            assert not it.take().is_deferred
         assert it.snapshotter.proven() == []
 
 
@@ -287,35 +295,35 @@ def test_an_optimizer_in_backward_without_hooks_turns_late_copies_off() -> None:
     hooked = torch.optim.SGD([param], lr=0.1)
     copier = TearingCopier()
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take()
             param.grad = torch.ones(LARGE)
             hooked.step()
         param.register_post_accumulate_grad_hook(lambda p: update(p, 0.1))
-        it.snapshotter.boundary()
+        it.snapshotter.note_boundary()
         snapshot = it.take()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         param.sum().backward()
-        it.snapshotter.boundary()
-        assert "changed" in str(snapshot.abandoned)
+        it.snapshotter.note_boundary()
+        assert "changed" in str(snapshot.abandon_reason)
         assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
         expected = raw(param)
         snapshot = it.take()
-        assert not snapshot.lazy
+        assert not snapshot.is_deferred
         param.sum().backward()
         assert raw(it.staged(snapshot.slot)["w"]) == expected
-        assert it.snapshotter.fell_back()[0].startswith("lazy copies off: w changed in a step")
+        assert it.snapshotter.fallbacks()[0].startswith("lazy copies off: w changed in a step")
 
 
 def test_an_optimizer_without_hooks_is_found_before_anything_is_copied_late() -> None:
     param = torch.nn.Parameter(torch.ones(LARGE))
     with rig(lambda: ({"w": param}, {"w"})) as it:
-        assert not it.take().lazy
+        assert not it.take().is_deferred
         param.data.sub_(0.1)  # a functional optimizer, a graph replay, a compiled step
-        it.snapshotter.boundary()
+        it.snapshotter.note_boundary()
         assert it.names() == ["deferred_copy.off"]
         for _ in range(5):
-            assert not it.take().lazy
+            assert not it.take().is_deferred
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch itself
@@ -329,7 +337,7 @@ def test_a_compiled_step_does_not_announce_itself_and_turns_late_copies_off() ->
             snapshot = it.take()
             stamp = param.detach()[0, 0].item()
             step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             assert it.stamps(snapshot.slot)["w"] == {stamp}
         assert param.detach()[0, 0].item() == 0.0
         assert it.names() == ["deferred_copy.off"]
@@ -348,10 +356,10 @@ def test_one_optimizer_per_parameter_in_backward_waits_at_the_first_of_them() ->
             sum(p.sum() for p in params).backward()  # type: ignore[union-attr]
             for param in params:
                 param.grad = None
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             assert set().union(*it.stamps(snapshot.slot).values()) == {1.0 - step}
-            assert snapshot.abandoned is None
-        assert snapshot.lazy
+            assert snapshot.abandon_reason is None
+        assert snapshot.is_deferred
         assert not it.events
 
 
@@ -370,12 +378,12 @@ def test_an_edit_before_the_step_is_never_in_a_snapshot_that_counts(edit: str) -
     with rig(loop.state, copier=loop.copier) as it:
         prove(it, loop)
         (snapshot,) = loop.run(it)
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         loop.copier.open[0].left.reverse()  # what is edited comes last
         with torch.no_grad():
             EDITS[edit](edited)
         loop.run(it)
-        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+        assert snapshot.abandon_reason == "layer0 changed while the copy was under way"
         assert it.names() == ["deferred_copy.changed", "snapshot.abandoned"]
         it.walk_again()
         for _ in range(4):
@@ -385,7 +393,7 @@ def test_an_edit_before_the_step_is_never_in_a_snapshot_that_counts(edit: str) -
                 EDITS[edit](edited)
             assert it.stamps(snapshot.slot)["layer0"] == {stamp}
             assert it.stamps(snapshot.slot)["layer0.moment"] == {stamp} or not snapshot.done.done()
-        assert it.snapshotter.fell_back() == ["layer0 is copied at the boundary: it changed"]
+        assert it.snapshotter.fallbacks() == ["layer0 is copied at the boundary: it changed"]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -403,7 +411,7 @@ def test_an_edit_during_the_proof_makes_the_tensor_eager_and_costs_no_snapshot(e
         for _ in range(4):
             (snapshot,) = loop.run(it)
         loop.params["layer0"].data.fill_(-1)
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         assert it.stamps(snapshot.slot)["layer0"] == {float(loop.step)}
 
 
@@ -420,7 +428,7 @@ def test_averages_swapped_in_for_evaluation_abandon_that_snapshot_only() -> None
         with torch.no_grad():
             for name, param in loop.params.items():
                 param.copy_(trained[name])
-        assert "layer0, layer1 changed" in str(snapshot.abandoned)
+        assert "layer0, layer1 changed" in str(snapshot.abandon_reason)
         (snapshot,) = loop.run(it)
         assert whole(it, snapshot, loop)
         assert it.names() == ["deferred_copy.changed", "deferred_copy.changed", "snapshot.abandoned"]
@@ -444,16 +452,16 @@ def test_weights_swapped_and_back_while_they_are_copied_are_never_in_a_snapshot_
         (snapshot,) = loop.run(it)
         stamp = float(loop.step)
         swapped(loop, loop.copier.copy_some)
-        {"step": loop.update, "poll": it.snapshotter.poll, "boundary": it.snapshotter.boundary}[end]()
+        {"step": loop.update, "poll": it.snapshotter.poll, "boundary": it.snapshotter.note_boundary}[end]()
         assert it.stamps(snapshot.slot)["layer0"] == {stamp - 0.5}
-        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+        assert snapshot.abandon_reason == "layer0 changed while the copy was under way"
         assert it.names() == ["deferred_copy.changed", "snapshot.abandoned"]
-        assert it.snapshotter.fell_back() == ["layer0 is copied at the boundary: it changed"]
+        assert it.snapshotter.fallbacks() == ["layer0 is copied at the boundary: it changed"]
         for _ in range(3):
             loop.run(it)
             (snapshot,) = loop.run(it)
             swapped(loop, lambda: None)
-            assert snapshot.lazy
+            assert snapshot.is_deferred
             assert whole(it, snapshot, loop)
 
 
@@ -463,7 +471,7 @@ def test_weights_swapped_after_a_fence_are_in_no_snapshot_and_cost_none() -> Non
         prove(it, loop)
         for _ in range(3):
             (snapshot,) = loop.run(it)
-            assert snapshot.lazy
+            assert snapshot.is_deferred
             it.snapshotter.fence()
             swapped(loop, loop.copier.copy_some)
             assert whole(it, snapshot, loop)
@@ -476,19 +484,19 @@ def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: in
     optimizer = Stamper([param])
     copier = TearingCopier(UNIT_BYTES)
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take()
             optimizer.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
         snapshot = it.take()
         copier.copy_some(unit)
         param.data.add_(7)
         copier.copy_some()
         param.data.sub_(7)
         optimizer.step()
-        assert snapshot.lazy
-        assert it.stamps(snapshot.slot)["w"] == {float(PROOFS), float(PROOFS + 7)}
-        assert snapshot.abandoned == "w changed while the copy was under way"
+        assert snapshot.is_deferred
+        assert it.stamps(snapshot.slot)["w"] == {float(PROOFS_NEEDED), float(PROOFS_NEEDED + 7)}
+        assert snapshot.abandon_reason == "w changed while the copy was under way"
 
 
 def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
@@ -498,8 +506,8 @@ def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
 
 @pytest.mark.parametrize("at", [0, 2, 6, 8])
 def test_a_swap_is_seen_wherever_in_memory_a_tensor_begins(at: int) -> None:
-    memory = bytearray(8 + 3 * LATE_BYTES_MIN)
-    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=at, count=LATE_BYTES_MIN + 1)
+    memory = bytearray(8 + 3 * DEFERRED_BYTES_MIN)
+    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=at, count=DEFERRED_BYTES_MIN + 1)
     param = torch.nn.Parameter(tensor)
     check_swaps_are_seen(param, param.data)
 
@@ -509,25 +517,25 @@ def check_swaps_are_seen(param: torch.nn.Parameter, swapped: Tensor) -> None:
     optimizer = Stamper([param])
     copier = TearingCopier()
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take()
             optimizer.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
         for edit in (0.0, 7.0):
             snapshot = it.take()
             swapped.add_(edit)
             copier.copy_some(1 << 15)
             swapped.sub_(edit)
             optimizer.step()
-            assert snapshot.lazy
-            assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
+            assert snapshot.is_deferred
+            assert snapshot.abandon_reason == ("w changed while the copy was under way" if edit else None)
 
 
 def proven(it: Rig, loop: Loop) -> None:
     """As `prove`, where the copier copies by itself."""
-    for _ in range(PROOFS + 1):
+    for _ in range(PROOFS_NEEDED + 1):
         loop.update()
-        it.snapshotter.boundary()
+        it.snapshotter.note_boundary()
         it.walk_again()
         it.take()
 
@@ -536,7 +544,7 @@ def late_and_held(it: Rig, loop: Loop, copier: CpuCopier) -> tuple[Snapshot, thr
     """A late snapshot of which nothing is copied before the event."""
     held = threading.Event()
     loop.update()
-    it.snapshotter.boundary()
+    it.snapshotter.note_boundary()
     it.walk_again()
     copier.submit(held.wait, late=True)
     return it.take(), held
@@ -557,14 +565,14 @@ def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_bac
             storage.resize_(nbytes)  # often at the old address
         it.snapshotter.fence()
         storage.resize_(nbytes)
-        assert snapshot.lazy
-        assert str(snapshot.abandoned).startswith("it could not be copied")
+        assert snapshot.is_deferred
+        assert str(snapshot.abandon_reason).startswith("it could not be copied")
         assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
         loop.run(it)
         it.walk_again()
         snapshot = it.take()
-        assert not snapshot.lazy
-        assert snapshot.abandoned is None
+        assert not snapshot.is_deferred
+        assert snapshot.abandon_reason is None
 
 
 def test_what_is_freed_behind_a_late_copy_is_not_looked_at() -> None:
@@ -579,8 +587,8 @@ def test_what_is_freed_behind_a_late_copy_is_not_looked_at() -> None:
         storage.resize_(0)
         it.snapshotter.fence()
         storage.resize_(nbytes)
-        assert snapshot.lazy
-        assert snapshot.abandoned is None
+        assert snapshot.is_deferred
+        assert snapshot.abandon_reason is None
         assert not it.names()
 
 
@@ -636,8 +644,8 @@ def test_a_late_snapshot_is_done_once_it_is_copied_whatever_happens_to_the_tenso
         with torch.no_grad():
             EDITS[edit](loop.params["layer0"])
         it.snapshotter.fence()
-        assert snapshot.lazy
-        assert snapshot.abandoned is None
+        assert snapshot.is_deferred
+        assert snapshot.abandon_reason is None
         stamps = it.stamps(snapshot.slot)
         assert stamps["layer0"] == stamps["layer0.moment"] == {float(loop.step)}
         assert not it.names()
@@ -657,12 +665,12 @@ def test_a_late_snapshot_whose_copy_met_an_edit_is_not_done_by_itself(edit: str)
         with pytest.raises(TimeoutError):  # and looked at
             await_done(snapshot, 0.3)
         it.snapshotter.fence()
-        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+        assert snapshot.abandon_reason == "layer0 changed while the copy was under way"
 
 
 def test_what_is_not_copied_yet_since_the_training_thread_helps_is_not_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, helps, looked = Loop(), threading.Event(), threading.Event()
-    torn = TensorWatch.torn
+    torn = TensorWatch.find_torn
 
     def looking(self: TensorWatch) -> set[Key]:
         found = torn(self)
@@ -677,7 +685,7 @@ def test_what_is_not_copied_yet_since_the_training_thread_helps_is_not_torn(monk
     with rig(loop.state, copier=loop.copier) as it:
         prove(it, loop)
         loop.copier.on_fence = fence
-        monkeypatch.setattr(TensorWatch, "torn", looking)
+        monkeypatch.setattr(TensorWatch, "find_torn", looking)
         monkeypatch.setattr(TearingTicket, "wait", lambda _: helps.wait(60))  # the other threads have done their part
         (snapshot,) = loop.run(it)
         assert whole(it, snapshot, loop)
@@ -693,7 +701,7 @@ def test_an_edit_and_back_of_what_the_spot_looks_at_is_seen_in_the_arena() -> No
         loop.copier.copy_some()
         loop.params["layer0"].data[77, 99] -= 1
         loop.run(it)
-        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+        assert snapshot.abandon_reason == "layer0 changed while the copy was under way"
 
 
 def test_a_fence_before_a_hand_written_update_is_as_good_as_a_hook() -> None:
@@ -702,12 +710,12 @@ def test_a_fence_before_a_hand_written_update_is_as_good_as_a_hook() -> None:
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
         for step in range(6):
             snapshot = it.take()
-            assert snapshot.lazy == (step >= PROOFS)
+            assert snapshot.is_deferred == (step >= PROOFS_NEEDED)
             it.snapshotter.fence()
             param.data.fill_(step + 1)
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             assert it.stamps(snapshot.slot) == {"w": {float(step)}}
-            assert snapshot.abandoned is None
+            assert snapshot.abandon_reason is None
         assert not it.events
 
 
@@ -715,17 +723,17 @@ def test_a_poll_ends_the_copy_and_proves_nothing() -> None:
     loop = Loop()
     with rig(loop.state, copier=loop.copier) as it:
         loop.run(it)
-        for _ in range(PROOFS + 2):
-            assert not it.take().lazy
+        for _ in range(PROOFS_NEEDED + 2):
+            assert not it.take().is_deferred
             it.snapshotter.poll()
         prove(it, loop)
         (snapshot,) = loop.run(it)
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         it.snapshotter.poll()
         assert snapshot.done.done()
         assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
         loop.update()
-        it.snapshotter.boundary()
+        it.snapshotter.note_boundary()
         assert not it.events
 
 
@@ -744,17 +752,17 @@ def test_every_part_of_a_late_tensor_has_its_turn_to_be_compared_in_full() -> No
     flat = torch.arange(150_001, dtype=torch.int32).to(torch.uint8)
     strided = torch.arange(160_000, dtype=torch.float64).view(400, 400).t()[:100]
     walk = walk_of({"flat": flat, "strided": strided})
-    staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
-    pieces = cut(walk, staging, memoryview(bytearray(staging.data_bytes)))
+    staging = stage(walk.layout, whole_share(walk.layout), FRAME_BYTES)
+    pieces = cut_pieces(walk, staging, memoryview(bytearray(staging.data_bytes)))
     copier = CpuCopier(1)
     spot = Spot(pieces)
     seen = torch.zeros(flat.nbytes, dtype=torch.bool)
     turns = set()
     for turn in range(4 * len(pieces)):
-        piece, staged = spot.remember(turn)
-        assert is_same(piece.source, piece.target)
-        copier.prepare(pieces).eager()
-        assert is_same(piece.source, staged.target)
+        piece, staged = spot.keep_part(turn)
+        assert has_same_bytes(piece.source, piece.target)
+        copier.prepare(pieces).start_eager()
+        assert has_same_bytes(piece.source, staged.target)
         if piece.entry == 0:
             seen[piece.source.storage_offset() :][: piece.nbytes] = True
         else:
@@ -792,10 +800,10 @@ def test_an_optimizer_that_owns_none_of_it_neither_waits_nor_proves() -> None:
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     with rig(loop.state, copier=loop.copier) as it:
         loop.run(it)
-        for _ in range(PROOFS + 1):
-            assert not it.take().lazy
+        for _ in range(PROOFS_NEEDED + 1):
+            assert not it.take().is_deferred
             other.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
         prove(it, loop)
         (snapshot,) = loop.run(it)
         other.step()
@@ -809,13 +817,13 @@ def test_the_optimizers_of_all_threads_wait_for_the_copy_that_one_of_them_ends()
     params = list(loop.params.values())
     halves = [Stamper(params[:2]), Stamper(params[2:])]
     with rig(lambda: (loop.params, set(loop.params)), copier=loop.copier) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             it.take()
             for half in halves:
                 half.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
         snapshot = it.take()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         loop.copier.on_fence = lambda: (reached.set(), go.wait(60))[0]
         threads = [threading.Thread(target=half.step) for half in halves]
         threads[0].start()
@@ -826,8 +834,8 @@ def test_the_optimizers_of_all_threads_wait_for_the_copy_that_one_of_them_ends()
         go.set()
         for thread in threads:
             thread.join(60)
-        assert snapshot.abandoned is None
-        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS)}
+        assert snapshot.abandon_reason is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS_NEEDED)}
 
 
 def test_a_step_in_a_signal_handler_in_the_middle_of_the_wait_neither_hangs_nor_is_in_the_snapshot() -> None:
@@ -838,15 +846,15 @@ def test_a_step_in_a_signal_handler_in_the_middle_of_the_wait_neither_hangs_nor_
         loop.copier.on_fence = loop.optimizer.step
         loop.optimizer.step()
         assert snapshot.done.done()
-        assert "changed" in str(snapshot.abandoned)
+        assert "changed" in str(snapshot.abandon_reason)
         assert it.names().count("snapshot.abandoned") == 1
 
 
 def test_a_view_of_a_parameter_is_known_as_its_optimizers() -> None:
     flat = torch.zeros(1000)
     optimizer = torch.optim.SGD([torch.nn.Parameter(flat[100:200])], lr=0.1)
-    assert owns_any(optimizer, storages([flat]))
-    assert not owns_any(optimizer, storages([torch.zeros(1000)]))
+    assert owns_any_storage(optimizer, storage_addresses([flat]))
+    assert not owns_any_storage(optimizer, storage_addresses([torch.zeros(1000)]))
 
 
 class Idle(torch.optim.Optimizer):
@@ -866,14 +874,14 @@ def test_an_optimizer_of_tensors_without_storage_steps_as_if_nobody_looked(kind:
         (snapshot,) = loop.run(it)
         of_state.step()
         of_param.step()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         assert not snapshot.done.done()
         assert whole(it, snapshot, loop)
 
 
 def test_tensors_without_bytes_belong_to_nobody() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(0))], lr=0.1)
-    assert not owns_any(optimizer, storages([torch.zeros(0)]))
+    assert not owns_any_storage(optimizer, storage_addresses([torch.zeros(0)]))
 
 
 def test_a_hook_while_capturing_or_compiling_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -885,8 +893,8 @@ def test_a_hook_while_capturing_or_compiling_does_nothing(monkeypatch: pytest.Mo
             patched.setattr(torch.compiler, "is_compiling", lambda: True)
             loop.optimizer.step()
             assert not snapshot.done.done()
-        it.snapshotter.boundary()
-        assert snapshot.abandoned
+        it.snapshotter.note_boundary()
+        assert snapshot.abandon_reason
         assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
 
 
@@ -914,15 +922,15 @@ def test_closing_ends_the_copy_that_runs() -> None:
         (snapshot,) = loop.run(it)
         assert not snapshot.done.done()
     assert snapshot.done.done()
-    assert snapshot.abandoned is None
+    assert snapshot.abandon_reason is None
     assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
 
 
 def test_turned_off_nothing_is_late() -> None:
     loop = Loop()
     with rig(loop.state, lazy=False) as it:
-        assert not any(snapshot.lazy for snapshot in loop.run(it, 6))
-        assert it.snapshotter.proven() == it.snapshotter.fell_back() == []
+        assert not any(snapshot.is_deferred for snapshot in loop.run(it, 6))
+        assert it.snapshotter.proven() == it.snapshotter.fallbacks() == []
 
 
 def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> None:
@@ -931,18 +939,18 @@ def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> Non
     with rig(loop.state, copier=copier) as it:
         prove(it, loop)
         (snapshot,) = loop.run(it)
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         copier.open[0].left[0] = Broken()  # type: ignore[call-overload]
         loop.update()
         assert snapshot.done.done()
-        assert snapshot.abandoned == "it could not be copied: out of memory"
+        assert snapshot.abandon_reason == "it could not be copied: out of memory"
         assert it.names() == ["snapshot.abandoned"]
         loop.run(it)
         (snapshot,) = loop.run(it)
         assert whole(it, snapshot, loop)
 
 
-@pytest.mark.parametrize("end", ["step", "fence", "poll", "boundary"])
+@pytest.mark.parametrize("end", ["step", "fence", "poll", "note_boundary"])
 def test_a_wait_that_ctrl_c_ends_costs_the_snapshot_and_leaves_nobody_waiting(end: str) -> None:
     loop = Loop()
     with rig(loop.state, copier=loop.copier) as it:
@@ -952,11 +960,11 @@ def test_a_wait_that_ctrl_c_ends_costs_the_snapshot_and_leaves_nobody_waiting(en
         with pytest.raises(KeyboardInterrupt):
             loop.optimizer.step() if end == "step" else getattr(it.snapshotter, end)()
         snapshot.wait(60)
-        assert snapshot.abandoned == "interrupted"
+        assert snapshot.abandon_reason == "interrupted"
         loop.copier.on_fence = lambda: None
         loop.run(it)
         (snapshot,) = loop.run(it)
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         assert whole(it, snapshot, loop)
         assert it.names() == ["snapshot.abandoned"]
 
@@ -972,7 +980,7 @@ def test_a_close_that_ctrl_c_ends_leaves_nobody_waiting() -> None:
         with pytest.raises(KeyboardInterrupt):
             it.snapshotter.close()
         snapshot.wait(60)
-        assert snapshot.abandoned == "interrupted"
+        assert snapshot.abandon_reason == "interrupted"
 
 
 def interrupt() -> None:
@@ -1010,9 +1018,9 @@ def test_lazy_and_eager_give_equal_bytes() -> None:
         with rig(state, lazy=lazy) as it:
             for step in range(8):
                 snapshot = it.take()
-                assert snapshot.lazy == (lazy and step >= PROOFS)
+                assert snapshot.is_deferred == (lazy and step >= PROOFS_NEEDED)
                 train()
-                it.snapshotter.boundary()
+                it.snapshotter.note_boundary()
                 assert snapshot.done.done()
                 found.append(bytes(it.arenas[snapshot.slot]))
             assert not it.events
@@ -1041,8 +1049,8 @@ def test_a_dropped_proof_is_forgotten() -> None:
     events: list[Event] = []
     trust = DeferredTrust(Events(events.append), True)
     a, b = ("a", "", 0, 1), ("b", "", 0, 2)
-    for _ in range(PROOFS):
-        trust.prove({a, b})
+    for _ in range(PROOFS_NEEDED):
+        trust.add_proofs({a, b})
     assert trust.is_proven(a)
     trust.forget_all_but({b})
     assert not trust.is_proven(a)
@@ -1052,4 +1060,4 @@ def test_a_dropped_proof_is_forgotten() -> None:
     trust.turn_off("a reason")
     trust.turn_off("another")
     assert [event.name for event in events] == ["deferred_copy.changed", "deferred_copy.off"]
-    assert trust.fell_back() == ["lazy copies off: a reason", "b is copied at the boundary: it changed"]
+    assert trust.fallbacks() == ["lazy copies off: a reason", "b is copied at the boundary: it changed"]

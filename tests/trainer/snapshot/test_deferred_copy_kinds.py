@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt.trainer.snapshot.deferred_copy import LATE_BYTES_MIN, PROOFS
+from ckpt.trainer.snapshot.deferred_copy import DEFERRED_BYTES_MIN, PROOFS_NEEDED
 from tests.trainer.snapshot.test_snapshot import odd_state
 from tests.trainer.snapshots import TearingCopier, raw, rig
 
@@ -38,20 +38,20 @@ def test_every_kind_of_tensor_is_of_one_step_when_it_is_copied_late(seed: int) -
     copier = TearingCopier()
     optimizer = Stamper(state)
     with rig(lambda: (state, set(state)), copier=copier) as it:
-        for turn in range(PROOFS + 3):
+        for turn in range(PROOFS_NEEDED + 3):
             expected = {name: raw(tensor) for name, tensor in state.items()}
             snapshot = it.take()
             copier.copy_some(7 * turn)  # where training may run into it; the rest when the optimizer steps
-            assert snapshot.lazy == (turn >= PROOFS)
-            assert not (snapshot.lazy and snapshot.done.done())
+            assert snapshot.is_deferred == (turn >= PROOFS_NEEDED)
+            assert not (snapshot.is_deferred and snapshot.done.done())
             optimizer.step()
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             assert snapshot.done.done()
-            assert snapshot.abandoned is None
+            assert snapshot.abandon_reason is None
             staged = it.staged(snapshot.slot)
             assert [name for name in state if raw(staged[name]) != expected[name]] == []
         assert not it.events
-        assert it.snapshotter.fell_back() == []
+        assert it.snapshotter.fallbacks() == []
         assert copier.copied_late > 0
-        large = [name for name, tensor in state.items() if tensor.nbytes >= LATE_BYTES_MIN]
+        large = [name for name, tensor in state.items() if tensor.nbytes >= DEFERRED_BYTES_MIN]
         assert it.snapshotter.proven() == [f"lazy copies of {len(large)} tensors"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.trainer.snapshot.cuda_copier import LOCK_BYTES, CudaCopier, make_copier
-from ckpt.trainer.snapshot.deferred_copy import PROOFS
+from ckpt.trainer.snapshot.deferred_copy import PROOFS_NEEDED
 from ckpt.trainer.snapshot.snapshot import Snapshot
 from tests.trainer.snapshot.test_snapshot import odd_state
 from tests.trainer.snapshots import LARGE, Rig, Stamper, raw, rig
@@ -49,11 +49,11 @@ def stay_behind() -> None:
 
 
 def prove(it: Rig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for _ in range(PROOFS):
+    for _ in range(PROOFS_NEEDED):
         it.take().wait(60)
         for optimizer in optimizers:
             optimizer.step()
-        it.snapshotter.boundary()
+        it.snapshotter.note_boundary()
         it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
     assert it.snapshotter.proven()
 
@@ -66,9 +66,9 @@ def step_on(stream: torch.cuda.Stream, optimizer: torch.optim.Optimizer) -> None
 
 
 def comes_over(it: Rig, snapshot: Snapshot, expected: float) -> None:
-    it.snapshotter.boundary()
+    it.snapshotter.note_boundary()
     snapshot.done.result(60)
-    assert snapshot.abandoned is None
+    assert snapshot.abandon_reason is None
     assert set().union(*it.stamps(snapshot.slot).values()) == {expected}
 
 
@@ -81,7 +81,7 @@ def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
         for _ in range(3):
             snapshot = it.take()
             snapshot.wait(60)
-            assert snapshot.abandoned is None
+            assert snapshot.abandon_reason is None
             staged = it.staged(snapshot.slot)
             assert [name for name in state if raw(staged[name]) != raw(state[name].cpu())] == []
             for tensor in state.values():
@@ -99,7 +99,7 @@ def test_what_is_enqueued_behind_a_snapshot_does_not_reach_it(lazy: bool) -> Non
         for _ in range(20):
             stay_behind()
             snapshot = it.take()
-            assert snapshot.lazy == lazy
+            assert snapshot.is_deferred == lazy
             expected = float(optimizer.count)
             optimizer.step()  # the device has not read a byte yet
             comes_over(it, snapshot, expected)
@@ -139,12 +139,12 @@ def test_a_second_optimizer_on_another_stream_waits_until_the_comparison_has_rea
     each = list(params.values())
     one, two, other = Stamper(each[::2]), Stamper(each[1::2]), torch.cuda.Stream()
     with rig(lambda: (params, set(params)), copier=made()) as it:
-        for _ in range(PROOFS):
+        for _ in range(PROOFS_NEEDED):
             snapshot = it.take()
             stay_behind()
             one.step()
             step_on(other, two)
-            it.snapshotter.boundary()
+            it.snapshotter.note_boundary()
             snapshot.done.result(60)
         it.snapshotter._tasks.submit(lambda: None).result()
         assert it.names() == []
@@ -182,7 +182,7 @@ def test_a_graph_can_be_captured_while_other_threads_work(what: str) -> None:
             snapshot.done.result(60)
             graph.capture_end()
         assert failed == []
-        assert snapshot.abandoned is None
+        assert snapshot.abandon_reason is None
         graph.replay()
         assert x.unique().tolist() == [1.0]
         assert it.names() == []
@@ -200,10 +200,10 @@ def test_arenas_larger_than_what_is_locked_at_once_come_over_bit_for_bit(seed: i
                 tensor.random_(generator=generator)
             snapshot = it.take()
             snapshot.wait(60)
-            assert snapshot.abandoned is None
+            assert snapshot.abandon_reason is None
             staged = it.staged(snapshot.slot)
             assert [name for name in state if raw(staged[name]) != raw(state[name].cpu())] == []
-            assert copier.same(it.snapshotter.bindings._bound[snapshot.slot].pieces)() == []
+            assert copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[snapshot.slot].pieces)() == []
 
 
 def test_memory_that_is_freed_behind_a_late_snapshot_is_not_handed_out_while_it_is_read() -> None:
@@ -215,9 +215,9 @@ def test_memory_that_is_freed_behind_a_late_snapshot_is_not_handed_out_while_it_
             param.data.fill_(7)
         stay_behind()
         snapshot = it.take()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         sizes = [param.shape for param in params.values()]
-        it.snapshotter.bindings._bound = {}  # no view of ours holds the memory
+        it.snapshotter.bindings._bindings_by_slot = {}  # no view of ours holds the memory
         for param in params.values():
             param.data = torch.zeros(1, device="cuda")
         over = [torch.full(size, 9.0, device="cuda") for size in sizes]
@@ -239,7 +239,7 @@ def test_a_change_between_the_boundary_and_the_step_abandons_a_late_snapshot() -
         params["large3"].data.add_(1)
         optimizer.step()
         snapshot.done.result(60)
-        assert snapshot.abandoned == "large3 changed while the copy was under way"
+        assert snapshot.abandon_reason == "large3 changed while the copy was under way"
 
 
 def test_a_comparison_finds_one_flipped_bit_and_nan_is_equal_to_itself(seed: int) -> None:
@@ -251,11 +251,11 @@ def test_a_comparison_finds_one_flipped_bit_and_nan_is_equal_to_itself(seed: int
     copier = made()
     with rig(lambda: (params, ()), copier=copier) as it:
         it.take().wait(60)
-        pieces = it.snapshotter.bindings._bound[1].pieces
-        assert copier.same(pieces)() == []
+        pieces = it.snapshotter.bindings._bindings_by_slot[1].pieces
+        assert copier.start_comparison(pieces)() == []
         params["large5"].data.view(torch.int32).view(-1)[-1] ^= 1
         params["small2"].data.view(torch.int32).view(-1)[0] ^= 1 << 20
-        names = {it.walk.layout.entries[pieces[n].entry].name for n in copier.same(pieces)()}
+        names = {it.walk.layout.entries[pieces[n].entry].name for n in copier.start_comparison(pieces)()}
         assert names == {"large5", "small2"}
 
 
@@ -306,11 +306,11 @@ def test_lazy_and_eager_give_equal_bytes() -> None:
             for _ in range(8):
                 snapshot = it.take()
                 train()
-                it.snapshotter.boundary()
+                it.snapshotter.note_boundary()
                 snapshot.done.result(60)
-                assert snapshot.abandoned is None
+                assert snapshot.abandon_reason is None
                 found.append(bytes(it.arenas[snapshot.slot]))
-            assert snapshot.lazy == lazy
+            assert snapshot.is_deferred == lazy
         return found
 
     assert run(True) == run(False)

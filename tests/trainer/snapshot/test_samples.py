@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ckpt.format.declaration import SAMPLE
-from ckpt.layout.division import agree
+from ckpt.layout.division import find_agreed
 from ckpt.layout.layout import Entry, Layout
-from ckpt.trainer.link.slots import StateOffer, hashes_blob, hashes_but
+from ckpt.trainer.link.slots import StateOffer, encode_hashes, mark_differing_hashes
 from ckpt.trainer.snapshot import samples
-from ckpt.trainer.snapshot.samples import BOXES_MAX, LINE, Samples
+from ckpt.trainer.snapshot.samples import BOXES_MAX, LINE_ELEMENTS, Samples
 from ckpt.trainer.state.shard import DTYPES
 from ckpt.trainer.state.state_walk import Walk, hash_walk
-from ckpt.types import Box, Tick
+from ckpt.types import Box, Version
 
 
 def walk_of(tensors: dict[str, torch.Tensor], **owners: str) -> Walk:
@@ -56,7 +56,7 @@ def make(kind: Callable[..., Any] = torch.ones) -> dict[str, torch.Tensor]:
 
 def test_what_is_copied_when_it_is_read_is_not_copied_before() -> None:
     turned = torch.ones(3, 5).T
-    now, read = samples.line(turned)
+    now, read = samples.sample_elements(turned)
     assert now.data_ptr() == turned.data_ptr()
     assert read().is_contiguous()
 
@@ -64,7 +64,7 @@ def test_what_is_copied_when_it_is_read_is_not_copied_before() -> None:
 def test_a_single_element_that_keeps_the_stride_it_was_cut_with_is_read() -> None:
     taken = of({"w": torch.arange(8.0)[3::8]}).take(0)
     assert taken is not None
-    assert taken.part[2] == np.float32(3.0).tobytes()
+    assert taken.long_sample[2] == np.float32(3.0).tobytes()
 
 
 def test_every_tensor_that_differs_everywhere_is_seen_at_once_and_no_other() -> None:
@@ -87,8 +87,8 @@ def test_equal_tensors_are_sampled_alike_however_they_lie_in_memory() -> None:
         one, other = made.take(turn), contiguous.take(turn)
         assert one is not None
         assert other is not None
-        assert one.part == other.part
-        assert 0 < len(one.part[2]) <= samples.PART_BYTES
+        assert one.long_sample == other.long_sample
+        assert 0 < len(one.long_sample[2]) <= samples.LONG_SAMPLE_BYTES
 
 
 def test_of_a_small_tensor_no_element_is_left_out() -> None:
@@ -126,16 +126,16 @@ def test_what_is_the_ranks_own_is_not_sampled() -> None:
 def test_little_is_read_of_a_large_tensor() -> None:
     taken = of({"a": torch.zeros(500, 500)}).take(0)
     assert taken is not None
-    assert taken.ends == (LINE * 4,)
+    assert taken.ends == (LINE_ELEMENTS * 4,)
 
 
 def test_hashes_that_are_told_to_another_agent_say_what_differs_by_now() -> None:
     walk = walk_of({"a": torch.zeros(2), "b": torch.ones(2), "c": torch.ones(3)})
-    offer = StateOffer(walk.layout, hashes_blob(hash_walk(walk)), Tick(1), 0)
+    offer = StateOffer(walk.layout, encode_hashes(hash_walk(walk)), Version(1), 0)
     before = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2)
-    after = [np.frombuffer(hashes_but(offer, {"b"}, rank), "<u8").reshape(-1, 2) for rank in (0, 1)]
+    after = [np.frombuffer(mark_differing_hashes(offer, {"b"}, rank), "<u8").reshape(-1, 2) for rank in (0, 1)]
     assert [before[n].tolist() == each[n].tolist() for each in after for n in range(3)] == [True, False, True] * 2
-    agreed, differing = agree([walk.layout] * 2, after)
+    agreed, differing = find_agreed([walk.layout] * 2, after)
     assert {name for name, _, _ in agreed} == {"a", "c"}
     assert differing == {("b", "")}
-    assert hashes_but(offer, (), 0) == offer.hashes
+    assert mark_differing_hashes(offer, (), 0) == offer.hashes

@@ -21,15 +21,15 @@ from torch import Tensor
 from ckpt import threads
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
-from ckpt.layout.division import undivided
+from ckpt.layout.division import whole_share
 from ckpt.layout.layout import Part
 from ckpt.layout.staging import stage
 from ckpt.threads import Outcome
 from ckpt.trainer.snapshot import cpu_copier as copying
-from ckpt.trainer.snapshot.cpu_copier import LATE_NICE, CpuCopier, CpuJob, is_same
+from ckpt.trainer.snapshot.cpu_copier import DEFERRED_NICE, CpuCopier, CpuJob, has_same_bytes
 from ckpt.trainer.snapshot.cuda_copier import make_copier
 from ckpt.trainer.snapshot.snapshot import Snapshotter
-from ckpt.trainer.state.pieces import CopyPiece, blocks, cut
+from ckpt.trainer.state.pieces import CopyPiece, blocks, cut_pieces
 from ckpt.types import DTYPES
 from tests.threads import interrupted_anywhere
 from tests.trainer.snapshots import FRAME_BYTES, LARGE, raw, rig, walk_of
@@ -75,8 +75,8 @@ def test_every_kind_of_tensor_is_staged_bit_for_bit(threads: int, seed: int) -> 
     with rig(lambda: (state, ()), copier=CpuCopier(threads)) as it:
         snapshot = it.take()
         assert snapshot.done.done()
-        assert snapshot.abandoned is None
-        assert not snapshot.lazy
+        assert snapshot.abandon_reason is None
+        assert not snapshot.is_deferred
         staged = it.staged(snapshot.slot)
         assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
 
@@ -84,7 +84,7 @@ def test_every_kind_of_tensor_is_staged_bit_for_bit(threads: int, seed: int) -> 
 def test_a_single_element_that_keeps_the_stride_it_was_cut_with_is_staged() -> None:
     with rig(lambda: ({"w": torch.arange(8.0)[3::8]}, ())) as it:
         snapshot = it.take()
-        assert snapshot.abandoned is None
+        assert snapshot.abandon_reason is None
         assert it.staged(snapshot.slot)["w"].tolist() == [3.0]
 
 
@@ -177,11 +177,11 @@ def test_binding_another_walk_lets_the_old_storage_go() -> None:
 
 def test_binding_the_same_again_builds_nothing() -> None:
     with rig(lambda: ({"w": torch.zeros(300)}, ())) as it:
-        before = it.snapshotter.bindings._bound[0]
+        before = it.snapshotter.bindings._bindings_by_slot[0]
         it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
-        assert it.snapshotter.bindings._bound[0] is before
+        assert it.snapshotter.bindings._bindings_by_slot[0] is before
         it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
-        assert it.snapshotter.bindings._bound[0] is not before
+        assert it.snapshotter.bindings._bindings_by_slot[0] is not before
 
 
 def test_binding_prepares_the_copies_so_that_the_first_snapshot_does_not() -> None:
@@ -203,7 +203,7 @@ def test_binding_prepares_the_copies_so_that_the_first_snapshot_does_not() -> No
 def test_an_unbound_arena_can_be_unmapped() -> None:
     state = {"w": torch.ones(300)}
     walk = walk_of(state)
-    staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
+    staging = stage(walk.layout, whole_share(walk.layout), FRAME_BYTES)
     region = mmap.mmap(-1, staging.data_bytes)
     snapshotter = Snapshotter(make_copier(), False, Events())
     snapshotter.bindings.bind(0, walk, staging, memoryview(region))
@@ -219,7 +219,7 @@ def test_an_unbound_arena_can_be_unmapped() -> None:
 
 def test_an_arena_that_has_taken_the_place_of_an_unbound_one_stays_bound() -> None:
     walk = walk_of({"w": torch.ones(300)})
-    staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
+    staging = stage(walk.layout, whole_share(walk.layout), FRAME_BYTES)
     old, new = (memoryview(bytearray(staging.data_bytes)) for _ in range(2))
     with closing(Snapshotter(make_copier(), False, Events())) as snapshotter:
         for region in (old, new):
@@ -233,14 +233,14 @@ def test_an_arena_that_has_taken_the_place_of_an_unbound_one_stays_bound() -> No
 def test_a_staging_of_another_layout_is_refused() -> None:
     walk = walk_of({"w": torch.ones(300)})
     larger = walk_of({"w": torch.ones(400)})
-    staging = stage(larger.layout, undivided(larger.layout), FRAME_BYTES)
+    staging = stage(larger.layout, whole_share(larger.layout), FRAME_BYTES)
     with pytest.raises(CkptError, match="another layout"):
-        cut(walk, staging, memoryview(bytearray(staging.data_bytes)))
-    fits = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
+        cut_pieces(walk, staging, memoryview(bytearray(staging.data_bytes)))
+    fits = stage(walk.layout, whole_share(walk.layout), FRAME_BYTES)
     with pytest.raises(CkptError, match="another layout"):
-        cut(walk, fits, memoryview(bytearray(fits.data_bytes - 1)))
+        cut_pieces(walk, fits, memoryview(bytearray(fits.data_bytes - 1)))
     with pytest.raises(CkptError, match="read-only"):
-        cut(walk, fits, memoryview(bytes(fits.data_bytes)))
+        cut_pieces(walk, fits, memoryview(bytes(fits.data_bytes)))
 
 
 def test_a_storage_that_shrank_abandons_the_snapshot_and_reads_nothing() -> None:
@@ -249,7 +249,7 @@ def test_a_storage_that_shrank_abandons_the_snapshot_and_reads_nothing() -> None
         state["w"].untyped_storage().resize_(0)
         snapshot = it.take()
         assert snapshot.done.done()
-        assert "shrank" in str(snapshot.abandoned)
+        assert "shrank" in str(snapshot.abandon_reason)
         assert it.names() == ["snapshot.abandoned"]
 
 
@@ -269,7 +269,7 @@ def test_the_users_modes_do_not_matter(mode: str) -> None:
                 it.snapshotter.fence()
             snapshot = it.take()
             snapshot.wait()
-        assert snapshot.lazy
+        assert snapshot.is_deferred
         assert it.stamps(snapshot.slot) == {"w": {1.0}, "p": {3.0}}
         state["w"].fill_(2.0)
         snapshot = it.take()
@@ -283,7 +283,7 @@ def test_an_inference_tensor_is_staged_and_never_late() -> None:
     with rig(lambda: (state, ("w",))) as it:
         for _ in range(4):
             snapshot = it.take()
-            assert not snapshot.lazy
+            assert not snapshot.is_deferred
             assert it.stamps(snapshot.slot) == {"w": {1.0}}
 
 
@@ -302,7 +302,7 @@ def test_a_copy_error_reaches_the_caller_after_all_threads_have_stopped() -> Non
         return run
 
     with pytest.raises(CkptError, match="unit 17"):
-        CpuJob(copier, [(1, unit(n)) for n in range(50)]).eager()
+        CpuJob(copier, [(1, unit(n)) for n in range(50)]).start_eager()
     assert sorted(ran) == list(range(50))  # each once; the others' work was not lost
     copier.close()
 
@@ -313,7 +313,7 @@ def test_ctrl_c_in_the_wait_for_a_copy_returns_when_nothing_is_copied_any_more()
     begun, interrupted, never = threading.Event(), threading.Event(), threading.Event()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code is not Outcome.settle.__code__:
+        while frame is not None and frame.f_code is not Outcome.wait_until_done.__code__:
             frame = frame.f_back
         if frame is not None and not interrupted.is_set():
             interrupted.set()
@@ -328,7 +328,7 @@ def test_ctrl_c_in_the_wait_for_a_copy_returns_when_nothing_is_copied_any_more()
 
     before = signal.signal(signal.SIGINT, handler)
     try:
-        ticket = CpuJob(copier, [(1, unit)]).late()
+        ticket = CpuJob(copier, [(1, unit)]).start_deferred()
         assert begun.wait(60)  # on a thread of the copier
         with pytest.raises(KeyboardInterrupt):
             ticket.fence()
@@ -387,7 +387,7 @@ def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
 
     copier = Interrupted(2)
     with pytest.raises(KeyboardInterrupt):
-        CpuJob(copier, [(1, unit), (1, lambda: ran.append("more"))]).late()
+        CpuJob(copier, [(1, unit), (1, lambda: ran.append("more"))]).start_deferred()
     assert ran == ["to its end"]
     copier.close()
     assert ran == ["to its end"]
@@ -404,7 +404,7 @@ def test_ctrl_c_anywhere_in_a_late_copy_returns_when_nothing_is_copied_any_more(
         ended.append(1)
 
     def use(job: CpuJob) -> None:
-        ticket = job.late()
+        ticket = job.start_deferred()
         try:
             ticket.fence()
         except BaseException:
@@ -435,12 +435,12 @@ def test_a_late_copy_is_a_little_nicer_than_training_and_never_waits_for_an_idle
         copier.submit(look).result()
     finally:
         copier.close()
-    assert seen == [(min(19, mine[0] + LATE_NICE), mine[1]), mine]
-    assert 0 < LATE_NICE <= 5
+    assert seen == [(min(19, mine[0] + DEFERRED_NICE), mine[1]), mine]
+    assert 0 < DEFERRED_NICE <= 5
 
 
 def test_same_bytes_means_same_bits() -> None:
     nan = torch.tensor([float("nan"), 1.0])
-    assert is_same(nan, nan.clone())
-    assert not is_same(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert is_same(noise((40, 30)).t(), noise((40, 30)).t().contiguous())
+    assert has_same_bytes(nan, nan.clone())
+    assert not has_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert has_same_bytes(noise((40, 30)).t(), noise((40, 30)).t().contiguous())

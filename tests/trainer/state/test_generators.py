@@ -15,7 +15,7 @@ from ckpt.format.manifest import RANK_VALUES, VALUES
 from ckpt.trainer.restore.restore_plan import plan_targets
 from ckpt.trainer.state import generators
 from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate
-from ckpt.trainer.state.saved_values import Own
+from ckpt.trainer.state.saved_values import RankValues
 
 KINDS: dict[str, Any] = {
     "torch": lambda: torch.Generator().manual_seed(3),
@@ -42,9 +42,9 @@ def draw_global() -> list[float]:
 @pytest.fixture(autouse=True)
 def own_generators() -> Any:
     """The process's generators are as they were after each test."""
-    before = generators.read(generators.streams({}))
+    before = generators.read_states(generators.find_streams({}))
     yield
-    for name, stream in generators.streams({}).items():
+    for name, stream in generators.find_streams({}).items():
         stream.write(before[name]["state"])
 
 
@@ -75,23 +75,23 @@ def every(mesh: dict[str, int]) -> list[Coordinate]:
     return [at(mesh, indices) for indices in itertools.product(*map(range, mesh.values()))]
 
 
-def owns(mesh: dict[str, int], seed: Any) -> list[Own]:
+def owns(mesh: dict[str, int], seed: Any) -> list[RankValues]:
     """What every rank of a mesh saved of a generator seeded with seed(indices by axis)."""
     found = []
     for here in every(mesh):
         generator = torch.Generator().manual_seed(seed({a.name: a.index for a in here.axes}))
-        read = generators.read(generators.registered({"g": generator}))
+        read = generators.read_states(generators.registered_streams({"g": generator}))
         tree = {"coordinate": here.text, "mesh": here.mesh, "data": here.data, "generators": read, "loaders": {}}
         tree |= {"data_rank": here.data_rank, "data_world": here.data_world}
-        found.append(Own.parse(values.decode(values.encode(tree))))
+        found.append(RankValues.parse(values.decode(values.encode(tree))))
     return found
 
 
-def restored(old: list[Own], mesh: dict[str, int], step: int = 7) -> dict[tuple[int, ...], Any]:
+def restored(old: list[RankValues], mesh: dict[str, int], step: int = 7) -> dict[tuple[int, ...], Any]:
     found = {}
     for here in every(mesh):
         generator = torch.Generator()
-        generators.restore(generators.registered({"g": generator}), None, old, here, step)
+        generators.restore_streams(generators.registered_streams({"g": generator}), None, old, here, step)
         found[tuple(a.index for a in here.axes)] = tuple(draw(generator))
     return found
 
@@ -131,7 +131,7 @@ def test_every_kind_can_be_seeded_anew(kind: str) -> None:
     drawn = set()
     for seed in (0, 1, (1 << 64) - 1):
         generator = KINDS[kind]()
-        generators.of(generator).reseed(seed)
+        generators.stream_of(generator).reseed(seed)
         drawn.add(tuple(draw(generator)))
     assert len(drawn) == 3
 
@@ -142,7 +142,9 @@ def test_a_stored_state_that_is_none_is_refused(kind: str, bad: Any) -> None:
     old = owns({"rank": 1}, lambda at: 1)[0]
     old.generators["state:g"]["state"] = bad  # type: ignore[index]
     with pytest.raises(DamagedData, match="state:g"):
-        generators.restore(generators.registered({"g": KINDS[kind]()}), old, [], at({"rank": 1}, (0,)), 1)
+        generators.restore_streams(
+            generators.registered_streams({"g": KINDS[kind]()}), old, [], at({"rank": 1}, (0,)), 1
+        )
 
 
 @pytest.mark.parametrize("before", [{"g": 3}, {"g": torch.ones(2)}, {"x": 1}])
@@ -171,7 +173,7 @@ def test_a_generator_of_the_process_that_was_saved_and_is_not_here_is_named() ->
         own = checkpoint.blobs(RANK_VALUES)[walker.coordinate.text]
         own["generators"]["cuda:99"] = own["generators"]["torch"]
         shared = checkpoint.blobs(VALUES)[""]
-        dropped.append(plan_targets(walker, checkpoint.manifest, shared, own, [], True, 1).dropped)
+        dropped.append(plan_targets(walker, checkpoint.manifest, shared, own, [], True, 1).dropped_generators)
     assert dropped == [("cuda:99",), ()]
 
 
@@ -184,12 +186,12 @@ def test_a_python_generator_is_encoded_as_an_array_and_one_with_a_state_of_its_o
             self.told = state
 
     plain, own = random.Random(5), Counting()
-    stream = generators.of(plain)
+    stream = generators.stream_of(plain)
     state = stream.read()["state"]
     assert len(values.encode(state)) < 2600
     expected = [plain.random() for _ in range(3)]
     stream.write(values.decode(values.encode(state), "here"))
     assert [plain.random() for _ in range(3)] == expected
-    assert generators.of(own).read()["state"] == ("counted", 7)
-    generators.of(own).write(("counted", 8))
+    assert generators.stream_of(own).read()["state"] == ("counted", 7)
+    generators.stream_of(own).write(("counted", 8))
     assert own.told == ("counted", 8)

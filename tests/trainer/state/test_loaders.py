@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
 
 import ckpt
-from ckpt.trainer.state.loaders import position, put_back, shortcoming
+from ckpt.trainer.state.loaders import find_inexactness, load_loader_state, read_loader_state
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.runs import Seen
 
@@ -79,7 +79,7 @@ def test_what_is_said_of_a_loader_is_what_a_restart_does_to_it(kind: str) -> Non
     torch.manual_seed(1)
     undisturbed = train(make(), STEPS)
     found = [restarted(make, cut) for cut in CUTS]
-    said = shortcoming(make())
+    said = find_inexactness(make())
     whole = all(
         sorted(sample for samples, _ in run[at : at + PER_EPOCH] for sample in samples) == SAMPLES
         for run in found
@@ -135,7 +135,7 @@ def test_loaders_of_other_makes_are_left_alone() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(SAMPLES)
 
-    assert shortcoming(Mine()) == ""
+    assert find_inexactness(Mine()) == ""
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -201,22 +201,22 @@ def test_the_epoch_after_one_that_had_ended_is_whole(kind: Any, by: dict[str, An
         sampler = kind(samples, 1, 0) if kind is StatefulDistributedSampler else kind(samples, generator=own())
         new = StatefulDataLoader(samples, sampler=sampler, generator=own(), **by, **options)
         if state is not None:
-            put_back(new, state)
-            assert position(new) == state
+            load_loader_state(new, state)
+            assert read_loader_state(new) == state
         return new
 
     undisturbed = passes(made(), range(5))
     assert all(undisturbed)
     first = made()
     assert passes(first, range(2)) == undisturbed[:2]
-    at_end = position(first)
+    at_end = read_loader_state(first)
     assert passes(made(at_end), range(2, 5)) == undisturbed[2:]
     from_torchdata = made()
-    put_back(from_torchdata, first.state_dict())  # as older checkpoints have it
+    load_loader_state(from_torchdata, first.state_dict())  # as older checkpoints have it
     assert passes(from_torchdata, range(2, 5)) == undisturbed[2:]
     second = made(at_end)
     passes(second, range(2, 4), stop_in_last=3)
-    assert passes(made(position(second)), range(3, 5)) == [undisturbed[3][3:], undisturbed[4]]
+    assert passes(made(read_loader_state(second)), range(3, 5)) == [undisturbed[3][3:], undisturbed[4]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -228,7 +228,7 @@ def test_a_position_within_a_pass_is_torchdatas_own(kind: Any, by: dict[str, Any
     sampler = kind(samples, 1, 0) if kind is StatefulDistributedSampler else kind(samples)
     batches = StatefulDataLoader(samples, sampler=sampler, num_workers=workers, **by)
     for _ in batches:
-        assert position(batches) == batches.state_dict()
+        assert read_loader_state(batches) == batches.state_dict()
 
 
 def test_a_run_that_had_ended_goes_on_with_the_next_epoch(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ckpt.errors import UsageError
 from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.trainer.state import generators, state_walk
-from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate, coordinate
+from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate, find_coordinate
 from ckpt.trainer.state.names import is_custom
 from ckpt.trainer.state.shard import Shard, _boxes, _views
 from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
@@ -172,7 +172,7 @@ def test_only_what_is_trained_and_not_small_may_be_copied_late() -> None:
     (model["big"].sum() + model["small"].sum()).backward()
     optim.step()
     walked = rt.walker_of({"model": model, "optim": optim, "t": torch.zeros(big)}).walk()
-    late = {e.name for e, is_late in zip(walked.layout.entries, walked.late, strict=True) if is_late}
+    late = {e.name for e, is_late in zip(walked.layout.entries, walked.deferrable, strict=True) if is_late}
     assert late == {"model.big", "optim.state.big.exp_avg", "optim.state.big.exp_avg_sq"}
 
 
@@ -279,7 +279,7 @@ def test_a_tensor_that_has_lost_its_storage_is_noticed(kind: str) -> None:
     walker = rt.walker_of(state)
     walk = walker.walk()
     state["x"] = WITHOUT_STORAGE[kind]()
-    assert walker.changed(walk)
+    assert walker.has_changed(walk)
 
 
 def test_sharding_by_whole_parameters_is_refused_by_name() -> None:
@@ -504,11 +504,11 @@ def test_a_change_of_structure_or_storage_is_noticed(change: Any) -> None:
     state = watched()
     walker = rt.walker_of(state)
     walk = walker.walk()
-    assert not walker.changed(walk)
+    assert not walker.has_changed(walk)
     change(state)
-    assert walker.changed(walk)
-    assert not walker.changed(walker.walk())
-    assert walker.changed(walk), "a later walk makes nothing of an earlier one"
+    assert walker.has_changed(walk)
+    assert not walker.has_changed(walker.walk())
+    assert walker.has_changed(walk), "a later walk makes nothing of an earlier one"
 
 
 @pytest.mark.parametrize("change", [_tensor_betas, _other_beta, _extra_tensor, _tensor_for_count, _grow_data])
@@ -517,14 +517,14 @@ def test_values_that_refer_to_tensors_the_walk_does_not_have_are_found(change: A
     state = watched()
     walker = rt.walker_of(state)
     walk = walker.walk()
-    assert walker.strays(walk, walker.values(walk)[0]) == []
+    assert walker.find_strays(walk, walker.values(walk)[0]) == []
     change(state)
     shared, _ = walker.values(walk)
-    strays = walker.strays(walk, shared)
+    strays = walker.find_strays(walk, shared)
     walk = walker.walk()
     assert strays
     assert set(strays) <= {entry.name for entry in walk.layout.entries}
-    assert walker.strays(walk, shared) == []
+    assert walker.find_strays(walk, shared) == []
 
 
 def test_so_is_what_a_history_of_tensors_has_grown_by() -> None:
@@ -534,10 +534,10 @@ def test_so_is_what_a_history_of_tensors_has_grown_by() -> None:
     history.update(old=[torch.ones(1)], n_iter=1)
     walker = rt.walker_of({"model": model, "optim": optim})
     walk = walker.walk()
-    assert walker.strays(walk, walker.values(walk)[0]) == []
+    assert walker.find_strays(walk, walker.values(walk)[0]) == []
     history["old"].append(torch.ones(1))
-    assert walker.strays(walk, walker.values(walk)[0]) == ["optim.state.0.weight.old.1"]
-    assert walker.changed(walk)
+    assert walker.find_strays(walk, walker.values(walk)[0]) == ["optim.state.0.weight.old.1"]
+    assert walker.has_changed(walk)
 
 
 def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
@@ -546,9 +546,9 @@ def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
     model.part = nn.Parameter(memory.as_strided((2, 2), (4, 1)))
     walker = rt.walker_of({"model": model})
     walk = walker.walk()
-    assert not walker.changed(walk)
+    assert not walker.has_changed(walk)
     model.part.data = memory.as_strided((2, 2), (5, 1))
-    assert walker.changed(walk)
+    assert walker.has_changed(walk)
 
 
 def test_other_objects_under_the_same_keys_are_noticed() -> None:
@@ -556,7 +556,7 @@ def test_other_objects_under_the_same_keys_are_noticed() -> None:
     walker = rt.walker_of(state)
     walk = walker.walk()
     state.update(job())
-    assert walker.changed(walk)
+    assert walker.has_changed(walk)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -566,7 +566,7 @@ def test_training_and_values_change_no_structure(change: Any) -> None:
     walker = rt.walker_of(state)
     walk = walker.walk()
     change(state)
-    assert not walker.changed(walk)
+    assert not walker.has_changed(walk)
 
 
 @pytest.mark.parametrize("touched", [False, True])
@@ -586,7 +586,7 @@ def test_state_that_appears_after_the_first_step_is_noticed(touched: bool) -> No
             return loss
 
         optim.step(closure)
-        assert walker.changed(walk)
+        assert walker.has_changed(walk)
 
 
 def test_views_of_storage_that_was_moved_still_hold_the_old_bytes() -> None:
@@ -689,7 +689,7 @@ def test_a_loader_belongs_to_the_rank_and_is_asked_only_for_a_save() -> None:
     loader = Loader()
     walker = rt.walker_of({"loader": loader})
     walk = walker.walk()
-    assert not walker.changed(walk)
+    assert not walker.has_changed(walk)
     assert walker.values(walk, positions=False)[1]["loaders"] == {}
     assert loader.asked == 0
     shared, own = walker.values(walk)
@@ -719,7 +719,7 @@ def test_hashes_are_those_of_the_row_major_bytes_whatever_the_strides(monkeypatc
 
 def test_boxes_that_no_other_rank_holds_are_not_hashed() -> None:
     whole = rt.walker_of({"a": torch.ones(3), "b": torch.ones(3)}).walk()
-    walked = Walk(whole.layout, whole.tensors, whole.late, (True, False), None, None)
+    walked = Walk(whole.layout, whole.tensors, whole.deferrable, (True, False), None, None)
     assert hash_walk(walked).any(axis=1).tolist() == [True, False]
 
 
@@ -844,28 +844,28 @@ class Mesh:
 def test_coordinates_name_the_rank_and_its_data(
     names: Any, shape: Any, at: Any, text: str, data: str | None, data_rank: int, data_world: int
 ) -> None:
-    found = coordinate({}, 5, 8, Mesh(names, shape, at))
+    found = find_coordinate({}, 5, 8, Mesh(names, shape, at))
     assert found.text == text
     assert found.data == (data or "dp_replicate=1,dp_shard=0")
     assert (found.data_rank, found.data_world) == (data_rank, data_world)
 
 
 def test_without_a_mesh_the_rank_is_the_coordinate() -> None:
-    assert coordinate({"model": net()}, 2, 3).text == "rank=2"
+    assert find_coordinate({"model": net()}, 2, 3).text == "rank=2"
     with pytest.raises(UsageError, match="covers 4 of 8 ranks"):
-        coordinate({}, 0, 8, Mesh(("dp",), (4,), (0,)))
+        find_coordinate({}, 0, 8, Mesh(("dp",), (4,), (0,)))
 
 
 def test_the_same_mesh_is_one_with_the_same_coordinates() -> None:
     here = Coordinate((Axis("dp", 0, 2), Axis("tp", 1, 2)))
-    assert here.is_on(["dp=0,tp=0", "dp=0,tp=1", "dp=1,tp=0", "dp=1,tp=1"])
-    assert not here.is_on(["dp=0,tp=0", "dp=0,tp=1"])
-    assert not here.is_on([f"rank={i}" for i in range(4)])
+    assert here.is_in_mesh_of(["dp=0,tp=0", "dp=0,tp=1", "dp=1,tp=0", "dp=1,tp=1"])
+    assert not here.is_in_mesh_of(["dp=0,tp=0", "dp=0,tp=1"])
+    assert not here.is_in_mesh_of([f"rank={i}" for i in range(4)])
 
 
 def test_the_walker_reads_generators_only_if_they_belong_to_the_state() -> None:
     state = {"mine": torch.Generator()}
-    walkers = [StateWalker(state, coordinate(state, 0, 1), generators=every) for every in (True, False)]
+    walkers = [StateWalker(state, find_coordinate(state, 0, 1), generators=every) for every in (True, False)]
     with_all, only_mine = (walker.values(walker.walk())[1]["generators"] for walker in walkers)
     assert {"python", "numpy", "torch", "state:mine"} <= set(with_all)
     assert set(only_mine) == {"state:mine"}
