@@ -239,7 +239,7 @@ def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout
 def _wait_saved_steps(
     run: Rehearsal, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]
 ) -> list[int]:
-    """The saved steps from `at` on, after waiting LOOK_S at most."""
+    """The saved steps from `at` on, after waiting STORE_POLL_S at most."""
     found = [step for step in run.saved_steps() if step >= at]
     until = time.monotonic() + STORE_POLL_S
     with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):

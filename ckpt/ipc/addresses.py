@@ -85,7 +85,7 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
     """Receives `nbytes` bytes. `set_call_timeout` must have been called for the socket.
 
     Errors: EOFError at the end of the connection; OSError; TimeoutError if nothing arrives in one call, or twice fewer
-    than SLOWEST_BYTES. So a peer that sends a byte now and then is given up, too."""
+    than CALL_BYTES_MIN. So a peer that sends a byte now and then is given up, too."""
     room = bytearray(nbytes)
     view, is_short = memoryview(room), False
     while view:
@@ -107,7 +107,7 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
     """Sends all of `data`. `set_call_timeout` must have been called for the socket. Errors: TimeoutError if a call
-    moves fewer than SLOWEST_BYTES, and not all that is left; OSError."""
+    moves fewer than CALL_BYTES_MIN, and not all that is left; OSError."""
     left = len(data)
     while left:
         try:
@@ -129,7 +129,7 @@ class SocketReceiver:
     fifth of the CPU time of both ends."""
 
     def __init__(self, sock: socket.socket, stall_s: float) -> None:
-        """`stall_s`: the time in which SLOWEST_BYTES, or the rest of a piece, must arrive."""
+        """`stall_s`: the time in which CALL_BYTES_MIN, or the rest of a piece, must arrive."""
         self._sock, self._stall_ms = sock, max(1, int(stall_s * 1000))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)

@@ -194,7 +194,8 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def _wait_for_other_version(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
-    """Waits until an agent of another version has ended. Errors: OtherVersion if it does not end in MAKES_WAY_S."""
+    """Waits until an agent of another version has ended. Errors: OtherVersion if it does not end in
+    OTHER_VERSION_WAIT_S."""
     text = (
         f"ckpt: the agent of {redact_url(url)} (process {agent.pid}) is of another release and makes way, once what it"
     )

@@ -56,7 +56,7 @@ class RankPlace(enum.Enum):
 class ControlWord:
     """One appointment: a snapshot at version (`step`, `sub`) into the arenas of `slot`.
 
-    `attempt_number`: number of the save attempt, 1..ROUND_MAX, compared for equality only. `sub`: 0 means the end of
+    `attempt_number`: number of the save attempt, 1..ATTEMPT_MAX, compared for equality only. `sub`: 0 means the end of
     that step. A word that was read with `sub` > 0 knows `step` only modulo 2^16; use `place_for` to compare it."""
 
     attempt_number: int

@@ -427,7 +427,7 @@ class _Needs:
 
     def broken_limits(self, choice: Chosen, limits: _Limits, deviations: float = 0.0) -> set[Bound]:
         """The limits and bounds that the intervals break. A limit, and the time of a commit, must be exceeded by
-        `deviations` standard deviations, the other bounds by more than IN_HAND."""
+        `deviations` standard deviations, the other bounds by more than LIMIT_MARGIN."""
         off_s = deviations * self.measurements.commit.error
         found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * LIMIT_MARGIN < s}
         if choice.store_by != "start" and choice.store_s * LIMIT_MARGIN < self.floors_s["commit"] - off_s:

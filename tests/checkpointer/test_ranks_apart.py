@@ -38,7 +38,7 @@ from pathlib import Path
 import torch.distributed as dist
 import ckpt
 from ckpt.trainer.link import collective
-collective.SAY_S = 0.5
+collective.MISSING_RANKS_S = 0.5
 url, told, said = Path(sys.argv[1]), Path(sys.argv[2]), []
 dist.init_process_group("gloo")
 def hear(event):
@@ -50,7 +50,7 @@ while dist.get_rank() == 1 and not told.exists():
 for name in "ab":  # the ranks count alike, whoever waited
     with ckpt.Checkpointer(url / name, {"x": 1}, sinks=(hear,)) as ck:
         ck.step()
-    collective.SAY_S = 600
+    collective.MISSING_RANKS_S = 600
 print("said:", said, flush=True)
 dist.destroy_process_group()
 """

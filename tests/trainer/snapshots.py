@@ -22,7 +22,7 @@ from ckpt.trainer.state.pieces import CopyPiece, split_piece
 from ckpt.types import Box
 
 FRAME_BYTES = 1 << 16
-LARGE = (160, 128)  # float32: 80 KiB, more than LATE_BYTES_MIN, two frames
+LARGE = (160, 128)  # float32: 80 KiB, more than DEFERRED_BYTES_MIN, two frames
 
 
 @dataclass(frozen=True)

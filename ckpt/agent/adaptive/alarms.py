@@ -87,7 +87,7 @@ class Alarms:
 
     def update(self, job: Job | None, followed_jobs: Sequence[FollowerJob]) -> float | None:
         """Does what follows from the newest events. `job`: the current one. Returns when to call again. An internal
-        error is reported, ends no job, and rests predictions for MISTAKE_S."""
+        error is reported, ends no job, and rests predictions for ERROR_PAUSE_S."""
         now_s = time.monotonic()
         if now_s < self._internal_error_s + ERROR_PAUSE_S:
             return self._internal_error_s + ERROR_PAUSE_S

@@ -145,7 +145,7 @@ class StoreClient:
         self._pruners: dict[Epoch | None, Pruner] = {}  # each caches the records that it has read
 
     def open_run(self, impatient: bool = False) -> Run:
-        """The opened run. `impatient`: failed requests are retried for IMPATIENT_S at most. Errors: UsageError,
+        """The opened run. `impatient`: failed requests are retried for SHORT_RETRY_S at most. Errors: UsageError,
         StorageError."""
         from ckpt.storage import open as open_store
         from ckpt.store.run import Run

@@ -115,8 +115,8 @@ class JobExecutor(JobCommits):
                 self._close_epoch(reason)
 
     def _divide(self, patient: bool = True) -> None:
-        """Makes a new division. If ranks report layouts of different versions, it waits MIXED_S for the other ranks'
-        reports."""
+        """Makes a new division. If ranks report layouts of different versions, it waits LAYOUTS_WAIT_S for the other
+        ranks' reports."""
         self._awaits_layouts = patient and self._has_mixed_layouts()
         if self._awaits_layouts:
             self._call_later(LAYOUTS_WAIT_S, lambda: self._divide(False) if self._awaits_layouts else None)

@@ -427,7 +427,7 @@ class Scheduler(ExitVote):
             ]
 
     def _unreachable_rank(self, now_s: float) -> int | None:
-        """A rank that has been unreachable for LOST_S while policy-due saves wait; else None."""
+        """A rank that has been unreachable for MISSING_ANSWER_S while policy-due saves wait; else None."""
         if not any(save.reason is SaveReason.DUE for save in self._save_requests.values()):
             return None
         lost = ((m.rank, m.disconnected_s) for m in self.rank_states.summary.disconnected)

@@ -162,7 +162,7 @@ class Channel:
             self._read()
 
     def _flush(self) -> None:
-        """Sends waiting records, until the socket is full or AT_ONCE_BYTES are sent."""
+        """Sends waiting records, until the socket is full or BYTES_PER_TURN are sent."""
         room = BYTES_PER_TURN
         try:
             while room > 0 and self._load_next_record():

@@ -288,7 +288,7 @@ class PeerListener:
             self._loop.call_later(max(end_s - now_s, SWEEP_S), self._sweep)
 
     def _refuse(self, why: str) -> None:
-        """Logs a refused connection, at most once in SAY_S, so that strangers cannot fill the disk."""
+        """Logs a refused connection, at most once in LOG_INTERVAL_S, so that strangers cannot fill the disk."""
         self._refused_count += 1
         now_s = self._clock.now_s()
         if self._last_log_s is None or now_s - self._last_log_s >= LOG_INTERVAL_S:

@@ -75,7 +75,7 @@ class PeerNetwork:
         # message on the channel that it keeps.
         self._incoming_channels: dict[Channel, str] = {}
         self._hosts: dict[str, str] = {}
-        # By peer, channels that this agent dialled within the last AT_ONCE_S.
+        # By peer, channels that this agent dialled within the last SIMULTANEOUS_DIAL_S.
         self._recent_dials: dict[str, Channel] = {}
         self._pending_dials: dict[str, _PendingDial] = {}
         self._pending_lookups: dict[Address, _PendingLookup] = {}

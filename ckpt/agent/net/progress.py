@@ -1,9 +1,9 @@
 """The progress of long requests between agents: a request may take as long as it makes progress.
 
-The agent that works on a request sends `moving` every SAY_S in which some work was done. The agent that asked gives the
-request up ANSWER_S after the request or the last `moving`. So no size is too large, and a stuck request ends. Two
-failures are noticed much earlier: a dead or hanging agent by its connection, and a stalled transfer by itself. Main
-thread only, except `Progress.advance`.
+The agent that works on a request sends `moving` every REPORT_INTERVAL_S in which some work was done. The agent that
+asked gives the request up ANSWER_TIMEOUT_S after the request or the last `moving`. So no size is too large, and a stuck
+request ends. Two failures are noticed much earlier: a dead or hanging agent by its connection, and a stalled transfer
+by itself. Main thread only, except `Progress.advance`.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class FetchTerms:
     """The parameters of an agent's fetches.
 
     `greet(offer, peer)`: makes the dialling side of a handshake for role DATA. `inward`: the rate limit. `connections`:
-    per transfer. `stall_s`: a connection is given up if it moves fewer than SLOWEST_BYTES in this time. `patience_s`: a
-    transfer fails when a connection fails and, for this long, no bytes came and the sender served no other receiver.
+    per transfer. `stall_s`: a connection is given up if it moves fewer than CALL_BYTES_MIN in this time. `patience_s`:
+    a transfer fails when a connection fails and, for this long, no bytes came and the sender served no other receiver.
     `is_low_priority`: whether threads run at the lowest priority. `working_addresses`: the last working address of each
     peer, by name, shared by all transfers."""
 
@@ -341,7 +341,7 @@ class TcpFetch:
 
 
 def request_frames(sock: socket.socket, session: Session, numbers: Sequence[int]) -> None:
-    """Requests frames by their numbers in the offer, at most ASK_FRAMES. Errors: OSError."""
+    """Requests frames by their numbers in the offer, at most REQUEST_FRAMES_MAX. Errors: OSError."""
     send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(map(NUMBER.pack, numbers)))))
 
 

@@ -134,8 +134,8 @@ class Startup(NodeMemory):
         )
 
     def _report_progress(self, start: Start, before: tuple[int, ...]) -> None:
-        """Reports progress every SAY_S to the trainer that waits for a candidate, so that it goes on waiting (see
-        net/progress.py)."""
+        """Reports progress every REPORT_INTERVAL_S to the trainer that waits for a candidate, so that it goes on
+        waiting (see net/progress.py)."""
         if self._start is not start:
             return
         now = self._progress_key(start)

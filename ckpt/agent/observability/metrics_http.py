@@ -98,7 +98,7 @@ class MetricsHttp:
                 self._server.call_later(SWEEP_S, self._sweep)
 
     def _pause_accepting(self) -> None:
-        """Stops accepting for REST_S: a waiting client would keep the loop busy."""
+        """Stops accepting for ACCEPT_PAUSE_S: a waiting client would keep the loop busy."""
         self._server.unwatch(self._listener)
 
         def again() -> None:

@@ -77,7 +77,7 @@ class DirectStreams:
             self._streams_by_frame.update(((frame, id(receiver)), stream) for frame in part)
 
     def start_streams(self) -> None:
-        """Begins waiting streams, within the limits STREAMS per holder and RANK_STREAMS per rank."""
+        """Begins waiting streams, within the limits STREAMS per holder and RANK_STREAMS_MAX per rank."""
         while (stream := self._next_stream()) is not None:
             self._queued_streams.remove(stream)
             served = stream.receiver

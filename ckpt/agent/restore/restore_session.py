@@ -257,7 +257,7 @@ class RestoreSession:
             self._call_later(REPORT_INTERVAL_S, self._report_progress)
 
     def _report_progress(self) -> None:
-        """Tells waiting ranks, every SAY_S, that the restore advances: then a rank does not time out."""
+        """Tells waiting ranks, every REPORT_INTERVAL_S, that the restore advances: then a rank does not time out."""
         said, self._reported_progress = self._reported_progress, None
         if self._closed or not self._requests_by_receiver:
             return

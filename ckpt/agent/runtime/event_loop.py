@@ -306,7 +306,7 @@ class EventLoop:
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
 
     def _pause_accepting(self) -> None:
-        """Stops accepting connections for AGAIN_S: a pending connection that fails would keep the loop busy."""
+        """Stops accepting connections for RETRY_S: a pending connection that fails would keep the loop busy."""
         listener = self._listener
         self._stop_accepting()
 

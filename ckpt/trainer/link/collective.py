@@ -64,9 +64,9 @@ class TorchGroup:
         _ENTRY_COUNTS[ranks] += 1
 
     def _wait_for_ranks(self, ranks: tuple[int, ...]) -> list[int]:
-        """Waits until all ranks have entered, for SAY_S at most, and returns those that have not. Making the gloo group
-        would wait for ENTER_TIMEOUT_S without a message. The list is empty if torch's store cannot tell. Errors:
-        UsageError if the ranks have made different numbers of process groups."""
+        """Waits until all ranks have entered, for MISSING_RANKS_S at most, and returns those that have not. Making the
+        gloo group would wait for ENTER_TIMEOUT_S without a message. The list is empty if torch's store cannot tell.
+        Errors: UsageError if the ranks have made different numbers of process groups."""
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:  # MPI has none
             return []

@@ -254,7 +254,7 @@ class CpuTicket:
 
 
 def _raise_niceness() -> None:
-    """Nices this thread by LATE_NICE, if that is allowed."""
+    """Nices this thread by DEFERRED_NICE, if that is allowed."""
     with contextlib.suppress(OSError):
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + DEFERRED_NICE)

@@ -37,7 +37,7 @@ WORD_BYTES = 8
 # A device's copy engine reads this much in the time in which a thread reads UNIT_BYTES.
 DEVICE_UNIT_BYTES = 32 << 20
 # Each snapshot compares a part of one late tensor in full, in turns. The part is 1/SPOT_SHARE of the late bytes, so
-# that the stall hardly grows; but at least LATE_BYTES_MIN and at most SPOT_BYTES_MAX.
+# that the stall hardly grows; but at least DEFERRED_BYTES_MIN and at most SPOT_BYTES_MAX.
 SPOT_BYTES_MAX = 1 << 20
 SPOT_SHARE = 1024
 

@@ -57,7 +57,7 @@ class Part:
         made.collect_part(STEP, manifest, self.leave, later, moves, then)
 
     def bound(self, monkeypatch: pytest.MonkeyPatch, looks: float) -> None:
-        """As if the store took so many times LOOK_S for what is to be made."""
+        """As if the store took so many times CHECK_S for what is to be made."""
         monkeypatch.setattr(
             collect, "REBUILD_BYTES_S_MIN", self.inventory.snapshot_bytes[STEP, self.makeable] / looks / CHECK_S
         )
