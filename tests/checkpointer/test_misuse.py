@@ -263,7 +263,7 @@ def test_a_save_behind_a_loop_that_ended_with_its_loader_is_told_where_it_belong
     with ckpt.Checkpointer(tmp_path, {"loader": loader}) as ck:
         for _step, _batch in zip(ck.steps(9), range(2), strict=False):
             loader.read += 1
-        with pytest.raises(ckpt.UsageError, match=r"Behind a loop that ended with its loader"):
+        with pytest.raises(ckpt.UsageError, match=r"After a loop that ended with its loader"):
             ck.save()
     assert ck.receipt["end_step"] == 2
 
