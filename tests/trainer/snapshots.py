@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 
 import numpy as np
 import torch
@@ -167,12 +168,17 @@ class TearingJob:
 class TearingTicket:
     copier: TearingCopier
     left: list[CopyPiece]
+    lock: Lock = field(default_factory=Lock)  # the test copies some while another thread may fence
 
     def one(self) -> None:
-        if self.left:
-            piece = self.left.pop(0)
-            piece.target.copy_(piece.source)
-            self.copier.copied_late += 1
+        with self.lock:
+            if self.left:
+                piece = self.left[0]
+                try:
+                    piece.target.copy_(piece.source)
+                finally:
+                    del self.left[0]
+                self.copier.copied_late += 1
 
     def fence(self) -> None:
         self.copier.on_fence()
