@@ -241,7 +241,7 @@ def test_nor_is_a_process_that_no_trainer_has_started(
     stub: Callable[..., subprocess.Popen[str]], meet: Callable[..., client.Connection]
 ) -> None:
     other = stub("hangs")
-    with pytest.raises(AgentError, match=f"process {other.pid}.*none that a trainer of yours has started"):
+    with pytest.raises(AgentError, match=f"process {other.pid}.*no trainer of yours has started it"):
         meet()
     assert other.poll() is None
 
