@@ -165,11 +165,11 @@ class Share:
         self.name, self.ranks = f"n{rank}", frozenset([rank])
         self.given: list[Mapping[int, int]] = []
 
-    def measure(self, sizes: Mapping[int, int], slots: int, limit: int | None, then: Callable[..., None]) -> None:
+    def plan_memory(self, sizes: Mapping[int, int], slots: int, limit: int | None, then: Callable[..., None]) -> None:
         self.given.append(sizes)
         then(memory_plan.MemoryPlan(3, 1, 0, 0, 100, ""), "")
 
-    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[..., None]) -> None:
+    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[..., None]) -> None:
         self.given.append(sizes)
         then(dict(sizes), "")
 
@@ -178,7 +178,7 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
     shares = [Share(rank) for rank in range(1, COUNT)]
     own = Share(0)
     nodes = AllShares(
-        cast(LocalShare, SimpleNamespace(world=COUNT, plan_memory=own.measure, make_arenas=own.make)),
+        cast(LocalShare, SimpleNamespace(world=COUNT, plan_memory=own.plan_memory, make_arenas=own.make_arenas)),
         cast(Any, shares),
         "n0",
     )
@@ -196,13 +196,13 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
 def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_not_answer() -> None:
     """Copies may be placed anew at that time: a failure is predicted, or more memory is lent."""
     own, other = Share(0), Share(1)
-    nodes = AllShares(cast(LocalShare, SimpleNamespace(world=2, plan_memory=own.measure)), cast(Any, [other]), "n0")
+    nodes = AllShares(cast(LocalShare, SimpleNamespace(world=2, plan_memory=own.plan_memory)), cast(Any, [other]), "n0")
     heard: list[Any] = []
     nodes.plan_memory({0: 1, 1: 1}, 3, None, lambda *found: heard.append(found))
     before = nodes.plans_by_name()
     assert set(before) == {"n0", "n1"}
     gone = "the agent of that node is gone"
-    other.measure = lambda *_: _[-1](None, gone)  # type: ignore[method-assign]
+    other.plan_memory = lambda *_: _[-1](None, gone)  # type: ignore[method-assign]
     nodes.plan_memory({0: 2, 1: 2}, 3, None, lambda *found: heard.append(found))
     assert heard[1] == (None, "the agent of that node is gone")
     assert nodes.plans_by_name() == before
@@ -213,7 +213,7 @@ def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_r
     page = ControlPage.create(world)
     try:
         others = [RemoteShare(cast(PeerNetwork, None), f"n{rank}", EPOCH, world, [rank]) for rank in range(2, world)]
-        own = SimpleNamespace(world=world, page=page)
+        own = SimpleNamespace(world=world, control_page=page)
         nodes = AllShares(cast(LocalShare, own), others, "n0")
         assert nodes.steps() == nodes.polls() == [0] * world
         for rank in (0, 1):
