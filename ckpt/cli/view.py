@@ -366,9 +366,13 @@ def _memory_node_rows(lenders: list[Facts]) -> Iterator[Row]:
         yield "", f"and {len(lenders) - NODES} more memory-only nodes (--json)", ""
 
 
+def _node_text(name: str) -> str:
+    return f"node {name}" if name else "this machine"
+
+
 def _notices(notices: Facts) -> Iterator[Row]:
     for number, each in enumerate(notices["standing"]):
-        nodes = [f"node {name}" if name else "this machine" for name in each["nodes"]]
+        nodes = list(map(_node_text, each["nodes"]))
         machines = nodes[0] if len(nodes) == 1 else f"{', '.join(nodes[:NODES])}{', ...' * (len(nodes) > NODES)}"
         go = f"go{'es' * (len(nodes) == 1)} away" if each["certain"] else "may go away"
         # The relay adds the node's name to the key: see agent.preemption.notice_relay.
@@ -389,7 +393,7 @@ def _predictions(found: Facts | None) -> Iterator[Row]:
     for each in found["standing"]:
         if each["source"] not in proven:
             continue
-        where = f"node {each['node']}" if each["node"] else "this machine"
+        where = _node_text(each["node"])
         yield "foreseen" * (not number), f"{where} may fail, says {each['source']}", "red"
         number += 1
     for name, source in proven.items():

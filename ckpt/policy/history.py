@@ -155,10 +155,8 @@ def _pop_number(numbers: dict[str, float], name: str, least: float = 0.0, most: 
 def _rate(numbers: dict[str, float], name: str) -> FailureRate:
     prior_failures = _pop_number(numbers, f"{name}.prior_failures", PRIOR_MIN, 1)
     prior_s = _pop_number(numbers, f"{name}.prior_s", prior_failures * SHORTEST_S)
-    failures, exposure_s = (
-        _pop_number(numbers, f"{name}.failures", 0, MEMORY),
-        _pop_number(numbers, f"{name}.exposure_s"),
-    )
+    failures = _pop_number(numbers, f"{name}.failures", 0, MEMORY)
+    exposure_s = _pop_number(numbers, f"{name}.exposure_s")
     settled = GammaRate(prior_failures, prior_s, failures, exposure_s)
     seen = _pop_number(numbers, f"{name}.seen")
     if seen != int(seen):

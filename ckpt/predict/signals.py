@@ -127,10 +127,8 @@ class Sampler:
         for path in self._disks:
             ended, took = f"{path}:ended", f"{path}:took"
             if took in requests and took in self._previous_counters:
-                count, seconds = (
-                    requests[ended] - self._previous_counters[ended],
-                    requests[took] - self._previous_counters[took],
-                )
+                count = requests[ended] - self._previous_counters[ended]
+                seconds = requests[took] - self._previous_counters[took]
                 each_s = seconds / count if count > 0 and seconds > 0 else 0.0
                 found["disk.wait_s"] = max(found.get("disk.wait_s", 0.0), each_s)
 

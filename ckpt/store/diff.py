@@ -185,10 +185,8 @@ def _changed_values(first: FrameReader, second: FrameReader) -> tuple[ChangedVal
     ours, theirs = load_values(first), load_values(second)
     pairs: list[tuple[str, Any, Any]] = [("", ours.shared, theirs.shared)]
     for coordinate in sorted({*ours.shared_by_coordinate, *theirs.shared_by_coordinate}):
-        a, b = (
-            ours.shared_by_coordinate.get(coordinate, ours.shared),
-            theirs.shared_by_coordinate.get(coordinate, theirs.shared),
-        )
+        a = ours.shared_by_coordinate.get(coordinate, ours.shared)
+        b = theirs.shared_by_coordinate.get(coordinate, theirs.shared)
         pairs.append((coordinate, a, b))
     for coordinate in sorted({*ours.own_by_coordinate, *theirs.own_by_coordinate}):
         pairs.append((coordinate, ours.own_by_coordinate.get(coordinate), theirs.own_by_coordinate.get(coordinate)))

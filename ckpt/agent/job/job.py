@@ -175,10 +175,8 @@ class Job(AgentRestart):
 
     def spare_bytes_by_node(self) -> dict[str, int]:
         """By node: the bytes left beside its slots and one generation of replicas."""
-        nodes, placement = (
-            self.ranks,
-            self.replication_manager.placement if self.replication_manager is not None else None,
-        )
+        nodes = self.ranks
+        placement = self.replication_manager.placement if self.replication_manager is not None else None
         if self.plan is None or not isinstance(nodes, AllShares):
             return {}
         keeps = {load.node: load.keeps_bytes for load in placement.loads} if placement is not None else {}

@@ -203,10 +203,8 @@ class JobExecutor(JobCommits):
         if self._slot_yields_until_s <= now_s and self._slot_yields_until_s > -math.inf:
             self._slot_yields_until_s, self._planned_free_parts = -math.inf, {}
         if len(self.nodes) > 1:
-            self._next_plan_s, self._plan_backoff_s = (
-                now_s + self._plan_backoff_s,
-                min(2 * self._plan_backoff_s, REPLAN_PAUSE_S),
-            )
+            self._next_plan_s = now_s + self._plan_backoff_s
+            self._plan_backoff_s = min(2 * self._plan_backoff_s, REPLAN_PAUSE_S)
 
         def measured(plan: memory_plan.MemoryPlan | None, error: str) -> None:
             if plan is None or division is None or self._division is not division:
@@ -247,10 +245,8 @@ class JobExecutor(JobCommits):
         before, sizes = replication_manager.placement_fields(), nodes.sum_by_node(dict(enumerate(division.arena_bytes)))
         kept_before = surviving_nodes(replication_manager.holders_by_node)
         slots = replication_manager.update_placement(sizes, nodes.plans_by_name(), used, gives_way)
-        self.scheduler.is_replication_on, self.scheduler.placement = (
-            replication_manager.has_holders,
-            replication_manager.holders_by_node,
-        )
+        self.scheduler.is_replication_on = replication_manager.has_holders
+        self.scheduler.placement = replication_manager.holders_by_node
         self.scheduler.is_replication_wanted = replication_manager.is_requested
         is_whole = self.scheduler.is_placement_complete
         is_short = replication_manager.is_requested and not is_whole

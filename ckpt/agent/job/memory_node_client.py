@@ -57,13 +57,11 @@ class MemoryNodeClients:
         tell: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
-        self._url, self._network, self._call_later, self._emit_event, self._on_change = (
-            url,
-            network,
-            later,
-            tell,
-            changed,
-        )
+        self._url = url
+        self._network = network
+        self._call_later = later
+        self._emit_event = tell
+        self._on_change = changed
         self.addresses: tuple[Address, ...] = ()  # of the newest job
         self._reachable_by_address: dict[Address, LentMemory] = {}
         self._errors_by_address: dict[Address, str] = {}  # the error of each unreachable node

@@ -467,10 +467,8 @@ class Scheduler(ExitVote):
             self._partial_save_since_s = now_s
         elif now_s - self._partial_save_since_s >= MISSING_RANKS_S:
             self._partial_save_since_s = math.inf
-            version, more = (
-                next(iter(self._save_requests.values())).version,
-                f" and {len(absent) - 8} more" * (len(absent) > 8),
-            )
+            version = next(iter(self._save_requests.values())).version
+            more = f" and {len(absent) - 8} more" * (len(absent) > 8)
             who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {absent[:8]}{more} have"
             what = "ck.save() and the end of the block are for all ranks, at the same step"
             text = f"the other ranks wait to save {version}: {who} not come to it for {MISSING_RANKS_S:.0f} s. {what}"

@@ -129,10 +129,10 @@ class Status:
                 "lost_s": account.lost_s - lost_s,
                 "recovery_s": took_s,
             }
+            lost = format_count(account.lost_steps - lost_steps, "step")
             text = (
-                f"training goes on after step {version.step}: {format_count(account.lost_steps - lost_steps, 'step')} "
-                "lost "
-                f"({facts['lost_s']:.1f} s), and {took_s:.1f} s until it did"
+                f"training goes on after step {version.step}: {lost} lost ({facts['lost_s']:.1f} s), and "
+                f"{took_s:.1f} s until it did"
             )
             job.emit("job.recovered", text, data=facts)
         self._write_account()

@@ -161,10 +161,8 @@ class Preemption(ReplicaState):
     def inherit_timings(self, former: Preemption) -> None:
         """Takes the save times of the former start on this node, from which this one continues, until its own are
         measured."""
-        self._save_timing, self._replication_timing = (
-            self._save_timing or former._save_timing,
-            self._replication_timing or former._replication_timing,
-        )
+        self._save_timing = self._save_timing or former._save_timing
+        self._replication_timing = self._replication_timing or former._replication_timing
         self._commit_timing = self._commit_timing or former._commit_timing
 
     def record_acknowledgement(self) -> None:

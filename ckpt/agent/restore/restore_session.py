@@ -107,11 +107,9 @@ class RestoreSession:
         self.shared_read = fan
         if fan is not None:
             fan.get_window, fan.on_record_opened, fan.guard = self._cells.get_window, self._set_record, self._guard
-            fan.on_read, fan.on_received, fan.on_unavailable = (
-                self._serve_home_frames,
-                self._receive_from_home,
-                self._handle_no_home,
-            )
+            fan.on_read = self._serve_home_frames
+            fan.on_received = self._receive_from_home
+            fan.on_unavailable = self._handle_no_home
         self._receivers_from_peers: dict[int, set[int]] = {}  # frames expected from peers -> receivers
         self._receivers_from_homes: dict[int, set[int]] = {}  # frames expected from the shared read -> receivers
         self._receivers_from_store: dict[int, set[int]] = {}  # frames expected from the store -> receivers
@@ -122,16 +120,12 @@ class RestoreSession:
             StoreSource(manifest, open_record, workers, post, folder) if open_record is not None else None
         )
         if (store := self._store_source) is not None:
-            store.get_window, store.on_record_opened, store.guard = (
-                self._cells.get_window,
-                self._set_record,
-                self._guard,
-            )
-            store.get_wanted_frames, store.on_received, store.release_cell = (
-                self._receivers_from_store.keys,
-                self._receive_from_store,
-                self._cells.free_cell,
-            )
+            store.get_window = self._cells.get_window
+            store.on_record_opened = self._set_record
+            store.guard = self._guard
+            store.get_wanted_frames = self._receivers_from_store.keys
+            store.on_received = self._receive_from_store
+            store.release_cell = self._cells.free_cell
             store.on_unavailable, store.on_error = self._fail_frame, self._fail_store_requests
             store.on_files_listed, store.failed_file_frames = self._send_files, self._failed_by_source[From.FILE]
         self._closed = False

@@ -123,10 +123,8 @@ class ReplicaState(JobFacts):
         # If an agent was lost meanwhile, replicas that it reported may be gone.
         if not self._is_holder_lost:
             self._lost_holders.clear()
-        found, under_way = (
-            self.replicated_slot.attempt if self.replicated_slot is not None else None,
-            self._replicating_attempt,
-        )
+        found = self.replicated_slot.attempt if self.replicated_slot is not None else None
+        under_way = self._replicating_attempt
         # The version under way is reported by `record_replication`.
         if found is not None and found is not under_way:
             found.replication_state = WorkState.DONE

@@ -70,10 +70,8 @@ class StepTiming:
 
     def record_missed_poll(self, step: int) -> None:
         """An appointment at a poll of that step failed; the step ended before that poll, say."""
-        self._failed_poll_steps, self._last_failed_step = (
-            min(self._failed_poll_steps + (step != self._last_failed_step), DOUBTS_MAX),
-            step,
-        )
+        self._failed_poll_steps = min(self._failed_poll_steps + (step != self._last_failed_step), DOUBTS_MAX)
+        self._last_failed_step = step
 
     def next_update_version(self, version: Version) -> Version:
         """That version, or the next one whose step has an optimizer update if ranks can save only there."""

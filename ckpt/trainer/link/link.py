@@ -451,10 +451,8 @@ class Link:
         delay_s = 0.05 * 2 ** (self._failed_restarts - 1)
         if self._failed_restarts > 1:
             self.tasks.stopping.wait(min(delay_s, 10.0))
-        tries, until_s = (
-            RECONNECT_TRIES if self._failed_restarts <= FAILED_RESTARTS_MAX else 0,
-            time.monotonic() + CUT_OFF_S_MAX,
-        )
+        tries = RECONNECT_TRIES if self._failed_restarts <= FAILED_RESTARTS_MAX else 0
+        until_s = time.monotonic() + CUT_OFF_S_MAX
         while tries:
             tries -= 1
             if self._is_closed or self.superseded_by is not None or self.tasks.stopping.is_set():

@@ -268,12 +268,10 @@ class Shutdown:
         heard = (-1, 0)  # restarts of the agent when it was last told, and how many signals it was told of
         while True:
             with self._changed:
-                came, by_s, exiting, closed = (
-                    dict(self._signal_deadlines),
-                    self.leave_by_s,
-                    self._is_exiting,
-                    self._is_closed,
-                )
+                came = dict(self._signal_deadlines)
+                by_s = self.leave_by_s
+                exiting = self._is_exiting
+                closed = self._is_closed
                 end = self._link.end_order
             if closed:
                 return

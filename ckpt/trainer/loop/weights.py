@@ -83,10 +83,8 @@ class Weights:
         places = [0 if part is None else _address_of(part) for part in local]
         with ordinary_mode():  # no gradient is recorded
             if places != self._addresses:
-                self._addresses, self._reads = (
-                    places,
-                    _group_reads(part for part in local if part is not None and _address_of(part)),
-                )
+                self._addresses = places
+                self._reads = _group_reads(part for part in local if part is not None and _address_of(part))
             return [torch.cat([read() for read in reads]) for reads in self._reads]
 
     def _choose_parameters(self, parts: Sequence[Optimizer | nn.Module]) -> None:
@@ -111,13 +109,11 @@ class Weights:
         self._addresses = []
 
     def _clear(self) -> None:
-        self._known_parts, self._param_getters, self._gathered_modules, self._addresses, self._reads = (
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
+        self._known_parts = []
+        self._param_getters = []
+        self._gathered_modules = []
+        self._addresses = []
+        self._reads = []
 
 
 def are_equal_glances(one: Glance, other: Glance) -> bool:

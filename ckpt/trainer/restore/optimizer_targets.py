@@ -113,10 +113,8 @@ class OptimizerTargets:
         """The name of a parameter in the checkpoint's optimizer: its own, or that of a parameter tied to it, here or in
         the checkpoint. None if it has none."""
         first = self.scan.aliases.get(param.full_name, param.full_name)
-        tied, there = (
-            (param.full_name, first, *self.requests.aliases_by_first.get(first, ())),
-            self.requests.saved.aliases,
-        )
+        tied = (param.full_name, first, *self.requests.aliases_by_first.get(first, ()))
+        there = self.requests.saved.aliases
         names_of = [name for full in tied for name in (full, there.get(full)) if isinstance(name, str)]
         return next(
             (name for full in names_of if (name := self._name_in_checkpoint(full)) in saved.group_indices), None

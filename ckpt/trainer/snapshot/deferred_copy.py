@@ -170,10 +170,8 @@ class _Canaries:
         self._tensor_indices = [sample.tensor_index for sample in samples]
         self._sources = [sample.live for sample in samples]
         plain = len(samples) - sum(map(_is_odd, samples))
-        self._plain_sources, self._odd_sources = (
-            [_words(source) for source in self._sources[:plain]],
-            self._sources[plain:],
-        )
+        self._plain_sources = [_words(source) for source in self._sources[:plain]]
+        self._odd_sources = self._sources[plain:]
         self._boundary_bytes, self._later_bytes = torch.zeros(
             (2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device
         )
