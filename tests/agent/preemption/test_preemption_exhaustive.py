@@ -239,7 +239,7 @@ def _hear(w: World, number: int) -> None:
         case ("end",):
             _die(w, number)
         case ("awaited", word):
-            past = word.place(rank.step - 1, 0) is not RankPlace.EARLY
+            past = word.place_for(rank.step - 1, 0) is not RankPlace.EARLY
             if rank.phase == "trains" and rank.seen != word.attempt_number and past:
                 rank.to_agent.append(("missed", word.attempt_number))
 
