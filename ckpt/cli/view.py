@@ -72,7 +72,7 @@ def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
         return _rows(_store_rows(status))
     job, account = status.get("job"), status.get("account")
     # The coordinator has the account. What this agent has is of a time when it was the coordinator.
-    if status.get("following") and (job is None or job["superseded_by"]):
+    if status.get("followed_jobs") and (job is None or job["superseded_by"]):
         job = account = None
     nodes = status.get("nodes") or {}
     parts: list[RenderableType] = [_rows(_head(status, job, account), hidden, nodes)]
@@ -151,8 +151,8 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
         yield from _lending(status["lending"])
         return
     if job is None:
-        yield "job", "none" if not status.get("following") else "coordinated by the agent of another node", "yellow"
-        for each in status.get("following") or []:
+        yield "job", "none" if not status.get("followed_jobs") else "coordinated by the agent of another node", "yellow"
+        for each in status.get("followed_jobs") or []:
             ranks = ", ".join(map(str, each["ranks"][:16]))
             text = f"{ranks} of epoch {each['epoch']}; watch it at its coordinator, {each['coordinator']}"
             if each["connected"]:

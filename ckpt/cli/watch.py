@@ -181,7 +181,7 @@ def _launches(status: dict[str, Any]) -> list[str]:
     job, former = status.get("job"), status.get("former") or []
     found = [status.get("starting"), job["launch"] if job else None] if job or status.get("starting") else []
     # Jobs that another node's agent coordinates.
-    found = found or [each.get("launch") for each in status.get("following") or []]
+    found = found or [each.get("launch") for each in status.get("followed_jobs") or []]
     found = found or [former[-1]["launch"] if former else None]
     return sorted({str(each) for each in found if each is not None})
 

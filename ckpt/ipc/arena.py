@@ -5,9 +5,9 @@
     4096     data region; Staging offsets are relative to it
     then     declaration | shared values | own values | about | frame hashes, each 64-aligned, as the header says
 
-An arena has one writer at a time: first the trainer that holds the grant, and after `staged` the agent. A mapping
-cannot be revoked. So the agent grants an arena to one trainer incarnation, and to another only after that process is
-dead. The memfd is sealed against shrinking, since a truncation would kill a training process by SIGBUS.
+An arena has one writer at a time: first the trainer that holds the grant, and after `snapshot-staged` the agent. A
+mapping cannot be revoked. So the agent grants an arena to one trainer incarnation, and to another only after that
+process is dead. The memfd is sealed against shrinking, since a truncation would kill a training process by SIGBUS.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ class Connection:
                         asked.future.set_result(message)
                     else:
                         message.close()
-                elif "id" in message.fields and message.kind == "moving":
+                elif "id" in message.fields and message.kind == "progress":
                     with self._lock:
                         moving = self._pending_by_id.get(message.fields["id"])
                     if moving is not None:

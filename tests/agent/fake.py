@@ -167,7 +167,7 @@ class FakeRank:
         fields: dict[str, Any] = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
         fields["store_env"] = store_environment()
         if self.nodes:
-            fields |= {"leader": coordinator_of(self.nodes), "peers": self.peers}
+            fields |= {"coordinator": coordinator_of(self.nodes), "peers": self.peers}
         return self.request("begin", fields, blobs=self.nodes_told())
 
     def join(self, epoch: str, resume: bool = False) -> None:
@@ -186,11 +186,11 @@ class FakeRank:
             "values_bytes": 100,
             "resume": resume,
             "arenas": slots,
-            "standing": self.standing if resume else [],
-            "verdict": self.verdict,
-            "leader": coordinator_of(self.nodes),
+            "standing_notices": self.standing if resume else [],
+            "leave_attempt": self.verdict,
+            "coordinator": coordinator_of(self.nodes),
             "peers": self.peers,
-            "notices": self.notices,
+            "notice_sources": self.notices,
         }
         fds = [self.slots[slot].fd for slot in slots]
         answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes(), *self.nodes_told()])
@@ -257,16 +257,16 @@ class FakeRank:
                 message = self.inbox.get(timeout=60)
                 if message is None:
                     raise AgentError("lost")
-                if message.kind == "region":
+                if message.kind == "frame-region":
                     regions[message.fields["region"]] = Arena.adopt(message.fds.pop())
-                elif message.kind == "frames":
+                elif message.kind == "frame-places":
                     good, bad = [], []
                     for frame, region, offset, length in message.fields["at"]:
                         raw = regions[region].view[offset : offset + length]
                         right = not self.spoil(frame, raw) and deliver(frame, raw)
                         (good if right else bad).append(frame)
                     self.tell_got(good, bad)
-                elif message.kind == "files":
+                elif message.kind == "frame-files":
                     right = lambda frame, raw: not self.spoil(frame, raw) and deliver(frame, raw)  # noqa: E731
                     read_files(FileList.decode(message), right, None, self.tell_got, Flag())
                 else:
@@ -280,7 +280,7 @@ class FakeRank:
                 arena.close()
 
     def tell_got(self, good: list[int], bad: list[int]) -> None:
-        self.notify("got", {"ok": good, "bad": bad})
+        self.notify("frames-received", {"ok": good, "bad": bad})
 
     # -- training
 
@@ -310,11 +310,13 @@ class FakeRank:
 
     def keep(self, word: ControlWord) -> bool:
         if word.step < self.step:
-            self.notify("missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"})
+            self.notify(
+                "snapshot-missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
+            )
             return False
         self.take(word.attempt_number, word.slot, Version(self.step))
         if word.kind is WordKind.HOLD:
-            return bool(self.request("held", {"attempt": word.attempt_number}, timeout_s=60).fields["leave"])
+            return bool(self.request("rank-holds", {"attempt": word.attempt_number}, timeout_s=60).fields["leave"])
         return False
 
     def take(self, number: int, slot: int, version: Version) -> None:
@@ -322,7 +324,7 @@ class FakeRank:
             plan = self.plan
             warm = plan is not None and self.warm.get(slot) == plan.declaration.division
         if plan is None or not warm:
-            self.notify("missed", {"attempt": number, "version": str(version), "why": "not granted"})
+            self.notify("snapshot-missed", {"attempt": number, "version": str(version), "why": "not granted"})
             return
         arena, declaration = self.slots[slot], plan.declaration
         arena.begin_fill()
@@ -338,7 +340,7 @@ class FakeRank:
         arena.seal(identity, self.rank, self.world, data_bytes, self.declared[slot], shared, own, about)
         self.taken.append(version.step)
         fields = {"attempt": number, "version": str(version), "slot": slot, "division": declaration.division}
-        self.notify("staged", {**fields, "stall_s": 0.001, "lazy": False, "why": ""})
+        self.notify("snapshot-staged", {**fields, "stall_s": 0.001, "lazy": False, "why": ""})
 
     @property
     def is_due(self) -> bool:
@@ -418,30 +420,30 @@ class FakeRank:
 
     def on_message(self, message: messages.Message) -> None:
         fields = message.fields
-        if message.kind in ("region", "frames", "files", "fetched"):
+        if message.kind in ("frame-region", "frame-places", "frame-files", "fetch-ended"):
             self.inbox.put(message)
             return
         with self.changed:
-            if message.kind == "plan":
+            if message.kind == "staging-plan":
                 layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
                 if len(layout.entries) == len(self.layout().entries):
                     staging = stage(layout, share, fields["frame_bytes"])
                     coordinate = f"rank={self.rank}"
                     told = Declaration(self.rank, self.world, coordinate, fields["division"], layout, staging)
                     self.plan = Plan(told, encode(told))
-            elif message.kind == "arena":
+            elif message.kind == "grant-arena":
                 self.on_arena(fields, message)
             elif message.kind == "close-arena":
                 self.warm.pop(fields["slot"], None)
                 if fields["slot"] in self.slots:
                     self.slots.pop(fields["slot"]).close()
-            elif message.kind == "level":
+            elif message.kind == "checkpoint-level":
                 self.levels[fields["version"], fields["level"]] = bool(fields["ok"]), fields["message"]
-            elif message.kind == "standing":
+            elif message.kind == "standing-notices":
                 self.standing = fields["notices"]
             elif message.kind == "superseded":
                 self.superseded = fields["by"]
-            elif message.kind == "awaited":
+            elif message.kind == "hold-awaited":
                 self.on_awaited(ControlWord.unpack(fields["word"]))
             elif message.kind == "event":
                 self.events.append(fields)
@@ -452,7 +454,9 @@ class FakeRank:
         """Others wait at the end of that step. This rank has passed it and had not been told: it does not come."""
         step, answered = self.looked
         if word is not None and word not in answered and word.step <= step:
-            self.notify("missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"})
+            self.notify(
+                "snapshot-missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
+            )
 
     def on_arena(self, fields: dict[str, Any], message: messages.Message) -> None:
         slot = fields["slot"]
@@ -465,13 +469,13 @@ class FakeRank:
         if plan is None or plan.declaration.division != fields["division"]:
             return
         if self.warm.get(slot) == fields["division"]:  # it is granted again, and may hold a snapshot by now
-            self.notify("warm", {"slot": slot, "division": fields["division"]})
+            self.notify("arena-warm", {"slot": slot, "division": fields["division"]})
             return
         self.slots[slot].begin_fill()
         data_bytes = plan.declaration.staging.data_bytes
         self.declared[slot] = self.slots[slot].write_declaration(data_bytes, plan.encoded)
         self.warm[slot] = fields["division"]
-        self.notify("warm", {"slot": slot, "division": fields["division"]})
+        self.notify("arena-warm", {"slot": slot, "division": fields["division"]})
 
     def close(self) -> None:
         if self.connection is not None:

@@ -21,14 +21,14 @@ class Rank:
         self.deaf = False
 
     def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
-        if fields["t"] == "region":
+        if fields["t"] == "frame-region":
             self.regions[fields["region"]] = Arena.adopt(os.dup(next(iter(fds))))
-        elif fields["t"] == "frames" and not self.deaf:
+        elif fields["t"] == "frame-places" and not self.deaf:
             for frame, region, offset, length in fields["at"]:
                 self.got[frame] = bytes(self.regions[region].view[offset : offset + length])
             done = [each[0] for each in fields["at"]]
             self._post(lambda: self.owner.restore.acknowledge_frames(self, done, []))
-        elif fields["t"] == "fetched":
+        elif fields["t"] == "fetch-ended":
             self.outcome = fields
 
     def close(self) -> None:

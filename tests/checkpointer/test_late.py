@@ -20,7 +20,7 @@ def test_a_rank_that_others_wait_for_says_at_once_that_it_is_past_their_boundary
 
         def missed(word: ControlWord) -> int:
             before = ck._receipt.missed_snapshots
-            link._on_message(Message({"t": "awaited", "word": word.pack()}))
+            link._on_message(Message({"t": "hold-awaited", "word": word.pack()}))
             return ck._receipt.missed_snapshots - before
 
         assert missed(ControlWord(7, 0, WordKind.HOLD, 3)) == 0, "it will come there"

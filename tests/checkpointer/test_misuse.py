@@ -857,7 +857,7 @@ def test_a_forked_child_keeps_none_of_the_memory_that_its_parent_saves_to(tmp_pa
                 ck.save().wait("store", timeout_s=60)
                 assert held()
                 made = Arena.create(1 << 20)
-                messages.send(here, {"t": "arena"}, [made.fd])
+                messages.send(here, {"t": "grant-arena"}, [made.fd])
                 received = messages.receive(there)
                 assert received is not None
                 pid = os.fork()

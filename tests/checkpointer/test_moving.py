@@ -221,7 +221,7 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
     notify = Link._notify
 
     def looking(link: Link, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
-        if kind in ("warm", "staged"):
+        if kind in ("arena-warm", "snapshot-staged"):
             slot = link.slots.by_number[fields["slot"]]
             found.append((kind, slot.hold(link)))
             slot.release(link)
@@ -232,7 +232,7 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
         for _ in ck.steps(1):
             ck.step()
         ck.save().wait("store", timeout_s=60)
-    assert {kind for kind, _ in found} == {"warm", "staged"}
+    assert {kind for kind, _ in found} == {"arena-warm", "snapshot-staged"}
     assert all(can for _, can in found), found
 
 
@@ -327,7 +327,7 @@ def test_the_stall_that_is_reported_is_all_that_training_stood_still_for(
         took_s = time.perf_counter() - began_s
         monkeypatch.undo()
     ((kind, fields),) = told
-    assert kind == "staged"
+    assert kind == "snapshot-staged"
     assert 0.3 <= fields["stall_s"] <= took_s
 
 

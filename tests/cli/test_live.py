@@ -40,7 +40,7 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
 
         def _serve_one(connection: socket.socket) -> bool:
             while (message := messages.receive(connection)) is not None:
-                if message.kind == "end":
+                if message.kind == "end-process":
                     return False
                 asked.append(message.fields)
                 hello = {"version": VERSION, "incarnation": "x", "pid": 1, "secret": None}
@@ -59,7 +59,7 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
         finally:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ending:
                 ending.connect(listening.getsockname())
-                messages.send(ending, {"t": "end"})
+                messages.send(ending, {"t": "end-process"})
 
 
 def test_preempt_passes_the_deadline_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ def test_a_node_is_called_by_its_host_and_ranks_whoever_it_is() -> None:
     assert "node gpu-2 (ranks 4-7): slots" in text
     assert "node gpu-2 (ranks 4-7) may fail" in text
     follows = {"epoch": "e", "ranks": [4, 5], "coordinator": one, "connected": True}
-    followed = {**STATUS, "name": two, "nodes": nodes, "job": None, "account": None, "following": [follows]}
+    followed = {**STATUS, "name": two, "nodes": nodes, "job": None, "account": None, "followed_jobs": [follows]}
     text = view.text(followed, 200)
     assert "watch it at its coordinator, node gpu-1 (ranks 0-3)\n" in text
     follows["connected"] = False
@@ -227,13 +227,13 @@ FOLLOWS = {"epoch": "e", "ranks": [1], "coordinator": "a", "connected": True}
 
 @pytest.mark.parametrize("job", [None, {**JOB, "superseded_by": "e, begun on other nodes"}])
 def test_a_former_coordinator_does_not_show_its_old_account_as_that_of_the_job(job: dict[str, Any] | None) -> None:
-    text = view.text({**STATUS, "job": job, "following": [FOLLOWS]}, 200)
+    text = view.text({**STATUS, "job": job, "followed_jobs": [FOLLOWS]}, 200)
     assert "watch it at its coordinator, a\n" in text
     for row in ("goodput", "losses", "commits", "store", "launch"):
         assert f"\n{row}" not in text
 
 
-@pytest.mark.parametrize("more", [{"following": [FOLLOWS]}, {}])
+@pytest.mark.parametrize("more", [{"followed_jobs": [FOLLOWS]}, {}])
 def test_of_a_node_that_leads_no_job_nothing_is_counted_as_if_it_saved_nothing(more: dict[str, Any]) -> None:
     none = {**ACCOUNT, "goodput": None, "failures": 0, "restored_bytes": {}, "given_up": 0, "commits_failed": 0}
     none |= {name: {"number": 0, "seconds": 0.0, "last_s": 0.0} for name in ("snapshots", "commits", "recoveries")}

@@ -117,7 +117,7 @@ def test_a_job_is_found_by_its_launch_id(tmp_path: Path, runtime_dir: Path, monk
     with (
         an_agent(tmp_path / "a", {"status": {"url": "a", "pid": 1, "job": job}}),
         an_agent(tmp_path / "b", {"status": {"url": "b", "pid": 2, "job": None, "former": [{"launch": "5678"}]}}),
-        an_agent(tmp_path / "c", {"status": {"url": "c", "pid": 3, "job": None, "following": [{"launch": "7"}]}}),
+        an_agent(tmp_path / "c", {"status": {"url": "c", "pid": 3, "job": None, "followed_jobs": [{"launch": "7"}]}}),
     ):
         said = ckpt(monkeypatch, "watch", "--once")
         assert (said.code, "a (launch 1234); b (launch 5678); c (launch 7)" in said.err) == (2, True)

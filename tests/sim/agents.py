@@ -398,7 +398,7 @@ class SimConnection:
                 asked.future.set_result(message)
             else:
                 message.close()
-        elif "id" in message.fields and message.kind == "moving":
+        elif "id" in message.fields and message.kind == "progress":
             moving = self._pending.get(message.fields["id"])
             if moving is not None:
                 moving.progress.set()
@@ -503,7 +503,7 @@ class SimNetwork(PeerNetwork):
         found._incoming_channels[there] = "10.0.0.1"
         self._add_channel(here, "10.0.0.1")
         self._record_dial(here)
-        here.send({"t": "here"})
+        here.send({"t": "keep-connection"})
 
 
 class SimChannel:

@@ -126,7 +126,7 @@ class SimRank(FakeRank):
             super().notify(kind, fields, blobs)
 
     def on_message(self, message: messages.Message) -> None:
-        if message.kind == "awaited":
+        if message.kind == "hold-awaited":
             word = ControlWord.unpack(int(message.fields["word"]))
             if word and word not in self.answered and word.place_for(self.step, self.sub) is not RankPlace.EARLY:
                 self._is_late(word)  # it was not announced yet when this rank was there
@@ -166,14 +166,16 @@ class SimRank(FakeRank):
         return word.kind is WordKind.HOLD and len(self.taken) > before and self.hold(word.attempt_number)
 
     def _is_late(self, word: ControlWord) -> None:
-        self.notify("missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"})
+        self.notify(
+            "snapshot-missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
+        )
 
     def hold(self, attempt: int) -> bool:
         """The verdict: as ckpt.trainer.loop.shutdown asks for it."""
         self.on_hold("holds")
         while True:
             try:
-                leave = bool(self.request("held", {"attempt": attempt}, timeout_s=None).fields["leave"])
+                leave = bool(self.request("rank-holds", {"attempt": attempt}, timeout_s=None).fields["leave"])
                 self.on_hold("told")
                 return leave
             except AgentError:

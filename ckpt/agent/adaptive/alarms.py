@@ -124,7 +124,7 @@ class Alarms:
 
     def on_coordinator_message(self, kind: str, fields: dict[str, Any]) -> None:
         """The coordinator of a followed job tells that this node failed, or its step-time ratio. Errors: AgentError."""
-        if kind == "failed":
+        if kind == "node-failed":
             self.signal_reader.record_failure(time.monotonic())
             return
         ratio = fields.get("ratio")
@@ -219,7 +219,7 @@ class Alarms:
         if node == OWN_NODE:
             self.signal_reader.record_failure(at_s)
         else:
-            job.share_of(node).notify({"t": "failed"})
+            job.share_of(node).notify({"t": "node-failed"})
 
     def _replication_lead_s(self, job: Job) -> float:
         """Seconds from an alarm until the state is replicated or stored."""
@@ -240,7 +240,7 @@ class Alarms:
             if node == OWN_NODE:
                 self.signal_reader.step_ratio = ratio
             else:
-                job.share_of(node).notify({"t": "pace", "ratio": ratio})
+                job.share_of(node).notify({"t": "step-time-ratio", "ratio": ratio})
 
     def _act_on_alarms(self, job: Job, now_s: float) -> None:
         proven = self.outcomes.proven_scores()

@@ -171,10 +171,10 @@ class FollowerJob:
 
     def withdraw_operator_notice(self, source: str) -> None:
         """Withdraws what an operator asked for on any node; the coordinator passes this on."""
-        self.tell_coordinator({"t": "take-back", "source": source})
+        self.tell_coordinator({"t": "withdraw-notice", "source": source})
 
     def _send_notices(self) -> None:
-        self.tell_coordinator({"t": "notices", "standing": self._standing_notices.notice_fields()})
+        self.tell_coordinator({"t": "node-notices", "notices": self._standing_notices.notice_fields()})
 
     def drop(self) -> None:
         """Frees the memory, and stops watching the ranks' processes."""
@@ -221,11 +221,11 @@ class FollowerJob:
     def message(self, rank: int, peer: Peer, message: Message) -> None:
         if message.kind == "fetch":
             self._fetch(peer, message)
-        elif message.kind == "got":
+        elif message.kind == "frames-received":
             if self._restore is not None:
                 ok, bad = ([int(n) for n in message.fields[name]] for name in ("ok", "bad"))
                 self._restore.acknowledge_frames(peer, ok, bad)
-        elif message.kind == "streamed":
+        elif message.kind == "stream-ended":
             if self._restore is not None:
                 self._restore.end_stream(peer, int(message.fields["stream"]))
         else:
@@ -248,11 +248,13 @@ class FollowerJob:
         here.has_left = here.has_left or how == "died"
         if self._restore is not None:
             self._restore.drop_request(peer)
-        self.tell_coordinator({"t": "gone", "rank": rank, "number": here.connection_number, "how": how})
+        self.tell_coordinator(
+            {"t": "rank-disconnected", "rank": rank, "connection_number": here.connection_number, "cause": how}
+        )
 
     def _forward_to_coordinator(self, rank: int, here: FollowerNode, message: Message) -> None:
-        head = {"t": "rank", "rank": rank, "number": here.connection_number, "pid": here.peer.pid}
-        self.tell_coordinator({**head, "m": message.fields}, message.blobs)
+        head = {"t": "from-rank", "rank": rank, "connection_number": here.connection_number, "pid": here.peer.pid}
+        self.tell_coordinator({**head, "message": message.fields}, message.blobs)
 
     def end_uncoordinated_restore(self) -> None:
         """Ends the restore under way, unless the coordinator is connected and decides what follows. Frames that were
@@ -274,40 +276,40 @@ class FollowerJob:
         the caller reports both to the coordinator."""
         fields = message.fields
         match message.kind:
-            case "to":
+            case "to-rank":
                 self._forward_to_rank(fields, message.blobs)
-            case "lose":
+            case "disconnect-rank":
                 if (here := self._find_connection(fields)) is not None:
                     here.peer.disconnect()
-            case "word":
+            case "control-word":
                 self.local_share.announce(int(fields["slot"]), ControlWord.unpack(int(fields["word"])))
-            case "verdict":
+            case "leave-verdict":
                 self.local_share.announce_verdict(int(fields["attempt"]))
-            case "commits":
+            case "pending-commit":
                 told = fields["identity"]
                 self.pending_commit = Identity.parse(str(told)) if told is not None else None
-            case "offer":
+            case "offer-slot":
                 slot = int(fields["slot"])
                 if self.local_share.has_missing_arena(slot):  # it was lost with a former agent
-                    self.tell_coordinator({"t": "lacks", "slot": slot})
+                    self.tell_coordinator({"t": "arenas-lost", "slot": slot})
                 else:
                     self.local_share.offer_slot(slot, str(fields["division"]))
             case "close-arenas":
                 self.local_share.close_arenas(int(fields["slot"]))
-            case "limit":
+            case "limit-replication":
                 told = fields["bandwidth"]
                 self._network.set_rate_limit(float(told) if told is not None else None)
-            case "claimed":
+            case "epoch-claimed":
                 self._set_terms(CommitTerms.decode(message.blobs[0]))
                 self._end_restore()  # all ranks have restored
-            case "drop":
+            case "epoch-ended":
                 self.is_over = True
                 self._lose_ranks()  # no agent will answer their requests
-            case "measure":
+            case "plan-memory":
                 self._measure_memory(channel, fields)
-            case "make":
+            case "make-arenas":
                 self._make_arenas(channel, fields)
-            case "read":
+            case "hash-snapshots":
                 self._read_parts(channel, fields)
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
@@ -320,17 +322,17 @@ class FollowerJob:
     def decline_staging(self, fields: dict[str, Any], why: str) -> bool:
         """If the coordinator's message would have a rank stage now, tells the rank that it cannot and the coordinator
         that the rank missed. Returns whether that was so."""
-        here, rank, body = self._find_connection(fields), int(fields["rank"]), dict(fields["m"])
+        here, rank, body = self._find_connection(fields), int(fields["rank"]), dict(fields["message"])
         if here is None or body.get("saved") is not False:
             return False
         here.peer.send({"t": "error", "id": int(body["id"]), "kind": "not-staged", "message": why})
         self._forward_to_coordinator(
-            rank, here, Message({"t": "missed", "attempt": int(body["attempt"]), "why": why}, [], [])
+            rank, here, Message({"t": "snapshot-missed", "attempt": int(body["attempt"]), "why": why}, [], [])
         )
         return True
 
     def _forward_to_rank(self, fields: dict[str, Any], blobs: list[bytes]) -> None:
-        here, rank, body = self._find_connection(fields), int(fields["rank"]), dict(fields["m"])
+        here, rank, body = self._find_connection(fields), int(fields["rank"]), dict(fields["message"])
         if here is None:
             return
         fds: list[int] = []
@@ -342,14 +344,14 @@ class FollowerJob:
         elif body.get("t") == "reply" and body.get("id") == here.leave_request_id:
             here.has_left = True
         # The deadline travels as seconds from now.
-        if body.get("by_s") is not None:
-            body["by_s"] = float(body["by_s"]) + time.monotonic()
+        if body.get("leave_deadline_s") is not None:
+            body["leave_deadline_s"] = float(body["leave_deadline_s"]) + time.monotonic()
         here.peer.send(body, fds, blobs)
 
     def _find_connection(self, fields: dict[str, Any]) -> FollowerNode | None:
         """The rank whose connection the message names; None if that connection is gone."""
         here = self._connections_by_rank.get(int(fields["rank"]))
-        return here if here is not None and here.connection_number == fields["number"] else None
+        return here if here is not None and here.connection_number == fields["connection_number"] else None
 
     def _measure_memory(self, channel: Channel, fields: dict[str, Any]) -> None:
         request_id = int(fields["id"])
@@ -357,7 +359,7 @@ class FollowerJob:
         def measured(plan: MemoryPlan | None, error: str) -> None:
             answer_request(channel, request_id, {"plan": plan.table() if plan is not None else None}, error)
 
-        limit = int(fields["limit"]) if fields["limit"] is not None else None
+        limit = int(fields["limit_bytes"]) if fields["limit_bytes"] is not None else None
         self.local_share.plan_memory(self._parse_sizes(fields), int(fields["slots"]), limit, measured)
 
     def _make_arenas(self, channel: Channel, fields: dict[str, Any]) -> None:
@@ -405,7 +407,7 @@ class FollowerJob:
 
     def _locate_candidate(self, identity: Identity) -> None:
         self._is_locating = True
-        fields = {"t": "candidate", "epoch": str(self.epoch), "identity": str(identity)}
+        fields = {"t": "locate-candidate", "epoch": str(self.epoch), "identity": str(identity)}
         self._network.request(
             self.coordinator.name, fields, (), lambda answer, error: self._on_candidate_located(identity, answer, error)
         )
@@ -430,7 +432,7 @@ class FollowerJob:
                 self._restore.request(peer, *asked)
             else:
                 text = f"where {identity} is to be had is not known: {error}"
-                peer.send({"t": "fetched", "ok": False, "message": text, "sources": {}, "kind": kind})
+                peer.send({"t": "fetch-ended", "ok": False, "message": text, "sources": {}, "kind": kind})
         if self._pending_fetches:
             self._locate_candidate(self._pending_fetches[0][1])
 
@@ -524,7 +526,7 @@ class FollowerJob:
         steps = [[rank, page.entered_step(rank), page.poll_count(rank)] for rank in sorted(self._connections_by_rank)]
         if steps != self._reported_steps:
             self._reported_steps = steps
-            self.tell_coordinator({"t": "steps", "steps": steps})
+            self.tell_coordinator({"t": "rank-steps", "steps": steps})
         self._server.call_later(REPORT_DELAY_S, self._report_steps)
 
 

@@ -263,7 +263,7 @@ class Job(AgentRestart):
         request_id = int(fields["id"])
         policy = policy_from(fields["options"])
         options = options_from(fields["options"])
-        sources = Sources.parse(fields.get("notices"))
+        sources = Sources.parse(fields.get("notice_sources"))
         peer.watch_death()
         if resume:
             self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
@@ -281,7 +281,7 @@ class Job(AgentRestart):
             self._set_up_replication(options.peers)
             self._apply_policy(policy)
         self._send_bandwidth_limit(rank)
-        self.scheduler.record_former_verdict(int(fields.get("verdict") or 0))
+        self.scheduler.record_former_verdict(int(fields.get("leave_attempt") or 0))
         self.scheduler.record_join(rank)
         self.scheduler.record_layout(rank)
         # Sent before the rank can ask for the same versions again.
@@ -300,9 +300,9 @@ class Job(AgentRestart):
                 group.record_layout(rank)
                 if self._awaits_layouts and not self._has_mixed_layouts():
                     self._divide(patient=False)
-            case "warm":
+            case "arena-warm":
                 group.record_warm_arena(rank, int(fields["slot"]), str(fields["division"]))
-            case "staged":
+            case "snapshot-staged":
                 if why := str(fields.get("why") or ""):
                     group.record_miss(rank, int(fields["attempt"]), why)
                 else:
@@ -310,21 +310,21 @@ class Job(AgentRestart):
                     self._compare_samples(rank, fields)
                     at = (int(fields["attempt"]), version, int(fields["slot"]), str(fields["division"]))
                     group.record_staging(rank, *at, not_negative("stall_s", float(fields["stall_s"])))
-            case "missed":
+            case "snapshot-missed":
                 last, every = fields.get("updates") or (0, 0)
                 group.record_miss(rank, int(fields["attempt"]), str(fields["why"]), (int(last), int(every)))
             case "save":
                 kind = _save_reason(fields)
                 metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}
-                same = Version.parse(str(fields["same"])) if fields.get("same") else None
+                same = Version.parse(str(fields["unchanged_since"])) if fields.get("unchanged_since") else None
                 group.record_save_request(
                     rank, Version.parse(str(fields["version"])), kind, metrics, (peer, int(fields["id"])), same
                 )
             case "unsavable":
                 group.record_unsavable(rank, Version.parse(str(fields["version"])), str(fields["why"])[:1000])
-            case "held":
+            case "rank-holds":
                 group.record_hold(rank, int(fields["attempt"]), (peer, int(fields["id"])))
-            case "wanted":
+            case "require-commit":
                 group.require_commit(Version.parse(str(fields["version"])), _save_reason(fields))
             case "leave":
                 in_order = fields.get("outcome") != "exception"
@@ -345,11 +345,11 @@ class Job(AgentRestart):
                 told = Notice(time.time() + left_s, SIGNAL_SOURCE, True, name, f"rank {rank} got {name}")
                 self.on_notice(told, ExitTiming.AT_ONCE, node=self.ranks.node_of(rank))
                 peer.reply(int(fields["id"]), {})
-            case "got" if self.restore is not None:
+            case "frames-received" if self.restore is not None:
                 self.restore.acknowledge_frames(peer, _parse_integers(fields["ok"]), _parse_integers(fields["bad"]))
-            case "streamed" if self.restore is not None:
+            case "stream-ended" if self.restore is not None:
                 self.restore.end_stream(peer, int(fields["stream"]))
-            case "got" | "streamed":
+            case "frames-received" | "stream-ended":
                 pass  # of a fetch that is over
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")
@@ -472,7 +472,7 @@ class Job(AgentRestart):
             if share.peers and (rank == 0 or nodes.node_of(rank) == name):
                 share.limit_replication(rate)
                 if self._has_released_replicas:
-                    share.notify({"t": "unkeep"})
+                    share.notify({"t": "forget-replicas"})
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """The job's parent is settled: begins to appoint snapshots, and claims the epoch in the store. `resumed`: this

@@ -86,7 +86,7 @@ class JobCommits(JobContext):
         long commit may ask for their parts late."""
         if isinstance(self.ranks, AllShares):
             for share in self.ranks.remote_shares.values():
-                share.notify({"t": "commits", "identity": str(identity) if identity is not None else None})
+                share.notify({"t": "pending-commit", "identity": str(identity) if identity is not None else None})
 
     def _prepare_distributed_write(self, slot: int, checkpoint: MemoryCheckpoint, nodes: AllShares) -> DistributedWrite:
         """The distributed write of this commit: each node writes its own frames, or a holder of replicas writes or
@@ -130,7 +130,7 @@ class JobCommits(JobContext):
             return
         identity = str(self.checkpoints[slot].identity)
         for name in self._distributed_write.give_up():
-            network.notify(name, {"t": "unwrite", "identity": identity})
+            network.notify(name, {"t": "cancel-write", "identity": identity})
 
     def _request_part_write(
         self,

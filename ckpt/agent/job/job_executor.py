@@ -99,7 +99,7 @@ class JobExecutor(JobCommits):
             case do.Refuse((peer, request_id), kind, message):
                 peer.send({"t": "error", "id": request_id, "kind": kind, "message": message})
             case do.ReportProgress((peer, request_id)):
-                peer.send({"t": "moving", "id": request_id})
+                peer.send({"t": "progress", "id": request_id})
             case do.NotifyRanks(body):
                 for member in self._members.values():
                     member.peer.send(body)
@@ -170,7 +170,7 @@ class JobExecutor(JobCommits):
         self._report_memory(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
         for rank in self._members:
             fields = {
-                "t": "plan",
+                "t": "staging-plan",
                 "division": division.id,
                 "frame_bytes": division.frame_bytes,
                 "arena_bytes": division.arena_bytes[rank],
@@ -392,7 +392,7 @@ class JobExecutor(JobCommits):
             return
         self._has_released_replicas = True
         for node in (*self.nodes[1:], *(each.node for each in self._services.memory_nodes())):
-            network.notify(node.name, {"t": "unkeep", "epoch": str(self.epoch)})
+            network.notify(node.name, {"t": "forget-replicas", "epoch": str(self.epoch)})
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:
@@ -466,7 +466,7 @@ class JobExecutor(JobCommits):
 
     def _mark_notice_answered(self, source: str, key: str, node: str) -> None:
         if node and isinstance(self.ranks, AllShares):
-            self.ranks.remote_shares[node].notify({"t": "left-by", "source": source, "key": key})
+            self.ranks.remote_shares[node].notify({"t": "leave-ordered", "source": source, "key": key})
         elif self._services.notice_listeners is not None:
             self._services.notice_listeners.record_exit(source, key)
 

@@ -219,7 +219,7 @@ class MemoryNodeClients:
         for address in self.addresses:
             self._ask_node(
                 address,
-                {"t": "borrow", "url": self._url},
+                {"t": "borrow-memory", "url": self._url},
                 self._make_borrow_callback(address, number),
                 [terms.encode()],
             )
@@ -255,7 +255,7 @@ class MemoryNodeClients:
     def _record_lent_memory(self, address: Address, answer: Message) -> str:
         """Records what the node lends; returns the error if it lends nothing, else ""."""
         try:
-            lends = answer.fields.get("lends")
+            lends = answer.fields.get("lent_bytes")
             if type(lends) is not int or lends < 0:
                 return "the agent there lends no memory; it is that of a job's node"
             name = str(answer.fields["name"])[:100]

@@ -163,7 +163,7 @@ class PeerNetwork:
             else:
                 channel = Channel(self._loop, sock, session, self)
                 self._add_channel(channel, str(sock.getpeername()[0]))
-                channel.send({"t": "here"})
+                channel.send({"t": "keep-connection"})
             if not over():
                 end(session.peer, "")
 
@@ -242,12 +242,12 @@ class PeerNetwork:
                 raise ValueError(f"it answers request {number}, which another agent was asked")
             error = str(message.fields.get("message", ""))[:2000] or "refused"
             self._finish_request(number, *((message, "") if message.kind == "reply" else (None, error)))
-        elif message.kind == "moving":
+        elif message.kind == "progress":
             asked = self._requests_by_id.get(int(message.fields["id"]))
             if asked is not None and asked.channel is channel:
                 asked.extend_deadline(self._clock.now_s())
                 self.progress.advance()
-        elif message.kind == "here":
+        elif message.kind == "keep-connection":
             pass
         else:
             self._handler.peer_message(channel, message)
@@ -352,7 +352,7 @@ class PeerNetwork:
                     channel = Channel(self._loop, sock, session, self)
                     self._add_channel(channel, str(sock.getpeername()[0]))
                     self._record_dial(channel)
-                    channel.send({"t": "here"})
+                    channel.send({"t": "keep-connection"})
                 dialling.finish("")
             else:
                 sock.close()

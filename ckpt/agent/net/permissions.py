@@ -34,37 +34,52 @@ class Sender(enum.Enum):
 
 
 _KINDS_BY_SENDER = {
-    Sender.ANYONE: ("look", "parts", "borrow"),  # only memory-only nodes accept "borrow"
+    Sender.ANYONE: ("survey", "describe-snapshots", "borrow-memory"),  # only memory-only nodes accept "borrow-memory"
     Sender.START_PENDING: ("start",),
-    Sender.SURVEYOR: ("outcome", "serve"),
+    Sender.SURVEYOR: ("start-outcome", "serve-frames"),
     Sender.EVICTING_COORDINATOR: (
-        "keep",
-        "kept",
-        "unkeep",
-        "stripe",
-        "forget",
-        "drop",
-        "word",
-        "offer",
-        "make",
+        "replicate",
+        "replicated",
+        "forget-replicas",
+        "encode-parity",
+        "drop-older-epochs",
+        "epoch-ended",
+        "control-word",
+        "offer-slot",
+        "make-arenas",
         "close-arenas",
     ),
-    Sender.COORDINATOR_OR_SURVEYOR: ("publish", "lend", "rebuild", "write", "keeps"),
-    Sender.FOLLOWER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
+    Sender.COORDINATOR_OR_SURVEYOR: (
+        "publish-snapshots",
+        "publish-parity",
+        "rebuild",
+        "write-frames",
+        "survey-replicas",
+    ),
+    Sender.FOLLOWER: (
+        "from-rank",
+        "rank-disconnected",
+        "arenas-lost",
+        "rank-steps",
+        "locate-candidate",
+        "signals",
+        "node-notices",
+        "withdraw-notice",
+    ),
     # SharedRead, which handles the last two, knows its nodes.
-    Sender.OWNER: ("unserve", "unwrite", "withdraw", "bring", "brought"),
+    Sender.OWNER: ("withdraw-frames", "cancel-write", "withdraw-published", "read-frames", "frames-read"),
 }
 _SENDER_BY_KIND = {kind: who for who, kinds in _KINDS_BY_SENDER.items() for kind in kinds}
 # A peer that sends one of these has begun the epoch that it names.
-EPOCH_KINDS = frozenset(("keep", "kept", "stripe", "forget"))
+EPOCH_KINDS = frozenset(("replicate", "replicated", "encode-parity", "drop-older-epochs"))
 
 
 def required_sender(fields: Mapping[str, Any]) -> Sender:
     """The condition for the message with these fields. Errors: LookupError if it has no type."""
-    if fields["t"] == "keep" and fields.get("again"):
+    if fields["t"] == "replicate" and fields.get("rereplication"):
         # A replica of an older epoch; nothing is evicted for it.
         return Sender.COORDINATOR_OR_SURVEYOR
-    if fields["t"] == "word" and fields.get("word") == 0:
+    if fields["t"] == "control-word" and fields.get("word") == 0:
         # The message only clears an appointment.
         return Sender.COORDINATOR
     return _SENDER_BY_KIND.get(str(fields["t"]), Sender.COORDINATOR)

@@ -1,9 +1,9 @@
 """The progress of long requests between agents: a request may take as long as it makes progress.
 
-The agent that works on a request sends `moving` every REPORT_INTERVAL_S in which some work was done. The agent that
-asked gives the request up ANSWER_TIMEOUT_S after the request or the last `moving`. So no size is too large, and a stuck
-request ends. Two failures are noticed much earlier: a dead or hanging agent by its connection, and a stalled transfer
-by itself. Main thread only, except `Progress.advance`.
+The agent that works on a request sends `progress` every REPORT_INTERVAL_S in which some work was done. The agent that
+asked gives the request up ANSWER_TIMEOUT_S after the request or the last `progress`. So no size is too large, and a
+stuck request ends. Two failures are noticed much earlier: a dead or hanging agent by its connection, and a stalled
+transfer by itself. Main thread only, except `Progress.advance`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Progress:
 
 
 class ProgressReport:
-    """Sends `moving` for one request until `end`, or until the connection has ended. `progress`: counts all work of
-    that kind on this agent. So a request that waits for its turn stays alive while others make progress."""
+    """Sends the message `progress` for one request until `end`, or until the connection has ended. The argument
+    `progress` counts all work of that kind on this agent. So a request that waits for its turn stays alive while others make progress."""
 
     def __init__(
         self, channel: Channel, request_id: int, progress: Progress, later: Callable[[float, Callable[[], None]], None]
@@ -55,7 +55,7 @@ class ProgressReport:
             return
         if self._progress.count != self._reported_count:
             self._reported_count = self._progress.count
-            self._channel.send({"t": "moving", "id": self._id})
+            self._channel.send({"t": "progress", "id": self._id})
         self._call_later(REPORT_INTERVAL_S, self._send_report)
 
 

@@ -94,11 +94,11 @@ class Agent(OrphanCommitter):
             self._on_tool_message(_require_local(peer), message)
         elif kind == "begin":
             self._begin(_require_local(peer), message)
-        elif kind == "next":
+        elif kind == "next-candidate":
             self._strike_candidate(_require_local(peer), message)
         elif kind == "listen":
             self._listen(_require_local(peer), message)
-        elif kind == "stored":
+        elif kind == "is-stored":
             self._answer_stored(_require_local(peer), message)
         elif kind == "join" and self._has_remote_coordinator(message):
             self._join_followed_job(_require_local(peer), message)
@@ -272,7 +272,7 @@ class Agent(OrphanCommitter):
             "starting": self._start.launch if self._start is not None else None,
             "job": {**job.status(), **job_facts(job)} if job is not None else None,
             "peer_bandwidth": self.network.rate_limit_bytes_s if self.network is not None else None,
-            "following": [each.status() for each in self.followed_jobs],
+            "followed_jobs": [each.status() for each in self.followed_jobs],
             "former": [{**each.status(), **job_facts(each), **FORMER_STATUS_OMITTED} for each in self.former_jobs[-4:]],
             "copies": self.replicas.status_fields(),
             "lenders": self.memory_nodes.table(),

@@ -137,7 +137,7 @@ class ClusterStartup(Startup):
             self.inventory_lease.on_epoch_begun(OWN_NODE, epoch)
         elif self._start is None:
             self.inventory_lease.end_lease(OWN_NODE)
-        fields = {"t": "outcome", "epoch": str(epoch) if epoch is not None else None}
+        fields = {"t": "start-outcome", "epoch": str(epoch) if epoch is not None else None}
         # Nodes that a newer start has surveyed again hear only the newer outcome.
         again = {node.name for node in self._start.nodes} if self._start is not None else set()
         for node in [*start.nodes[1:], *start.previous_nodes]:
@@ -157,7 +157,7 @@ class ClusterStartup(Startup):
     def _release_idle_memory_nodes(self) -> None:
         """Ends the borrowing of a job whose ranks are all gone: the memory-only nodes may lend to another job."""
         if self.memory_nodes.is_borrowing and self.current_job is not None and self.current_job.scheduler.all_gone:
-            self.memory_nodes.broadcast_hint({"t": "idle"})
+            self.memory_nodes.broadcast_hint({"t": "job-idle"})
             self.memory_nodes.stop_borrowing()
 
     def _drop_lent_replicas(self) -> None:
@@ -170,7 +170,7 @@ class ClusterStartup(Startup):
             and newest.attempt is not None
             and newest.attempt.commit_state is WorkState.DONE
         ):
-            self.memory_nodes.broadcast_hint({"t": "drop", "epoch": str(job.epoch)})
+            self.memory_nodes.broadcast_hint({"t": "epoch-ended", "epoch": str(job.epoch)})
 
     def _on_memory_nodes_changed(self) -> None:
         """The set of memory-only nodes changed: plans the placement of replicas anew."""
@@ -266,7 +266,7 @@ class ClusterStartup(Startup):
                 if not name:
                     self._serve_frames(places.identity, rank, frames, OWN_NODE)
                     continue
-                fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
+                fields = {"t": "serve-frames", "identity": str(places.identity), "rank": rank}
                 network.notify(name, fields, [frames.encode()])
         nodes = [*start.nodes, *self._holders_without_ranks(start)]
         return PeerSource(places, manifest, network, nodes, self._server.post)
@@ -323,14 +323,14 @@ class ClusterStartup(Startup):
         self._withdraw_served(OWN_NODE, identity)
         job = self.current_job
         for node in job.nodes[1:] if job is not None else ():
-            self.network.notify(node.name, {"t": "unserve", "identity": str(identity)})
+            self.network.notify(node.name, {"t": "withdraw-frames", "identity": str(identity)})
         for node in self._holders_without_ranks(self._start):
-            self.network.notify(node.name, {"t": "unserve", "identity": str(identity)})
+            self.network.notify(node.name, {"t": "withdraw-frames", "identity": str(identity)})
 
     def _announce_claim(self, job: Job) -> None:
         terms = job.terms
         assert terms is not None  # the job has begun
-        fields, blobs = {"t": "claimed", "epoch": str(job.epoch)}, [terms.encode()]
+        fields, blobs = {"t": "epoch-claimed", "epoch": str(job.epoch)}, [terms.encode()]
         for node in job.nodes[1:]:
             if self.network is not None:
                 self.network.notify(node.name, fields, blobs)
@@ -340,10 +340,10 @@ class ClusterStartup(Startup):
         self._drop_older_epochs(job.epoch)
         for node in job.nodes[1:]:
             if self.network is not None:
-                self.network.notify(node.name, {"t": "forget", "epoch": str(job.epoch)})
+                self.network.notify(node.name, {"t": "drop-older-epochs", "epoch": str(job.epoch)})
         # Else the replicas of former epochs may be all that survives this node.
         if job.scheduler.replicated_slot is not None or job.scheduler.committed_version is not None:
-            self.memory_nodes.broadcast_hint({"t": "forget", "epoch": str(job.epoch)})
+            self.memory_nodes.broadcast_hint({"t": "drop-older-epochs", "epoch": str(job.epoch)})
 
     def _drop_older_epochs(self, before: Epoch) -> None:
         """Epoch `before` has a complete checkpoint: drops the replicas and followed jobs of older epochs."""

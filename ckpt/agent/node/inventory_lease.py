@@ -26,8 +26,8 @@ EPOCH_GAP_MAX = 10_000  # successive starts of the run that a node may not have 
 
 @dataclass(slots=True)
 class _Asked:
-    """One lease. `newest`: the newest epoch known here at the survey. `left`: held to commit orphaned checkpoints, not
-    by a start. `holder_lost_s`: since when its holder is not connected; None: it is."""
+    """One lease. `newest_epoch`: the newest epoch known here at the survey. `is_for_orphans`: held to commit orphaned
+    checkpoints, not by a start. `holder_lost_s`: since when its holder is not connected; None: it is."""
 
     newest_epoch: Epoch
     is_for_orphans: bool
@@ -41,15 +41,16 @@ class InventoryLease:
         self.epoch_floor = Epoch(0, "0" * 16)  # requests for older epochs are refused for good
         self._leases_by_agent: dict[str, _Asked] = {}  # oldest first
 
-    def take_lease(self, by: str, newest: Epoch, left: bool = False) -> None:
-        """Agent `by` surveys this node for its start, and takes a lease. `newest`: the newest epoch known here. `left`:
-        the survey is for an orphan commit. Errors: AgentError if an orphan commit has to give way to a start."""
+    def take_lease(self, by: str, newest: Epoch, for_orphans: bool = False) -> None:
+        """Agent `by` surveys this node for its start, and takes a lease. `newest`: the newest epoch known here.
+        `for_orphans`: the survey is for an orphan commit. Errors: AgentError if an orphan commit has to give way
+        to a start."""
         starts = {name: each for name, each in self._leases_by_agent.items() if not each.is_for_orphans}
-        if left and starts:
+        if for_orphans and starts:
             raise AgentError("a start has asked what lies here, and its outcome is not known")
-        self._leases_by_agent = self._leases_by_agent if left else starts
+        self._leases_by_agent = self._leases_by_agent if for_orphans else starts
         self._leases_by_agent.pop(by, None)
-        self._leases_by_agent[by] = _Asked(newest, left)
+        self._leases_by_agent[by] = _Asked(newest, for_orphans)
 
     def has_lease(self, by: str) -> bool:
         """Whether that agent holds a lease."""

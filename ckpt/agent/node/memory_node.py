@@ -39,8 +39,20 @@ log = logging.getLogger("ckpt")
 
 # Messages handled as on any other node; `PeerHandlers._check_sender` checks the sender by `_is_coordinator`.
 COMMON_MESSAGES = (
-    *("parts", "serve", "unserve", "write", "unwrite", "publish", "withdraw", "lend", "unkeep", "forget", "absent"),
-    "keeps",
+    *(
+        "describe-snapshots",
+        "serve-frames",
+        "withdraw-frames",
+        "write-frames",
+        "cancel-write",
+        "publish-snapshots",
+        "withdraw-published",
+        "publish-parity",
+        "forget-replicas",
+        "drop-older-epochs",
+        "node-disconnected",
+    ),
+    "survey-replicas",
 )
 
 
@@ -91,7 +103,7 @@ class MemoryNode(Agent):
 
         body: dict[str, Any] = {
             "name": self.incarnation,
-            "lends": self._replica_bytes_max(),
+            "lent_bytes": self._replica_bytes_max(),
             "domains": list(self._options.domains),
         }
         body |= {"link_bytes_s": link_bytes_s(self.addresses[0])}
@@ -117,25 +129,25 @@ class MemoryNode(Agent):
                     self._grant_inventory_lease(channel.peer)
                 packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
                 self._answer_lease_request(channel, int(fields["id"]), busy, [packed])
-            case "borrow":
+            case "borrow-memory":
                 self._check_url(fields)
-                self._on_borrow(channel, message)
-            case "outcome":
+                self._on_borrow_memory(channel, message)
+            case "start-outcome":
                 self._check_sender(channel.peer, fields)
                 if fields["epoch"] is None:
                     self.inventory_lease.end_lease(channel.peer)
                     self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
-            case "keep" | "stripe":
+            case "replicate" | "encode-parity":
                 identity = Identity.parse(str(fields["identity"]))
                 self._memory_lease.check(channel.peer, identity)
                 self.inventory_lease.check(channel.peer, identity.epoch, time.monotonic())
                 super().peer_message(channel, message)
-            case "kept":
+            case "replicated":
                 self._memory_lease.check(channel.peer, Identity.parse(str(fields["identity"])))
                 super().peer_message(channel, message)
-            case "idle":
+            case "job-idle":
                 self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
-            case "drop":
+            case "epoch-ended":
                 self._drop_epoch_replicas(channel, Epoch.parse(str(fields["epoch"])))
             case _ if message.kind in COMMON_MESSAGES:
                 super().peer_message(channel, message)
@@ -153,7 +165,7 @@ class MemoryNode(Agent):
         """Whether agent `name` coordinates the job that is lent to, and in that epoch if one is named."""
         return name == self._memory_lease.coordinator and epoch in (self._memory_lease.epoch, None)
 
-    def _on_borrow(self, channel: Channel, message: Message) -> None:
+    def _on_borrow_memory(self, channel: Channel, message: Message) -> None:
         terms = CommitTerms.decode(message.blobs[0])
         agents = terms.claim.agents
         self._server.node_names.add_nodes(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)

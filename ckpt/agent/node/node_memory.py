@@ -166,10 +166,10 @@ class NodeMemory:
         lent_bytes = self.replicas.bytes_of(epoch)
         return MemoryUse(sum(others) + self.replicas.bytes - lent_bytes, lent_bytes - self.replicas.unallocated_bytes)
 
-    def _grant_inventory_lease(self, by: str, left: bool = False) -> None:
-        """Agent `by` surveys this node: nothing listed is dropped until the outcome. `left` and errors: see
-        InventoryLease.asked."""
-        self.inventory_lease.take_lease(by, self._newest_epoch(), left)
+    def _grant_inventory_lease(self, by: str, for_orphans: bool = False) -> None:
+        """Agent `by` surveys this node: nothing listed is dropped until the outcome. `for_orphans` and errors: see
+        InventoryLease.take_lease."""
+        self.inventory_lease.take_lease(by, self._newest_epoch(), for_orphans)
 
     def _newest_epoch(self) -> Epoch:
         """The newest epoch that is known here."""

@@ -78,17 +78,17 @@ class OrphanCommitter(PeerHandlers):
         self._end_commit_attempt()
         super()._begin(peer, message)
 
-    def _grant_inventory_lease(self, by: str, left: bool = False) -> None:
+    def _grant_inventory_lease(self, by: str, for_orphans: bool = False) -> None:
         """As `NodeMemory._grant_inventory_lease`. An attempt from here gives way to another agent's survey. Errors:
         AgentError if agent `by` has to give way itself, or if a job coordinated here still needs this node."""
         other = self.network is None or by != self.network.agent_name
         # Of two nodes that survey each other, the one with the lower name goes on.
-        if left and other and self._commit_attempt is not None and by > self._commit_attempt.network.agent_name:
+        if for_orphans and other and self._commit_attempt is not None and by > self._commit_attempt.network.agent_name:
             raise AgentError("this node is already committing it")
         # Such a job could take no snapshot until the outcome.
-        if left and other and any(job.is_needed for job in self._jobs()):
+        if for_orphans and other and any(job.is_needed for job in self._jobs()):
             raise AgentError("a job that is coordinated here goes on")
-        super()._grant_inventory_lease(by, left)
+        super()._grant_inventory_lease(by, for_orphans)
         if other:
             self._end_commit_attempt()
 
@@ -130,7 +130,7 @@ class OrphanCommitter(PeerHandlers):
         if due_s is None or now_s < due_s:
             return due_s
         self._commit_attempt = _Attempt(newest, terms, network, Inventory())
-        self._grant_inventory_lease(network.agent_name, left=True)
+        self._grant_inventory_lease(network.agent_name, for_orphans=True)
         self._survey_other_nodes(self._commit_attempt)
         return None
 
@@ -146,7 +146,7 @@ class OrphanCommitter(PeerHandlers):
         self.inventory_lease.end_lease(attempt.network.agent_name)
         for node in attempt.followed_job.nodes:
             done = str(settled) if settled is not None and node in attempt.answered_nodes else None
-            attempt.network.notify(node.name, {"t": "outcome", "epoch": None, "settled": done})
+            attempt.network.notify(node.name, {"t": "start-outcome", "epoch": None, "settled": done})
 
     def _guard_commit_attempt(self, attempt: _Attempt, what: Callable[[], None]) -> None:
         """Runs `what` if the attempt is still under way. An error in `what` ends the attempt and nothing else."""
@@ -177,7 +177,7 @@ class OrphanCommitter(PeerHandlers):
                     answered(None, error)
                 # A node surveyed after the attempt ended would never hear an outcome.
                 elif self._commit_attempt is attempt:
-                    network.request(node.name, {"t": "look", "left": True}, (), answered)
+                    network.request(node.name, {"t": "survey", "for_orphans": True}, (), answered)
 
             network.connect(node, connected)
 

@@ -92,8 +92,8 @@ class PeerHandlers(ClusterStartup):
 
     def _has_remote_coordinator(self, message: Message) -> bool:
         """Whether the job that a rank joins is coordinated on another node."""
-        leader = message.fields.get("leader")
-        return bool(leader) and self.network is not None and leader != self.network.agent_name
+        coordinator = message.fields.get("coordinator")
+        return bool(coordinator) and self.network is not None and coordinator != self.network.agent_name
 
     def _join_followed_job(self, peer: Peer, message: Message) -> None:
         """A rank joins a job that is coordinated on another node. Errors: AgentError; Superseded."""
@@ -118,7 +118,7 @@ class PeerHandlers(ClusterStartup):
         found.join(peer, message)
         self._unjoined_peers = [each for each in self._unjoined_peers if each is not peer]
         if int(fields["rank"]) == found.lowest_rank:
-            self._notice_listeners.listen_to(Sources.parse(fields.get("notices")))
+            self._notice_listeners.listen_to(Sources.parse(fields.get("notice_sources")))
         self._send_standing_notices(peer)
 
     def _join(self, peer: AnyPeer, message: Message) -> None:
@@ -132,7 +132,9 @@ class PeerHandlers(ClusterStartup):
 
     def _take_handed_notices(self, message: Message) -> list[tuple[Notice, ExitTiming]]:
         """The notices that stood on this node when its former agent died, as a rank hands them over."""
-        handed = parse_returned_notices(message.fields.get("standing") or []) if message.fields["resume"] else []
+        handed = (
+            parse_returned_notices(message.fields.get("standing_notices") or []) if message.fields["resume"] else []
+        )
         for notice, when in handed:
             self._notice_listeners.restore_notice(notice, when)
         return handed
@@ -144,11 +146,11 @@ class PeerHandlers(ClusterStartup):
     def _send_standing_notices(self, peer: Peer) -> None:
         """Tells a rank the standing notices, which it hands to the next agent if this one dies."""
         if told := self._standing_notices.notice_fields():
-            peer.send({"t": "standing", "notices": told[-RANKS_NOTICES_MAX:]})
+            peer.send({"t": "standing-notices", "notices": told[-RANKS_NOTICES_MAX:]})
 
     def _on_notice(self, word: NoticeChange, when: ExitTiming = ExitTiming.IN_TIME) -> None:
         self._standing_notices.record_notice(word, when)
-        body = {"t": "standing", "notices": self._standing_notices.notice_fields()[-RANKS_NOTICES_MAX:]}
+        body = {"t": "standing-notices", "notices": self._standing_notices.notice_fields()[-RANKS_NOTICES_MAX:]}
         for peer in self._server.peers:
             if peer.role == "trainer":
                 peer.send(body)
@@ -166,7 +168,7 @@ class PeerHandlers(ClusterStartup):
             for name in [name for name in job.scheduler.notices if name[0] == source and is_operator_key(name[1])]:
                 job.on_notice(Withdrawn(*name))
             for node in job.nodes[1:]:
-                job.share_of(node.name).notify({"t": "taken-back", "source": source})
+                job.share_of(node.name).notify({"t": "notice-withdrawn", "source": source})
 
     def _followed_rank_of(self, peer: AnyPeer) -> tuple[FollowerJob, int] | None:
         """The followed job and the rank of that connection; None if it joined none."""
@@ -205,47 +207,47 @@ class PeerHandlers(ClusterStartup):
         match message.kind:
             case "start":
                 self._on_remote_start(channel, fields)
-            case "look":
-                self._send_inventory(channel, int(fields["id"]), bool(fields.get("left")))
-            case "keeps":
+            case "survey":
+                self._send_inventory(channel, int(fields["id"]), bool(fields.get("for_orphans")))
+            case "survey-replicas":
                 keeps = KeptReplica.from_inventory(
                     self._inventory(True), self.replicas.announced_replicated, Epoch.parse(str(fields["epoch"]))
                 )
                 channel.reply(int(fields["id"]), keeps.fields(), keeps.blobs())
-            case "outcome":
+            case "start-outcome":
                 self._on_start_outcome(channel.peer, fields)
-            case "parts":
+            case "describe-snapshots":
                 self._send_declarations(channel, fields)
-            case "serve":
+            case "serve-frames":
                 rank, identity = int(fields["rank"]), Identity.parse(str(fields["identity"]))
                 arena = self._arenas_of(identity).get(rank)
                 frames = Frames.decode(message.blobs[0], arena.size_bytes if arena is not None else 0)
                 self._serve_frames(identity, rank, frames, channel.peer)
-            case "write":
+            case "write-frames":
                 self._write_commit_part(channel, message)
-            case "unwrite":
+            case "cancel-write":
                 told = channel.peer, Identity.parse(str(fields["identity"]))
                 for _, _, cancel in [each for each in self._pending_writes if each[:2] == told]:
                     cancel.set()
-            case "keep":
+            case "replicate":
                 self._keep_replicas(channel, message)
-            case "kept":
+            case "replicated":
                 self.replicas.evict_older_than(Identity.parse(str(fields["identity"])))
-            case "unkeep":
+            case "forget-replicas":
                 self.replicas.evict_epoch(Epoch.parse(str(fields["epoch"])))
-            case "publish" | "stripe" | "lend" | "rebuild":
+            case "publish-snapshots" | "encode-parity" | "publish-parity" | "rebuild":
                 self._on_parity_request(channel, message)
-            case "withdraw":
+            case "withdraw-published":
                 self.parities.withdraw(Identity.parse(str(fields["identity"])), _reader_name(channel, fields))
-            case "borrow":
+            case "borrow-memory":
                 raise AgentError("this agent lends no memory; it is that of a job's node")
-            case "bring" | "brought":
+            case "read-frames" | "frames-read":
                 self._on_shared_read(channel, message)
-            case "unserve":
+            case "withdraw-frames":
                 self._withdraw_served(channel.peer, Identity.parse(str(fields["identity"])))
-            case "forget":
+            case "drop-older-epochs":
                 self._drop_older_epochs(Epoch.parse(str(fields["epoch"])))
-            case "absent":
+            case "node-disconnected":
                 self._on_source_lost(str(fields["name"]))
             case _:
                 self._on_job_message(channel, message)
@@ -260,20 +262,20 @@ class PeerHandlers(ClusterStartup):
                 raise AgentError(f"{epoch} is not coordinated here")
             self._on_follower_message(job, channel, message)
             return
-        if message.kind in ("failed", "pace"):
+        if message.kind in ("node-failed", "step-time-ratio"):
             self.alarms.on_coordinator_message(message.kind, fields)
             return
         followed_job = self._followed_job_of(epoch)
         assert followed_job is not None  # `_check_sender` has found it
         why = self.inventory_lease.refusal(channel.peer, epoch, time.monotonic())
-        if why and message.kind == "to" and followed_job.decline_staging(fields, why):
+        if why and message.kind == "to-rank" and followed_job.decline_staging(fields, why):
             return
         match message.kind:
-            case "acknowledge":
+            case "acknowledge-event":
                 self._acknowledge_notice(channel, fields, why)
-            case "left-by":
+            case "leave-ordered":
                 self._notice_listeners.record_exit(str(fields["source"]), str(fields["key"]))
-            case "taken-back":
+            case "notice-withdrawn":
                 self._on_notice(Withdrawn(str(fields["source"])[:200], OPERATOR))
             case _:
                 followed_job.on_coordinator_message(channel, message)
@@ -315,15 +317,15 @@ class PeerHandlers(ClusterStartup):
         """Whether agent `name` coordinates `epoch` (None: any epoch) with ranks on this node."""
         return any(each.coordinator.name == name and epoch in (each.epoch, None) for each in self.followed_jobs)
 
-    def _send_inventory(self, channel: Channel, request_id: int, left: bool = False) -> None:
-        """Answers a survey with this node's inventory, which stays as listed until the outcome. `left` and errors: see
-        InventoryLease.asked."""
-        self._grant_inventory_lease(channel.peer, left)
+    def _send_inventory(self, channel: Channel, request_id: int, for_orphans: bool = False) -> None:
+        """Answers a survey with this node's inventory, which stays as listed until the outcome. `for_orphans` and
+        errors: see InventoryLease.take_lease."""
+        self._grant_inventory_lease(channel.peer, for_orphans)
         packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
         channel.reply(request_id, {}, [packed])
 
-    def _grant_inventory_lease(self, by: str, left: bool = False) -> None:
-        super()._grant_inventory_lease(by, left)
+    def _grant_inventory_lease(self, by: str, for_orphans: bool = False) -> None:
+        super()._grant_inventory_lease(by, for_orphans)
         for each in self.followed_jobs:
             each.local_share.clear_appointments()
 
@@ -351,7 +353,7 @@ class PeerHandlers(ClusterStartup):
 
         def done(blobs: list[bytes], error: str) -> None:
             moving.end()
-            if message.kind == "stripe":
+            if message.kind == "encode-parity":
                 error = error or self._late_refusal(channel.peer, message.fields)
             answer_request(channel, request_id, {}, error, blobs)
 
@@ -365,7 +367,7 @@ class PeerHandlers(ClusterStartup):
     def _late_refusal(self, name: str, fields: dict[str, Any]) -> str:
         """Why a replica that has just arrived does not count; "" if it does. One that arrived during a survey was not
         listed, so no peer may drop older replicas for it."""
-        again = bool(fields.get("again"))
+        again = bool(fields.get("rereplication"))
         return "" if again else self.inventory_lease.refusal(name, epoch_of(fields), time.monotonic())
 
     def _is_read_by_peers(self, identity: Identity) -> bool:
@@ -421,10 +423,10 @@ class PeerHandlers(ClusterStartup):
 
         wanted = decode_described(message.blobs[0])
         # A re-replicated checkpoint evicts nothing: it may be older than what is kept here.
-        if not fields.get("again"):
-            safe = fields["safe"]
+        if not fields.get("rereplication"):
+            safe = fields["replicated"]
             sizes = [each.arena_bytes for each in wanted]
-            needed = decode_ranks(fields.get("needed"))
+            needed = decode_ranks(fields.get("needed_ranks"))
             self.replicas.evict_superseded(
                 identity, Identity.parse(str(safe)) if safe is not None else None, sizes, needed
             )
@@ -435,27 +437,27 @@ class PeerHandlers(ClusterStartup):
         """A message from a node with ranks of `job`, which is coordinated here."""
         fields = message.fields
         share = job.share_of(channel.peer)
-        if message.kind == "candidate":
+        if message.kind == "locate-candidate":
             self._send_candidate_places(job, channel, fields)
         elif message.kind == "signals":
             self.alarms.on_peer_signals(job, channel.peer, fields)
-        elif message.kind == "notices":
-            for word, when in parse_relayed_notices(channel.peer, fields["standing"], job.notice_left_s()):
+        elif message.kind == "node-notices":
+            for word, when in parse_relayed_notices(channel.peer, fields["notices"], job.notice_left_s()):
                 job.on_notice(word, when, channel.peer)
-        elif message.kind == "take-back":
+        elif message.kind == "withdraw-notice":
             self._withdraw_operator_notice(str(fields["source"])[:200])
-        elif message.kind == "lacks":
+        elif message.kind == "arenas-lost":
             job.scheduler.record_lost_arenas(int(fields["slot"]))
-        elif message.kind == "steps":
+        elif message.kind == "rank-steps":
             share.record_steps({int(rank): (int(step), int(polls)) for rank, step, polls in fields["steps"]})
-        elif message.kind == "gone":
-            peer = share.connection(int(fields["rank"]), int(fields["number"]))
+        elif message.kind == "rank-disconnected":
+            peer = share.connection(int(fields["rank"]), int(fields["connection_number"]))
             if peer is not None:
                 peer.is_open = False
-                (self.peer_died if fields["how"] == "died" else self.peer_disconnected)(peer)
+                (self.peer_died if fields["cause"] == "died" else self.peer_disconnected)(peer)
         else:
-            peer = share.ensure_connection(int(fields["rank"]), int(fields["number"]), int(fields["pid"]))
-            self._deliver_rank_message(peer, Message(dict(fields["m"]), [], message.blobs))
+            peer = share.ensure_connection(int(fields["rank"]), int(fields["connection_number"]), int(fields["pid"]))
+            self._deliver_rank_message(peer, Message(dict(fields["message"]), [], message.blobs))
 
     def _deliver_rank_message(self, peer: RemotePeer, message: Message) -> None:
         """Handles a remote rank's message as a local rank's. An error is answered to the rank or closes its connection,
@@ -530,14 +532,14 @@ class PeerHandlers(ClusterStartup):
         if job is not None:
             job.share_of(channel.peer)
             fan = job.restore.shared_read if job.restore is not None and job.restore.identity == identity else None
-        if message.kind == "brought":
+        if message.kind == "frames-read":
             if fan is not None:
-                fan.handle_brought(channel, message)
+                fan.handle_frames_read(channel, message)
         # This node has not come so far yet; the other node asks again.
         elif fan is None:
             channel.reply(int(message.fields["id"]), {"ready": False})
         else:
-            fan.handle_bring(channel, message)
+            fan.handle_read_frames(channel, message)
 
     def peer_closed(self, channel: Channel) -> None:
         """A connection to another agent has ended: its ranks are gone, and no frames are awaited from it."""
@@ -570,7 +572,7 @@ class PeerHandlers(ClusterStartup):
 
     def _announce_absence(self, job: Job, name: str) -> None:
         """Tells the other nodes that node `name` is gone: they may have no connection to it that would show this."""
-        fields = {"t": "absent", "epoch": str(job.epoch), "name": name}
+        fields = {"t": "node-disconnected", "epoch": str(job.epoch), "name": name}
         for node in job.nodes[1:]:
             share = job.find_share(node.name)
             if self.network is not None and share is not None and share.peers:

@@ -70,7 +70,7 @@ def _survey_node(network: PeerNetwork, start: Start, node: NodeAt, guard: Callab
             answered(None, error)
         else:
             start.previous_nodes.append(node)
-            network.request(node.name, {"t": "look"}, (), lambda *found: guard(lambda: answered(*found)))
+            network.request(node.name, {"t": "survey"}, (), lambda *found: guard(lambda: answered(*found)))
 
     def answered(answer: Message | None, error: str) -> None:
         if node.name not in start.pending_nodes:

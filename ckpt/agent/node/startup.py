@@ -140,12 +140,12 @@ class Startup(NodeMemory):
             return
         now = self._progress_key(start)
         if now != before and start.request_id is not None:
-            start.peer.send({"t": "moving", "id": start.request_id})
+            start.peer.send({"t": "progress", "id": start.request_id})
         self._server.call_later(REPORT_INTERVAL_S, lambda: self._report_progress(start, now))
 
     def _parse_nodes(self, message: Message) -> tuple[NodeAt, ...]:
         """The nodes of the job's ranks; () for a job of one node. Errors: UsageError."""
-        if not message.fields.get("leader"):
+        if not message.fields.get("coordinator"):
             return ()
         nodes = parse_nodes(message.blobs[-1], int(message.fields["world"]))
         self._server.node_names.add_nodes(nodes)

@@ -168,14 +168,16 @@ class ExitVote(Preemption):
                 if told or not all_came:
                     by_s = self._leave_deadline_s if self._leave_deadline_s is not None else self.deadline_s(now_s)
                     self._actions.append(
-                        AnswerRequest(asked.request, {"leave": True, "by_s": math.inf if by_s is None else by_s})
+                        AnswerRequest(
+                            asked.request, {"leave": True, "leave_deadline_s": math.inf if by_s is None else by_s}
+                        )
                     )
                 else:
                     self._answer_hold(asked.request, False)
 
     def _answer_hold(self, request: Request, leave: bool) -> None:
         self._actions.append(
-            AnswerRequest(request, {"leave": leave, "by_s": self._leave_deadline_s if leave else None})
+            AnswerRequest(request, {"leave": leave, "leave_deadline_s": self._leave_deadline_s if leave else None})
         )
 
     def _query_late_ranks(self, now_s: float) -> None:
@@ -198,7 +200,7 @@ class ExitVote(Preemption):
             self._late_query_interval_s = min(2 * self._late_query_interval_s, ASK_LATE_S_MAX)
             self._next_late_query_s = now_s + self._late_query_interval_s
             word = ControlWord(attempt.number, attempt.slot, WordKind.HOLD, attempt.version.step, attempt.version.sub)
-            self._actions.append(NotifyRanks({"t": "awaited", "word": word.pack()}))
+            self._actions.append(NotifyRanks({"t": "hold-awaited", "word": word.pack()}))
 
     def _end_hopeless_waits(self, now_s: float) -> None:
         """Ends the wait of signalled ranks for a boundary once no boundary can come in time."""
@@ -231,7 +233,12 @@ class ExitVote(Preemption):
     def _send_end(self) -> None:
         self._actions.append(
             NotifyRanks(
-                {"t": "end", "why": self._end_reason, "wait": self._can_end_wait, "by_s": self._leave_deadline_s}
+                {
+                    "t": "end-process",
+                    "why": self._end_reason,
+                    "wait_for_saves": self._can_end_wait,
+                    "leave_deadline_s": self._leave_deadline_s,
+                }
             )
         )
 
@@ -253,7 +260,7 @@ class ExitVote(Preemption):
         if self._is_end_ordered:
             self._send_end()
         else:
-            self._actions.append(NotifyRanks({"t": "leave-by", "by_s": self._leave_deadline_s}))
+            self._actions.append(NotifyRanks({"t": "leave-deadline", "leave_deadline_s": self._leave_deadline_s}))
 
     # -- helpers
 

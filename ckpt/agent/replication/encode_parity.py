@@ -96,11 +96,11 @@ class ParityEncoding(Replication):
             chunks,
         )
         fields = {
-            "t": "stripe",
+            "t": "encode-parity",
             "identity": str(self._identity),
             "world": sum(len(node.ranks) for node in self._nodes.values()),
-            "safe": str(self._replicated) if self._replicated is not None else None,
-            "needed": self._needed_ranks_at(holder),
+            "replicated": str(self._replicated) if self._replicated is not None else None,
+            "needed_ranks": self._needed_ranks_at(holder),
         }
         self._parity_service.send_request(holder, fields, [where.encode(), encode_described(described)], ended)
 

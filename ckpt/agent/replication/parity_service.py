@@ -130,7 +130,7 @@ class ParityService:
             if not node or node == network.agent_name:
                 self.withdraw(identity, reader)
             else:
-                network.notify(node, {"t": "withdraw", "identity": str(identity), "reader": reader})
+                network.notify(node, {"t": "withdraw-published", "identity": str(identity), "reader": reader})
 
     def withdraw(self, identity: Identity, reader: str) -> None:
         """Ends that reader's use of the offers of the checkpoint here, and refuses its waiting rebuilds."""
@@ -149,26 +149,26 @@ class ParityService:
         """Serves one request. Errors: AgentError, or any error of a malformed message; then `then` is not called."""
         identity = Identity.parse(str(fields["identity"]))
         match fields["t"]:
-            case "stripe":
+            case "encode-parity":
                 where, snapshots = Where.decode(identity, blobs[0]), _decode_by_rank(blobs[1])
                 where.check_sizes(snapshots)
-                world, told = int(fields["world"]), fields["safe"]
+                world, told = int(fields["world"]), fields["replicated"]
                 safe = Identity.parse(str(told)) if told is not None else None
                 sizes = [name.stripe.length for _, name, _ in where.chunks]
-                self._replicas.evict_superseded(identity, safe, sizes, decode_ranks(fields.get("needed")))
+                self._replicas.evict_superseded(identity, safe, sizes, decode_ranks(fields.get("needed_ranks")))
                 chunks = self._replicas.parity_store
                 # `identity` may be replicated by its present chunks (`safe` is None: unknown). Then they stay for now.
                 drop = chunks.plan_replacement if safe in (None, identity) else chunks.evict_other_chunks
                 drop(identity, [name for _, name, _ in where.chunks])
                 self._replicas.record_transfer(identity, PARITY_SOURCE, False)  # until it succeeds
                 self._make_chunks(identity, world, where, snapshots, then)
-            case "lend":
+            case "publish-parity":
                 then([*self._offer_chunks(identity, str(fields["reader"]), bool(fields.get("urgent")))], "")
             case "rebuild":
                 where, snapshots = Where.decode(identity, blobs[0]), _decode_by_rank(blobs[1])
-                order = [parse_row(row) for row in fields["order"]]
+                order = [parse_row(row) for row in fields["parity_order"]]
                 self._rebuild(identity, int(fields["rank"]), where, snapshots, order, fields, then)
-            case "publish":
+            case "publish-snapshots":
                 self._offer_snapshots(identity, [int(rank) for rank in fields["ranks"]], fields, then)
 
     # -- keeping
@@ -281,7 +281,7 @@ class ParityService:
             else:
                 then([], error)
 
-        size, leave, reader = snapshots[rank].arena_bytes, int(fields["leave"]), str(fields.get("reader", ""))
+        size, leave, reader = snapshots[rank].arena_bytes, int(fields["reserve_bytes"]), str(fields.get("reader", ""))
         work = RebuildWork(size, leave, urgent, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
         self._rebuild_queue.enqueue(work)
 
@@ -327,7 +327,7 @@ class ParityService:
 
 
 def decode_ranks(needed: Any) -> list[int] | None:
-    """Decodes `needed`: the ranks whose copies have to stay; None: unknown. Errors: ValueError, TypeError."""
+    """Decodes `needed_ranks`: the ranks whose copies have to stay; None: unknown. Errors: ValueError, TypeError."""
     return [int(rank) for rank in needed] if needed is not None else None
 
 

@@ -1,7 +1,7 @@
 """The rebuild of lost ranks' snapshots from parity, as the coordinator runs it. Main thread only.
 
-1. All nodes are asked which parity they keep of the checkpoint ("lend").
-2. Holders of the other snapshots that are needed let them be read ("publish").
+1. All nodes are asked which parity they keep of the checkpoint ("publish-parity").
+2. Holders of the other snapshots that are needed let them be read ("publish-snapshots").
 3. Each lost rank is given to one node, which rebuilds its snapshot and keeps it as a copy ("rebuild").
 
 A rank that cannot be rebuilt does not stop the others. Data that turns out to be damaged is left out as if lost, and
@@ -90,7 +90,10 @@ class Rebuild:
         self._pending_answers = set(self._names)
         for name in self._names:
             self._ask(
-                name, {"t": "lend"}, (), lambda blobs, error, name=name: self._handle_lend_answer(name, blobs, error)
+                name,
+                {"t": "publish-parity"},
+                (),
+                lambda blobs, error, name=name: self._handle_published_parity(name, blobs, error),
             )
 
     def give_up(self, why: str) -> None:
@@ -101,7 +104,7 @@ class Rebuild:
 
     # -- what there is
 
-    def _handle_lend_answer(self, name: str, blobs: list[bytes], error: str) -> None:
+    def _handle_published_parity(self, name: str, blobs: list[bytes], error: str) -> None:
         if self._is_late(name):
             return
         self._pending_answers.discard(name)
@@ -151,7 +154,7 @@ class Rebuild:
         for name, ranks in by_node.items():
             self._ask(
                 name,
-                {"t": "publish", "ranks": ranks},
+                {"t": "publish-snapshots", "ranks": ranks},
                 (),
                 lambda _, error, name=name: self._handle_publish_answer(name, error),
             )
@@ -207,8 +210,8 @@ class Rebuild:
         order = list(Row) if self._attempts_by_rank[rank] % 2 == 0 else list(Row)[::-1]
         self._attempts_by_rank[rank] += 1
         self._load_by_node[name] += 1
-        fields = {"t": "rebuild", "rank": rank, "order": [int(row) for row in order]}
-        fields["leave"] = self._reserved_bytes.get(name, 0)
+        fields = {"t": "rebuild", "rank": rank, "parity_order": [int(row) for row in order]}
+        fields["reserve_bytes"] = self._reserved_bytes.get(name, 0)
         needed = {each for _, chunk, _ in where.chunks for each in chunk.stripe.ranks}
         snapshots = encode_described([self._snapshots[each] for each in sorted(needed)])
 

@@ -1,9 +1,9 @@
 """Replication of one checkpoint as copies, run by the coordinator. Main thread only.
 
-1. Each node with ranks describes its snapshots and offers them ("publish").
-2. Each holder fetches its copies from there and verifies them ("keep").
+1. Each node with ranks describes its snapshots and offers them ("publish-snapshots").
+2. Each holder fetches its copies from there and verifies them ("replicate").
 3. When all have answered, the caller says whether the checkpoint counts as replicated: a holder may be lost by now.
-4. If it does, the nodes hear that they may evict older checkpoints ("kept").
+4. If it does, the nodes hear that they may evict older checkpoints ("replicated").
 
 If any copy fails, the replication has failed. Copies that did arrive are evicted once the next replication begins.
 """
@@ -75,7 +75,11 @@ class Replication:
                 error = "its answer has no description"
             self._handle_published(source, b"" if answer is None or error else answer.blobs[0], error)
 
-        fields = {"t": "publish", "identity": str(self._identity), "ranks": list(self._plan_by_source[source][0])}
+        fields = {
+            "t": "publish-snapshots",
+            "identity": str(self._identity),
+            "ranks": list(self._plan_by_source[source][0]),
+        }
         self._network.request(source, fields, (), heard)
 
     def _handle_published(self, source: str, blob: bytes, error: str) -> None:
@@ -106,10 +110,10 @@ class Replication:
             self._replicas.fetch_replicas(self._network.transport, self._identity, source, addresses, wanted, then)
             return
         fields = {
-            "t": "keep",
+            "t": "replicate",
             "identity": str(self._identity),
-            "safe": str(self._replicated) if self._replicated is not None else None,
-            "needed": self._needed_ranks_at(holder),
+            "replicated": str(self._replicated) if self._replicated is not None else None,
+            "needed_ranks": self._needed_ranks_at(holder),
             "source": source,
             "addresses": [str(address) for address in node.addresses],
         }
@@ -133,7 +137,7 @@ class Replication:
         self._replicas.withdraw(self._network.transport, self._identity)
         for source in self._plan_by_source:
             if source != self._network.agent_name:
-                self._network.notify(source, {"t": "withdraw", "identity": identity})
+                self._network.notify(source, {"t": "withdraw-published", "identity": identity})
         try:
             if not error:
                 self._replicas.check_eviction(self._identity.epoch)
@@ -144,4 +148,4 @@ class Replication:
         self._replicas.evict_older_than(self._identity)
         for name in self._nodes:
             if name != self._network.agent_name:
-                self._network.notify(name, {"t": "kept", "identity": identity})
+                self._network.notify(name, {"t": "replicated", "identity": identity})

@@ -140,7 +140,7 @@ class Rereplication:
                     error = f"agent {source} describes its snapshots wrong: {exc}"
             self._handle_published(theirs, ranks, found, error)
 
-        fields = {"t": "publish", "identity": str(self.identity), "ranks": ranks}
+        fields = {"t": "publish-snapshots", "identity": str(self.identity), "ranks": ranks}
         self._network.request(source, fields, (), heard)
 
     def _handle_published(
@@ -164,9 +164,9 @@ class Rereplication:
             self._replicas.fetch_replicas(self._network.transport, self.identity, node.name, at, wanted, then)
             return
         fields = {
-            "t": "keep",
+            "t": "replicate",
             "identity": str(self.identity),
-            "again": True,
+            "rereplication": True,
             "source": node.name,
             "addresses": [str(address) for address in node.addresses],
         }
@@ -217,4 +217,4 @@ class Rereplication:
         self._replicas.withdraw(self._network.transport, self.identity)
         for name in self._nodes:
             if name != self._network.agent_name:
-                self._network.notify(name, {"t": "withdraw", "identity": str(self.identity)})
+                self._network.notify(name, {"t": "withdraw-published", "identity": str(self.identity)})

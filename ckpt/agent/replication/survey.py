@@ -42,7 +42,7 @@ class KeptReplica:
         return KeptReplica(safe if safe is not None and safe.epoch == epoch else None, inventory.filter_epoch(epoch))
 
     def fields(self) -> dict[str, Any]:
-        return {"safe": str(self.replicated) if self.replicated is not None else None}
+        return {"replicated": str(self.replicated) if self.replicated is not None else None}
 
     def blobs(self) -> list[bytes]:
         packed: bytes = msgpack.packb(self.inventory.fields())
@@ -51,7 +51,7 @@ class KeptReplica:
     @staticmethod
     def parse(epoch: Epoch, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> KeptReplica:
         """Errors: CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError."""
-        told, held = fields["safe"], Inventory.unpack(blobs[0])
+        told, held = fields["replicated"], Inventory.unpack(blobs[0])
         safe = Identity.parse(str(told)) if told is not None else None
         if any(identity.epoch != epoch for identity in (*held.world_sizes, *([safe] if safe is not None else []))):
             raise AgentError(f"a node was asked for {epoch} and tells of another epoch")
@@ -146,5 +146,5 @@ def survey_nodes(
 
     end()
     for name in names:
-        fields = {"t": "keeps", "epoch": str(epoch)}
+        fields = {"t": "survey-replicas", "epoch": str(epoch)}
         network.request(name, fields, (), functools.partial(answered, name))

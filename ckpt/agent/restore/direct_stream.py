@@ -160,7 +160,7 @@ class DirectStreams:
             sock.close()
             return
         stream.sock = sock
-        stream.receiver.send({"t": "stream", "stream": number, "frames": stream.frames}, [sock.fileno()])
+        stream.receiver.send({"t": "frame-stream", "stream": number, "frames": stream.frames}, [sock.fileno()])
 
     def _close_stream(self, number: int) -> None:
         stream = self._streams_by_number.pop(number, None)

@@ -258,7 +258,7 @@ class RestoreSession:
         self._reported_progress = self._progress.count
         if self._reported_progress != said:
             for asked in self._requests_by_receiver.values():
-                asked.receiver.send({"t": "moving"})
+                asked.receiver.send({"t": "progress"})
         self._call_later(REPORT_INTERVAL_S, self._report_progress)
 
     def _request_nearest(self, asked: RankRequest, frames: set[int]) -> None:
@@ -301,7 +301,7 @@ class RestoreSession:
             _send_region(asked, region, memory.arenas[rank])
             at.append([frame, region, int(memory.offsets[frame]), int(self._lengths[frame])])
         for first in range(0, len(at), FRAMES_PER_MESSAGE):
-            asked.receiver.send({"t": "frames", "at": at[first : first + FRAMES_PER_MESSAGE]})
+            asked.receiver.send({"t": "frame-places", "at": at[first : first + FRAMES_PER_MESSAGE]})
 
     def _request_streams(self, asked: RankRequest, frames: set[int]) -> None:
         """Sends frames that only this rank wants as direct streams; what fails comes through the window."""
@@ -402,7 +402,7 @@ class RestoreSession:
 
         def give(asked: RankRequest, mine: set[int]) -> None:
             asked.file_frames.update(mine)
-            asked.receiver.send({"t": "files"}, (), files.select_frames(mine).encode())
+            asked.receiver.send({"t": "frame-files"}, (), files.select_frames(mine).encode())
 
         self._dispatch_frames(files.rows["frame"].tolist(), self._receivers_from_store, give)
 
@@ -432,7 +432,7 @@ class RestoreSession:
     def _send_cell(self, asked: RankRequest, frame: int, offset: int) -> None:
         self._cells.begin_read(frame, offset, asked.receiver)
         _send_region(asked, _WINDOW_REGION, self._cells.get_window().arena)
-        asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW_REGION, offset, int(self._lengths[frame])]]})
+        asked.receiver.send({"t": "frame-places", "at": [[frame, _WINDOW_REGION, offset, int(self._lengths[frame])]]})
 
     def _release_frame(self, frame: int, asked: RankRequest) -> From | None:
         """A rank is done with a frame. Returns the frame's source; None: this node's memory."""
@@ -471,7 +471,7 @@ class RestoreSession:
                 kind, message = AgentError.kind, f"{message}; a node that has it could not be reached"
             self.drop_request(asked.receiver)
             fields = {
-                "t": "fetched",
+                "t": "fetch-ended",
                 "ok": False,
                 "message": message[:4000],
                 "sources": asked.bytes_by_level,
@@ -482,14 +482,14 @@ class RestoreSession:
     def _finish_if_complete(self, asked: RankRequest) -> None:
         if not asked.pending_frames and self._requests_by_receiver.get(id(asked.receiver)) is asked:
             self.drop_request(asked.receiver)
-            asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.bytes_by_level})
+            asked.receiver.send({"t": "fetch-ended", "ok": True, "message": "", "sources": asked.bytes_by_level})
 
 
 def _send_region(asked: RankRequest, region: int, arena: Arena) -> None:
     """Sends the rank the arena's descriptor, once, before any frame in it is named."""
     if region not in asked.shown_regions:
         asked.shown_regions.add(region)
-        asked.receiver.send({"t": "region", "region": region, "bytes": arena.size_bytes}, [arena.fd])
+        asked.receiver.send({"t": "frame-region", "region": region, "bytes": arena.size_bytes}, [arena.fd])
 
 
 def kind_of(error: object) -> str:

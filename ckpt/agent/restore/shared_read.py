@@ -161,8 +161,8 @@ class SharedRead:
 
     # -- what other agents say
 
-    def handle_bring(self, channel: Channel, message: Message) -> None:
-        """Message "bring": another node requests frames whose home is here. Errors: AgentError."""
+    def handle_read_frames(self, channel: Channel, message: Message) -> None:
+        """Message "read-frames": another node requests frames whose home is here. Errors: AgentError."""
         if channel.peer not in self._number_by_node:
             raise AgentError(f"agent {channel.peer} has no part in {self._epoch}")
         frames = self._decode_frames(message.blobs[0] if message.blobs else b"")
@@ -175,8 +175,8 @@ class SharedRead:
         channel.reply(int(message.fields["id"]), {"ready": True})
         self._start_pass()
 
-    def handle_brought(self, channel: Channel, message: Message) -> None:
-        """Message "brought": a home has read frames, or cannot. Errors: AgentError."""
+    def handle_frames_read(self, channel: Channel, message: Message) -> None:
+        """Message "frames-read": a home has read frames, or cannot. Errors: AgentError."""
         home = self._number_by_node.get(channel.peer)
         asked = self._requests_by_home.get(home) if home is not None else None
         if home is None or asked is None or asked.given_up:
@@ -315,7 +315,7 @@ class SharedRead:
                 self.on_read(frames)
                 self._hand_back(lacking, "this node cannot read them for all")
             else:
-                fields = {"t": "brought", "epoch": str(self._epoch), "identity": str(self._identity)}
+                fields = {"t": "frames-read", "epoch": str(self._epoch), "identity": str(self._identity)}
                 self._network.notify(who, fields, [_encode_frames(here), _encode_frames(lacking)])
 
     # -- towards homes
@@ -361,7 +361,7 @@ class SharedRead:
             return
         name = self._nodes[home].name
         asked_on = self._network.channel(name)
-        fields = {"t": "bring", "epoch": str(self._epoch), "identity": str(self._identity)}
+        fields = {"t": "read-frames", "epoch": str(self._epoch), "identity": str(self._identity)}
         then = lambda answer, error: self._handle_answer(home, frames, asked_on, answer, error)  # noqa: E731
         self._network.request(name, fields, [_encode_frames(frames)], then)
 

@@ -50,7 +50,7 @@ class LocalShare:
         self.limited_plan: memory_plan.MemoryPlan | None = None
         self.is_memory_short = False  # at the newest plan, earlier starts' checkpoints left too little room
         self._sent_arenas: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
-        self._pending_makes: dict[int, object] = {}  # by slot: identifies the call of `make` under way
+        self._pending_makes: dict[int, object] = {}  # by slot: identifies the call of `make_arenas` under way
 
     @property
     def local_rank_count(self) -> int:
@@ -197,7 +197,7 @@ class LocalShare:
             arena = self.arenas[slot][rank]
             new = (slot, rank) not in self._sent_arenas
             self._sent_arenas.add((slot, rank))
-            fields = {"t": "arena", "slot": slot, "bytes": arena.size_bytes, "division": division}
+            fields = {"t": "grant-arena", "slot": slot, "bytes": arena.size_bytes, "division": division}
             peer.send(fields, [arena.fd] if new else [])
 
     def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:

@@ -176,7 +176,7 @@ class ManifestRequest(Generic[T]):
         elif self._network is None:
             self._retry_elsewhere(name, ranks, f"there is no way to agent {name}")
         else:
-            fields = {"t": "parts", "identity": str(self._identity), "ranks": ranks, "world": self._world}
+            fields = {"t": "describe-snapshots", "identity": str(self._identity), "ranks": ranks, "world": self._world}
             fields["sealed"] = self.trusts_sealed_hashes
             heard = lambda answer, error: self._handle_answer(name, ranks, answer, error)  # noqa: E731
             self._network.request(name, fields, (), heard)

@@ -1,7 +1,7 @@
 """The ranks of a job on another node, as the job's coordinator uses them: through that node's agent.
 
 Messages may be lost with the connection. Then open requests fail, and the ranks there rejoin. The other end is
-agent/job/follower_job.py; docs/architecture.md has the table of messages.
+agent/job/follower_job.py; docs/protocol.md has the table of messages.
 """
 
 from __future__ import annotations
@@ -55,10 +55,15 @@ class RemotePeer:
         if not self.is_open:
             return
         # Each host has its own monotonic clock: send the seconds left.
-        if fields.get("by_s") is not None:
-            fields = {**fields, "by_s": fields["by_s"] - time.monotonic()}
-        head = {"t": "to", "epoch": str(self.epoch), "rank": self.rank, "number": self.connection_number}
-        self._network.notify(self.node, {**head, "m": self._node_names.translate_fields(fields)}, blobs)
+        if fields.get("leave_deadline_s") is not None:
+            fields = {**fields, "leave_deadline_s": fields["leave_deadline_s"] - time.monotonic()}
+        head = {
+            "t": "to-rank",
+            "epoch": str(self.epoch),
+            "rank": self.rank,
+            "connection_number": self.connection_number,
+        }
+        self._network.notify(self.node, {**head, "message": self._node_names.translate_fields(fields)}, blobs)
 
     def reply(
         self, request_id: int, body: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()
@@ -71,7 +76,12 @@ class RemotePeer:
     def disconnect(self) -> None:
         """Asks the rank's agent to end the connection; that agent reports when it is gone."""
         if self.is_open:
-            head = {"t": "lose", "epoch": str(self.epoch), "rank": self.rank, "number": self.connection_number}
+            head = {
+                "t": "disconnect-rank",
+                "epoch": str(self.epoch),
+                "rank": self.rank,
+                "connection_number": self.connection_number,
+            }
             self._network.notify(self.node, head)
 
     def watch_death(self) -> None:
@@ -143,13 +153,13 @@ class RemoteShare:
         return self._reported_steps
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
-        self._notify({"t": "word", "slot": slot, "word": word.pack() if word is not None else 0})
+        self._notify({"t": "control-word", "slot": slot, "word": word.pack() if word is not None else 0})
 
     def announce_verdict(self, attempt: int) -> None:
-        self._notify({"t": "verdict", "attempt": attempt})
+        self._notify({"t": "leave-verdict", "attempt": attempt})
 
     def offer_slot(self, slot: int, division: str) -> None:
-        self._notify({"t": "offer", "slot": slot, "division": division})
+        self._notify({"t": "offer-slot", "slot": slot, "division": division})
 
     def close_arenas(self, slot: int) -> None:
         self._notify({"t": "close-arenas", "slot": slot})
@@ -160,18 +170,18 @@ class RemoteShare:
 
     def limit_replication(self, bytes_per_s: float | None) -> None:
         """Limits replication on that node's network, each way; None: no limit."""
-        self._notify({"t": "limit", "bandwidth": bytes_per_s})
+        self._notify({"t": "limit-replication", "bandwidth": bytes_per_s})
 
     def acknowledge_event(self, source: str, key: str, then: Callable[[str], None]) -> None:
         """Has that node's agent acknowledge a planned event. `then` hears "" if the source agreed, else the error."""
         self._request(
-            {"t": "acknowledge", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e)
+            {"t": "acknowledge-event", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e)
         )
 
     def drop(self) -> None:
         if not self.is_dropped:
             self.is_dropped = True
-            self._notify({"t": "drop"})
+            self._notify({"t": "epoch-ended"})
 
     def plan_memory(
         self,
@@ -180,7 +190,7 @@ class RemoteShare:
         limit_bytes: int | None,
         then: Callable[[memory_plan.MemoryPlan | None, str], None],
     ) -> None:
-        fields = {"t": "measure", "sizes": list(sizes.items()), "slots": slots, "limit": limit_bytes}
+        fields = {"t": "plan-memory", "sizes": list(sizes.items()), "slots": slots, "limit_bytes": limit_bytes}
         self._request(fields, (), lambda answer: memory_plan.parse_plan(answer.fields["plan"]), None, then)
 
     def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
@@ -190,7 +200,7 @@ class RemoteShare:
                 raise AgentError(f"agent {self.name} has made other arenas than it was asked to")
             return found
 
-        fields = {"t": "make", "slot": slot, "sizes": list(sizes.items())}
+        fields = {"t": "make-arenas", "slot": slot, "sizes": list(sizes.items())}
         nothing: dict[int, int] = {}
         self._request(fields, (), made, nothing, then)
 
@@ -204,7 +214,7 @@ class RemoteShare:
             return parts
 
         known = {rank: digest for rank, (digest, _) in self._declarations.items()}
-        fields = {"t": "read", "slot": slot, "identity": str(identity), "known": list(known.items())}
+        fields = {"t": "hash-snapshots", "slot": slot, "identity": str(identity), "known": list(known.items())}
         nothing: list[StagedPart] = []
         self._request(fields, (), read, nothing, then)
 
@@ -213,7 +223,7 @@ class RemoteShare:
         `drop`."""
 
         fields = {
-            "t": "write",
+            "t": "write-frames",
             "identity": str(wanted.identity),
             "codec": wanted.codec,
             "bandwidth": wanted.bandwidth,
@@ -238,7 +248,7 @@ class RemoteShare:
 
         def answered(answer: Message | None, error: str) -> None:
             # A write is answered even after `drop`: a worker thread waits for its outcome.
-            if self.is_dropped and fields["t"] != "write":
+            if self.is_dropped and fields["t"] != "write-frames":
                 return
             result = nothing
             if answer is not None:

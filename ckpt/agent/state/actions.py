@@ -48,7 +48,7 @@ class MakeArenas:
 
 @dataclass(frozen=True, slots=True)
 class OfferSlot:
-    """Offer a free slot: each rank binds its arena of the slot for the division; then `warm` for each rank."""
+    """Offer a free slot: each rank binds its arena of the slot for the division; then `arena-warm` for each rank."""
 
     slot: int
 

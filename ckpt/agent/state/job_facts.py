@@ -368,7 +368,7 @@ class JobFacts:
         versions = [
             str(s.attempt.version) for s in self.slots if s.state is SlotState.COMPLETE and s.attempt is not None
         ]
-        self._actions.append(NotifyRanks({"t": "recovered", "versions": versions}))
+        self._actions.append(NotifyRanks({"t": "recovered-versions", "versions": versions}))
 
     def reconnect_messages(self) -> list[dict[str, Any]]:
         """The messages for a rank that reconnects: the versions still held, and the level messages that it may have
@@ -378,8 +378,8 @@ class JobFacts:
             return []
         versions = {s.attempt.version for s in self.slots if s.attempt is not None and not s.attempt.miss_reason}
         versions |= {version for version, _ in self._level_messages}
-        known = {"t": "recovered", "versions": sorted(map(str, versions))}
-        return [known, *({**body, "again": True} for body in self._level_messages.values())]
+        known = {"t": "recovered-versions", "versions": sorted(map(str, versions))}
+        return [known, *({**body, "repeated": True} for body in self._level_messages.values())]
 
     def record_staging(
         self, rank: int, number: int, version: Version, slot: int, division: str, stall_s: float
@@ -681,7 +681,7 @@ class JobFacts:
 
     def _report_level(self, version: Version, level: str, ok: bool, message: str) -> None:
         body = {
-            "t": "level",
+            "t": "checkpoint-level",
             "version": str(version),
             "level": level,
             "ok": ok,

@@ -178,14 +178,14 @@ class Link:
         slots = sorted(self.slots.by_number) if resume else []
         fields = {
             **{name: getattr(terms, name) for name in terms.__slots__ if name != "nodes"},
-            "leader": coordinator_of(terms.nodes),
+            "coordinator": coordinator_of(terms.nodes),
             "version": str(offer.version),
             "values_bytes": offer.values_bytes,
             "resume": resume,
             "arenas": slots,
-            "verdict": self._decided_attempt,
-            "standing": self._remaining_notices() if resume else [],
-            "notices": Sources.from_settings(self.settings).fields(),
+            "leave_attempt": self._decided_attempt,
+            "standing_notices": self._remaining_notices() if resume else [],
+            "notice_sources": Sources.from_settings(self.settings).fields(),
             "store_env": store_environment(),
         }
         answer = self.connection.request(
@@ -283,8 +283,8 @@ class Link:
         )
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Sends `staged` or `missed`. If the agent dies the message is lost, and the next agent counts the version as
-        missed."""
+        """Sends `snapshot-staged` or `snapshot-missed`. If the agent dies the message is lost, and the next agent
+        counts the version as missed."""
         self._notify(kind, fields)
 
     def report_unsavable(self, version: Version, why: str) -> None:
@@ -346,7 +346,7 @@ class Link:
         """Tells the agent that somebody waits for that version to reach the store. It is a hint, repeated to the next
         agent. `why`: as for `Saver.save`."""
         self._awaited_version = version, why
-        self._notify("wanted", {"version": str(version), "why": why})
+        self._notify("require-commit", {"version": str(version), "why": why})
 
     def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         connection = self._connection
@@ -359,35 +359,37 @@ class Link:
 
     def _on_message(self, message: messages.Message) -> None:
         fields = message.fields
-        if message.kind in ("region", "frames", "stream", "files", "moving", "fetched"):
+        if message.kind in ("frame-region", "frame-places", "frame-stream", "frame-files", "progress", "fetch-ended"):
             if self.fetch_inbox is not None:
                 self.fetch_inbox.put(message)
                 return
-        elif message.kind == "plan":
+        elif message.kind == "staging-plan":
             if (terms := self.terms) is not None:
                 self.slots.on_plan(message, terms.rank, terms.world, terms.coordinate)
-        elif message.kind == "arena":
+        elif message.kind == "grant-arena":
             self.slots.on_arena(message)
         elif message.kind == "close-arena":
             self.slots.on_close_arena(message)
-        elif message.kind == "level":
-            self._failed_restarts = self._failed_restarts if fields.get("again") else 0
+        elif message.kind == "checkpoint-level":
+            self._failed_restarts = self._failed_restarts if fields.get("repeated") else 0
             self.levels.record(
                 Version.parse(fields["version"]), fields["level"], bool(fields["ok"]), str(fields.get("message", ""))
             )
         elif message.kind == "superseded":
             self.superseded_by = str(fields.get("by", "a newer start"))
             self.levels.fail_all(f"a newer start owns the run now: {self.superseded_by}")
-        elif message.kind == "standing":
+        elif message.kind == "standing-notices":
             self._standing_notices = time.monotonic(), list(fields["notices"])
-        elif message.kind == "end":
-            self.end_order = EndOrder(str(fields["why"]), bool(fields["wait"]), float(fields["by_s"]))
+        elif message.kind == "end-process":
+            self.end_order = EndOrder(
+                str(fields["why"]), bool(fields["wait_for_saves"]), float(fields["leave_deadline_s"])
+            )
             self.on_end(self.end_order)
-        elif message.kind == "leave-by":
-            self.on_deadline(float(fields["by_s"]))
-        elif message.kind == "awaited":
+        elif message.kind == "leave-deadline":
+            self.on_deadline(float(fields["leave_deadline_s"]))
+        elif message.kind == "hold-awaited":
             self._on_awaited(int(fields["word"]))
-        elif message.kind == "recovered":
+        elif message.kind == "recovered-versions":
             known = {Version.parse(str(version)) for version in fields["versions"]}
             self.levels.fail_unknown(known, "the agent was lost before all ranks had staged it")
             # Repeated only now: before the recovery the new agent would not know the version.
@@ -496,7 +498,7 @@ class Link:
         version, _ = wanted
         with contextlib.suppress(CkptError):
             identity = Identity(Epoch.parse(terms.epoch), version)
-            if connection.request("stored", {"identity": str(identity)}).fields["stored"]:
+            if connection.request("is-stored", {"identity": str(identity)}).fields["stored"]:
                 self.levels.record(version, "store", True)
 
     def _rejoin(self) -> None:

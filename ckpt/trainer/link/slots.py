@@ -1,8 +1,8 @@
 """The slots of one rank: the offered state, the plan that the agent made for it, and the arenas that are ready.
 
 Guarantees:
-- An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and only
-  by this process.
+- An arena is written only between its grant (`grant-arena`) and the report of a snapshot in it (`snapshot-staged`,
+  `snapshot-missed`), and only by this process.
 - What is bound, declared and filled in an arena belongs to one plan: the thread that does it holds the slot.
 - The agent is told that a slot is warm once its arena is ready for the present plan and nobody holds the slot.
 """
@@ -145,7 +145,7 @@ class Slots:
 
     @pause_gc()
     def on_plan(self, message: messages.Message, rank: int, world: int, coordinate: str) -> None:
-        """Handles the message `plan`: how the offer is divided for that rank."""
+        """Handles the message `staging-plan`: how the offer is divided for that rank."""
         layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
         offer = self.present_offer
         if offer is None or not _are_same_shapes(layout, offer.layout):
@@ -160,7 +160,8 @@ class Slots:
                 self.differing_tensors = frozenset(entry.name for entry in layout.entries if entry.owner)
 
     def on_arena(self, message: messages.Message) -> None:
-        """Handles the message `arena`: the grant of a slot, maybe with a new arena. Another thread makes it ready."""
+        """Handles the message `grant-arena`: the grant of a slot, maybe with a new arena. Another thread makes it
+        ready."""
         number = int(message.fields["slot"])
         with self._lock:
             if message.fds:
@@ -206,7 +207,7 @@ class Slots:
             slot.release(plan)
         # Told only now that nobody holds the slot: the agent may appoint it at once.
         if is_ready:
-            self._notify("warm", {"slot": number, "division": plan.declaration.division})
+            self._notify("arena-warm", {"slot": number, "division": plan.declaration.division})
 
     def _warm_slot(self, number: int, slot: RankSlot, plan: Plan) -> bool:
         """Makes a held slot ready for that plan. Returns whether it is, and the plan is still the present one."""

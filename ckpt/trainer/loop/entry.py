@@ -131,7 +131,7 @@ def enter(
         "take_over": asked.take_over,
         "strict": asked.strict,
         "store_env": store_environment(),
-        "leader": coordinator_of(nodes),
+        "coordinator": coordinator_of(nodes),
         "peers": facts[0]["peers"],
     }
     decision = _request_decision(group, saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
@@ -408,7 +408,7 @@ def _restore(
             identity=str(identity),
         )
         decision = _request_decision(
-            group, saver, "next", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]}
+            group, saver, "next-candidate", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]}
         )
     if failures:
         raise NoCheckpoint(

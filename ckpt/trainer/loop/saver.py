@@ -1,7 +1,8 @@
 """The saver of one rank: takes its snapshots, at appointments, explicit saves and the exit.
 
 A thread of its own, the stager, waits for copies in the background, seals the arena and reports. So training stands
-still only for what must be copied at the boundary. Every save attempt is answered once: `staged` or `missed`.
+still only for what must be copied at the boundary. Every save attempt is answered once: `snapshot-staged` or
+`snapshot-missed`.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Saver:
         fields = {"version": str(version), "why": why, "metrics": metrics, "values_bytes": 0}
         link.levels.forget_failures(version)
         if same is not None:
-            fields["same"] = str(same)
+            fields["unchanged_since"] = str(same)
             link.levels.forget_failures(same)
         try:
             with self.receipt.measure_wait():
@@ -343,7 +344,7 @@ class Saver:
         the newest such step, and the number of steps from one to the next."""
         self.receipt.missed_snapshots += 1
         about = {"attempt": attempt, "version": str(version), "why": why[:500]}
-        self.link.report("missed", about if updates is None else {**about, "updates": updates})
+        self.link.report("snapshot-missed", about if updates is None else {**about, "updates": updates})
 
     def note_boundary(self, step: int) -> None:
         """Notes that `step` has ended: copies that ran under the step are checked and finished."""
@@ -506,7 +507,7 @@ class Saver:
             self.receipt.staged_bytes += filling.plan.staging.data_bytes + values_bytes
             self._replica_tally.note_declaration(filling.plan.declaration)
         self.link.report(
-            "staged",
+            "snapshot-staged",
             {
                 "attempt": filling.attempt_number,
                 "version": str(filling.version),

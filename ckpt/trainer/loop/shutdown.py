@@ -98,7 +98,7 @@ class Shutdown:
         it leaves."""
         while True:
             try:
-                said = self._link.request("held", {"attempt": attempt}, None).fields
+                said = self._link.request("rank-holds", {"attempt": attempt}, None).fields
             except AgentError:
                 if self._link.has_leave_verdict(attempt):
                     return True, math.inf  # the deadline is lost with the agent
@@ -108,7 +108,7 @@ class Shutdown:
                         return (True, math.inf) if terms is not None and len(terms.nodes) > 1 else (False, None)
                     self._tasks.stopping.wait(RETRY_INTERVAL_S)
             else:
-                return bool(said["leave"]), said.get("by_s")
+                return bool(said["leave"]), said.get("leave_deadline_s")
 
     def begin_exit(self, exit_s: float) -> float:
         """Notes that the training thread is at the end of the block. Returns until when it may wait there, on the

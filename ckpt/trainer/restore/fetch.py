@@ -81,19 +81,19 @@ def fetch(
             if isinstance(message, Future):
                 # This raises. The job will never acknowledge its frames, so nothing may wait for them.
                 message.result()
-            if message.kind == "region":
+            if message.kind == "frame-region":
                 regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
-            elif message.kind == "frames":
+            elif message.kind == "frame-places":
                 for batch in _batches(message.fields["at"]):
                     begin(_copy_batch, regions, batch, deliver)
-            elif message.kind == "stream" and rooms is not None:
+            elif message.kind == "frame-stream" and rooms is not None:
                 sock = socket.socket(fileno=message.fds.pop())
                 number, coming = int(message.fields["stream"]), list(message.fields["frames"])
                 streams.append(sock)
                 begin(_receive_stream, sock, number, coming, rooms, received)
-            elif message.kind == "files":
+            elif message.kind == "frame-files":
                 begin(_read_files, FileList.decode(message), deliver, rooms, ended)
-            elif message.kind != "moving":
+            elif message.kind != "progress":
                 for job in jobs:
                     job.result()
                 if not message.fields["ok"]:
@@ -155,15 +155,15 @@ def _receive_stream(
             good.append(frame)
             pending += len(room)
             if pending >= BATCH_BYTES:
-                link.connection.notify("got", {"ok": good, "bad": []})
+                link.connection.notify("frames-received", {"ok": good, "bad": []})
                 good, pending = [], 0
-    link.connection.notify("got", {"ok": good, "bad": []})
-    link.connection.notify("streamed", {"stream": number})
+    link.connection.notify("frames-received", {"ok": good, "bad": []})
+    link.connection.notify("stream-ended", {"stream": number})
 
 
 def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: FrameMemory | None, ended: Flag) -> None:
     def got(good: list[int], bad: list[int]) -> None:
-        link.connection.notify("got", {"ok": good, "bad": bad})
+        link.connection.notify("frames-received", {"ok": good, "bad": bad})
 
     file_reads.read_frames(listed, deliver, rooms, got, ended)
 
@@ -192,4 +192,4 @@ def _copy_batch(link: Link, regions: dict[int, Arena], at: list[list[int]], deli
     for frame, region, offset, length in at:
         right = deliver(frame, regions[region].view[offset : offset + length])
         (good if right else bad).append(frame)
-    link.connection.notify("got", {"ok": good, "bad": bad})
+    link.connection.notify("frames-received", {"ok": good, "bad": bad})

@@ -29,7 +29,7 @@ def test_one_whose_connection_has_ended_may_be_there_still_until_it_was_called_a
     """What it keeps may be all that outlives a node, and nothing goes before it was asked."""
     address = Address.parse("127.0.0.1:9")
     later: dict[float, Callable[[], None]] = {}
-    loan = {"lends": 1 << 30, "name": "lender", "domains": [], "link_bytes_s": 0}
+    loan = {"lent_bytes": 1 << 30, "name": "lender", "domains": [], "link_bytes_s": 0}
     answers, reach = [SimpleNamespace(fields=loan)], ["lender", ""]
     network = SimpleNamespace(
         connect_to_address=lambda address, then: then(*reach),
@@ -59,7 +59,7 @@ def test_one_whose_connection_ends_while_it_is_asked_is_missed_all_the_same() ->
     What it kept is not believed to be there any more, and it may be there still."""
     address = Address.parse("127.0.0.1:9")
     later: dict[float, Callable[[], None]] = {}
-    loan = {"lends": 1 << 30, "name": "lender", "domains": [], "link_bytes_s": 0}
+    loan = {"lent_bytes": 1 << 30, "name": "lender", "domains": [], "link_bytes_s": 0}
     asked: list[Callable[..., None]] = []
     connected = {"lender": object()}
     network = SimpleNamespace(

@@ -21,8 +21,8 @@ from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Version
 
-LEAVE = {"leave": True, "by_s": 30.0}
-GO_ON = {"leave": False, "by_s": None}
+LEAVE = {"leave": True, "leave_deadline_s": 30.0}
+GO_ON = {"leave": False, "leave_deadline_s": None}
 
 
 def found_safe(
@@ -158,12 +158,12 @@ class Driver:
         return found
 
     def levels(self, level: str) -> dict[str, bool]:
-        bodies = [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "level"]
+        bodies = [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "checkpoint-level"]
         return {body["version"]: body["ok"] for body in bodies if body["level"] == level}
 
     def why(self, version: Version) -> str:
         """What was said of it and other nodes' memory last, if not that it is there."""
-        bodies = [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "level"]
+        bodies = [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "checkpoint-level"]
         return [body["message"] for body in bodies if (body["version"], body["level"]) == (str(version), "peer")][-1]
 
 
@@ -538,7 +538,7 @@ def test_after_a_restart_the_agent_says_what_it_has() -> None:
     driver.group.finish_recovery()
     driver.decide()
     told = [action.body for action in driver.said if isinstance(action, do.NotifyRanks)]
-    assert {"t": "recovered", "versions": [str(Version(40)), str(Version(50))]} in told
+    assert {"t": "recovered-versions", "versions": [str(Version(40)), str(Version(50))]} in told
     assert driver.levels("local") == {str(Version(40)): True, str(Version(50)): True}
     assert driver.levels("store") == {str(Version(40)): True}
 
@@ -1078,7 +1078,9 @@ def test_a_rank_that_comes_back_does_not_hear_that_what_is_saved_once_more_has_f
     driver.decide()
     driver.group.record_join(1)
     heard = [
-        each for each in driver.group.reconnect_messages() if each["t"] == "level" and each["version"] == str(version)
+        each
+        for each in driver.group.reconnect_messages()
+        if each["t"] == "checkpoint-level" and each["version"] == str(version)
     ]
     assert [each["level"] for each in heard] == ["local"]
 
@@ -1717,10 +1719,10 @@ def test_all_held_is_leave_for_all_and_for_who_asks_again() -> None:
     driver.steps = [word.step] * 2
     driver.stage(word.attempt_number, Version(word.step), word.slot)
     for rank in range(2):
-        assert driver.answers("held") == {}
-        driver.group.record_hold(rank, word.attempt_number, ("held", rank))
+        assert driver.answers("rank-holds") == {}
+        driver.group.record_hold(rank, word.attempt_number, ("rank-holds", rank))
         driver.decide()
-    assert driver.answers("held") == {0: LEAVE, 1: LEAVE}
+    assert driver.answers("rank-holds") == {0: LEAVE, 1: LEAVE}
     driver.group.record_hold(0, word.attempt_number, ("again", 0))
     driver.decide()
     assert driver.answers("again") == {0: LEAVE}
@@ -1731,13 +1733,13 @@ def test_any_missed_is_go_on_for_all_and_for_who_comes_later() -> None:
     word = hold(driver)
     driver.steps = [word.step] * 2
     driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
-    driver.group.record_hold(0, word.attempt_number, ("held", 0))
+    driver.group.record_hold(0, word.attempt_number, ("rank-holds", 0))
     driver.group.record_miss(1, word.attempt_number, "late")
     driver.decide()
-    assert driver.answers("held") == {0: GO_ON}
-    driver.group.record_hold(1, word.attempt_number, ("held", 1))
+    assert driver.answers("rank-holds") == {0: GO_ON}
+    driver.group.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
-    assert driver.answers("held")[1] == GO_ON
+    assert driver.answers("rank-holds")[1] == GO_ON
     assert driver.word().attempt_number != word.attempt_number, "the deadline allows for another"
 
 
@@ -1746,21 +1748,21 @@ def test_the_end_of_the_deadline_is_go_on_for_ever() -> None:
     word = hold(driver)
     driver.steps = [word.step] * 2
     driver.stage(word.attempt_number, Version(word.step), word.slot)
-    driver.group.record_hold(0, word.attempt_number, ("held", 0))
+    driver.group.record_hold(0, word.attempt_number, ("rank-holds", 0))
     driver.decide()
     driver.now_s = 31.0
     driver.decide()
-    assert driver.answers("held") == {0: GO_ON}
-    driver.group.record_hold(1, word.attempt_number, ("held", 1))
+    assert driver.answers("rank-holds") == {0: GO_ON}
+    driver.group.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
-    assert driver.answers("held")[1] == GO_ON
+    assert driver.answers("rank-holds")[1] == GO_ON
 
 
 def test_a_round_nobody_knows_is_missed() -> None:
     driver = Driver()
-    driver.group.record_hold(0, 4242, ("held", 0))
+    driver.group.record_hold(0, 4242, ("rank-holds", 0))
     driver.decide()
-    assert driver.answers("held") == {0: GO_ON}
+    assert driver.answers("rank-holds") == {0: GO_ON}
 
 
 def test_a_dead_rank_lets_the_held_ones_leave() -> None:
@@ -1768,13 +1770,13 @@ def test_a_dead_rank_lets_the_held_ones_leave() -> None:
     word = hold(driver)
     driver.steps = [word.step] * 2
     driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
-    driver.group.record_hold(0, word.attempt_number, ("held", 0))
+    driver.group.record_hold(0, word.attempt_number, ("rank-holds", 0))
     driver.group.record_death(1)
     driver.decide()
-    assert driver.answers("held") == {0: {"leave": True, "by_s": None}}
+    assert driver.answers("rank-holds") == {0: {"leave": True, "leave_deadline_s": None}}
     driver.group.record_hold(0, word.attempt_number, ("again", 0))
     driver.decide()
-    assert driver.answers("again") == {0: {"leave": True, "by_s": None}}
+    assert driver.answers("again") == {0: {"leave": True, "leave_deadline_s": None}}
 
 
 def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
@@ -1782,7 +1784,7 @@ def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
     word = hold(driver)
     driver.steps = [word.step] * 2
     driver.stage(word.attempt_number, Version(word.step), word.slot)
-    driver.group.record_hold(0, word.attempt_number, ("held", 0))
+    driver.group.record_hold(0, word.attempt_number, ("rank-holds", 0))
     driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     driver.commit()
@@ -1790,9 +1792,9 @@ def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
     driver.decide()
     driver.group.record_division(driver.group.layouts_version, "d", (100, 100), 1)
     driver.decide()
-    driver.group.record_hold(1, word.attempt_number, ("held", 1))
+    driver.group.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
-    assert driver.answers("held") == {0: LEAVE, 1: LEAVE}
+    assert driver.answers("rank-holds") == {0: LEAVE, 1: LEAVE}
 
 
 def test_a_superseded_job_decides_nothing_more() -> None:
@@ -1897,7 +1899,7 @@ def test_a_rank_that_comes_back_hears_what_became_of_its_snapshots_and_of_which_
     driver.decide()
     driver.group.record_join(1)
     known, *levels = driver.group.reconnect_messages()
-    assert known == {"t": "recovered", "versions": [str(version)]}
+    assert known == {"t": "recovered-versions", "versions": [str(version)]}
     assert lost.step > version.step
     assert [(each["version"], each["level"], each["ok"]) for each in levels] == [
         (str(version), level, True) for level in ("local", "peer", "store")

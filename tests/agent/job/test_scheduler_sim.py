@@ -441,7 +441,7 @@ class Sim:
         self.answered[action.request] = action.body
         self.unanswered.pop(action.request, None)
         what, rank, number = action.request[:3]
-        if what == "held":
+        if what == "rank-holds":
             self.verdicts.setdefault(number, set()).add(action.body["leave"])
         self.after(self.way_s(rank, 0.01), self.answer, action.request, self.ranks[rank], action.body)
 
@@ -455,15 +455,22 @@ class Sim:
         pass  # who waits for a slot here waits as long as it takes
 
     def do_NotifyRanks(self, action: do.NotifyRanks) -> None:
-        assert action.body["t"] in ("level", "superseded", "end", "leave-by", "recovered", "awaited")
-        if action.body["t"] == "level":
+        assert action.body["t"] in (
+            "checkpoint-level",
+            "superseded",
+            "end-process",
+            "leave-deadline",
+            "recovered-versions",
+            "hold-awaited",
+        )
+        if action.body["t"] == "checkpoint-level":
             told = action.body
             self.levels.record(Version.parse(told["version"]), told["level"], told["ok"], told["message"])
-        if action.body["t"] == "awaited" and not self.fault(0.2):
+        if action.body["t"] == "hold-awaited" and not self.fault(0.2):
             for rank in self.ranks:
                 late_s = max(self.delay_s(rank), self.way_s(rank.number, 0.0))
                 self.after(late_s, self.awaited, rank, rank.connection, action.body["word"])
-        if action.body["t"] == "end":
+        if action.body["t"] == "end-process":
             for rank in self.ranks:
                 self.after(self.way_s(rank.number, 0.01), self.told_to_end, rank, rank.connection, action.body)
         if action.body["t"] == "superseded":  # they leave where they are, if the agent does not let them go before
@@ -629,7 +636,7 @@ class Sim:
         else:
             self.fill(rank, word.attempt_number, word.slot, Version(ended, rank.sub), rank.division)
             if word.kind is WordKind.HOLD:
-                self.ask(rank, "held", word.attempt_number)
+                self.ask(rank, "rank-holds", word.attempt_number)
                 return True
         return False
 
@@ -668,7 +675,7 @@ class Sim:
         if rank.filling:  # a save, a hold and the exit wait for the copy under way
             self.after(self.step_s / 4, self.ask, rank, what, arg)
             return
-        name = arg if what == "held" else str(Version(rank.ended, rank.sub)) if what == "save" else 0
+        name = arg if what == "rank-holds" else str(Version(rank.ended, rank.sub)) if what == "save" else 0
 
         def again() -> None:
             for old in [k for k in self.unanswered if k[1] == rank.number]:
@@ -683,7 +690,7 @@ class Sim:
     def deliver(self, rank: Rank, request: Any, what: str, arg: Any) -> None:
         if not rank.alive or request[3] != rank.connection:
             return
-        if what == "held":
+        if what == "rank-holds":
             self.group.record_hold(rank.number, arg, request)
         elif what == "leave":
             self.group.record_leave_request(rank.number, request)
@@ -699,7 +706,7 @@ class Sim:
             rank.left, rank.blocked, rank.waits_for = True, False, None
             return
         rank.blocked, rank.waits_for = False, None
-        if what == "held":
+        if what == "rank-holds":
             self.leave(rank) if body["leave"] else rank.then()
             return
         at_end = rank.ended >= self.last_step and not self.faults

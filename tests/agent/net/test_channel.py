@@ -88,7 +88,7 @@ def test_messages_and_blobs_arrive_in_order_both_ways(node: Made, loop: MovedLoo
     assert (mine.peer, theirs.peer, mine.secret_id) == ("b", "a", RUN)
     blobs = [b"", bytes(range(256)) * 8192, b"x"]
     for number in range(200):
-        mine.send({"t": "held", "id": number}, blobs if number == 100 else ())
+        mine.send({"t": "rank-holds", "id": number}, blobs if number == 100 else ())
     theirs.send({"t": "layout"}, [memoryview(b"abc")])
     loop.until(lambda: len(other.noted.messages) == 200 and one.noted.messages)
     assert [message.fields["id"] for message in other.noted.messages] == list(range(200))
@@ -103,14 +103,14 @@ def test_what_was_said_before_an_end_is_heard_by_who_finds_out_about_the_end_by_
     one, other = pair
     mine, theirs = one.channels[0], other.channels[0]
     mine.send({"t": "unread"})  # so that the end is a reset
-    theirs.send({"t": "drop", "number": 1}, [b"x" * (4 << 20)])
+    theirs.send({"t": "epoch-ended", "number": 1}, [b"x" * (4 << 20)])
     while theirs.waiting_bytes:
         theirs._flush()
         mine._read()
-    theirs.send({"t": "drop", "number": 2})
+    theirs.send({"t": "epoch-ended", "number": 2})
     theirs.close()
     for _ in range(3):
-        mine.send({"t": "steps"})
+        mine.send({"t": "rank-steps"})
     assert mine.is_open
     loop.until(lambda: one.noted.ends)
     assert [message.fields["number"] for message in one.noted.messages] == [1, 2]

@@ -26,7 +26,10 @@ def test_a_message_arrives_with_its_blobs(blobs: list[bytes]) -> None:
     (got,) = assemble([(ALIVE, b""), *made])
     assert got.fields == {"t": "layout", "id": 3}
     assert got.blobs == blobs
-    assert [each.kind for each in assemble([*made, (ALIVE, b""), *make_payloads({"t": "next"})])] == ["layout", "next"]
+    assert [each.kind for each in assemble([*made, (ALIVE, b""), *make_payloads({"t": "next-candidate"})])] == [
+        "layout",
+        "next-candidate",
+    ]
 
 
 @pytest.mark.parametrize(

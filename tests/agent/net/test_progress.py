@@ -136,7 +136,7 @@ def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
         pair.loop.until(lambda: connected)
         for _ in range(3):
             for each in (number, number + 1):
-                stranger.network.notify("asking", {"t": "moving", "id": each})
+                stranger.network.notify("asking", {"t": "progress", "id": each})
             pair.go_on(ANSWER_TIMEOUT_S / 2)
         assert heard == ["agent working has not answered in time"]
     finally:
@@ -156,10 +156,15 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
     channel = SimpleNamespace(
         is_open=True, peer="x", send=said.append, reply=lambda *given: said.append("done"), refuse=said.append
     )
-    about = {"identity": "00000001-0000000000000000-000000000005.0000", "source": "s", "addresses": [], "again": True}
-    kept = Message({"t": "keep", "id": 7, **about}, [], [encode_described([])])
+    about = {
+        "identity": "00000001-0000000000000000-000000000005.0000",
+        "source": "s",
+        "addresses": [],
+        "rereplication": True,
+    }
+    kept = Message({"t": "replicate", "id": 7, **about}, [], [encode_described([])])
     PeerHandlers._keep_replicas(cast(PeerHandlers, others), cast(Channel, channel), kept)
-    striped = Message({"t": "stripe", "id": 8, **about}, [], [])
+    striped = Message({"t": "encode-parity", "id": 8, **about}, [], [])
     PeerHandlers._on_parity_request(cast(PeerHandlers, others), cast(Channel, channel), striped)
 
     def look() -> list[Any]:
@@ -171,7 +176,7 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
 
     assert look() == []
     progress.advance()
-    assert look() == [{"t": "moving", "id": 7}, {"t": "moving", "id": 8}]
+    assert look() == [{"t": "progress", "id": 7}, {"t": "progress", "id": 8}]
     assert look() == [], "it stands still"
     ended[0]("")
     ended[1]([], "")

@@ -179,10 +179,10 @@ CLOSED: list[tuple[str, dict[str, Any]]] = [
     ("prune", {"yes": False, "also": 5}),
 ]
 FROM_A_RANK: list[tuple[str, dict[str, Any]]] = [
-    ("warm", {"slot": INF, "division": ""}),
-    ("staged", {"attempt": INF, "version": str(Version(1)), "slot": 0, "division": "", "stall_s": 0}),
+    ("arena-warm", {"slot": INF, "division": ""}),
+    ("snapshot-staged", {"attempt": INF, "version": str(Version(1)), "slot": 0, "division": "", "stall_s": 0}),
     (
-        "staged",
+        "snapshot-staged",
         {
             "attempt": 5,
             "version": str(Version(1)),
@@ -192,10 +192,10 @@ FROM_A_RANK: list[tuple[str, dict[str, Any]]] = [
             "sample": ["a", [INF], b""],
         },
     ),
-    ("missed", {"attempt": INF, "why": ""}),
+    ("snapshot-missed", {"attempt": INF, "why": ""}),
     ("save", {"version": "x", "why": "save"}),
     ("unsavable", {"version": "x", "why": ""}),
-    ("held", {"attempt": INF}),
+    ("rank-holds", {"attempt": INF}),
 ]
 
 

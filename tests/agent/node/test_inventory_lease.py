@@ -95,11 +95,11 @@ def test_one_that_begins_while_a_newer_one_asks_has_nothing_dropped() -> None:
 @pytest.mark.parametrize(
     ("fields", "who"),
     [
-        ({"t": "keep"}, Sender.EVICTING_COORDINATOR),
-        ({"t": "keep", "again": True}, Sender.COORDINATOR_OR_SURVEYOR),
-        ({"t": "keeps"}, Sender.COORDINATOR_OR_SURVEYOR),  # also of an older epoch, which was another's
-        ({"t": "word", "slot": 0, "word": 5}, Sender.EVICTING_COORDINATOR),
-        ({"t": "word", "slot": 0, "word": 0}, Sender.COORDINATOR),
+        ({"t": "replicate"}, Sender.EVICTING_COORDINATOR),
+        ({"t": "replicate", "rereplication": True}, Sender.COORDINATOR_OR_SURVEYOR),
+        ({"t": "survey-replicas"}, Sender.COORDINATOR_OR_SURVEYOR),  # also of an older epoch, which was another's
+        ({"t": "control-word", "slot": 0, "word": 5}, Sender.EVICTING_COORDINATOR),
+        ({"t": "control-word", "slot": 0, "word": 0}, Sender.COORDINATOR),
         ({"t": "start"}, Sender.START_PENDING),
         ({"t": "what nobody knows"}, Sender.COORDINATOR),
     ],
@@ -116,7 +116,7 @@ def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
 def test_who_asks_for_what_a_job_has_left_holds_it_too_and_others_may_ask_beside() -> None:
     fence = InventoryLease()
     for by in ("x", "y"):
-        fence.take_lease(by, ONE, left=True)
+        fence.take_lease(by, ONE, for_orphans=True)
     fence.end_lease("x")
     with pytest.raises(AgentError, match="asked what lies here"):
         fence.check("x", ONE, 0.0)
@@ -127,15 +127,15 @@ def test_who_asks_for_what_a_job_has_left_holds_it_too_and_others_may_ask_beside
 def test_where_a_start_has_asked_nobody_else_does_for_what_a_job_has_left() -> None:
     fence = asked()
     with pytest.raises(AgentError, match="a start has asked"):
-        fence.take_lease("x", ONE, left=True)
+        fence.take_lease("x", ONE, for_orphans=True)
     assert fence.on_epoch_begun("y", TWO)
-    fence.take_lease("x", TWO, left=True)
+    fence.take_lease("x", TWO, for_orphans=True)
 
 
 def test_a_start_waits_for_no_outcome_of_what_was_to_be_done_with_what_is_left() -> None:
     """It may have asked before, and the outcome may be lost."""
     fence = InventoryLease()
-    fence.take_lease("x", ONE, left=True)
+    fence.take_lease("x", ONE, for_orphans=True)
     fence.take_lease("y", ONE)
     assert not fence.has_lease("x")
     assert fence.on_epoch_begun("y", TWO)

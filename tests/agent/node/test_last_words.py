@@ -31,7 +31,7 @@ class Answering:
     def message(self, peer: Peer, message: messages.Message) -> None:
         self.heard.append(message.kind)
         if message.kind == "first":
-            self._leave(lambda: peer.send({"t": "plan"}))
+            self._leave(lambda: peer.send({"t": "staging-plan"}))
 
     def _leave(self, tell: Callable[[], None]) -> None:
         """The trainer leaves at that moment, without having read what it is told."""

@@ -71,7 +71,7 @@ def test_all_nodes_of_the_largest_job_are_named_in_one_blob() -> None:
     blob = encode_nodes(most)
     assert len(blob) <= BLOB_BYTES_MAX
     assert [node.name for node in parse_nodes(blob, len(most))] == [node["name"] for node in most]
-    messages.pack({"t": "begin", "id": 1, "leader": coordinator_of(most)}, blobs=[blob]).close()
+    messages.pack({"t": "begin", "id": 1, "coordinator": coordinator_of(most)}, blobs=[blob]).close()
 
 
 def test_what_is_told_of_a_thousand_nodes_is_what_is_known_of_them() -> None:
@@ -135,7 +135,7 @@ def test_what_a_lender_is_told_of_the_longest_claim_fits_into_a_message() -> Non
         "raw",
         1e9,
     )
-    make_payloads({"t": "borrow", "id": 1}, [terms.encode()])
+    make_payloads({"t": "borrow-memory", "id": 1}, [terms.encode()])
     assert CommitTerms.decode(terms.encode()) == terms
 
 

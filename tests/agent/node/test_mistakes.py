@@ -228,7 +228,14 @@ def test_a_stall_that_no_snapshot_can_have_had_is_refused_and_fails_no_job(
 ) -> None:
     """What is learnt of it would refuse it, once all ranks have staged: then there is nobody to blame."""
     made, _, listener = job
-    staged = {"t": "staged", "attempt": 1, "version": str(Version(5)), "slot": 0, "division": "x", "stall_s": stall_s}
+    staged = {
+        "t": "snapshot-staged",
+        "attempt": 1,
+        "version": str(Version(5)),
+        "slot": 0,
+        "division": "x",
+        "stall_s": stall_s,
+    }
     with pytest.raises(UsageError, match="stall_s"):
         made.message(0, cast(Any, listener), messages.Message(staged))
     made.message(0, cast(Any, listener), messages.Message({**staged, "stall_s": 0.5}))
@@ -312,7 +319,7 @@ def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them
 
     class Deaf:
         def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
-            if fields["t"] == "region":
+            if fields["t"] == "frame-region":
                 raise OSError("no more descriptors")
             heard.append(fields)
 
@@ -333,7 +340,7 @@ def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them
     try:
         restore.request(cast(Any, Deaf()), [0])
         lanes.timers[0]()
-        assert [(each["t"], each["ok"]) for each in heard] == [("fetched", False)]
+        assert [(each["t"], each["ok"]) for each in heard] == [("fetch-ended", False)]
         assert "no more descriptors" in heard[0]["message"]
     finally:
         restore.close()

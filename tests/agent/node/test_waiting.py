@@ -92,11 +92,11 @@ def test_a_request_that_is_said_to_move_is_waited_for_and_one_that_stands_still_
     pending = agent.connection.start_request("begin")
     number = agent.hear()
     for _ in range(3):
-        agent.say({"t": "moving", "id": number})
+        agent.say({"t": "progress", "id": number})
         assert pending.progress.wait(BOUND_S)
         assert pending.wait_while_progressing(0.0) is None
-    agent.say({"t": "moving", "id": number + 1})  # of another one
-    agent.say({"t": "moving"})
+    agent.say({"t": "progress", "id": number + 1})  # of another one
+    agent.say({"t": "progress"})
     with pytest.raises(AgentError, match="did not answer 'begin', and nothing of it moved"):
         pending.wait_while_progressing(0.05)
     agent.say({"t": "reply", "id": number, "epoch": "e"})
@@ -210,7 +210,7 @@ class Starting:
         self._timers.clear()
         for each in due:
             each()
-        assert all(each["t"] == "moving" for each in self.said[found:])
+        assert all(each["t"] == "progress" for each in self.said[found:])
         return [each["id"] for each in self.said[found:]]
 
 

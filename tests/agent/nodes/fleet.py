@@ -93,19 +93,19 @@ class Link:
                 then(None, f"there is no connection to agent {name}")
                 return
             self._fleet.said.append((fields, blobs))
-            if fields["t"] == "stripe" and self._fleet.midst:
+            if fields["t"] == "encode-parity" and self._fleet.midst:
                 self._fleet.midst.pop(0)()
             self._fleet.wanted.add(name)
             if name in self._fleet.stuck and fields["t"] == "rebuild":
                 return
-            if fields["t"] == "parts":
+            if fields["t"] == "describe-snapshots":
                 which, world = Identity.parse(fields["identity"]), int(fields["world"])
                 theirs = {rank: self._fleet.held(name, which)[rank] for rank in fields["ranks"]}
                 sizes = [[rank, arena.size_bytes] for rank, arena in theirs.items()]
                 told = encode_local_parts(which, world, theirs, fields["sealed"])
                 then(Message({"t": "reply", "id": 1, "sizes": sizes}, [], [told]), "")
                 return
-            if fields["t"] == "keeps":
+            if fields["t"] == "survey-replicas":
                 keeps = self._fleet.keeps(name, Epoch.parse(fields["epoch"]))
                 then(Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs()), "")
                 return
@@ -118,9 +118,9 @@ class Link:
 
     def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         identity = Identity.parse(fields["identity"])
-        if name in self._fleet.gone or (fields["t"] == "kept" and name in self._fleet.deaf):
+        if name in self._fleet.gone or (fields["t"] == "replicated" and name in self._fleet.deaf):
             return
-        if fields["t"] == "kept":
+        if fields["t"] == "replicated":
             self._fleet.copies[name].evict_older_than(identity)
         else:
             self._fleet.parities[name].withdraw(identity, fields.get("reader", ""))

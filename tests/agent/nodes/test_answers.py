@@ -261,7 +261,7 @@ def test_a_node_that_describes_its_snapshots_wrong_fails_the_copies_and_holds_no
 ) -> None:
     def answer(net: Net) -> None:
         for asked in net.asked:
-            asked.answer({}, blobs if asked.fields["t"] == "publish" else [])
+            asked.answer({}, blobs if asked.fields["t"] == "publish-snapshots" else [])
 
     errors = replicate(answer, arenas, turned)
     assert len(errors) == 1

@@ -77,9 +77,9 @@ def there(rank: Rank) -> Iterator[FollowerJob]:
 @pytest.mark.parametrize(
     "body",
     [
-        {"t": "reply", "id": 7, "leave": True, "by_s": HERE_S + 30.0},
-        {"t": "end", "why": "", "wait": True, "by_s": HERE_S + 30.0},
-        {"t": "leave-by", "by_s": HERE_S + 30.0},
+        {"t": "reply", "id": 7, "leave": True, "leave_deadline_s": HERE_S + 30.0},
+        {"t": "end-process", "why": "", "wait_for_saves": True, "leave_deadline_s": HERE_S + 30.0},
+        {"t": "leave-deadline", "leave_deadline_s": HERE_S + 30.0},
     ],
 )
 def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
@@ -92,11 +92,13 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
     assert name == "b"
     monkeypatch.setattr(time, "monotonic", lambda: THERE_S)
     there.on_coordinator_message(cast(Channel, None), Message(told, [], []))
-    assert rank.heard == [{**body, "by_s": THERE_S + 30.0}]
+    assert rank.heard == [{**body, "leave_deadline_s": THERE_S + 30.0}]
 
 
 def test_a_rank_that_is_to_go_on_is_told_no_time(there: FollowerJob, rank: Rank) -> None:
     net = Net()
-    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1, NodeNames()).reply(7, {"leave": False, "by_s": None})
+    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1, NodeNames()).reply(
+        7, {"leave": False, "leave_deadline_s": None}
+    )
     there.on_coordinator_message(cast(Channel, None), Message(net.told[0][1], [], []))
-    assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "by_s": None}]
+    assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "leave_deadline_s": None}]

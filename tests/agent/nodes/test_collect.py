@@ -139,7 +139,7 @@ def test_what_takes_longer_than_the_store_would_is_left_to_it_though_it_moves(
     part.begin()
     part.fleet.turned.until(lambda: part.said("rebuild"))
     for _ in range(3):
-        assert not part.said("parts")
+        assert not part.said("describe-snapshots")
         part.moved += 1
         part.look()
     assert part.came() == part.all - part.beyond - {part.makeable}
@@ -162,11 +162,11 @@ def test_where_it_was_to_be_put_together_as_a_whole_nothing_is_made_a_second_tim
     part.inventory.mark_unusable(STEP)
     part.begin()
     assert part.came() == part.all - part.beyond - {part.makeable}
-    assert not part.said("lend")
+    assert not part.said("publish-parity")
 
 
 def test_nobody_is_asked_for_parity_where_it_makes_nothing(part: Part) -> None:
     part.inventory.parity_holders.clear()
     part.begin()
     assert part.came() == part.all - part.beyond - {part.makeable}
-    assert not part.said("lend")
+    assert not part.said("publish-parity")

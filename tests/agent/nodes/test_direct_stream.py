@@ -94,7 +94,7 @@ class Trainer:
 
     def notify(self, kind: str, fields: dict[str, Any]) -> None:
         restore = self._start.restore
-        if kind == "got":
+        if kind == "frames-received":
             self._start.turned.post(lambda: restore.acknowledge_frames(self, fields["ok"], fields["bad"]))
         else:
             self._start.turned.post(lambda: restore.end_stream(self, fields["stream"]))
@@ -232,9 +232,9 @@ def test_what_a_fetch_that_failed_has_not_read_yet_is_closed() -> None:
 
         def request(self, kind: str, fields: dict[str, Any], blobs: list[bytes]) -> None:
             assert self.fetch_inbox is not None
-            self.fetch_inbox.put(Message({"t": "fetched", "ok": False, "kind": "agent", "message": "no"}, [], []))
+            self.fetch_inbox.put(Message({"t": "fetch-ended", "ok": False, "kind": "agent", "message": "no"}, [], []))
             for number, fd in enumerate(fds):
-                self.fetch_inbox.put(Message({"t": "region", "region": number}, [fd], []))
+                self.fetch_inbox.put(Message({"t": "frame-region", "region": number}, [fd], []))
 
     link = Link()
     link.connection = link

@@ -30,43 +30,48 @@ WHICH = f"{OTHER}-000000000005.0000"
 
 SAID: dict[str, dict[str, Any]] = {
     "start": {"launch": "other", "take_over": False, "id": 1},
-    "look": {"id": 1},
-    "parts": {"identity": WHICH, "ranks": [0], "world": 2, "id": 1},
-    "serve": {"identity": WHICH, "rank": 0},
-    "publish": {"identity": WHICH, "ranks": [0], "id": 1},
-    "stripe": {"identity": WHICH, "world": 2, "safe": None, "id": 1},
-    "lend": {"identity": WHICH, "reader": "x", "id": 1},
-    "rebuild": {"identity": WHICH, "rank": 0, "order": [0, 1], "leave": 0, "id": 1},
-    "write": {"identity": WHICH, "codec": "raw", "bandwidth": None, "id": 1},
-    "keeps": {"epoch": OTHER, "id": 1},
-    "outcome": {"epoch": OTHER},
-    "unwrite": {"identity": WHICH},
-    "keep": {"identity": WHICH, "source": "x", "addresses": ["127.0.0.1:1"], "safe": None, "id": 1},
-    "kept": {"identity": WHICH},
-    "unkeep": {"epoch": OTHER},
-    "withdraw": {"identity": WHICH},
-    "unserve": {"identity": WHICH},
-    "forget": {"epoch": OTHER},
+    "survey": {"id": 1},
+    "describe-snapshots": {"identity": WHICH, "ranks": [0], "world": 2, "id": 1},
+    "serve-frames": {"identity": WHICH, "rank": 0},
+    "publish-snapshots": {"identity": WHICH, "ranks": [0], "id": 1},
+    "encode-parity": {"identity": WHICH, "world": 2, "replicated": None, "id": 1},
+    "publish-parity": {"identity": WHICH, "reader": "x", "id": 1},
+    "rebuild": {"identity": WHICH, "rank": 0, "parity_order": [0, 1], "reserve_bytes": 0, "id": 1},
+    "write-frames": {"identity": WHICH, "codec": "raw", "bandwidth": None, "id": 1},
+    "survey-replicas": {"epoch": OTHER, "id": 1},
+    "start-outcome": {"epoch": OTHER},
+    "cancel-write": {"identity": WHICH},
+    "replicate": {"identity": WHICH, "source": "x", "addresses": ["127.0.0.1:1"], "replicated": None, "id": 1},
+    "replicated": {"identity": WHICH},
+    "forget-replicas": {"epoch": OTHER},
+    "withdraw-published": {"identity": WHICH},
+    "withdraw-frames": {"identity": WHICH},
+    "drop-older-epochs": {"epoch": OTHER},
     "reply": {"id": 1},
     "error": {"id": 1, "kind": "agent", "message": "x"},
     "nonsense": {"epoch": OTHER, "id": 1},
 }
 OF_A_NODE: dict[str, dict[str, Any]] = {
-    "rank": {"rank": 1, "number": 1, "pid": 1, "m": {"t": "warm", "slot": 0, "division": "x"}},
-    "gone": {"rank": 1, "number": 1, "how": "died"},
-    "lacks": {"slot": 0},
-    "steps": {"steps": [[1, 5, 0]]},
-    "signals": {"sources": ["memory", "model"], "alarms": [["memory", None], ["model", 0.5]]},
-    "candidate": {"identity": WHICH, "id": 1},
-    "bring": {"identity": WHICH, "id": 1},
-    "brought": {"identity": WHICH},
-    "notices": {
-        "standing": [{"source": "x", "key": "y", "left_s": 9.0, "certain": True, "message": "", "when": "in time"}]
+    "from-rank": {
+        "rank": 1,
+        "connection_number": 1,
+        "pid": 1,
+        "message": {"t": "arena-warm", "slot": 0, "division": "x"},
     },
-    "take-back": {"source": "x"},
+    "rank-disconnected": {"rank": 1, "connection_number": 1, "cause": "died"},
+    "arenas-lost": {"slot": 0},
+    "rank-steps": {"steps": [[1, 5, 0]]},
+    "signals": {"sources": ["memory", "model"], "alarms": [["memory", None], ["model", 0.5]]},
+    "locate-candidate": {"identity": WHICH, "id": 1},
+    "read-frames": {"identity": WHICH, "id": 1},
+    "frames-read": {"identity": WHICH},
+    "node-notices": {
+        "notices": [{"source": "x", "key": "y", "left_s": 9.0, "certain": True, "message": "", "when": "in time"}]
+    },
+    "withdraw-notice": {"source": "x"},
 }
 OF_A_BORROWER: dict[str, dict[str, Any]] = {
-    "borrow": {
+    "borrow-memory": {
         "epoch": OTHER,
         "parent": WHICH,
         "ancestors": [[OTHER, None]],
@@ -79,32 +84,32 @@ OF_A_BORROWER: dict[str, dict[str, Any]] = {
         "bandwidth": None,
         "id": 1,
     },
-    "idle": {},
-    "drop": {"epoch": OTHER},
+    "job-idle": {},
+    "epoch-ended": {"epoch": OTHER},
 }
 OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
-    "to": {"rank": 1, "number": 1, "m": {"t": "level"}},
-    "lose": {"rank": 0, "number": 77},
-    "word": {"word": 0},
-    "verdict": {"attempt": 0},
-    "commits": {"identity": WHICH},
-    "failed": {},
-    "pace": {"ratio": 1.5},
-    "offer": {"slot": 3, "division": "x"},
+    "to-rank": {"rank": 1, "connection_number": 1, "message": {"t": "checkpoint-level"}},
+    "disconnect-rank": {"rank": 0, "connection_number": 77},
+    "control-word": {"word": 0},
+    "leave-verdict": {"attempt": 0},
+    "pending-commit": {"identity": WHICH},
+    "node-failed": {},
+    "step-time-ratio": {"ratio": 1.5},
+    "offer-slot": {"slot": 3, "division": "x"},
     "close-arenas": {"slot": 3},
-    "limit": {"bandwidth": None},
-    "absent": {"name": "x"},
-    "claimed": {},
-    "measure": {"sizes": [[1, 4096]], "limit": None, "id": 1},
-    "make": {"slot": 3, "sizes": [[1, 4096]], "id": 1},
-    "read": {"slot": 3, "identity": WHICH, "known": [[1, b"x"]], "id": 1},
-    "brought": {"identity": WHICH},
-    "acknowledge": {"source": "x", "key": "y", "id": 1},
-    "left-by": {"source": "x", "key": "y"},
-    "taken-back": {"source": "x"},
+    "limit-replication": {"bandwidth": None},
+    "node-disconnected": {"name": "x"},
+    "epoch-claimed": {},
+    "plan-memory": {"sizes": [[1, 4096]], "limit_bytes": None, "id": 1},
+    "make-arenas": {"slot": 3, "sizes": [[1, 4096]], "id": 1},
+    "hash-snapshots": {"slot": 3, "identity": WHICH, "known": [[1, b"x"]], "id": 1},
+    "frames-read": {"identity": WHICH},
+    "acknowledge-event": {"source": "x", "key": "y", "id": 1},
+    "leave-ordered": {"source": "x", "key": "y"},
+    "notice-withdrawn": {"source": "x"},
     "other": {"id": 1},
 }
-BELIEVED = ("look",)  # it asks for a start, until whose outcome nothing that is listed goes
+BELIEVED = ("survey",)  # it asks for a start, until whose outcome nothing that is listed goes
 CALLS_MAX = 10
 BLOBS: list[list[bytes]] = [
     [],
@@ -168,7 +173,7 @@ class Liar:
         while not answers:
             if self.network.channel(node.name) is None:
                 self.connected(node)
-            fields = {"t": "parts", "identity": WHICH, "ranks": [0], "world": 1}
+            fields = {"t": "describe-snapshots", "identity": WHICH, "ranks": [0], "world": 1}
             heard: list[str] = []
             self.network.request(node.name, fields, [], lambda answer, error, heard=heard: heard.append(error))  # type: ignore[misc]
             self.loop.until(lambda heard=heard: heard)  # type: ignore[misc]
@@ -273,9 +278,9 @@ def test_no_message_of_another_agent_takes_anything_from_the_job_that_a_memory_o
                 if kind == "start" and each.get("take_over"):
                     continue
                 hostile.say(node, {"t": kind, "url": cluster.url, **each}, BLOBS[len(str(each)) % len(BLOBS)])
-    for each in [*spoiled(OF_A_BORROWER["borrow"]), OF_A_BORROWER["borrow"], {}]:
+    for each in [*spoiled(OF_A_BORROWER["borrow-memory"]), OF_A_BORROWER["borrow-memory"], {}]:
         if packs(each):
-            hostile.say(node, {"t": "borrow", "id": 1, "url": cluster.url}, [msgpack.packb(each)])
+            hostile.say(node, {"t": "borrow-memory", "id": 1, "url": cluster.url}, [msgpack.packb(each)])
     hostile.alive(node)
     status = cluster.lending_status()
     assert (status["launch"], status["connected"]) == ("test", True)
@@ -293,7 +298,14 @@ def test_nothing_is_dropped_on_the_word_of_an_agent_that_does_not_coordinate_the
     hostile, epoch = liar(), cluster.job[0].epoch
     for node in (node_of(cluster, 0), node_of(cluster, 1)):
         for named in (epoch, OTHER):
-            for kind in ("forget", "kept", "drop", "absent", "claimed", "limit"):
+            for kind in (
+                "drop-older-epochs",
+                "replicated",
+                "epoch-ended",
+                "node-disconnected",
+                "epoch-claimed",
+                "limit-replication",
+            ):
                 which = {"epoch": named, "identity": f"{named}-999999999999.0000"}
                 hostile.say(node, {"t": kind, **OF_A_COORDINATOR.get(kind, {}), **which}, [])
         hostile.alive(node)
@@ -322,10 +334,10 @@ def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
         joined = joining.submit(lambda: rank.join(OTHER))
         coordinator.loop.until(lambda: coordinator.heard)
         asked = coordinator.heard[0].fields
-        assert (asked["t"], asked["rank"]) == ("rank", 1)
+        assert (asked["t"], asked["rank"]) == ("from-rank", 1)
         assert len(coordinator.heard[0].blobs) == 2, "a coordinator knows the nodes: not once for each rank of all"
-        head = {"t": "to", "epoch": OTHER, "rank": 1, "number": asked["number"]}
-        coordinator.say(node, {**head, "m": {"t": "reply", "id": asked["m"]["id"]}}, [])
+        head = {"t": "to-rank", "epoch": OTHER, "rank": 1, "connection_number": asked["connection_number"]}
+        coordinator.say(node, {**head, "message": {"t": "reply", "id": asked["message"]["id"]}}, [])
         while not joined.done():
             coordinator.loop.turn(0.05)
         joined.result()
@@ -338,7 +350,7 @@ def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
     coordinator.alive(node)
     assert pid_of(rank) == pid
     assert cluster.status(1)["pid"] == pid
-    assert math.isfinite(cluster.status(1)["following"][0]["arena_bytes"])
+    assert math.isfinite(cluster.status(1)["followed_jobs"][0]["arena_bytes"])
 
 
 def test_a_node_of_the_job_that_says_nonsense_ends_neither_its_coordinators_agent_nor_what_is_safe(
@@ -391,7 +403,7 @@ def test_nobody_answers_for_another_agent(liar: Callable[..., Liar]) -> None:
         asker.network.connect(nodes[name], connected.append)
     until(lambda: connected == ["", ""] and asked.network.channel("asker") and other.network.channel("asker"))
     heard: list[Message | None] = []
-    asker.network.request("asked", {"t": "parts"}, [], lambda answer, error: heard.append(answer))
+    asker.network.request("asked", {"t": "describe-snapshots"}, [], lambda answer, error: heard.append(answer))
     until(lambda: asked.heard)
     number = int(asked.heard[0].fields["id"])
     for kind in ("reply", "error"):

@@ -106,8 +106,8 @@ def test_a_later_start_that_saved_nothing_is_followed_by_what_it_went_on_from(cl
     assert [identity.version.step for identity in line(cluster.url)] == [step]
 
 
-LEFT = {"t": "look", "left": True}
-NOTHING: dict[str, Any] = {"t": "outcome", "epoch": None, "settled": None}
+LEFT = {"t": "survey", "for_orphans": True}
+NOTHING: dict[str, Any] = {"t": "start-outcome", "epoch": None, "settled": None}
 
 
 def left_alone(cluster: Cluster, linger_s: str, monkeypatch: pytest.MonkeyPatch) -> NodeAt:
@@ -163,7 +163,7 @@ def test_what_is_left_gives_way_to_a_start_there_and_then(
     left = left_alone(cluster, "120", monkeypatch)
     start, other = liar("~"), liar("!")
     assert ask(other, left, LEFT)[0] is not None
-    assert ask(start, left, {"t": "look"})[0] is not None
+    assert ask(start, left, {"t": "survey"})[0] is not None
     assert "a start has asked" in ask(other, left, LEFT)[1]
 
 

@@ -303,7 +303,7 @@ def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Callable[.
     start.carrier.come()
     start.turned.until(lambda: start.ranks[0].got)
     a_while()
-    assert heard[-1] == "moving"
+    assert heard[-1] == "progress"
     before = list(heard)
     a_while()
     assert heard == before, "nothing has come since"

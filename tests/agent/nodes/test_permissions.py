@@ -44,7 +44,7 @@ def ask(who: Liar, node: NodeAt, fields: dict[str, Any]) -> tuple[Message | None
 
 def held(who: Liar, node: NodeAt) -> Inventory:
     """What that node says to a start that asks."""
-    answer, error = ask(who, node, {"t": "look"})
+    answer, error = ask(who, node, {"t": "survey"})
     assert answer is not None, error
     return Inventory.parse(msgpack.unpackb(answer.blobs[0]))
 
@@ -63,11 +63,11 @@ def test_only_who_leads_a_start_or_a_job_has_snapshots_given_out(at_work: Cluste
     hostile, node = liar(), node_of(at_work, 1)
     epoch = at_work.job[0].epoch
     which = f"{epoch}-{at_work.job[0].step:012d}.0000"
-    for kind in ("publish", "lend", "rebuild", "write"):
+    for kind in ("publish-snapshots", "publish-parity", "rebuild", "write-frames"):
         error = ask(hostile, node, {"t": kind, "identity": which, "ranks": [1], "rank": 1, "reader": ""})[1]
         assert "coordinates nothing" in error
-    hostile.say(node, {"t": "outcome", "epoch": OTHER}, [])
-    for kind in ("withdraw", "unserve"):
+    hostile.say(node, {"t": "start-outcome", "epoch": OTHER}, [])
+    for kind in ("withdraw-published", "withdraw-frames"):
         hostile.say(node, {"t": kind, "identity": which}, [])
     assert at_work.checkpoint("peer")
 
@@ -81,9 +81,9 @@ def test_from_the_answer_to_a_start_until_its_outcome_what_was_listed_stays_thou
     train(at_work.job, at_work.job[0].step + 1)
     with pytest.raises(CkptError, match=r"asked what lies here|given up"):
         at_work.save()
-    parts = {"t": "parts", "identity": str(newest), "ranks": [0, 1], "world": 2}
+    parts = {"t": "describe-snapshots", "identity": str(newest), "ranks": [0, 1], "world": 2}
     assert ask(starting, node, parts)[1] == ""
-    starting.say(node, {"t": "outcome", "epoch": None}, [])
+    starting.say(node, {"t": "start-outcome", "epoch": None}, [])
     starting.alive(node)
     train(at_work.job, at_work.job[0].step + 1)
     assert at_work.save("peer").step > newest.version.step
@@ -109,8 +109,11 @@ def test_a_coordinator_that_was_asked_decides_nothing_until_the_outcome_and_is_s
     (newest,) = held(starting, nodes[0]).complete_checkpoints()[-1:]
     train(at_work.job, at_work.job[0].step + 1)
     assert at_work.status(0)["job"]["frozen"]
-    assert ask(starting, nodes[0], {"t": "parts", "identity": str(newest), "ranks": [0, 1], "world": 2})[1] == ""
-    starting.say(nodes[0], {"t": "outcome", "epoch": OTHER}, [])
+    assert (
+        ask(starting, nodes[0], {"t": "describe-snapshots", "identity": str(newest), "ranks": [0, 1], "world": 2})[1]
+        == ""
+    )
+    starting.say(nodes[0], {"t": "start-outcome", "epoch": OTHER}, [])
     starting.alive(nodes[0])
     assert OTHER in at_work.status(0)["job"]["superseded_by"]
 
@@ -123,9 +126,9 @@ def test_an_epoch_that_no_start_can_have_come_to_is_not_believed_to_have_begun_a
     for node in (node_of(at_work, rank) for rank in range(2)):
         for wrong in (number + EPOCH_GAP_MAX + 1, NUMBER_MAX):
             held(hostile, node)
-            hostile.say(node, {"t": "outcome", "epoch": str(Epoch(wrong, "f" * 16))}, [])
+            hostile.say(node, {"t": "start-outcome", "epoch": str(Epoch(wrong, "f" * 16))}, [])
             hostile.alive(node)
-        hostile.say(node, {"t": "outcome", "epoch": None}, [])
+        hostile.say(node, {"t": "start-outcome", "epoch": None}, [])
         hostile.alive(node)
     assert not at_work.status(0)["job"]["superseded_by"]
     train(at_work.job, at_work.job[0].step + 1)
@@ -142,7 +145,7 @@ def test_a_start_elsewhere_that_no_store_has_heard_of_is_outdone_by_the_next_and
     elsewhere = liar("elsewhere")
     for node in nodes:
         held(elsewhere, node)
-        elsewhere.say(node, {"t": "outcome", "epoch": NOWHERE}, [])
+        elsewhere.say(node, {"t": "start-outcome", "epoch": NOWHERE}, [])
         elsewhere.alive(node)
     elsewhere.network.close()
     at_work.start(0, 1)
@@ -165,7 +168,7 @@ def test_a_memory_only_node_hears_nobody_else_until_the_outcome_of_a_start_and_t
     assert later > step
     cluster.await_event("replication.failed")
     assert [each.split("-")[2] for each in cluster.lending_status()["whole"]] == [f"{step:012d}.0000"]
-    starting.say(node, {"t": "outcome", "epoch": None}, [])
+    starting.say(node, {"t": "start-outcome", "epoch": None}, [])
     starting.alive(node)
     cluster.await_event("replication.done", 2)
     newer = lambda each: each.split("-")[2] > f"{step:012d}.0000"  # noqa: E731

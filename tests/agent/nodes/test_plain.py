@@ -39,7 +39,7 @@ def test_each_node_writes_the_packs_of_its_own_ranks(cluster: Cluster, url: str)
     assert len(packs) == 3, packs
     assert len(line(url)) == 1
     assert cluster.status(0)["job"]["launch"] == "test"
-    assert [cluster.status(node)["following"][0]["launch"] for node in (1, 2)] == ["test"] * 2
+    assert [cluster.status(node)["followed_jobs"][0]["launch"] for node in (1, 2)] == ["test"] * 2
 
 
 def test_only_the_agent_that_coordinates_a_job_lets_its_checkpoints_go(cluster: Cluster, url: str) -> None:

@@ -287,7 +287,7 @@ def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_i
     assert fleet.protect(STEP) == ""
     heard: list[str] = []
     for name in FOUR:
-        for fields in ({"t": "lend"}, {"t": "publish", "ranks": fleet.ranks[name]}):
+        for fields in ({"t": "publish-parity"}, {"t": "publish-snapshots", "ranks": fleet.ranks[name]}):
             asked = {**fields, "identity": str(STEP), "reader": "gone"}
             fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
     fleet.turned.until(lambda: len(heard) == 2 * len(FOUR))
@@ -304,7 +304,7 @@ def test_parity_that_another_takes_the_place_of_is_offered_no_more(make: Make) -
     assert fleet.protect(STEP) == ""
     heard: list[str] = []
     for name in FOUR:
-        asked = {"t": "lend", "identity": str(STEP), "reader": "reader"}
+        asked = {"t": "publish-parity", "identity": str(STEP), "reader": "reader"}
         fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
     fleet.turned.until(lambda: len(heard) == len(FOUR))
     lent = {name: set(link.offers) for name, link in fleet.links.items()}
@@ -549,7 +549,9 @@ def test_two_slow_nodes_are_stood_in_for_one_after_the_other_and_not_at_all_once
     asked.over = True
     fleet.said.clear()
     assert all(error.endswith(UNWANTED) for _, error in asked.await_heard(4)[2:])
-    assert [fields["t"] for fields, _ in fleet.said] == ["lend"], "the first ends, and the other does not begin"
+    assert [fields["t"] for fields, _ in fleet.said] == ["publish-parity"], (
+        "the first ends, and the other does not begin"
+    )
 
 
 def test_a_slow_node_that_is_first_after_all_ends_what_is_under_way(make: Make) -> None:
@@ -558,13 +560,13 @@ def test_a_slow_node_that_is_first_after_all_ends_what_is_under_way(make: Make) 
     asked = Remaking(fleet)
     fleet.said.clear()
     asked.ask("b", "c", "b")
-    asked.await_asked("publish")
+    asked.await_asked("publish-snapshots")
     asked.over = True
     assert asked.await_heard()[0][1].endswith(UNWANTED)
     assert not any(fields["t"] == "rebuild" for fields, _ in fleet.said)
 
 
-@pytest.mark.parametrize("when", ["lend", "publish", "rebuild"])
+@pytest.mark.parametrize("when", ["publish-parity", "publish-snapshots", "rebuild"])
 def test_where_a_newer_checkpoint_becomes_safe_meanwhile_it_is_made_right_or_not_at_all_and_goes_with_the_next(
     make: Make, when: str
 ) -> None:
@@ -618,7 +620,7 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
     assert fleet.rebuild(STEP)[1] == ""
     expected = (CkptError, LookupError, TypeError, ValueError, OverflowError, AttributeError)
     count = 0
-    for kind in ("stripe", "lend", "rebuild"):
+    for kind in ("encode-parity", "publish-parity", "rebuild"):
         name, fields, blobs = next(each for each in asked if each[1]["t"] == kind and each[0] != "c")
         plan = msgpack.unpackb(blobs[0]) if blobs else None
         variants = [(each, blobs) for each in spoiled(fields) if each.get("t") == kind]

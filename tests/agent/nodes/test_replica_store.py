@@ -434,7 +434,7 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
         others._pending_writes = []
         say = lambda *told: heard.append(told)  # noqa: E731
         channel = SimpleNamespace(peer="c", refuse=say, reply=say)
-        fields = {"t": "write", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
+        fields = {"t": "write-frames", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
         PeerHandlers._write_commit_part(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
     for step in (10, 15, 20):
         assert held.copy(identity(step)) == ""

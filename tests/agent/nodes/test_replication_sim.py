@@ -232,12 +232,12 @@ class Holder:
 
     def asked(self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[..., None]) -> None:
         """As Others has it."""
-        if fields["t"] == "keeps":
+        if fields["t"] == "survey-replicas":
             keeps = self.keeps(Epoch.parse(fields["epoch"]))
             reply(keeps.blobs(), "", keeps.fields())
             return
         identity = Identity.parse(fields["identity"])
-        if fields["t"] == "publish":
+        if fields["t"] == "publish-snapshots":
             held = self.held(identity)
             if not set(fields["ranks"]) <= held.keys():
                 reply([], "not held here")
@@ -246,9 +246,9 @@ class Holder:
             then = lambda found, error: reply([encode_described(found)], error)  # noqa: E731
             self.copies.publish(self.transport, identity, cells, then)
             return
-        assert fields["t"] == "keep"
+        assert fields["t"] == "replicate"
         self.fence.check(by, identity.epoch, self._sim.now_s)
-        safe = fields["safe"]
+        safe = fields["replicated"]
         self.copies.evict_superseded(identity, Identity.parse(safe) if safe is not None else None)
         wanted = decode_described(blobs[0])
 
@@ -259,11 +259,11 @@ class Holder:
 
     def told(self, by: str, fields: dict[str, Any]) -> None:
         try:
-            if fields["t"] == "withdraw":
+            if fields["t"] == "withdraw-published":
                 self.copies.withdraw(self.transport, Identity.parse(fields["identity"]))
-            elif fields["t"] == "kept":
+            elif fields["t"] == "replicated":
                 self.copies.evict_older_than(Identity.parse(fields["identity"]))
-            elif fields["t"] == "forget":
+            elif fields["t"] == "drop-older-epochs":
                 self.forget(Epoch.parse(fields["epoch"]))
         except AgentError:
             self._sim.refused += 1
@@ -363,9 +363,9 @@ class Job:
                 return False
             self.safe = identity
             self.sim.safe(identity, placement, self.emptied)
-            lead.told(lead.agent_name, {"t": "forget", "epoch": str(self.epoch)})
+            lead.told(lead.agent_name, {"t": "drop-older-epochs", "epoch": str(self.epoch)})
             for name in self.names[1:]:
-                lead.notify(name, {"t": "forget", "epoch": str(self.epoch)})
+                lead.notify(name, {"t": "drop-older-epochs", "epoch": str(self.epoch)})
             if self.sim.random.random() < 0.1:
                 self.placement = self.placed(placement)
             return True

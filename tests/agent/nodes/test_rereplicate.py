@@ -64,7 +64,7 @@ class Made:
         return sorted(asked.name for asked in found)
 
     def give(self) -> None:
-        self.each("publish", lambda asked: asked.answer({}, [self.sent]))
+        self.each("publish-snapshots", lambda asked: asked.answer({}, [self.sent]))
 
     def names(self) -> list[str]:
         return [name for name, _ in self.events]
@@ -85,24 +85,24 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
             arena.close()
 
 
-@pytest.mark.parametrize("at", ["publish", "keep"])
+@pytest.mark.parametrize("at", ["publish-snapshots", "replicate"])
 def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_gets_it_himself(
     at: str, made: Callable[..., Made]
 ) -> None:
     job = made("a", "b")
     assert job.tend(2) == ["a"]
-    if at == "keep":
+    if at == "replicate":
         job.give()
     job.each(at, Asked.refuse)
     assert job.names() == ["replication.failed"]
     assert job.tend(2) == ["b"]
     job.give()
-    assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
+    assert len(job.each("replicate", lambda asked: asked.answer({}))) == 1
     assert job.names()[-1] == "replica.restored"
     (again,) = job.tend(2)
     assert again != "a", "what a has is damaged there"
     job.give()
-    assert job.each("keep", lambda asked: asked.answer({})) in (["a"], ["c"], ["d"])
+    assert job.each("replicate", lambda asked: asked.answer({})) in (["a"], ["c"], ["d"])
     assert job.tend(2) == []
     assert not job.reprotecting.is_due
 
@@ -111,10 +111,10 @@ def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> No
     job = made("c")
     for _ in range(3):
         assert job.tend(1) == ["c"]
-        job.each("publish", Asked.refuse)
+        job.each("publish-snapshots", Asked.refuse)
     assert job.tend(1) == ["c"]
     job.give()
-    assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
+    assert len(job.each("replicate", lambda asked: asked.answer({}))) == 1
     assert job.tend(1) == []
 
 
@@ -124,7 +124,7 @@ def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_o
     job = made("a")
     assert job.tend(1) == ["a"]
     job.give()
-    (holder,) = job.each("keep", lambda asked: asked.answer({}))
+    (holder,) = job.each("replicate", lambda asked: asked.answer({}))
     assert job.said == [False]
     assert job.tend(1) == []
     assert job.said == [False, True]
@@ -150,7 +150,7 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
     job.give()
     if when == "meanwhile":
         job.reprotecting.drop_holder("a")
-    (holder,) = job.each("keep", lambda asked: asked.answer({}))
+    (holder,) = job.each("replicate", lambda asked: asked.answer({}))
     if when == "afterwards":
         assert job.tend(1) == []
         assert not job.reprotecting.is_due
@@ -159,7 +159,7 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
         job.reprotecting.drop_holder("a")
     assert job.tend(1) == [holder]
     job.give()
-    job.each("keep", lambda asked: asked.answer({}))
+    job.each("replicate", lambda asked: asked.answer({}))
     assert job.names() == ["replica.restored"] * 2
     job.reprotecting.end()
     job.reprotecting.drop_holder(holder)

@@ -105,7 +105,7 @@ def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_n
 ) -> None:
     starting, node = liar("starting"), node_of(at_work, 1)
     newest = held(starting, node).complete_checkpoints()[-1]
-    answer, error = ask(starting, node, {"t": "publish", "identity": str(newest), "ranks": [1]})
+    answer, error = ask(starting, node, {"t": "publish-snapshots", "identity": str(newest), "ranks": [1]})
     assert answer is not None, error
     (described,) = decode_described(answer.blobs[0])
     greet = lambda about, peer: Dialler(at_work.secret, secret_id_of(at_work.secret), Role.DATA, "x", about, peer)  # noqa: E731
@@ -120,10 +120,10 @@ def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_n
 
     try:
         assert isinstance(fetched(), AgentError)
-        starting.say(node, {"t": "serve", "identity": str(newest), "rank": 1}, [described.frames.encode()])
+        starting.say(node, {"t": "serve-frames", "identity": str(newest), "rank": 1}, [described.frames.encode()])
         starting.alive(node)
         assert fetched() is None
-        starting.say(node, {"t": "outcome", "epoch": None}, [])
+        starting.say(node, {"t": "start-outcome", "epoch": None}, [])
         starting.alive(node)
         assert isinstance(fetched(), AgentError)
     finally:

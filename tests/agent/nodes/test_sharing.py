@@ -91,12 +91,12 @@ class Agent:
         if self.mute:
             return
         try:
-            if message.kind == "brought":
-                fan.handle_brought(channel, message)
+            if message.kind == "frames-read":
+                fan.handle_frames_read(channel, message)
             elif self.away:
                 channel.reply(int(message.fields["id"]), {"ready": False})
             else:
-                fan.handle_bring(channel, message)
+                fan.handle_read_frames(channel, message)
         except AgentError as exc:
             channel.refuse(int(message.fields["id"]), exc)
 
@@ -237,7 +237,7 @@ def test_a_rank_that_asks_while_another_still_has_the_same_frames_gets_them_too(
     job.agents[0].restore.acknowledge_frames(first, mine, [])
     job.loop.until(lambda: first.outcome)
     assert first.outcome["sources"] == second.outcome["sources"] == {"peer": 10 * FRAME_BYTES}
-    assert job.agents[0].heard.count("brought") < 5
+    assert job.agents[0].heard.count("frames-read") < 5
 
 
 def test_a_home_without_memory_for_others_has_them_read_by_themselves_and_says_so_once(job: Job) -> None:
@@ -263,7 +263,7 @@ def test_a_home_that_says_nothing_is_done_without(job: Job, monkeypatch: pytest.
 def test_a_home_that_comes_later_is_waited_for(job: Job) -> None:
     job.agents[2].away = True
     ranks = job.restore()
-    job.loop.until(lambda: job.agents[2].heard.count("bring") >= 4)
+    job.loop.until(lambda: job.agents[2].heard.count("read-frames") >= 4)
     job.agents[2].away = False
     job.until_restored(ranks)
     assert job.reads() == Counter(range(FRAMES))
@@ -372,7 +372,7 @@ def test_malformed_and_foreign_requests_are_refused_and_change_nothing(job: Job)
     theirs = np.asarray(HOMES.frames_of(1)[:1], "<u4").tobytes()
     for blob in (b"x", theirs, np.asarray([FRAMES], "<u4").tobytes(), bytes(4 * FRAMES + 4)):
         with pytest.raises(AgentError):
-            fan.handle_bring(channel, Message({"t": "bring", "id": 1}, [], [blob]))
-    fan.handle_brought(channel, Message({"t": "brought"}, [], [theirs, b""]))  # nobody has asked for it
+            fan.handle_read_frames(channel, Message({"t": "read-frames", "id": 1}, [], [blob]))
+    fan.handle_frames_read(channel, Message({"t": "frames-read"}, [], [theirs, b""]))  # nobody has asked for it
     job.until_restored(job.restore())
     assert job.reads() == Counter(range(FRAMES))

@@ -217,7 +217,7 @@ def test_an_answer_that_cannot_be_read_is_none() -> None:
         agent_name = "a"
 
         def request(self, name: str, fields: Any, blobs: Any, then: Any) -> None:
-            then(Message({"safe": None}, [], [msgpack.packb(5)]), "")
+            then(Message({"replicated": None}, [], [msgpack.packb(5)]), "")
 
     find_replicated(cast(Any, Net()), ["a", "b"], keeps(None), EPOCH, (1,), said.append)
     assert said == [None]
@@ -435,9 +435,9 @@ def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_
         assert {name for name, _ in said} == {"bc"[rank - 1]}
         return [kind for _, kind in said]
 
-    assert comes_back(1) == ["limit"]
+    assert comes_back(1) == ["limit-replication"]
     JobExecutor._release_replicas(cast(JobExecutor, carried.carrier))
-    assert (gone, said[1:]) == ([EPOCH], [("b", "unkeep"), ("c", "unkeep")])
-    assert comes_back(2) == ["limit", "unkeep"]
+    assert (gone, said[1:]) == ([EPOCH], [("b", "forget-replicas"), ("c", "forget-replicas")])
+    assert comes_back(2) == ["limit-replication", "forget-replicas"]
     carried.replicate()
-    assert comes_back(2) == ["limit"]
+    assert comes_back(2) == ["limit-replication"]

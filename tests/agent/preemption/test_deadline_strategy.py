@@ -112,7 +112,7 @@ class Linked(Warned):
             self.decide()
 
     def held(self) -> bool:
-        return bool(self.answers("held"))
+        return bool(self.answers("rank-holds"))
 
     def measured(self) -> None:
         """One checkpoint has been everywhere."""

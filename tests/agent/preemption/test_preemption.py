@@ -58,15 +58,15 @@ class Warned(Driver):
 
     def hold(self, word: Any, ranks: range | None = None) -> dict[Any, Any]:
         for rank in range(self.world) if ranks is None else ranks:
-            self.group.record_hold(rank, word.attempt_number, ("held", rank))
+            self.group.record_hold(rank, word.attempt_number, ("rank-holds", rank))
         self.decide()
-        return {rank: body["leave"] for rank, body in self.answers("held").items()}
+        return {rank: body["leave"] for rank, body in self.answers("rank-holds").items()}
 
     def outcomes(self) -> list[dict[str, Any]]:
         return [action.body for action in self.said if isinstance(action, do.WriteOutcome)]
 
     def ends(self) -> list[dict[str, Any]]:
-        return [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "end"]
+        return [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "end-process"]
 
     def is_hold(self) -> bool:
         word = self.word()
@@ -106,7 +106,7 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
         return [
             ControlWord.unpack(a.body["word"])
             for a in driver.said
-            if isinstance(a, do.NotifyRanks) and a.body["t"] == "awaited"
+            if isinstance(a, do.NotifyRanks) and a.body["t"] == "hold-awaited"
         ]
 
     assert not asked(), "it may be on its way"
@@ -119,7 +119,7 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
         assert asked() == [word] * times, "a message may be lost"
     driver.group.record_miss(1, word.attempt_number, "late")
     driver.decide()
-    assert driver.answers("held")[0]["leave"] is False
+    assert driver.answers("rank-holds")[0]["leave"] is False
     assert driver.is_hold(), "and they leave a little later"
     assert driver.word().step > word.step
     driver.now_s += 10 * ASK_LATE_S
@@ -415,7 +415,7 @@ def stays(driver: Warned, answers: ExitTiming) -> None:
         driver.decide()
         driver.group.record_miss(1, word.attempt_number, "late")
         driver.steps = [max(driver.steps)] * 2
-        assert driver.answers("held")[0]["leave"] is False
+        assert driver.answers("rank-holds")[0]["leave"] is False
     while driver.now_s <= deadline_s:
         committed(driver, 1)
 
@@ -512,7 +512,7 @@ def test_one_that_is_withdrawn_before_the_verdict_costs_that_checkpoint_only(hel
     driver.hold(word, held)
     driver.group.withdraw_notice("cloud", "1")
     driver.decide()
-    assert all(body["leave"] is False for body in driver.answers("held").values())
+    assert all(body["leave"] is False for body in driver.answers("rank-holds").values())
     driver.stage(word.attempt_number, Version(word.step), word.slot, range(1, 2))
     assert driver.hold(word) == {0: False, 1: False}
     driver.group.record_assembly(word.slot, word.attempt_number, "")
@@ -529,9 +529,9 @@ def test_one_that_is_withdrawn_after_the_verdict_is_left_by_all_the_same() -> No
     word = driver.take()
     assert driver.hold(word, range(2)) == {0: True, 1: True}
     driver.group.withdraw_notice("cloud", "1")
-    driver.group.record_hold(1, word.attempt_number, ("held", 1))
+    driver.group.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
-    assert driver.answers("held")[1]["leave"] is True
+    assert driver.answers("rank-holds")[1]["leave"] is True
 
 
 def test_one_that_moves_away_again_is_left_by_later() -> None:
@@ -559,14 +559,14 @@ def asks(driver: Warned, rank: int, former: int = 0) -> Any:
     driver.group.record_former_verdict(former)
     driver.group.record_join(rank)
     driver.hold(SimpleNamespace(attempt_number=7), range(rank, rank + 1))
-    return driver.answers("held").get(rank)
+    return driver.answers("rank-holds").get(rank)
 
 
 def test_a_rank_that_was_not_told_yet_leaves_where_one_comes_back_that_was() -> None:
     driver = successor()
     assert asks(driver, 1) is None, "rank 0 may have left"
     assert asks(driver, 0, former=7)["leave"]
-    assert driver.answers("held")[1]["leave"]
+    assert driver.answers("rank-holds")[1]["leave"]
     assert asks(driver, 2)["leave"]
 
 
@@ -575,7 +575,7 @@ def test_so_it_does_where_one_goes_that_was_told() -> None:
     assert asks(driver, 1) is None
     driver.group.record_join(0)
     sent_away(driver, 0)
-    assert driver.answers("held")[1]["leave"]
+    assert driver.answers("rank-holds")[1]["leave"]
 
 
 def test_where_all_come_back_and_none_was_told_they_go_on() -> None:
@@ -583,9 +583,9 @@ def test_where_all_come_back_and_none_was_told_they_go_on() -> None:
     assert asks(driver, 1) is None
     driver.group.record_join(0)
     driver.decide()
-    assert not driver.answers("held")
-    assert asks(driver, 2) == {"leave": False, "by_s": None}
-    assert driver.answers("held")[1] == {"leave": False, "by_s": None}
+    assert not driver.answers("rank-holds")
+    assert asks(driver, 2) == {"leave": False, "leave_deadline_s": None}
+    assert driver.answers("rank-holds")[1] == {"leave": False, "leave_deadline_s": None}
 
 
 def test_where_one_does_not_come_back_the_held_ones_leave() -> None:
@@ -594,10 +594,10 @@ def test_where_one_does_not_come_back_the_held_ones_leave() -> None:
     assert driver.group.next_wake_s(driver.now_s) is not None
     driver.now_s += REJOIN_S - 1
     driver.decide()
-    assert not driver.answers("held")
+    assert not driver.answers("rank-holds")
     driver.now_s += 1
     driver.decide()
-    assert driver.answers("held")[1]["leave"]
+    assert driver.answers("rank-holds")[1]["leave"]
 
 
 def test_the_verdict_is_written_before_anybody_is_told() -> None:
@@ -606,7 +606,7 @@ def test_the_verdict_is_written_before_anybody_is_told() -> None:
     word = driver.take()
     driver.hold(word)
     verdicts = [i for i, a in enumerate(driver.said) if isinstance(a, do.SetVerdict)]
-    told = [i for i, a in enumerate(driver.said) if isinstance(a, do.AnswerRequest) and a.request[0] == "held"]
+    told = [i for i, a in enumerate(driver.said) if isinstance(a, do.AnswerRequest) and a.request[0] == "rank-holds"]
     assert len(verdicts) == 1
     assert verdicts[0] < min(told)
 
@@ -665,7 +665,11 @@ def test_a_commit_that_ends_at_the_last_moment_is_reported_all_the_same() -> Non
 
 def leave_by(driver: Warned) -> list[float]:
     """What the ranks were told once they were told to leave."""
-    return [a.body["by_s"] for a in driver.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "leave-by"]
+    return [
+        a.body["leave_deadline_s"]
+        for a in driver.said
+        if isinstance(a, do.NotifyRanks) and a.body["t"] == "leave-deadline"
+    ]
 
 
 def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_the_outcome_before_it() -> None:
@@ -677,9 +681,9 @@ def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_t
     assert leave_by(driver) == [at_s]
     driver.group.withdraw_notice("cloud", "3")
     driver.decide()
-    driver.group.record_hold(1, word.attempt_number, ("held", 1))
+    driver.group.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
-    assert driver.answers("held")[1] == {"leave": True, "by_s": at_s}, "who asks again hears it, too"
+    assert driver.answers("rank-holds")[1] == {"leave": True, "leave_deadline_s": at_s}, "who asks again hears it, too"
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s == at_s - OUTCOME_S
     driver.now_s = wake_s
@@ -731,7 +735,7 @@ def test_ranks_that_were_told_to_end_are_told_of_a_deadline_that_comes_nearer_as
     driver.decide()
     driver.warn(1.0)
     first, second = driver.ends()
-    assert second == {**first, "by_s": driver.now_s + 1.0}
+    assert second == {**first, "leave_deadline_s": driver.now_s + 1.0}
     assert leave_by(driver) == []
 
 
@@ -821,7 +825,7 @@ def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training
     driver.hold(word, range(1))
     driver.now_s += 6.0
     driver.decide()
-    assert driver.answers("held")[0]["leave"] is False
+    assert driver.answers("rank-holds")[0]["leave"] is False
     assert [body["how"] for body in driver.outcomes()] == ["stayed"]
     driver.now_s += 60.0
     driver.decide()
@@ -847,7 +851,7 @@ def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
     driver.group.record_death(2)
     driver.decide()
     (end,) = driver.ends()
-    assert not end["wait"]
+    assert not end["wait_for_saves"]
     assert "rank 2" in end["why"]
     assert [body["how"] for body in driver.outcomes()] == ["ended"]
 
@@ -859,7 +863,7 @@ def test_a_rank_that_never_came_to_the_hold_is_ended_though_its_verdict_is_there
     assert driver.hold(driver.word(), range(1)) == {}
     driver.group.record_death(2)  # the held one leaves; rank 1 sits in a collective with the dead one
     driver.decide()
-    assert driver.answers("held")[0]["leave"]
+    assert driver.answers("rank-holds")[0]["leave"]
     driver.warn(30.0, source=SIGNAL_SOURCE, exit_timing=ExitTiming.AT_ONCE)  # the launcher restarts
     assert len(driver.ends()) == 1
 
@@ -888,10 +892,10 @@ def test_ranks_that_live_are_waited_for_until_shortly_before_the_deadline(world:
     assert wake_s <= driver.now_s + 1.0
     driver.now_s += 1.0
     driver.decide()
-    assert driver.ends()[0]["wait"]
-    driver.group.record_hold(0, driver.word().attempt_number if driver.word() else 1, ("held", 0))
+    assert driver.ends()[0]["wait_for_saves"]
+    driver.group.record_hold(0, driver.word().attempt_number if driver.word() else 1, ("rank-holds", 0))
     driver.decide()
-    assert driver.answers("held")[0]["leave"] is True
+    assert driver.answers("rank-holds")[0]["leave"] is True
 
 
 def test_signalled_ranks_end_before_the_earlier_deadline_of_another_notice() -> None:
@@ -904,7 +908,7 @@ def test_signalled_ranks_end_before_the_earlier_deadline_of_another_notice() -> 
     assert wake_s <= driver.now_s + 10.0 - END_S
     driver.now_s += 10.0 - END_S
     driver.decide()
-    assert driver.ends()[0]["wait"]
+    assert driver.ends()[0]["wait_for_saves"]
 
 
 @pytest.mark.parametrize("seconds", [5.0, 26.0])
@@ -939,7 +943,7 @@ def test_a_rank_of_which_nothing_is_heard_ends_the_wait_and_one_that_comes_back_
         assert returns or wake_s <= driver.now_s + AWAY_S
         driver.now_s += AWAY_S
         driver.decide()
-        assert [end["wait"] for end in driver.ends()] == ([] if returns else [False])
+        assert [end["wait_for_saves"] for end in driver.ends()] == ([] if returns else [False])
 
 
 @pytest.mark.parametrize("lead_s", [0.5, END_S, END_S + 0.5])

@@ -153,7 +153,7 @@ def faults(w: World) -> Iterator[Move]:
     if not w.faults:
         return
     for number, rank in enumerate(w.ranks):
-        if rank.to_agent and rank.to_agent[0][0] in ("staged", "missed"):
+        if rank.to_agent and rank.to_agent[0][0] in ("snapshot-staged", "snapshot-missed"):
             yield "lose", number
             yield "repeat", number
         if rank.connected and rank.phase in ("trains", "holds"):
@@ -198,12 +198,15 @@ def _keep(w: World, number: int, ended: int, word: ControlWord) -> None:
     rank = w.ranks[number]
     rank.seen = word.attempt_number
     if word.place_for(ended, 0) is RankPlace.LATE:
-        rank.to_agent.append(("missed", word.attempt_number))
+        rank.to_agent.append(("snapshot-missed", word.attempt_number))
         return
     assert word.kind is WordKind.HOLD
     rank.phase, rank.attempt_number, rank.version = "holds", word.attempt_number, Version(ended)
     w.content[word.slot, number] = word.attempt_number
-    rank.to_agent += [("staged", word.attempt_number, word.slot), ("held", word.attempt_number, rank.connection)]
+    rank.to_agent += [
+        ("snapshot-staged", word.attempt_number, word.slot),
+        ("rank-holds", word.attempt_number, rank.connection),
+    ]
 
 
 def _arrive(w: World, number: int) -> None:
@@ -221,13 +224,13 @@ def _lose(w: World, number: int) -> None:
 def _deliver(w: World, number: int, message: Move) -> None:
     group, rank = w.group, w.ranks[number]
     match message:
-        case ("staged", attempt, slot):
+        case ("snapshot-staged", attempt, slot):
             assert rank.version is not None
             group.record_staging(number, attempt, rank.version, slot, group.division, 0.0)
-        case ("missed", attempt):
+        case ("snapshot-missed", attempt):
             group.record_miss(number, attempt, "late")
-        case ("held", attempt, connection):
-            group.record_hold(number, attempt, ("held", number, attempt, connection))
+        case ("rank-holds", attempt, connection):
+            group.record_hold(number, attempt, ("rank-holds", number, attempt, connection))
     decide(w)
 
 
@@ -236,12 +239,12 @@ def _hear(w: World, number: int) -> None:
     match rank.to_rank.pop(0):
         case ("verdict", attempt, leave):
             _acts(w, number, attempt, leave)
-        case ("end",):
+        case ("end-process",):
             _die(w, number)
-        case ("awaited", word):
+        case ("hold-awaited", word):
             past = word.place_for(rank.step - 1, 0) is not RankPlace.EARLY
             if rank.phase == "trains" and rank.seen != word.attempt_number and past:
-                rank.to_agent.append(("missed", word.attempt_number))
+                rank.to_agent.append(("snapshot-missed", word.attempt_number))
 
 
 def _acts(w: World, number: int, attempt: int, leave: bool) -> None:
@@ -306,7 +309,7 @@ def _rejoin(w: World, number: int) -> None:
     w.group.record_join(number)
     w.group.record_layout(number)
     if rank.phase == "holds":
-        rank.to_agent.append(("held", rank.attempt_number, rank.connection))
+        rank.to_agent.append(("rank-holds", rank.attempt_number, rank.connection))
     decide(w)
 
 
@@ -411,22 +414,22 @@ def _carry_out(w: World, action: do.Action) -> None:
             w.hashing = slot, number
         case do.Commit(slot):
             group.record_commit(slot, "", w.now_s)  # when it ends makes no difference to the verdict
-        case do.AnswerRequest(("held", number, attempt, connection), body):
+        case do.AnswerRequest(("rank-holds", number, attempt, connection), body):
             if w.nodes and number:
                 w.to_node[number].append(("verdict", connection, attempt, body["leave"]))
             else:
                 _tells(w, number, connection, attempt, body["leave"])
-        case do.NotifyRanks({"t": "end"}):
+        case do.NotifyRanks({"t": "end-process"}):
             all_live = not (group.rank_states.summary.first_failed or group.rank_states.summary.disconnected)
             assert w.broken or not all_live or w.now_s >= LEAD_S - END_S, "all live, and are not waited for"
             w.broken = True
             for rank in ranks:
                 if rank.connected and rank.phase in ("trains", "holds"):
-                    rank.to_rank.append(("end",))
-        case do.NotifyRanks({"t": "awaited", "word": packed}):
+                    rank.to_rank.append(("end-process",))
+        case do.NotifyRanks({"t": "hold-awaited", "word": packed}):
             for rank in ranks:
                 if rank.connected and rank.phase in ("trains", "holds"):
-                    rank.to_rank.append(("awaited", ControlWord.unpack(packed)))
+                    rank.to_rank.append(("hold-awaited", ControlWord.unpack(packed)))
         case do.WriteOutcome(body):
             w.outcomes.append(body["how"])
         case do.Close():

@@ -184,7 +184,9 @@ class Noticed(Sim):
         self.wake_s = None
         for rank in self.ranks:
             rank.connection += 1
-            holds = rank.blocked and rank.waits_for is not None and rank.asks == "held"  # the answer may be on its way
+            holds = (
+                rank.blocked and rank.waits_for is not None and rank.asks == "rank-holds"
+            )  # the answer may be on its way
             if verdict and verdict in rank.seen and holds and rank.alive:  # it reads on the page what it was to be told
                 self.verdicts.setdefault(verdict, set()).add(True)
                 self.told.add(rank.number)
@@ -209,7 +211,7 @@ class Noticed(Sim):
 
     def answer(self, request: Any, rank: Rank, body: Any) -> None:
         is_heard = rank.alive and rank.blocked and not rank.left and request[3] == rank.connection
-        if is_heard and request[0] == "held" and body["leave"] and body["by_s"] is not None:
+        if is_heard and request[0] == "rank-holds" and body["leave"] and body["leave_deadline_s"] is not None:
             self.told.add(rank.number)
         super().answer(request, rank, body)
 
@@ -259,17 +261,17 @@ class Noticed(Sim):
         self.group.finish_recovery()
 
     def do_NotifyRanks(self, action: do.NotifyRanks) -> None:
-        self.end_told = self.end_told or action.body["t"] == "end"
-        if action.body["t"] == "leave-by":
-            self.nearer, self.told_by_s = True, action.body["by_s"]
-        if action.body["t"] == "level" and action.body["level"] == "store":
+        self.end_told = self.end_told or action.body["t"] == "end-process"
+        if action.body["t"] == "leave-deadline":
+            self.nearer, self.told_by_s = True, action.body["leave_deadline_s"]
+        if action.body["t"] == "checkpoint-level" and action.body["level"] == "store":
             self.told_store.add(Version.parse(action.body["version"]))
         super().do_NotifyRanks(action)
 
     def do_AnswerRequest(self, action: do.AnswerRequest) -> None:
         super().do_AnswerRequest(action)
-        if action.request[0] == "held" and action.body["leave"] and action.body["by_s"] is not None:
-            self.told_by_s = action.body["by_s"]
+        if action.request[0] == "rank-holds" and action.body["leave"] and action.body["leave_deadline_s"] is not None:
+            self.told_by_s = action.body["leave_deadline_s"]
 
     def do_WriteOutcome(self, action: do.WriteOutcome) -> None:
         super().do_WriteOutcome(action)

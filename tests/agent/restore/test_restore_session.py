@@ -79,7 +79,7 @@ class Full(Rank):
     """A rank that cannot be given memory."""
 
     def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
-        if fields["t"] == "region":
+        if fields["t"] == "frame-region":
             raise OSError(errno.ENOMEM, "no memory")
         super().send(fields, fds)
 
@@ -134,7 +134,7 @@ def test_all_of_a_store_passes_through_a_bounded_window_and_is_read_once_for_all
     loop.run(lambda: all(rank.outcome for rank in ranks))
     for rank in ranks:
         assert rank.got == {frame: raw(frame) for frame in range(100)}
-        assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 100 * FRAME_BYTES}}
+        assert rank.outcome == {"t": "fetch-ended", "ok": True, "message": "", "sources": {"store": 100 * FRAME_BYTES}}
         assert [arena.size_bytes for arena in rank.regions.values()] == [3 * 4096]
     assert sorted(reader.reads) == list(range(100))
 
@@ -299,7 +299,7 @@ class Reading(Rank):
         self.wrong, self.listed = wrong, list[FileList]()
 
     def send(self, fields: dict[str, Any], fds: Any = (), blobs: Any = ()) -> None:
-        if fields["t"] != "files":
+        if fields["t"] != "frame-files":
             super().send(fields, fds)
             return
         self.listed.append(FileList.decode(Message(fields, [], list(blobs))))
@@ -334,7 +334,7 @@ def test_ranks_read_a_folder_by_themselves_and_the_agent_reads_nothing(loop: Loo
     assert reader.reads == []
     assert restore.record is reader.record
     for rank in ranks:
-        assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 8 * FRAME_BYTES}}
+        assert rank.outcome == {"t": "fetch-ended", "ok": True, "message": "", "sources": {"store": 8 * FRAME_BYTES}}
         (listed,) = rank.listed
         assert (listed.folder, listed.names) == ("/store", ["data/p.pack"])
         assert [row[:5] for row in listed.rows.tolist()] == [
@@ -348,7 +348,7 @@ def test_what_a_rank_cannot_read_in_the_folder_the_agent_brings(loop: Loop) -> N
     rank = reading(loop, wrong={3, 7})
     restore.request(rank, range(10))
     loop.run(lambda: rank.outcome is not None)
-    assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 10 * FRAME_BYTES}}
+    assert rank.outcome == {"t": "fetch-ended", "ok": True, "message": "", "sources": {"store": 10 * FRAME_BYTES}}
     assert rank.got == {frame: raw(frame) for frame in (3, 7)}
     assert reader.reads == [3, 7]
 

@@ -123,7 +123,7 @@ class Nodes:
             elif self.asked[node, home].given_up:
                 self.alone(node, mine)
             elif new := self.asked[node, home].add_frames(mine, self.now_s):
-                self.wires[node, home].append(("bring", new, []))
+                self.wires[node, home].append(("read-frames", new, []))
 
     def alone(self, node: int, frames: list[int]) -> None:
         self.own.update(frames)
@@ -141,14 +141,14 @@ class Nodes:
                 self.has[node].update(here)
                 self.alone(node, lacking)
             else:
-                self.wires[node, int(who)].append(("brought", here, lacking))
+                self.wires[node, int(who)].append(("frames-read", here, lacking))
 
     def deliver(self, source: int, to: int) -> None:
         if self.wires[source, to]:
             kind, first, second = self.wires[source, to].pop(0)
             if to in self.dead:
                 return
-            if kind == "bring":
+            if kind == "read-frames":
                 self.given[to].add_requests(first, str(source))
             else:
                 self.alone(to, self.asked[to, source].record_answer(first, second, self.now_s))
@@ -174,7 +174,7 @@ class Nodes:
             if a not in self.dead and b in self.dead:
                 self.alone(a, self.asked[a, b].give_up())
             elif a not in self.dead and not self.asked[a, b].given_up:
-                self.wires[a, b].append(("bring", self.asked[a, b].unanswered_frames, []))
+                self.wires[a, b].append(("read-frames", self.asked[a, b].unanswered_frames, []))
 
     def step(self) -> None:
         alive = [node for node in range(NODES) if node not in self.dead]

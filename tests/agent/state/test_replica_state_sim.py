@@ -440,7 +440,7 @@ class Sim:
                 self.totals["unkept"] += 1
                 self.memory[TRAIN[0]].evict_epoch(EPOCH)
                 for name in NODES[1:]:
-                    self.wires.notify(name, {"t": "unkeep"})
+                    self.wires.notify(name, {"t": "forget-replicas"})
             case do.NotifyRanks({"t": "level", "level": "peer", "ok": True, "version": text}):
                 version = Version.parse(text)
                 self.totals["told"] += 1
@@ -500,33 +500,33 @@ class Sim:
         """As Others has it, and a memory-only node."""
         memory = self.memory[name]
         match fields["t"]:
-            case "borrow":
-                reply((), "", {"lends": 1 << 30, "name": name, "domains": [], "link_bytes_s": 0})
-            case "keeps":
+            case "borrow-memory":
+                reply((), "", {"lent_bytes": 1 << 30, "name": name, "domains": [], "link_bytes_s": 0})
+            case "survey-replicas":
                 found = memory.inventory()
                 for version in self.slots.values() if name in TRAIN else ():
                     found.add_local_snapshots(identity(version), len(TRAIN), [TRAIN.index(name)])
                 keeps = KeptReplica.from_inventory(found, memory.announced_replicated, EPOCH)
                 reply(keeps.blobs(), "", keeps.fields())
-            case "publish":
+            case "publish-snapshots":
                 assert Identity.parse(fields["identity"]).version in self.slots.values()
                 reply([description(*fields["ranks"])])
-            case "stripe":
+            case "encode-parity":
                 try:
                     memory.parities.serve_request(fields, blobs, reply)
                 except AgentError as exc:
                     reply((), str(exc))
-            case "keep":
-                which, safe = Identity.parse(fields["identity"]), fields["safe"]
+            case "replicate":
+                which, safe = Identity.parse(fields["identity"]), fields["replicated"]
                 wanted = decode_described(blobs[0])
                 sizes = [each.arena_bytes for each in wanted]
-                memory.evict_superseded(which, Identity.parse(safe) if safe else None, sizes, fields["needed"])
+                memory.evict_superseded(which, Identity.parse(safe) if safe else None, sizes, fields["needed_ranks"])
                 memory.fetch_replicas(None, which, fields["source"], (), wanted, lambda error: reply((), error))
 
     def told(self, name: str, fields: dict[str, Any]) -> None:
-        if fields["t"] == "kept":
+        if fields["t"] == "replicated":
             self.memory[name].evict_older_than(Identity.parse(fields["identity"]))
-        elif fields["t"] == "unkeep":
+        elif fields["t"] == "forget-replicas":
             self.memory[name].evict_epoch(EPOCH)
 
     def fail_coming(self, those: Callable[[Memory, Key | None, Collection[str]], bool]) -> None:

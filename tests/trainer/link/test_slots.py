@@ -32,7 +32,7 @@ ONE, TWO = offer_of({"w": torch.zeros(300)}), offer_of({"w": torch.zeros(300), "
 
 def planned(offer: StateOffer, division: str) -> Message:
     """The agent's word."""
-    fields = {"t": "plan", "division": division, "frame_bytes": FRAME_BYTES}
+    fields = {"t": "staging-plan", "division": division, "frame_bytes": FRAME_BYTES}
     return Message(fields, [], [encode_layout(offer.layout), encode_share(whole_share(offer.layout))])
 
 
@@ -43,7 +43,9 @@ def closed() -> Message:
 
 def granted(division: str, arena: Arena | None = None) -> Message:
     """Of slot 0."""
-    return Message({"t": "arena", "slot": 0, "division": division}, [os.dup(arena.fd)] if arena is not None else [])
+    return Message(
+        {"t": "grant-arena", "slot": 0, "division": division}, [os.dup(arena.fd)] if arena is not None else []
+    )
 
 
 class Made:
@@ -97,14 +99,14 @@ def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted
     made.slots.on_plan(planned(ONE, "a"), *HERE)
     made.slots.on_arena(granted("a", made.arena))
     made.settle()
-    assert (made.bound, made.told) == (["a"], [("warm", "a")])
+    assert (made.bound, made.told) == (["a"], [("arena-warm", "a")])
     slot = made.slots.by_number[0]
     assert slot.plan is not None
     assert slot.plan.offered_layout is ONE.layout
     made.slots.on_plan(planned(ONE, "b"), *HERE)
     made.slots.on_arena(granted("b"))
     made.settle()
-    assert made.told == [("warm", "a"), ("warm", "b")]
+    assert made.told == [("arena-warm", "a"), ("arena-warm", "b")]
     assert made.slots.by_number[0] is slot
 
 
@@ -119,7 +121,7 @@ def test_a_slot_that_is_granted_again_for_the_same_keeps_what_it_holds_by_now(ma
         made.settle()
         if arena is not None:
             made.arena.seal(held, 0, 1, 1200, made.slots.by_number[0].declaration_place, b"", b"", b"")
-    assert made.told == [("warm", "a")] * 2
+    assert made.told == [("arena-warm", "a")] * 2
     assert made.arena.header().identity == held
 
 
@@ -142,7 +144,7 @@ def test_what_was_warm_is_not_any_more(made: Made, how: str) -> None:
     assert made.slots.by_number[0].plan is None
     made.slots.on_arena(granted("a"))
     made.settle()
-    assert made.told == [("warm", "a")], "of a division that is over"
+    assert made.told == [("arena-warm", "a")], "of a division that is over"
 
 
 def test_an_offer_that_comes_while_an_arena_is_bound_leaves_it_unready(made: Made) -> None:
@@ -203,7 +205,7 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_let_go_of_behind_that(mad
     made.slots.on_arena(granted("a", made.arena))
     made.settle()
     again = made.slots.by_number[0]
-    assert (made.unbound, made.told) == ([], [("warm", "a")] * 2)
+    assert (made.unbound, made.told) == ([], [("arena-warm", "a")] * 2)
     slot.arena.seal(Identity(Epoch(1, "0" * 16), Version(5)), 0, 1, 1200, slot.declaration_place, b"", b"", b"")
     slot.release("a snapshot")
     assert (made.unbound, slot.arena.fd) == ([memory], -1)
@@ -218,7 +220,7 @@ def test_what_is_being_made_ready_for_a_slot_that_is_let_go_of_ends(made: Made) 
     made.slots.on_arena(granted("b"))
     made.slots.on_close_arena(closed())
     made.settle()
-    assert made.told == [("warm", "a")]
+    assert made.told == [("arena-warm", "a")]
     slot.release("a snapshot")
     assert slot.arena.fd == -1
 
@@ -252,4 +254,4 @@ def test_an_arena_that_takes_the_place_of_one_that_is_still_being_bound_is_bound
     go_on.set()
     assert not is_early
     assert told.wait(60)
-    assert (views, made.told, made.unbound) == ([former, latter], [("warm", "a")], [former])
+    assert (views, made.told, made.unbound) == ([former, latter], [("arena-warm", "a")], [former])

@@ -128,5 +128,5 @@ def test_nothing_more_is_read_once_nobody_wants_it(tmp_path: Path) -> None:
 
 def test_a_list_of_files_is_the_same_at_its_other_end(tmp_path: Path) -> None:
     listed = Folder(tmp_path, "raw").listed
-    found = FileList.decode(Message({"t": "files"}, [], listed.encode()))
+    found = FileList.decode(Message({"t": "frame-files"}, [], listed.encode()))
     assert (found.folder, found.names, found.rows.tolist()) == (listed.folder, listed.names, listed.rows.tolist())
