@@ -156,7 +156,7 @@ class FakeRank:
 
     def listen(self, secret: bytes) -> dict[str, Any]:
         """Has this node's agent take part in a job of several; how it is told of to the others."""
-        answer = self.request("listen", {"secret": secret, "at": self.settings.listen, "name": ""}).fields
+        answer = self.request("listen", {"secret": secret, "address": self.settings.listen, "name": ""}).fields
         told = {key: answer[key] for key in ("name", "addresses", "link_bytes_s")}
         return {**told, "domains": find_own_domains(self.settings.domain)}
 
@@ -261,7 +261,7 @@ class FakeRank:
                     regions[message.fields["region"]] = Arena.adopt(message.fds.pop())
                 elif message.kind == "frame-places":
                     good, bad = [], []
-                    for frame, region, offset, length in message.fields["at"]:
+                    for frame, region, offset, length in message.fields["places"]:
                         raw = regions[region].view[offset : offset + length]
                         right = not self.spoil(frame, raw) and deliver(frame, raw)
                         (good if right else bad).append(frame)
@@ -432,7 +432,7 @@ class FakeRank:
                     told = Declaration(self.rank, self.world, coordinate, fields["division"], layout, staging)
                     self.plan = Plan(told, encode(told))
             elif message.kind == "grant-arena":
-                self.on_arena(fields, message)
+                self.on_grant_arena(fields, message)
             elif message.kind == "close-arena":
                 self.warm.pop(fields["slot"], None)
                 if fields["slot"] in self.slots:
@@ -444,13 +444,13 @@ class FakeRank:
             elif message.kind == "superseded":
                 self.superseded = fields["by"]
             elif message.kind == "hold-awaited":
-                self.on_awaited(ControlWord.unpack(fields["word"]))
+                self.on_hold_awaited(ControlWord.unpack(fields["word"]))
             elif message.kind == "event":
                 self.events.append(fields)
             self.changed.notify_all()
         message.close()
 
-    def on_awaited(self, word: ControlWord | None) -> None:
+    def on_hold_awaited(self, word: ControlWord | None) -> None:
         """Others wait at the end of that step. This rank has passed it and had not been told: it does not come."""
         step, answered = self.looked
         if word is not None and word not in answered and word.step <= step:
@@ -458,7 +458,7 @@ class FakeRank:
                 "snapshot-missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
             )
 
-    def on_arena(self, fields: dict[str, Any], message: messages.Message) -> None:
+    def on_grant_arena(self, fields: dict[str, Any], message: messages.Message) -> None:
         slot = fields["slot"]
         if message.fds:
             if slot in self.slots:

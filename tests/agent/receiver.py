@@ -24,9 +24,9 @@ class Rank:
         if fields["t"] == "frame-region":
             self.regions[fields["region"]] = Arena.adopt(os.dup(next(iter(fds))))
         elif fields["t"] == "frame-places" and not self.deaf:
-            for frame, region, offset, length in fields["at"]:
+            for frame, region, offset, length in fields["places"]:
                 self.got[frame] = bytes(self.regions[region].view[offset : offset + length])
-            done = [each[0] for each in fields["at"]]
+            done = [each[0] for each in fields["places"]]
             self._post(lambda: self.owner.restore.acknowledge_frames(self, done, []))
         elif fields["t"] == "fetch-ended":
             self.outcome = fields

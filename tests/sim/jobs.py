@@ -334,7 +334,7 @@ class SimJob:
         self._meet.wait()
         known["ranks"].sort()
         rank.nodes = sorted(self._told.values(), key=lambda each: min(each["ranks"])) if len(self._told) > 1 else []
-        rank.known = {"secret": self.secret, "at": known["addresses"][0], "name": known["name"]}
+        rank.known = {"secret": self.secret, "address": known["addresses"][0], "name": known["name"]}
         if rank.rank == 0:
             self._decision = rank.begin()
         self._meet.wait()

@@ -306,11 +306,11 @@ class FollowerJob:
                 self.is_over = True
                 self._lose_ranks()  # no agent will answer their requests
             case "plan-memory":
-                self._measure_memory(channel, fields)
+                self._plan_memory(channel, fields)
             case "make-arenas":
                 self._make_arenas(channel, fields)
             case "hash-snapshots":
-                self._read_parts(channel, fields)
+                self._hash_snapshots(channel, fields)
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
 
@@ -353,7 +353,7 @@ class FollowerJob:
         here = self._connections_by_rank.get(int(fields["rank"]))
         return here if here is not None and here.connection_number == fields["connection_number"] else None
 
-    def _measure_memory(self, channel: Channel, fields: dict[str, Any]) -> None:
+    def _plan_memory(self, channel: Channel, fields: dict[str, Any]) -> None:
         request_id = int(fields["id"])
 
         def measured(plan: MemoryPlan | None, error: str) -> None:
@@ -372,7 +372,7 @@ class FollowerJob:
 
         self.local_share.make_arenas(slot, sizes, made)
 
-    def _read_parts(self, channel: Channel, fields: dict[str, Any]) -> None:
+    def _hash_snapshots(self, channel: Channel, fields: dict[str, Any]) -> None:
         request_id = int(fields["id"])
         known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
         slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))

@@ -36,7 +36,8 @@ class Progress:
 
 class ProgressReport:
     """Sends the message `progress` for one request until `end`, or until the connection has ended. The argument
-    `progress` counts all work of that kind on this agent. So a request that waits for its turn stays alive while others make progress."""
+    `progress` counts all work of that kind on this agent. So a request that waits for its turn stays alive while others
+    make progress."""
 
     def __init__(
         self, channel: Channel, request_id: int, progress: Progress, later: Callable[[float, Callable[[], None]], None]

@@ -77,7 +77,7 @@ class PeerHandlers(ClusterStartup):
 
         fields = message.fields
         network = self._open_network(str(fields["name"] or self.incarnation)[:100])
-        addresses = network.listen(bytes(fields["secret"]), str(fields["at"]))
+        addresses = network.listen(bytes(fields["secret"]), str(fields["address"]))
         self._unjoined_peers = [each for each in self._unjoined_peers if each.is_open and each is not peer] + [peer]
         told = {"name": network.agent_name, "addresses": [str(each) for each in addresses]}
         peer.reply(int(fields["id"]), {**told, "link_bytes_s": link_bytes_s(addresses[0])})

@@ -301,7 +301,7 @@ class RestoreSession:
             _send_region(asked, region, memory.arenas[rank])
             at.append([frame, region, int(memory.offsets[frame]), int(self._lengths[frame])])
         for first in range(0, len(at), FRAMES_PER_MESSAGE):
-            asked.receiver.send({"t": "frame-places", "at": at[first : first + FRAMES_PER_MESSAGE]})
+            asked.receiver.send({"t": "frame-places", "places": at[first : first + FRAMES_PER_MESSAGE]})
 
     def _request_streams(self, asked: RankRequest, frames: set[int]) -> None:
         """Sends frames that only this rank wants as direct streams; what fails comes through the window."""
@@ -432,7 +432,9 @@ class RestoreSession:
     def _send_cell(self, asked: RankRequest, frame: int, offset: int) -> None:
         self._cells.begin_read(frame, offset, asked.receiver)
         _send_region(asked, _WINDOW_REGION, self._cells.get_window().arena)
-        asked.receiver.send({"t": "frame-places", "at": [[frame, _WINDOW_REGION, offset, int(self._lengths[frame])]]})
+        asked.receiver.send(
+            {"t": "frame-places", "places": [[frame, _WINDOW_REGION, offset, int(self._lengths[frame])]]}
+        )
 
     def _release_frame(self, frame: int, asked: RankRequest) -> From | None:
         """A rank is done with a frame. Returns the frame's source; None: this node's memory."""

@@ -151,7 +151,7 @@ class Link:
         link speed and host. Errors: AgentError, UsageError."""
         if self.settings.listen:
             Address.parse(self.settings.listen, "CKPT_LISTEN")
-        wanted = {"secret": secret, "at": self.settings.listen, "name": ""}
+        wanted = {"secret": secret, "address": self.settings.listen, "name": ""}
         answer = self.connection.request("listen", wanted).fields
         node = {
             "name": str(answer["name"]),
@@ -162,7 +162,7 @@ class Link:
         }
         host = self.settings.listen.rpartition(":")[0] or "0.0.0.0"
         port = str(answer["addresses"][0]).rpartition(":")[2]
-        self._listen_request = {**wanted, "at": f"{host}:{port}", "name": node["name"]}
+        self._listen_request = {**wanted, "address": f"{host}:{port}", "name": node["name"]}
         return node
 
     def join(self, terms: JoinTerms, offer: StateOffer) -> None:
@@ -255,7 +255,7 @@ class Link:
         self._last_boundary = step, sub, words
         return words
 
-    def _on_awaited(self, word: int) -> None:
+    def _on_hold_awaited(self, word: int) -> None:
         """Other ranks hold at that appointment. If this rank is past it and has not seen it, it answers that it is
         late."""
         step, sub, seen = self._last_boundary
@@ -365,9 +365,9 @@ class Link:
                 return
         elif message.kind == "staging-plan":
             if (terms := self.terms) is not None:
-                self.slots.on_plan(message, terms.rank, terms.world, terms.coordinate)
+                self.slots.on_staging_plan(message, terms.rank, terms.world, terms.coordinate)
         elif message.kind == "grant-arena":
-            self.slots.on_arena(message)
+            self.slots.on_grant_arena(message)
         elif message.kind == "close-arena":
             self.slots.on_close_arena(message)
         elif message.kind == "checkpoint-level":
@@ -388,7 +388,7 @@ class Link:
         elif message.kind == "leave-deadline":
             self.on_deadline(float(fields["leave_deadline_s"]))
         elif message.kind == "hold-awaited":
-            self._on_awaited(int(fields["word"]))
+            self._on_hold_awaited(int(fields["word"]))
         elif message.kind == "recovered-versions":
             known = {Version.parse(str(version)) for version in fields["versions"]}
             self.levels.fail_unknown(known, "the agent was lost before all ranks had staged it")

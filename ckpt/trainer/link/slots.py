@@ -144,7 +144,7 @@ class Slots:
                 slot.plan = None
 
     @pause_gc()
-    def on_plan(self, message: messages.Message, rank: int, world: int, coordinate: str) -> None:
+    def on_staging_plan(self, message: messages.Message, rank: int, world: int, coordinate: str) -> None:
         """Handles the message `staging-plan`: how the offer is divided for that rank."""
         layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
         offer = self.present_offer
@@ -159,7 +159,7 @@ class Slots:
                 self._present_plan = plan
                 self.differing_tensors = frozenset(entry.name for entry in layout.entries if entry.owner)
 
-    def on_arena(self, message: messages.Message) -> None:
+    def on_grant_arena(self, message: messages.Message) -> None:
         """Handles the message `grant-arena`: the grant of a slot, maybe with a new arena. Another thread makes it
         ready."""
         number = int(message.fields["slot"])

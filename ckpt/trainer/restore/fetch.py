@@ -84,7 +84,7 @@ def fetch(
             if message.kind == "frame-region":
                 regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
             elif message.kind == "frame-places":
-                for batch in _batches(message.fields["at"]):
+                for batch in _batches(message.fields["places"]):
                     begin(_copy_batch, regions, batch, deliver)
             elif message.kind == "frame-stream" and rooms is not None:
                 sock = socket.socket(fileno=message.fds.pop())

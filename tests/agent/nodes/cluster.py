@@ -213,7 +213,7 @@ class Cluster:
         away = [rank for rank in self.job if not nodes or self.at[rank.rank] in nodes]
         for rank in away:
             known = next(each for each in rank.nodes if rank.rank in each["ranks"])
-            rank.known = {"secret": self.secret, "at": known["addresses"][0], "name": known["name"]}
+            rank.known = {"secret": self.secret, "address": known["addresses"][0], "name": known["name"]}
         together(away, come_back)
         for rank in away:
             self.pids[self.at[rank.rank]] = pid_of(rank)

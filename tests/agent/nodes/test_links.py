@@ -259,7 +259,7 @@ def test_an_agent_that_was_started_again_with_old_content_brings_nothing_old_bac
     assert again < later
     cluster.hang_up()
     for rank in old:
-        rank.known = {"secret": cluster.secret, "at": rank.nodes[0]["addresses"][0], "name": rank.nodes[0]["name"]}
+        rank.known = {"secret": cluster.secret, "address": rank.nodes[0]["addresses"][0], "name": rank.nodes[0]["name"]}
         come_back(rank)
     cluster.await_status(
         2, lambda status: any(slot["version"] == str(Version(later)) for slot in status["job"]["slots"])

@@ -135,7 +135,7 @@ def test_of_an_agent_that_was_only_cut_off_from_rank_0s_it_is_not_said_that_it_d
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing, nothing)
-        made._connection, made._listen_request = cast(Connection, made.it()), {"at": "10.0.0.7:7777"}
+        made._connection, made._listen_request = cast(Connection, made.it()), {"address": "10.0.0.7:7777"}
         nodes = [{"ranks": [0]}, {"ranks": [1]}]
         made.says, made.told = [NoCoordinator("not now")], []
         made.terms = JoinTerms("1-a", rank, 2, f"rank={rank}", {}, "launch", None, [], nodes, [])

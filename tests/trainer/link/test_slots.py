@@ -96,15 +96,15 @@ def made() -> Iterator[Made]:
 
 def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted_for(made: Made) -> None:
     made.slots.offer(ONE)
-    made.slots.on_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
     assert (made.bound, made.told) == (["a"], [("arena-warm", "a")])
     slot = made.slots.by_number[0]
     assert slot.plan is not None
     assert slot.plan.offered_layout is ONE.layout
-    made.slots.on_plan(planned(ONE, "b"), *HERE)
-    made.slots.on_arena(granted("b"))
+    made.slots.on_staging_plan(planned(ONE, "b"), *HERE)
+    made.slots.on_grant_arena(granted("b"))
     made.settle()
     assert made.told == [("arena-warm", "a"), ("arena-warm", "b")]
     assert made.slots.by_number[0] is slot
@@ -116,8 +116,8 @@ def test_a_slot_that_is_granted_again_for_the_same_keeps_what_it_holds_by_now(ma
     held = Identity(Epoch(1, "0" * 16), Version(5))
     made.slots.offer(ONE)
     for arena in (made.arena, None):
-        made.slots.on_plan(planned(ONE, "a"), *HERE)
-        made.slots.on_arena(granted("a", arena))
+        made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
+        made.slots.on_grant_arena(granted("a", arena))
         made.settle()
         if arena is not None:
             made.arena.seal(held, 0, 1, 1200, made.slots.by_number[0].declaration_place, b"", b"", b"")
@@ -127,8 +127,8 @@ def test_a_slot_that_is_granted_again_for_the_same_keeps_what_it_holds_by_now(ma
 
 def test_a_plan_for_a_structure_that_is_gone_makes_nothing_ready(made: Made) -> None:
     made.slots.offer(TWO)
-    made.slots.on_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
     assert (made.bound, made.told) == ([], [])
     assert made.slots.by_number[0].plan is None
@@ -137,19 +137,19 @@ def test_a_plan_for_a_structure_that_is_gone_makes_nothing_ready(made: Made) -> 
 @pytest.mark.parametrize("how", ["another offer", "no agent"])
 def test_what_was_warm_is_not_any_more(made: Made, how: str) -> None:
     made.slots.offer(ONE)
-    made.slots.on_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
     made.slots.offer(TWO) if how == "another offer" else made.slots.forget_plan()
     assert made.slots.by_number[0].plan is None
-    made.slots.on_arena(granted("a"))
+    made.slots.on_grant_arena(granted("a"))
     made.settle()
     assert made.told == [("arena-warm", "a")], "of a division that is over"
 
 
 def test_an_offer_that_comes_while_an_arena_is_bound_leaves_it_unready(made: Made) -> None:
     made.slots.offer(ONE)
-    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
     bind = made.slots._bind
 
     def meanwhile(number: int, plan: Plan, data: memoryview) -> None:
@@ -157,7 +157,7 @@ def test_an_offer_that_comes_while_an_arena_is_bound_leaves_it_unready(made: Mad
         made.slots.offer(TWO)
 
     made.slots._bind = meanwhile
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
     assert (made.bound, made.told) == (["a"], [])
     assert made.slots.by_number[0].plan is None
@@ -169,8 +169,8 @@ def test_an_arena_that_cannot_be_made_ready_is_said_and_held_by_nobody(made: Mad
 
     made.slots._bind = full
     made.slots.offer(ONE)
-    made.slots.on_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
     assert [event.name for event in made.seen] == ["arena.failed"]
     assert made.told == []
@@ -180,8 +180,8 @@ def test_an_arena_that_cannot_be_made_ready_is_said_and_held_by_nobody(made: Mad
 def ready(made: Made) -> RankSlot:
     """Slot 0, which is warm."""
     made.slots.offer(ONE)
-    made.slots.on_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
     return made.slots.by_number[0]
 
@@ -202,7 +202,7 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_let_go_of_behind_that(mad
     memory = slot.arena.view.obj
     assert slot.hold("a snapshot")
     made.slots.on_close_arena(closed())
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
     again = made.slots.by_number[0]
     assert (made.unbound, made.told) == ([], [("arena-warm", "a")] * 2)
@@ -216,8 +216,8 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_let_go_of_behind_that(mad
 def test_what_is_being_made_ready_for_a_slot_that_is_let_go_of_ends(made: Made) -> None:
     slot = ready(made)
     assert slot.hold("a snapshot")
-    made.slots.on_plan(planned(ONE, "b"), *HERE)
-    made.slots.on_arena(granted("b"))
+    made.slots.on_staging_plan(planned(ONE, "b"), *HERE)
+    made.slots.on_grant_arena(granted("b"))
     made.slots.on_close_arena(closed())
     made.settle()
     assert made.told == [("arena-warm", "a")]
@@ -230,7 +230,7 @@ def test_an_arena_that_takes_the_place_of_one_that_is_still_being_bound_is_bound
     made.tasks.close()
     made.tasks = made.slots._tasks = Tasks("slots", pool_size=2)
     made.slots.offer(ONE)
-    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
     binding, go_on, told, views = threading.Event(), threading.Event(), threading.Event(), list[object]()
 
     def bind(number: int, plan: Plan, view: memoryview) -> None:
@@ -244,11 +244,11 @@ def test_an_arena_that_takes_the_place_of_one_that_is_still_being_bound_is_bound
         told.set()
 
     made.slots._bind, made.slots._notify = bind, tell
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_grant_arena(granted("a", made.arena))
     assert binding.wait(60)
     former = made.slots.by_number[0].arena.view.obj
     made.slots.on_close_arena(closed())
-    made.slots.on_arena(granted("a", made.arena))
+    made.slots.on_grant_arena(granted("a", made.arena))
     latter = made.slots.by_number[0].arena.view.obj
     is_early = told.wait(0.2)
     go_on.set()
