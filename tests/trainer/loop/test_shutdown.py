@@ -147,7 +147,7 @@ def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_hav
     assert 0.0 < told["left_s"] <= 30.0
 
 
-@pytest.mark.parametrize("leave_deadline_s", [20.0, -3600.0])
+@pytest.mark.parametrize("by_s", [20.0, -3600.0])
 def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
     monkeypatch: pytest.MonkeyPatch, by_s: float
 ) -> None:
