@@ -103,7 +103,7 @@ class BoxColumns:
 def write_tensors(out: ColumnWriter, tensors: Sequence[TensorLike]) -> None:
     """Writes tensors as sections. Errors: UsageError if a reader would refuse them."""
     check_count("tensors", len(tensors), TENSORS_MAX)
-    check_count("dimensions of one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
+    check_count("dimensions in one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
     check_count("numbers in all shapes", sum(len(tensor.shape) for tensor in tensors), NUMBERS_MAX)
     out.strings("tensors", [tensor.name for tensor in tensors])
     out.strings("owners", [tensor.owner for tensor in tensors])
@@ -120,7 +120,7 @@ def read_tensors(source: ColumnReader) -> TensorColumns:
     shapes = Ragged(ndims, _numbers(source, "tensors.shape", ndims))
     elements = shapes.products()
     if (elements < 0).any() or (elements > BYTES_MAX // ITEMSIZES[codes]).any():
-        raise source.damaged(f"a tensor of more than {BYTES_MAX} bytes")
+        raise source.damaged(f"a tensor has more than {BYTES_MAX} bytes")
     sizes = elements * ITEMSIZES[codes]
     return TensorColumns(source.strings("tensors", count), source.strings("owners", count), codes, shapes, sizes)
 
@@ -191,14 +191,14 @@ def check_count(what: str, count: int, count_max: int) -> None:
     """Checks a count before writing: more could fit into memory here, and then be refused by a reader. Errors:
     UsageError."""
     if count > count_max:
-        raise UsageError(f"{count} {what}, where a checkpoint has at most {count_max}")
+        raise UsageError(f"the state has {count} {what}; a checkpoint holds at most {count_max}")
 
 
 def read_count(source: ColumnReader, name: str, count_max: int) -> int:
     """The number of elements of a section. Errors: DamagedData if there are more than `count_max`."""
     count = source.count(name)
     if count > count_max:
-        raise source.damaged(f"section {name!r} has {count} elements, where at most {count_max} are allowed")
+        raise source.damaged(f"section {name!r} has {count} elements; at most {count_max} are allowed")
     return count
 
 
@@ -209,7 +209,7 @@ def _numbers(source: ColumnReader, name: str, counts: Ints) -> Ints:
 def _numbers_total(source: ColumnReader, name: str, counts: Ints) -> int:
     total = int(counts.sum())
     if total > NUMBERS_MAX:
-        raise source.damaged(f"section {name!r} would have {total} elements, where at most {NUMBERS_MAX} are allowed")
+        raise source.damaged(f"section {name!r} would have {total} elements; at most {NUMBERS_MAX} are allowed")
     return total
 
 

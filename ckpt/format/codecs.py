@@ -84,7 +84,7 @@ def choose(dtype_code: int, option: CodecOption) -> int:
         return Codec.ZSTD
     if option == "raw":
         return Codec.RAW
-    raise UsageError(f'codec={option!r}: there are "auto", "raw", "zstd" and "planes"')
+    raise UsageError(f'codec={option!r} is not known; give "auto", "raw", "zstd" or "planes"')
 
 
 def encode(option: CodecOption, dtype_code: int, raw: Buffer, scratch: CodecScratch) -> tuple[int, Buffer]:
@@ -114,14 +114,16 @@ def decode(codec: int, dtype_code: int, data: Buffer, out: memoryview, scratch: 
     source = np.frombuffer(data, np.uint8)
     if codec == Codec.RAW:
         if len(source) != len(target):
-            raise DamagedData(f"a frame of {len(target)} bytes is stored in {len(source)}")
+            raise DamagedData(f"an uncompressed frame of {len(target)} bytes is stored in {len(source)} bytes")
         target[:] = source
     elif codec == Codec.ZSTD:
         _decompress(source, target, scratch)
     elif codec == Codec.PLANES:
         _decode_planes(source, target, scratch)
     else:
-        raise NewerFormat(f"a frame of {DTYPES[dtype_code]} in codec {codec}: a newer ckpt is needed to read it")
+        raise NewerFormat(
+            f"a frame of {DTYPES[dtype_code]} is in codec {codec}, which this ckpt does not know; install a newer ckpt"
+        )
 
 
 def _element_bytes(dtype_code: int) -> int:
@@ -217,16 +219,16 @@ def _plane_head(data: Bytes, raw_bytes: int) -> list[tuple[int, int, int]]:
     count = int(data[0]) if len(data) else 0
     start = _head_bytes(count)
     if len(data) < start:
-        raise DamagedData(f"a frame in {count} byte planes does not fit its {len(data)} bytes")
+        raise DamagedData(f"a frame of {len(data)} bytes is too short for its {count} byte planes")
     head = [_PLANE.unpack_from(data.data, _COUNT.size + i * _PLANE.size) for i in range(count)]
     unit = sum(width for width, _, _ in head)
     if unit not in _UNSIGNED or raw_bytes % unit or any(width not in _UNSIGNED for width, _, _ in head):
         raise DamagedData(f"byte planes of {[width for width, _, _ in head]} do not make a frame of {raw_bytes} bytes")
     for width, coding, stored in head:
         if coding > 1 or (coding == 0 and stored != raw_bytes // unit * width):
-            raise DamagedData(f"a byte plane of coding {coding} in {stored} bytes")
+            raise DamagedData(f"a byte plane of coding {coding} cannot have {stored} bytes")
     if start + sum(stored for _, _, stored in head) != len(data):
-        raise DamagedData("byte planes that do not fill their frame")
+        raise DamagedData("the byte planes of a frame do not fill it")
     return head
 
 
@@ -254,7 +256,7 @@ def _compress(compressor: zstandard.ZstdCompressor, data: Bytes, out: Bytes) -> 
 def _decompress(data: Bytes, out: Bytes, scratch: CodecScratch) -> None:
     try:
         if zstandard.frame_content_size(data.data) != len(out):
-            raise DamagedData(f"a zstd frame that is not of the {len(out)} bytes that were recorded")
+            raise DamagedData(f"a zstd frame does not hold the recorded {len(out)} bytes")
         with scratch.decompressor.stream_reader(data.data, read_size=max(1, len(data))) as reader:
             length = int(reader.readinto(out.data)) if len(out) else 0
     except zstandard.ZstdError as exc:

@@ -124,8 +124,8 @@ class ColumnWriter:
         caps = CAPS[self._kind]
         if len(body) + HASH_BYTES > caps.stored_bytes or raw_bytes > caps.raw_bytes:
             raise UsageError(
-                f"a {self._kind.name.lower()} of {len(body)} bytes ({raw_bytes} before compression) exceeds the limit "
-                f"of {caps.stored_bytes} ({caps.raw_bytes}): the state has too many tensors, boxes or frames"
+                f"the {self._kind.name.lower()} of this state has {len(body)} bytes ({raw_bytes} before compression); "
+                f"at most {caps.stored_bytes} ({caps.raw_bytes}) are allowed. Reduce the number of tensors in the state"
             )
         return body + xxhash.xxh3_128_digest(body)
 
@@ -141,43 +141,43 @@ class ColumnReader:
     def _parse(self, kind: ColumnKind, data: memoryview) -> Iterable[tuple[str, _Section]]:
         caps = CAPS[kind]
         if data.nbytes > caps.stored_bytes:
-            raise self.damaged(f"{data.nbytes} bytes, where at most {caps.stored_bytes} are allowed")
+            raise self.damaged(f"it has {data.nbytes} bytes; at most {caps.stored_bytes} are allowed")
         if data.nbytes < HEADER.size or bytes(data[: len(MAGIC)]) != MAGIC:
-            raise self.damaged(f"not a file of ckpt (it begins with {bytes(data[:8])!r})")
+            raise self.damaged(f"it is not a file of ckpt (it begins with {bytes(data[:8])!r})")
         _, version, found, zero, count = HEADER.unpack_from(data)
         if version < VERSION:
-            raise self.damaged(f"format version {version}: there never was such a version")
+            raise self.damaged(f"format version {version} does not exist")
         if xxhash.xxh3_128_digest(data[:-HASH_BYTES]) != bytes(data[-HASH_BYTES:]):
-            what = f"; it says format version {version}, for which a newer ckpt is needed" if version > VERSION else ""
-            raise self.damaged(f"its bytes do not hash to what was written (xxh3-128){what}")
+            what = f"; its header names format version {version}, which needs a newer ckpt" if version > VERSION else ""
+            raise self.damaged(f"its bytes do not match their hash (xxh3-128){what}")
         # The hash is right, and every version ends with that hash, so this is no flipped bit.
         if version > VERSION:
-            text = f"format version {version}, and this ckpt reads version {VERSION}: a newer ckpt is needed"
+            text = f"it has format version {version}, and this ckpt reads version {VERSION}; install a newer ckpt"
             raise NewerFormat(f"{self.what}: {text}")
         if found != kind or zero != 0:
-            raise self.damaged(f"kind {found}, where {kind.name.lower()} ({int(kind)}) was expected")
+            raise self.damaged(f"it is of kind {found}, not a {kind.name.lower()} ({int(kind)})")
         start = HEADER.size + count * SECTION.itemsize
         if count > SECTIONS_MAX or start > data.nbytes - HASH_BYTES:
-            raise self.damaged(f"a directory of {count} sections does not fit")
+            raise self.damaged(f"its directory of {count} sections does not fit into it")
         raw_left = caps.raw_bytes
         seen: set[str] = set()
         for name, kind_of, coding, elements, stored in np.frombuffer(data, SECTION, count, HEADER.size).tolist():
             section = _Section(_ascii(name), _ascii(kind_of), coding, elements, data[start : start + stored])
             codings = (RAW, ZSTD) if section.type == "<f8" else (RAW, ZSTD, ZSTD_DELTA)
             if section.type not in TYPES or coding not in codings or section.name in seen:
-                raise self.damaged(f"section {section.name!r} has an unknown type or coding, or is there twice")
+                raise self.damaged(f"section {section.name!r} has an unknown type or coding, or appears twice")
             if start + stored > data.nbytes - HASH_BYTES:
-                raise self.damaged(f"section {section.name!r} reaches beyond the end")
+                raise self.damaged(f"section {section.name!r} reaches beyond the end of the file")
             seen.add(section.name)
             raw_left -= elements * section.itemsize
             if raw_left < 0:
-                raise self.damaged(f"more than {caps.raw_bytes} bytes when decompressed")
+                raise self.damaged(f"it has more than {caps.raw_bytes} bytes when decompressed")
             if coding == RAW and stored != elements * section.itemsize:
                 raise self.damaged(f"section {section.name!r} holds {stored} bytes for {elements} elements")
             start += stored
             yield section.name, section
         if start != data.nbytes - HASH_BYTES:
-            raise self.damaged("bytes that no section accounts for")
+            raise self.damaged("it has bytes that belong to no section")
 
     def damaged(self, message: str) -> DamagedData:
         return DamagedData(f"{self.what}: {message}")
@@ -191,7 +191,7 @@ class ColumnReader:
         if section.type != dtype:
             raise self.damaged(f"section {name!r} is of type {section.type}, not {dtype}")
         if count is not None and section.count != count:
-            raise self.damaged(f"section {name!r} has {section.count} elements, where {count} belong")
+            raise self.damaged(f"section {name!r} has {section.count} elements instead of {count}")
         if section.coding == RAW:
             return np.frombuffer(section.data, dtype)
         raw = self._decompress(section)
@@ -202,7 +202,7 @@ class ColumnReader:
         """An unsigned section as int64, each element at most `top`."""
         values = self.array(name, dtype, count)
         if len(values) and int(values.max()) > top:
-            raise self.damaged(f"section {name!r} holds {int(values.max())}, where at most {top} is allowed")
+            raise self.damaged(f"section {name!r} holds {int(values.max())}; at most {top} is allowed")
         return values.astype(np.int64)
 
     def struct(self, name: str, dtype: np.dtype[np.void], count_max: int) -> npt.NDArray[np.void]:
@@ -211,7 +211,7 @@ class ColumnReader:
         assert fields is not None
         count = self.count(f"{name}.{next(iter(fields))}")
         if count > count_max:
-            raise self.damaged(f"{count} {name}, where at most {count_max} are allowed")
+            raise self.damaged(f"it has {count} {name}; at most {count_max} are allowed")
         whole = np.empty(count, dtype)
         for field, (kind_of, *_) in fields.items():
             whole[field] = self.array(f"{name}.{field}", kind_of.str, count)
@@ -219,7 +219,7 @@ class ColumnReader:
 
     def blob(self, name: str, bytes_max: int) -> bytes:
         if self.count(name) > bytes_max:
-            raise self.damaged(f"section {name!r} has {self.count(name)} bytes, where at most {bytes_max} are allowed")
+            raise self.damaged(f"section {name!r} has {self.count(name)} bytes; at most {bytes_max} are allowed")
         return self.array(name, "|u1").tobytes()
 
     def strings(self, name: str, count: int) -> list[str]:
@@ -229,7 +229,7 @@ class ColumnReader:
         stops = np.cumsum(lengths)
         data = self.array(name, "|u1", int(stops[-1]) if count else 0).tobytes()
         if b"\0" in data:
-            raise self.damaged(f"a NUL in section {name!r}")
+            raise self.damaged(f"section {name!r} holds a NUL")
         bounds = [0, *stops.tolist()]
         try:
             return [data[a:b].decode() for a, b in itertools.pairwise(bounds)]
@@ -247,7 +247,7 @@ class ColumnReader:
         try:
             declared = zstandard.get_frame_parameters(section.data)
             if declared.content_size != size or declared.window_size > _ZSTD_WINDOW_BYTES_MAX:
-                raise self.damaged(f"section {section.name!r}: {declared.content_size} bytes where {size} belong")
+                raise self.damaged(f"section {section.name!r} has {declared.content_size} bytes instead of {size}")
             return zstandard.ZstdDecompressor().decompress(section.data, max_output_size=size, allow_extra_data=False)
         except zstandard.ZstdError as exc:
             raise self.damaged(f"section {section.name!r} does not decompress: {exc}") from exc

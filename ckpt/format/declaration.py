@@ -60,7 +60,7 @@ def decode(data: bytes | memoryview, what: str = "a declaration") -> Declaration
     coordinate, division = source.strings("about", 2)
     rank, world, data_bytes = source.ints("numbers", "<u8", 3, top=DATA_BYTES_MAX).tolist()
     if not rank < world <= RANKS_MAX:
-        raise source.damaged(f"rank {rank} of {world}")
+        raise source.damaged(f"rank {rank} is not a rank of a world of {world} (at most {RANKS_MAX})")
     layout, tensors, boxes = _read_layout(source)
     frames = source.struct("frames", STAGED_FRAME, FRAMES_MAX)
     segments = source.struct("segments", SEGMENT, SEGMENTS_MAX)
@@ -95,7 +95,7 @@ def decode_share(data: bytes | memoryview, what: str = "a share") -> Share:
     source = ColumnReader(ColumnKind.SHARE, data, what)
     parts = source.struct("parts", _PART, PARTS_MAX)
     if (parts["start"] > parts["stop"]).any() or (parts["stop"] > DATA_BYTES_MAX).any():
-        raise source.damaged("a part that ends before it begins, or beyond any box")
+        raise source.damaged("a part ends before it begins, or beyond any box")
     return tuple(Part(*row) for row in parts.tolist())
 
 
@@ -109,9 +109,9 @@ def _read_layout(source: ColumnReader) -> tuple[Layout, TensorColumns, BoxColumn
     tensors = read_tensors(source)
     boxes = read_boxes(source, tensors)
     if (np.diff(boxes.tensor) < 0).any():
-        raise source.damaged("boxes that are not in the order of their entries")
+        raise source.damaged("its boxes are not in the order of their entries")
     if any(a >= b for a, b in pairwise(zip(tensors.names, tensors.owners, strict=True))):
-        raise source.damaged("entries that are not sorted, or one is there twice")
+        raise source.damaged("its entries are not sorted, or one appears twice")
     pairs = zip(boxes.tensor.tolist(), boxes.boxes(), strict=True)
     held = {entry: tuple(box for _, box in group) for entry, group in groupby(pairs, key=lambda pair: pair[0])}
     columns = zip(tensors.names, tensors.dtypes(), tensors.shapes.tuples(), tensors.owners, strict=True)
@@ -126,9 +126,9 @@ def _check_frames(source: ColumnReader, frames: Array, data_bytes: int) -> None:
     if not len(frames):
         return
     if frames["dtype"].max() >= len(DTYPES):
-        raise source.damaged(f"a frame of dtype {frames['dtype'].max()}, which this ckpt does not know")
+        raise source.damaged(f"a frame has dtype {frames['dtype'].max()}, which this ckpt does not know")
     if frames["length"].min() == 0 or frames["length"].max() > FRAME_BYTES_MAX:
-        raise source.damaged(f"a frame that is empty or has more than {FRAME_BYTES_MAX} bytes")
+        raise source.damaged(f"a frame is empty or has more than {FRAME_BYTES_MAX} bytes")
     if frames["offset"].max() > data_bytes or (_ints(frames, "offset") + _ints(frames, "length") > data_bytes).any():
         raise source.damaged("a frame reaches out of the data region")
 
@@ -141,7 +141,7 @@ def _check_segments(
     entry, within, frame = (_ints(segments, field) for field in ("entry", "box", "frame"))
     held = np.bincount(boxes.tensor, minlength=len(tensors.names))
     if entry.max() >= len(tensors.names) or frame.max() >= len(frames) or (within >= held[entry]).any():
-        raise source.damaged("a segment of an entry, box or frame that is not there")
+        raise source.damaged("a segment names an entry, a box or a frame that does not exist")
     if max(int(segments[field].max()) for field in ("start", "length", "offset")) > DATA_BYTES_MAX:
         raise source.damaged("a segment reaches out of its box")
     start, length, offset = (_ints(segments, field) for field in ("start", "length", "offset"))
@@ -153,7 +153,7 @@ def _check_segments(
         raise source.damaged("a segment reaches out of its frame")
     dtype = tensors.codes[entry]
     if (frames["dtype"][frame] != dtype).any() or ((start | length | (offset - begin)) % ITEMSIZES[dtype]).any():
-        raise source.damaged("a segment of another dtype than its frame, or that begins within an element")
+        raise source.damaged("a segment has another dtype than its frame, or begins within an element")
 
 
 def _ints(array: Array, field: str) -> Ints:

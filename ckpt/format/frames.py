@@ -55,7 +55,7 @@ def hash_frames(data: memoryview, frames: Array, threads: int = 1) -> npt.NDArra
     lengths = frames["length"].astype(np.uint64)
     size = np.uint64(data.nbytes)
     if len(frames) and (lengths.max() > size or (offsets > size - lengths).any()):
-        raise UsageError(f"frames reach beyond the {data.nbytes} bytes of the region that they were to be hashed in")
+        raise UsageError(f"the frames to hash reach beyond the {data.nbytes} bytes of their region")
     hashes = np.empty((len(frames), 2), np.uint64)
     flat = data.cast("B")
 

@@ -69,7 +69,7 @@ class StripePiece:
 def weight(row: Row, member: int) -> int:
     """The factor of the `member`-th member (from 0). Errors: UsageError from MEMBERS_MAX on."""
     if not 0 <= member < MEMBERS_MAX:
-        raise UsageError(f"member {member} of a stripe; there are at most {MEMBERS_MAX}")
+        raise UsageError(f"member {member} does not exist: a stripe has at most {MEMBERS_MAX} members")
     return 1 if row is Row.P else member + 1
 
 
@@ -81,7 +81,7 @@ def add_data(target: Buffer, at: int, data: Mapping[int, Buffer], row: Row, scra
     factors = [weight(row, member) for member in data]
     longest = max(map(len, raws), default=0)
     if not 0 <= at <= len(into) - longest:
-        raise UsageError(f"{longest} bytes at {at} reach beyond the {len(into)} bytes of a parity")
+        raise UsageError(f"{longest} bytes from byte {at} on reach beyond the {len(into)} bytes of the parity")
     into = into[at : at + longest]
     for start in range(0, longest, BLOCK_BYTES):
         block = into[start : start + BLOCK_BYTES]
@@ -101,7 +101,7 @@ def solve_lost(lost: Sequence[int], left: Mapping[Row, Buffer], scratch: ParityS
     both. A parity that is not needed is not changed. Errors: UsageError if more are lost than there are parities, or
     the buffers differ in length."""
     if len(set(lost)) != len(lost) or len(lost) > len(left):
-        raise UsageError(f"members {list(lost)} are lost, and there are {len(left)} parities")
+        raise UsageError(f"the lost members {list(lost)} cannot be rebuilt from {len(left)} parities")
     if len({len(_array(buffer)) for buffer in left.values()}) > 1:
         raise UsageError("the parities of one stripe have different lengths")
     weights = [weight(Row.Q, member) for member in lost]
@@ -128,7 +128,7 @@ def pieces(lengths: npt.ArrayLike, start: int, stop: int) -> Iterator[StripePiec
     UsageError if the frames end before."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     if not 0 <= start <= stop <= (int(ends[-1]) if len(ends) else 0):
-        raise UsageError(f"bytes {start} to {stop} are not those of {len(ends)} frames")
+        raise UsageError(f"bytes {start} to {stop} do not lie within the {len(ends)} frames")
     at = start
     frame = int(np.searchsorted(ends, start, side="right"))
     while at < stop:

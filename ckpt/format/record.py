@@ -73,10 +73,10 @@ def decode(data: bytes | memoryview, key: str) -> Record:
     except ValueError as exc:
         raise source.damaged(f"{name[:80]!r} is not an identity") from exc
     if str(identity) != name or PATH_NAME.fullmatch(writer) is None:
-        raise source.damaged(f"{name[:80]!r} by {writer[:80]!r} is not well-formed")
+        raise source.damaged(f"identity {name[:80]!r} or writer {writer[:80]!r} is not well-formed")
     match = _COMMIT_KEY.fullmatch(key)
     if match is not None and (match[1], match[2]) != (name, writer):
-        raise source.damaged(f"it is the record of {name} by {writer}, under another key")
+        raise source.damaged(f"it holds the record of {name} by {writer}, which belongs under another key")
     manifest = _read_manifest(source)
     packs = _read_packs(source)
     places = _read_places(source, manifest, packs)
@@ -129,7 +129,7 @@ def _specs(source: ColumnReader, tensors: TensorColumns) -> tuple[TensorSpec, ..
     specs = tuple(map(TensorSpec, *columns))
     order = [(spec.values, spec.name, spec.owner) for spec in specs]
     if any(a >= b for a, b in pairwise(order)):
-        raise source.damaged("its tensors are not sorted, or one is there twice")
+        raise source.damaged("its tensors are not sorted, or one appears twice")
     for spec in specs[len(specs) - int(is_values.sum()) :]:
         is_blob = spec.name in (VALUES, RANK_VALUES) and spec.dtype == "uint8" and len(spec.shape) == 1
         if not is_blob or (spec.name == RANK_VALUES and not spec.owner):
@@ -141,11 +141,11 @@ def _check_frames(source: ColumnReader, frames: Array) -> None:
     if not len(frames):
         return
     if frames["dtype"].max() >= len(DTYPES):
-        raise source.damaged(f"a frame of dtype {frames['dtype'].max()}, which this ckpt does not know")
+        raise source.damaged(f"a frame has dtype {frames['dtype'].max()}, which this ckpt does not know")
     if frames["length"].min() == 0 or frames["length"].max() > FRAME_BYTES_MAX:
-        raise source.damaged(f"a frame that is empty or has more than {FRAME_BYTES_MAX} bytes")
+        raise source.damaged(f"a frame is empty or has more than {FRAME_BYTES_MAX} bytes")
     if (frames["length"] % ITEMSIZES[frames["dtype"]]).any():
-        raise source.damaged("a frame that ends within an element")
+        raise source.damaged("a frame ends within an element")
 
 
 def _check_extents(
@@ -156,25 +156,25 @@ def _check_extents(
     start, length, offset = (extents[field].astype(np.int64) for field in ("start", "length", "offset"))
     if not len(extents):
         if boxes.sizes.any():
-            raise source.damaged("boxes whose bytes are in no frame")
+            raise source.damaged("the bytes of some boxes are in no frame")
         return
     if box.max() >= len(boxes.tensor) or frame.max() >= len(frames):
-        raise source.damaged("an extent of a box or a frame that is not there")
+        raise source.damaged("an extent names a box or a frame that does not exist")
     if extents["start"].max() > PACK_BYTES_MAX or length.min() == 0:
-        raise source.damaged("an extent that is empty, or begins out of its box")
+        raise source.damaged("an extent is empty, or begins outside its box")
     if (offset + length > frames["length"][frame]).any():
         raise source.damaged("an extent reaches out of its frame")
     dtype = tensors.codes[boxes.tensor[box]]
     if (frames["dtype"][frame] != dtype).any() or ((start | length | offset) % ITEMSIZES[dtype]).any():
-        raise source.damaged("an extent of another dtype than its frame, or that begins within an element")
+        raise source.damaged("an extent has another dtype than its frame, or begins within an element")
     # Sorted by box. Within a box, each extent begins where the one before ended, and the last one ends with the box.
     first = np.diff(box, prepend=-1) != 0
     before = np.concatenate(([0], (start + length)[:-1]))
     last = np.concatenate((first[1:], [True]))
     if (np.diff(box) < 0).any() or (start != np.where(first, 0, before)).any():
-        raise source.damaged("extents that are not sorted, overlap or leave a gap")
+        raise source.damaged("its extents are not sorted, overlap, or leave a gap")
     if ((start + length)[last] != boxes.sizes[box[last]]).any() or np.delete(boxes.sizes, box[last]).any():
-        raise source.damaged("a box that its extents do not cover")
+        raise source.damaged("the extents of a box do not cover it")
 
 
 def _check_values(
@@ -190,7 +190,7 @@ def _check_values(
         or (its["length"] != frames["length"][its["frame"]]).any()
         or its["start"].any()
     ):
-        raise source.damaged("a blob of values that is not one box in one frame")
+        raise source.damaged("a blob of values is not one box in one frame")
 
 
 def _read_packs(source: ColumnReader) -> tuple[tuple[str, int], ...]:
@@ -200,14 +200,14 @@ def _read_packs(source: ColumnReader) -> tuple[tuple[str, int], ...]:
         if _PACK_KEY.fullmatch(key) is None:
             raise source.damaged(f"{key[:200]!r} is not the key of a pack")
     if len(set(keys)) != len(keys):
-        raise source.damaged("a pack is there twice")
+        raise source.damaged("a pack appears twice")
     return tuple(zip(keys, sizes, strict=True))
 
 
 def _read_places(source: ColumnReader, manifest: Manifest, packs: tuple[tuple[str, int], ...]) -> Array:
     places = source.struct("places", PLACE, FRAMES_MAX)
     if len(places) and places["codec"].max() > Codec.PLANES:
-        text = f"codec {places['codec'].max()}, which this ckpt does not know: a newer one is needed"
+        text = f"it uses codec {places['codec'].max()}, which this ckpt does not know; install a newer ckpt"
         raise NewerFormat(f"{source.what}: {text}")
     if why := placement_fault(places, manifest.frames, [size for _, size in packs]):
         raise source.damaged(why)
@@ -217,20 +217,20 @@ def _read_places(source: ColumnReader, manifest: Manifest, packs: tuple[tuple[st
 def placement_fault(places: Array, frames: Array, sizes: Sequence[int]) -> str:
     """Why these frames cannot lie at these places in packs of these sizes; "" if they can."""
     if len(places) != len(frames):
-        return f"{len(places)} places for {len(frames)} frames"
+        return f"it has {len(places)} places for {len(frames)} frames"
     if not len(places):
         return ""
     if places["pack"].max() >= len(sizes):
-        return "a place in a pack that is not there"
+        return "a place names a pack that does not exist"
     if places["codec"].max() > Codec.PLANES:
-        return f"codec {places['codec'].max()}, which is not known"
+        return f"codec {places['codec'].max()} is not known"
     length = places["length"].astype(np.uint64)
     room = np.array(sizes, np.uint64)[places["pack"]]
     if (length > room).any() or (places["offset"] > room - length).any():
         return "a place reaches out of its pack"
     raw = places["codec"] == Codec.RAW
     if length.min() == 0 or (length > frames["length"]).any() or (length[raw] != frames["length"][raw]).any():
-        return "a frame whose stored length does not fit its codec"
+        return "the stored length of a frame does not fit its codec"
     return ""
 
 
@@ -238,7 +238,7 @@ def _read_metrics(source: ColumnReader) -> dict[str, float]:
     values = source.array("metrics.value", "<f8", read_count(source, "metrics.value", METRICS_MAX)).tolist()
     names = source.strings("metrics", len(values))
     if len(set(names)) != len(names):
-        raise source.damaged("a metric is there twice")
+        raise source.damaged("a metric appears twice")
     return dict(zip(names, values, strict=True))
 
 
@@ -246,9 +246,9 @@ def _about_bytes(about: dict[str, Any]) -> bytes:
     try:
         data = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as exc:
-        raise UsageError(f"what a record says about itself must be a JSON object: {exc}") from exc
+        raise UsageError(f"the field `about` of a record must be a JSON object: {exc}") from exc
     if len(data) > ABOUT_BYTES_MAX:
-        raise UsageError(f"what a record says about itself has {len(data)} bytes; at most {ABOUT_BYTES_MAX} are kept")
+        raise UsageError(f"the field `about` of a record has {len(data)} bytes; at most {ABOUT_BYTES_MAX} are kept")
     return data
 
 
@@ -256,7 +256,7 @@ def _read_about(source: ColumnReader) -> dict[str, Any]:
     try:
         about = json.loads(source.blob("about", ABOUT_BYTES_MAX))
     except (ValueError, RecursionError) as exc:
-        raise source.damaged(f"what it says about itself is no JSON: {exc}") from exc
+        raise source.damaged(f"its field `about` is not JSON: {exc}") from exc
     if not isinstance(about, dict):
-        raise source.damaged("what it says about itself is no JSON object")
+        raise source.damaged("its field `about` is not a JSON object")
     return about

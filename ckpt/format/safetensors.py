@@ -80,7 +80,7 @@ class SafetensorsWriter:
         with self._remove_on_error():
             if self._unwritten_bytes:
                 raise UsageError(
-                    f"{self.path}: {self._unwritten_bytes} bytes of its tensors were not written, or twice"
+                    f"{self.path}: each byte of its tensors must be written once (unwritten: {self._unwritten_bytes})"
                 )
             os.fsync(self._file)
         os.close(self._file)
@@ -118,7 +118,9 @@ class SafetensorsReader:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(HEADER_BYTES_MAX, size - 8):
-                raise self._damaged(f"a header of {length} bytes in a file of {size}: not a .safetensors file")
+                raise self._damaged(
+                    f"it is not a .safetensors file: a header of {length} bytes does not fit into {size} bytes"
+                )
             header = _parse(file.read(length), self._damaged)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
@@ -160,15 +162,17 @@ def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple
         name = DTYPE_NAMES.get(tensor.dtype)
         if name is None:
             raise UsageError(
-                f"{tensor.name!r} is {tensor.dtype}, which .safetensors does not have: write a .pt file, which has, or "
-                "leave it out (--only names what is written)"
+                f"{tensor.name!r} is {tensor.dtype}, which .safetensors cannot hold: write a .pt file, or choose other "
+                "tensors with --only"
             )
         if tensor.name in head or tensor.name == _METADATA:
-            raise UsageError(f"{tensor.name!r} cannot be the name of one more tensor")
+            raise UsageError(f"the name {tensor.name!r} is used twice or reserved; rename the tensor")
         shape = list(tensor.shape)
         if tensor.dtype == _FLOAT4:
             if not shape:
-                raise UsageError(f"{tensor.name!r}: a 0-d {_FLOAT4} cannot be written to .safetensors")
+                raise UsageError(
+                    f"{tensor.name!r} is a scalar {_FLOAT4}, which .safetensors cannot hold; write a .pt file"
+                )
             shape[-1] *= 2
         head[tensor.name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + tensor.bytes]}
         spans[tensor.name] = (at, at + tensor.bytes)
@@ -176,7 +180,9 @@ def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:
-        raise UsageError(f"a header of {len(text)} bytes; .safetensors allows {HEADER_BYTES_MAX}: write several files")
+        raise UsageError(
+            f"the header has {len(text)} bytes; .safetensors allows {HEADER_BYTES_MAX}: write several files"
+        )
     start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {key: (a + start, b + start) for key, (a, b) in spans.items()}
 
@@ -185,13 +191,13 @@ def _parse(text: bytes, damaged: Any) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise ValueError("a key is there twice")
+            raise ValueError("a key appears twice")
         return found
 
     try:
         header = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as exc:
-        raise damaged(f"its header is not JSON as it should be: {exc}") from exc
+        raise damaged(f"its header is not valid JSON: {exc}") from exc
     if not isinstance(header, dict):
         raise damaged("its header is not a JSON object")
     return header
@@ -213,16 +219,16 @@ def _check_header(
                 raise damaged(f"the entry of {name[:80]!r} is not well-formed")
         dtype = _DTYPE_BY_NAME.get(theirs)
         if dtype is None:
-            raise damaged(f"{name[:80]!r} is {theirs[:40]!r}, which this ckpt does not know")
+            raise damaged(f"{name[:80]!r} has the dtype {theirs[:40]!r}, which this ckpt does not know")
         if len(shape) > NDIM_MAX or any(type(n) is not int or not 0 <= n <= BYTES_MAX for n in shape):
-            raise damaged(f"the shape of {name[:80]!r} is not one")
+            raise damaged(f"the shape of {name[:80]!r} is not valid")
         if dtype == _FLOAT4:
             if not shape or shape[-1] % 2:
                 raise damaged(f"{name[:80]!r} has an odd number of half bytes")
             shape = [*shape[:-1], shape[-1] // 2]
         tensors[name] = TensorHead(name, dtype, tuple(shape))
         if not 0 <= start <= stop <= data_bytes or stop - start != tensors[name].bytes:
-            raise damaged(f"the bytes of {name[:80]!r} do not fit its shape, or lie out of the file")
+            raise damaged(f"the bytes of {name[:80]!r} do not fit its shape, or lie outside the file")
         spans[name] = (start, stop)
     at = 0
     for start, stop in sorted(spans.values()):
@@ -230,7 +236,7 @@ def _check_header(
             raise damaged("its tensors overlap, or leave a gap")
         at = stop
     if at != data_bytes:
-        raise damaged(f"{data_bytes - at} bytes that no tensor accounts for")
+        raise damaged(f"{data_bytes - at} bytes at its end belong to no tensor")
     return metadata, tensors, spans
 
 

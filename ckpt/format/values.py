@@ -140,8 +140,8 @@ def encode(tree: Any, root: str = "state", constants: Constants | None = None, r
     data = b"".join(encoder.out)
     if len(data) > VALUES_BYTES_MAX:
         raise UsageError(
-            f"the plain values of {root} have {len(data)} bytes; at most {VALUES_BYTES_MAX} are stored: "
-            "give large arrays as tensors"
+            f"the plain values of {root} have {len(data)} bytes; at most {VALUES_BYTES_MAX} are stored. "
+            "Give large arrays as tensors"
         )
     return data
 
@@ -150,17 +150,17 @@ def decode(data: bytes | memoryview, what: str = "values") -> Any:
     """The tree that `encode` was given. Arrays are new and writable. Errors: only DamagedData, which begins with
     `what`, for anything that `encode` does not write."""
     if memoryview(data).nbytes > VALUES_BYTES_MAX:
-        raise DamagedData(f"{what}: {memoryview(data).nbytes} bytes, where at most {VALUES_BYTES_MAX} are allowed")
+        raise DamagedData(f"{what}: it has {memoryview(data).nbytes} bytes; at most {VALUES_BYTES_MAX} are allowed")
     decoder = _Decoder(memoryview(data).cast("B"))
     try:
         tree = decoder.value(0)
     except Exception as exc:
         if is_injected(exc):
             raise
-        text = f"not well-formed at byte {decoder.position}: {type(exc).__name__}: {exc!s:.200}"
+        text = f"it is not well-formed at byte {decoder.position}: {type(exc).__name__}: {exc!s:.200}"
         raise DamagedData(f"{what}: {text}") from exc
     if decoder.position != len(data):
-        raise DamagedData(f"{what}: {len(data) - decoder.position} bytes after its end")
+        raise DamagedData(f"{what}: {len(data) - decoder.position} bytes follow its end")
     return tree
 
 
@@ -252,7 +252,7 @@ class _Encoder:
             if tag == Tag.TORCH_SIZE:
                 self._items(tag, value)
             elif tag == Tag.TORCH_DTYPE and name not in ITEMSIZE:
-                self._refuse(f"{value} is no dtype of the format; give its name")
+                self._refuse(f"the dtype {value} cannot be stored; give its name as a string")
             else:
                 self._tagged(tag, name)
         else:
@@ -343,20 +343,22 @@ class _Encoder:
         """Counts elements as the decoder does, so that all that is written can be read."""
         self._elements_left -= items
         if self._elements_left < 0:
-            raise self._error(f"more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors")
+            raise self._error(
+                f"there are more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors"
+            )
 
     def _check_hashes(self, keys: Collection[Any]) -> None:
         """Refuses keys that a reader would refuse."""
         if _has_hash_collisions(keys):
             raise self._error(
-                f"more than {SAME_HASH_MAX} keys have the same hash, as ints that are equal modulo 2**61 - 1 have; "
-                "give them as texts"
+                f"more than {SAME_HASH_MAX} keys have the same hash (such as ints that are equal modulo 2**61 - 1); "
+                "give the keys as strings"
             )
 
     def _enter_container(self) -> None:
         if len(self._path) >= DEPTH_MAX:
             where = self._path_text(3)
-            raise UsageError(f"{where}... nests deeper than {DEPTH_MAX} levels, or contains itself; flatten it")
+            raise UsageError(f"{where}... is nested deeper than {DEPTH_MAX} levels, or contains itself; flatten it")
         self._path.append(_NO_KEY)
 
     def _dtype(self, value: np.generic | np.ndarray[Any, Any]) -> str:
@@ -370,7 +372,7 @@ class _Encoder:
     def _refuse_kind(self, kind: type) -> None:
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__):
-            self._refuse("a tensor cannot be stored as a value; register what holds it as state of its own")
+            self._refuse("a tensor cannot be stored as a value; register the object that holds the tensor in state=")
             return
         self._refuse(
             f"objects of type {name} cannot be stored as values; give plain numbers, strings, lists, tuples, dicts, "
@@ -463,7 +465,7 @@ class _Decoder:
         if head < 0xC0:
             return "str", head & 0x1F
         if head not in _LENGTHS:
-            raise ValueError(f"0x{head:02x} begins no value")
+            raise ValueError(f"no value begins with 0x{head:02x}")
         kind, size = _LENGTHS[head]
         return kind, int.from_bytes(self._take(size), "big")
 
@@ -471,19 +473,19 @@ class _Decoder:
         items = 2 * length if kind == "map" else length
         self._elements_left -= items
         if depth > DEPTH_MAX + 2 or self._elements_left < 0 or items > len(self._data) - self.position:
-            raise ValueError(f"{kind} of {length} at depth {depth}")
+            raise ValueError(f"a {kind} of length {length} at depth {depth} is too large or too deep")
         if kind == "map":
             return _pairs({}, [self.value(depth) for _ in range(items)])
         if not items or self._data[self.position] != _EMPTY_EXT:
             return [self.value(depth) for _ in range(items)]
         zero, tag = self._take(3)[1:]
         if zero:
-            raise ValueError("an extension that is not empty")
+            raise ValueError("an extension is not empty")
         return _untag(tag, [self.value(depth) for _ in range(items - 1)])
 
     def _take(self, size: int) -> memoryview:
         if size > len(self._data) - self.position:
-            raise ValueError(f"{size} bytes where {len(self._data) - self.position} are left")
+            raise ValueError(f"{size} bytes are needed and {len(self._data) - self.position} are left")
         self.position += size
         return self._data[self.position - size : self.position]
 
@@ -493,7 +495,7 @@ def _pairs(empty: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
     _refuse_hash_collisions(flat[::2])
     dict.update(empty, zip(flat[::2], flat[1::2], strict=True))
     if 2 * len(empty) != len(flat):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key appears twice")
     return empty
 
 
@@ -508,7 +510,7 @@ def _has_hash_collisions(keys: Collection[Any]) -> bool:
 
 def _refuse_hash_collisions(keys: Collection[Any]) -> None:
     if _has_hash_collisions(keys):
-        raise ValueError(f"more than {SAME_HASH_MAX} keys of one hash")
+        raise ValueError(f"more than {SAME_HASH_MAX} keys have the same hash")
 
 
 def _untag(tag: int, items: list[Any]) -> Any:
@@ -521,7 +523,7 @@ def _untag(tag: int, items: list[Any]) -> Any:
             _refuse_hash_collisions(items)
             found = set(items) if tag == Tag.SET else frozenset(items)
             if len(found) != len(items):
-                raise ValueError("an item is there twice")
+                raise ValueError("an item appears twice")
             return found
         case (Tag.ORDERED_DICT, _):
             _refuse_hash_collisions(items[::2])
@@ -564,11 +566,11 @@ def _is_shape(shape: list[Any]) -> bool:
 
 def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
     if _NUMPY_DTYPE.fullmatch(dtype) is None:
-        raise ValueError(f"an array of {dtype[:40]!r}")
+        raise ValueError(f"an array has the unknown dtype {dtype[:40]!r}")
     if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
-        raise ValueError(f"an array of shape {str(shape)[:80]} in {len(data)} bytes")
+        raise ValueError(f"an array of shape {str(shape)[:80]} cannot have {len(data)} bytes")
     if dtype == "|b1" and data.translate(None, b"\0\1"):
-        raise ValueError("a bool that is neither 0 nor 1")
+        raise ValueError("a bool is neither 0 nor 1")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
@@ -580,8 +582,8 @@ def _untag_torch(tag: int, items: list[Any]) -> Any:
     match tag, items:
         case (Tag.TORCH_DTYPE, [str() as name]) if name in ITEMSIZE:
             if torch and not hasattr(torch, name):
-                raise ValueError(f"torch {torch.__version__} has no {name}; a newer one has")
+                raise ValueError(f"torch {torch.__version__} has no {name}; install a newer torch")
             return getattr(torch, name) if torch else name
         case (Tag.TORCH_DEVICE, [str() as name]) if len(name) <= DEVICE_MAX:
             return torch.device(name) if torch else name
-    raise ValueError(f"tag {tag} with {len(items)} items that this ckpt does not know")
+    raise ValueError(f"this ckpt does not know tag {tag} with these {len(items)} items")

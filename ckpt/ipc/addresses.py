@@ -38,7 +38,7 @@ class Address:
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]+)):(\d{1,5})", text)
         if match is None or int(match[3]) > 65535:
             where = f"{variable}: " if variable else ""
-            raise UsageError(f"{where}{text[:200]!r} is no address: give HOST:PORT, or [HOST]:PORT for IPv6")
+            raise UsageError(f"{where}{text[:200]!r} is not an address: give HOST:PORT, or [HOST]:PORT for IPv6")
         return Address(match[1] or match[2], int(match[3]))
 
 
@@ -117,7 +117,7 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
         if sent == left:
             return
         if sent < CALL_BYTES_MIN:
-            raise TimeoutError("the peer takes nothing, or too little")
+            raise TimeoutError("the peer accepts no data, or too little")
         data, left = data[sent:], left - sent
 
 

@@ -196,28 +196,28 @@ def _has_open(pid: int, path: Path) -> bool:
 def _wait_for_other_version(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
     """Waits until an agent of another version has ended. Errors: OtherVersion if it does not end in
     OTHER_VERSION_WAIT_S."""
-    text = (
-        f"ckpt: the agent of {redact_url(url)} (process {agent.pid}) is of another release and makes way, once what it"
+    text = f"ckpt: the agent of {redact_url(url)} (process {agent.pid}) belongs to another release. It ends once its"
+    events.emit(
+        "agent.replaced", f"{text} checkpoints are in the store; waiting up to {OTHER_VERSION_WAIT_S:g} s", loud=True
     )
-    events.emit("agent.replaced", f"{text} has is in the store: waiting up to {OTHER_VERSION_WAIT_S:g} s", loud=True)
     if not agent.has_ended(OTHER_VERSION_WAIT_S):
-        raise OtherVersion(f"{why}; it was waited for for {OTHER_VERSION_WAIT_S:g} s, and is still there") from why
+        raise OtherVersion(f"{why}; it has not ended within {OTHER_VERSION_WAIT_S:g} s") from why
 
 
 def _continue_or_kill(agent: _Agent, url: str, events: Events, patience_s: float) -> None:
     """Continues a stopped agent; kills one that hangs. Errors: AgentError if the agent is not this user's, or does not
     end."""
-    what = (
-        f"the agent of {redact_url(url)} (process {agent.pid}) has not answered, nor run at all, for {patience_s:g} s"
-    )
+    what = f"the agent of {redact_url(url)} (process {agent.pid}) has neither answered nor run for {patience_s:g} s"
     if not agent.is_own_agent():
-        raise AgentError(f"{what}; no trainer of yours has started it: see what it waits for, or end it")
+        raise AgentError(f"{what}. It is not your user's agent, so ckpt does not end it: check why it waits, or end it")
     if agent.state() == "T":
-        events.emit("agent.hung", f"ckpt: {what}: it was stopped by a signal, and is told to go on", loud=True)
+        events.emit("agent.hung", f"ckpt: {what}. A signal had stopped it; ckpt lets it continue", loud=True)
         agent.send_signal(signal.SIGCONT)
         return
-    text = f"ckpt: {what}: it hangs, and is ended; what only its memory has is lost. Another one is started"
+    text = f"ckpt: {what}. It hangs, so ckpt kills it and starts another one; checkpoints only in its memory are lost"
     events.emit("agent.hung", text, loud=True)
     agent.send_signal(signal.SIGKILL)
     if not agent.has_ended(KILL_WAIT_S):
-        raise AgentError(f"{what}, and does not end; the kernel's log may say why (a disk or a file server that hangs)")
+        raise AgentError(
+            f"{what}, and does not end when killed; look for a hanging disk or file server in the kernel's log"
+        )

@@ -125,7 +125,7 @@ class Arena:
             return cls(fd)
         except (OSError, ValueError) as exc:
             os.close(fd)
-            raise AgentError(f"a descriptor given as an arena is no memfd that can be mapped: {exc}") from exc
+            raise AgentError(f"a descriptor given as an arena is not a memfd that can be mapped: {exc}") from exc
         except BaseException:
             os.close(fd)
             raise
@@ -215,11 +215,11 @@ class Arena:
         if DATA_OFFSET + data_bytes > self.size_bytes or any(at + length > self.size_bytes for at, length in places):
             raise DamagedData("an arena's header points outside the arena")
         if step > STEP_MAX or sub > SUB_MAX:
-            raise DamagedData(f"an arena's header names no version: step {step}, {sub} within it")
+            raise DamagedData(f"an arena's header has an invalid version: step {step}, sub-step {sub}")
         try:
             epoch = Epoch.parse(f"{number:08d}-{nonce.decode('ascii')}")
         except ValueError as exc:
-            raise DamagedData("an arena's header names no epoch") from exc
+            raise DamagedData("an arena's header has an invalid epoch") from exc
         return Header(Identity(epoch, Version(step, sub)), rank, world, data_bytes, *places)
 
     def write_hashes(self, header: Header, hashes: npt.NDArray[np.uint64]) -> None:
@@ -277,7 +277,7 @@ class Arena:
 
     def _write(self, at: int, data: bytes) -> None:
         if at + len(data) > self.size_bytes:
-            raise AgentError(f"an arena of {self.size_bytes} bytes has no room for {len(data)} bytes at {at}")
+            raise AgentError(f"an arena of {self.size_bytes} bytes has no room for {len(data)} bytes from byte {at} on")
         self.view[at : at + len(data)] = data
 
 

@@ -22,11 +22,11 @@ def unpack_bounded(blob: bytes, what: str, objects_max: int = OBJECTS_MAX) -> An
     Errors: AgentError if the blob is malformed, has too many values, an extension type, or a map key that is neither
     text nor bytes."""
     if not _is_within_limit(blob, objects_max):
-        raise AgentError(f"{what} has more than {objects_max} values, others than may be, or is not all there")
+        raise AgentError(f"{what} is incomplete, has more than {objects_max} values, or has a type that is not allowed")
     try:
         return msgpack.unpackb(blob, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as exc:
-        raise AgentError(f"{what} does not parse") from exc
+        raise AgentError(f"{what} cannot be decoded") from exc
 
 
 def _is_within_limit(blob: bytes, objects_max: int) -> bool:

@@ -60,7 +60,7 @@ def make_agent_paths(url: str, settings: Settings) -> AgentPaths:
         named = url.encode()
     except UnicodeEncodeError as exc:
         raise UsageError(
-            f"no agent can serve {redact_url(url)!r}, a name that is no UTF-8; rename that folder"
+            f"the name {redact_url(url)!r} is not valid UTF-8, so no agent can serve it; rename that folder"
         ) from exc
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def make_agent_paths(url: str, settings: Settings) -> AgentPaths:
         raise AgentError(text) from exc
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise AgentError(
-            f"{folder} must be a folder of your own with mode 0700 (it is mode {info.st_mode & 0o777:o}, "
+            f"{folder} must be a folder of your own with mode 0700 (it has mode {info.st_mode & 0o777:o}, "
             f"owner {info.st_uid}); run chmod 700 on it, or set CKPT_RUNTIME_DIR to another folder for ckpt's sockets"
         )
     name = "agent-" + hashlib.sha256(named).hexdigest()[:16]
@@ -103,7 +103,7 @@ def connect_nowait(place: AgentPaths) -> socket.socket | None:
         return None
     except BlockingIOError as exc:
         sock.close()
-        text = f"the agent at {place.socket} takes no connection within {ACCEPT_S:g} s"
+        text = f"the agent at {place.socket} accepted no connection within {ACCEPT_S:g} s"
         raise AgentError(text) from TimeoutError(str(exc))
     except OSError as exc:
         sock.close()
@@ -125,7 +125,9 @@ def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) ->
                 # An agent that is just ending still holds the run lock.
                 time.sleep(0.05)
             if time.monotonic() > deadline:
-                raise AgentError(f"no agent served {redact_url(url)} within {timeout_s:g} s; see {place.log}")
+                raise AgentError(
+                    f"the agent of {redact_url(url)} did not start within {timeout_s:g} s; see its log {place.log}"
+                )
     return sock
 
 
@@ -143,7 +145,10 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise AgentError(f"another process has been starting an agent for too long ({path})") from None
+                    raise AgentError(
+                        f"another process holds {path} and has not started the agent in time; end that process, or "
+                        "start again later"
+                    ) from None
                 time.sleep(0.005)
         yield
     finally:
@@ -199,7 +204,7 @@ def _read_ready(fd: int, deadline: float) -> str:
     while not said.endswith(b"\n"):
         readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
-            return "it said nothing in time (where this machine has far too much to do, start again once it has less)"
+            return "it did not answer in time (if this machine is overloaded, start again later)"
         chunk = os.read(fd, 4096)
         if not chunk:
             break
@@ -231,7 +236,7 @@ class Pending:
             if is_injected(exc):
                 raise
             if not self.progress.is_set():
-                text = f"the agent did not answer {self._kind!r}, and nothing of it moved for {timeout_s:g} s"
+                text = f"the agent did not answer {self._kind!r} and made no progress for {timeout_s:g} s"
                 raise AgentError(text) from None
             self.progress.clear()
             return None
@@ -400,7 +405,7 @@ class Connection:
             self._pending_by_id.clear()
         for each in pending:
             if not each.future.done():
-                each.future.set_exception(AgentError("the agent went away before it answered"))
+                each.future.set_exception(AgentError("the agent ended before it answered"))
 
 
 def decode_body(answer: messages.Message) -> dict[str, Any]:
@@ -409,7 +414,7 @@ def decode_body(answer: messages.Message) -> dict[str, Any]:
     try:
         found = msgpack.unpackb(answer.blobs[0])
     except (LookupError, ValueError, msgpack.UnpackException) as exc:
-        raise AgentError("what the agent says cannot be read") from exc
+        raise AgentError("the answer of the agent cannot be read") from exc
     if not isinstance(found, dict):
-        raise AgentError("what the agent says cannot be read")
+        raise AgentError("the answer of the agent cannot be read")
     return found

@@ -74,7 +74,7 @@ class ControlWord:
             (self.sub, SUB_MAX),
         )
         if self.attempt_number == 0 or not all(0 <= value <= most for value, most in ranges):
-            raise AgentError(f"an appointment out of range: {self}")
+            raise AgentError(f"the appointment {self} is out of range")
         kind, at = int(self.kind), self.step
         if self.sub:
             kind, at = kind | _POLL_FLAG, (self.step & _STEP_MASK) << 20 | self.sub
@@ -116,7 +116,7 @@ class ControlPage:
     def create(cls, world: int) -> ControlPage:
         """A new, empty page for a job of `world` ranks, sealed against resizing. Errors: AgentError above WORLD_MAX."""
         if not 0 < world <= WORLD_MAX:
-            raise AgentError(f"a job of {world} ranks on one node; at most {WORLD_MAX}")
+            raise AgentError(f"the job has {world} ranks on one node; 1 to {WORLD_MAX} are allowed")
         size = -(-64 * (1 + world) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("ckpt-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
@@ -126,7 +126,7 @@ class ControlPage:
     def announce(self, slot: int, word: ControlWord | None) -> None:
         """Writes the appointment of `slot`; None clears it. Errors: AgentError if `word` belongs to another slot."""
         if not 0 <= slot < SLOTS_MAX or (word is not None and word.slot != slot):
-            raise AgentError(f"an appointment of slot {slot} that is none: {word}")
+            raise AgentError(f"slot {slot} cannot take the appointment {word}")
         self.control_words[slot] = word.pack() if word is not None else 0
 
     def appointments(self) -> list[ControlWord]:

@@ -44,7 +44,7 @@ class FileList:
             folder, names = unpack_bounded(named, "the list of files")
             return FileList(folder, names, np.frombuffer(rows, ROW))
         except (TypeError, ValueError) as exc:
-            raise AgentError("the list of files does not parse") from exc
+            raise AgentError("the list of files cannot be decoded") from exc
 
     @staticmethod
     def from_record(folder: str, record: Record, manifest: Manifest, frames: dict[int, int]) -> FileList:

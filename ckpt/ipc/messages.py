@@ -72,10 +72,12 @@ class Packet:
 def pack(fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> Packet:
     """The packet of a message. Errors: AgentError if it is too large, which is a bug in ckpt, not a user's mistake."""
     if len(fds) + len(blobs) > FDS_MAX:
-        raise AgentError(f"message {fields.get('t')!r} has {len(fds) + len(blobs)} descriptors; at most {FDS_MAX}")
+        raise AgentError(
+            f"message {fields.get('t')!r} has {len(fds) + len(blobs)} descriptors; at most {FDS_MAX} are allowed"
+        )
     data = msgpack.packb({**fields, "_blobs": len(blobs)} if blobs else fields)
     if len(data) > MESSAGE_BYTES_MAX:
-        raise AgentError(f"message {fields.get('t')!r} is {len(data)} bytes; at most {MESSAGE_BYTES_MAX}")
+        raise AgentError(f"message {fields.get('t')!r} has {len(data)} bytes; at most {MESSAGE_BYTES_MAX} are allowed")
     packet = Packet(data, list(fds), [])
     try:
         for blob in blobs:
@@ -109,7 +111,7 @@ def receive(sock: socket.socket) -> Message | None:
         message.fields = unpack(data)
         count = message.fields.pop("_blobs", 0)
         if not isinstance(count, int) or not 0 <= count <= len(message.fds):
-            raise AgentError("a message on the agent's socket names blobs that did not come with it")
+            raise AgentError("a message on the agent's socket names blobs that it does not carry")
         first = len(message.fds) - count
         message.blobs = [_read_blob(fd) for fd in message.fds[first:]]
         for fd in message.fds[first:]:
@@ -151,7 +153,7 @@ def unpack(data: bytes, what: str = "a message on the agent's socket") -> dict[s
     try:
         fields = msgpack.unpackb(data, strict_map_key=True, max_array_len=1 << 15, max_map_len=1 << 12, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as exc:
-        raise AgentError(f"{what} does not parse") from exc
+        raise AgentError(f"{what} cannot be decoded") from exc
     if not isinstance(fields, dict) or not isinstance(fields.get("t"), str):
         raise AgentError(f"{what} has no type")
     return fields
@@ -159,7 +161,7 @@ def unpack(data: bytes, what: str = "a message on the agent's socket") -> dict[s
 
 def _seal_blob(blob: bytes) -> int:
     if len(blob) > BLOB_BYTES_MAX:
-        raise AgentError(f"a blob of {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
+        raise AgentError(f"a blob has {len(blob)} bytes; at most {BLOB_BYTES_MAX} are allowed")
     fd = os.memfd_create("ckpt-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(blob)
@@ -176,10 +178,12 @@ def _read_blob(fd: int) -> bytes:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:
-        raise AgentError("a blob on the agent's socket is no memfd") from exc
+        raise AgentError("a blob on the agent's socket is not a memfd") from exc
     size = os.fstat(fd).st_size
     if seals & _SEALS != _SEALS or size > BLOB_BYTES_MAX:
-        raise AgentError(f"a blob on the agent's socket is not sealed, or of {size} bytes is too large")
+        raise AgentError(
+            f"a blob of {size} bytes on the agent's socket is not sealed, or larger than {BLOB_BYTES_MAX} bytes"
+        )
     parts = []
     at = 0
     while at < size:

@@ -43,11 +43,11 @@ def coordinator_of(nodes: Sequence[Mapping[str, Any]]) -> str:
 def decode_nodes(blob: bytes) -> list[NodeRow]:
     """The rows of a node list. Errors: UsageError if the blob is malformed or too large."""
     if len(blob) > BLOB_BYTES_MAX:
-        raise UsageError(f"nodes takes {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
+        raise UsageError(f"the list of nodes has {len(blob)} bytes; at most {BLOB_BYTES_MAX} are allowed")
     try:
         rows = unpack_bounded(blob, "the list of nodes")
         if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
-            raise UsageError("nodes is no list of nodes")
+            raise UsageError(f"the list of nodes must name 1 to {NODES_MAX} nodes")
         return [
             (
                 str(name),
@@ -60,7 +60,7 @@ def decode_nodes(blob: bytes) -> list[NodeRow]:
             for name, addresses, domains, ranks, link, host in rows
         ]
     except (AgentError, ValueError, TypeError, OverflowError) as exc:
-        raise UsageError(f"nodes is no list of nodes: {exc!r:.200}") from exc
+        raise UsageError(f"the list of nodes is not valid: {exc!r:.200}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ def parse_nodes(blob: bytes, world: int) -> tuple[NodeAt, ...]:
         for name, addresses, domains, ranks, link_bytes_s, host in decode_nodes(blob)
     ]
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
-        raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")
+        raise UsageError(f"the list of nodes must name each of the {world} ranks once, rank 0 on the first node")
     if len({node.name for node in nodes}) < len(nodes):
-        raise UsageError("nodes names a node twice")
+        raise UsageError("the list of nodes names a node twice")
     return tuple(nodes)
 
 

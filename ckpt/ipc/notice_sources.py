@@ -58,15 +58,15 @@ class Sources:
         if fields is None:
             return cls()
         if not isinstance(fields, dict) or not isinstance(fields.get("named"), dict):
-            raise UsageError("notices: the sources are no map")
+            raise UsageError("notices: the sources are not a map")
         end_s = fields.get("slurm_end_s")
         texts = {name: str(fields.get(name) or "") for name in ("mode", "slurm_job", "file", "outcome")}
         named = {str(name): str(value) for name, value in fields["named"].items()}
         if texts["mode"] not in NOTICES or len(named) > 100:
-            raise UsageError(f"notices: {texts['mode'][:50]!r} is none of {', '.join(NOTICES)}")
+            raise UsageError(f"notices: {texts['mode'][:50]!r} is not one of {', '.join(NOTICES)}")
         if any(len(text) > TEXT_MAX or "\0" in text for text in (*texts.values(), *named.values())):
-            raise UsageError("notices: a path or an address that cannot be one")
+            raise UsageError(f"notices: a path or an address is longer than {TEXT_MAX} characters, or holds a NUL")
         if end_s is not None and not (isinstance(end_s, int | float) and math.isfinite(end_s)):
-            raise UsageError("notices: slurm_end_s is no time")
+            raise UsageError(f"notices: slurm_end_s={end_s!r:.50} is not a time in seconds")
         allowed = fields.get("acknowledge") is True
         return cls(named=tuple(sorted(named.items())), slurm_end_s=end_s, acknowledge=allowed, **texts)

@@ -19,18 +19,18 @@ def describe_outcome(body: dict[str, Any]) -> str:
     """The outcome as one line for people. `body`: as given to `write_outcome`."""
     what = {
         "left": "the job leaves",
-        "ended": "the job was ended where it was",
+        "ended": "the job was ended without another snapshot",
         "pushed": "there is no time for another snapshot",
         "stayed": "the deadline has passed",
     }
     committed = body["committed_step"]
-    in_store = f"step {committed}" if committed is not None else "nothing of this start"
+    in_store = f"step {committed}" if committed is not None else "no step of this start"
     peer = body["peer_step"]
-    also = f", in the memory of nodes that stay step {peer}" if peer is not None else ""
+    also = f", and step {peer} is in the memory of nodes that stay" if peer is not None else ""
     saved = {
         "store": f"step {body['step']} is in the store",
-        "peer": f"step {body['step']} is in the memory of nodes that stay; in the store is {in_store}",
-        "local": f"step {body['step']} is in this host's memory only; in the store is {in_store}{also}",
+        "peer": f"step {body['step']} is in the memory of nodes that stay, and {in_store} is in the store",
+        "local": f"step {body['step']} is in this host's memory only; {in_store} is in the store{also}",
         "none": "nothing is saved",
     }
     why = f" ({body['why']})" if body["why"] else ""
@@ -50,7 +50,9 @@ def write_outcome(path: Path, epoch: Epoch | str, launch: str, body: dict[str, A
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():
-            raise FileExistsError(errno.EEXIST, "it is no regular file, and is not replaced", os.fspath(path))
+            raise FileExistsError(
+                errno.EEXIST, "this path is not a regular file, so it is not replaced", os.fspath(path)
+            )
         part.write_text(json.dumps(about) + "\n")
         part.replace(path)
     except OSError:

@@ -57,9 +57,9 @@ def read_file(path: Path) -> bytes:
         # The open file is checked, not the path, which may name another file by now.
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{path} is no regular file, so the secret is not read from it; {_MAKE_HINT}")
+            raise UsageError(f"{path} is not a regular file, so the secret is not read from it; {_MAKE_HINT}")
         if status.st_uid != os.geteuid():
-            raise UsageError(f"{path} belongs to user {status.st_uid}, not to us ({os.geteuid()}): chown it")
+            raise UsageError(f"{path} belongs to user {status.st_uid}, not to this user: chown {os.geteuid()} {path}")
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise UsageError(f"{path} has mode {mode:04o}, so others can read the secret: chmod 600 {path}")
@@ -77,5 +77,5 @@ def read_stream(stream: BinaryIO) -> bytes:
 def _parse(text: bytes, source: str) -> bytes:
     match = re.fullmatch(rb"\s*([0-9a-fA-F]{64})\s*", text)
     if match is None:
-        raise UsageError(f"{source} holds no secret: 64 hexadecimal digits and nothing else are expected; {_MAKE_HINT}")
+        raise UsageError(f"{source} does not hold a secret of exactly 64 hexadecimal digits; {_MAKE_HINT}")
     return bytes.fromhex(match[1].decode())

@@ -129,23 +129,25 @@ def _by_rank(staged: Sequence[Staged]) -> list[Staged]:
     for declaration in (s.declaration for s in ranks):
         rank = declaration.rank
         if declaration.world != first.world or not 0 <= rank < first.world:
-            raise CkptError(f"rank {rank} of {declaration.world} was staged beside rank {first.rank} of {first.world}")
+            raise CkptError(
+                f"rank {rank} of {declaration.world} does not fit rank {first.rank} of {first.world}: the worlds differ"
+            )
         if rank in seen:
-            raise CkptError(f"rank {rank} was staged twice for one version; a rank counts once")
+            raise CkptError(f"rank {rank} staged two snapshots for one version")
         if declaration.division != first.division:
             raise CkptError(
                 f"rank {rank} staged under division {declaration.division}, rank {first.rank} under {first.division}; "
-                "all ranks of a checkpoint need the same"
+                "all ranks of a checkpoint need the same division"
             )
         other = by_coordinate.setdefault(declaration.coordinate, rank)
         if other != rank:
             raise UsageError(
                 f"ranks {other} and {rank} both have the coordinate {declaration.coordinate!r}; "
-                "give mesh= a mesh in which each rank has a place of its own"
+                "give mesh= a mesh in which each rank has its own coordinate"
             )
         seen.add(rank)
     if len(ranks) < first.world:
-        raise Incomplete("these ranks have staged nothing", [f"rank {r}" for r in range(first.world) if r not in seen])
+        raise Incomplete("some ranks have staged nothing", [f"rank {r}" for r in range(first.world) if r not in seen])
     return ranks
 
 
@@ -177,7 +179,7 @@ def _declared_tensors(ranks: Sequence[Staged]) -> tuple[list[_Tensor], BoxCells]
         for e, entry in enumerate(staged.declaration.layout.entries):
             if entry.owner and entry.owner != coordinate:
                 raise CkptError(
-                    f"{coordinate} declares {entry.name} as owned by {entry.owner}; a rank owns its own only"
+                    f"{coordinate} declares {entry.name} as owned by {entry.owner}; a rank may declare only its own"
                 )
             key = (entry.name, entry.owner, entry.dtype, entry.shape)
             tensor = found.get(key)
@@ -255,7 +257,9 @@ class _Output:
         before = None
         for place, (spec, filled) in enumerate(self._tensors):
             if (spec.values, spec.name, spec.owner) == before:
-                raise CkptError(f"{spec.name} of {spec.owner} is declared twice; a rank holds each of its parts once")
+                raise CkptError(
+                    f"{spec.name} of {spec.owner} is declared twice; a rank declares each of its parts once"
+                )
             before = (spec.values, spec.name, spec.owner)
             for box, fill in filled:
                 if isinstance(fill, _BlobAt):
@@ -272,7 +276,9 @@ class _Output:
         row = np.concatenate([row, *(r for _, r in tiles)])
         frames, sources, extents = _gather(self._rows, row, box_of_row, blobs)
         if len(frames) > FRAMES_MAX:
-            raise CkptError(f"{len(frames)} frames, where a checkpoint has at most {FRAMES_MAX}; stage larger frames")
+            raise CkptError(
+                f"the checkpoint has {len(frames)} frames; at most {FRAMES_MAX} are allowed. Stage larger frames"
+            )
         specs = tuple(spec for spec, _ in self._tensors)
         return Manifest(specs, tuple(boxes), frames, extents, coordinates), sources
 
@@ -298,7 +304,7 @@ class _Output:
         length = at.blob.length
         if length > FRAME_BYTES_MAX:
             raise UsageError(
-                f"the {name} of rank {at.rank} take {length:,} bytes, more than {FRAME_BYTES_MAX:,}; "
+                f"the {name} of rank {at.rank} take {length:,} bytes; at most {FRAME_BYTES_MAX:,} are allowed: "
                 "hold large data in tensors"
             )
         spec = TensorSpec(name, "uint8", (length,), owner, values=True)

@@ -130,12 +130,12 @@ def _columns(rank: int, staging: Staging, cells: BoxCells, frame_base: int) -> t
             in_frame = (offset >= 0) & (offset + length <= staging.frames["length"][frame])
             if (in_cell & in_frame).all():
                 return cell, np.full(len(cell), rank, np.int64), start, length, frame + frame_base, offset
-    raise DamagedData(f"the staging that rank {rank} declares does not fit its own layout; its snapshot is unusable")
+    raise DamagedData(f"the staging of rank {rank} does not fit the rank's layout; its snapshot is unusable")
 
 
 def _frames(rank: int, staging: Staging, hashes: npt.NDArray[np.uint64]) -> Array:
     if hashes.shape != (len(staging.frames), 2):
-        raise DamagedData(f"rank {rank} staged {len(staging.frames)} frames, but has hashes of shape {hashes.shape}")
+        raise DamagedData(f"rank {rank} staged {len(staging.frames)} frames and has hashes of shape {hashes.shape}")
     frames = np.zeros(len(staging.frames), FRAME)
     frames["hash_hi"], frames["hash_lo"] = hashes[:, 0], hashes[:, 1]
     frames["length"], frames["dtype"] = staging.frames["length"], staging.frames["dtype"]

@@ -107,7 +107,7 @@ def find_agreed(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[se
         count = sum(len(entry.boxes) for entry in layout.entries)
         if array.size and array.shape != (count, 2):
             raise UsageError(
-                f"rank {rank} declares {count} boxes and sent hashes of shape {array.shape}, not ({count}, 2)"
+                f"rank {rank} declares {count} boxes, so its hashes need the shape ({count}, 2), not {array.shape}"
             )
         same = next((n for n, (one, its) in enumerate(said) if one is layout and np.array_equal(its, array)), None)
         if same in again:

@@ -29,6 +29,6 @@ def _apply(cut: Cut, frame: int, data: npt.NDArray[np.uint8], out: npt.NDArray[A
     strides = tuple(s * out.itemsize for s in cut.strides)
     end = cut.offset + sum((n - 1) * s for n, s in zip(cut.shape, strides, strict=True)) + out.itemsize
     if cut.offset < 0 or end > data.nbytes:
-        raise DamagedData(f"frame {frame} has {data.nbytes} bytes; the checkpoint says that {end} of them are used")
+        raise DamagedData(f"frame {frame} has {data.nbytes} bytes; the checkpoint uses {end} bytes of it")
     view = np.ndarray(cut.shape, out.dtype, data.data, cut.offset, strides)
     out[tuple(slice(a, a + n) for a, n in zip(cut.box_offset, cut.shape, strict=True))] = view

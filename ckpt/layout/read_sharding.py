@@ -40,7 +40,7 @@ def shard_reads(frames: npt.NDArray[Any], count: int, only: Numbers | None = Non
     the store. Frames with equal bytes have one home and are kept once. `frames`: array with hash_hi, hash_lo, length.
     `only`: the frames that get a home; all by default. Errors: UsageError if `count` is less than 1."""
     if count < 1:
-        raise UsageError(f"frames are read by nodes, and there are {count}")
+        raise UsageError(f"count={count}: at least one node must read the frames")
     numbers = np.arange(len(frames)) if only is None else only
     same, nodes, offsets, sizes = _homes(frames[numbers], count)
     all_same, all_nodes, all_offsets = np.arange(len(frames)), np.full(len(frames), -1), np.zeros(len(frames), np.int64)

@@ -121,14 +121,16 @@ def plan_cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
         spec = manifest.tensors[place]
         wanted = want.box if spec.shape == want.shape else Box.whole(want.box.shape)
         if not wanted.within(spec.shape):
-            raise StateMismatch(f"{want.box} is wanted of {_label(want)}, whose shape is {spec.shape}")
+            raise StateMismatch(
+                f"{want.box} does not lie within {_label(want)}, which has the shape {spec.shape} in the checkpoint"
+            )
         filled = 0
         for number in boxes_of.get(place, ()):
             for cut in _cuts_of_box(extents, number, manifest.boxes[number][1], ITEMSIZE[spec.dtype], w, wanted):
                 filled += math.prod(cut.shape)
                 found.append(cut)
         if filled != wanted.size:
-            raise DamagedData(f"the checkpoint's frames hold {filled} of {wanted.size} elements of {_label(want)}")
+            raise DamagedData(f"the checkpoint's frames hold only {filled} of {wanted.size} elements of {_label(want)}")
     found.sort(key=lambda cut: cut.frame)
     return found
 

@@ -32,8 +32,8 @@ def frame_bytes_for(total_bytes: int) -> int:
         frame_bytes *= 2
     if frame_bytes > FRAME_BYTES_MAX:
         raise UsageError(
-            f"a state of {total_bytes:,} bytes is more than one checkpoint holds "
-            f"({FRAME_BYTES_MAX * (FRAMES_MAX // 8):,}); split it over several Checkpointers"
+            f"the state has {total_bytes:,} bytes; one checkpoint holds at most "
+            f"{FRAME_BYTES_MAX * (FRAMES_MAX // 8):,}. Split the state over several Checkpointers"
         )
     return frame_bytes
 
@@ -49,7 +49,7 @@ def stage(layout: Layout, share: Share, frame_bytes: int) -> Staging:
     `frame_bytes`: a multiple of 64, at most FRAME_BYTES_MAX, else UsageError.
     """
     if frame_bytes % CACHE_LINE or not 0 < frame_bytes <= FRAME_BYTES_MAX:
-        raise UsageError(f"frames of {frame_bytes} bytes: a multiple of {CACHE_LINE} up to {FRAME_BYTES_MAX} is needed")
+        raise UsageError(f"frame_bytes={frame_bytes}: give a multiple of {CACHE_LINE} up to {FRAME_BYTES_MAX}")
     parts = np.array([(p.entry, p.box, p.start, p.stop) for p in share if p.stop > p.start], np.int64).reshape(-1, 4)
     entry, box, start, stop = parts.T
     codes = np.array([DTYPE_CODE[e.dtype] for e in layout.entries], np.int64)[entry]

@@ -109,7 +109,7 @@ def test_the_codec_is_chosen_by_dtype(dtype: str, option: CodecOption, codec: in
 
 
 def test_an_unknown_option_is_answered_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match='codec=\'lz4\': there are "auto", "raw", "zstd" and "planes"'):
+    with pytest.raises(UsageError, match='codec=\'lz4\' is not known; give "auto", "raw", "zstd" or "planes"'):
         codecs.choose(F32, "lz4")  # type: ignore[arg-type]
 
 

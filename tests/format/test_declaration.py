@@ -146,8 +146,8 @@ def entry(at: int, **fields: Any) -> Lie:
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
 LIES: list[tuple[str, Lie, str]] = [
-    ("a rank beyond the world", lambda d: replace(d, rank=4), "rank 4 of 4"),
-    ("a world of millions", lambda d: replace(d, world=1 << 30), "rank 1 of"),
+    ("a rank beyond the world", lambda d: replace(d, rank=4), "rank 4 is not a rank"),
+    ("a world of millions", lambda d: replace(d, world=1 << 30), "rank 1 is not a rank"),
     ("a data region beyond any memory", lambda d: replace(d, staging=replace(d.staging, data_bytes=U64)), "at most"),
     ("a frame out of the region", staged("frames", "length", 2, 24), "out of the data region"),
     ("a frame whose end wraps around", staged("frames", "offset", 0, U64 - 8), "out of the data region"),
@@ -155,10 +155,10 @@ LIES: list[tuple[str, Lie, str]] = [
     ("an empty frame", staged("frames", "length", 0, 0), "is empty"),
     ("a frame of an unknown dtype", staged("frames", "dtype", 0, 99), "dtype 99"),
     ("a frame of another dtype", staged("frames", "dtype", 0, I64), "another dtype"),
-    ("a segment of an entry that is not there", staged("segments", "entry", 4, 6), "not there"),
-    ("a segment of a box that is not there", staged("segments", "box", 1, 2), "not there"),
-    ("a segment of an entry without boxes", staged("segments", "entry", 4, 4), "not there"),
-    ("a segment in a frame that is not there", staged("segments", "frame", 0, 3), "not there"),
+    ("a segment of an entry that is not there", staged("segments", "entry", 4, 6), "does not exist"),
+    ("a segment of a box that is not there", staged("segments", "box", 1, 2), "does not exist"),
+    ("a segment of an entry without boxes", staged("segments", "entry", 4, 4), "does not exist"),
+    ("a segment in a frame that is not there", staged("segments", "frame", 0, 3), "does not exist"),
     ("a segment out of its box", staged("segments", "start", 0, 24), "out of its box"),
     ("a segment whose end wraps around", staged("segments", "start", 0, U64), "out of its box"),
     ("a segment before its frame", staged("segments", "offset", 1, 60), "out of its frame"),
@@ -167,7 +167,7 @@ LIES: list[tuple[str, Lie, str]] = [
     ("a box out of its tensor", entry(5, boxes=(Box((4,), (2,)),)), "out of its tensor"),
     ("entries out of order", entry(0, name="x"), "not sorted"),
     ("an entry twice", entry(2, owner=""), "not sorted"),
-    ("a shape that wraps around", entry(0, shape=(1 << 33, 1 << 33)), "a tensor of more than"),
+    ("a shape that wraps around", entry(0, shape=(1 << 33, 1 << 33)), "a tensor has more than"),
 ]
 
 

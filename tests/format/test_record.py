@@ -80,7 +80,7 @@ TOO_MUCH: dict[str, Callable[[], Record]] = {
     "ranks": lambda: _with(coordinates=("rank=0",) * (record.RANKS_MAX + 1)),
     "packs": lambda: replace(small(), packs=(small().packs[0],) * (FRAMES_MAX + 1)),
     "metrics": lambda: replace(small(), metrics={str(n): 0.0 for n in range(record.METRICS_MAX + 1)}),
-    "about itself": lambda: replace(small(), about={"a": "b" * record.ABOUT_BYTES_MAX}),
+    "field `about`": lambda: replace(small(), about={"a": "b" * record.ABOUT_BYTES_MAX}),
     "the name": lambda: replace(small(), metrics={"a" * (columns.STRING_BYTES_MAX + 1): 0.0}),
 }
 
@@ -267,11 +267,11 @@ LIES: list[tuple[str, Lie, str]] = [
     ("an extent out of its frame", extents("offset", 1, U32 - 1), "out of its frame"),
     ("an extent longer than its frame", extents("length", 1, U32), "out of its frame"),
     ("an extent of length 0", extents("length", 1, 0), "empty"),
-    ("an extent that begins beyond everything", extents("start", 1, U64), "begins out of its box"),
+    ("an extent that begins beyond everything", extents("start", 1, U64), "begins outside its box"),
     ("an extent that leaves a gap", extents("start", 2, 1 << 20), "leave a gap"),
     ("an extent at an odd byte", extents("offset", 0, 1), "out of its frame|within an element"),
-    ("an extent of a frame that is not there", extents("frame", 0, U32), "not there"),
-    ("an extent of a box that is not there", extents("box", 0, U32), "not there"),
+    ("an extent of a frame that is not there", extents("frame", 0, U32), "does not exist"),
+    ("an extent of a box that is not there", extents("box", 0, U32), "does not exist"),
     ("a missing extent", drop_extents(-1), "do not cover"),
     ("no extents at all", drop_extents(0), "in no frame"),
     ("extents out of order", swap_extents(1, 2), "not sorted"),
@@ -280,7 +280,7 @@ LIES: list[tuple[str, Lie, str]] = [
     ("an extent that ends before its box", extents("length", 0, 20), "do not cover"),
     ("a place beyond its pack", places("offset", 0, 1 << 62), "out of its pack"),
     ("a place whose end wraps around", places("offset", 0, U64), "out of its pack"),
-    ("a place in no pack", places("pack", 0, U32), "pack that is not there"),
+    ("a place in no pack", places("pack", 0, U32), "pack that does not exist"),
     ("an unknown codec", places("codec", 0, 77), "codec 77"),
     ("a place longer than its pack", lambda r: replace(r, packs=((r.packs[0][0], 1),)), "out of its pack"),
     ("a place of length 0", places("length", 1, 0), "does not fit its codec"),
@@ -295,13 +295,13 @@ LIES: list[tuple[str, Lie, str]] = [
     ("a pack with a line end", pack(f"{DATA}/n/w-1.pack\n"), "not the key of a pack"),
     ("a pack of other digits", pack(f"{DATA}/n/w-\N{ARABIC-INDIC DIGIT ONE}.pack"), "not the key of a pack"),
     ("a pack with a long name", pack(f"{DATA}/n/{'w' * 64}-1.pack"), "not the key of a pack"),
-    ("a pack twice", lambda r: replace(r, packs=r.packs * 2), "pack is there twice"),
+    ("a pack twice", lambda r: replace(r, packs=r.packs * 2), "pack appears twice"),
     ("a huge pack", lambda r: replace(r, packs=((r.packs[0][0], U64),)), "at most"),
     ("a tensor twice", tensor(1, name="a"), "not sorted"),
     ("tensors out of order", tensor(0, name="zz"), "not sorted"),
-    ("a tensor of more bytes than there are", tensor(0, shape=(1 << 59, 1 << 59)), "tensor of more than"),
-    ("a tensor of as many elements as bytes", tensor(0, shape=(1 << 58, 3)), "tensor of more than"),
-    ("a shape whose product wraps to what is there", tensor(0, shape=(1 << 32, 1 << 32)), "tensor of more than"),
+    ("a tensor of more bytes than there are", tensor(0, shape=(1 << 59, 1 << 59)), "tensor has more than"),
+    ("a tensor of as many elements as bytes", tensor(0, shape=(1 << 58, 3)), "tensor has more than"),
+    ("a shape whose product wraps to what is there", tensor(0, shape=(1 << 32, 1 << 32)), "tensor has more than"),
     ("a shape that no box covers", tensor(0, shape=(2, 4)), "do not cover"),
     ("a blob of values that is none", tensor(-1, name="zvalues"), "not a blob"),
     ("a rank's values without a rank", tensor(-3, owner=""), "not a blob"),
@@ -364,7 +364,7 @@ def test_a_record_of_a_later_version_asks_for_a_newer_ckpt() -> None:
         record.decode(bytes(data), KEY)
     assert not isinstance(caught.value, NewerFormat), "a flipped bit is damage"
     data[-columns.HASH_BYTES :] = xxhash.xxh3_128_digest(data[: -columns.HASH_BYTES])
-    with pytest.raises(NewerFormat, match=rf"{KEY}: format version 2.*newer ckpt is needed"):
+    with pytest.raises(NewerFormat, match=rf"{KEY}: it has format version 2.*install a newer ckpt"):
         record.decode(bytes(data), KEY)
 
 
@@ -377,12 +377,12 @@ def test_what_cannot_be_written_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("about", [b"[1]", b"{", b"\xff", b"[" * 60_000])
 def test_what_a_record_says_about_itself_must_be_a_json_object(about: bytes) -> None:
-    with pytest.raises(DamagedData, match="about itself"):
+    with pytest.raises(DamagedData, match="its field `about` is not"):
         record.decode(rewritten(about=about), KEY)
 
 
 def test_a_metric_twice_is_refused() -> None:
-    with pytest.raises(DamagedData, match="metric is there twice"):
+    with pytest.raises(DamagedData, match="metric appears twice"):
         record.decode(rewritten(metrics=["loss", "loss"]), KEY)
 
 

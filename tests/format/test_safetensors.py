@@ -81,7 +81,7 @@ def test_every_dtype_is_known_or_refused_by_name(tmp_path: Path) -> None:
             with SafetensorsReader(tmp_path / "y") as file:
                 assert file.tensors == {"x": head}
         else:
-            with pytest.raises(UsageError, match=f"'x' is {dtype}, which .safetensors does not have"):
+            with pytest.raises(UsageError, match=f"'x' is {dtype}, which .safetensors cannot hold"):
                 SafetensorsWriter(tmp_path / "z", [head])
     assert not (tmp_path / "z").exists()
 
@@ -104,7 +104,7 @@ def test_pieces_in_any_order_give_the_same_file(tmp_path_factory: pytest.TempPat
 def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
     head = TensorHead("a", "float32", (4,))
     with (
-        pytest.raises(UsageError, match="8 bytes of its tensors were not written"),
+        pytest.raises(UsageError, match="unwritten: 8"),
         SafetensorsWriter(tmp_path / "x", [head]) as out,
     ):
         out.write("a", bytes(8))
@@ -119,9 +119,9 @@ def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
 def test_a_name_twice_or_reserved_is_refused(tmp_path: Path) -> None:
     head = TensorHead("a", "float32", ())
     for tensors in ([head, head], [TensorHead("__metadata__", "float32", ())]):
-        with pytest.raises(UsageError, match="cannot be the name"):
+        with pytest.raises(UsageError, match="is used twice or reserved"):
             SafetensorsWriter(tmp_path / "x", tensors)
-    with pytest.raises(UsageError, match="0-d"):
+    with pytest.raises(UsageError, match="is a scalar float4"):
         SafetensorsWriter(tmp_path / "x", [TensorHead("a", "float4_e2m1fn_x2", ())])
 
 
@@ -140,16 +140,16 @@ def entry(shape: Any, start: Any, stop: Any, dtype: Any = "U8") -> dict[str, Any
         (b"", "not a .safetensors file"),
         (b"\x01", "not a .safetensors file"),
         ((1 << 62).to_bytes(8, "little") + b"{}", "not a .safetensors file"),
-        (file_of({"a": entry([4], 0, 4)}, bytes(4))[:-1], "lie out of the file"),
-        (file_of({"a": entry([4], 0, 4)}, bytes(5)), "no tensor accounts for"),
+        (file_of({"a": entry([4], 0, 4)}, bytes(4))[:-1], "lie outside the file"),
+        (file_of({"a": entry([4], 0, 4)}, bytes(5)), "belong to no tensor"),
         (file_of({"a": entry([4], 0, 4), "b": entry([4], 2, 6)}, bytes(6)), "overlap, or leave a gap"),
         (file_of({"a": entry([4], 1, 5)}, bytes(5)), "overlap, or leave a gap"),
         (file_of({"a": entry([5], 0, 4)}, bytes(4)), "do not fit its shape"),
         (file_of({"a": entry([1 << 32, 1 << 32], 0, 0)}), "do not fit its shape"),
-        (file_of({"a": entry([-1], 0, 0)}), "is not one"),
-        (file_of({"a": entry([True], 0, 1)}, bytes(1)), "is not one"),
-        (file_of({"a": entry([1.0], 0, 1)}, bytes(1)), "is not one"),
-        (file_of({"a": entry([1] * 65, 0, 1)}, bytes(1)), "is not one"),
+        (file_of({"a": entry([-1], 0, 0)}), "is not valid"),
+        (file_of({"a": entry([True], 0, 1)}, bytes(1)), "is not valid"),
+        (file_of({"a": entry([1.0], 0, 1)}, bytes(1)), "is not valid"),
+        (file_of({"a": entry([1] * 65, 0, 1)}, bytes(1)), "is not valid"),
         (file_of({"a": entry([1], -1, 0)}), "do not fit its shape"),
         (file_of({"a": entry([3], 0, 2, "F4")}, bytes(2)), "odd number"),
         (file_of({"a": entry([1], 0, 1, "Q9")}, bytes(1)), "'Q9', which this ckpt does not know"),
@@ -157,9 +157,9 @@ def entry(shape: Any, start: Any, stop: Any, dtype: Any = "U8") -> dict[str, Any
         (file_of({"a": {"dtype": "U8"}}), "not well-formed"),
         (file_of(b'{"a": 1, "a": 2}'), "twice"),
         (file_of(b"[]"), "not a JSON object"),
-        (file_of(b"{"), "not JSON"),
-        (file_of(b"\xff"), "not JSON"),
-        (file_of(b"[" * 100_000), "not JSON"),
+        (file_of(b"{"), "not valid JSON"),
+        (file_of(b"\xff"), "not valid JSON"),
+        (file_of(b"[" * 100_000), "not valid JSON"),
         (file_of({"__metadata__": {"a": 1}}), "not an object of strings"),
         (file_of({"__metadata__": 1}), "not an object of strings"),
     ],

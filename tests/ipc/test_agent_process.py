@@ -142,7 +142,7 @@ def test_of_one_that_takes_no_more_connections_it_is_seen_whether_it_hangs(
     it = stub(mode, "ckpt.agent.node.main")
     crowd()
     if mode == "is-busy":
-        with pytest.raises(AgentError, match="takes no connection"):
+        with pytest.raises(AgentError, match="accepted no connection"):
             meet(hello_s=2.0, busy_s=3.0)
         assert it.poll() is None
         assert told == []
@@ -167,7 +167,7 @@ def test_an_agent_of_another_run_is_not_ended_for_one_that_takes_no_more_connect
         busy = stub("is-busy", "ckpt.agent.node.main")
         crowd()
         try:
-            with pytest.raises(AgentError, match="takes no connection"):
+            with pytest.raises(AgentError, match="accepted no connection"):
                 meet(busy_s=3.0)
             assert (other.poll(), busy.poll(), told) == (None, None, [])
         finally:
@@ -233,7 +233,7 @@ def test_a_signal_that_comes_while_one_waits_to_connect_changes_nothing(
                 assert sock.getpeername() == path
                 assert sock.getblocking()
         else:
-            with pytest.raises(AgentError, match="takes no connection"):
+            with pytest.raises(AgentError, match="accepted no connection"):
                 client.connect_nowait(place)
 
 
@@ -241,7 +241,7 @@ def test_nor_is_a_process_that_no_trainer_has_started(
     stub: Callable[..., subprocess.Popen[str]], meet: Callable[..., client.Connection]
 ) -> None:
     other = stub("hangs")
-    with pytest.raises(AgentError, match=f"process {other.pid}.*no trainer of yours has started it"):
+    with pytest.raises(AgentError, match=f"process {other.pid}.*It is not your user's agent"):
         meet()
     assert other.poll() is None
 

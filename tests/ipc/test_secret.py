@@ -59,12 +59,12 @@ def test_what_is_no_secret_is_refused_and_not_shown(file: Path, text: str) -> No
 def test_what_is_no_file_of_ours_is_refused_without_waiting(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         secret.read_file(tmp_path / "missing")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="is not a regular file"):
         secret.read_file(tmp_path)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="is not a regular file"):
         secret.read_file(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="is not a regular file"):
         secret.read_file(Path("/dev/zero"))
 
 

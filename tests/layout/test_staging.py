@@ -135,7 +135,7 @@ def test_frames_grow_with_the_state_up_to_a_stated_end():
     assert frame_bytes_for(limit + 1) == 2 * FRAME_BYTES
     assert small_bytes_for(FRAME_BYTES) == SMALL_BYTES
     assert frame_bytes_for(FRAME_BYTES_MAX * FRAMES_MAX // 8) == FRAME_BYTES_MAX
-    with pytest.raises(UsageError, match="split it over several Checkpointers"):
+    with pytest.raises(UsageError, match="Split the state over several Checkpointers"):
         frame_bytes_for(FRAME_BYTES_MAX * FRAMES_MAX // 8 + 1)
 
 

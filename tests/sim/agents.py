@@ -415,7 +415,7 @@ class SimConnection:
         pending, self._pending = list(self._pending.values()), {}
         for each in pending:
             if not each.future.done():
-                each.future.set_exception(AgentError("the agent went away before it answered"))
+                each.future.set_exception(AgentError("the agent ended before it answered"))
 
 
 class _Here(Agent):
