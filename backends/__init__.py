@@ -6,4 +6,4 @@ A backend imports the base modules and the helpers of ckpt.storage: contract, na
 """
 
 if __name__ != "ckpt.backends":
-    raise ImportError(f"this folder is the package ckpt.backends; it is not to be imported as {__name__!r}")
+    raise ImportError(f"this folder is the package ckpt.backends; import it by that name, not as {__name__!r}")

@@ -135,7 +135,7 @@ class FsspecBackend:
                 self._fs.pipe_file(path, data, mode="create" if mode is PutMode.IF_ABSENT else "overwrite")
                 return
             if mode is PutMode.IF_ABSENT and self._fs.exists(path):
-                raise AlreadyExists(f"{self.url}: {key} is there already")
+                raise AlreadyExists(f"{self.url}: {key} exists already")
             folder = posixpath.dirname(path)
             self._fs.makedirs(folder, exist_ok=True)
             temporary = posixpath.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
@@ -151,7 +151,7 @@ class FsspecBackend:
     def get(self, key: str, size_max: int) -> bytes:
         size = self.head(key).size
         if size > size_max:
-            raise DamagedData(f"{self.url}: {key} has {size} bytes where at most {size_max} are expected")
+            raise DamagedData(f"{self.url}: {key} has {size} bytes; at most {size_max} are expected")
         return self._range(key, 0, size)
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
@@ -242,13 +242,13 @@ class FsspecBackend:
             data = data[start : start + length]
         if len(data) != length:
             self._check_end(key, start + length)
-            raise connection_error(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
+            raise connection_error(self.url, f"get {key}", f"{len(data)} of {length} bytes arrived")
         return data
 
     def _check_end(self, key: str, stop: int) -> None:
         size = self.head(key).size
         if stop > size:
-            raise DamagedData(f"{self.url}: {key} ends at byte {size}; bytes up to {stop} were asked for")
+            raise DamagedData(f"{self.url}: {key} has {size} bytes; bytes up to {stop} were requested")
 
     def _find(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The files below the prefix, by their path below the root."""
@@ -299,7 +299,7 @@ class FsspecBackend:
 
 def _unknown_url_error(url: str, why: Exception) -> UsageError:
     told = f"{redact_url(url)}: fsspec cannot open it: {why}"
-    return UsageError(f"{told}; give a URL that it knows, or install what it lacks")
+    return UsageError(f"{told}; give a URL that fsspec knows, or install the package for it")
 
 
 def _root_cause(exc: BaseException, around: BaseException | None) -> BaseException:
@@ -331,12 +331,12 @@ def _error(url: str, what: str, exc: BaseException) -> CkptError:
     if isinstance(exc, FileExistsError):
         return AlreadyExists(told)
     if isinstance(exc, PermissionError) or type(exc).__name__ in _DENIED_NAMES or str(exc).startswith("530 "):  # FTP
-        return AccessDenied(f"{told}; check the credentials, and what they allow there")
+        return AccessDenied(f"{told}; check the credentials, and their permissions")
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
         return StorageError(f"{told}; {full_store_hint(url)}")
     writes = what.startswith(("put ", "delete "))
     if isinstance(exc, NotImplementedError) or (writes and getattr(exc, "status", None) in _READ_ONLY):
-        return StorageError(f"{told}; what is at this URL can only be read: give one that can be written")
+        return StorageError(f"{told}; this URL is read-only: give one that can be written")
     return TransientError(told) if _is_transient(exc) else StorageError(told)
 
 

@@ -148,7 +148,7 @@ def _endpoint(scheme: str, env: Mapping[str, str], default: str | None = None) -
     parsed = urllib.parse.urlsplit(endpoint)
     if parsed.scheme not in ("http", "https") or not parsed.hostname:
         named = name or "the profile's endpoint_url"
-        raise UsageError(f"{named}={endpoint!r} is no endpoint; give one like https://storage.example.com:443")
+        raise UsageError(f"{named}={endpoint!r} is not an endpoint; give one like https://storage.example.com:443")
     return endpoint.rstrip("/")
 
 
@@ -158,7 +158,7 @@ def _certificates(path: str) -> bytes:
             data = file.read(CERTIFICATES_BYTES_MAX)
         ssl.create_default_context().load_verify_locations(cadata=data.decode("ascii"))
     except (OSError, ValueError) as exc:  # ssl's own errors are OSErrors
-        raise UsageError(f"AWS_CA_BUNDLE={path!r} is no file of PEM certificates: {exc}") from exc
+        raise UsageError(f"AWS_CA_BUNDLE={path!r} is not a file of PEM certificates: {exc}") from exc
     return data
 
 
@@ -223,10 +223,10 @@ class CloudBackend:
             reply = obstore.get(self._download_store, key)
             size = reply.meta["size"]
             if size > size_max:
-                raise DamagedData(f"{self.url}: {key} has {size} bytes where at most {size_max} are expected")
+                raise DamagedData(f"{self.url}: {key} has {size} bytes; at most {size_max} are expected")
             data = reply.bytes().to_bytes()
         if len(data) != size:
-            raise connection_error(self.url, f"get {key}", f"{len(data)} bytes of {size} came")
+            raise connection_error(self.url, f"get {key}", f"{len(data)} of {size} bytes arrived")
         return data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
@@ -248,7 +248,7 @@ class CloudBackend:
             else:
                 if len(data) != length:
                     self._check_end(key, start + length)
-                    raise connection_error(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
+                    raise connection_error(self.url, f"get {key}", f"{len(data)} of {length} bytes arrived")
                 return data
         return self._signed_http.get_range(key, start, length)
 
@@ -385,7 +385,7 @@ class CloudBackend:
     def _check_end(self, key: str, stop: int) -> None:
         size = self.head(key).size
         if stop > size:
-            raise DamagedData(f"{self.url}: {key} ends at byte {size}; bytes up to {stop} were asked for")
+            raise DamagedData(f"{self.url}: {key} has {size} bytes; bytes up to {stop} were requested")
 
     def _delete_one(self, key: str) -> None:
         try:
@@ -406,7 +406,7 @@ class CloudBackend:
             # Rust's panic is no Exception, and no module exports its class.
             if type(exc).__name__ != "PanicException":
                 raise
-            raise StorageError(f"{self.url}: {what}: the store's reply makes no sense to obstore: {exc}") from exc
+            raise StorageError(f"{self.url}: {what}: obstore cannot read the store's reply: {exc}") from exc
         self._has_answered |= asks
 
     def _error(self, what: str, exc: Exception, asks: bool = True) -> CkptError:
@@ -417,7 +417,8 @@ class CloudBackend:
         # The text contains a name that somebody else has chosen, so it must not be matched below.
         if isinstance(exc, InvalidPathError):
             return _NoPath(
-                f"{self.url}: {what}: {said}; obstore lists nothing beside such an object: remove or rename it"
+                f"{self.url}: {what}: {said}; obstore cannot list this folder: rename or remove the object with that "
+                "name"
             )
         if "non-partial response" in text:
             return _NotPartial(said)
@@ -427,22 +428,22 @@ class CloudBackend:
             service = _SERVICE.search(said)
             where = f" at {service[0]}" if service is not None else ""
             return AccessDenied(
-                f"{self.url}: no credentials were found. Asked were {_PROVIDERS[self._scheme]}, and last the role of "
-                f"this machine, by its metadata service{where}, which gave none. Set {_CREDENTIALS_HINT}"
+                f"{self.url}: no credentials were found. ckpt tried {_PROVIDERS[self._scheme]}, and last the metadata "
+                f"service of this machine{where}. Set {_CREDENTIALS_HINT}"
             )
         if status := _STATUS.search(text):
             return self._error_of_reply(what, int(status[1] or status[2]), said)
         if code := _NOT_DELETED.search(said):
             return self._error_of_reply(what, _CODES.get(code[1] or code[2], 400), said)
         if isinstance(exc, AlreadyExistsError):
-            return AlreadyExists(f"{self.url}: {what}: it is there already")
+            return AlreadyExists(f"{self.url}: {what}: the object exists already")
         if isinstance(exc, FileNotFoundError):
             return NotFound(f"{self.url}: {what}: there is no such object")
         if "redirect" in text:
             return StorageError(f"{self.url}: the bucket is in another region; set AWS_REGION to it ({said})")
         if "Builder" in text or "InvalidCertificate" in text or "certificate" in text:
             names = ", ".join(_ENDPOINTS[self._scheme])
-            authority = ", and AWS_CA_BUNDLE where an authority of your own has signed its certificate"
+            authority = ", and AWS_CA_BUNDLE if a private authority signed its certificate"
             more = authority if self._scheme == "s3" else ""
             return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check {names}{more} ({said})")
         if "HTTP error" in text:

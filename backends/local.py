@@ -56,7 +56,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 def open_local(url: str) -> LocalBackend:
     """The backend for that folder; the first put makes the folder. Errors: UsageError if the path is not a folder."""
     if os.path.lexists(url) and not os.path.isdir(url):
-        raise UsageError(f"{url} is not a folder; give a folder, or a path that is not there yet")
+        raise UsageError(f"{url} is not a folder; give a folder, or a path that does not exist yet")
     return LocalBackend(url)
 
 
@@ -100,7 +100,7 @@ class LocalBackend:
         path = self._path(key)
         with self._translate_errors("read", path), self._open_file(path) as (fd, size):
             if size > size_max:
-                raise DamagedData(f"{path} has {size} bytes where at most {size_max} are expected")
+                raise DamagedData(f"{path} has {size} bytes; at most {size_max} are expected")
             parts = []
             while size > 0 and (part := os.read(fd, size)):
                 parts.append(part)
@@ -112,7 +112,7 @@ class LocalBackend:
         path = self._path(key)
         with self._translate_errors("read", path), self._open_file(path) as (fd, size):
             if start + length > size:
-                raise DamagedData(f"{path} ends at byte {size}; bytes {start} to {start + length} were asked for")
+                raise DamagedData(f"{path} has {size} bytes; bytes {start} to {start + length} were requested")
             out = read_buffer(length)
             read_into(fd, start, out, path)
         return out
@@ -222,7 +222,8 @@ class LocalBackend:
                 with self._lock:
                     self._durable_folders.clear()
         raise StorageError(
-            f"{folder} cannot be made, or is removed again and again meanwhile: {error.strerror}; give another path"
+            f"the folder {folder} cannot be made, or another process keeps removing it: {error.strerror}; give "
+            "another path"
         ) from error
 
     def _make_folder(self, folder: str) -> None:
@@ -243,13 +244,13 @@ class LocalBackend:
         try:
             os.link(temporary, path, follow_symlinks=False)
         except FileExistsError:
-            raise AlreadyExists(f"{path} is there already") from None
+            raise AlreadyExists(f"{path} exists already") from None
         except OSError as exc:
             if exc.errno not in _NO_LINKS:
                 raise
             # This file system has no links: best effort, as the contract allows.
             if os.path.lexists(path):
-                raise AlreadyExists(f"{path} is there already") from exc
+                raise AlreadyExists(f"{path} exists already") from exc
             os.replace(temporary, path)
             return
         _unlink(temporary)
@@ -281,8 +282,8 @@ class LocalBackend:
         for entry in found:
             if entry.is_symlink():
                 raise StorageError(
-                    f"{entry.path} is a symbolic link inside a store; links are not followed: "
-                    "remove it, or put the whole store behind one link"
+                    f"{entry.path} is a symbolic link inside a store, which ckpt does not follow: "
+                    "remove the link, or put the whole store behind one link"
                 )
             if entry.is_dir():
                 if depth < PARTS_MAX:
@@ -306,20 +307,24 @@ class LocalBackend:
     def _error(self, what: str, path: str, exc: OSError) -> Exception:
         failed = f"could not {what} {path}: {exc.strerror or exc}"
         if exc.errno == errno.ENOENT:
-            return NotFound(f"there is no {path}")
+            return NotFound(f"{path} does not exist")
         if exc.errno in _FULL:
             return StorageError(f"{failed}; {_free_mib(self.url)} MiB are free: {full_store_hint(self.url)}")
         if exc.errno in _DENIED:
-            return AccessDenied(f"{failed}; user {os.geteuid()} needs to read and write there")
+            return AccessDenied(f"{failed}; give user {os.geteuid()} permission to read and write there")
         if exc.errno in _TRANSIENT_ERRNOS:
             return TransientError(failed)
         if exc.errno == errno.ENAMETOOLONG:
             return StorageError(f"{failed}; give a shorter path")
         if exc.errno == errno.ELOOP:
-            return StorageError(f"{path} is a symbolic link inside a store; links are not followed")
+            return StorageError(
+                f"{path} is a symbolic link inside a store, which ckpt does not follow; remove the link"
+            )
         if exc.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
-            return StorageError(f"{failed}: a file stands where a folder should be, or a folder for a file; remove it")
-        return StorageError(f"{failed}; the disk or its file system has a fault: see the kernel's log")
+            return StorageError(
+                f"{failed}: there is a file instead of a folder, or a folder instead of a file; remove it"
+            )
+        return StorageError(f"{failed}; the disk or its file system may be faulty: see the kernel's log")
 
 
 def _write(fd: int, chunks: Sequence[Buffer], check: Callable[[], None]) -> None:

@@ -58,7 +58,7 @@ class MemoryBackend:
         data = b"".join(chunks)
         with self._store.lock:
             if mode is PutMode.IF_ABSENT and key in self._store.objects:
-                raise AlreadyExists(f"{self.url}: {key} is there already")
+                raise AlreadyExists(f"{self.url}: {key} exists already")
             self._store.puts += 1
             info = ObjectInfo(key, len(data), time.time(), str(self._store.puts))
             self._store.objects[key] = _Object(data, info)
@@ -66,7 +66,7 @@ class MemoryBackend:
     def get(self, key: str, size_max: int) -> bytes:
         found = self._object(key)
         if len(found.data) > size_max:
-            raise DamagedData(f"{self.url}: {key} has {len(found.data)} bytes where at most {size_max} are expected")
+            raise DamagedData(f"{self.url}: {key} has {len(found.data)} bytes; at most {size_max} are expected")
         return found.data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
@@ -74,7 +74,7 @@ class MemoryBackend:
         found = self._object(key)
         if start + length > len(found.data):
             raise DamagedData(
-                f"{self.url}: {key} ends at byte {len(found.data)}; bytes {start} to {start + length} were asked for"
+                f"{self.url}: {key} has {len(found.data)} bytes; bytes {start} to {start + length} were requested"
             )
         return memoryview(found.data)[start : start + length]
 
@@ -111,5 +111,5 @@ class MemoryBackend:
         with self._store.lock:
             found = self._store.objects.get(check_key(key))
         if found is None:
-            raise NotFound(f"{self.url}: there is no {key}")
+            raise NotFound(f"{self.url}: {key} does not exist")
         return found

@@ -62,7 +62,7 @@ class SignedHttp:
             if given is None:
                 self._skip(_host(url), what, reply, start)
             elif (m := _CONTENT_RANGE.fullmatch(given)) is None or int(m[1]) != start:
-                raise StorageError(f"{what}: bytes from {start} were asked for, and the store sent {given[:100]!r}")
+                raise StorageError(f"{what}: bytes from {start} on were requested, and the store sent {given[:100]!r}")
             elif int(m[2]) + 1 < start + length:
                 raise DamagedData(f"{key} ends at byte {int(m[2]) + 1}, before {start + length}")
             out = read_buffer(length)
@@ -72,7 +72,7 @@ class SignedHttp:
             if done < length and given is None and not reply.length:
                 raise DamagedData(f"{key} ends at byte {start + done}, before {start + length}")
             if done < length:
-                raise connection_error(_host(url), what, f"{done} bytes of {length} came")
+                raise connection_error(_host(url), what, f"{done} of {length} bytes arrived")
         return out
 
     def date_s(self, url: Callable[[], str]) -> float | None:
@@ -143,7 +143,7 @@ class SignedHttp:
             if not got and reply.length:
                 raise connection_error(host, what, f"the reply broke off after {at} bytes")
             if not got:
-                raise DamagedData(f"{what}: it ends at byte {at}, before {count}")
+                raise DamagedData(f"{what}: the object ends at byte {at}, before {count}")
             at += got
 
 

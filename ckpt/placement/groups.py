@@ -58,15 +58,20 @@ class PlacementNode:
 
     def __post_init__(self) -> None:
         if not self.id or not all(self.domains) or "\0" in "".join((self.id, *self.domains)):
-            raise UsageError(f"node {self.id!r} in {self.domains}: an id and names of domains, without NUL")
+            raise UsageError(
+                f"node {self.id!r} in {self.domains}: give an id and names of domains, not empty and without NUL"
+            )
         if self.state_bytes < 0 or self.lend_bytes < 0 or (self.state_bytes and not self.has_state):
             raise UsageError(
-                f"node {self.id}: {self.state_bytes} bytes of state and {self.lend_bytes} lent, trains={self.has_state}"
+                f"node {self.id}: state_bytes={self.state_bytes} and lend_bytes={self.lend_bytes} must be at least 0; "
+                "a memory-only node has no state"
             )
         if self.risk is not None and not 0 <= self.risk <= 1:
-            raise UsageError(f"node {self.id}: risk={self.risk} is no probability")
+            raise UsageError(f"node {self.id}: risk={self.risk} is not a probability")
         if any(speed is not None and not speed > 0 for speed in (self.up_bytes_s, self.down_bytes_s)):
-            raise UsageError(f"node {self.id}: a link of {self.up_bytes_s} up and {self.down_bytes_s} down")
+            raise UsageError(
+                f"node {self.id}: up_bytes_s={self.up_bytes_s} and down_bytes_s={self.down_bytes_s} must be above 0"
+            )
 
     def domain(self, level: int) -> Ids:
         """Its domain at a level, as a path; the node itself at levels below its narrowest domain."""
@@ -98,7 +103,7 @@ def group_nodes(
     `survives`: how many nodes of a group may be lost without a loss of state. `before`: the current groups. Errors:
     UsageError if the sizes do not add up to the number of nodes, or two nodes have one id."""
     if sum(sizes) != len(nodes) or any(size < 1 for size in sizes):
-        raise UsageError(f"groups of {list(sizes)} do not hold {len(nodes)} nodes")
+        raise UsageError(f"groups of {list(sizes)} nodes do not add up to {len(nodes)} nodes")
     if not nodes:
         return []
     field = _Field(nodes, survives)

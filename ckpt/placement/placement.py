@@ -235,8 +235,8 @@ def _shortfalls(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], asked:
     for state in kept:
         if state.losses_max < possible:
             needed = nodes[state.node].state_bytes >> 20
-            why = f"the nodes have too little memory for {needed:,} MiB of another's state beside their own: "
-            why += "raise ckpt.Limits(memory=) if it is set, free or lend more, or ask for less"
+            why = f"the nodes have too little memory for a replica of {needed:,} MiB beside their own state: "
+            why += "raise ckpt.Limits(memory=) if it is set, free or lend more memory, or ask for fewer replicas"
             yield Shortfall(state.node, asked, state.losses_max, why)
         elif state.losses_max < asked:
             why = "there is no other node" if len(nodes) == 1 else f"there are only {len(nodes)} nodes"
@@ -248,14 +248,14 @@ def _notes(option: Replicas | Parity, groups: Sequence[ParityGroup]) -> Iterator
         names = ", ".join(group.members)
         if isinstance(option, Replicas):
             if len(group.members) > option.n + 1:
-                yield f"a ring instead of groups of {option.n + 1}: {names}"
+                yield f"these nodes form a ring instead of groups of {option.n + 1}: {names}"
         elif group.parity:
             if group.helpers:
                 members, helpers = ", ".join(group.home_members), ", ".join(group.helpers)
-                yield f"for want of memory, parity of {members} also lies on {helpers}"
+                yield f"memory is short: parity of {members} also lies on {helpers}"
             elif len(group.members) != option.data + option.parity:
                 what = f"{len(group.members) - group.parity} + {group.parity}"
-                yield f"a group of {what} nodes, not {option.data} + {option.parity}: {names}"
+                yield f"a group has {what} nodes instead of {option.data} + {option.parity}: {names}"
 
 
 def _memory_only_notes(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept]) -> Iterator[str]:
@@ -264,9 +264,9 @@ def _memory_only_notes(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept])
     if len(kept) > 1 and stable and not any(all(node.id in state.holders for state in kept) for node in stable):
         needed, most = sum(nodes[state.node].state_bytes for state in kept), max(node.lend_bytes for node in stable)
         yield (
-            f"no memory-only node keeps all {needed >> 20:,} MiB of state, so none can bring it back or commit it "
-            f"alone: one has to lend {GENERATIONS} times that (at most {most >> 20:,} MiB are lent), and lie in no "
-            "domain of the others"
+            f"no memory-only node keeps all {needed >> 20:,} MiB of state, so none can restore or commit it alone. Let "
+            f"one lend {GENERATIONS} times as much, outside the failure domains of the others (the most that one lends "
+            f"is {most >> 20:,} MiB)"
         )
 
 
@@ -335,7 +335,7 @@ def _partial_domains(nodes: Collection[PlacementNode]) -> Iterator[tuple[str, li
 
 def _whole(what: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise UsageError(f"{what}: {value!r} is no whole number from {least} to {most}")
+        raise UsageError(f"{what}: {value!r} is not a whole number from {least} to {most}")
 
 
 ONE_REPLICA = Replicas(1)  # the default, where there are several nodes

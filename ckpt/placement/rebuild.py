@@ -43,12 +43,12 @@ class Striped:
 
     def __post_init__(self) -> None:
         if not 0 < self.length <= STRIPE_BYTES_MAX or not self.sources or not all(self.sources):
-            raise UsageError(f"a stripe of {self.length} bytes and {len(self.sources)} members")
+            raise UsageError(f"a stripe cannot have {self.length} bytes and {len(self.sources)} members")
         runs = [run for source in self.sources for run in source]
         if any(run.rank < 0 or not 0 <= run.start < run.stop for run in runs):
-            raise UsageError("a stripe with bytes that no rank can have")
+            raise UsageError("a stripe names bytes that no rank can have")
         if any(sum(run.stop - run.start for run in source) > self.length for source in self.sources):
-            raise UsageError("a stripe with more bytes of a member than it is long")
+            raise UsageError("a stripe has more bytes of one member than its length")
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -102,7 +102,9 @@ def stripes_of(
     for member, ranks in enumerate(sizes):
         total = sum(size for _, size in ranks)
         if total > room[member]:
-            raise UsageError(f"ranks {[rank for rank, _ in ranks][:8]} staged {total} bytes, of {room[member]} planned")
+            raise UsageError(
+                f"ranks {[rank for rank, _ in ranks][:8]} staged {total} bytes; {room[member]} bytes were planned"
+            )
     found = []
     for stripe in planned:
         sources = tuple(source for part in stripe.parts if (source := _runs(part, sizes[part.member])))

@@ -56,9 +56,9 @@ def plan_stripes(sizes: Sequence[int], rooms: Sequence[int], parity: int) -> tup
     are at most `parity` members. Errors: UsageError for a negative number, or a parity other than 1 or 2.
     """
     if len(sizes) != len(rooms) or any(number < 0 for number in (*sizes, *rooms)):
-        raise UsageError("the sizes and rooms of a group are one number of bytes for each member, at least 0")
+        raise UsageError("sizes and rooms: give one number of bytes for each member, at least 0")
     if not 1 <= parity <= PARITY_MAX:
-        raise UsageError(f"parity={parity}: 1 or {PARITY_MAX}")
+        raise UsageError(f"parity={parity}: give a number from 1 to {PARITY_MAX}")
     units = [-(-size // CUT_BYTES) for size in sizes]
     caps = [room // CUT_BYTES for room in rooms]
     if not any(units):

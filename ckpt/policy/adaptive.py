@@ -43,12 +43,12 @@ class Adaptive:
     def __post_init__(self) -> None:
         if not is_limit(self.overhead, 1.0):
             raise UsageError(
-                f"ckpt.Adaptive(overhead={self.overhead!r}): a part of the run's time, from {LEAST:g} to 1"
+                f"ckpt.Adaptive(overhead={self.overhead!r}): give a fraction of the run's time, from {LEAST:g} to 1"
             )
         for name, unit in (("store_mb_s", "megabytes per second"), ("at_risk_s", "seconds")):
             value = getattr(self, name)
             if value is not None and not is_limit(value):
-                raise UsageError(f"ckpt.Adaptive({name}={value!r}): {unit}, from {LEAST:g} to {MOST:g}, or None")
+                raise UsageError(f"ckpt.Adaptive({name}={value!r}): give {unit}, from {LEAST:g} to {MOST:g}, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,27 +106,27 @@ class Decision(Chosen):
             store += f"; it takes {format_duration(m.commit_s)}, {slows} ({self.commits} measured)"
             costs = f"; saving costs {_share(self.saving_share)}, with failures {_share(self.overhead)}"
         if self.unmet_limits:
-            costs += f"; cannot be kept: {', '.join(f'{name}=' for name in self.unmet_limits)}"
+            costs += f"; limits that cannot be met: {', '.join(f'{name}=' for name in self.unmet_limits)}"
         of_memory, of_store = (format_count(each, "failure") for each in (self.memory_failures, self.store_failures))
         return (
             f"a snapshot every {format_duration(self.local_s)}: {local}; "
-            f"memory is needed every {format_duration(1 / m.memory_rate)} ({of_memory} seen)\n"
+            f"expected: one restore from memory per {format_duration(1 / m.memory_rate)} ({of_memory} seen)\n"
             f"a commit every {format_duration(self.store_s)}: {store}; "
-            f"the store is needed every {format_duration(1 / m.store_rate)} ({of_store} seen){costs}"
+            f"expected: one restore from the store per {format_duration(1 / m.store_rate)} ({of_store} seen){costs}"
         )
 
 
 _WHY = {
-    "start": "none is measured yet",
+    "start": "no measurement yet",
     "rates": "the least expected loss",
-    "predictions": "the least expected loss beside what is predicted",
+    "predictions": "the least expected loss, given the predictions",
     "overhead": "limited by overhead=",
-    "step": "three steps take that long",
-    "replication": "replicating one takes that long",
-    "least": "more often gains nothing",
-    "store": "as often as the store asks for",
+    "step": "the time of three steps",
+    "replication": "the time of one replication",
+    "least": "a shorter interval gains nothing",
+    "store": "set by the commit interval",
     "snapshot": "with every snapshot",
-    "commit": "one commit takes that long",
+    "commit": "the time of one commit",
     "store_mb_s": "limited by store_mb_s=",
     "unsaved_s": "limited by ckpt.Limits(unsaved_s=)",
     "at_risk_s": "limited by at_risk_s=",
@@ -149,4 +149,4 @@ def format_duration(seconds: float) -> str:
 
 
 def _share(part: float) -> str:
-    return f"{100 * part:.2g} %" if part < math.inf else "so much that no work is left"
+    return f"{100 * part:.2g} %" if part < math.inf else "all of the time"

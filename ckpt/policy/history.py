@@ -78,9 +78,9 @@ def recall(value: object) -> Recalled:
         sources = _sources(numbers) if value["version"] == VERSION else {}  # type: ignore[index]  # it is a dict
         rates = {failure.value: _rate(numbers, failure.value) for failure in Failure}
         if numbers:
-            raise _Refused(f"{min(numbers)[:80]!r} is no name in it")
+            raise _Refused(f"it has the unknown name {min(numbers)[:80]!r}")
     except _Refused as refused:
-        return Recalled(PRIORS_ONLY, f"what earlier runs learnt of failures is not used: {refused}")
+        return Recalled(PRIORS_ONLY, f"the failure history of earlier runs is not used: {refused}")
     return Recalled(_with_rates(PRIORS_ONLY, rates), sources=sources)
 
 
@@ -113,19 +113,19 @@ class _Refused(Exception):
 
 def _numbers(value: object) -> dict[str, float]:
     if not isinstance(value, dict):
-        raise _Refused("it is no dict")
+        raise _Refused("it is not a dict")
     if len(value) > NUMBERS_MAX:
         raise _Refused(f"it has more than {NUMBERS_MAX} numbers")
     numbers: dict[str, float] = {}
     for name, number in value.items():
         if not isinstance(name, str):
-            raise _Refused("a name in it is no text")
+            raise _Refused("a name in it is not a string")
         if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number <= LARGEST:
-            raise _Refused(f"{name[:80]!r} is no number from 0 to {LARGEST:g}")
+            raise _Refused(f"{name[:80]!r} is not a number from 0 to {LARGEST:g}")
         numbers[name] = float(number)
     version = _pop_number(numbers, "version")
     if version not in (WITHOUT_SOURCES, VERSION):
-        raise _Refused(f"its version is {version:g}, and this reads {WITHOUT_SOURCES} and {VERSION}")
+        raise _Refused(f"its version is {version:g}; this ckpt reads {WITHOUT_SOURCES} and {VERSION}")
     most = RATE_NUMBERS_MAX if version == WITHOUT_SOURCES else NUMBERS_MAX
     if len(value) > most:
         raise _Refused(f"it has more than {most} numbers")
@@ -160,7 +160,7 @@ def _rate(numbers: dict[str, float], name: str) -> FailureRate:
     settled = GammaRate(prior_failures, prior_s, failures, exposure_s)
     seen = _pop_number(numbers, f"{name}.seen")
     if seen != int(seen):
-        raise _Refused(f"'{name}.seen' is no whole number")
+        raise _Refused(f"'{name}.seen' is not a whole number")
     open_s, ever_s = _pop_number(numbers, f"{name}.open_s"), _pop_number(numbers, f"{name}.ever_s")
     gaps_s: list[float] = []
     while len(gaps_s) < MEMORY and f"{name}.gap.{len(gaps_s)}" in numbers:

@@ -89,7 +89,7 @@ def checkfreq_steps(stall_s: float, step_s: float, budget: float) -> int:
     not_negative("stall_s", stall_s)
     allowed = positive("step_s", step_s) * positive("budget", budget)
     if not allowed:
-        raise UsageError(f"budget={budget} with step_s={step_s}: the product is too small for a number")
+        raise UsageError(f"budget={budget} times step_s={step_s} is too small for a float; give larger values")
     return max(1, whole_above(stall_s / allowed))
 
 
@@ -127,30 +127,32 @@ def _excess(x: float) -> float:
 def positive(name: str, value: float) -> float:
     """`value`, if it is finite, more than 0 and within LARGEST. Errors: UsageError."""
     if not 0 < value < math.inf:
-        raise UsageError(f"{name}={value}: a finite number more than 0")
+        raise UsageError(f"{name}={value}: give a finite number above 0")
     if not 1 / LARGEST <= value <= LARGEST:
-        raise UsageError(f"{name}: a number from {1 / LARGEST:g} to {LARGEST:g}")
+        raise UsageError(f"{name}={value}: give a number from {1 / LARGEST:g} to {LARGEST:g}")
     return value
 
 
 def not_negative(name: str, value: float) -> float:
     """`value`, if it is finite, at least 0 and at most LARGEST. Errors: UsageError."""
     if not 0 <= value < math.inf:
-        raise UsageError(f"{name}={value}: a finite number, at least 0")
+        raise UsageError(f"{name}={value}: give a finite number, at least 0")
     if value > LARGEST:
-        raise UsageError(f"{name}: a number of at most {LARGEST:g}")
+        raise UsageError(f"{name}={value}: give a number of at most {LARGEST:g}")
     return value
 
 
 def within(name: str, value: float, low: float, high: float) -> float:
     """`value`, if it is in [low, high]. Errors: UsageError."""
     if not low <= value <= high:
-        raise UsageError(f"{name}={value}: between {low} and {high}")
+        raise UsageError(f"{name}={value}: give a number from {low} to {high}")
     return value
 
 
 def whole_above(quotient: float) -> int:
     """The least whole number at or above `quotient`, which may miss it by rounding. Errors: UsageError."""
     if not math.isfinite(quotient):
-        raise UsageError("these values ask for more steps than there are numbers")
+        raise UsageError(
+            "these values give an interval of infinitely many steps; give a shorter stall or a longer step"
+        )
     return math.ceil(quotient * (1 - ROUNDING))

@@ -114,7 +114,7 @@ class Measurements:
         acted on. `precision`: the part of the predictions that come true. Both are cautious bounds: 0 and 1 if no
         source is proven. Errors: UsageError outside [0, 1) and (0, 1]."""
         if not 0 <= recall < 1 or not 0 < precision <= 1:
-            raise UsageError(f"recall={recall}, precision={precision}: in [0, 1) and (0, 1]")
+            raise UsageError(f"recall={recall}, precision={precision}: give numbers in [0, 1) and in (0, 1]")
         return replace(self, recall=recall, precision=precision)
 
     def _replace_fields(self, changes: dict[str, Any]) -> Measurements:
@@ -192,7 +192,7 @@ class Measurements:
 def _exposure_factor(failure: Failure, nodes: int) -> int:
     """Seconds of exposure per second of the job. Errors: UsageError if nodes is below 1."""
     if nodes < 1:
-        raise UsageError(f"nodes={nodes}: at least 1")
+        raise UsageError(f"nodes={nodes}: give at least 1")
     return nodes if failure.is_per_node else 1
 
 

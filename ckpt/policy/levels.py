@@ -158,7 +158,7 @@ def snapshots_per_commit(measured: LevelCosts, interval_s: float, asked: int) ->
     UsageError."""
     positive("interval_s", interval_s)
     if asked < 1:
-        raise UsageError(f"asked={asked}: at least 1 snapshot to a commit")
+        raise UsageError(f"asked={asked}: give at least 1 snapshot per commit")
     rest = measured.commit_s - measured.commit_cost_s
     return max(asked, whole_above(rest / (interval_s + measured.snapshot_stall_s)))
 

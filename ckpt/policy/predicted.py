@@ -81,7 +81,7 @@ def _act_above(
     not_negative("recovery_s", recovery_s)
     not_negative("proactive_s", proactive_s)
     if not 0 <= recall < 1:
-        raise UsageError(f"recall={recall}: at least 0, and below 1")
+        raise UsageError(f"recall={recall}: give a number in [0, 1)")
     if not 0 < precision <= 1:
-        raise UsageError(f"precision={precision}: more than 0, at most 1")
+        raise UsageError(f"precision={precision}: give a number in (0, 1]")
     return proactive_s / precision

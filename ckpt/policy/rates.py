@@ -82,7 +82,7 @@ class GammaRate:
         1e-8.
         Errors: UsageError."""
         if not 0 < p < 1:
-            raise UsageError(f"p={p}: more than 0, less than 1")
+            raise UsageError(f"p={p}: give a probability in (0, 1)")
         return _gamma_quantile(self.shape, p) / self.total_s
 
 

@@ -26,7 +26,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
-            raise UsageError("ckpt.Every takes steps= or seconds=, one of the two")
+            raise UsageError("ckpt.Every: give exactly one of steps= and seconds=")
         _whole("ckpt.Every(steps=)", self.steps, 1)
         _positive("ckpt.Every(seconds=)", self.seconds)
 
@@ -41,7 +41,9 @@ class Best:
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or self.mode not in ("min", "max"):
-            raise UsageError(f'ckpt.Best({self.metric!r}, {self.mode!r}): the name of a metric, and "min" or "max"')
+            raise UsageError(
+                f'ckpt.Best({self.metric!r}, {self.mode!r}): give the name of a metric, and "min" or "max"'
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Keep:
         _whole("ckpt.Keep(last=)", self.last, 1)
         _whole("ckpt.Keep(every=)", self.every, 1)
         if self.best is not None and not isinstance(self.best, Best):
-            raise UsageError(f'ckpt.Keep(best={self.best!r}): a ckpt.Best("metric", "min")')
+            raise UsageError(f'ckpt.Keep(best={self.best!r}): give a ckpt.Best, such as ckpt.Best("loss", "min")')
 
 
 # The least distance of snapshots that go by the clock: a snapshot is announced two steps ahead, after the one before.
@@ -98,14 +100,16 @@ class Limits:
         if self.peer_bandwidth is not None and self.peer_bandwidth < PEER_BANDWIDTH_MIN:
             raise UsageError(
                 f"ckpt.Limits(peer_bandwidth=), in bytes per second: {self.peer_bandwidth!r} is less than "
-                f"{PEER_BANDWIDTH_MIN}, and copies that slow could not be told from such as are stuck; give more, or "
-                "peers=None for no copies"
+                f"{PEER_BANDWIDTH_MIN}. So slow a transfer cannot be told from a stuck one; give more, or peers=None "
+                "for no replicas"
             )
         if self.exit_s is None:
-            raise UsageError("ckpt.Limits(exit_s=None): a number of seconds")
+            raise UsageError("ckpt.Limits(exit_s=None): give a number of seconds")
         _positive("ckpt.Limits(exit_s=)", self.exit_s)
         if self.unsaved_s is not None and not is_limit(self.unsaved_s):
-            raise UsageError(f"ckpt.Limits(unsaved_s={self.unsaved_s!r}): seconds, from {LEAST:g} to {MOST:g}, or None")
+            raise UsageError(
+                f"ckpt.Limits(unsaved_s={self.unsaved_s!r}): give seconds, from {LEAST:g} to {MOST:g}, or None"
+            )
 
 
 def is_limit(value: object, most: float = MOST) -> bool:
@@ -117,7 +121,7 @@ def _whole(what: str, value: object, least: int) -> None:
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{what}: {value!r} is no whole number of at least {least}")
+        raise UsageError(f"{what}: {value!r} is not a whole number of at least {least}")
 
 
 def _positive(what: str, value: object) -> None:
@@ -125,4 +129,4 @@ def _positive(what: str, value: object) -> None:
         return
     right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     if not right:
-        raise UsageError(f"{what}: {value!r} is no number above 0")
+        raise UsageError(f"{what}: {value!r} is not a number above 0")

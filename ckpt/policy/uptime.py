@@ -49,7 +49,9 @@ def weibull_next(uptime_s: float, stall_s: float, mtbf_s: float, shape: float) -
         grown = math.inf
     due_s = scale * math.pow(grown, 1 / power)
     if not uptime_s < due_s < math.inf:
-        raise UsageError(f"stall_s={stall_s} with mtbf_s={mtbf_s}, shape={shape} gives no time after {uptime_s} s")
+        raise UsageError(
+            f"stall_s={stall_s} with mtbf_s={mtbf_s}, shape={shape} gives no checkpoint after {uptime_s} s"
+        )
     return due_s
 
 
@@ -77,7 +79,7 @@ def weibull_overhead(times_s: Iterable[float], stall_s: float, mtbf_s: float, re
     useful_s, begun_s, before_s = 0.0, 0.0, 0.0
     for time_s in times_s:
         if not time_s > before_s:
-            raise UsageError(f"times_s: {time_s} s is not after {before_s} s")
+            raise UsageError(f"times_s must grow: {time_s} s is not after {before_s} s")
         before_s = positive("times_s", time_s)
         work_s = time_s - begun_s
         if work_s <= 0:

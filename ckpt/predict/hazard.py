@@ -65,9 +65,11 @@ def fit(x: Array, y: Array, weights: Array | None = None, groups: npt.NDArray[An
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     w = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
     if x.ndim != 2 or not len(x) == len(y) == len(w) or not len(y):
-        raise UsageError(f"features of shape {x.shape}, {len(y)} outcomes, {len(w)} weights: rows have to match")
+        raise UsageError(
+            f"features of shape {x.shape}, {len(y)} outcomes and {len(w)} weights do not have the same number of rows"
+        )
     if not (np.isfinite(x).all() and np.isin(y, (0, 1)).all() and (w > 0).all() and np.isfinite(w).all()):
-        raise UsageError("features and weights have to be finite, weights more than 0, outcomes 0 or 1")
+        raise UsageError("features and weights must be finite, weights above 0, and outcomes 0 or 1")
     coefficients = _newton(_with_one(x), y, w, RIDGE)
     slope, shift = _calibrated(x, y, w, np.arange(len(y)) if groups is None else np.asarray(groups))
     return Hazard(tuple(coefficients[:-1].tolist()), float(coefficients[-1]), slope, shift)

@@ -169,7 +169,7 @@ def load(path: str | os.PathLike[str]) -> Trained:
     try:
         return _decode_file(data)
     except _BadModel as wrong:
-        raise DamagedData(f"{os.fspath(path)} is no predictor that ckpt can read: {wrong}") from None
+        raise DamagedData(f"{os.fspath(path)} is not a predictor that ckpt can read: {wrong}") from None
 
 
 class _BadModel(Exception):
@@ -180,40 +180,40 @@ def _decode_file(data: bytes) -> Trained:
     if len(data) > FILE_BYTES_MAX:
         raise _BadModel(f"it has more than {FILE_BYTES_MAX} bytes")
     if len(data) < _HEAD.size + 32 or not data.startswith(MAGIC):
-        raise _BadModel("it does not begin as one")
+        raise _BadModel("it does not begin like a predictor")
     _, version, length = _HEAD.unpack_from(data)
     if version != VERSION:
-        raise _BadModel(f"its version is {version}, and this reads {VERSION}")
+        raise _BadModel(f"its version is {version}; this ckpt reads version {VERSION}")
     if hashlib.sha256(data[:-32]).digest() != data[-32:]:
-        raise _BadModel("its hash is not that of its content")
+        raise _BadModel("its content does not match its hash")
     body = data[_HEAD.size : -32]
     if length > min(HEADER_BYTES_MAX, len(body)):
-        raise _BadModel(f"a header of {length} bytes")
+        raise _BadModel(f"its header of {length} bytes is too long")
     try:
         header = json.loads(body[:length])
     except (ValueError, RecursionError):
-        raise _BadModel("its header is no JSON") from None
+        raise _BadModel("its header is not JSON") from None
     return _parse_predictor(header, body[length:])
 
 
 def _parse_predictor(header: Any, data: bytes) -> Trained:
     if not isinstance(header, dict):
-        raise _BadModel("its header is no object")
+        raise _BadModel("its header is not a JSON object")
     signals, report = header.get("signals"), header.get("report")
     if (
         not isinstance(signals, list)
         or not 0 < len(signals) <= SIGNALS_MAX
         or len(set(map(str, signals))) < len(signals)
     ):
-        raise _BadModel(f"its signals are no list of 1 to {SIGNALS_MAX} names")
+        raise _BadModel(f"its signals are not a list of 1 to {SIGNALS_MAX} different names")
     if not all(isinstance(name, str) and 0 < len(name) <= 100 for name in signals):
-        raise _BadModel("a signal without a name")
+        raise _BadModel("a signal has no name of 1 to 100 characters")
     window, hidden = _whole(header, "window", WINDOW_MAX), _whole(header, "hidden", HIDDEN_MAX)
     numbers = {name: _number(header.get(name), name) for name in _NUMBERS}
     if not 0 < numbers["alarm_above"] <= 1 or numbers["period_s"] <= 0:
-        raise _BadModel("its alarm or its period cannot be")
+        raise _BadModel("its alarm_above or its period_s is out of range")
     if not isinstance(report, dict) or len(report) > 100:
-        raise _BadModel("its report is none")
+        raise _BadModel("its report is not an object of at most 100 numbers")
     told = {str(name)[:100]: _number(each, "report") for name, each in report.items()}
     arrays, at = dict[str, Floats](), 0
     for name, shape in shapes(len(signals), hidden).items():
@@ -223,22 +223,22 @@ def _parse_predictor(header: Any, data: bytes) -> Trained:
         arrays[name] = np.frombuffer(data, dtype="<f4", count=count, offset=at).reshape(shape)
         at += 4 * count
         if not np.isfinite(arrays[name]).all():
-            raise _BadModel(f"{name} holds what is no number")
+            raise _BadModel(f"its array {name} holds a value that is not finite")
     if at != len(data) or not (arrays["deviation"] > 0).all():
-        raise _BadModel("its arrays are not as its header says")
+        raise _BadModel("its arrays do not match its header")
     return Trained(tuple(signals), window, hidden, **numbers, arrays=arrays, report=told)
 
 
 def _whole(header: Mapping[str, Any], name: str, most: int) -> int:
     found = header.get(name)
     if type(found) is not int or not 0 < found <= most:
-        raise _BadModel(f"{name} is no whole number from 1 to {most}")
+        raise _BadModel(f"{name} is not a whole number from 1 to {most}")
     return found
 
 
 def _number(found: Any, name: str) -> float:
     if not isinstance(found, int | float) or isinstance(found, bool) or not abs(found) <= sys.float_info.max:
-        raise _BadModel(f"{name} is no number")
+        raise _BadModel(f"{name} is not a number")
     return float(found)
 
 
@@ -246,5 +246,5 @@ def _checked_shapes(trained: Trained) -> dict[str, tuple[int, ...]]:
     """The shapes of the predictor's arrays. Errors: UsageError if its arrays have others."""
     found = shapes(len(trained.signals), trained.hidden)
     if {name: each.shape for name, each in trained.arrays.items()} != found:
-        raise UsageError("the arrays do not have the shapes of the network")
+        raise UsageError("the arrays of the predictor do not have the shapes of its network")
     return found

@@ -78,7 +78,7 @@ def read_signals(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
                 said[float(line["time"]), line["event"]] = _values(line)
                 count += line["event"] == "signals"
                 if count > READINGS_MAX:
-                    raise UsageError(f"more than {READINGS_MAX} readings: give fewer files")
+                    raise UsageError(f"the files hold more than {READINGS_MAX} readings; give fewer files")
     found = [run for (node, _, _), said in agents.items() for run in _split_runs(node, said)]
     found.sort(key=lambda run: run.times_s[0])
     _add_losses(found)

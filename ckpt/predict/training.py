@@ -140,9 +140,9 @@ def _too_few_message(recorded: Recorded) -> str:
     failing = {run.node for run in recorded.runs if run.failures_s}
     failures = f"{format_count(recorded.failures, 'failure')} on {format_count(len(failing), 'node')}"
     return (
-        f"{failures}, of {len(recorded.nodes)} that were recorded, are too "
-        f"few to learn from: it takes {FAILURES_MIN} on {NODES_MIN} nodes, since some are held out to see what was "
-        "learnt. Record more (CKPT_SIGNALS_LOG), and give the files of all nodes"
+        f"the files record {failures} ({format_count(len(recorded.nodes), 'node')} in all). Training needs "
+        f"{FAILURES_MIN} failures on {NODES_MIN} nodes, since it holds some nodes out to measure the predictor. Record "
+        "more with CKPT_SIGNALS_LOG, and give the files of all nodes"
     )
 
 
@@ -161,7 +161,9 @@ def _untrained_predictor(runs: Sequence[RecordedRun]) -> Trained:
             names.setdefault(name, []).append(value)
     chosen = sorted(name for name, each in names.items() if len(each) >= SEEN_MIN * len(quiet))[:SIGNALS_MAX]
     if not chosen:
-        raise UsageError("no signal was recorded while all was well")
+        raise UsageError(
+            "the files hold no frequent signal from times without failures. Record more with CKPT_SIGNALS_LOG"
+        )
     mean = np.array([np.mean(names[name]) for name in chosen], dtype=np.float32)
     spread = np.array([np.std(names[name]) for name in chosen], dtype=np.float32)
     least = np.maximum(np.float32(1e-3), np.float32(0.01) * np.abs(mean))
@@ -273,7 +275,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as exc:
-        raise UsageError(f"training a predictor takes torch, which cannot be imported here: {exc}") from exc
+        raise UsageError(f"training a predictor needs torch, and importing torch failed: {exc}") from exc
     return torch
 
 

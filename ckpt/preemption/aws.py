@@ -108,8 +108,8 @@ class AwsListener:
         try:
             reply = self._service.request("PUT", "/latest/api/token", headers, stop, timeout_s=self._timeout_s)
         except Fault as exc:
-            hint = "in a container the instance's metadata hop limit has to be 2 or more"
-            raise Fault(f"no token could be had ({hint}): {exc}") from exc
+            hint = "in a container, set the instance's metadata hop limit to 2 or more"
+            raise Fault(f"the metadata service gave no token ({hint}): {exc}") from exc
         token = reply.text() if reply.status == 200 else ""
         if not TOKEN.fullmatch(token):
             raise Fault(f"the request for a token was answered with status {reply.status} and no token")
@@ -136,7 +136,7 @@ class AwsListener:
             return
         key = printable_field(_json_object(reply.json()).get("noticeTime"))
         deadline_s = known.earliest_deadline(key, self._now_s() + SPOT_LEAD_S)
-        told = f"EC2 recommends to leave this spot instance (since {key})"
+        told = f"EC2 recommends leaving this spot instance (since {key})"
         known.set_standing("aws-rebalance", [Notice(deadline_s, "aws-rebalance", False, key, told)])
 
     def _handle_maintenance(self, reply: Reply | None, known: KnownNotices) -> None:
@@ -158,7 +158,7 @@ class AwsListener:
     def _handle_lifecycle(self, reply: Reply | None, known: KnownNotices) -> None:
         state = "" if reply is None else reply.text()
         if reply is not None and not STATE.fullmatch(state):
-            raise Fault(f"the answer is no state of a lifecycle: {state[:50]!r}")
+            raise Fault(f"the answer is not a lifecycle state: {state[:50]!r}")
         if state != "Terminated":
             known.set_standing("aws-lifecycle", [])
             return

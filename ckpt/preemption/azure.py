@@ -74,7 +74,7 @@ class AzureListener:
             if not self._vm_name:
                 reply = self._get(VM_NAME_PATH, stop, self._timeout_s)
                 if not VM_NAME.fullmatch(name := reply.text()):
-                    raise Fault(f"GET {VM_NAME_PATH} was answered with {name[:50]!r}, which names no VM")
+                    raise Fault(f"GET {VM_NAME_PATH} was answered with {name[:50]!r}, which is not the name of a VM")
                 self._vm_name = name
             timeout_s = self._timeout_s if self._has_answered else self._first_answer_s
             reply = self._get(EVENTS, stop, timeout_s)
@@ -101,7 +101,7 @@ class AzureListener:
         that key stands.
         """
         if key not in self._standing_keys:
-            raise UsageError(f"no scheduled event {key!r} stands for this VM; there is nothing to acknowledge")
+            raise UsageError(f"this VM has no scheduled event {key!r} to acknowledge")
         body = json.dumps({"StartRequests": [{"EventId": key}]}).encode()
         headers = {**HEADERS, "Content-Type": "application/json"}
         try:
@@ -118,7 +118,7 @@ class AzureListener:
 
     def _notice(self, event: object, reply: Reply, known: KnownNotices) -> Notice | None:
         if not isinstance(event, dict) or not isinstance(resources := event.get("Resources"), list):
-            raise Fault("a scheduled event does not say which VMs it is for")
+            raise Fault("a scheduled event does not name its VMs")
         if self._vm_name.lower() not in (str(name).lower() for name in resources):
             return None
         key, what, status = (printable_field(event.get(name)) for name in ("EventId", "EventType", "EventStatus"))

@@ -97,7 +97,7 @@ class FileListener:
             with contextlib.suppress(OSError):
                 # The file exists, though its content cannot be read.
                 return "", os.lstat(self._path).st_mtime
-            raise Fault(f"{self._path} may not be looked at") from None
+            raise Fault(f"{self._path} cannot be read: permission denied") from None
         except OSError as exc:
             raise Fault(f"{self._path} cannot be read: {exc}") from exc
 

@@ -115,7 +115,7 @@ class GcpListener:
             raise Fault(f"GET {path} was answered with status {reply.status}")
         value = reply.text()
         if value not in self._question.meanings:
-            raise Fault(f"GET {path} was answered with {value[:50]!r}")
+            raise Fault(f"GET {path} was answered with the unknown value {value[:50]!r}")
         return value, reply.etag
 
     def _notice(self, value: str, means: _Means, known: KnownNotices) -> Notice:

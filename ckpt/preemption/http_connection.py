@@ -109,9 +109,9 @@ def parse_response(came: bytes, *, is_end: bool) -> HttpResponse | None:
         end = _HEAD_END.search(came, body_at, HEAD_BYTES_MAX)
         if end is None:
             if len(came) >= HEAD_BYTES_MAX:
-                raise Fault("more bytes came than a right answer's headers have")
+                raise Fault(f"the headers of the reply have more than {HEAD_BYTES_MAX} bytes")
             if is_end:
-                raise Fault("the headers were cut short")
+                raise Fault("the connection ended within the headers of the reply")
             return None
         version, status, headers = _head(came[body_at : end.start()])
         body_at = end.end()
@@ -121,12 +121,14 @@ def parse_response(came: bytes, *, is_end: bool) -> HttpResponse | None:
         body, end_at = b"", body_at
     elif "transfer-encoding" in headers:
         if headers["transfer-encoding"].lower() != "chunked":
-            raise Fault(f"the body is {headers['transfer-encoding'][:50]!r}, which was not asked for")
+            raise Fault(
+                f"the reply has the transfer encoding {headers['transfer-encoding'][:50]!r}, which is not supported"
+            )
         body, end_at = _join_chunks(came, body_at)
     elif "content-length" in headers:
         length = headers["content-length"]
         if not _LENGTH.fullmatch(length) or int(length) > BODY_BYTES_MAX:
-            raise Fault(f"a body of {length[:50]!r} bytes is none of a right answer")
+            raise Fault(f"the reply has the content length {length[:50]!r}; at most {BODY_BYTES_MAX} bytes are allowed")
         end_at = body_at + int(length)
         body = came[body_at:end_at] if len(came) >= end_at else None
     else:
@@ -134,10 +136,10 @@ def parse_response(came: bytes, *, is_end: bool) -> HttpResponse | None:
         body = came[body_at:] if is_end else None
     # Twice the limit, because chunks have headers, too.
     if len(came) - body_at > 2 * BODY_BYTES_MAX or len(body or b"") > BODY_BYTES_MAX:
-        raise Fault("more bytes came than a right answer has")
+        raise Fault(f"the reply has more than {BODY_BYTES_MAX} bytes")
     if body is None:
         if is_end:
-            raise Fault(f"{len(came) - body_at} bytes came, not the whole reply")
+            raise Fault(f"the connection ended after {len(came) - body_at} bytes of the body")
         return None
     said = headers.get("connection", "").lower()
     is_last = ends_with_connection or "close" in said or (version == "0" and "keep-alive" not in said)
@@ -149,7 +151,7 @@ def _head(head: bytes) -> tuple[str, int, dict[str, str]]:
     first, *lines = head.decode("latin-1").split("\n")
     found = _STATUS.match(first)
     if found is None:
-        raise Fault(f"{first[:50]!r} is not how an HTTP reply begins")
+        raise Fault(f"an HTTP reply does not begin with {first[:50]!r}")
     headers: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -165,7 +167,7 @@ def _join_chunks(came: bytes, at: int) -> tuple[bytes | None, int]:
         found = _CHUNK.match(came, at)
         if found is None:
             if b"\n" in came[at:]:
-                raise Fault("a chunk of the body does not say how long it is")
+                raise Fault("a chunk of the body has no valid length")
             return None, at
         at, size = found.end(), int(found[1], 16)
         if size == 0:
@@ -173,7 +175,7 @@ def _join_chunks(came: bytes, at: int) -> tuple[bytes | None, int]:
         if len(came) < at + size + 2:
             return None, at
         if came[at + size : at + size + 2] != b"\r\n":
-            raise Fault("a chunk of the body is longer than it says")
+            raise Fault("a chunk of the body is longer than its stated length")
         parts.append(came[at : at + size])
         at += size + 2
     # The end of the trailer. Without a trailer the last chunk's own line end is the first half.

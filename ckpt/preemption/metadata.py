@@ -77,10 +77,10 @@ class Service:
             url = urllib.parse.urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
             self._host, self._port = url.hostname or "", url.port or 80
         except ValueError as exc:
-            raise UsageError(f"{endpoint!r} is no address of a metadata service: {exc}") from exc
+            raise UsageError(f"{endpoint!r} is not the address of a metadata service: {exc}") from exc
         if url.scheme != "http" or not self._host or url.username or url.query or url.fragment:
             raise UsageError(
-                f"{endpoint!r} is no address of a metadata service; give one such as http://127.0.0.1:1338"
+                f"{endpoint!r} is not the address of a metadata service; give one such as http://127.0.0.1:1338"
             )
         self._base = url.path.rstrip("/")
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -172,7 +172,7 @@ def _head(
     if method != "GET":
         lines.append(f"Content-Length: {body_bytes}")
     if " " in target or not all(line.isascii() and line.isprintable() for line in lines):
-        raise Fault("that does not fit into a request")
+        raise Fault("the request has characters that HTTP headers do not allow")
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -181,7 +181,7 @@ def parse_or_fault(what: str, parse: Callable[[], T]) -> T:
     try:
         return parse()
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as exc:
-        raise Fault(f"the answer is not the {what} that was expected: {exc!r}"[:500]) from exc
+        raise Fault(f"the answer is not a valid {what}: {exc!r}"[:500]) from exc
 
 
 def http_time_s(text: str) -> float:
@@ -201,5 +201,5 @@ def _unix_s(when: datetime) -> float:
 def printable_field(value: object) -> str:
     """A field of an answer as text that is safe in a key or a log line. Errors: Fault if it is not text, or empty."""
     if not isinstance(value, str) or not value:
-        raise Fault(f"the answer has {str(value)[:50]!r} where a text was expected")
+        raise Fault(f"the answer has {str(value)[:50]!r} instead of a text")
     return "".join(c if c.isprintable() else "?" for c in value[:FIELD_LENGTH_MAX])

@@ -43,7 +43,7 @@ def poll_until_stopped(
                 return
             faults += 1
             if faults == MUTE_FAULTS:
-                told = f"{name} does not answer, and its notices would be missed; it is asked again: {exc}"
+                told = f"{name} does not answer, so ckpt may miss its notices. ckpt keeps asking: {exc}"
                 said.emit("notices.silent", told, loud=True, source=name)
             whole_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(faults - 1, 10))
             pause_s = whole_s * random.uniform(0.5, 1.0)

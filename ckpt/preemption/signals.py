@@ -70,9 +70,11 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signals can be listened to only from the main thread; enter there, or do without them")
+            raise UsageError(
+                "signals can be listened to only from the main thread; enter the block there, or listen to no signals"
+            )
         if self._is_open:
-            raise UsageError("already listening to signals; make another Signals")
+            raise UsageError("this Signals is in use; make another one for a second block")
         self._received = dict.fromkeys(self._leads_s, False)
         self._pending_wakeups.clear()
         self._consumed_signals.clear()
@@ -104,7 +106,9 @@ class Signals:
         try:
             os.write(self._write_fd, b"\0")
             if not self._listen_lock.acquire(timeout=CLOSE_S):
-                raise CkptError(f"listening to signals did not end within {CLOSE_S:g} s; end it before the block")
+                raise CkptError(
+                    f"Signals.listen did not end within {CLOSE_S:g} s; set its stop event before the block ends"
+                )
             self._drain_pipe()
             os.close(self._read_fd)
             os.close(self._write_fd)
@@ -135,7 +139,7 @@ class Signals:
         told: dict[int, float] = {}
         with self._listen_lock:
             if not self._is_open:
-                raise UsageError("signals are listened to only inside the with block")
+                raise UsageError("Signals.listen works only inside the with block")
             poll = select.poll()
             poll.register(self._read_fd, select.POLLIN)
             while self._is_open and not stop.is_set():
@@ -151,14 +155,14 @@ class Signals:
 
     def _warn_unheard(self, number: signal.Signals) -> None:
         told = (
-            f"ckpt: {number.name} is not taken for a notice: it has a handler that is not Python's, which is left "
-            f"alone; to have it heard, call signal.signal(signal.{number.name}, signal.SIG_DFL) before the block"
+            f"ckpt: {number.name} is not used as a preemption notice, since a handler outside Python is installed for "
+            f"it. To use it, call signal.signal(signal.{number.name}, signal.SIG_DFL) before the block"
         )
         self._events.emit("signals.unheard", told, loud=True)
 
     def _notice(self, number: signal.Signals) -> Notice:
         lead_s = self._leads_s[number]
-        told = f"{number.name} has come; {lead_s:g} s are taken to be left"
+        told = f"{number.name} was received; {lead_s:g} s are assumed to be left"
         return Notice(self._now_s() + lead_s, "signal", True, number.name, told)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -55,7 +55,7 @@ class SlurmListener:
         now_s: Callable[[], float] = time.time,
     ) -> None:
         if not JOB_ID.fullmatch(job_id):
-            raise UsageError(f"{job_id!r} is no Slurm job id")
+            raise UsageError(f"{job_id!r} is not a Slurm job id")
         self._job_id = job_id
         self._end_s = end_s
         self._command = [squeue, "--noheader", "--jobs", job_id, "--format", "%L"]
@@ -115,7 +115,7 @@ class SlurmListener:
             text = self._read_all(process, stop, timeout_s)
             code = process.wait(timeout=1.0)
         except subprocess.TimeoutExpired as exc:
-            raise Fault(f"{self._command[0]} closed its output and does not end") from exc
+            raise Fault(f"{self._command[0]} closed its output and did not end") from exc
         finally:
             process.kill()
             process.wait()
@@ -137,7 +137,9 @@ class SlurmListener:
             if not (more := process.stdout.read(OUTPUT_BYTES_MAX)):
                 return out.decode(errors="replace")
             out += more
-        raise Fault(f"{self._command[0]} gave no whole answer within {timeout_s:g} s and {OUTPUT_BYTES_MAX} bytes")
+        raise Fault(
+            f"{self._command[0]} did not answer within {timeout_s:g} s, or with more than {OUTPUT_BYTES_MAX} bytes"
+        )
 
 
 def time_left_s(text: str) -> float | None:
@@ -147,7 +149,7 @@ def time_left_s(text: str) -> float | None:
     if lefts := [found for line in lines if (found := _LEFT.fullmatch(line)) is not None]:
         return min(_seconds(left) for left in lefts)
     if not lines or not ENDLESS.issuperset(lines):
-        raise Fault(f"squeue said {text.strip()[:50]!r}, which is no time")
+        raise Fault(f"squeue answered {text.strip()[:50]!r}, which is not a time")
     return None
 
 

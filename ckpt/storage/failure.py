@@ -31,13 +31,13 @@ def error_of_reply(url: str, what: str, status: int, text: str) -> CkptError:
     """The error for an HTTP status that is not a success. `text`: the reply's body, or what is known of it."""
     told = f"{url}: {what}: the store answered {status}{_reply_summary(text)}"
     if _FULL.search(text) or status in (413, 507):
-        return StorageError(f"{told}; it takes no more: {full_store_hint(url)}, or raise the quota")
+        return StorageError(f"{told}; the store is full: {full_store_hint(url)}, or raise the quota")
     if "RequestTimeTooSkewed" in text:
-        return AccessDenied(f"{told}; this machine's clock is wrong by more than the store accepts: set it")
+        return AccessDenied(f"{told}; this machine's clock differs too much from the store's: set the clock")
     if status in (401, 403) or _CREDENTIALS.search(text):
         return AccessDenied(
-            f"{told}; check the credentials, and what they are allowed in this bucket. A running job reads a changed "
-            "file of credentials again; changed variables reach it when it is started again"
+            f"{told}; check the credentials, and their permissions for this bucket. A running job reads a changed "
+            "credentials file again. After a change of variables, start the job again"
         )
     if "ConditionalRequestConflict" in text or "OperationAborted" in text:
         # Another request for the key is under way, and may yet fail.
@@ -58,14 +58,14 @@ def connection_error(url: str, what: str, why: object) -> TransientError:
 
 def full_store_hint(url: str) -> str:
     """What to do about a full store."""
-    how = f"ckpt prune {redact_url(url)} --last 2 --yes, where the newest two are all that you want to keep"
-    again = ", and once more 15 minutes later: then the data goes" if "://" in url else ""
-    return f"make room ({how}{again}; where no job runs and there is no room at all, give --now as well)"
+    how = f"`ckpt prune {redact_url(url)} --last 2 --yes` keeps only the newest two checkpoints"
+    again = "; run it again 15 minutes later, which deletes the data" if "://" in url else ""
+    return f"make room ({how}{again}; if no job runs and the store is completely full, add --now)"
 
 
 def unrestorable_hint(url: str) -> str:
     """What to do about a URL whose checkpoints cannot be restored."""
-    return f"Run `ckpt verify {redact_url(url)}` to see what is damaged; to begin anew, use another URL"
+    return f"Run `ckpt verify {redact_url(url)}` to see what is damaged. To start from the beginning, use another URL"
 
 
 def _reply_summary(text: str) -> str:
@@ -78,4 +78,4 @@ def _reply_summary(text: str) -> str:
 def check_not_cancelled(cancel: threading.Event | None, url: str, key: str) -> None:
     """Errors: StorageError if the put has been cancelled."""
     if cancel is not None and cancel.is_set():
-        raise StorageError(f"{url}: put {key}: it was broken off")
+        raise StorageError(f"{url}: put {key}: the put was cancelled")

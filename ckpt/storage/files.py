@@ -30,5 +30,5 @@ def read_into(fd: int, start: int, out: memoryview, path: str) -> None:
     while done < len(out):
         got = os.preadv(fd, [out[done:]], start + done)
         if got == 0:
-            raise DamagedData(f"{path} was cut off at byte {start + done} while it was read")
+            raise DamagedData(f"{path} was truncated to {start + done} bytes while it was read")
         done += got

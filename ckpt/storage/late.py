@@ -35,7 +35,7 @@ def late_listing_cause(url: str) -> str | None:
 def _folder_cause(path: str) -> str | None:
     kind, options = _mount_of(os.path.realpath(path))
     if LATE_TYPES.fullmatch(kind) or (kind in NFS_TYPES and "nocto" in options):
-        return f"a mount of the type {kind}"
+        return f"a mount of type {kind}"
     return None
 
 

@@ -35,8 +35,8 @@ def check_key(key: str) -> str:
     """The key itself. Errors: UsageError if it is not a key."""
     if not is_key(key):
         raise UsageError(
-            f"not a key: {key[:200]!r}; a key is at most {PARTS_MAX} parts separated by /, "
-            "each of at most 64 of A-Z a-z 0-9 . _ - and not beginning with a dot"
+            f"{key[:200]!r} is not a key. A key has at most {PARTS_MAX} parts, separated by /. A part has at most 64 "
+            "characters of A-Z a-z 0-9 . _ - and does not begin with a dot"
         )
     return key
 
@@ -44,11 +44,11 @@ def check_key(key: str) -> str:
 def check_prefix(prefix: str) -> str:
     """The prefix itself: "" or a key with a / behind it. Errors: UsageError."""
     if prefix and not (prefix.endswith("/") and is_key(prefix[:-1])):
-        raise UsageError(f"not a prefix: {prefix[:200]!r}; a prefix is empty, or a key with a / behind it")
+        raise UsageError(f"{prefix[:200]!r} is not a prefix: give an empty text, or a key with a / at its end")
     return prefix
 
 
 def check_range(start: int, length: int) -> None:
     """Errors: UsageError if it is not a range."""
     if start < 0 or length < 0:
-        raise UsageError(f"not a range: {length} bytes from {start}")
+        raise UsageError(f"start={start}, length={length}: give numbers of at least 0")

@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 10.0
-ADDRESS_HINT = "; is the address right (AWS_ENDPOINT_URL and the like)?"
-RETRY_HINT = " CKPT_RETRY_S=60 waits for 60 s"
+ADDRESS_HINT = "; check the address of the store (AWS_ENDPOINT_URL or its like)"
+RETRY_HINT = ". CKPT_RETRY_S=60 retries for 60 s"
 CANCEL_S = 0.1  # in a pause, between two looks at `cancel`
 # After one or two seconds, and once: a person who waits is told why.
 LOUD_TRY = 5
@@ -105,7 +105,7 @@ class Retrying:
         try:
             self._call_with_retries(f"put {key}", attempt, cancel)
         except TransientError as exc:
-            raise Unsettled(f"{exc}; it may have landed: read {key} back before trusting either") from exc
+            raise Unsettled(f"{exc}; the outcome is unknown: read {key} back to see whether it was written") from exc
 
     def get(self, key: str, size_max: int) -> bytes:
         return self._call_with_retries(f"get {key}", lambda: self.inner.get(key, size_max))
@@ -190,7 +190,7 @@ class Retrying:
                     hint = "" if not doubted else ADDRESS_HINT if contact_s is None else ADDRESS_HINT + RETRY_HINT
                     after = format_count(tries, "attempt")
                     raise type(exc)(f"{self.url}: gave up trying to {what} after {after}: {exc}{hint}") from exc
-                told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
+                told = f"{self.url}: {what} failed; ckpt retries for {left_s:.0f} s: {exc}"
                 loud = self._is_warning_due(tries)
                 self._events.emit("store.retry", told, loud=loud, tries=tries, pause_s=pause_s)
                 self._wait(pause_s, cancel)
@@ -226,7 +226,9 @@ class Retrying:
             except CkptError:  # the new credentials are useless, or half written
                 return False
             refused.close()
-        self._events.emit("store.reopened", f"{self.url}: the store refused, and is asked with the credentials of now")
+        self._events.emit(
+            "store.reopened", f"{self.url}: the store refused the credentials; ckpt retries with the current ones"
+        )
         return True
 
     def _wait(self, pause_s: float, cancel: threading.Event | None) -> None:

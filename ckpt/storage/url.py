@@ -57,23 +57,26 @@ def canonical(url: str) -> str:
     """The canonical form of the URL: equal for equal stores. A folder's is its absolute path, with links resolved. Uses
     no network and imports no backend. Errors: UsageError names the URLs that are accepted."""
     if not url or any(ord(c) < 32 for c in url):
-        raise UsageError(f"not a URL: {redact_url(url)[:200]!r}; give {ACCEPTED_URLS}")
+        raise UsageError(f"{redact_url(url)[:200]!r} is not the URL of a store; give {ACCEPTED_URLS}")
     head, mark, rest = url.partition("://")
     scheme = head.lower()
     if not mark:
         if found := re.match(r"(file|memory|s3|gs|az|https?)(:|//)", url, re.IGNORECASE):
-            lacks = "the two slashes" if found[2] == ":" else "the colon"
-            raise UsageError(f"not a URL: {url!r} lacks {lacks}; give {ACCEPTED_URLS} (a path may begin with ./)")
+            lacks = "two slashes are" if found[2] == ":" else "a colon is"
+            raise UsageError(
+                f"{url!r} is not the URL of a store: {lacks} missing; give {ACCEPTED_URLS} (a path may begin "
+                "with ./)"
+            )
         return os.path.realpath(os.path.expanduser(url))
     if not _SCHEME.fullmatch(scheme) or not rest:
-        raise UsageError(f"not a URL: {redact_url(url)[:200]!r}; give {ACCEPTED_URLS}")
+        raise UsageError(f"{redact_url(url)[:200]!r} is not the URL of a store; give {ACCEPTED_URLS}")
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if not slash or host.lower() not in ("", "localhost"):  # RFC 8089
-            raise UsageError(f"{redact_url(url)!r} names a host; a local folder is file:///path or a plain path")
+            raise UsageError(f"{redact_url(url)!r} names a host; give file:///path or a plain path for a local folder")
         path = urllib.parse.unquote(slash + path, errors="surrogateescape")
         if "\0" in path:
-            raise UsageError(f"not a URL: {url[:200]!r} has a %00, which no path has; give {ACCEPTED_URLS}")
+            raise UsageError(f"{url[:200]!r} holds a %00, which no path can have; give {ACCEPTED_URLS}")
         return os.path.realpath(path)
     if scheme in ("memory", "s3", "gs", "az"):
         return f"{scheme}://{_bucket_and_path(url, rest)}"
@@ -91,9 +94,9 @@ def _bucket_and_path(url: str, rest: str) -> str:
     parts = [part for part in path.split("/") if part]
     if not _BUCKET.fullmatch(bucket) or not all(_FOLDER.fullmatch(part) for part in parts):
         raise UsageError(
-            f"not a store's URL: {redact_url(url)[:200]!r}; the bucket and the folders in it are named with "
-            "A-Z a-z 0-9 . _ - (folders also = @ + ,); endpoint, region and credentials are taken from the "
-            "environment (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, ...)"
+            f"{redact_url(url)[:200]!r} is not the URL of a store. Name the bucket and its folders with A-Z a-z 0-9 "
+            ". _ - (folders also with = @ + ,). Give endpoint, region and credentials in the environment "
+            "(AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, ...)"
         )
     return "/".join([bucket, *parts])
 

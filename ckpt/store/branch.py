@@ -22,7 +22,7 @@ def branch(run: Run, at: Identity) -> Claim:
     Errors: NoCheckpoint if `at` is not committed, or is retired; StorageError."""
     view = run.view()
     if at in view.retired_at_s or at not in {ref.identity for ref in view.commits}:
-        raise NoCheckpoint(f"{at} is not committed to {run.backend.url}; see ckpt ls --all")
+        raise NoCheckpoint(f"{run.backend.url} holds no checkpoint {at}; `ckpt ls --all` lists all")
     claim = Claim(
         epoch=view.new_epoch(),
         parent=at,

@@ -156,11 +156,11 @@ class Committer:
                     placing.add_written(numbers, each)
                 packs, places = tuple(placing.packs), placing.places
                 if len({key for key, _ in packs}) < len(packs):
-                    raise SaveFailed("two nodes say that they have put one pack, or one says it twice")
+                    raise SaveFailed("two nodes reported the same pack, or one node reported a pack twice")
                 made = Record(identity, writer, manifest, packs, places, dict(metrics or {}), dict(about or {}))
                 body = record.encode(made)
                 if cancel.is_set():
-                    raise SaveFailed("it was cancelled")
+                    raise SaveFailed("the commit was cancelled")
                 check()
                 self._put_record(made, body, base)
             except Superseded:
@@ -215,9 +215,9 @@ class Committer:
             return placing
         self._events.emit(
             "packs.lost",
-            f"ckpt: unchanged parts of the state are gone from {self.backend.url}, or cannot be trusted there, and are "
-            f"written anew (packs: {len(lost)}; the first: {next(iter(lost.values()))}). ckpt verify "
-            f"{self.backend.url} says which older checkpoints are damaged",
+            f"ckpt: packs with unchanged parts of the state are missing or damaged in {self.backend.url}. These parts "
+            f"are written again (packs: {len(lost)}; the first: {next(iter(lost.values()))}). `ckpt verify "
+            f"{self.backend.url}` shows which older checkpoints are damaged",
             loud=True,
             packs=len(lost),
         )
@@ -228,8 +228,8 @@ class Committer:
         Errors: SaveFailed names the first pack that is missing or has another size."""
         for key, why in self._unusable_packs(packs).items():
             raise SaveFailed(
-                f"another node says it has put {key}: {why}. All nodes have to reach the same store by this URL: a "
-                "folder has to be shared by all nodes"
+                f"another node reported the pack {key}, which this node cannot use: {why}. The URL must lead all nodes "
+                "to the same store; a folder must be shared by all nodes"
             )
 
     def _unusable_packs(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:
@@ -242,7 +242,7 @@ class Committer:
                 found = self.backend.head(key).size
             except (NotFound, AccessDenied) as exc:
                 return str(exc)
-            return "" if found == size else f"{key} has {found} bytes where {size} were put"
+            return "" if found == size else f"{key} has {found} bytes instead of {size}"
 
         told = map_parallel(look, packs, PACK_CHECKS_MAX)
         return {key: why for (key, _), why in zip(packs, told, strict=True) if why}
@@ -265,9 +265,12 @@ class Committer:
             try:
                 found = self.backend.get(key, record.RECORD_BYTES_MAX)
             except NotFound:
-                raise SaveFailed(f"its record was not accepted ({exc}); if it lands later, it is complete") from exc
+                raise SaveFailed(
+                    f"the store has not accepted its record ({exc}); if the record appears later, the checkpoint is "
+                    "complete"
+                ) from exc
             if found != body:
-                raise SaveFailed(f"{key} is another writer's; give each writer a name of its own") from exc
+                raise SaveFailed(f"{key} belongs to another writer; give each writer its own name") from exc
             self._check_unretired(made, base)
 
     def _check_unretired(self, made: Record, base: Record | None) -> None:
@@ -279,7 +282,7 @@ class Committer:
                 self.backend.head(keys.retired_key(identity))
             except NotFound:
                 continue
-            raise SaveFailed(f"{identity} was retired meanwhile")
+            raise SaveFailed(f"{identity} was retired during the commit")
 
 
 def _await_written(future: Future[Written], cancel: threading.Event) -> Written:
@@ -287,7 +290,7 @@ def _await_written(future: Future[Written], cancel: threading.Event) -> Written:
     while not cancel.is_set():
         with contextlib.suppress(TimeoutError):
             return future.result(CANCEL_S)
-    raise SaveFailed("it was cancelled")
+    raise SaveFailed("the commit was cancelled")
 
 
 def _clear_tracebacks(exc: BaseException | None) -> None:

@@ -70,9 +70,9 @@ def export(
     path = Path(to)
     format = format or _format_of(to)
     if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
-        raise UsageError(f"{path} is there already; remove it, or give another name")
+        raise UsageError(f"{path} exists already; remove it, or give another name")
     if dtype is not None and dtype not in TARGET_DTYPES:
-        raise UsageError(f"dtype {dtype!r}: floating-point tensors can become {', '.join(TARGET_DTYPES)}")
+        raise UsageError(f"dtype={dtype!r} is not supported; give one of {', '.join(TARGET_DTYPES)}")
     tensors = index_tensors(reader)
     chosen = _choose_tensors(tensors, only)
     check_globs(only, [*chosen, *tensors.rank_copies], str(reader.record.identity))
@@ -123,8 +123,8 @@ def _format_of(to: str | os.PathLike[str]) -> Format:
         return "torch"
     if path.suffix and not path.is_dir() and not os.fspath(to).endswith("/"):
         raise UsageError(
-            f"{path}: the ending {path.suffix} is not known; give a file that ends in .safetensors, .pt or .pth, a "
-            "folder (its name has no ending, or a / at its end), or the format"
+            f"{path}: the ending {path.suffix} is not known. Give a file that ends in .safetensors, .pt or .pth, or "
+            "a folder (a name without an ending, or with a / at its end), or name the format"
         )
     return "sharded"
 
@@ -136,7 +136,7 @@ def _target_dtype(dtype: str, wanted: str | None) -> str:
 def _strip_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
     """Each name with its name in the file. Errors: UsageError."""
     if prefix and not any(name.startswith(prefix) for name in names):
-        raise UsageError(f"no tensor's name begins with {prefix!r}; there are {', '.join(names[:8])}")
+        raise UsageError(f"no tensor's name begins with {prefix!r}; the names begin with {', '.join(names[:8])}")
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in names:
@@ -145,7 +145,7 @@ def _strip_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
             other = (
                 f"{taken[short]} and {name} would both be {short!r}" if short else f"nothing would be left of {name}"
             )
-            raise UsageError(f"without the prefix {prefix!r} {other}; choose the tensors by their names (only)")
+            raise UsageError(f"without the prefix {prefix!r} {other}; choose fewer tensors by name (--only)")
         found[name] = short
         taken[short] = name
     return found
@@ -316,9 +316,7 @@ def _temporary_path(path: Path) -> Iterator[Path]:
         parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as exc:
         file = next(each for each in (parent, *parent.parents) if os.path.lexists(each))
-        raise StorageError(
-            f"cannot write {path}: there is a file at {file}, where a folder should be; give another name"
-        ) from exc
+        raise StorageError(f"cannot write {path}: {file} is a file, not a folder; give another name") from exc
     temporary = parent / f".{path.name[:200]}.{secrets.token_hex(4)}.part"
     try:
         yield temporary

@@ -59,7 +59,7 @@ def record_key(identity: Identity, writer: str) -> str:
 def pack_key(identity: Identity, owner: str, writer: str, number: int) -> str:
     """The key of a pack. `owner`: whose data it is (a node), one part of a path. Errors: UsageError."""
     if PATH_NAME.fullmatch(owner) is None:
-        raise UsageError(f"{owner[:80]!r} cannot stand in a key; use letters, digits and ._- (at most 64)")
+        raise UsageError(f"{owner[:80]!r} cannot be part of a key; use at most 64 letters, digits and ._-")
     return f"{DATA}{identity}/{owner}/{_checked(writer)}-{number}.pack"
 
 
@@ -132,5 +132,5 @@ def _identity(text: str) -> Identity | None:
 
 def _checked(writer: str) -> str:
     if WRITER.fullmatch(writer) is None:
-        raise UsageError(f"{writer[:80]!r} cannot name a writer: 1 to 16 of 0-9 and a-z")
+        raise UsageError(f"{writer[:80]!r} cannot name a writer; use 1 to 16 characters of 0-9 and a-z")
     return writer

@@ -71,14 +71,16 @@ class Claim:
         texts = [self.secret_name, *(text for name, at in self.agents for text in (name, *at))]
         most = max((len(at) for _, at in self.agents), default=0)
         if len(self.agents) > AGENTS_MAX or most > AGENT_ADDRESSES_MAX or max(map(len, texts)) > AGENT_TEXT_MAX:
-            raise UsageError(f"the claim of {self.epoch} says too much of its agents")
+            raise UsageError(f"the claim of {self.epoch} names too many agents or addresses, or one is too long")
         if len(self.launch) > TEXT_MAX or len(self.host) > TEXT_MAX:
-            raise UsageError(f"the claim of {self.epoch}: launch and host are at most {TEXT_MAX} characters")
+            raise UsageError(f"the claim of {self.epoch}: launch and host have at most {TEXT_MAX} characters")
         if len(self.ancestors) > ANCESTORS_MAX:
             raise UsageError(f"the claim of {self.epoch} names more than {ANCESTORS_MAX} unclaimed ancestors")
         for each in (Ancestor(self.epoch, self.parent), *self.ancestors):
             if each.parent is not None and each.parent.epoch.number >= each.epoch.number:
-                raise UsageError(f"the claim of {self.epoch}: {each.epoch} cannot go on from {each.parent}")
+                raise UsageError(
+                    f"the claim of {self.epoch}: {each.epoch} cannot continue from {each.parent}, which is not older"
+                )
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -118,10 +120,12 @@ def decode_claim(data: bytes, key: str) -> Claim:
     body = decode_json(data, key)
     end = _CHECK.search(data)
     if end is not None and xxhash.xxh3_128_hexdigest(data[: end.start()] + b"}").encode() != end[1]:
-        raise DamagedData(f"{key} does not hash to what it says of itself")
+        raise DamagedData(f"{key} does not match the hash that it holds")
     try:
         if body["version"] != _VERSION:
-            raise DamagedData(f"{key} is a claim of version {body['version']!r}; this is for a newer ckpt")
+            raise DamagedData(
+                f"{key} is a claim of version {body['version']!r}, which this ckpt cannot read; install a newer ckpt"
+            )
         time_s = float(body["time"])
         claim = Claim(
             epoch=Epoch.parse(_str(body["epoch"])),
@@ -134,7 +138,7 @@ def decode_claim(data: bytes, key: str) -> Claim:
             agents=tuple((_str(name), tuple(map(_str, at))) for name, at in body.get("agents", ())),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise DamagedData(f"{key} is no claim of a run: {exc!s:.200}") from exc
+        raise DamagedData(f"{key} is not a valid claim: {exc!s:.200}") from exc
     if not key.endswith(str(claim.epoch)):
         raise DamagedData(f"{key} holds the claim of another epoch, {claim.epoch}")
     return claim
@@ -245,9 +249,8 @@ class Lineage:
 def broken_history(epoch: Epoch) -> DamagedData:
     """The error for an epoch whose beginning is unknown, so that nothing is left of its branch history."""
     return DamagedData(
-        f"nothing says what epoch {epoch} went on from (its claim, epochs/{epoch}, is missing or damaged), so the "
-        "run's history cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all, "
-        "ckpt branch)"
+        f"the run's history cannot be followed: the claim epochs/{epoch}, which names the start of epoch {epoch}, is "
+        "missing or damaged. Begin a branch at a good checkpoint (`ckpt ls --all`, `ckpt branch`)"
     )
 
 
@@ -257,8 +260,8 @@ def next_epoch(known: Iterable[Epoch]) -> Epoch:
     number = 1 + max((epoch.number for epoch in known), default=0)
     if number > NUMBER_MAX:
         raise UsageError(
-            f"the store claims an epoch number of {number - 1}; to go on, delete what is named so below epochs/, "
-            "commits/, closed/, alive/ or retired/"
+            f"the store names the epoch number {number - 1}, and no larger one is possible. Delete the objects with "
+            "that number below epochs/, commits/, closed/, alive/ and retired/"
         )
     return Epoch.new(number)
 
@@ -269,7 +272,7 @@ def _text(identity: Identity | None) -> str | None:
 
 def _str(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} is not a text")
+        raise TypeError(f"{value!r:.80} is not a string")
     return value
 
 

@@ -160,7 +160,7 @@ class Packs:
 
     def _check_stopped(self) -> None:
         if self._cancel.is_set():
-            raise SaveFailed("it was cancelled")
+            raise SaveFailed("the commit was cancelled")
         if self._failed_event.is_set():
             raise _Stopped("another pack failed")
 

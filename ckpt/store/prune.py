@@ -83,8 +83,8 @@ def best_checkpoint(
 def unknown_metric_error(metric: str, known: Iterable[Mapping[str, float]]) -> UsageError:
     """The error that no checkpoint has this metric. `known`: the metrics of each checkpoint."""
     names = sorted({name for metrics in known for name in metrics})
-    there = ", ".join(names[:20]) or "none: ck.save(metrics=) gives them"
-    return UsageError(f"no checkpoint has a metric {metric!r}; there are {there}")
+    there = f"give one of {', '.join(names[:20])}" if names else "save with ck.save(metrics=) first"
+    return UsageError(f"no checkpoint has the metric {metric!r}; {there}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,8 @@ class Pruner:
         blocked = lease_problem or (self._blocked_reason(view, unread_one, unread, retire) if unread_one else "")
         if math.inf in view.retired_at_s.values():
             blocked = blocked or (
-                f"{self.run.backend.url} does not say how old its objects are, so the end of the grace period is not "
-                "known; give another URL of that store that says so"
+                f"{self.run.backend.url} gives no age of its objects, so the end of the grace period is unknown. Use "
+                "another URL of the same store that gives ages"
             )
 
         gone_later = retire | set(view.retired_at_s)
@@ -268,20 +268,22 @@ class Pruner:
         """Why an unread record blocks all deletion (its packs are unknown): what is wrong with it, and what to do."""
         wrong, identity = unread[ref], ref.identity
         if identity in view.retired_at_s or identity in retire:
-            return f"{wrong}. Nothing is to do: a prune after its grace period can delete"
+            return f"{wrong}. A prune after its grace period can delete; nothing else is needed"
         if isinstance(wrong, NewerFormat):
-            return f"{wrong}. Prune with that ckpt"
+            return f"{wrong}. Prune with that newer ckpt"
         if view.history and identity == view.history[-1].identity:
-            return f"{wrong}. It is the newest: ckpt branch to an older step, then ckpt prune --also {identity}"
-        return f"{wrong}. To retire it as well: ckpt prune --also {identity}"
+            return f"{wrong}. It is the newest one: `ckpt branch` to an older step, then `ckpt prune --also {identity}`"
+        return f"{wrong}. To retire this checkpoint too, run `ckpt prune --also {identity}`"
 
     def _check_also(self, also: Collection[Identity], view: RunView) -> set[Identity]:
         committed = {ref.identity for ref in view.commits}
         for identity in also:
             if view.history and identity == view.history[-1].identity:
-                raise UsageError(f"{identity} is the newest checkpoint of the run and stays")
+                raise UsageError(
+                    f"{identity} is the newest checkpoint of the run, which a prune keeps; name another one"
+                )
             if identity not in committed:
-                raise UsageError(f"{identity} is not committed to {self.run.backend.url}; see ckpt ls --all")
+                raise UsageError(f"{self.run.backend.url} holds no checkpoint {identity}; `ckpt ls --all` lists all")
         return set(also) - set(view.retired_at_s)
 
     def _is_epoch_over(self, epoch: Epoch, view: RunView) -> bool:
@@ -349,7 +351,7 @@ class Lease:
         events: Events | None = None,
     ) -> None:
         if not 0 < refresh_s <= LEASE_REFRESH_S_MAX:
-            raise UsageError(f"a lease is refreshed every 0 to {LEASE_REFRESH_S_MAX:g} s, not {refresh_s:g}")
+            raise UsageError(f"refresh_s={refresh_s:g}: give seconds above 0, at most {LEASE_REFRESH_S_MAX:g}")
         self.key = keys.lease_key(keys.new_writer())
         self._backend = backend
         self._identities = sorted(identities)
@@ -368,7 +370,9 @@ class Lease:
         try:
             self._backend.delete([self.key])
         except StorageError as exc:
-            self._events.emit("lease.left", f"{self.key} could not be removed and will go stale: {exc}")
+            self._events.emit(
+                "lease.left", f"the lease {self.key} could not be removed, and will expire by itself: {exc}"
+            )
 
     def refresh(self) -> None:
         self._count += 1
@@ -380,7 +384,11 @@ class Lease:
             try:
                 self.refresh()
             except StorageError as exc:
-                self._events.emit("lease.late", f"{self.key} could not be refreshed: {exc}", loud=True)
+                self._events.emit(
+                    "lease.late",
+                    f"the lease {self.key} could not be refreshed; the next attempt follows: {exc}",
+                    loud=True,
+                )
 
 
 def _decode_lease(data: bytes, key: str) -> tuple[float, list[Identity]]:
@@ -392,5 +400,5 @@ def _decode_lease(data: bytes, key: str) -> tuple[float, list[Identity]]:
         raise DamagedData(f"{key} is not a lease: {exc!s:.200}") from exc
     # Nothing is older than NaN seconds: the lease would never go stale.
     if math.isnan(period_s):
-        raise DamagedData(f"{key} is not a lease: it is refreshed every {period_s} s")
+        raise DamagedData(f"{key} is not a lease: its period is {period_s} s")
     return min(max(period_s, 0.0), LEASE_REFRESH_S_MAX), identities

@@ -68,22 +68,22 @@ def use_readable_record(run: Run, records: Sequence[CommitRef], use: Callable[[R
         if wrong:
             run.events.emit(
                 "restore.skipped",
-                f"{run.backend.url}: a record of {ref.identity} cannot be read and another one is taken: {wrong[0]}",
+                f"{run.backend.url}: a record of {ref.identity} cannot be read, so another one is used: {wrong[0]}",
                 loud=True,
                 identity=str(ref.identity),
             )
         return found
     if any(is_missing(exc) for exc in wrong) and run.is_retired(records[0].identity):
         raise NoCheckpoint(
-            f"{run.backend.url}: step {records[0].identity.version.label} was retired meanwhile, and deleted; ckpt ls "
-            "shows what is left"
+            f"{run.backend.url}: step {records[0].identity.version.label} has been retired and deleted; `ckpt ls` "
+            "lists the remaining checkpoints"
         ) from wrong[0]
     raise next((exc for exc in wrong if isinstance(exc, NewerFormat)), wrong[0])
 
 
 def missing_pack_error(key: str, identity: Identity, cause: NotFound) -> MissingData:
     """The error for a pack that the checkpoint needs and that is missing."""
-    error = MissingData(f"{key} is missing, which the record of {identity} names: {cause}")
+    error = MissingData(f"{key} is missing, a pack of {identity}: {cause}")
     error.__cause__ = cause
     return error
 
@@ -111,12 +111,12 @@ def use_newest_readable(run: Run, use: Callable[[Record], T]) -> T:
         if newer is not None and (not left or left[0].identity != newer[0]):
             step = newer[0].version.step
             raise NewerFormat(
-                f"{run.backend.url}: step {step}, the newest that is left, was saved by a newer ckpt ({newer[1]}). "
-                "An older one is not taken instead. Install that ckpt here as well"
+                f"{run.backend.url}: step {step}, the newest remaining checkpoint, was saved by a newer ckpt "
+                f"({newer[1]}). ckpt takes no older one instead. Install that ckpt here, too"
             ) from newer[1]
         if not left:
             if struck:
-                raise DamagedData(f"{run.backend.url}: of its newest checkpoints ({len(struck)}) none could be read")
+                raise DamagedData(f"{run.backend.url}: none of its newest checkpoints ({len(struck)}) can be read")
             raise NoCheckpoint(f"no checkpoint is committed to {run.backend.url}")
         try:
             return use(open_record(run.backend, left[0], run.patience))
@@ -127,7 +127,7 @@ def use_newest_readable(run: Run, use: Callable[[Record], T]) -> T:
                 continue
             run.events.emit(
                 "restore.skipped",
-                f"{run.backend.url}: {left[0].identity} cannot be read and is passed over: {exc}",
+                f"{run.backend.url}: {left[0].identity} cannot be read and is skipped: {exc}",
                 loud=True,
                 identity=str(left[0].identity),
             )
@@ -293,7 +293,7 @@ class FrameReader:
         except DamagedData as exc:
             raise DamagedData(f"{key}: frame {frame} at byte {offset}: {exc}") from exc
         if frame_hash(out) != (int(spec["hash_hi"]), int(spec["hash_lo"])):
-            raise DamagedData(f"{key}: frame {frame} at byte {offset} does not hash to what was recorded")
+            raise DamagedData(f"{key}: frame {frame} at byte {offset} does not match its recorded hash")
 
 
 @dataclass(frozen=True, slots=True)

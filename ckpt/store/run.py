@@ -138,8 +138,8 @@ class Run:
             claims, _ = self._read_claims([newest])
             by = f", launch {claims[0].launch!r} on host {claims[0].host!r}," if claims else ""
             raise Superseded(
-                f"epoch {newest}{by} has taken over {self.backend.url}; this one, {epoch}, saves no more. "
-                "Start it again with take_over=True if it is the one that should go on"
+                f"epoch {newest}{by} has taken over {self.backend.url}, so epoch {epoch} saves no more. "
+                "To continue this job instead, start it again with take_over=True"
             )
 
     def put_claim(self, claim: Claim) -> None:
@@ -196,8 +196,8 @@ class Run:
         launch, host = (claim.launch, claim.host) if claim is not None else ("unknown", "unknown")
         self.events.emit(
             "run.watched",
-            f"{self.backend.url}: epoch {epoch} (launch {launch!r} on {host!r}) was not closed; watching it for "
-            f"{2 * period_s:g} s (take_over=True, or --take-over, does not wait)",
+            f"{self.backend.url}: epoch {epoch} (launch {launch!r} on {host!r}) was not closed; ckpt checks for "
+            f"{2 * period_s:g} s whether it still runs (take_over=True, or --take-over, skips the check)",
             loud=True,
             watched=str(epoch),
         )

@@ -120,7 +120,7 @@ def _locate_part(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
     around = [place for place, part in enumerate(parts) if part is ...]
     left_out = len(spec.shape) - (len(parts) - len(around))
     if left_out < 0 or len(around) > 1:
-        raise UsageError(f"{index!r} does not fit {spec.name}, whose shape is {list(spec.shape)}")
+        raise UsageError(f"{index!r} does not fit {spec.name}, which has the shape {list(spec.shape)}")
     at = around[0] if around else len(parts)
     filled = (*parts[:at], *(slice(None),) * left_out, *parts[at + len(around) :])
     offset, shape, then = [], [], list[Any]()
@@ -136,7 +136,8 @@ def _locate_part(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
             then.append(0)
         else:
             raise UsageError(
-                f"{part!r} is no index of {spec.name}, whose shape is {list(spec.shape)}; give integers, slices or ..."
+                f"{part!r} is not an index of {spec.name}, which has the shape {list(spec.shape)}; give integers, "
+                "slices or ..."
             )
     return Box(tuple(offset), tuple(shape)), tuple(then)
 
@@ -161,5 +162,5 @@ def as_torch(bits: Bits, dtype: str) -> Any:
 
     kind = getattr(torch, dtype, None)
     if kind is None:
-        raise UsageError(f"torch {torch.__version__} has no {dtype}; install a newer one, or take the numpy array")
+        raise UsageError(f"torch {torch.__version__} has no {dtype}; install a newer torch, or use the NumPy array")
     return torch.from_numpy(np.asarray(bits, order="C")).view(kind)

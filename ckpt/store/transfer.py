@@ -61,8 +61,8 @@ def transfer(
     foreign = sorted(there.epochs - view.epochs)
     if foreign:
         raise UsageError(
-            f"{target.backend.url} holds another run (epoch {foreign[-1]}); give a URL where nothing is saved, or that "
-            "of an earlier copy of this run"
+            f"{target.backend.url} holds another run (epoch {foreign[-1]}); give an empty URL, or that of an earlier "
+            "copy of this run"
         )
     todo = [each for each in sorted(chosen) if each not in there.records_by_identity and each not in there.retired_at_s]
     _copy_claims(source, target, view, epochs)
@@ -85,7 +85,7 @@ def _copy_claims(source: Run, target: Run, view: RunView, epochs: Sequence[Epoch
     for epoch in sorted(epochs):
         key = keys.epoch_key(epoch)
         if key in damaged:
-            raise DamagedData(f"{damaged[key]}: without it nothing says what epoch {epoch} went on from")
+            raise DamagedData(f"{damaged[key]}; without this claim the start of epoch {epoch} is unknown")
         if epoch in view.lineage.claims:
             _put_once(target.backend, key, source.backend.get(key, CLAIM_BYTES_MAX))
         closed = keys.closed_key(epoch)
@@ -102,7 +102,7 @@ def _put_once(backend: Backend, key: str, body: bytes) -> None:
         except NotFound:
             raise exc from None
         if found != body:
-            raise UsageError(f"{backend.url}: {key} is there already, with other content; give another URL") from exc
+            raise UsageError(f"{backend.url}: {key} exists already with other content; give another URL") from exc
 
 
 class _Copier:

@@ -132,7 +132,7 @@ def check_record(run: Run, record: Record, *, read: bool) -> Record:
         except NotFound as exc:
             raise missing_pack_error(key, record.identity, exc) from exc
         if found < size:
-            raise DamagedData(f"{key} has {found} bytes, and not the {size} that were recorded")
+            raise DamagedData(f"{key} has {found} bytes instead of the recorded {size}")
 
     map_parallel(look, record.packs, PACK_CHECKS_MAX)
     return record
@@ -206,7 +206,7 @@ def _verify_one(
             for _ in each_values(reader):
                 pass
         except CkptError as exc:
-            problems = (Problem(keys.record_key(ref.identity, ref.writer), f"its values do not parse: {exc}"),)
+            problems = (Problem(keys.record_key(ref.identity, ref.writer), f"its values cannot be decoded: {exc}"),)
     return _Checked(ref, problems, len(places), sum(lengths[frame] for frame in todo))
 
 
@@ -217,7 +217,7 @@ def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
         by_pack.setdefault(int(record.places["pack"][frame]), []).append(frame)
     problems = []
     for pack, frames in sorted(by_pack.items()):
-        more = f" (and {format_count(len(frames) - 1, 'more frame')} of it)" if len(frames) > 1 else ""
+        more = f" (and {format_count(len(frames) - 1, 'more frame')} of this pack)" if len(frames) > 1 else ""
         names, names_more = _affected_tensors(record.manifest, frames)
         missing = any(is_missing(bad[frame]) for frame in frames)
         problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names, missing, names_more))
@@ -228,7 +228,7 @@ def _size_problems(record: Record, sizes: Mapping[str, int], known: Collection[s
     """Problems for packs of another size whose frames are all good. The checkpoint can be restored, but retention does
     not count it as kept."""
     return tuple(
-        Problem(key, f"it has {sizes[key]} bytes, and not the {size} that were recorded")
+        Problem(key, f"it has {sizes[key]} bytes instead of the recorded {size}")
         for key, size in record.packs
         if key not in known and sizes.get(key, size) != size
     )

@@ -23,7 +23,7 @@ def test_intervals_are_learnt_and_a_killed_trainer_is_a_failure_that_is_remember
     came = next(line["restored"] for line in lines if "restored" in line)
     assert 0 < came <= reached
     told = [line["message"] for line in lines if line.get("event") == "policy.changed"]
-    assert "memory is needed every" in told[0]
+    assert "expected: one restore from memory per" in told[0]
     assert "(1 failure seen)" in told[0]
     both = losses_of(first.lines()) | losses_of(lines)
     assert [both[step] for step in range(1, reached + 201)] == losses(reached + 200)

@@ -87,7 +87,7 @@ def test_an_adaptive_job_says_its_intervals_and_why(url: str, ranks: Ranks, monk
     job = ranks(1, options={**test_agent.OPTIONS, "policy": policy})
     start(job)
     said = ckpt(monkeypatch, "watch", url, "--once")
-    assert "none is measured yet" in rows(said)["why"]
+    assert "no measurement yet" in rows(said)["why"]
     assert "every 60 s" in rows(said)["local"]
     assert "process every" in rows(said)["failures"]
     ckpt(monkeypatch, "preempt", url, "--deadline-s", "500")

@@ -97,7 +97,7 @@ def test_a_manifest_that_does_not_hold_what_it_says_is_damaged():
         plan_cuts(replace(manifest, extents=manifest.extents[:-1]), [want((4, 4))])
     short = manifest.extents[:1].copy()
     short["length"] = 8
-    with pytest.raises(DamagedData, match="hold 4 of 16 elements of t"):
+    with pytest.raises(DamagedData, match="hold only 4 of 16 elements of t"):
         plan_cuts(replace(manifest, extents=short), [want((4, 4))])
     odd = manifest.extents.copy()
     odd["start"] += 1

@@ -364,7 +364,7 @@ def test_numbers_that_do_not_divide_give_a_ring_of_copies_and_short_groups_of_pa
     assert sorted(map(len, members(place(many(7), Replicas(1))))) == [2, 2, 3]
     placement = place(many(7), Parity(2, 2))
     assert sorted(map(len, members(placement))) == [3, 4]
-    assert "a group of 1 + 2 nodes, not 2 + 2" in placement.notes[0]
+    assert "a group has 1 + 2 nodes instead of 2 + 2" in placement.notes[0]
     assert {kept.losses_max for kept in placement.protected_states} == {2}
     assert sorted(map(len, members(place(many(5), Parity(2, 2))))) == [5]  # two cannot protect each other twice
 

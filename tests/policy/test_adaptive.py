@@ -423,7 +423,7 @@ class Turns:
     ids=lambda value: str(value) if isinstance(value, Adaptive) else "",
 )
 def test_intervals_do_not_go_to_and_fro_where_costs_vary_by_two_fifths(job, limits):
-    """Limits that decide, that contradict one another, that cannot be kept: in 300 commits of each of six jobs."""
+    """Limits that decide, that contradict one another, that limits that cannot be met: in 300 commits of each of six jobs."""
     turns = Counter[str]()
     for seed in range(6):
         rng = random.Random(seed)
@@ -651,24 +651,24 @@ def test_an_interval_that_is_far_off_is_left_even_where_little_is_known(wrong):
 
 def test_it_says_what_was_measured_which_term_decided_and_the_interval():
     assert decide(Measurements(), Adaptive()).explain() == (
-        "a snapshot every 60 s: none is measured yet; memory is needed every 24 h (0 failures seen)\n"
-        "a commit every 60 s: none is measured yet; the store is needed every 15 d (0 failures seen)"
+        "a snapshot every 60 s: no measurement yet; expected: one restore from memory per 24 h (0 failures seen)\n"
+        "a commit every 60 s: no measurement yet; expected: one restore from the store per 15 d (0 failures seen)"
     )
     found = Job().decide(Adaptive()).explain()
     snapshot, commit = found.splitlines()
     assert snapshot == (
         "a snapshot every 4 min 4 s: the least expected loss; it stalls 250 ms (3 measured); "
-        "memory is needed every 34 h (3 failures seen)"
+        "expected: one restore from memory per 34 h (3 failures seen)"
     )
     assert commit == (
         "a commit every 33 min: the least expected loss; it takes 41 s, slows training by 3 % (3 measured); "
-        "the store is needed every 17 d (0 failures seen); saving costs 0.17 %, with failures 0.33 %"
+        "expected: one restore from the store per 17 d (0 failures seen); saving costs 0.17 %, with failures 0.33 %"
     )
 
 
 def test_an_overhead_beyond_all_numbers_is_said_in_words():
     said = dataclasses.replace(Job().decide(Adaptive()), overhead=math.inf).explain()
-    assert said.endswith("with failures so much that no work is left")
+    assert said.endswith("with failures all of the time")
 
 
 @pytest.mark.parametrize(
@@ -678,15 +678,15 @@ def test_an_overhead_beyond_all_numbers_is_said_in_words():
         (Job(), Adaptive(store_mb_s=1), "limited by store_mb_s="),
         (Job(), Adaptive(at_risk_s=600), "limited by at_risk_s="),
         (Job(unsaved_s=600), Adaptive(), "limited by ckpt.Limits(unsaved_s=)"),
-        (Job(), Adaptive(at_risk_s=60), "cannot be kept: at_risk_s="),
-        (Job(unsaved_s=40), Adaptive(), "cannot be kept: unsaved_s="),
-        (Job(), Adaptive(at_risk_s=120, overhead=1e-3), "cannot be kept: overhead="),
-        (Job(step_s=600), Adaptive(), "three steps take that long"),
-        (Job(step_s=7200), Adaptive(), "three steps take that long"),
-        (Job(replication_s=600), Adaptive(), "replicating one takes that long"),
-        (Job(stall_s=0, step_s=0.1, process=300, ran_s=3600), Adaptive(), "more often gains nothing"),
-        (Job(commit_s=7200, slowdown=0, job=30), Adaptive(), "one commit takes that long"),
-        (Job(stall_s=10, job=10), Adaptive(), "as often as the store asks for"),
+        (Job(), Adaptive(at_risk_s=60), "limits that cannot be met: at_risk_s="),
+        (Job(unsaved_s=40), Adaptive(), "limits that cannot be met: unsaved_s="),
+        (Job(), Adaptive(at_risk_s=120, overhead=1e-3), "limits that cannot be met: overhead="),
+        (Job(step_s=600), Adaptive(), "the time of three steps"),
+        (Job(step_s=7200), Adaptive(), "the time of three steps"),
+        (Job(replication_s=600), Adaptive(), "the time of one replication"),
+        (Job(stall_s=0, step_s=0.1, process=300, ran_s=3600), Adaptive(), "a shorter interval gains nothing"),
+        (Job(commit_s=7200, slowdown=0, job=30), Adaptive(), "the time of one commit"),
+        (Job(stall_s=10, job=10), Adaptive(), "set by the commit interval"),
         (Job(stall_s=10, job=10), Adaptive(), "with every snapshot"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -717,7 +717,7 @@ def test_proven_predictions_lengthen_the_snapshots_interval_as_the_formula_has_i
     before, after = (decide(known.with_commit(60.0, 1e9), Adaptive()) for known in (without, with_))
     assert after.local_s > 1.5 * before.local_s
     assert after.store_s == pytest.approx(before.store_s, rel=0.3), "the store's failures are not predicted"
-    assert "beside what is predicted" in after.explain()
+    assert "given the predictions" in after.explain()
 
 
 def test_intervals_follow_at_once_where_no_source_is_proven_any_more():

@@ -59,7 +59,7 @@ def test_what_goes_beyond_the_largest_number_is_cut_off_and_still_read():
 def test_what_is_something_else_is_not_used(value):
     found = recall(value)
     assert found.measurements == Measurements()
-    assert found.refusal.startswith("what earlier runs learnt of failures is not used: ")
+    assert found.refusal.startswith("the failure history of earlier runs is not used: ")
 
 
 BAD = [True, None, "1", [], {}, math.nan, math.inf, -1, -1e-300, 1.1e12, 10**400, b"1"]
@@ -84,7 +84,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
         else:
             assert recall(less).refusal
     few = remember(Measurements())
-    assert "'else' is no name" in recall({**few, "else": 0}).refusal
+    assert "the unknown name 'else'" in recall({**few, "else": 0}).refusal
     assert "more than 93" in recall({**whole, "else": 0}).refusal
     assert "gap.3" in recall({**few, "job.gap.3": 1.0}).refusal
     assert len(recall({**few, "x" * 10**6: 1.0}).refusal) < 300

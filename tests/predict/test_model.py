@@ -92,7 +92,7 @@ def test_what_is_hashed_well_and_made_ill_is_refused(tmp_path: Path) -> None:
         wrong.append(hashed({**header, **change}, data))
     for each in wrong:
         path.write_bytes(each)
-        with pytest.raises(DamagedData, match="no predictor that ckpt can read"):
+        with pytest.raises(DamagedData, match="not a predictor that ckpt can read"):
             load(path)
 
 

@@ -198,11 +198,11 @@ def test_a_request_that_drips_ends_when_its_time_is_up() -> None:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (Bad.CUT, "3 bytes came, not the whole reply"),
-        (Bad.CUT_HEAD, "the headers were cut short"),
-        (Bad.CLAIMS_HUGE, f"a body of '{1 << 40}' bytes is none of a right answer"),
-        (Bad.OVERSIZED, f"a body of '{10 << 20}' bytes is none of a right answer"),
-        (Bad.ENDLESS_HEAD, "more bytes came than a right answer's headers have"),
+        (Bad.CUT, "the connection ended after 3 bytes of the body"),
+        (Bad.CUT_HEAD, "the connection ended within the headers"),
+        (Bad.CLAIMS_HUGE, f"the content length '{1 << 40}'; at most"),
+        (Bad.OVERSIZED, f"the content length '{10 << 20}'; at most"),
+        (Bad.ENDLESS_HEAD, "the headers of the reply have more than"),
     ],
     ids=lambda value: value.name if isinstance(value, Bad) else "",
 )
@@ -217,7 +217,7 @@ def test_a_body_of_unknown_length_is_bounded_too() -> None:
     with serving() as service:
         service.answer = lambda asked: Says(body="a" * (BODY_BYTES_MAX + 1))
         service.has_lengths = False
-        with pytest.raises(Fault, match="more bytes came than a right answer has"):
+        with pytest.raises(Fault, match="the reply has more than"):
             Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=60)
         service.answer = lambda asked: Says(body="a" * BODY_BYTES_MAX)
         reply = Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=60)
@@ -339,7 +339,7 @@ def test_endpoints_are_urls_or_host_and_port(endpoint: str, path: str) -> None:
     "endpoint", ["", "https://host", "http://", "http://u:p@host", "http://h:port", "http://h?a=b"]
 )
 def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
-    with pytest.raises(UsageError, match="no address of a metadata service"):
+    with pytest.raises(UsageError, match="is not the address of a metadata service"):
         Service(endpoint)
 
 

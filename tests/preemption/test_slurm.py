@@ -192,5 +192,5 @@ def test_what_is_no_time_is_a_fault(text: str) -> None:
 
 @pytest.mark.parametrize("job", ["", "4711 --user", "-1", "4711;id", "../1"])
 def test_a_job_id_that_is_none_is_refused(job: str) -> None:
-    with pytest.raises(UsageError, match="no Slurm job id"):
+    with pytest.raises(UsageError, match="is not a Slurm job id"):
         SlurmListener(job)
