@@ -171,7 +171,7 @@ class OptimizerTargets:
     def _plan_parameter(self, view: OptimizerView, param: Param, stored: str | None, saved: OptimizerTree) -> None:
         """Plans the state of one parameter. Tensors of the saved shape and dtype stay the same objects."""
         if stored is None:
-            self.requests.note_missing(state_path(view.path, param.name), what="optimizer state")
+            self.requests.note_missing(state_path(view.path, param.name), noun="optimizer state")
             return
         prefix, skeleton = state_path(view.path, stored), saved.state[stored]
         found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
@@ -233,7 +233,7 @@ class OptimizerTargets:
         those of the parameter. `flags`: the saved hyper-parameters."""
         found = self.requests.find_tensor(name, pieces.boxes)
         if found is None:
-            self.requests.note_missing(name, what="tensor")
+            self.requests.note_missing(name, noun="tensor")
             return None
         tensor, parted = live, self.requests.is_untied(name, pieces.boxes)
         fits = isinstance(live, torch.Tensor) and found.fits(self.requests.cutter.pieces(param.shard_like(live), name))

@@ -24,7 +24,7 @@ from ckpt.trainer.link.options import UserOptions
 from ckpt.trainer.restore.fetch import fetch
 from ckpt.trainer.restore.fill import Filler
 from ckpt.trainer.restore.restore_plan import RestorePlan, plan_targets
-from ckpt.trainer.restore.tensor_requests import EXTRA_PREFIX
+from ckpt.trainer.restore.tensor_requests import EXTRA_PREFIX, extra_lines
 from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.saved_values import SharedValues, find_differing, merge_shared
 from ckpt.trainer.state.state_nodes import DataNode, ModuleNode, ObjectNode, OptimizerNode
@@ -141,6 +141,7 @@ def check_match(
     mine = {
         "extra": list(targets.extra_names),
         "own": list(targets.own_extra_names),
+        "subtrees": dict(targets.extra_subtrees),
         "lines": list(targets.mismatch.lines),
         "beside": overwritten.find_unfilled(targets),
         "spoilt": overwritten.names,
@@ -153,9 +154,15 @@ def check_match(
 
     extra = sorted(set.intersection(*(set(each["extra"]) for each in every)))
     lines = [line for line in any_of("lines") if not line.startswith(EXTRA_PREFIX)]
-    lines += [f"{EXTRA_PREFIX}{name}" for name in extra]
+    # A subtree is whole only if every rank lacks all of it: the longest prefix of all ranks counts.
+    subtrees: dict[str, str] = {}
+    for name, subtree in (item for each in every for item in each["subtrees"].items()):
+        subtrees[name] = max(subtrees.get(name, ""), subtree, key=len)
+    lines += extra_lines(extra, subtrees)
     own = {name: rank for rank, each in reversed(list(enumerate(every))) for name in each["own"]}
-    lines += [f"{EXTRA_PREFIX}{name} of rank {rank}" for name, rank in sorted(own.items()) if name not in extra]
+    for rank in range(len(every)):
+        names = [name for name, first in own.items() if first == rank and name not in extra]
+        lines += extra_lines(names, subtrees, f" of rank {rank}")
     beside, spoilt, firsts = any_of("beside"), any_of("spoilt"), any_of("firsts")
     more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""
     text = "; ".join(lines[:LINES_MAX]) + more

@@ -40,6 +40,7 @@ class RestorePlan:
     - `extra`: names that only the checkpoint has, as this rank sees it. Ranks may hold different parts of the state
       (pipeline stages), so only names that are extra on all ranks count.
     - `own_extra_names`: extra names that only this rank could restore.
+    - `extra_subtrees`: by name of an extra tensor, the widest subtree with the tensor that this rank's state lacks.
     - `dropped`: saved generators of the process that this process lacks (CUDA's, before CUDA is used).
     - `firsts`: paths whose values differed between the ranks that saved; the first rank's are taken.
     - `overruled`: hyper-parameters to which the script gave other values, in words; complete after `install`.
@@ -50,6 +51,7 @@ class RestorePlan:
     mismatch: Mismatch
     extra_names: tuple[str, ...]
     own_extra_names: tuple[str, ...]
+    extra_subtrees: Mapping[str, str]
     dropped_generators: tuple[str, ...]
     first_rank_paths: tuple[str, ...]
     overruled_lines: list[str]
@@ -124,6 +126,7 @@ def plan_targets(
         mismatch,
         extra,
         tuple(wants.unused_own_names()),
+        wants.extra_subtrees([*scan.tensors, *scan.aliases, *(f"{node.path}." for node in scan.nodes)]),
         dropped,
         firsts,
         wants.overruled_lines,
@@ -316,7 +319,9 @@ class _NodeTargets:
                 )
         world = max((rank.data_world for rank in saved.values()), default=0)
         if not (here.data_rank in saved if own or world == here.data_world else len(saved) == world > 0):
-            self.requests.note_missing(path, " (the position of a loader)")
+            self.requests.note_difference(
+                "missing", path, f"the position of the loader {path} is not in the checkpoint"
+            )
             return
         if own or world == here.data_world:
             state = value_trees.extract_tensors(saved[here.data_rank].loaders[path], path)
@@ -339,7 +344,8 @@ class _NodeTargets:
 
     def plan_generator(self, node: GeneratorNode, own: RankValues | None, others: Sequence[RankValues]) -> None:
         if not any(f"state:{node.path}" in rank.generators for rank in (*others, *([own] if own else []))):
-            self.requests.note_missing(node.path, " (the state of a generator)")
+            line = f"the state of the generator {node.path} is not in the checkpoint"
+            self.requests.note_difference("missing", node.path, line)
 
     def can_restore_stream(self, name: str, stream: generators.RandomStream, own: RankValues | None) -> bool:
         """Whether a generator can take the state that this rank saved for it, if any. Another kind is a noted

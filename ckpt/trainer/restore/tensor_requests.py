@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +68,8 @@ class TensorRequests:
     tensors: list[torch.Tensor] = field(default_factory=list)
     installs: list[Callable[[], None]] = field(default_factory=list)
     differences: dict[tuple[str, str], str] = field(default_factory=dict)
-    # Of names that the checkpoint has for no rank: what each would be, such as "tensor".
-    absent: dict[str, str] = field(default_factory=dict)
+    # The nouns of names that the checkpoint has for no rank; see `note_missing`.
+    absent_nouns: dict[str, str] = field(default_factory=dict)
     used_names: set[str] = field(default_factory=set)
     overruled_lines: list[str] = field(
         default_factory=list
@@ -96,11 +96,11 @@ class TensorRequests:
         """Notes a difference; only the first one of each kind and name counts. `line`: the difference in words."""
         self.differences.setdefault((kind, name), line)
 
-    def note_missing(self, name: str, why: str = "", what: str = "") -> None:
-        """Notes a name that the checkpoint lacks. `what`: its noun, if it may share a line with its module's others."""
-        if what and not why and name not in self.saved_names:
-            self.absent[name] = what
-        if not why and name in self.saved_names:
+    def note_missing(self, name: str, noun: str = "") -> None:
+        """Notes a name that the checkpoint lacks for this rank. `noun`: what it is, such as "tensor", if it may share a
+        line with others of its subtree."""
+        why = ""
+        if name in self.saved_names:
             why = f", where only other ranks than {self.coordinate} have one of their own"
             if self.coordinate is None:
                 owners = sorted({owner.partition("@")[0] for held, owner in self.specs if held == name})
@@ -109,6 +109,8 @@ class TensorRequests:
                     "as many "
                     "ranks of that mesh can have it back"
                 )
+        elif noun:
+            self.absent_nouns[name] = noun
         self.note_difference("missing", name, f"{name} is missing in the checkpoint{why}")
 
     def note_other_kind(self, path: str, kind: str) -> None:
@@ -144,6 +146,13 @@ class TensorRequests:
         """The names in `unused_names` that only this rank could restore."""
         return [name for name in self.unused_names() if self.coordinate is not None and (name, "") not in self.specs]
 
+    def extra_subtrees(self, live_names: Collection[str]) -> dict[str, str]:
+        """For each name in `unused_names`, its subtree: the shortest prefix below which this rank's state has nothing;
+        the name itself if there is none. `live_names`: the names in the state; of its objects, the path and a dot."""
+        unused = self.unused_names()
+        held = {prefix for name in (*live_names, *self.used_names) for prefix in _prefixes(name)} if unused else set()
+        return {name: _find_subtree(name, held) for name in unused}
+
     def make_mismatch(self, extra: Sequence[str]) -> Mismatch:
         for name in extra:
             self.note_difference("extra", name, f"{EXTRA_PREFIX}{name}")
@@ -154,22 +163,22 @@ class TensorRequests:
         groups = self._absent_groups()
         grouped = {("missing", name) for group in groups.values() for name in group}
         lines = {key: line for key, line in self.differences.items() if key not in grouped}
-        for (prefix, what), group in groups.items():
-            lines["missing", prefix] = f"{prefix}.*: {format_count(len(group), what)}, not in the checkpoint"
+        for (prefix, noun), group in groups.items():
+            lines["missing", prefix] = f"{prefix}.*: {format_count(len(group), noun)}, not in the checkpoint"
         return Mismatch(missing, extra_names, reshaped, retyped, tuple(line for _, line in sorted(lines.items())))
 
     def _absent_groups(self) -> dict[tuple[str, str], list[str]]:
         """The absent names by (prefix, noun): the shortest prefix below which the checkpoint has nothing. Single names
         are left out."""
+        if not self.absent_nouns:
+            return {}
         stored = [
             state_path(path, name) for path, optimizer in self.saved.optimizers.items() for name in optimizer.state
         ]
-        held = {prefix for name in (*self.saved_names, *stored) for prefix in _prefixes(name)} if self.absent else set()
+        held = {prefix for name in (*self.saved_names, *stored) for prefix in _prefixes(name)}
         groups: dict[tuple[str, str], list[str]] = {}
-        for name, what in self.absent.items():
-            prefix = next((each for each in _prefixes(name) if each not in held), None)
-            if prefix is not None:
-                groups.setdefault((prefix, what), []).append(name)
+        for name, noun in self.absent_nouns.items():
+            groups.setdefault((_find_subtree(name, held), noun), []).append(name)
         return {key: group for key, group in groups.items() if len(group) > 1}
 
     # ------------------------------------------------------------------------------------------------------ tensors
@@ -209,7 +218,7 @@ class TensorRequests:
         found = self.find_tensor(name, pieces.boxes)
         if found is None:
             if pieces.boxes or name not in self.saved_names:
-                self.note_missing(name, what="tensor")
+                self.note_missing(name, noun="tensor")
             return False
         self.used_names.add(found.name)
         for shape, saved in found.shapes(pieces):
@@ -231,7 +240,7 @@ class TensorRequests:
         whole, on the CPU. Its dimensions lie in memory as they were saved."""
         found = self.find_tensor(name)
         if found is None or found.shape is None:
-            self.note_missing(name, what="tensor")
+            self.note_missing(name, noun="tensor")
             return None
         dtype, order = dtype_of(found), self.saved_order(found, len(found.shape))
         if isinstance(like, Shard) and like.global_shape == found.shape:
@@ -279,6 +288,25 @@ class TensorRequests:
 def _prefixes(name: str) -> list[str]:
     """The names of what holds `name`, the outermost first."""
     return [name[:at] for at, letter in enumerate(name) if letter == "."]
+
+
+def _find_subtree(name: str, held: Collection[str]) -> str:
+    """The shortest prefix of `name` that is not in `held`, the prefixes of all names of a tree; else `name` itself."""
+    return next((prefix for prefix in _prefixes(name) if prefix not in held), name)
+
+
+def extra_lines(names: Iterable[str], subtrees: Mapping[str, str], owner: str = "") -> list[str]:
+    """The lines for names that only the checkpoint has: one for all tensors of a subtree that the state lacks.
+    `subtrees`: by name of a tensor, see `TensorRequests.extra_subtrees`. `owner`: words behind each line."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(subtrees.get(name, name), []).append(name)
+    lines = []
+    for subtree, group in sorted(groups.items()):
+        tensors = sum(name in subtrees for name in group)
+        whole = f"{subtree}.*, {format_count(tensors, 'tensor')}"
+        lines.append(f"{EXTRA_PREFIX}{whole if len(group) > 1 else group[0]}{owner}")
+    return lines
 
 
 def dtype_of(found: SavedTensor) -> torch.dtype:

@@ -1,0 +1,94 @@
+"""What only the checkpoint has is named in few lines: one for each subtree that no rank's state has."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tests.trainer.roundtrip as rt
+from ckpt.errors import StateMismatch
+from ckpt.events import Events
+from ckpt.trainer.restore.restore import Overwritten, check_match
+from ckpt.trainer.state.state_walk import StateWalker
+from tests.trainer.restore.test_overwritten import OLDER, Threads, asked
+from tests.trainer.restore.test_restore_plan import on, save_on
+
+
+def model_of(*parts: str) -> dict[str, Any]:
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for name in parts})
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sum(param.sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
+    optim.step()
+    return {"model": model, "optim": optim}
+
+
+def mismatch(walkers: list[StateWalker], saved: rt.Checkpoint) -> str:
+    """The differences that all ranks of these walkers name for a checkpoint."""
+    world = len(walkers)
+    said, barrier = [b""] * world, threading.Barrier(world)
+
+    def enter(rank: int) -> str:
+        targets = rt.plan(walkers[rank], saved)
+        with pytest.raises(StateMismatch) as found:
+            check_match(
+                Threads(rank, said, barrier, world), targets, asked(True), Events(), OLDER, Overwritten(walkers[rank])
+            )
+        return str(found.value)
+
+    with ThreadPoolExecutor(world) as ranks:
+        first, *others = ranks.map(enter, range(world))
+    assert all(other == first for other in others)
+    return first.partition(": ")[2].partition(". Nothing")[0]
+
+
+def test_a_module_that_only_the_checkpoint_has_takes_one_line() -> None:
+    saved = rt.save(model_of("body", "head"))
+    assert mismatch([rt.walker_of(model_of("body"))], saved) == (
+        "only in the checkpoint: model.head.*, 4 tensors; only in the checkpoint: optim.state.head.*, 4 tensors"
+    )
+
+
+def test_an_object_and_its_tensors_take_one_line() -> None:
+    saved = rt.save({"a": torch.zeros(2), "ema": nn.Linear(2, 2)})
+    assert mismatch([rt.walker_of({"a": torch.zeros(2)})], saved) == "only in the checkpoint: ema.*, 2 tensors"
+
+
+def test_a_lone_tensor_is_named_in_full() -> None:
+    saved = rt.save({"m": nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})})
+    live = {"m": nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)})}
+    assert mismatch([rt.walker_of(live)], saved) == "only in the checkpoint: m.b.weight"
+
+
+def test_a_subtree_that_another_rank_has_a_part_of_is_not_taken_for_lacking() -> None:
+    """Each rank holds another stage, and the checkpoint has one layer more of each."""
+    mesh = {"pp": 2}
+
+    def stage(rank: int, layers: int) -> dict[str, Any]:
+        layer = lambda: nn.Linear(2, 2)  # noqa: E731
+        return {"m": nn.ModuleDict({f"stage{rank}": nn.ModuleDict({f"l{n}": layer() for n in range(layers)})})}
+
+    saved = save_on(mesh, [stage(rank, 2) for rank in range(2)])
+    walkers = [StateWalker(stage(rank, 1), on(mesh, rank), False) for rank in range(2)]
+    assert mismatch(walkers, saved) == (
+        "only in the checkpoint: m.stage0.l1.*, 2 tensors; only in the checkpoint: m.stage1.l1.*, 2 tensors"
+    )
+
+
+def test_the_tensors_that_only_one_rank_could_restore_take_one_line() -> None:
+    mesh = {"rank": 2}
+
+    def experts(rank: int, *names: str) -> dict[str, Any]:
+        return {
+            "m": nn.ModuleDict(
+                {name: nn.ParameterDict({p: torch.full((3,), rank + 1.0) for p in "tu"}) for name in names}
+            )
+        }
+
+    saved = save_on(mesh, [experts(rank, "own", "more") for rank in range(2)])
+    walkers = [StateWalker(experts(rank, *("own", "more")[: 2 - rank]), on(mesh, rank), False) for rank in range(2)]
+    assert mismatch(walkers, saved) == "only in the checkpoint: m.more.*, 2 tensors of rank 1"
