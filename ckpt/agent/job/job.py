@@ -504,13 +504,11 @@ class Job(AgentRestart):
         name = word.source, word.key
         known = self.scheduler.notices.get(name)
         if isinstance(word, Withdrawn):
-            # An operator takes back a notice from any node.
-            node = min(known.nodes) if known is not None else node
-        machine = f"node {node}" if node else "this machine"
-        if isinstance(word, Withdrawn):
             self.scheduler.withdraw_notice(*name)
             if known is not None:
-                text = f"{word.source} {strip_node(word.key, node)}: {machine} stays after all"
+                # An operator takes back a notice from any node.
+                node = min(known.nodes)
+                text = f"{word.source} {strip_node(word.key, node)}: {_machine_name(node)} stays after all"
                 self.emit("notice.withdrawn", text, True, {"source": word.source, "key": word.key})
             return
         now_s = time.monotonic()
@@ -519,7 +517,7 @@ class Job(AgentRestart):
         when = self.scheduler.add_notice(told).exit_timing
         if known is not None and word.source == SIGNAL_SOURCE:
             return  # another rank got the signal too
-        what = f"{machine} goes away" if word.certain else f"{machine} may go away"
+        what = f"{_machine_name(node)} {'goes' if word.certain else 'may go'} away"
         leaves = word.certain and when is not ExitTiming.NOT_AGAIN
         then = "the job saves and leaves before" if leaves else "one more checkpoint is taken"
         if when is ExitTiming.NOT_AGAIN:
@@ -610,6 +608,11 @@ class Job(AgentRestart):
         if not 0 <= values_bytes <= VALUES_BYTES_MAX:
             raise UsageError(f"values_bytes is {values_bytes}, not within 0 and {VALUES_BYTES_MAX}")
         return RankContents(coordinate, layout, hashes, str(fields["version"]), values_bytes)
+
+
+def _machine_name(node: str) -> str:
+    """The name of a node's machine, for people."""
+    return f"node {node}" if node else "this machine"
 
 
 def _save_reason(fields: dict[str, Any]) -> SaveReason:
