@@ -64,8 +64,7 @@ def canonical(url: str) -> str:
         if found := re.match(r"(file|memory|s3|gs|az|https?)(:|//)", url, re.IGNORECASE):
             lacks = "two slashes are" if found[2] == ":" else "a colon is"
             raise UsageError(
-                f"{url!r} is not the URL of a store: {lacks} missing; give {ACCEPTED_URLS} (a path may begin "
-                "with ./)"
+                f"{url!r} is not the URL of a store: {lacks} missing; give {ACCEPTED_URLS} (a path may begin with ./)"
             )
         return os.path.realpath(os.path.expanduser(url))
     if not _SCHEME.fullmatch(scheme) or not rest:

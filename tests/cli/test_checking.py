@@ -242,7 +242,7 @@ def test_what_retention_deleted_while_it_was_read_is_no_damage(tmp_path: Path, m
         which = ["--step", "1"] if words == ["show"] else ["1"]
         said = ckpt(monkeypatch, words[0], tmp_path, *words[1:], *which)
         assert said.code == Exit.NO_CHECKPOINT, words
-        assert "step 1 was retired meanwhile" in said.err
+        assert "step 1 has been retired" in said.err
     assert [row["step"] for row in ckpt(monkeypatch, "ls", "-l", tmp_path, "--json").json["checkpoints"]] == [3]
 
 

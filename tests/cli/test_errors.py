@@ -108,7 +108,7 @@ def test_a_file_where_the_folder_should_be_is_no_run(tmp_path: Path, monkeypatch
     blocked.write_text("not a folder")
     said = ckpt(monkeypatch, "ls", blocked / "run")
     assert said.code == Exit.STORAGE
-    assert "a file stands where a folder should be" in said.err
+    assert "there is a file instead of a folder" in said.err
     assert "Traceback" not in said.err
 
 
@@ -134,7 +134,7 @@ def test_no_permission_is_an_error_of_the_store(command: list[str], tmp_path: Pa
         hidden.chmod(0o755)
     assert said.returncode == Exit.STORAGE, said.stderr
     assert f"{hidden}" in said.stderr
-    assert "needs to read and write there" in said.stderr
+    assert "permission to read and write there" in said.stderr
     assert "Traceback" not in said.stderr
 
 

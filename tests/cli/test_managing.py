@@ -73,7 +73,7 @@ def test_prune_now_makes_room_on_a_disk_that_has_none(small_disk: Path, monkeypa
             rest.write(bytes(4096))
     words = ["prune", small_disk / "run", "--last", "1", "--yes"]
     said = ckpt(monkeypatch, *words)
-    assert (said.code, "give --now as well" in said.err) == (Exit.STORAGE, True)
+    assert (said.code, "add --now" in said.err) == (Exit.STORAGE, True)
     assert ckpt(monkeypatch, *words, "--now").code == 0
     assert _steps(monkeypatch, small_disk / "run") == [40]
     assert ckpt(monkeypatch, "verify", small_disk / "run").code == 0

@@ -58,13 +58,13 @@ def test_what_cannot_be_is_refused_in_words(signals: Path, tmp_path: Path, monke
     (tmp_path / "broken").write_bytes(b"ckptpred" * 100)
     to = ["--out", tmp_path / "model"]
     for words, code, text in (
-        (["train", few, *to], Exit.USAGE, "too few to learn from"),
+        (["train", few, *to], Exit.USAGE, "Training needs 8 failures"),
         (["train", tmp_path / "nowhere", *to], Exit.USAGE, "cannot be read"),
         (["train", tmp_path / "empty", *to], Exit.USAGE, "CKPT_SIGNALS_LOG"),
         (["train", signals, "--out", tmp_path], Exit.USAGE, "is no file"),
         (["train", signals, "--out", tmp_path / "empty/model"], Exit.USAGE, f"{tmp_path / 'empty'} is no folder"),
         (["train", few, "--out", tmp_path / "no/model"], Exit.USAGE, f"{tmp_path / 'no'} is no folder"),
-        (["check", tmp_path / "broken", signals], Exit.DIFFERENT, "no predictor that ckpt can read"),
+        (["check", tmp_path / "broken", signals], Exit.DIFFERENT, "not a predictor that ckpt can read"),
         (["check", tmp_path / "nowhere", signals], Exit.USAGE, "nowhere"),
     ):
         said = ckpt(monkeypatch, "predict", *words, "--json")

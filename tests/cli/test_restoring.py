@@ -121,7 +121,7 @@ def test_an_ending_of_which_nothing_is_known_leads_to_those_there_are(
     a_run(tmp_path / "run")
     said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / name)
     assert said.code == Exit.USAGE
-    assert ".safetensors, .pt or .pth, a folder" in said.err
+    assert ".safetensors, .pt or .pth, or a folder" in said.err
     assert not (tmp_path / name).exists()
     assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / name, "--format", "torch").code == 0
     assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", f"{tmp_path}/v1.5/").code == 0
@@ -171,7 +171,7 @@ def test_a_file_where_a_folder_should_be_is_named(name: str, tmp_path: Path, mon
     file.write_text("in the way")
     said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", file / name)
     assert said.code == 4
-    assert f"cannot write {file / name}: there is a file at {file}, where a folder should be" in said.err
+    assert f"cannot write {file / name}: {file} is a file, not a folder" in said.err
     assert "give another name" in said.err
     assert file.read_text() == "in the way"
 

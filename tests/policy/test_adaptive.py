@@ -423,7 +423,7 @@ class Turns:
     ids=lambda value: str(value) if isinstance(value, Adaptive) else "",
 )
 def test_intervals_do_not_go_to_and_fro_where_costs_vary_by_two_fifths(job, limits):
-    """Limits that decide, that contradict one another, that limits that cannot be met: in 300 commits of each of six jobs."""
+    """Limits that decide, that contradict one another, that cannot be kept: in 300 commits of each of six jobs."""
     turns = Counter[str]()
     for seed in range(6):
         rng = random.Random(seed)

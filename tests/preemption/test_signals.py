@@ -388,7 +388,7 @@ def test_it_is_entered_once_at_a_time_and_listened_to_inside() -> None:
     signals = Signals()
     with pytest.raises(UsageError, match="inside the with block"):
         signals.listen(threading.Event(), lambda word: None)
-    with signals, pytest.raises(UsageError, match="already listening"):
+    with signals, pytest.raises(UsageError, match="this Signals is in use"):
         signals.__enter__()
     with signals:  # but again after it
         pass

@@ -132,7 +132,7 @@ def test_one_of_many_that_put_if_absent_at_once_wins(store: Backend, kind: Kind)
 def test_an_object_larger_than_expected_is_damage(store: Backend) -> None:
     store.put("k", [b"12345"])
     assert store.get("k", 5) == b"12345"
-    with pytest.raises(DamagedData, match=r"5 bytes where at most 4"):
+    with pytest.raises(DamagedData, match=r"5 bytes; at most 4"):
         store.get("k", 4)
 
 

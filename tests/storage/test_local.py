@@ -194,15 +194,15 @@ def test_no_permission_is_told(store: LocalBackend, folder: Path) -> None:
 def test_a_file_where_a_folder_should_be_is_told(store: LocalBackend, folder: Path) -> None:
     store.put("a", [b"x"])
     for attempt in (lambda: store.put("a/k", [b"y"]), lambda: store.put("a/b/k", [b"y"])):
-        with pytest.raises(StorageError, match="a file stands where a folder should be"):
+        with pytest.raises(StorageError, match="there is a file instead of a folder"):
             attempt()
     store.put("folder/k", [b"x"])
-    with pytest.raises(StorageError, match="a folder for a file"):
+    with pytest.raises(StorageError, match="a folder instead of a file"):
         store.put("folder", [b"x"])
     with pytest.raises(NotFound):
         store.get("folder", 10)
     folder.parent.joinpath("other").write_text("x")
-    with pytest.raises(StorageError, match="a file stands where"):
+    with pytest.raises(StorageError, match="there is a file instead"):
         LocalBackend(os.fspath(folder.parent / "other" / "store")).put("k", [b"x"])
 
 
@@ -264,7 +264,7 @@ def test_a_file_cut_off_while_it_is_read_is_damage(
     store.put("k", [bytes(100)])
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: (os.truncate(folder / "k", 50), real(*args))[1])
-    with pytest.raises(DamagedData, match="cut off at byte 50"):
+    with pytest.raises(DamagedData, match="truncated to 50 bytes"):
         store.get_range("k", 0, 100)
 
 
@@ -435,7 +435,7 @@ def test_a_put_that_is_broken_off_ends_soon_where_the_cache_cannot_be_bypassed(
         patch.setattr(os, "writev", write)
         patch.setattr(os, "fsync", sync)
         patch.setattr(fcntl, "fcntl", refuse)
-        with pytest.raises(StorageError, match="broken off"):
+        with pytest.raises(StorageError, match="put was cancelled"):
             store.put("data/k", [bytes(chunk_bytes)] * chunks, cancel=cancel)
     assert sum(written) <= 8 << 20
     assert not [path for path in folder.rglob("*") if path.is_file()], "nor is the temporary file left"

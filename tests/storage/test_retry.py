@@ -226,7 +226,7 @@ def test_a_put_that_is_broken_off_waits_for_no_next_try_and_begins_none(in_pause
 
     setting = Cancelled(Rule("put", Fault.BEFORE, count=99))
     for _ in range(2):
-        with pytest.raises(StorageError, match="broken off"):
+        with pytest.raises(StorageError, match="put was cancelled"):
             setting.store.put("k", [b"x"], cancel=cancel)
         assert len(setting.faulty.log) == in_pause
     assert max(setting.pauses_s) < 0.5, "it looks now and then"
@@ -255,7 +255,7 @@ def test_closing_ends_the_pause_of_those_that_wait() -> None:
 
 def test_the_address_is_doubted_of_a_store_that_never_answered_also_where_it_is_waited_for_as_long_as_ever() -> None:
     setting = Setting(Rule("head", Fault.BEFORE, count=99))
-    with pytest.raises(TransientError, match=r"is the address right \(AWS_ENDPOINT_URL and the like\)\?$"):
+    with pytest.raises(TransientError, match=r"check the address of the store \(AWS_ENDPOINT_URL or its like\)$"):
         setting.store.head("a/k")
     assert setting.clock.now_s() > 40.0
 
@@ -270,7 +270,7 @@ def test_a_folder_has_no_address_to_be_doubted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("answer", [None, NotFound], ids=["a result", "a refusal"])
 def test_a_store_that_never_answered_is_given_up_sooner_and_the_address_is_doubted(answer: type | None) -> None:
     setting = Setting(Rule("head", Fault.BEFORE, count=99), contact_s=10.0)
-    with pytest.raises(TransientError, match=r"is the address right .* CKPT_RETRY_S=60 waits"):
+    with pytest.raises(TransientError, match=r"check the address .* CKPT_RETRY_S=60 retries"):
         setting.store.head("a/k")
     assert setting.clock.now_s() <= 10.0
     if answer is None:
@@ -282,4 +282,4 @@ def test_a_store_that_never_answered_is_given_up_sooner_and_the_address_is_doubt
     with pytest.raises(TransientError) as caught:
         setting.store.head("a/k")
     assert setting.clock.now_s() - began_s > 40.0
-    assert "is the address right" not in str(caught.value)
+    assert "check the address" not in str(caught.value)

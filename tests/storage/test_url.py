@@ -61,7 +61,7 @@ def test_a_path_is_relative_to_here_and_links_are_resolved(tmp_path: Path, monke
     ],
 )
 def test_a_wrong_url_is_refused_and_what_is_accepted_is_said(url: str) -> None:
-    with pytest.raises(UsageError, match=r"s3://|file:///|environment|a URL that it knows"):
+    with pytest.raises(UsageError, match=r"s3://|file:///|environment|a URL that fsspec knows"):
         storage.open(url)
 
 

@@ -299,7 +299,7 @@ def test_a_lost_reply_to_the_record_is_settled_by_reading_back(honest: bool) -> 
 def test_a_record_that_was_not_accepted_is_a_failed_save_and_may_still_land_whole() -> None:
     store, snap = Sim(), some()
     store.fault = lambda operation, key: Fault.LATE if key.startswith(keys.COMMITS) else None
-    with pytest.raises(SaveFailed, match="if it lands later, it is complete"):
+    with pytest.raises(SaveFailed, match="if the record appears later, the checkpoint is complete"):
         commit(store, 10, snap)
     assert store.held(keys.COMMITS) == []
     store.land()
@@ -481,7 +481,7 @@ def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_r
     lies.append(lambda *pack: first[0] if first else first.append(pack) or pack)  # nobody could read that record
     for told in lies:
         liar = Others(store, snap, told)
-        with pytest.raises(SaveFailed, match=r"another node says.*a folder has to be shared|one pack"):
+        with pytest.raises(SaveFailed, match=r"another node reported.*a folder must be shared|one pack"):
             commit(store, 20, snap, elsewhere=liar)
         assert liar.over
     assert not list(store.list("commits/"))

@@ -231,4 +231,4 @@ def test_values_that_are_no_values_are_damaged_data() -> None:
     run = Run(store)
     run.put_claim(Claim(epoch(1), None))
     (report,) = verify(run, run.view().history)
-    assert "its values do not parse" in report.problems[0].what
+    assert "its values cannot be decoded" in report.problems[0].what

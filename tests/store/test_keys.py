@@ -100,5 +100,5 @@ def test_a_writer_that_would_make_keys_ambiguous_is_refused(writer: str) -> None
 
 @pytest.mark.parametrize("owner", ["", "..", "a/b", ".x", "dp=1", "x" * 65])
 def test_an_owner_that_would_escape_its_folder_is_refused(owner: str) -> None:
-    with pytest.raises(UsageError, match="cannot stand in a key"):
+    with pytest.raises(UsageError, match="cannot be part of a key"):
         keys.pack_key(identity(1, 5), owner, "w", 0)

@@ -222,7 +222,7 @@ def test_what_stays_away_is_missing_and_what_is_spoilt_is_damaged(
         use_readable_record(run, [ref], lambda record: record)
     cache.denied.clear()
     late.put(record.packs[0][0], [bytes(record.packs[0][1])])
-    with pytest.raises(DamagedData, match="does not hash") as damaged:
+    with pytest.raises(DamagedData, match="does not match its recorded hash") as damaged:
         FrameReader(late, record).read_bytes([0])
     assert (missing.value.kind, damaged.value.kind) == ("missing", "damaged")
 

@@ -502,7 +502,7 @@ def test_also_retires_what_is_named_branches_too_but_never_the_newest() -> None:
     newer.save(25)
     with pytest.raises(UsageError, match="is the newest"):
         newer.plan(Keep(), also=[Identity(epoch(2), identity(2, 25).version)])
-    with pytest.raises(UsageError, match="is not committed"):
+    with pytest.raises(UsageError, match="holds no checkpoint"):
         newer.plan(Keep(), also=[identity(1, 99)])
     assert newer.plan(Keep(last=1)).retire == (identity(1, 10), identity(1, 20))  # the branch stays
     newer.pruner.execute(newer.plan(Keep(), also=[identity(1, 30)]))

@@ -284,7 +284,7 @@ def test_where_nothing_is_there_it_says_so_and_where_nothing_is_good_it_does_not
         step_of(Run(store))
     run = a_run(store, 10)
     store.spoil(keys.record_key(identity(1, 10), "w10"), lambda data: b"")
-    with pytest.raises(DamagedData, match=r"of its newest checkpoints \(1\) none could be read"):
+    with pytest.raises(DamagedData, match=r"none of its newest checkpoints \(1\) can be read"):
         step_of(run)
 
 

@@ -80,7 +80,7 @@ def test_verify_names_the_damaged_object_and_the_tensors_that_have_lost_bytes() 
         (done.record.packs[1][0], ("t1",)),
         (done.record.packs[3][0], ("t3",)),
     ]
-    assert "does not hash" in report.problems[0].what
+    assert "does not match its recorded hash" in report.problems[0].what
     assert "4 frames" not in report.problems[0].what
     assert "3 more frames" in report.problems[1].what
 
@@ -464,7 +464,7 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "folder" / "x").write_text("precious")
     (tmp_path / "empty").mkdir()
     for name in ("m.safetensors", "folder"):
-        with pytest.raises(UsageError, match="is there already"):
+        with pytest.raises(UsageError, match="exists already"):
             export(source, tmp_path / name)
     export(source, tmp_path / "empty")
     assert (tmp_path / "empty" / INDEX).exists()
@@ -519,6 +519,6 @@ def test_a_branch_begins_only_at_what_is_committed() -> None:
     save(store, 10, snapshot({"w": floats(30)}))
     store.put(keys.retired_key(identity(1, 10)), [b""])
     for step in (10, 99):
-        with pytest.raises(NoCheckpoint, match="is not committed"):
+        with pytest.raises(NoCheckpoint, match="holds no checkpoint"):
             branch(run, identity(1, step))
     assert run.view().newest_epoch == epoch(1)

@@ -396,7 +396,7 @@ def test_a_start_that_is_too_old_for_the_newest_checkpoint_is_an_error_and_goes_
     body[8] += 1  # the format's version
     newest.write_bytes(body + xxhash.xxh3_128_digest(bytes(body)))
     again = ranks(1)
-    with pytest.raises(NewerFormat, match=f"step 3.*newer ckpt is needed.*ckpt branch {url} --at"):
+    with pytest.raises(NewerFormat, match=f"step 3.*install a newer ckpt.*ckpt branch {url} --at"):
         again[0].begin()
     again[0].connection.close()
     newest.write_bytes(bytes([*body[:40], body[40] ^ 1, *body[41:]]))

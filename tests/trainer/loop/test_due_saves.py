@@ -37,7 +37,7 @@ def until_s() -> float:
 
 def test_training_waits_once_for_an_agent_that_is_silent_and_again_once_it_has_answered() -> None:
     agent, patience = Silent(), SavePatience(0.01)
-    with pytest.raises(AgentError, match="nothing of it moved"):
+    with pytest.raises(AgentError, match="made no progress"):
         patience.request_save(agent.ask, until_s())
     for _ in range(3):
         with pytest.raises(AgentError, match="has not answered"):
