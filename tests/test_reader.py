@@ -57,7 +57,7 @@ def test_the_best_is_by_metric_and_a_metric_that_none_has_is_named(tmp_path: Pat
         save(tmp_path, epoch, step, metrics={"val_loss": loss})
     with ckpt.open(tmp_path) as run:
         assert (run.best("val_loss").step, run.best("val_loss", "max").step) == (2, 1)
-        with pytest.raises(ckpt.UsageError, match="'loss'; there are val_loss"):
+        with pytest.raises(ckpt.UsageError, match="'loss'; give one of val_loss"):
             run.best("loss")
         (record,) = (tmp_path / "commits").glob("*000000000002.*")
         record.write_bytes(record.read_bytes()[:50])

@@ -129,7 +129,7 @@ def positive(name: str, value: float) -> float:
     if not 0 < value < math.inf:
         raise UsageError(f"{name}={value}: give a finite number above 0")
     if not 1 / LARGEST <= value <= LARGEST:
-        raise UsageError(f"{name}={value}: give a number from {1 / LARGEST:g} to {LARGEST:g}")
+        raise UsageError(f"{name}: give a number from {1 / LARGEST:g} to {LARGEST:g}")
     return value
 
 
@@ -138,7 +138,7 @@ def not_negative(name: str, value: float) -> float:
     if not 0 <= value < math.inf:
         raise UsageError(f"{name}={value}: give a finite number, at least 0")
     if value > LARGEST:
-        raise UsageError(f"{name}={value}: give a number of at most {LARGEST:g}")
+        raise UsageError(f"{name}: give a number of at most {LARGEST:g}")
     return value
 
 

@@ -111,7 +111,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(store: LocalBackend, folder: Pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         for size in (3 << 20, 9 << 20):  # through the page cache, and past it
-            with pytest.raises(StorageError, match=r"MiB are free: make room \(ckpt prune .* --last 2 --yes, "):
+            with pytest.raises(StorageError, match=r"MiB are free: make room \(`ckpt prune .* --last 2 --yes` "):
                 store.put("k", [bytes(size)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -177,7 +177,7 @@ def test_no_permission_is_told(store: LocalBackend, folder: Path) -> None:
         os.seteuid(65534)
     try:
         for attempt in (lambda: store.put("a/k", [b"y"]), lambda: store.put("new/k", [b"y"])):
-            with pytest.raises(AccessDenied, match=r"user \d+ needs to read and write there"):
+            with pytest.raises(AccessDenied, match=r"give user \d+ permission to read and write there"):
                 attempt()
         if user == 0:
             with pytest.raises(AccessDenied):

@@ -481,7 +481,7 @@ def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_r
     lies.append(lambda *pack: first[0] if first else first.append(pack) or pack)  # nobody could read that record
     for told in lies:
         liar = Others(store, snap, told)
-        with pytest.raises(SaveFailed, match=r"another node reported.*a folder must be shared|one pack"):
+        with pytest.raises(SaveFailed, match=r"another node reported.*a folder must be shared|the same pack"):
             commit(store, 20, snap, elsewhere=liar)
         assert liar.over
     assert not list(store.list("commits/"))
