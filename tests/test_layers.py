@@ -48,12 +48,13 @@ MAY_IMPORT = {
     "ipc": BELOW_IPC,
     **{f"agent.{name}": BELOW_IPC | {"ipc"} | below(AGENT, "agent", name) for name in AGENT},
     **{f"trainer.{name}": BELOW_IPC | {"ipc"} | below(TRAINER, "trainer", name) for name in TRAINER},
+    "simulate": BASE | {"policy", "placement"},
     "agent": set(),  # its __init__.py
     "trainer": set(),
     "checkpointer": BELOW_IPC | {"ipc", "trainer"},
     "checkpoint": BELOW_IPC,
     "reader": BELOW_IPC | {"checkpoint"},
-    "cli": BELOW_IPC | {"ipc", "agent", "trainer", "checkpointer", "", "backends", "reader", "checkpoint"},
+    "cli": BELOW_IPC | {"ipc", "agent", "trainer", "checkpointer", "", "backends", "reader", "checkpoint", "simulate"},
     "__main__": {"cli"},
     "": BELOW_IPC | {"trainer", "checkpointer", "reader", "checkpoint"},  # ckpt/__init__.py; only lazily, see below
 }
