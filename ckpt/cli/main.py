@@ -40,6 +40,7 @@ MODULE = {
     "agent": "agent",
     "preempt": "live",
     "predict": "predicting",
+    "simulate": "simulating",
     "doctor": "doctor",
 }
 

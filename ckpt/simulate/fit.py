@@ -79,6 +79,8 @@ def fit(trace: Trace, window_s: float = 0.0) -> Fit:
             f"{trace.name}: too few losses to fit: {len(moments)}; at least {MOMENTS_MIN} at different times are needed"
         )
     usage = _usage(trace)
+    if not usage.node_s:
+        raise UsageError(f"{trace.name}: no node is up for any time")
     sizes = [len(moment) for moment in moments]
     bulk_sizes = [size for size in sizes if size > 1]
     job = _poisson_rate(len(moments), usage.any_up_s / HOUR_S)
@@ -234,7 +236,7 @@ def _recovery(trace: Trace, moments: list[list[TraceEvent]]) -> tuple[float | No
 def _replacements(trace: Trace) -> list[float]:
     """Seconds from each loss to the addition that replaces it: the earliest loss is replaced first."""
     lost_s: list[float] = []
-    found = []
+    found: list[float] = []
     for event in trace.events:
         if event.kind is EventKind.REMOVE:
             lost_s.append(event.time_s)

@@ -43,8 +43,8 @@ def test_every_command_is_documented_with_its_options() -> None:
     text = COMMANDS.read_text()
     listed = subprocess.run([sys.executable, "-m", "ckpt.cli.main", "--help"], capture_output=True, text=True)
     commands = re.findall(r"^  ([a-z]+)  ", listed.stdout.split("Commands:")[1], re.MULTILINE)
-    assert len(commands) == 14
-    for command in [*commands, "predict train", "predict check"]:
+    assert len(commands) == 15
+    for command in [*commands, "predict train", "predict check", "simulate fit", "simulate generate"]:
         command, *inner = command.split()
         assert f"## ckpt {command}" in text
         said = subprocess.run(
@@ -225,6 +225,7 @@ def test_what_no_command_foresaw_has_a_code_and_json_too(
         (["preempt"], "--deadline-s"),
         (["agent"], "--commit-after-s"),
         (["predict", "train"], "--limit-s"),
+        (["simulate", "fit"], "--window-s"),
     ],
 )
 def test_a_number_of_seconds_that_is_none_is_refused(

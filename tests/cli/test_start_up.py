@@ -36,7 +36,7 @@ def test_help_imports_the_commands_and_nothing_heavy(words: list[str]) -> None:
     assert _heavy(*words) == {"ckpt.cli.rehearse", "ckpt.cli.checking"}
 
 
-@pytest.mark.parametrize("command", ["ls", "doctor", "restore"])
+@pytest.mark.parametrize("command", ["ls", "doctor", "restore", "simulate"])
 def test_the_help_of_one_command_imports_no_other_command(command: str) -> None:
     assert _heavy(command, "--help") == set()
 

@@ -1,0 +1,152 @@
+"""The commands `ckpt simulate fit` and `ckpt simulate generate`: what a trace says of its cloud, and made-up traces."""
+
+from __future__ import annotations
+
+import inspect
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli import out
+from ckpt.errors import UsageError
+from ckpt.types import format_count
+
+if TYPE_CHECKING:
+    from ckpt.simulate.fit import Estimate, Fit
+
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="The same seed chooses the same.")]
+
+simulate = typer.Typer(help="Fit a trace of spot nodes, or generate one.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class TraceLaw(StrEnum):
+    """By what law nodes are lost: the names of simulate.generators.GENERATORS."""
+
+    EXPONENTIAL = "exponential"
+    WEIBULL = "weibull"
+    BATHTUB = "bathtub"
+    BULK = "bulk"
+    DIURNAL = "diurnal"
+
+
+def _of_law(option: str, text: str) -> typer.models.OptionInfo:
+    found: typer.models.OptionInfo = typer.Option(option, help=text, show_default=False)
+    return found
+
+
+@simulate.command("fit")
+def fit_trace(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file of any known format.")],
+    window_s: Annotated[
+        float,
+        typer.Option(
+            "--window-s", help="Losses within so many seconds are one bulk loss.", min=0, callback=out.check_seconds
+        ),
+    ] = 0.0,
+    seed: SeedOption = 0,
+    json: out.JsonOption = False,
+) -> None:
+    """Say how often the nodes of a trace are lost, how many together, and how soon they are back."""
+    from dataclasses import asdict
+
+    from ckpt.simulate.fit import fit
+    from ckpt.simulate.trace_files import load
+
+    found = fit(load(trace, seed), window_s)
+    if json:
+        out.print_json(asdict(found))
+    else:
+        out.print_table([found.name, "value", "95 % interval"], _rows(found), right=["value"])
+
+
+@simulate.command("generate")
+def generate_trace(
+    law: Annotated[TraceLaw, typer.Argument(metavar="LAW", help=f"One of {', '.join(TraceLaw)}.")],
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="The number of nodes to hold.")],
+    hours: Annotated[float, typer.Option("--hours", metavar="H", help="The length of the trace.")],
+    to: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The CSV to write.")],
+    seed: SeedOption = 0,
+    provision_s: Annotated[
+        float, typer.Option("--provision-s", metavar="S", help="Mean seconds until a lost node is replaced.")
+    ] = 120.0,
+    crashes: Annotated[float, typer.Option("--crashes", metavar="RATE", help="Trainer crashes per node-hour.")] = 0.0,
+    mtbf_h: Annotated[float | None, _of_law("--mtbf-h", "All but bathtub: mean hours that a node is up.")] = None,
+    shape: Annotated[float | None, _of_law("--shape", "weibull: below 1 if most nodes are lost young.")] = None,
+    early: Annotated[float | None, _of_law("--early", "bathtub: A, the part lost in the first hours.")] = None,
+    tau1_h: Annotated[float | None, _of_law("--tau1-h", "bathtub: hours in which these are lost.")] = None,
+    tau2_h: Annotated[float | None, _of_law("--tau2-h", "bathtub: hours before the limit of the last losses.")] = None,
+    limit_h: Annotated[float | None, _of_law("--limit-h", "bathtub: hours after which no node is up.")] = None,
+    pools: Annotated[int | None, _of_law("--pools", "bulk: the number of pools.")] = None,
+    bulk_mtbf_h: Annotated[float | None, _of_law("--bulk-mtbf-h", "bulk: mean hours between those of a pool.")] = None,
+    share: Annotated[float | None, _of_law("--share", "bulk: the part of a pool's nodes that is lost.")] = None,
+    amplitude: Annotated[float | None, _of_law("--amplitude", "diurnal: 0 (a constant rate) to 1.")] = None,
+    peak_h: Annotated[float | None, _of_law("--peak-h", "diurnal: the hour of the highest rate.")] = None,
+    json: out.JsonOption = False,
+) -> None:
+    """Write a made-up trace: nodes that are lost by a law, and replaced."""
+    from ckpt.simulate.generators import GENERATORS, Fleet
+    from ckpt.simulate.trace import EventKind
+    from ckpt.simulate.trace_files import save
+
+    given = {
+        "mtbf_h": mtbf_h,
+        "shape": shape,
+        "early": early,
+        "tau1_h": tau1_h,
+        "tau2_h": tau2_h,
+        "limit_h": limit_h,
+        "pools": pools,
+        "bulk_mtbf_h": bulk_mtbf_h,
+        "share": share,
+        "amplitude": amplitude,
+        "peak_h": peak_h,
+    }
+    generator = GENERATORS[law]
+    given = {name: value for name, value in given.items() if value is not None}
+    known = [name for name in inspect.signature(generator).parameters if name != "fleet"]
+    for name in given:
+        if name not in known:
+            options = ", ".join(_option(each) for each in known)
+            raise UsageError(f"{_option(name)} is no option of {law}; its own are {options}")
+    made = generator(Fleet(nodes, hours, seed, provision_s, crashes), **given)
+    save(made, to)
+    losses = sum(event.kind is EventKind.REMOVE for event in made.events)
+    if json:
+        out.print_json({"trace": str(to), "law": law, "events": len(made.events), "losses": losses})
+    else:
+        out.print_text(f"wrote {to}: {format_count(nodes, 'node')} over {hours:g} h, {losses} lost")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _rows(found: Fit) -> list[tuple[str, str, str]]:
+    never = f"never after {found.never_back} of them" if found.never_back else ""
+    price = found.price_node_hour
+    return [
+        ("length of the trace", f"{found.span_h:.4g} h", ""),
+        ("nodes, on average", f"{found.node_hours / found.span_h:.3g}", f"at most {found.nodes_max}"),
+        ("nodes lost", str(found.losses), f"at {format_count(found.moments, 'moment')}"),
+        ("losses per node-hour", *_cells(found.loss_rate)),
+        ("hours between moments of loss", *_cells(found.job_mtbf_h)),
+        ("moments that took 2 nodes or more", *_cells(found.bulk_share)),
+        ("nodes that such a moment took", "none" if found.bulk_nodes is None else f"{found.bulk_nodes:.3g}", ""),
+        ("Weibull shape of up-times", *_cells(found.uptime_shape)),
+        ("time until the number is back", _duration(found.back_s), never),
+        ("time until a node is replaced", _duration(found.replaced_s), ""),
+        ("trainer crashes per node-hour", *_cells(found.crash_rate)),
+        *([("USD per node-hour", f"{price:.4g}", "")] if price is not None else []),
+    ]
+
+
+def _cells(found: Estimate | None) -> tuple[str, str]:
+    return (f"{found.value:.3g}", f"{found.low:.3g} to {found.high:.3g}") if found else ("unknown", "")
+
+
+def _duration(seconds: float | None) -> str:
+    from ckpt.policy.adaptive import format_duration
+
+    return "unknown" if seconds is None else format_duration(seconds)
