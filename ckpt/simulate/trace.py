@@ -30,7 +30,8 @@ class Trace:
     """Node events in order of time over `span_s` seconds.
 
     A node name is used for one life: ADD, then any number of CRASH, then at most one REMOVE. Nodes that are there at
-    the beginning have an ADD at 0. `price_node_hour`: USD for a node and hour, the mean over the span; None: unknown."""
+    the beginning have an ADD at 0. `price_node_hour`: USD for a node and hour, the mean over the span; None: unknown.
+    """
 
     name: str
     span_s: float
