@@ -78,8 +78,7 @@ def bathtub(
 
     def draw(rng: Random, _: float) -> float:
         p, low, high = rng.random(), 0.0, limit_h
-        if p >= bathtub_cdf(limit_h, early, tau1_h, tau2_h, limit_h):
-            return HOUR_S * limit_h
+        # For a p that the law does not reach before the limit, the upper bound stays there.
         while high - low > 1e-9 * limit_h:
             middle = (low + high) / 2
             is_below = bathtub_cdf(middle, early, tau1_h, tau2_h, limit_h) < p
