@@ -110,6 +110,12 @@ def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
     return CloudBackend(url, scheme, bucket, prefix, config, timeout_s)
 
 
+def open_obstore(url: str) -> Any:
+    """obstore's own store for that URL, with the same configuration and nothing of ckpt around its calls: the ceiling
+    of a benchmark. Errors: as `open_cloud`."""
+    return open_cloud(url)._upload_store
+
+
 def s3_config(env: Mapping[str, str]) -> dict[str, Any]:
     """The arguments that S3Store does not take from the environment by itself."""
     config: dict[str, Any] = {}

@@ -128,6 +128,7 @@ OURS: tuple[str, ...] = ("/", "anon_inode:[pidfd]", "pipe:")  # files and memfds
 if Path("/dev/nvidiactl").exists():  # CUDA opens pipes, whenever a test first asks for it, and keeps them
     OURS = OURS[:-1]
 NOT_OURS = ("/dev/", "/proc/", "/sys/", "/usr/", "/opt/", "/lib")
+FONTS = "/matplotlib/mpl-data/fonts/"  # matplotlib opens each font once, and keeps it open
 
 SETTLE_S = 60.0  # how long what was closed may take to be gone; only a failing test waits for it
 SETTLE_FAILED_S = 1.0  # the same of a test that has failed: nobody has told that to end, and it starves other tests
@@ -315,6 +316,7 @@ def _descriptors_left(before: dict[str, str], deadline: float) -> list[str]:
             f"descriptor {number} -> {target}"
             for number, target in _descriptors().items()
             if before.get(number) != target and target.startswith(OURS) and not target.startswith(NOT_OURS)
+            if FONTS not in target
         ]
 
     left = leaked()

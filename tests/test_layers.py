@@ -48,25 +48,42 @@ MAY_IMPORT = {
     "ipc": BELOW_IPC,
     **{f"agent.{name}": BELOW_IPC | {"ipc"} | below(AGENT, "agent", name) for name in AGENT},
     **{f"trainer.{name}": BELOW_IPC | {"ipc"} | below(TRAINER, "trainer", name) for name in TRAINER},
-    "simulate": BASE | {"policy", "placement"},
+    "simulate": BASE | {"policy", "placement", "report"},
+    "report": BASE,
+    "bench": BELOW_IPC | {"ipc", "report", "reader", "checkpointer", "", "backends"},
     "agent": set(),  # its __init__.py
     "trainer": set(),
     "checkpointer": BELOW_IPC | {"ipc", "trainer"},
     "checkpoint": BELOW_IPC,
     "reader": BELOW_IPC | {"checkpoint"},
-    "cli": BELOW_IPC | {"ipc", "agent", "trainer", "checkpointer", "", "backends", "reader", "checkpoint", "simulate"},
+    "cli": BELOW_IPC
+    | {
+        "ipc",
+        "agent",
+        "trainer",
+        "checkpointer",
+        "",
+        "backends",
+        "reader",
+        "checkpoint",
+        "simulate",
+        "report",
+        "bench",
+    },
     "__main__": {"cli"},
     "": BELOW_IPC | {"trainer", "checkpointer", "reader", "checkpoint"},  # ckpt/__init__.py; only lazily, see below
 }
 LAZY_ONLY = {"cli": {"checkpointer", "trainer", ""}, "": MAY_IMPORT[""]}
 
 TORCH = {*(f"trainer.{name}" for name in TRAINER), "checkpointer"}
+TORCH_FILES = {"ckpt/bench/job.py"}  # a process of its own
 # Writing .pt; tensors in the dtype that was saved; ckpt predict train.
 TORCH_IN_FUNCTIONS = {"ckpt/store/export.py", "ckpt/store/tensors.py", "ckpt/predict/training.py"}
 ENVIRONMENT = {
     "ckpt/settings.py",
     "ckpt/ipc/client.py",  # hands the whole environment on to the agent
     "ckpt/cli/doctor.py",  # says which credentials are set
+    "ckpt/bench/training.py",  # hands the whole environment on to its jobs
 }
 UNSAFE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "jsonpickle", "joblib"}
 
@@ -158,6 +175,7 @@ def test_torch_is_imported_only_where_the_trainer_runs():
         for module, lazy, line in imports(tree, path)
         if module.split(".")[0] in {"torch", "torchdata"}
         and part(path) not in TORCH
+        and path not in TORCH_FILES
         and not (lazy and path in TORCH_IN_FUNCTIONS)
     ]
     assert not wrong

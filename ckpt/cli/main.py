@@ -42,6 +42,7 @@ MODULE = {
     "predict": "predicting",
     "simulate": "simulating",
     "doctor": "doctor",
+    "bench": "benching",
 }
 
 

@@ -30,9 +30,11 @@ from ckpt.events import Events
 from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import check_not_cancelled
 from ckpt.storage.names import is_key
+from ckpt.storage.usage import LIST_PAGE, StoreUsage
 from ckpt.types import format_count
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Buffer)
 
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 10.0
@@ -48,7 +50,7 @@ LOUD_AGAIN_S, LOUD_AGAIN_S_MAX = 60.0, 3600.0
 class Retrying:
     """A backend that retries the operations of the inner one. `contact_s`: how long to retry until the store's first
     answer of any kind; None: `retry_s`. `reopen`: opens the same store with the current credentials; None: they never
-    change. `pause(seconds)` waits; by default until `close` at the latest."""
+    change. `usage`: counts the requests. `pause(seconds)` waits; by default until `close` at the latest."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Retrying:
         *,
         reopen: Callable[[], Backend] | None = None,
         contact_s: float | None = None,
+        usage: StoreUsage | None = None,
         now_s: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
         seed: int | None = None,
@@ -67,6 +70,7 @@ class Retrying:
         self._retry_s = retry_s
         self._contact_s = None if contact_s is None or contact_s >= retry_s else contact_s
         self._has_answered = False
+        self._usage = usage or StoreUsage()
         self._reopen = reopen
         self._reopen_lock = threading.Lock()
         self._events = events or Events()
@@ -86,12 +90,15 @@ class Retrying:
         cancel: threading.Event | None = None,
     ) -> None:
         uncertain = False
+        nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)
 
         check = functools.partial(check_not_cancelled, cancel, self.url, key)
 
         def attempt() -> None:
             nonlocal uncertain
             check()
+            self._usage.count("put")
+            self._usage.add_bytes("put", nbytes)
             try:
                 self.inner.put(key, chunks, mode, cancel)
             except TransientError:
@@ -108,22 +115,36 @@ class Retrying:
             raise Unsettled(f"{exc}; the outcome is unknown: read {key} back to see whether it was written") from exc
 
     def get(self, key: str, size_max: int) -> bytes:
-        return self._call_with_retries(f"get {key}", lambda: self.inner.get(key, size_max))
+        return self._get(key, lambda: self.inner.get(key, size_max))
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
-        return self._call_with_retries(f"get {key}", lambda: self.inner.get_range(key, start, length))
+        return self._get(key, lambda: self.inner.get_range(key, start, length))
+
+    def _get(self, key: str, get: Callable[[], B]) -> B:
+        def attempt() -> B:
+            self._usage.count("get")
+            content = get()
+            self._usage.add_bytes("get", memoryview(content).nbytes)
+            return content
+
+        return self._call_with_retries(f"get {key}", attempt)
 
     def head(self, key: str) -> ObjectInfo:
-        return self._call_with_retries(f"head {key}", lambda: self.inner.head(key))
+        def attempt() -> ObjectInfo:
+            self._usage.count("head")
+            return self.inner.head(key)
+
+        return self._call_with_retries(f"head {key}", attempt)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        last = ""
+        last, given = "", 0
         listing: Iterator[ObjectInfo] | None = None
 
         def following() -> ObjectInfo | None:
             nonlocal listing
             try:
                 if listing is None:
+                    self._usage.count("list")
                     listing = iter(self.inner.list(prefix))
                 return next((info for info in listing if info.key > last), None)
             except CkptError:
@@ -132,15 +153,26 @@ class Retrying:
                 raise
 
         while (info := self._call_with_retries(f"list {prefix}", following)) is not None:
-            last = info.key
+            last, given = info.key, given + 1
+            if given % LIST_PAGE == 0:
+                self._usage.count("list")
             yield info
 
     def folders(self, prefix: str) -> Sequence[str]:
-        return self._call_with_retries(f"look below {prefix}", lambda: self.inner.folders(prefix))
+        def attempt() -> Sequence[str]:
+            self._usage.count("list")
+            return self.inner.folders(prefix)
+
+        return self._call_with_retries(f"look below {prefix}", attempt)
 
     def delete(self, keys: Iterable[str]) -> None:
         each = list(keys)
-        self._call_with_retries(f"delete {format_count(len(each), 'object')}", lambda: self.inner.delete(each))
+
+        def attempt() -> None:
+            self._usage.count("delete")
+            self.inner.delete(each)
+
+        self._call_with_retries(f"delete {format_count(len(each), 'object')}", attempt)
 
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key

@@ -24,6 +24,7 @@ from ckpt.settings import Settings, read_settings
 from ckpt.storage.contract import Backend
 from ckpt.storage.names import redact_url
 from ckpt.storage.retry import Retrying
+from ckpt.storage.usage import StoreUsage
 
 OUR_BACKENDS = {
     "file": "ckpt.backends.local:open_local",
@@ -43,14 +44,20 @@ _FOLDER = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.=@+,-]{1,255}")  # one part of th
 
 
 def open(
-    url: str, *, settings: Settings | None = None, events: Events | None = None, contact_s: float | None = None
+    url: str,
+    *,
+    settings: Settings | None = None,
+    events: Events | None = None,
+    contact_s: float | None = None,
+    usage: StoreUsage | None = None,
 ) -> Backend:
-    """The store at that URL, with retries around it (`contact_s`: see Retrying). Creates and asks nothing before the
-    first operation. Thread-safe. The caller closes the store. Errors: UsageError names the URLs that are accepted."""
+    """The store at that URL, with retries around it (`contact_s`, `usage`: see Retrying). Creates and asks nothing
+    before the first operation. Thread-safe. The caller closes the store. Errors: UsageError, which names the accepted
+    URLs."""
     settings = settings or read_settings()
     url = canonical(url)
     make = functools.partial(_factory(scheme_of(url)), url)
-    return Retrying(make(), settings.retry_s, events, reopen=make, contact_s=contact_s)
+    return Retrying(make(), settings.retry_s, events, reopen=make, contact_s=contact_s, usage=usage)
 
 
 def canonical(url: str) -> str:

@@ -22,6 +22,7 @@ from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.save_options import Best, Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage.names import redact_url
+from ckpt.storage.usage import StoreUsage
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class StoreClient:
         """`owner`: this node's name in the keys of its packs."""
         self.url = url
         self.events = events
+        self.usage = StoreUsage()
         self.claims = Claims(url, self.open_run, settings.heartbeat_s, events)
         self._settings = settings
         self._owner = owner
@@ -153,7 +155,8 @@ class StoreClient:
         with self._lock:
             if impatient not in self._runs:
                 retry_s = min(SHORT_RETRY_S, self._settings.retry_s) if impatient else self._settings.retry_s
-                backend = open_store(self.url, settings=replace(self._settings, retry_s=retry_s), events=self.events)
+                settings = replace(self._settings, retry_s=retry_s)
+                backend = open_store(self.url, settings=settings, events=self.events, usage=self.usage)
                 self._runs[impatient] = Run(backend, events=self.events)
             return self._runs[impatient]
 

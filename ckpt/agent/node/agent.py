@@ -274,6 +274,8 @@ class Agent(OrphanCommitter):
             "peer_bandwidth": self.network.rate_limit_bytes_s if self.network is not None else None,
             "followed_jobs": [each.status() for each in self.followed_jobs],
             "former": [{**each.status(), **job_facts(each), **FORMER_STATUS_OMITTED} for each in self.former_jobs[-4:]],
+            "store_requests": self._store.usage.requests(),
+            "store_bytes": self._store.usage.bytes_moved(),
             "copies": self.replicas.status_fields(),
             "lenders": self.memory_nodes.table(),
             "struck": {str(identity): why[:500] for identity, why in list(self._struck_candidates.items())[-20:]},

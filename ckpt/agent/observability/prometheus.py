@@ -94,6 +94,10 @@ def _from_job(read: Callable[[Facts], Iterable[Sample]]) -> Callable[[Facts, flo
     return lambda status, unix_s: read(status["job"]) if status.get("job") else []
 
 
+def _by_label(name: str, label: str) -> Callable[[Facts, float], Iterable[Sample]]:
+    return lambda status, unix_s: [({label: k}, v) for k, v in sorted(status[name].items())]
+
+
 def _ranks(job: Facts) -> Iterable[Sample]:
     counts = Counter[str](job["ranks"])
     return [({"state": state}, counts[state]) for state in ("here", "left", "dead")]
@@ -190,6 +194,18 @@ METRICS: tuple[Metric, ...] = (
         "ckpt_saved_bytes_total", "counter", "Bytes saved by level; store: after encoding.", _by_level("saved_bytes")
     ),
     Metric("ckpt_restored_bytes_total", "counter", "Bytes that starts read, by level.", _by_level("restored_bytes")),
+    Metric(
+        "ckpt_store_requests_total",
+        "counter",
+        "Requests of this agent to the store, each attempt among them.",
+        _by_label("store_requests", "operation"),
+    ),
+    Metric(
+        "ckpt_store_bytes_total",
+        "counter",
+        "Bytes that this agent sent to the store or received from it.",
+        _by_label("store_bytes", "direction"),
+    ),
     Metric("ckpt_restores_total", "counter", "Starts by the level that they restored from.", _by_level("restores")),
     Metric("ckpt_step", "gauge", "Newest step that all ranks ended.", _account("ended_step")),
     Metric("ckpt_step_seconds", "gauge", "Seconds of a step now.", _from_job(lambda job: [(NONE, job["step_s"])])),

@@ -73,6 +73,8 @@ def a_status(**job: Any) -> dict[str, Any]:
         "cpu_s": 0.5,
         "account": account.facts(12.0),
         "job": job or None,
+        "store_requests": {"put": 3, "get": 1},
+        "store_bytes": {"put": 1000, "get": 100},
         "predictions": {
             "sources": {
                 "io": {"precision": 0.0, "recall": 0.0},
@@ -112,6 +114,8 @@ def test_the_page_is_of_the_text_format_and_says_what_the_status_does() -> None:
     assert found["ckpt_memory_bytes"][("use", "slots"),] == 30
     assert found["ckpt_notices"] == {(("certain", "yes"),): 1, (("certain", "no"),): 0}
     assert found["ckpt_restored_bytes_total"] == {(("level", "store"),): 100}
+    assert found["ckpt_store_requests_total"] == {(("operation", "get"),): 1, (("operation", "put"),): 3}
+    assert found["ckpt_store_bytes_total"] == {(("direction", "get"),): 100, (("direction", "put"),): 1000}
     assert found["ckpt_predictions"] == {(("source", "io"),): 0, (("source", "memory"),): 2}
     assert found["ckpt_prediction_precision_ratio"][("source", "memory"),] == 0.75
     assert found["ckpt_prediction_recall_ratio"][("source", "io"),] == 0.0
