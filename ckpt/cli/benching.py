@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json as json_text
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli import out
+from ckpt.cli import out, reports
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt.bench.figures import SuiteResult
     from ckpt.bench.training import Prices
-
-WRITERS = (".json", ".md", ".html")
 
 
 def bench(
@@ -29,10 +25,7 @@ def bench(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="SECTION", help="store, codecs, save or restore. Repeatable.")
     ] = None,
-    to: Annotated[
-        list[Path] | None,
-        typer.Option("--out", metavar="FILE", help="Write .json, .md or .html there. Repeatable."),
-    ] = None,
+    to: reports.OutOption = None,
     prices: Annotated[
         str | None,
         typer.Option(
@@ -53,15 +46,14 @@ def bench(
         return
     if url is None:
         raise UsageError("give the URL of a store, or --compare OLD NEW")
-    files = to or []
-    _check_files(files)
+    reports.check_files(to or [])
+    from ckpt.bench.render import to_document
     from ckpt.bench.suite import SECTIONS, run_suite
 
     nbytes, costs = out.parse_size("--size", size), _parse_prices(prices)
     tell: Callable[[str], None] = (lambda text: None) if json else _tell
     result = run_suite(url, nbytes, only or SECTIONS, costs, tell)
-    for file in files:
-        _write(result, file)
+    reports.write_files(to or [], lambda: to_document(result), result.to_json())
     if json:
         out.print_json(result.to_json())
     else:
@@ -76,19 +68,6 @@ def _tell(section: str) -> None:
     out.print_text(f"measuring: {section}", sys.stderr)
 
 
-def _check_files(files: list[Path]) -> None:
-    """Before anything is measured. Errors: UsageError."""
-    for file in files:
-        if file.suffix not in WRITERS:
-            raise UsageError(f"--out {file}: the name must end with {', '.join(WRITERS[:-1])} or {WRITERS[-1]}")
-        if not file.parent.is_dir():
-            raise UsageError(f"--out {file}: {file.parent} is no folder; make one, or give another name")
-    if any(file.suffix != ".json" for file in files):
-        from ckpt.report.plots import check_can_draw
-
-        check_can_draw()
-
-
 def _parse_prices(text: str | None) -> Prices:
     from ckpt.bench.training import Prices
 
@@ -101,22 +80,6 @@ def _parse_prices(text: str | None) -> Prices:
     if not all(0 <= each < 1e6 for each in (put, get, month)):
         raise UsageError(f"--prices {text!r:.80}: give three numbers of USD, none below 0")
     return Prices(put, get, month)
-
-
-def _write(result: SuiteResult, file: Path) -> None:
-    from ckpt.bench.render import to_document
-    from ckpt.report.html import write_html
-    from ckpt.report.markdown import write_markdown
-
-    try:
-        if file.suffix == ".json":
-            file.write_text(json_text.dumps(result.to_json(), indent=1) + "\n")
-        elif file.suffix == ".md":
-            write_markdown(to_document(result), file)
-        else:
-            write_html(to_document(result), file)
-    except OSError as exc:
-        raise UsageError(f"--out {os.fspath(file)}: {exc}") from exc
 
 
 def _print_result(result: SuiteResult) -> None:

@@ -1,4 +1,4 @@
-"""The commands `ckpt simulate fit` and `ckpt simulate generate`: what a trace says of its cloud, and made-up traces."""
+"""The commands `ckpt simulate`: fit a trace, make one up, and run jobs through one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli import out
+from ckpt.cli import out, reports
 from ckpt.errors import UsageError
 from ckpt.types import format_count
 
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="The same seed chooses the same.")]
 
-simulate = typer.Typer(help="Fit a trace of spot nodes, or generate one.", no_args_is_help=True, rich_markup_mode=None)
+ScenarioArgument = Annotated[
+    Path, typer.Argument(metavar="SCENARIO", help="A TOML file that describes a job (docs/guides/simulate.md).")
+]
+
+simulate = typer.Typer(
+    help="Run a job through a trace of spot nodes; fit or make up a trace.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 class TraceLaw(StrEnum):
@@ -117,6 +123,61 @@ def generate_trace(
         out.print_json({"trace": str(to), "law": law, "events": len(made.events), "losses": losses})
     else:
         out.print_text(f"wrote {to}: {format_count(nodes, 'node')} over {hours:g} h, {losses} lost")
+
+
+@simulate.command("run")
+def run_scenario(
+    scenario: ScenarioArgument,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file of any known format.")],
+    seed: SeedOption = 0,
+    json: out.JsonOption = False,
+) -> None:
+    """Say what becomes of a job under a trace: time lost, recoveries, traffic and cost."""
+    from ckpt.report.document import format_cell
+    from ckpt.simulate.engine import simulate as run
+    from ckpt.simulate.render import outcome_json, outcome_rows
+    from ckpt.simulate.scenario_file import read_scenario
+    from ckpt.simulate.trace_files import load
+
+    file = read_scenario(scenario)
+    if file.keys:
+        raise UsageError(f"{scenario} has a table [sweep]: use ckpt simulate sweep, or leave the table out")
+    outcome = run(file.scenario({}), load(trace, seed), seed)
+    if json:
+        out.print_json(outcome_json(outcome))
+    else:
+        rows = [(name, format_cell(value), unit) for name, value, unit in outcome_rows(outcome)]
+        out.print_table([scenario.name, "value", "unit"], rows, right=["value"])
+
+
+@simulate.command("sweep")
+def sweep_scenarios(
+    scenario: ScenarioArgument,
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Files of any known format.")],
+    to: reports.OutOption = None,
+    seed: SeedOption = 0,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes; by default one for each core.")] = None,
+    json: out.JsonOption = False,
+) -> None:
+    """Run every combination of the scenario's [sweep], and show which none other beats."""
+    from ckpt.report.document import format_cell
+    from ckpt.simulate.render import outcome_json, sweep_columns, sweep_document, sweep_rows
+    from ckpt.simulate.scenario_file import read_scenario
+    from ckpt.simulate.sweep import run_sweep
+    from ckpt.simulate.trace_files import load
+
+    reports.check_files(to or [])
+    file, read = read_scenario(scenario), [load(each, seed) for each in traces]
+    with out.progress("simulating", json=json, of="rounds") as report:
+        runs = run_sweep(file, read, seed, jobs, report)
+    body = {"runs": [{"trace": run.trace, "choice": run.choice, **outcome_json(run.outcome)} for run in runs]}
+    reports.write_files(to or [], lambda: sweep_document(runs, scenario.name, seed), body)
+    if json:
+        out.print_json(body)
+        return
+    columns = sweep_columns(runs)
+    rows = [[format_cell(cell) for cell in row] for row in sweep_rows(runs)]
+    out.print_table(columns, rows, right=[name for name in columns if name not in ("trace", "best", *runs[0].choice)])
 
 
 def _option(name: str) -> str:

@@ -20,23 +20,24 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one colour. `names`: a text beside each point, or none."""
+    """Points of one colour. `names`: a text beside each point, or none. `line`: whether a line joins them."""
 
     label: str
     xs: Sequence[float | str]
     ys: Sequence[float]
     names: Sequence[str] = ()
+    line: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """`kind`: "line", "points", or "bars" (one group for each x). Axes with `log_x` or `log_y` are logarithmic."""
+    """`kind`: "points", or "bars" (one group for each x). Axes with `log_x` or `log_y` are logarithmic."""
 
     title: str
     x_label: str
     y_label: str
     series: Sequence[Series]
-    kind: Literal["line", "points", "bars"] = "line"
+    kind: Literal["points", "bars"] = "points"
     log_x: bool = False
     log_y: bool = False
 

@@ -56,8 +56,7 @@ def draw(plot: Plot, form: str) -> bytes:
 
 def _draw_points(axes: Any, plot: Plot) -> None:
     for each in plot.series:
-        style = "o" if plot.kind == "points" else "o-"
-        axes.plot(each.xs, each.ys, style, label=each.label, markersize=4)
+        axes.plot(each.xs, each.ys, "o-" if each.line else "o", label=each.label, markersize=4)
         for x, y, name in zip(each.xs, each.ys, each.names, strict=False):
             axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize="x-small")
 
