@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from ckpt.errors import UsageError
 from ckpt.types import format_count
 
 if TYPE_CHECKING:
+    from ckpt.simulate.advise import RunFacts
     from ckpt.simulate.fit import Estimate, Fit
 
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="The same seed chooses the same.")]
@@ -178,6 +180,73 @@ def sweep_scenarios(
     columns = sweep_columns(runs)
     rows = [[format_cell(cell) for cell in row] for row in sweep_rows(runs)]
     out.print_table(columns, rows, right=[name for name in columns if name not in ("trace", "best", *runs[0].choice)])
+
+
+@simulate.command("advise")
+def advise_run(
+    url: out.UrlArgument,
+    node_usd_hour: Annotated[
+        float | None, typer.Option("--node-usd-hour", min=0, help="Price of a node, to say what is saved in USD.")
+    ] = None,
+    json: out.JsonOption = False,
+) -> None:
+    """Say what another policy or more replicas would save, from what the run has measured."""
+    from dataclasses import asdict
+
+    from ckpt import reader
+    from ckpt.simulate.advise import advise, facts_of
+
+    with reader.open(url) as run:
+        newest = run.newest
+        facts = facts_of(newest.about, newest.bytes, newest.stored_bytes)
+    found = advise(facts, node_usd_hour)
+    if json:
+        rows = [{"change": each.setting.change, **asdict(each)} for each in found]
+        out.print_json({"url": url, "step": newest.step, "costs": dict(facts.costs), "settings": rows})
+        return
+    for line in _measured_lines(facts, newest.label):
+        out.print_text(line)
+    out.print_text()
+    columns = ["setting", "overhead", "saves a month", "store GB/h"]
+    rows_shown = []
+    for each in found:
+        usd = "" if each.saved_usd is None else f", {each.saved_usd:,.0f} USD"
+        saved = f"{each.saved_h:.1f} h{usd}" if each.setting.change else ""
+        name = each.setting.change or "as it runs"
+        rows_shown.append((name, f"{100 * each.overhead:.2f} %", saved, f"{each.store_gb_h:.3g}"))
+    out.print_table(columns, rows_shown, right=columns[1:])
+    best = found[1] if len(found) > 1 else None
+    if best is None or best.saved_h < WORTH_H:
+        out.print_text(f"\nno change saves more than {WORTH_H:g} h a month")
+
+
+def _measured_lines(facts: RunFacts, label: str) -> Iterator[str]:
+    """What was measured, in two lines."""
+    from ckpt.policy.adaptive import format_duration
+    from ckpt.policy.failures import Failure
+
+    costs = facts.costs
+    parts = [f"a step {format_duration(facts.step_s)}", f"a snapshot stalls {format_duration(costs['stall_s'])}"]
+    for name, text in (("commit_s", "a commit takes"), ("replication_s", "replicas take")):
+        if name in costs:
+            parts.append(f"{text} {format_duration(costs[name])}")
+    yield f"measured up to step {label} on {format_count(facts.nodes, 'node')}: {', '.join(parts)}"
+    rates = []
+    for failure, text in _FAILURES.items():
+        kind = Failure(failure)
+        learnt = facts.learnt.rate_of(kind)
+        every = format_duration(1 / learnt.current_rate.mean / (facts.nodes if kind.is_per_node else 1))
+        rates.append(f"{text} every {every} ({learnt.failure_count} seen)")
+    yield f"failures to expect: {', '.join(rates)}"
+
+
+_FAILURES = {
+    "process": "a trainer dies",
+    "node": "a node is lost",
+    "preemption": "a node is preempted",
+    "job": "all memory is lost",
+}
+WORTH_H = 0.1  # a month; less is noise
 
 
 def _option(name: str) -> str:

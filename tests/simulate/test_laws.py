@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from ckpt.placement.placement import Parity, Replicas
 from ckpt.policy import Adaptive, Every
-from ckpt.simulate.engine import simulate
 from ckpt.simulate.outcome import RunOutcome
 from ckpt.simulate.scenario import LocalLevel, NoticeModel, PeerLevel, Rejoin, Scenario, StoreLevel
-from ckpt.simulate.trace import EventKind, Trace, TraceEvent
-from tests.simulate.made import ADD, CRASH, FAST, REMOVE, STATE, run, scenario, trace
+from ckpt.simulate.trace import Trace, TraceEvent
+from tests.simulate.made import ADD, CRASH, REMOVE, STATE, run
 
 SPAN_S = 8_000.0
 

@@ -100,6 +100,19 @@ def policy_from(options: Any) -> Every | Adaptive:
     return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
 
 
+def option_fields(policy: Every | Adaptive, peers: Replicas | Parity | None) -> dict[str, float]:
+    """How often the job saves and what it keeps at peers, as numbers for a commit record: `every_steps` or `every_s`,
+    neither with ckpt.Adaptive; `replicas`, or `data` and `parity`."""
+    found: dict[str, float | None] = {}
+    if isinstance(policy, Every):
+        found |= {"every_steps": policy.steps, "every_s": policy.seconds}
+    if isinstance(peers, Replicas):
+        found["replicas"] = peers.n
+    elif peers is not None:
+        found |= {"data": peers.data, "parity": peers.parity}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _peers_from(given: Any) -> Replicas | Parity | None:
     """Errors: UsageError names the field."""
     if given is None:

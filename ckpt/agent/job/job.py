@@ -438,7 +438,7 @@ class Job(AgentRestart):
     def _apply_policy(self, policy: Every | Adaptive) -> None:
         now_s = time.monotonic()
         known = self.cost_model.measurements if self.cost_model is not None else PRIORS_ONLY
-        self.is_adaptive = isinstance(policy, Adaptive)
+        self.policy = policy
         limits, given = (Adaptive(), policy) if isinstance(policy, Every) else (policy, Every(seconds=START_S))
         self.cost_model = CostModel(limits, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
         self.cost_model.has_replicas = self.scheduler.is_placement_complete

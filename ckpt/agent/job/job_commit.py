@@ -19,13 +19,14 @@ import numpy as np
 
 from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, write_part
 from ckpt.agent.commit.orphan_commit import check_due
+from ckpt.agent.commit.store_client import option_fields
 from ckpt.agent.job.job_context import JobContext
 from ckpt.agent.replication.rebuild import UNWANTED
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
-from ckpt.agent.state.cost_model import ABOUT
+from ckpt.agent.state.cost_model import ABOUT, COSTS
 from ckpt.agent.state.job_facts import WorkState
 from ckpt.errors import Superseded, TransientError, Unsettled
 from ckpt.ipc.arena import Arena
@@ -65,6 +66,7 @@ class JobCommits(JobContext):
         if self.cost_model is not None:
             self.cost_model.record_commit_begin(self._hindmost_entered_s(), self.ranks.slowest_step())
             about[ABOUT] = self.cost_model.record_fields(self._services.alarm_scores())
+            about[COSTS] = {**self.cost_model.cost_fields(), **option_fields(self.policy, options.peers)}
         ranks, left_over = self.ranks, bool(self.scheduler.superseded_by)
         kept = self.replication_manager is not None and self.replication_manager.has_holders
         elsewhere: DistributedWrite | None = None

@@ -32,6 +32,7 @@ from ckpt.agent.state.cost_model import CostModel
 from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.ipc.control_page import ATTEMPT_MAX
+from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.save_options import Every
 from ckpt.types import Epoch
 
@@ -132,8 +133,7 @@ class JobContext:
         self.claim: Claim | None = None
         self.options = JobOptions()
         self.cost_model: CostModel | None = None  # once rank 0 has sent the policy
-        # Whether the cost model sets the intervals. If not, it still learns for later starts.
-        self.is_adaptive = False
+        self.policy: Every | Adaptive = Every(seconds=600)  # until rank 0 has sent one
         self.outcome_path = services.outcome_path
         self.checkpoints: dict[int, MemoryCheckpoint] = {}
         self.plan: memory_plan.MemoryPlan | None = None
@@ -178,6 +178,11 @@ class JobContext:
         self._services.on_event(Event(name, message, loud, {"epoch": str(self.epoch), **(data or {})}))
         if members:
             send_event(members[0].peer, Event(name, message, loud, data or {}))
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the cost model sets the intervals. If not, it still learns for later starts."""
+        return isinstance(self.policy, Adaptive)
 
     def apply_cost_model(self) -> None:
         """Has the cost model choose the save intervals, unless the user fixed them, and applies them from now on."""

@@ -20,7 +20,8 @@ from ckpt.policy.known import PRIORS_ONLY, Measurements
 # The step time is measured over at least so many steps: over fewer, the moment of the look decides the result.
 PACE_STEPS_MIN = 2
 PACE_S_MIN = 1.0
-ABOUT = "learnt"  # key in a commit record
+# Keys in a commit record: what the next start inherits, and what people and `ckpt simulate advise` read.
+ABOUT, COSTS = "learnt", "costs"
 
 
 class CostModel:
@@ -111,6 +112,26 @@ class CostModel:
     def record_fields(self, sources: Sources | None = None) -> dict[str, float]:
         """The measurements for a commit record. `sources`: those of predictions."""
         return remember(self.measurements, sources)
+
+    def cost_fields(self) -> dict[str, float]:
+        """The measured costs for a commit record, each the usual value, in seconds or bytes; without those that were
+        not measured. `local_s`, `snapshots`: the adaptive intervals of now."""
+        known = self.measurements
+        found = {
+            "stall_s": known.stall.mean,
+            "commit_s": known.commit.mean,
+            "commit_bytes": known.commit_bytes.mean,
+            "replication_s": known.replication.mean,
+            "step_s": known.step.mean,
+            "step_beside_commit_s": known.step_beside_commit.mean,
+            "local_recovery_s": known.local_recovery.mean,
+            "peer_recovery_s": known.peer_recovery.mean,
+            "store_recovery_s": known.store_recovery.mean,
+            "nodes": self.nodes,
+            "local_s": self.decision.local_s,
+            "snapshots": self.decision.snapshots,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def _measure_pace(self, entered_s: float, step: int) -> None:
         """Measures the step time since the last mark, apart for time with and without a commit."""
