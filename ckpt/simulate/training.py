@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
 
 from ckpt.policy.interval import ROUNDING
 from ckpt.policy.save_options import STEPS_APART
 from ckpt.simulate.memory import Home, SavedState
-from ckpt.simulate.saves import FixedSaves, LearntSaves
+from ckpt.simulate.saves import FixedSaves, LearntSaves, Observation
 from ckpt.simulate.scenario import Scenario
 
 NEVER = math.inf
@@ -39,7 +40,19 @@ class Books:
     puts: int = 0
 
 
-_BOOKS = tuple(each.name for each in fields(Books))
+BOOKS = tuple(each.name for each in fields(Books))
+TurnState = tuple[Hashable, ...]  # relative to the turn's beginning
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBegin:
+    """What had added up at the beginning of a turn. `seen`: how often each measurement had been made."""
+
+    time_s: float
+    steps: int
+    ordinal: int
+    books: Books
+    seen: dict[Observation, int]
 
 
 class Doing(enum.Enum):
@@ -81,7 +94,8 @@ class Training:
         self._hurried = False
         self._commits_after_stall = self._commits_at_once = False
         self._pace_from_s = 0.0
-        self._turns: dict[tuple[float | None, ...], tuple[float, int, int, Books, dict[object, int]]] = {}
+        self._turns: dict[TurnState, TurnBegin] = {}
+        self._idle_turns: dict[TurnState, TurnBegin] = {}  # while no commit runs
 
     # -- time
 
@@ -170,7 +184,7 @@ class Training:
         self._turn_ends_s = self._completes_s = NEVER
         self._completing = None
         self._worked_s = 0.0
-        self._turns.clear()
+        self._forget_turns()
         local = self.scenario.local
         if local is not None and not local.survives_crash:
             self.newest = self.replicated = self.waiting = self.replicating = self.committing = None
@@ -183,7 +197,7 @@ class Training:
             for each in (self.newest, self.replicated, self.waiting)
         )
         self.replicating, self.replication_ends_s = None, NEVER
-        self._turns.clear()
+        self._forget_turns()
         if self.committing is not None and not self.committing.survives:
             self._abort_commit()
         # Where training goes on: nodes were lost that only held what an earlier start saved.
@@ -202,7 +216,7 @@ class Training:
         replicas are made. Whether there was any work in this turn."""
         if self.doing is Doing.WORKING and self._worked_s > 0:
             self._hurried = True
-            self._turns.clear()
+            self._forget_turns()
             self._plan()
             return True
         return False
@@ -293,7 +307,7 @@ class Training:
         elif self.must_leave:
             self._leave()
         if self.saves.is_due(self.uptime_s):
-            self._turns.clear()
+            self._forget_turns()
             if self.saves.ask(self.uptime_s):
                 self._begin_turn()
         elif self._jumps and self.doing is Doing.WORKING:
@@ -351,6 +365,7 @@ class Training:
             return
         self._observe_pace("step")
         self.committing, self.waiting = state, None
+        self._idle_turns.clear()
         seconds = self.scenario.commit_s_on(self._nodes)
         self._commit_bytes_s = seconds, self.scenario.stored_bytes
         self.commit_ends_s = self.now_s + seconds
@@ -371,6 +386,7 @@ class Training:
 
     def _record_commit(self, state: SavedState) -> None:
         self.committed = SavedState(state.steps, state.useful_s, state.ordinal, None)
+        self._idle_turns.clear()
         self.books.commits += 1
         self.books.bytes_in += self.scenario.stored_bytes
         self.books.puts += self.scenario.requests_on(self._nodes)
@@ -388,70 +404,80 @@ class Training:
     # -- jumps
 
     def _jump(self, until_s: float) -> None:
-        """A turn begins. Skips whole cycles, if its state is that of an earlier turn."""
-        now_s, useful_s, books = self.now_s, self.books.useful_s, self.books
-        states, seen = self.states(), self.saves.seen
-        state = (
-            *(None if at == NEVER else round(at - now_s, SAME) for at in self._background()),
-            *(None if each is None else round(each.useful_s - useful_s, SAME) for each in states),
-            *(None if each is None else self.ordinal - each.ordinal for each in states),
+        """A turn begins. Skips whole cycles of turns before `until_s`, if the state is that of an earlier turn."""
+        memory = self.newest, self.replicated, self.replicating, self._completing
+        is_idle = self.waiting is None and self.committing is None
+        if self.scenario.store is not None and is_idle:
+            # Between two commits the turns repeat, whatever the store has.
+            since = self.ordinal - (self.committed.ordinal if self.committed is not None else 0)
+            self._skip(self._idle_turns, memory, until_s, self.saves.snapshots - 1 - since)
+        if self.scenario.store is None or len(self.kept_s) == self.scenario.store.kept:
+            self._skip(self._turns, (*memory, self.committed, self.waiting, self.committing), until_s)
+
+    def _skip(
+        self,
+        turns: dict[TurnState, TurnBegin],
+        states: Sequence[SavedState | None],
+        until_s: float,
+        turns_most: float = NEVER,
+    ) -> None:
+        """`states`: those that move on with the turns. `turns_most`: how many turns may be skipped."""
+        now_s, useful_s, seen = self.now_s, self.books.useful_s, self.saves.seen
+        has_commits = turns is self._turns
+        ends = self._turn_ends_s, self._completes_s, self.replication_ends_s, self.commit_ends_s
+        state: TurnState = (
             self._turn_steps,
-            None if seen is None else round(useful_s - self._pace_from_s, SAME),
-            *(each is not None and each.home is self.home for each in states),
-            *(each is not None and each.is_replicated for each in states),
+            round(useful_s - self._pace_from_s, SAME) if seen is not None and has_commits else None,
+            *(None if at == NEVER else round(at - now_s, SAME) for at in ends),
+            *(_relative(each, self) for each in states),
         )
-        before = self._turns.get(state)
+        before = turns.get(state)
         if before is None:
-            if len(self._turns) < TURNS_COMPARED and len(self.kept_s) == self._kept:
-                copied = Books(*(getattr(books, name) for name in _BOOKS))
-                self._turns[state] = now_s, self.steps, self.ordinal, copied, dict(seen or {})
+            if len(turns) < TURNS_COMPARED:
+                turns[state] = TurnBegin(now_s, self.steps, self.ordinal, replace(self.books), dict(seen or {}))
             return
-        began_s, steps, ordinal, were, had = before
-        cycle_s, cycle_steps, cycle_ordinal = now_s - began_s, self.steps - steps, self.ordinal - ordinal
+        cycle_s, cycle_steps = now_s - before.time_s, self.steps - before.steps
+        cycle_ordinal, cycle_useful_s = self.ordinal - before.ordinal, useful_s - before.books.useful_s
         until_s = min(until_s, now_s + self.saves.due_in_s(self.uptime_s))
-        if until_s == NEVER and self.scenario.work_steps is None:
-            return
-        cycles = math.inf if until_s == NEVER else math.floor((until_s - now_s) / cycle_s)
+        cycles = min((until_s - now_s) / cycle_s, turns_most / cycle_ordinal)
         if self.scenario.work_steps is not None:
-            cycles = min(cycles, (self.scenario.work_steps - self._turn_steps - self.steps) // cycle_steps)
-        if cycles < 1:
+            cycles = min(cycles, (self.scenario.work_steps - self._turn_steps - self.steps) / cycle_steps)
+        if not 1 <= cycles < NEVER:
             return
-        n = int(cycles)
-        self._turns.clear()
-        for name in _BOOKS:
-            now = getattr(books, name)
-            setattr(books, name, now + n * (now - getattr(were, name)))
-        cycle_useful_s = useful_s - were.useful_s
+        n = math.floor(cycles)
+        turns.clear()
+        self._idle_turns.clear()
+        for name in BOOKS:
+            now = getattr(self.books, name)
+            setattr(self.books, name, now + n * (now - getattr(before.books, name)))
         for saved in {id(each): each for each in states if each is not None}.values():
             saved.steps += n * cycle_steps
             saved.ordinal += n * cycle_ordinal
             saved.useful_s += n * cycle_useful_s
-        self.now_s += n * cycle_s
         self.steps += n * cycle_steps
         self.ordinal += n * cycle_ordinal
-        self._pace_from_s += n * cycle_useful_s
-        self.commit_ends_s += n * cycle_s
-        self.replication_ends_s += n * cycle_s
-        self._completes_s += n * cycle_s
+        self.now_s += n * cycle_s
         self._turn_ends_s += n * cycle_s
+        self._completes_s += n * cycle_s
         self._due_s += n * cycle_s
-        for what, count in (seen or {}).items():
-            seen[what] = count + n * (count - had.get(what, 0))
+        self.replication_ends_s += n * cycle_s
+        if has_commits:
+            self.commit_ends_s += n * cycle_s
+            self._pace_from_s += n * cycle_useful_s
+        for what, count in seen.items() if seen is not None else ():
+            seen[what] = count + n * (count - before.seen.get(what, 0))
 
-    @property
-    def _kept(self) -> int:
-        return self.scenario.store.kept if self.scenario.store is not None else 0
-
-    def _background(self) -> tuple[float, ...]:
-        return self.commit_ends_s, self.replication_ends_s, self._completes_s, self._turn_ends_s
+    def _forget_turns(self) -> None:
+        self._turns.clear()
+        self._idle_turns.clear()
 
     def states(self) -> tuple[SavedState | None, ...]:
-        return (
-            self.newest,
-            self.replicated,
-            self.committed,
-            self.waiting,
-            self.committing,
-            self.replicating,
-            self._completing,
-        )
+        memory = self.newest, self.replicated, self.replicating, self._completing
+        return (*memory, self.committed, self.waiting, self.committing)
+
+
+def _relative(saved: SavedState | None, now: Training) -> Hashable:
+    if saved is None:
+        return None
+    age = round(now.books.useful_s - saved.useful_s, SAME), now.ordinal - saved.ordinal
+    return age, saved.home is now.home, saved.is_replicated
