@@ -13,6 +13,8 @@ from functools import lru_cache
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Placement, Replicas, place
 
+STATE_BYTES, LENT_BYTES = 1 << 30, 1 << 50
+
 
 @dataclass(slots=True, eq=False)
 class Home:
@@ -48,10 +50,9 @@ def make_home(pools: dict[str, str], option: Replicas | Parity | None) -> Home:
 
 @lru_cache(maxsize=4096)
 def _place(sizes: Sequence[int], option: Replicas | Parity) -> Placement:
-    """Nodes of a pool are alike, so the sizes of the pools say all. Each node lends what is asked of it."""
-    lend = 1000 * (1 + (option.n if isinstance(option, Replicas) else option.parity))
+    """Nodes of a pool are alike, so the sizes of the pools say all. Memory suffices for whatever is asked."""
     nodes = [
-        PlacementNode(f"{i}.{j}", 1000, 4 * lend, (f"pool {i}",) if len(sizes) > 1 else ())
+        PlacementNode(f"{i}.{j}", STATE_BYTES, LENT_BYTES, (f"pool {i}",) if len(sizes) > 1 else ())
         for i, size in enumerate(sizes)
         for j in range(size)
     ]

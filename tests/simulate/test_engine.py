@@ -1,0 +1,404 @@
+"""Single failures, worked out by hand, and traces that are meant to break the engine.
+
+The scenario of made.py: a snapshot at steps 100, 200, ... stalls 2 s, so the n-th is whole at 20 + 102 n s.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ckpt.errors import UsageError
+from ckpt.placement.placement import Parity, Replicas
+from ckpt.policy import Adaptive, Every
+from ckpt.simulate.engine import SimulatedJob, simulate
+from ckpt.simulate.outcome import RunOutcome
+from ckpt.simulate.scenario import LocalLevel, NoticeModel, PeerLevel, Rejoin, Scenario, StoreLevel, StorePrices
+from ckpt.simulate.trace import Trace
+from tests.simulate.made import ADD, CRASH, REMOVE, STATE, Happening, poisson_crashes, run, scenario, trace
+from tests.simulate.test_laws import check
+
+SHARE = STATE / 4
+
+
+def went(*happenings: Happening, pools: int = 1, span_s: float = 2000.0, nodes: int = 4, **changes) -> RunOutcome:
+    """The outcome, of which every law holds."""
+    made, on = scenario(**changes), trace(nodes, *happenings, pools=pools, span_s=span_s)
+    outcome = run(made, on)
+    check(outcome, made, on)
+    assert run(made, on, jumps=False).recoveries == outcome.recoveries
+    return outcome
+
+
+def restarts(outcome: RunOutcome) -> list[tuple[str, int, float]]:
+    return [(each.level, each.lost_steps, pytest.approx(each.seconds)) for each in outcome.recoveries]
+
+
+# --- one failure ----------------------------------------------------------------------------------------------------
+
+
+def test_a_crash_goes_back_to_the_newest_snapshot_of_this_host():
+    outcome = went((350.0, CRASH, "n1"))  # 24 s after the third snapshot
+    assert restarts(outcome) == [("local", 24, 10 + 20 + 3)]
+    assert outcome.lost_s == pytest.approx(24.0)
+    assert outcome.recovering_s == pytest.approx(20 + 33)
+
+
+def test_a_loss_goes_back_to_the_newest_replicated_snapshot():
+    lost = (350.0, REMOVE, "n1")
+    assert restarts(went(lost, (350.0, ADD, "n9"))) == [("peer", 24, 10 + 20 + 5)]
+    # The third snapshot, whole at 326 s, was still being replicated.
+    in_flight = (330.0, REMOVE, "n1")
+    assert restarts(went(in_flight, (330.0, ADD, "n9"))) == [("peer", 104, 10 + 20 + 5)]
+
+
+def test_a_loss_that_no_replica_survives_goes_back_to_the_store():
+    both = [(350.0, REMOVE, "n0"), (350.0, REMOVE, "n1"), (350.0, REMOVE, "n2"), (350.0, REMOVE, "n3")]
+    back = [(350.0, ADD, f"m{i}") for i in range(4)]
+    # The commit of the third snapshot, begun at 326 s, would have ended at 366 s; that of the second ended at 264 s.
+    assert restarts(went(*both, *back)) == [("store", 124, 10 + 20 + 8)]
+    assert restarts(went(*both, *back, store=None)) == [("nothing", 324, 10 + 20)]
+
+
+def test_a_commit_in_flight_survives_what_its_frames_survive():
+    early = [(340.0, CRASH, "n0"), (341.0, REMOVE, "n1"), (341.0, ADD, "n9")]
+    then = [(370.0, REMOVE, name) for name in ("n0", "n2", "n3", "n9")]
+    back = [(370.0, ADD, f"m{i}") for i in range(4)]
+    outcome = went(*early, *then, *back)
+    # Between crash and loss of all, the third snapshot was committed at 366 s by the agents.
+    assert [each.level for each in outcome.recoveries] == ["store"]
+    assert outcome.recoveries[0].lost_steps == 14
+    # Without replicas the commit's frames go with the node.
+    assert went(*early, *then, *back, peers=None).recoveries[0].lost_steps == 114
+
+
+def test_a_pool_that_goes_at_once_costs_no_state_if_replicas_lie_in_another():
+    half = [(350.0, REMOVE, "n0"), (350.0, REMOVE, "n2")]
+    apart = went(*half, pools=2)
+    # Each of two nodes needs half of the state: twice a share.
+    assert restarts(apart) == [("peer", 24, 10 + 20 + 2 * 5)]
+    assert apart.store_gets == 0
+    # Were their pool unknown, one of three pairings would put both into one group. Two of two lost is too much for it.
+    single = [went((350.0, REMOVE, "n0"), (350.0, REMOVE, f"n{i}")).recoveries[0].level for i in (1, 2, 3)]
+    assert sorted(single) == ["peer", "peer", "store"]
+
+
+@pytest.mark.parametrize(
+    ("option", "losses", "level"),
+    [
+        (Replicas(1), 1, "peer"),
+        (Replicas(2), 2, "peer"),
+        (Replicas(3), 3, "peer"),
+        (Parity(3, 1), 1, "peer"),
+        (Parity(3, 1), 2, "store"),
+        (Parity(2, 2), 2, "peer"),
+    ],
+)
+def test_memory_survives_as_many_losses_as_the_option_promises(option, losses, level):
+    gone = [(400.0, REMOVE, f"n{i}") for i in range(losses)]
+    assert went(*gone, peers=PeerLevel(option, SHARE)).recoveries[0].level == level
+
+
+def test_lost_replicas_are_made_again_and_until_then_a_loss_costs_more():
+    """The placement of three nodes is a ring of two copies each. Re-replication takes 1/3 GB at 1/20 GB/s."""
+    changes = {"nodes": 4, "peers": PeerLevel(link_bytes_s=STATE / 20), "policy": Every(steps=1000)}
+    first = [(1030.0, REMOVE, "n0"), (1030.0, ADD, "m0")]
+    # Training goes on at 1030 + 10 + 20 + 5 s, and the first snapshot's replicas are whole 5 s after that.
+    levels = {}
+    for second_s in (1066.0, 1075.0):
+        found = [went(*first, (second_s, REMOVE, name), **changes).recoveries[-1].level for name in ("n1", "n2", "n3")]
+        levels[second_s] = sorted(found)
+    assert levels[1075.0] == ["peer", "peer", "peer"]
+    assert levels[1066.0] == ["peer", "peer", "store"]
+
+
+def test_a_synchronous_save_stalls_for_the_whole_write():
+    store = StoreLevel(write_bytes_s=SHARE / 40, read_bytes_s=SHARE / 8, synchronous=True)
+    outcome = went((350.0, CRASH, "n1"), local=None, peers=None, store=store)
+    assert restarts(outcome) == [("store", 50, 10 + 20 + 8)]  # the second save ended at 20 + 2 * 140 s
+    assert outcome.stalled_s == pytest.approx(40 * outcome.commits, abs=40)
+
+
+def test_memory_alone_serves_a_crash_and_nothing_else():
+    changes = {"peers": None, "store": None}
+    outcome = went((350.0, CRASH, "n0"), (800.0, REMOVE, "n0"), (800.0, ADD, "n9"), **changes)
+    assert [each.level for each in outcome.recoveries] == ["local", "nothing"]
+
+
+def test_a_copy_in_the_trainer_dies_with_it():
+    local = LocalLevel(stall_s=2.0, restore_bytes_s=SHARE / 3, survives_crash=False)
+    assert restarts(went((380.0, CRASH, "n0"), local=local, peers=None)) == [("store", 54, 38)]
+    # Its commit, which would have ended at 366 s, dies too.
+    assert restarts(went((350.0, CRASH, "n0"), local=local, peers=None)) == [("store", 124, 38)]
+
+
+def test_a_deferred_snapshot_counts_one_step_later():
+    local = LocalLevel(stall_s=2.0, restore_bytes_s=SHARE / 3, deferred=True)
+    for at_s, lost in ((326.5, 100), (327.5, 1)):
+        assert restarts(went((at_s, CRASH, "n0"), local=local)) == [("local", lost, 33)]
+
+
+def test_a_save_of_every_steps_waits_for_the_commit_before():
+    """Saves come faster than commits. Each is committed, so each waits; by the clock they are passed over."""
+    store = StoreLevel(write_bytes_s=SHARE / 300, slowdown=0.0)
+    each = went(store=store, span_s=30_000.0)
+    assert each.snapshots - each.commits <= 2
+    assert each.stalled_s > 0.6 * each.wall_s
+    some = went(store=store, span_s=30_000.0, policy=Every(seconds=102.0))
+    assert some.snapshots == pytest.approx(3 * some.commits, rel=0.05)
+    assert some.stalled_s == pytest.approx(2 * some.snapshots, abs=2)
+
+
+# --- nodes that come and go -----------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on_with_fewer_nodes_and_takes_more_at_its_next_restart():
+    outcome = went((350.0, REMOVE, "n0"), (900.0, ADD, "n9"), (1200.0, CRASH, "n1"))
+    assert [each.cause for each in outcome.recoveries] == ["loss", "crash"]
+    # Its memory holds the shares of three nodes. Until then a step took 4/3 s.
+    assert [each.level for each in outcome.recoveries] == ["peer", "peer"]
+    slow_s = 1200 - (350 + 10 + 20 + 4 / 3 * 5) - outcome.recoveries[1].lost_steps * 4 / 3
+    assert outcome.useful_steps == pytest.approx(outcome.useful_s - slow_s / 4, abs=6)
+    assert outcome.node_hours == pytest.approx((4 * 350 + 3 * 550 + 4 * 1100) / 3600)
+
+
+def test_with_rejoin_at_wanted_the_job_saves_and_restarts_at_once():
+    events = (350.0, REMOVE, "n0"), (900.0, ADD, "n9")
+    outcome = went(*events, rejoin=Rejoin.AT_WANTED)
+    rejoin = outcome.recoveries[1]
+    assert (rejoin.cause, rejoin.level, rejoin.lost_steps, rejoin.finished) == ("rejoin", "peer", 0, True)
+    assert 900 < rejoin.time_s < 900 + 4 / 3 + 2 + 1e-6  # a step's end and a snapshot
+    assert outcome.useful_steps > went(*events).useful_steps
+
+
+def test_fewer_nodes_than_the_minimum_wait_forever():
+    outcome = went(nodes=3, nodes_min=None)
+    assert (outcome.waiting_s, outcome.useful_s, outcome.overhead) == (2000.0, 0.0, math.inf)
+    again = went((350.0, REMOVE, "n0"), nodes_min=4)
+    assert again.waiting_s == pytest.approx(2000 - 350 - 10)
+    assert [(each.finished, each.lost_steps) for each in again.recoveries] == [(False, 24)]
+
+
+def test_a_node_that_is_back_before_detection_loses_only_its_memory():
+    outcome = went((350.0, REMOVE, "n0"), (355.0, ADD, "n9"), nodes_min=4)
+    assert (outcome.waiting_s, restarts(outcome)) == (0.0, [("peer", 24, 35)])
+
+
+def test_a_crash_of_a_spare_node_is_no_failure():
+    spare = (350.0, CRASH, "n4"), (360.0, REMOVE, "n4")
+    assert went(*spare, nodes=5).recoveries == ()
+
+
+# --- traces that are meant to break it ------------------------------------------------------------------------------
+
+
+def test_all_nodes_lost_at_once_and_none_comes_back():
+    outcome = went(*((350.0, REMOVE, f"n{i}") for i in range(4)))
+    assert outcome.waiting_s == pytest.approx(2000 - 360)
+    assert [(each.level, each.finished) for each in outcome.recoveries] == [("store", False)]
+    assert outcome.useful_steps == 200  # what the store has
+
+
+def test_a_loss_during_recovery_begins_it_anew():
+    # During gang start, at 365 s, the second of two losses comes; the first was detected at 360 s.
+    outcome = went((350.0, REMOVE, "n0"), (365.0, REMOVE, "n1"))
+    assert len(outcome.recoveries) == 1
+    assert outcome.recoveries[0].seconds == pytest.approx(15 + 10 + 20 + 2 * (8 if outcome.store_gets else 5))
+    # During detection only memory is lost, not time.
+    outcome = went((350.0, REMOVE, "n0"), (355.0, CRASH, "n1"))
+    assert restarts(outcome) == [("peer", 24, 10 + 20 + 5 * 4 / 3)]
+    # During the restore.
+    outcome = went((350.0, CRASH, "n0"), (381.0, CRASH, "n0"))
+    assert restarts(outcome) == [("local", 24, 31 + 33)]
+
+
+def test_failures_faster_than_recovery_leave_no_progress_and_end():
+    outcome = went(*((float(at), CRASH, "n0") for at in range(1, 2000, 15)))
+    assert (outcome.useful_s, outcome.recovering_s) == (0.0, 2000.0)
+
+
+def test_an_empty_trace_only_waits():
+    made = scenario()
+    outcome = run(made, Trace("empty", 500.0, ()))
+    check(outcome, made, Trace("empty", 500.0, ()))
+    assert (outcome.waiting_s, outcome.node_hours) == (500.0, 0.0)
+    nothing = run(made, Trace("none", 0.0, ()))
+    assert (nothing.wall_s, nothing.useful_steps) == (0.0, 0)
+
+
+def test_a_failure_at_the_instant_of_a_snapshot_or_of_a_commit_comes_after_it():
+    assert restarts(went((326.0, CRASH, "n0"))) == [("local", 0, 33)]
+    gone = [(366.0, REMOVE, f"n{i}") for i in range(4)]
+    assert [each.lost_steps for each in went(*gone).recoveries] == [40]
+
+
+# --- notices --------------------------------------------------------------------------------------------------------
+
+ALL = NoticeModel(recall=1.0, lead_s=120.0)
+
+
+def test_a_notice_in_time_saves_all_but_the_last_seconds():
+    lost = (390.0, REMOVE, "n1")
+    outcome = went(lost, (390.0, ADD, "n9"), notices=ALL)
+    # Appointed a step, a stall and a replication before the deadline. The job left in order: no detection.
+    assert outcome.notices_acted == 1
+    assert restarts(outcome) == [("peer", 6, 20 + 5)]
+    assert restarts(went(lost, (390.0, ADD, "n9"))) == [("peer", 64, 10 + 20 + 5)]
+
+
+def test_a_notice_too_late_to_replicate_saves_nothing():
+    late = NoticeModel(recall=1.0, lead_s=4.0)
+    assert restarts(went((390.0, REMOVE, "n1"), notices=late))[0][:2] == ("peer", 62)  # of 64 s, 2 s were the stall
+
+
+def test_without_replicas_a_notice_commits():
+    outcome = went((900.0, REMOVE, "n1"), (900.0, ADD, "n9"), peers=None, notices=ALL, policy=Every(seconds=5000.0))
+    assert restarts(outcome) == [("store", 41, 20 + 8)]
+
+
+def test_a_notice_without_a_loss_costs_one_snapshot():
+    quiet = went(span_s=1000.0)
+    made = scenario(notices=NoticeModel(false_node_hour=3.0, lead_s=20.0))
+    outcome = run(made, trace(4, span_s=1000.0), seed=3)
+    assert outcome.notices_acted > 0
+    assert (outcome.recoveries, outcome.lost_s) == ((), 0.0)
+    assert 0 < outcome.snapshots - quiet.snapshots <= outcome.notices_acted
+
+
+def test_a_notice_is_ignored_while_little_is_unsaved():
+    picky = NoticeModel(recall=1.0, act_above_s=70.0)
+    outcome = went((390.0, REMOVE, "n1"), notices=picky)
+    assert (outcome.notices_acted, outcome.recoveries[0].lost_steps) == (0, 64)
+
+
+# --- the adaptive policy --------------------------------------------------------------------------------------------
+
+
+def test_the_adaptive_policy_learns_the_failures_and_costs_of_the_run():
+    made = scenario(nodes=2, policy=Adaptive(), peers=None)
+    on = poisson_crashes(0, 2e6, 5000.0)
+    fast, slow = (SimulatedJob(made, on, 0, jumps) for jumps in (True, False))
+    assert fast.run().overhead == pytest.approx(slow.run().overhead)
+    known = fast.saves.known
+    assert known.stall.mean == pytest.approx(2.0)
+    assert known.commit.mean == pytest.approx(40.0)
+    assert known.local_recovery.mean == pytest.approx(33.0)
+    assert known.process.failure_count == sum(each.finished for each in fast.times.recoveries)
+    assert 1 / known.process.current_rate.mean == pytest.approx(5000.0, rel=0.5)
+    # The interval is near Young's for what was learnt; skipped turns were measured as well.
+    assert fast.saves.decision.local_s == pytest.approx(math.sqrt(2 * 2.0 * 5000.0), rel=0.35)
+    assert known.stall.count == slow.saves.known.stall.count
+    assert fast.times.recoveries[-1].lost_steps == slow.times.recoveries[-1].lost_steps
+
+
+def test_the_adaptive_policy_knows_each_class_of_failure():
+    lost = [(3000.0, REMOVE, "n0"), (3000.0, ADD, "m0"), (6000.0, CRASH, "n1"), (9000.0, REMOVE, "n1")]
+    all_lost = [(12_000.0, REMOVE, name) for name in ("n2", "n3", "m0")]
+    made = scenario(policy=Adaptive())
+    job = SimulatedJob(made, trace(4, *lost, *all_lost, (12_500.0, ADD, "x"), span_s=20_000.0), 0)
+    outcome = job.run()
+    assert [each.level for each in outcome.recoveries] == ["peer", "local", "peer", "store"]
+    known = job.saves.known
+    counts = [rate.failure_count for rate in (known.process, known.node, known.preemption, known.job)]
+    assert counts == [1, 2, 0, 1]
+    warned = SimulatedJob(scenario(policy=Adaptive(), notices=ALL), trace(4, *lost, span_s=20_000.0), 0)
+    warned.run()
+    assert warned.saves.known.preemption.failure_count > 0
+
+
+# --- what is truly monotone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_s", [150.0, 333.0, 421.0, 777.0, 1500.0])
+def test_a_faster_store_never_loses_more_where_training_does_not_feel_it(at_s):
+    """One loss of everything, and commits that end before the next begins: each then begins at the same instant."""
+    gone = [(at_s, REMOVE, f"n{i}") for i in range(4)]
+    lost = [
+        went(*gone, store=StoreLevel(write_bytes_s=SHARE / commit_s, slowdown=0.0)).recoveries[0].lost_steps
+        for commit_s in (100.0, 60.0, 30.0, 5.0)
+    ]
+    assert lost == sorted(lost, reverse=True)
+
+
+@pytest.mark.parametrize("at_s", [150.0, 333.0, 421.0, 777.0])
+def test_more_levels_never_lose_more_of_one_failure(at_s):
+    for losses in (0, 1, 4):
+        events = [(at_s, REMOVE, f"n{i}") for i in range(losses)] or [(at_s, CRASH, "n0")]
+        without = went(*events, peers=None, store=None).recoveries[0].lost_steps
+        stored = went(*events, peers=None).recoveries[0].lost_steps
+        both = went(*events).recoveries[0].lost_steps
+        assert both <= stored <= without
+
+
+@pytest.mark.parametrize("name", ["detect_s", "gang_start_s"])
+def test_a_slower_recovery_never_leaves_more_useful_time(name):
+    useful = [went((777.0, REMOVE, "n0"), **{name: seconds}).useful_s for seconds in (0.0, 10.0, 50.0, 300.0)]
+    assert useful == sorted(useful, reverse=True)
+
+
+# --- dollars, seeds, errors -----------------------------------------------------------------------------------------
+
+
+def test_dollars_are_node_hours_requests_months_and_egress():
+    prices = StorePrices(gb_month=0.1, put_1000=1.0, get_1000=0.5, egress_gb=0.2)
+    store = StoreLevel(SHARE / 40, SHARE / 8, request_bytes=1e8, slowdown=0.0, kept=2, prices=prices)
+    gone = [(350.0, REMOVE, f"n{i}") for i in range(4)]
+    back = [(350.0, ADD, f"m{i}") for i in range(4)]
+    outcome = went(*gone, *back, store=store, node_usd_hour=3.0)
+    # A share of 250 MB is three requests; the record is one.
+    assert outcome.store_puts == 13 * outcome.commits
+    assert (outcome.store_gets, outcome.store_bytes_out) == (13, STATE)
+    assert outcome.store_bytes_in == STATE * outcome.commits
+    # Committed at 162 and 264 s; after that one comes for one that goes.
+    months = ((2000 - 162) + (2000 - 264)) / (730 * 3600)
+    expected = months * 0.1 + 13 * outcome.commits / 1000 + 13 / 1000 * 0.5 + 0.2
+    assert outcome.store_usd == pytest.approx(expected)
+    assert outcome.node_usd == pytest.approx(3.0 * 4 * 2000 / 3600)
+
+
+def test_the_same_seed_gives_the_same_outcome_and_another_one_other_notices():
+    made = scenario(notices=NoticeModel(recall=0.5, exponential=True, false_node_hour=0.5))
+    on = trace(4, *((float(at), REMOVE, f"n{at // 900}") for at in (900, 1800, 2700)), span_s=10_000.0)
+    found = [simulate(made, on, seed) for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+    assert simulate(made, on) == found[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nodes_min": 5},
+        {"nodes": 0, "nodes_min": None},
+        {"step_s": 0.0},
+        {"scaling": 1.5},
+        {"local": None},
+        {"local": None, "peers": None},
+        {"policy": Adaptive(), "commit_every": 2},
+        {"policy": Adaptive(), "store": StoreLevel(synchronous=True)},
+        {"work_steps": 0},
+        {"node_usd_hour": -1.0},
+        {"detect_s": math.nan},
+    ],
+)
+def test_a_scenario_that_makes_no_sense_is_refused(changes):
+    with pytest.raises(UsageError):
+        Scenario(**({"nodes": 4, "step_s": 1.0, "state_bytes": STATE} | changes))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalLevel(stall_s=-1.0),
+        lambda: LocalLevel(restore_bytes_s=0.0),
+        lambda: PeerLevel(link_bytes_s=0.0),
+        lambda: StoreLevel(slowdown=1.0),
+        lambda: StoreLevel(kept=0),
+        lambda: StorePrices(egress_gb=-1.0),
+        lambda: NoticeModel(recall=1.1),
+        lambda: NoticeModel(lead_s=math.inf),
+    ],
+)
+def test_a_level_with_a_number_out_of_range_is_refused(make):
+    with pytest.raises(UsageError):
+        make()
