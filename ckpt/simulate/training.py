@@ -9,50 +9,21 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ckpt.policy.interval import ROUNDING
 from ckpt.policy.save_options import STEPS_APART
 from ckpt.simulate.memory import Home, SavedState
-from ckpt.simulate.saves import FixedSaves, LearntSaves, Observation
+from ckpt.simulate.saves import FixedSaves, LearntSaves
 from ckpt.simulate.scenario import Scenario
+from ckpt.simulate.turns import BOOKS, SAME, Books, TurnBegin, TurnState, relative_to
 
 NEVER = math.inf
 # Of `Every(seconds=)` and Adaptive: the least work of a turn, as a part of its interval, however long the stall.
 WORK_LEAST = 0.05
 # Turns that are compared with the present one. Cycles are as long as a commit at most, unless steps never fit in.
 TURNS_COMPARED = 512
-# Decimals of a second in which two turns agree.
-SAME = 6
-
-
-@dataclass(slots=True)
-class Books:
-    """What has added up so far. `useful_s`: of the present branch."""
-
-    useful_s: float = 0.0
-    stalled_s: float = 0.0
-    snapshots: int = 0
-    commits: int = 0
-    replications: int = 0
-    bytes_in: float = 0.0
-    puts: int = 0
-
-
-BOOKS = tuple(each.name for each in fields(Books))
-TurnState = tuple[Hashable, ...]  # relative to the turn's beginning
-
-
-@dataclass(frozen=True, slots=True)
-class TurnBegin:
-    """What had added up at the beginning of a turn. `seen`: how often each measurement had been made."""
-
-    time_s: float
-    steps: int
-    ordinal: int
-    books: Books
-    seen: dict[Observation, int]
 
 
 class Doing(enum.Enum):
@@ -429,7 +400,7 @@ class Training:
             self._turn_steps,
             round(useful_s - self._pace_from_s, SAME) if seen is not None and has_commits else None,
             *(None if at == NEVER else round(at - now_s, SAME) for at in ends),
-            *(_relative(each, self) for each in states),
+            *(relative_to(useful_s, self.ordinal, self.home, each) for each in states),
         )
         before = turns.get(state)
         if before is None:
@@ -464,8 +435,9 @@ class Training:
         if has_commits:
             self.commit_ends_s += n * cycle_s
             self._pace_from_s += n * cycle_useful_s
-        for what, count in seen.items() if seen is not None else ():
-            seen[what] = count + n * (count - before.seen.get(what, 0))
+        if seen is not None:
+            for what, count in seen.items():
+                seen[what] = count + n * (count - before.seen.get(what, 0))
 
     def _forget_turns(self) -> None:
         self._turns.clear()
@@ -474,10 +446,3 @@ class Training:
     def states(self) -> tuple[SavedState | None, ...]:
         memory = self.newest, self.replicated, self.replicating, self._completing
         return (*memory, self.committed, self.waiting, self.committing)
-
-
-def _relative(saved: SavedState | None, now: Training) -> Hashable:
-    if saved is None:
-        return None
-    age = round(now.books.useful_s - saved.useful_s, SAME), now.ordinal - saved.ordinal
-    return age, saved.home is now.home, saved.is_replicated
