@@ -79,6 +79,9 @@ def test_a_pool_that_goes_at_once_costs_no_state_if_replicas_lie_in_another():
     # Each of two nodes needs half of the state: twice a share.
     assert restarts(apart) == [("peer", 24, 10 + 20 + 2 * 5)]
     assert apart.store_gets == 0
+    # Of three nodes the one in another pool keeps what both others have; by their names alone a ring would not.
+    assert went(*half, pools=2, nodes=3).recoveries[0].level == "peer"
+    assert went(*half, pools=1, nodes=3).recoveries[0].level == "store"
     # Were their pool unknown, one of three pairings would put both into one group. Two of two lost is too much for it.
     single = [went((350.0, REMOVE, "n0"), (350.0, REMOVE, f"n{i}")).recoveries[0].level for i in (1, 2, 3)]
     assert sorted(single) == ["peer", "peer", "store"]
