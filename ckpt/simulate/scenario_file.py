@@ -109,7 +109,8 @@ def _make_scenario(values: Mapping[str, Any]) -> Scenario:
     for key, make in _PARTS.items():
         if key in made:
             made[key] = make(key, made[key])
-    return _make(Scenario, "", made)
+    scenario: Scenario = _make(Scenario, "", made)
+    return scenario
 
 
 def _make(kind: Callable[..., Any], key: str, values: Mapping[str, Any]) -> Any:
