@@ -28,7 +28,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -226,7 +225,10 @@ def checkpoint_figures(url: str, count: int) -> Figures:
     with opened(url) as run:
         figures["list the run, as a start does"] = timed(run.view), "s"
         view = run.view()
-        figures["choose, and read the newest record"] = timed(lambda: open_record(run.backend, candidates(view)[0])), "s"
+        figures["choose, and read the newest record"] = (
+            timed(lambda: open_record(run.backend, candidates(view)[0])),
+            "s",
+        )
         figures["look whether a newer start owns the run"] = timed(lambda: run.check_not_superseded(EPOCH)), "s"
         pruner = Pruner(run, EPOCH)
         keep = Keep(last=max(1, count // 2))

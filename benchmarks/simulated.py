@@ -82,7 +82,7 @@ class Traffic:
 
 
 def kind_of(fields: dict[str, Any]) -> str:
-    """"rank staged" of a rank on another node, "to level" to one, else the kind of the message."""
+    """ "rank staged" of a rank on another node, "to level" to one, else the kind of the message."""
     kind = str(fields["t"])
     return f"{kind} {fields['m']['t']}" if kind in ("rank", "to") else kind
 
@@ -278,7 +278,9 @@ class Node:
     def send(self, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         payloads = [(kind, bytes(payload)) for kind, payload in framing.make_payloads(fields, blobs)]
         rng = self.job.sim.rng
-        self.job.sim.at(rng.expovariate(1 / self.job.fabric.link_delay_s), lambda: self.channel.arrive(fields, payloads))
+        self.job.sim.at(
+            rng.expovariate(1 / self.job.fabric.link_delay_s), lambda: self.channel.arrive(fields, payloads)
+        )
 
     def tell(self, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.send({**fields, "epoch": str(self.job.epoch)}, blobs)
@@ -312,7 +314,12 @@ class Node:
             version = str(Version(word.step))
             for rank, each in self.ranks.items():
                 assert each.declaration is not None
-                body: dict[str, Any] = {"t": "missed", "attempt": word.attempt_number, "version": version, "why": "late"}
+                body: dict[str, Any] = {
+                    "t": "missed",
+                    "attempt": word.attempt_number,
+                    "version": version,
+                    "why": "late",
+                }
                 if word.step == step:
                     told = {"slot": slot, "division": each.declaration.division}
                     body = {**body, "t": "staged", **told, "stall_s": 0.001, "lazy": False, "why": ""}
@@ -326,7 +333,9 @@ class Node:
                 pass
             case "withdraw":
                 for rank in self.ranks:
-                    self.job.fabric.offers.pop((self.agent_name, transfer_name(Identity.parse(fields["identity"]), rank)))
+                    self.job.fabric.offers.pop(
+                        (self.agent_name, transfer_name(Identity.parse(fields["identity"]), rank))
+                    )
             case "start":
                 self.reply(message, {}, [msgpack.packb(Inventory().fields())])
             case "to" if fields["m"]["t"] == "plan":
@@ -334,7 +343,9 @@ class Node:
             case "to":
                 assert fields["m"]["t"] in ("reply", "level", "event"), fields
             case "measure":
-                plan = memory_plan.make_plan(sum(n for _, n in fields["sizes"]), 0, 0, None, FREE_BYTES, fields["slots"])
+                plan = memory_plan.make_plan(
+                    sum(n for _, n in fields["sizes"]), 0, 0, None, FREE_BYTES, fields["slots"]
+                )
                 self.reply(message, {"plan": plan.table()})
             case "make":
                 self.reply(message, {"sizes": fields["sizes"]})
@@ -367,7 +378,10 @@ class Node:
         arenas = {rank: each.arena for rank, each in self.ranks.items() if each.arena is not None}
         described = describe_snapshots(identity, arenas)
         for each in described:
-            self.job.fabric.offers[self.agent_name, transfer_name(identity, each.rank)] = arenas[each.rank].view, each.frames
+            self.job.fabric.offers[self.agent_name, transfer_name(identity, each.rank)] = (
+                arenas[each.rank].view,
+                each.frames,
+            )
         self.reply(message, {}, [encode_described(described)])
 
     def _write(self, message: Message) -> None:
@@ -438,7 +452,13 @@ class SimulatedJob:
         rank.connect()
         told = rank.listen(self._secret)
         rank.nodes = [{**told, "ranks": list(range(RANKS))}] + [
-            {"name": n.agent_name, "addresses": [str(n.address)], "domains": [], "link_bytes_s": 0, "ranks": list(n.ranks)}
+            {
+                "name": n.agent_name,
+                "addresses": [str(n.address)],
+                "domains": [],
+                "link_bytes_s": 0,
+                "ranks": list(n.ranks),
+            }
             for n in self.nodes
         ]
         if len(rank.nodes) == 1:
@@ -450,7 +470,13 @@ class SimulatedJob:
             self.start_cpu_s = -self.coordinator.cpu_s
             leader = coordinator_of(rank.nodes)
             about = {"launch": rank.launch, "parent": None, "ancestors": [], "standing": [], "verdict": 0, "peers": []}
-            asked = {"id": 1, "world": self.world, "options": self.options, "version": str(Version(0)), "leader": leader}
+            asked = {
+                "id": 1,
+                "world": self.world,
+                "options": self.options,
+                "version": str(Version(0)),
+                "leader": leader,
+            }
             asked |= {"values_bytes": VALUES_BYTES, "resume": False, "arenas": [], "notices": None}
             self._fields = {"t": "join", "epoch": str(self.epoch), **asked, **about}
             for node in self.nodes:
@@ -487,7 +513,12 @@ class SimulatedJob:
             at_rest_s = self.coordinator.cpu_s
             self._pass(idle_s)
             idle_cpu_s = (self.coordinator.cpu_s - at_rest_s) / idle_s
-            before, cpu_s, turns, now_s = self.traffic.copy(), self.coordinator.cpu_s, self.coordinator.turns, self.sim.now_s
+            before, cpu_s, turns, now_s = (
+                self.traffic.copy(),
+                self.coordinator.cpu_s,
+                self.coordinator.turns,
+                self.sim.now_s,
+            )
             self._await_save(levels)
             self._pass(1.0)
             took_s = self.coordinator.cpu_s - cpu_s - idle_cpu_s * (self.sim.now_s - now_s)

@@ -240,10 +240,11 @@ class _Output:
 
     def add_values(self, ranks: Sequence[Staged]) -> None:
         """Adds the shared values, once if they are equal on all ranks, else per rank; and each rank's own values."""
+        do_differ = any(other.shared_values != ranks[0].shared_values for other in ranks)
         for rank, staged in enumerate(ranks):
             coordinate = staged.declaration.coordinate
             self._add_blob(RANK_VALUES, coordinate, _BlobAt(staged.own_values, rank, OWN))
-            if any(other.shared_values != ranks[0].shared_values for other in ranks):
+            if do_differ:
                 self._add_blob(VALUES, coordinate, _BlobAt(staged.shared_values, rank, SHARED))
             elif rank == 0:
                 self._add_blob(VALUES, "", _BlobAt(staged.shared_values, rank, SHARED))

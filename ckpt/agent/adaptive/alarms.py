@@ -202,7 +202,7 @@ class Alarms:
     def _find_first_failure(self, job: Job, now_s: float) -> tuple[float, str] | None:
         """(time, node) of the first sign of a failure; None: there is none."""
         members = job.scheduler.rank_states
-        bad = next((m for m in members if m.has_failed or m.presence is Presence.DEAD), None)
+        bad = members.summary.first_failed
         if bad is None:
             return next(
                 ((since_s, node) for node, since_s in _disconnected_nodes(job).items() if now_s - since_s >= REJOIN_S),
@@ -290,9 +290,9 @@ def _other_nodes(job: Job) -> list[str]:
 
 def _disconnected_nodes(job: Job) -> dict[str, float]:
     """The other nodes without a connected rank though no rank has left: since when, by node."""
-    if not isinstance(job.ranks, AllShares):
-        return {}
     members, found = job.scheduler.rank_states, dict[str, float]()
+    if not isinstance(job.ranks, AllShares) or not members.summary.disconnected:
+        return found
     for node, ranks in job.ranks.remote_ranks.items():
         since = [members[rank].disconnected_s for rank in ranks if not members[rank].has_failed]
         if since and len(since) == len(ranks) and all(each is not None for each in since):

@@ -118,8 +118,10 @@ class Job(AgentRestart):
     def ended_cleanly(self) -> bool:
         """True if no work was lost: each rank came to its end, or left when told to."""
         group = self.scheduler
-        return not group.superseded_by and all(
-            m.presence is Presence.LEFT and not m.has_failed for m in group.rank_states
+        return (
+            not group.superseded_by
+            and group.all_gone
+            and all(m.presence is Presence.LEFT and not m.has_failed for m in group.rank_states)
         )
 
     @property
@@ -138,7 +140,7 @@ class Job(AgentRestart):
 
     @property
     def _has_waiting_rank(self) -> bool:
-        return any(member.leave_request is not None for member in self.scheduler.rank_states)
+        return bool(self.scheduler.rank_states.summary.waiting_to_leave)
 
     @property
     def has_complete(self) -> bool:
@@ -160,7 +162,7 @@ class Job(AgentRestart):
         return next(((slot, c) for slot, c in self.checkpoints.items() if c.identity == identity), None)
 
     def rank_of(self, peer: AnyPeer) -> int | None:
-        return next((rank for rank, member in self._members.items() if member.peer is peer), None)
+        return self._ranks_by_peer.get(peer)
 
     def find_share(self, node: str) -> RemoteShare | None:
         """Another node's share of the job; None: that node has none."""
@@ -270,7 +272,9 @@ class Job(AgentRestart):
         if known is not None and known.peer is not peer:
             known.peer.unwatch_death()
             known.peer.disconnect()
+            del self._ranks_by_peer[known.peer]
         self._members[rank] = RankConnection(peer, peer.pid, held)
+        self._ranks_by_peer[peer] = rank
         fds = self.ranks.connect_rank(rank, peer)
         if rank == 0:
             if self._services.notice_listeners is not None:
@@ -467,9 +471,10 @@ class Job(AgentRestart):
         rate = self.options.limits.peer_bandwidth
         if rank == 0:
             network.set_rate_limit(rate)
-        for name, share in nodes.remote_shares.items():
+        own = nodes.remote_shares.get(nodes.node_of(rank))
+        for share in nodes.remote_shares.values() if rank == 0 else [own] if own is not None else ():
             # A message before the join would reach a node that does not know the job.
-            if share.peers and (rank == 0 or nodes.node_of(rank) == name):
+            if share.peers:
                 share.limit_replication(rate)
                 if self._has_released_replicas:
                     share.notify({"t": "forget-replicas"})

@@ -139,6 +139,7 @@ class JobContext:
         self.plan: memory_plan.MemoryPlan | None = None
         self._services = services
         self._members: dict[int, RankConnection] = {}
+        self._ranks_by_peer: dict[AnyPeer, int] = {}  # of `_members`
         self._is_dropped = False
 
     def supersede(self, by: str) -> None:

@@ -124,8 +124,9 @@ class Scheduler(ExitVote):
             if for_long and member.presence is Presence.HERE:
                 member.presence, member.is_away = Presence.LEFT, True
         for slot, attempt in self._open_attempts():
-            waiting = [r for r in range(self.world) if r not in attempt.staged_ranks]
-            away = waiting if self.rank_states.summary.any_gone else ()
+            any_gone, is_late = self.rank_states.summary.any_gone, now_s - attempt.opened_s >= MISSING_ANSWER_S
+            waiting = [r for r in range(self.world) if r not in attempt.staged_ranks] if any_gone or is_late else []
+            away = waiting if any_gone else ()
             gone = next((r for r in away if self.rank_states[r].presence is not Presence.HERE), None)
             if attempt.miss_reason:
                 self._abandon_attempt(slot, attempt, attempt.miss_reason, now_s)
@@ -135,7 +136,7 @@ class Scheduler(ExitVote):
                 self._abandon_attempt(
                     slot, attempt, f"rank {gone} {self._describe_absence(gone)} before it had staged it", now_s
                 )
-            elif waiting and now_s - attempt.opened_s >= MISSING_ANSWER_S:
+            elif is_late:
                 silent = [r for r in waiting if steps[r] >= attempt.version.step + LOST_STEPS]
                 if silent:
                     self._abandon_attempt(
@@ -460,8 +461,9 @@ class Scheduler(ExitVote):
 
     def _report_missing_ranks(self, now_s: float) -> None:
         """Reports once which ranks have not come to a save that others wait in. They may never come."""
-        absent = [rank for rank in range(self.world) if rank not in self._save_requests]
-        if not self._save_requests or not absent:
+        requests = self._save_requests
+        absent = [rank for rank in range(self.world) if rank not in requests] if requests else []
+        if not absent:
             self._partial_save_since_s = None
         elif self._partial_save_since_s is None:
             self._partial_save_since_s = now_s

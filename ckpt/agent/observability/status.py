@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.state.accounting import Accounting, Phase
 from ckpt.agent.state.job_facts import SaveReason, SlotState, WorkState
-from ckpt.agent.state.rank_presence import Presence
 from ckpt.events import Event, JsonLines
 from ckpt.ipc.messages import Message
 from ckpt.policy.failures import Failure
@@ -165,13 +164,14 @@ class Status:
         if job is None or job.claim is None:
             return None
         group = job.scheduler
-        broken = job.internal_error or any(m.presence is Presence.DEAD or m.has_failed for m in group.rank_states)
-        if broken or group.superseded_by:
+        ranks = group.rank_states.summary
+        if job.internal_error or ranks.first_failed is not None or group.superseded_by:
             return Phase.DOWN
         if group.all_gone:
             return Phase.DOWN if str(job.epoch) in self._interrupted_epochs else Phase.IDLE
-        leaves = any(m.presence is Presence.LEFT for m in group.rank_states)
-        leaves = leaves or any(s.attempt is not None and s.attempt.reason is SaveReason.EXIT for s in group.slots)
+        leaves = ranks.any_gone or any(
+            s.attempt is not None and s.attempt.reason is SaveReason.EXIT for s in group.slots
+        )
         return Phase.ENDING if leaves else Phase.TRAINING
 
     def _write_account(self) -> None:

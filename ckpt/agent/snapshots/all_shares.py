@@ -57,6 +57,8 @@ class AllShares:
         self._shares: dict[str, Share] = {"": own, **self.remote_shares}
         self._remote_by_rank = {rank: each for each in others for rank in each.ranks}
         self._local_ranks = [rank for rank in range(self.world) if rank not in self._remote_by_rank]
+        # By rank, as the other nodes reported: the step that it entered, and its polls since the last ended one.
+        self._reported_steps, self._reported_polls = [0] * self.world, [0] * self.world
 
     @property
     def local_rank_count(self) -> int:
@@ -93,23 +95,29 @@ class AllShares:
         return remote.name if remote is not None else ""
 
     def steps(self) -> list[int]:
-        return self._collect_reported(self.local_share.control_page.entered_step, 0)
-
-    def _collect_reported(self, here: Callable[[int], int], column: int) -> list[int]:
-        """By rank: `here` for local ranks, that column of `RemoteShare.reported_steps` for the others; 0: unknown."""
-        found = [0] * self.world
+        self._collect_reported()
+        found, here = self._reported_steps.copy(), self.local_share.control_page.entered_step
         for rank in self._local_ranks:
             found[rank] = here(rank)
-        for each in self.remote_shares.values():
-            for rank, told in each.reported_steps.items():
-                found[rank] = told[column]
         return found
 
     def polls(self) -> list[int]:
-        return self._collect_reported(self.local_share.control_page.poll_count, 1)
+        self._collect_reported()
+        found, here = self._reported_polls.copy(), self.local_share.control_page.poll_count
+        for rank in self._local_ranks:
+            found[rank] = here(rank)
+        return found
+
+    def _collect_reported(self) -> None:
+        """Takes what was reported since the last call. All ranks' places are asked for at each decision, and each node
+        reports once a second."""
+        for share in self.remote_shares.values():
+            for rank, (step, polls) in share.take_new_steps().items():
+                self._reported_steps[rank], self._reported_polls[rank] = step, polls
 
     def steps_entered_s(self) -> list[float | None]:
-        found: list[float | None] = [None] * self.world
+        """As `LocalShare.steps_entered_s`, up to the last rank of this node: nothing is known of those behind it."""
+        found: list[float | None] = [None] * (1 + max(self._local_ranks, default=-1))
         for rank in self._local_ranks:
             found[rank] = self.local_share.control_page.entry_time_s(rank)
         return found

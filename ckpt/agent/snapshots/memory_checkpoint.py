@@ -181,15 +181,16 @@ def _blob(arena: Arena, place: tuple[int, int]) -> Blob:
 
 
 def _frame_places(sources: Array, parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    ranks = sources["rank"].astype(np.int64)
-    offsets = np.zeros(len(sources), np.int64)
-    for rank, part in enumerate(parts):
-        own = ranks == rank
-        data = own & (sources["region"] == DATA)
-        at = part.declaration.staging.frames["offset"].astype(np.int64)
-        offsets[data] = DATA_OFFSET + at[sources["frame"][data]]
-        blobs = own & ~data
-        offsets[blobs] = np.where(sources["region"][blobs] == SHARED, *part.value_offsets)
+    """By frame: the rank whose arena holds it, and its offset there. In one pass over all ranks' frames: a job may have
+    thousands of ranks."""
+    ranks, region = sources["rank"].astype(np.int64), sources["region"]
+    staged = [part.declaration.staging.frames["offset"].astype(np.int64) for part in parts]
+    first = np.cumsum([0, *map(len, staged)])
+    values_at = np.array([part.value_offsets for part in parts], np.int64).reshape(-1, 2)
+    offsets = np.where(region == SHARED, values_at[ranks, 0], values_at[ranks, 1])
+    data = region == DATA
+    at = first[ranks[data]] + sources["frame"][data]
+    offsets[data] = DATA_OFFSET + np.concatenate([*staged, np.zeros(0, np.int64)])[at]
     return ranks, offsets
 
 

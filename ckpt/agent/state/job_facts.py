@@ -156,6 +156,8 @@ class JobFacts:
         self.committed_version: Version | None = None
         self._next_attempt_number = first_attempt
         self._needed_arena_bytes: tuple[int, ...] = ()  # arena bytes per rank under the current division
+        # By slot: the sizes of its arenas and those needed as last compared, and whether they fit.
+        self._arena_fits: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
         self._layouts_version = 0
         self._divided_layouts_version = 0
         self._is_dividing = False
@@ -614,12 +616,18 @@ class JobFacts:
 
     def _has_fitting_arenas(self, slot: Slot) -> bool:
         """Whether the slot's arenas are large enough but not too large: the excess would never be freed."""
-        if not len(slot.arena_bytes) == len(self._needed_arena_bytes) == self.world:
+        # Asked at each decision, and there may be thousands of ranks: compared once per pair of tuples.
+        has, need = slot.arena_bytes, self._needed_arena_bytes
+        known = self._arena_fits.get(slot.number)
+        if known is None or known[0] is not has or known[1] is not need:
+            known = self._arena_fits[slot.number] = has, need, self._do_arenas_fit(has, need)
+        return known[2]
+
+    def _do_arenas_fit(self, arena_bytes: tuple[int, ...], needed_bytes: tuple[int, ...]) -> bool:
+        if not len(arena_bytes) == len(needed_bytes) == self.world:
             return False
-        return all(
-            need <= has <= need + need // ARENA_SLACK_PARTS
-            for has, need in zip(slot.arena_bytes, self._needed_arena_bytes, strict=True)
-        )
+        sizes = zip(arena_bytes, needed_bytes, strict=True)
+        return all(need <= has <= need + need // ARENA_SLACK_PARTS for has, need in sizes)
 
     @property
     def _interval_s(self) -> float:

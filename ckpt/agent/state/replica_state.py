@@ -224,7 +224,10 @@ class ReplicaState(JobFacts):
     def _would_improve_replication(self) -> bool:
         """Whether replicating that version again would protect no node's state less than it certainly is, and some
         node's state more."""
-        left = {each.node: each.losses_max for each in self._remaining_placement}
+        remaining = self._remaining_placement
+        if remaining == self.placement:
+            return False
+        left = {each.node: each.losses_max for each in remaining}
         gains = [each.losses_max - left.get(each.node, 0) for each in self.placement]
         return self.is_replication_on and max(gains, default=0) > 0 and min(gains) >= 0
 

@@ -25,7 +25,7 @@ def remaining_placement(kept: Iterable[Kept], gone: Collection[str]) -> tuple[Ke
         lost = len(each.holders) - len(holders) if each.holders else len({*gone} - {each.node})
         return replace(each, losses_max=max(0, each.losses_max - lost), holders=holders)
 
-    return tuple(map(left, kept))
+    return tuple(map(left, kept)) if gone else tuple(kept)
 
 
 def surviving_nodes(kept: Iterable[Kept]) -> frozenset[str]:

@@ -52,7 +52,8 @@ class StepTiming:
     ) -> None:
         """Records where the ranks are; see `Scheduler.decide` for the parameters. `saved`: the newest save of all
         ranks; the ranks count it among their polls."""
-        step, poll = max(zip(steps, polls or [0] * len(steps), strict=True), default=(0, 0))
+        step, last = max(steps, default=0), min(steps, default=0)
+        poll = max((n for at, n in zip(steps, polls, strict=True) if at == step), default=0) if any(polls) else 0
         if step != self.step:
             self.entered_s, self._poll_origin = now_s, (now_s, poll)
         self.step, self.poll = step, poll
@@ -60,7 +61,7 @@ class StepTiming:
         self.is_entry_published = bool(shown)
         self.entered_s = min(shown, default=self.entered_s)
         saves = saved.sub if saved is not None and saved.step == step - 1 else 0
-        at_once = len(set(steps)) == 1 and step != self.unpollable_step
+        at_once = step == last and step != self.unpollable_step
         self._step_polls = max(0, min(polls, default=0) - saves) if at_once else 0
         self._step_elapsed_s = now_s - self.entered_s if step else 0.0
         from_s, before = self._poll_origin

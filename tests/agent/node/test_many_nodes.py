@@ -224,6 +224,6 @@ def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_r
         told = [100 + rank if rank % 2 == 0 else 0 for rank in range(world)]
         assert nodes.steps() == [5, 6, *told[2:]]
         assert nodes.polls() == [0, 1, *(rank % 7 if rank % 2 == 0 else 0 for rank in range(2, world))]
-        assert [each is not None for each in nodes.steps_entered_s()] == [True, True] + [False] * (world - 2)
+        assert [each is not None for each in nodes.steps_entered_s()] == [True, True]
     finally:
         page.close()
