@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -53,6 +53,7 @@ from ckpt.store.run import Run
 from ckpt.types import DTYPE_CODE, Box, Epoch, Identity, Version
 from tests import servers
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 NODES = (1, 4, 16, 64, 256, 1024)
@@ -109,33 +110,37 @@ def plan_and_record(nodes: int, tensors: int, sharded: bool) -> Figures:
         return [RankContents(f"rank={rank}", parse_layout(blob), hashes, "1", 1 << 16) for rank, blob in named]
 
     figures: Figures = {}
+    declared = declare(figures, parse)
+    made = recorded(measure(figures, "assemble, at each save", assemble, staged(figures, declared)).manifest)
+    body = measure(figures, "encode the record, at each save", record.encode, made)
+    figures["record"] = len(body), "B"
+    ref = CommitRef(made.identity, made.writer, len(body))
+    with tempfile.TemporaryDirectory(prefix="ckpt-scale-") as folder, opened(folder) as run:
+        run.backend.put(keys.record_key(ref.identity, ref.writer), [body])
+        measure(figures, "read the record", open_record, run.backend, ref)
+    return figures
+
+
+def declare(figures: Figures, parse: Callable[[], list[RankContents]]) -> list[bytes]:
+    """What each trainer says of its share. How long that takes for one rank is in the benchmark of planning."""
     ranks = measure(figures, "read the layouts", parse)
-    division = measure(figures, "divide", lambda: make_division(ranks, None))
-    declared = []
+    division = measure(figures, "divide", make_division, ranks, None)
+    found = []
     for rank, plan in enumerate(division.encoded_plans):
         layout, share = decode_layout(plan[0]), decode_share(plan[1])
         staging = stage(layout, share, division.frame_bytes)
-        declared.append(encode(Declaration(rank, world, f"rank={rank}", division.id, layout, staging)))
-    del ranks, division
+        found.append(encode(Declaration(rank, len(ranks), f"rank={rank}", division.id, layout, staging)))
+    return found
+
+
+def staged(figures: Figures, declared: list[bytes]) -> list[Staged]:
+    """Frames that no other rank has, values that all have."""
     known = measure(figures, "read the declarations", lambda: [decode(blob, "a declaration") for blob in declared])
-    del declared
-    rng = np.random.default_rng(0)
-    staged = []
+    rng, found = np.random.default_rng(0), []
     for each in known:
         table = rng.integers(0, 1 << 63, (len(each.staging.frames), 2), dtype=np.uint64)
-        staged.append(Staged(each, table, Blob(bytes(16), 100), Blob(rng.bytes(16), 100)))
-    del known
-    manifest = measure(figures, "assemble, at each save", lambda: assemble(staged)).manifest
-    del staged
-    made = recorded(manifest)
-    body = measure(figures, "encode the record, at each save", lambda: record.encode(made))
-    figures["record"] = len(body), "B"
-    with tempfile.TemporaryDirectory(prefix="ckpt-scale-") as folder, opened(folder) as run:
-        run.backend.put(keys.record_key(made.identity, made.writer), [body])
-        ref = CommitRef(made.identity, made.writer, len(body))
-        del made, manifest, body
-        measure(figures, "read the record", lambda: open_record(run.backend, ref))
-    return figures
+        found.append(Staged(each, table, Blob(bytes(16), 100), Blob(rng.bytes(16), 100)))
+    return found
 
 
 def layout_blob(rank: int, world: int, tensors: int, sharded: bool) -> bytes:
@@ -164,11 +169,11 @@ def recorded(manifest: Manifest) -> Record:
     return Record(identity, "w", manifest, tuple(packs), places, {"loss": 0.5}, {"world": len(manifest.coordinates)})
 
 
-def measure(figures: Figures, name: str, work: Callable[[], T]) -> T:
+def measure(figures: Figures, name: str, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
     """CPU seconds, once: these are seconds where it matters."""
     gc.collect()
     began_s = time.process_time()
-    found = work()
+    found = work(*given, **named)
     figures[name] = time.process_time() - began_s, "s"
     return found
 
@@ -219,9 +224,10 @@ def checkpoint_figures(url: str, count: int) -> Figures:
     figures: Figures = {}
     with opened(url) as run:
         fill(run, count)
-    command = [sys.executable, "-m", "ckpt", "ls", url]
-    for name, words in (("ckpt ls", []), ("ckpt ls --quick", ["--quick"])):
-        figures[name] = timed(lambda words=words: subprocess.run([*command, *words], check=True, stdout=subprocess.DEVNULL)), "s"  # type: ignore[misc]  # fmt: skip
+    for words in (["ls"], ["ls", "--quick"]):
+        command = [sys.executable, "-m", "ckpt", *words, url]
+        took_s = timed(lambda command=command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))  # type: ignore[misc]
+        figures[f"ckpt {' '.join(words)}"] = took_s, "s"
     with opened(url) as run:
         figures["list the run, as a start does"] = timed(run.view), "s"
         view = run.view()
@@ -254,8 +260,8 @@ def fill(run: Run, count: int) -> None:
             whole = ((0, Box((0,), (1024,))),)
             manifest = Manifest((TensorSpec("weight", "float32", (1024,)),), whole, frames, extents, ("rank=0",))
             identity = Identity(EPOCH, Version(number))
-            view = memoryview(raw)
-            committer.commit(identity, manifest, lambda _: view, check=lambda: None, metrics={"loss": 1 / number})  # noqa: B023  # fmt: skip
+            frame: Callable[[int], memoryview] = lambda _, raw=raw: memoryview(raw)  # type: ignore[misc]  # noqa: E731
+            committer.commit(identity, manifest, frame, check=lambda: None, metrics={"loss": 1 / number})
 
     writers = [threading.Thread(target=commit, args=(range(1 + at, count + 1, 4),)) for at in range(4)]
     for writer in writers:

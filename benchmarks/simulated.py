@@ -1,8 +1,8 @@
 """A job of up to a thousand nodes in one process: its coordinator is the real agent, the other nodes are stand-ins.
 
 The coordinator's node is whole: the agent with its worker threads, eight ranks with arenas, a store in memory. It runs
-in a world of its own time (tests/sim). Each other node answers as an agent with eight ranks does, with the product's own
-encoders, and with one small arena per rank. A test holds what they send against what real agents send.
+in a world of its own time (tests/sim). Each other node answers as an agent with eight ranks does, with the product's
+own encoders, and with one small arena per rank. A test holds what they send against what real agents send.
 
 The agent's loop is as in its process: what comes while a turn is under way is handled together in the next one. So the
 world's clock moves on by the CPU time that a turn takes.

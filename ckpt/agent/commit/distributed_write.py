@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -120,7 +121,9 @@ class DistributedWrite:
         self._call_later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
         self._began_s = 0.0
         self._parts: list[_Part] = []
-        self._is_over = False
+        self._is_over = self._has_failed_part = False
+        # No part with a timer is overdue before this: parts that are written meanwhile make it due no earlier.
+        self._first_due_s = 0.0
         self._slowest_written: list[
             tuple[float, int]
         ] = []  # of written parts: the two that decide when others are overdue
@@ -199,6 +202,7 @@ class DistributedWrite:
                 self._record_written(part.nbytes)
                 return
             part.failed_nodes.add(name)
+            self._has_failed_part = True
             why = f"{_node_label(name)} has not written {'its' if name == part.owner else 'that'} part: {error}"
             if name == part.owner:
                 part.errors.insert(0, why)  # the owner's own error says most
@@ -229,7 +233,7 @@ class DistributedWrite:
         A part of a reachable node without replicas is rebuilt only after the store has taken another part. Otherwise
         the store itself is probably failing, and each rebuild would be wasted. The committing node's own part does not
         even wait for other parts, since that node must also put the record."""
-        for part in self._parts:
+        for part in self._parts if self._has_failed_part else ():
             if part.future.done() or part.pending_nodes or not part.errors:
                 continue
             is_open = part.owner != "" and any(self._is_under_way(each) for each in self._parts)
@@ -271,11 +275,14 @@ class DistributedWrite:
     def _record_written(self, nbytes: int) -> None:
         """Records a written part of `nbytes`. Only two written parts matter to `overdue_s`: the slowest, and the
         slowest per byte."""
+        elapsed_s = self._elapsed_s
         if nbytes:
-            written = [*self._slowest_written, (self._elapsed_s, nbytes)]
+            written = [*self._slowest_written, (elapsed_s, nbytes)]
             self._slowest_written = [max(written), max(written, key=lambda each: each[0] / each[1])]
-        for part in self._parts:
-            self._check_overdue(part)
+        if self._slowest_written and elapsed_s >= self._first_due_s:  # else none is overdue, and each has its timer
+            self._first_due_s = math.inf
+            for part in self._parts:
+                self._check_overdue(part)
         self._handle_failed_parts()
 
     def _check_overdue(self, part: _Part) -> None:
@@ -285,6 +292,7 @@ class DistributedWrite:
             return
         left_s = max(due_s - self._elapsed_s, 0.0 if self._is_replicated() else self._margin_s)
         if left_s > 0:
+            self._first_due_s = min(self._first_due_s, due_s)
             self._schedule_check(part, left_s)
             return
         part.next_nodes = part.next_nodes or self._available_nodes(part, slow=True)
