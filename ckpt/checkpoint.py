@@ -282,7 +282,7 @@ class Checkpoint:
 
 def _make_infos(specs: Mapping[str, TensorSpec], record: Record) -> Mapping[str, TensorInfo]:
     manifest = record.manifest
-    parts = Counter((manifest.tensors[index].name, manifest.tensors[index].owner) for index, _ in manifest.boxes)
+    parts = Counter((manifest.tensors[index].name, manifest.tensors[index].owner) for index in manifest.tensor_by_box)
     return {
         name: TensorInfo(
             spec.name,

@@ -16,7 +16,7 @@ from ckpt.format.columns import ColumnReader, ColumnWriter, Ints
 from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE, Box
 
 TENSORS_MAX = 1 << 18
-BOXES_MAX = 1 << 20
+BOXES_MAX = 1 << 21  # 1,000 tensors, each sharded over 2,048 ranks
 NDIM_MAX = 64
 NUMBERS_MAX = 1 << 22  # in all shapes together; in all boxes' offsets; in all boxes' shapes
 BYTES_MAX = 1 << 60  # of one tensor
@@ -49,9 +49,15 @@ class Ragged:
         return np.cumsum(self.counts) - self.counts
 
     def tuples(self) -> list[tuple[int, ...]]:
-        flat = self.flat.tolist()
-        bounds = itertools.pairwise([0, *np.cumsum(self.counts).tolist()])
-        return [tuple(flat[start:stop]) for start, stop in bounds]
+        flat, found, at = self.flat.tolist(), list[tuple[int, ...]](), 0
+        # Neighbours mostly have the same length: a run of such rows is cut at once.
+        firsts = np.flatnonzero(np.diff(self.counts, prepend=-1)).tolist()
+        for first, stop in itertools.pairwise([*firsts, len(self.counts)]):
+            length = int(self.counts[first])
+            end = at + (stop - first) * length
+            found += zip(*[iter(flat[at:end])] * length, strict=True) if length else [()] * (stop - first)
+            at = end
+        return found
 
     def products(self) -> Ints:
         """The product of each row; 1 for an empty row; -1 for a row whose product may exceed BYTES_MAX."""

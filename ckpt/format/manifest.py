@@ -7,10 +7,12 @@ packs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.layout.layout import Array
 from ckpt.types import Box, Identity
@@ -46,6 +48,41 @@ FRAME = np.dtype(
 EXTENT = np.dtype([("box", "<u4"), ("start", "<u8"), ("length", "<u4"), ("frame", "<u4"), ("offset", "<u4")])
 
 
+class BoxRows(Sequence[tuple[int, Box]]):
+    """The boxes of a manifest that was read from bytes; equal to a tuple of the same boxes.
+
+    They are made when one is first asked for: a record may list millions, and most readers need none. `tensors`: the
+    index into the manifest's tensors, by box. `make`: makes the boxes."""
+
+    def __init__(self, tensors: npt.NDArray[np.int64], make: Callable[[], list[Box]]) -> None:
+        self.tensors = tensors
+        self._make = make
+        self._all: tuple[tuple[int, Box], ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, Box]: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[tuple[int, Box], ...]: ...
+    def __getitem__(self, at: int | slice) -> tuple[int, Box] | tuple[tuple[int, Box], ...]:
+        return self._every()[at]
+
+    def __iter__(self) -> Iterator[tuple[int, Box]]:
+        return iter(self._every())
+
+    def __eq__(self, other: object) -> bool:
+        return self._every() == (other._every() if isinstance(other, BoxRows) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _every(self) -> tuple[tuple[int, Box], ...]:
+        if self._all is None:
+            self._all = tuple(zip(self.tensors.tolist(), self._make(), strict=True))
+        return self._all
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a checkpoint consists of.
@@ -55,10 +92,15 @@ class Manifest:
     once. `coordinates`: of every rank, by rank. An empty tensor has a box and no extent."""
 
     tensors: tuple[TensorSpec, ...]
-    boxes: tuple[tuple[int, Box], ...]
+    boxes: Sequence[tuple[int, Box]]
     frames: Array
     extents: Array
     coordinates: tuple[str, ...]
+
+    @property
+    def tensor_by_box(self) -> list[int]:
+        """The index into tensors of each box. Makes no boxes."""
+        return self.boxes.tensors.tolist() if isinstance(self.boxes, BoxRows) else [number for number, _ in self.boxes]
 
 
 class Codec:

@@ -29,7 +29,18 @@ from ckpt.format.boxes import (
     write_tensors,
 )
 from ckpt.format.columns import CAPS, ColumnKind, ColumnReader, ColumnWriter
-from ckpt.format.manifest import EXTENT, FRAME, PLACE, RANK_VALUES, VALUES, Codec, Manifest, Record, TensorSpec
+from ckpt.format.manifest import (
+    EXTENT,
+    FRAME,
+    PLACE,
+    RANK_VALUES,
+    VALUES,
+    BoxRows,
+    Codec,
+    Manifest,
+    Record,
+    TensorSpec,
+)
 from ckpt.layout.layout import Array
 from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX, PATH_NAME, Identity
 
@@ -101,7 +112,7 @@ def _write_manifest(out: ColumnWriter, manifest: Manifest) -> None:
     check_count("ranks", len(manifest.coordinates), RANKS_MAX)
     write_tensors(out, manifest.tensors)
     out.array("tensors.values", [spec.values for spec in manifest.tensors], "|u1")
-    write_boxes(out, [tensor for tensor, _ in manifest.boxes], [box for _, box in manifest.boxes])
+    write_boxes(out, manifest.tensor_by_box, [box for _, box in manifest.boxes])
     out.struct("frames", manifest.frames)
     out.struct("extents", manifest.extents, delta=("box", "frame"))
     out.strings("coordinates", manifest.coordinates)
@@ -119,8 +130,8 @@ def _read_manifest(source: ColumnReader) -> Manifest:
     specs = _specs(source, tensors)
     _check_values(source, specs, extents, frames, boxes)
     coordinates = source.strings("coordinates", read_count(source, "coordinates.len", RANKS_MAX))
-    pairs = zip(boxes.tensor.tolist(), boxes.boxes(), strict=True)
-    return Manifest(specs, tuple(pairs), frames, extents, tuple(coordinates))
+    rows = BoxRows(boxes.tensor, boxes.boxes)
+    return Manifest(specs, rows, frames, extents, tuple(coordinates))
 
 
 def _specs(source: ColumnReader, tensors: TensorColumns) -> tuple[TensorSpec, ...]:

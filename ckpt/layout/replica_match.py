@@ -75,7 +75,7 @@ def _copies(manifest: Manifest) -> dict[str, list[_Copy]]:
     for box, *run in zip(*columns, strict=True):
         runs.setdefault(box, []).append(_Run(*run))
     boxes: dict[int, list[int]] = {}
-    for number, (tensor, _) in enumerate(manifest.boxes):
+    for number, tensor in enumerate(manifest.tensor_by_box):
         boxes.setdefault(tensor, []).append(number)
     copies: dict[str, list[_Copy]] = {}
     for number, spec in enumerate(manifest.tensors):

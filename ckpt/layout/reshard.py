@@ -110,7 +110,7 @@ def plan_cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     """
     index = _index(manifest)
     boxes_of: dict[int, list[int]] = {}
-    for number, (tensor, _) in enumerate(manifest.boxes):
+    for number, tensor in enumerate(manifest.tensor_by_box):
         boxes_of.setdefault(tensor, []).append(number)
     extents = _Extents(manifest)
     found: list[Cut] = []

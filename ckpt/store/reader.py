@@ -322,11 +322,12 @@ def each_values(reader: FrameReader, held_bytes: int = HELD_BYTES_MAX) -> Iterat
     blob. Errors: DamagedData; StorageError."""
     manifest = reader.record.manifest
     of_values = np.array([spec.values for spec in manifest.tensors], bool)
-    is_its = of_values[np.array([tensor for tensor, _ in manifest.boxes], np.int64)]
+    tensors = manifest.tensor_by_box
+    is_its = of_values[np.array(tensors, np.int64)]
     # The key is the frame: each blob of values is one frame (format/record.py).
     owners: dict[int, list[tuple[str, str]]] = {}
     for box, frame in manifest.extents[is_its[manifest.extents["box"]]][["box", "frame"]].tolist():
-        spec = manifest.tensors[manifest.boxes[box][0]]
+        spec = manifest.tensors[tensors[box]]
         owners.setdefault(frame, []).append((spec.name, spec.owner))
     batch, batch_bytes = list[int](), 0
     for frame in sorted(owners):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ckpt.errors import DamagedData, NewerFormat, UsageError
 from ckpt.format import boxes as box_columns
 from ckpt.format import columns, record
-from ckpt.format.manifest import EXTENT, FRAME, PLACE, Manifest, Record, TensorSpec
+from ckpt.format.manifest import EXTENT, FRAME, PLACE, BoxRows, Manifest, Record, TensorSpec
 from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, Box, Epoch, Identity, Version
 from tests.format import build
 from tests.format.build import Tensor
@@ -428,7 +428,7 @@ def test_the_largest_record_fits_and_is_checked_in_a_second(
     ("name", "dtype", "count"),
     [
         ("tensors.dtype", "|u1", (1 << 18) + 1),
-        ("boxes.tensor", "<u4", (1 << 20) + 1),
+        ("boxes.tensor", "<u4", (1 << 21) + 1),
         ("frames.hash_hi", "<u8", FRAMES_MAX + 1),
         ("extents.box", "<u4", (1 << 21) + 1),
         ("places.pack", "<u4", FRAMES_MAX + 1),
@@ -472,3 +472,29 @@ def test_garbage_is_never_anything_but_damaged_data(garbage: bytes, at: int) -> 
     sealed = bytes(data) + xxhash.xxh3_128_digest(bytes(data))
     with contextlib.suppress(DamagedData):
         record.decode(sealed, KEY)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=12))
+def test_rows_of_any_lengths_come_back_as_they_were(rows: list[list[int]]) -> None:
+    flat = [number for row in rows for number in row]
+    ragged = box_columns.Ragged(np.array([len(row) for row in rows], np.int64), np.array(flat, np.int64))
+    assert ragged.tuples() == [tuple(row) for row in rows]
+
+
+def test_the_boxes_of_a_record_are_made_once_and_only_if_somebody_wants_them() -> None:
+    made: list[int] = []
+
+    def make() -> list[Box]:
+        made.append(1)
+        return [Box((0,), (2,)), Box((2,), (1,))]
+
+    rows = BoxRows(np.array([4, 4]), make)
+    manifest = replace(_with().manifest, boxes=rows)
+    assert (len(rows), manifest.tensor_by_box, made) == (2, [4, 4], [])
+    whole = ((4, Box((0,), (2,))), (4, Box((2,), (1,))))
+    assert (rows[1], rows[-1:], tuple(rows)) == (whole[1], whole[1:], whole)
+    assert rows == whole
+    assert whole == rows
+    assert rows != whole[:1]
+    assert made == [1]
+    assert replace(manifest, boxes=whole).tensor_by_box == [4, 4]

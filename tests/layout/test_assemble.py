@@ -350,3 +350,23 @@ def test_values_beyond_a_frame_are_refused():
     staged = take(ranks_of(1)).staged[0]
     with pytest.raises(UsageError, match="hold large data in tensors"):
         assemble([replace(staged, own_values=Blob(blob(b"").hash, FRAME_BYTES_MAX + 1))])
+
+
+class CountedBlob(Blob):
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedBlob.compared += 1
+        return super().__eq__(other)
+
+    __hash__ = Blob.__hash__
+
+
+def test_the_values_of_each_rank_are_compared_once_with_those_of_the_first() -> None:
+    """There may be thousands of ranks."""
+    world = 40
+    snapshot = take(ranks_of(world, "a"))
+    told = [replace(each, shared_values=CountedBlob(bytes(16), 5)) for each in snapshot.staged]
+    CountedBlob.compared = 0
+    assemble(told)
+    assert CountedBlob.compared <= world

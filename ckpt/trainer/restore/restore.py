@@ -257,7 +257,7 @@ class _AgentSource:
         first: dict[int, int] = {}
         for box, frame in zip(manifest.extents["box"].tolist(), manifest.extents["frame"].tolist(), strict=True):
             first.setdefault(box, frame)
-        for number, (tensor, _) in enumerate(manifest.boxes):
+        for number, tensor in enumerate(manifest.tensor_by_box):
             spec = manifest.tensors[tensor]
             if spec.values:
                 self._frame_by_blob[spec.name, spec.owner] = first.get(number)

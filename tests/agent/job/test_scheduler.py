@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from ckpt.agent.preemption.preemption import NEAR_S
 from ckpt.agent.runtime.memory_plan import SLOTS_CLOSE
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import MISSING_ANSWER_S, REJOIN_S, SaveReason, SlotState, WorkState
+from ckpt.agent.state.rank_presence import RankState, RankStates
 from ckpt.agent.state.replica_state import FOUND_INCOMPLETE, HOLDER_LOST, NO_PEER_MEMORY, SUPERSEDED
 from ckpt.ipc.control_page import GRADIENTS_WAIT, ControlWord, WordKind
 from ckpt.placement.placement import Kept
@@ -2596,3 +2597,30 @@ def test_what_is_older_than_what_is_found_to_be_safe_is_not_copied_any_more() ->
     assert not group.would_reduce_protection
     assert (group.replicating_slot, group.replicated_version) == (None, safe)
     assert driver.levels("peer")[str(Version(10))] is False
+
+
+class CountedRanks(RankStates):
+    """How often all of them were gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[RankState]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_decision_that_follows_one_ranks_word_goes_through_no_others() -> None:
+    """There may be thousands of ranks, and a decision follows each word of each of them."""
+    world = 50
+    driver = Driver(world)
+    driver.group.rank_states.__class__ = CountedRanks
+    word, fits = driver.word(), driver.group._do_arenas_fit
+    compared: list[object] = []
+    driver.group._do_arenas_fit = lambda *given: [compared.append(given), fits(*given)][1]  # type: ignore[method-assign]
+    driver.steps = [word.step] * world
+    for rank in range(world):
+        driver.stage(word.attempt_number, Version(word.step), word.slot, range(rank, rank + 1))
+    assert driver.group.slots[word.slot].state is SlotState.STAGED
+    ranks = driver.group.rank_states
+    assert isinstance(ranks, CountedRanks)
+    assert (ranks.passes, len(compared)) == (0, 0)

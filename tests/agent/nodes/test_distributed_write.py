@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -514,3 +515,23 @@ def test_one_that_is_given_up_before_it_has_begun_asks_nobody() -> None:
         with pytest.raises(AgentError, match="given up"):
             part.result(0)
     assert nodes.names() == ["", "n1"], "by the commit before"
+
+
+class CountedClock(ManualClock):
+    reads = 0
+
+    def now_s(self) -> float:
+        self.reads += 1
+        return super().now_s()
+
+
+def test_a_part_that_is_written_makes_nobody_look_at_all_other_parts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may have a thousand nodes, whose parts end one after the other."""
+    monkeypatch.setattr(sys.modules[__name__], "ManualClock", CountedClock)
+    nodes = Writers(200)
+    for rank in range(200):
+        nodes.move(0.001)
+        nodes.writes(node(rank))
+    assert all(future.done() for future in nodes.futures)
+    assert isinstance(nodes.clock, CountedClock)
+    assert nodes.clock.reads < 20 * 200
