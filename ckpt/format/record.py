@@ -41,6 +41,7 @@ from ckpt.format.manifest import (
     Record,
     TensorSpec,
 )
+from ckpt.gc_pause import pause_gc
 from ckpt.layout.layout import Array
 from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX, PATH_NAME, Identity
 
@@ -57,6 +58,7 @@ _PACK_KEY = re.compile(rf"data/{_IDENTITY}/{_PART}/(?={_PART}\Z)[A-Za-z0-9._-]+-
 _COMMIT_KEY = re.compile(rf"commits/({_IDENTITY})-({_PART})")
 
 
+@pause_gc()
 def encode(record: Record) -> bytes:
     """The bytes of a commit record. Errors: UsageError if a name, a number or the whole does not fit the format."""
     check_count("packs", len(record.packs), FRAMES_MAX)
@@ -73,6 +75,7 @@ def encode(record: Record) -> bytes:
     return out.finish()
 
 
+@pause_gc()
 def decode(data: bytes | memoryview, key: str) -> Record:
     """The record that `data` holds, fully checked. `key`: where it came from, for messages. If `key` has the form
     `commits/<identity>-<writer>`, the record must have that identity and writer. Errors: DamagedData names the record

@@ -26,7 +26,7 @@ SLOTS_MAX = 5  # of a job
 ATTEMPT_MAX = (1 << 20) - 1
 STEP_MAX = (1 << 36) - 1
 SUB_MAX = (1 << 20) - 1
-WORLD_MAX = 4096
+WORLD_MAX = 1 << 14  # the page has 64 bytes for each: 1 MiB
 # Why a rank missed a snapshot that was appointed at the end of a step.
 GRADIENTS_WAIT = "gradients wait for an update"
 # Why a rank missed a snapshot that was appointed at a poll. The rank would miss the next poll, too.
@@ -116,7 +116,7 @@ class ControlPage:
     def create(cls, world: int) -> ControlPage:
         """A new, empty page for a job of `world` ranks, sealed against resizing. Errors: AgentError above WORLD_MAX."""
         if not 0 < world <= WORLD_MAX:
-            raise AgentError(f"the job has {world} ranks on one node; 1 to {WORLD_MAX} are allowed")
+            raise AgentError(f"the job has {world} ranks; 1 to {WORLD_MAX} are allowed")
         size = -(-64 * (1 + world) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("ckpt-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)

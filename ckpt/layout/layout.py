@@ -106,7 +106,8 @@ def are_disjoint(boxes: Sequence[Box]) -> bool:
     ordered = sorted(boxes, key=lambda box: box.offset[along])
     for i, box in enumerate(ordered):
         end = box.offset[along] + box.shape[along]
-        for other in ordered[i + 1 :]:
+        # No slice: a tensor may be sharded over thousands of ranks, and the look mostly ends at the next box.
+        for other in map(ordered.__getitem__, range(i + 1, len(ordered))):
             if other.offset[along] >= end:
                 break
             if box.intersect(other) is not None:

@@ -145,7 +145,7 @@ class FollowerJob:
     @property
     def is_training(self) -> bool:
         """True if a rank here has entered a step."""
-        return any(self.local_share.steps())
+        return any(map(self.local_share.control_page.entered_step, self._local_ranks))
 
     def rank_of(self, peer: AnyPeer) -> int | None:
         return next((rank for rank, each in self._connections_by_rank.items() if each.peer is peer), None)

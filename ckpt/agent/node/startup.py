@@ -85,7 +85,7 @@ class Startup(NodeMemory):
         launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
         request_id = int(fields["id"])
         if not 0 < world <= WORLD_MAX:
-            raise UsageError(f"world is {world}: one node has 1 to {WORLD_MAX} ranks")
+            raise UsageError(f"world is {world}: a job has 1 to {WORLD_MAX} ranks")
         nodes = self._parse_nodes(message)
         if nodes and (self.network is None or nodes[0].name != self.network.agent_name):
             raise AgentError("rank 0 is on another node than this agent, or has not told it to listen")

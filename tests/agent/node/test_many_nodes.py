@@ -227,3 +227,15 @@ def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_r
         assert [each is not None for each in nodes.steps_entered_s()] == [True, True]
     finally:
         page.close()
+
+
+def test_a_job_of_a_thousand_nodes_of_eight_ranks_has_a_control_page() -> None:
+    page = ControlPage.create(8 * 1024)
+    try:
+        page.publish_step(8 * 1024 - 1, 7, 3)
+        assert (page.entered_step(8 * 1024 - 1), page.poll_count(8 * 1024 - 1)) == (7, 3)
+        assert page.leave_attempt() == 0
+    finally:
+        page.close()
+    with pytest.raises(AgentError, match="at most"):
+        ControlPage.create(WORLD_MAX + 1)
