@@ -59,6 +59,8 @@ class AllShares:
         self._local_ranks = [rank for rank in range(self.world) if rank not in self._remote_by_rank]
         # By rank, as the other nodes reported: the step that it entered, and its polls since the last ended one.
         self._reported_steps, self._reported_polls = [0] * self.world, [0] * self.world
+        for each in others:
+            each.steps_by_rank, each.polls_by_rank = self._reported_steps, self._reported_polls
 
     @property
     def local_rank_count(self) -> int:
@@ -95,25 +97,16 @@ class AllShares:
         return remote.name if remote is not None else ""
 
     def steps(self) -> list[int]:
-        self._collect_reported()
         found, here = self._reported_steps.copy(), self.local_share.control_page.entered_step
         for rank in self._local_ranks:
             found[rank] = here(rank)
         return found
 
     def polls(self) -> list[int]:
-        self._collect_reported()
         found, here = self._reported_polls.copy(), self.local_share.control_page.poll_count
         for rank in self._local_ranks:
             found[rank] = here(rank)
         return found
-
-    def _collect_reported(self) -> None:
-        """Takes what was reported since the last call. All ranks' places are asked for at each decision, and each node
-        reports once a second."""
-        for share in self.remote_shares.values():
-            for rank, (step, polls) in share.take_new_steps().items():
-                self._reported_steps[rank], self._reported_polls[rank] = step, polls
 
     def steps_entered_s(self) -> list[float | None]:
         """As `LocalShare.steps_entered_s`, up to the last rank of this node: nothing is known of those behind it."""

@@ -111,7 +111,10 @@ class RemoteShare:
         self.is_dropped = False
         self._newest_connections: dict[int, RemotePeer] = {}
         self._network, self._epoch, self._node_names = network, epoch, called or NodeNames()
-        self._new_steps: dict[int, tuple[int, int]] = {}  # see `take_new_steps`
+        # By rank, if reported: the step that it entered, and its polls since the last ended one. AllShares puts its own
+        # lists here, so that it need not ask each node.
+        self.steps_by_rank: dict[int, int] | list[int] = {}
+        self.polls_by_rank: dict[int, int] | list[int] = {}
         self._declarations: dict[int, tuple[bytes, Declaration]] = {}
 
     def ensure_connection(self, rank: int, number: int, pid: int) -> RemotePeer:
@@ -145,15 +148,9 @@ class RemoteShare:
         no rank can have published."""
         if not all(0 <= step <= STEP_MAX // 2 and 0 <= polls <= SUB_MAX for step, polls in ranks.values()):
             raise AgentError(f"agent {self.name} says of its ranks' steps what cannot be: {dict(ranks)!s:.300}")
-        self._new_steps.update({rank: at for rank, at in ranks.items() if rank in self.ranks})
-
-    def take_new_steps(self) -> Mapping[int, tuple[int, int]]:
-        """By rank, if reported since the last call: the step that it entered, and its polls since the last ended
-        one."""
-        if not self._new_steps:
-            return self._new_steps
-        found, self._new_steps = self._new_steps, {}
-        return found
+        for rank, (step, polls) in ranks.items():
+            if rank in self.ranks:
+                self.steps_by_rank[rank], self.polls_by_rank[rank] = step, polls
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
         self._notify({"t": "control-word", "slot": slot, "word": word.pack() if word is not None else 0})

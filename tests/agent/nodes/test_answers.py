@@ -98,10 +98,9 @@ def test_steps_that_no_rank_can_be_in_are_refused_and_those_before_stay_known() 
     for wrong in ((1 << 35, 0), (1 << 70, 0), (-1, 0), (8, 1 << 20), (8, -1)):
         with pytest.raises(AgentError, match="steps"):
             remote.record_steps({1: wrong})
-    assert remote.take_new_steps()[1] == (7, 2)
+    assert (remote.steps_by_rank[1], remote.polls_by_rank[1]) == (7, 2)
     remote.record_steps({1: ((1 << 35) - 1, (1 << 20) - 1)})
-    assert remote.take_new_steps()[1][0] == (1 << 35) - 1
-    assert not remote.take_new_steps(), "it is taken once"
+    assert remote.steps_by_rank[1] == (1 << 35) - 1
 
 
 def test_a_node_that_makes_smaller_arenas_than_it_was_asked_to_has_made_none() -> None:
