@@ -28,6 +28,7 @@ SUCCESS: dict[str, list[str]] = {  # {url} is a run, {to} a file that is not the
     "watch": ["{url}", "--once"],
     "preempt": ["{url}"],
     "doctor": ["{url}"],
+    "bench": ["{url}-bench", "--only", "codecs", "--size", "1MiB"],
 }
 FAILURE: dict[str, tuple[list[str], Exit]] = {
     "ls": ([NOWHERE], Exit.NO_CHECKPOINT),
@@ -43,6 +44,7 @@ FAILURE: dict[str, tuple[list[str], Exit]] = {
     "preempt": (["{url}"], Exit.AGENT),
     "agent": (["{url}", "--listen", "127.0.0.1:0", "--memory", "1MiB"], Exit.USAGE),
     "doctor": (["{blocked}"], Exit.STORAGE),
+    "bench": (["{blocked}"], Exit.STORAGE),
 }
 
 

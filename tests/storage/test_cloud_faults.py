@@ -338,7 +338,9 @@ def test_no_credentials_are_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
         for attempt in attempts(backend).values():
             with pytest.raises(AccessDenied, match="AWS_ACCESS_KEY_ID"):
                 attempt()
-        with pytest.raises(AccessDenied, match=f"AWS_PROFILE and ~/.aws, .*metadata service of this machine at {nobody.at.endpoint}"):
+        with pytest.raises(
+            AccessDenied, match=f"AWS_PROFILE and ~/.aws, .*metadata service of this machine at {nobody.at.endpoint}"
+        ):
             backend.get("key", 1)
         backend.close()
 
