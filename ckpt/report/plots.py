@@ -43,8 +43,10 @@ def draw(plot: Plot, form: str) -> bytes:
         axes.set_title(plot.title)
         axes.set_xlabel(plot.x_label)
         axes.set_ylabel(plot.y_label)
-        axes.set_xscale("log" if plot.log_x else axes.get_xscale())
-        axes.set_yscale("log" if plot.log_y else axes.get_yscale())
+        if plot.log_x:
+            axes.set_xscale("log")
+        if plot.log_y:
+            axes.set_yscale("log")
         axes.grid(visible=True, alpha=0.3)
         if len(plot.series) > 1:
             axes.legend(fontsize="small")

@@ -116,7 +116,13 @@ def _pareto_plot(runs: Sequence[SweepRun]) -> Plot:
             Series("all runs", [each[1] for each in points], [each[0] for each in points], line=False),
             Series("best", [points[n][1] for n in front], [points[n][0] for n in front], names),
         ],
+        log_x=_spans_decades([each[1] for each in points]),
+        log_y=_spans_decades([each[0] for each in points]),
     )
+
+
+def _spans_decades(values: Sequence[float]) -> bool:
+    return min(values) > 0 and max(values) / min(values) > 20 and max(values) < float("inf")
 
 
 def _plots_by_key(runs: Sequence[SweepRun]) -> Iterator[Plot]:
@@ -134,7 +140,7 @@ def _plots_by_key(runs: Sequence[SweepRun]) -> Iterator[Plot]:
             key,
             "least overhead, % of useful training",
             [Series(key, list(least), list(least.values()))],
-            log_x=min(values) > 0 and max(values) / min(values) > 20,
+            log_x=_spans_decades([*values]),
         )
 
 
@@ -162,7 +168,12 @@ def _parts_plot(runs: Sequence[SweepRun]) -> Plot:
 
 
 def _points(runs: Sequence[SweepRun]) -> list[tuple[float, float]]:
-    return [(100 * run.outcome.overhead, store_gb_hour(run.outcome)) for run in runs]
+    """Overhead and traffic with the digits that are shown: smaller differences make no run better."""
+    return [(_rounded(100 * run.outcome.overhead), _rounded(store_gb_hour(run.outcome))) for run in runs]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _front(runs: Sequence[SweepRun], trace: str) -> list[int]:

@@ -69,6 +69,12 @@ def test_markdown_has_its_plots_beside_it(tmp_path: Path) -> None:
     assert "|---|---:|" in text
 
 
+def test_bars_stand_above_their_names() -> None:
+    drawn = draw(BARS, "svg").decode()
+    assert ">x</text>" in drawn
+    assert ">y</text>" in drawn
+
+
 def test_the_same_plot_gives_the_same_bytes() -> None:
     assert draw(LINES, "svg") == draw(LINES, "svg")
     assert draw(LINES, "svg") != draw(BARS, "svg")
