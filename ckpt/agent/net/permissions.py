@@ -2,12 +2,14 @@
 
 The handshake has already proved that the peer knows the run's secret. Each kind of message needs one condition more:
 - ANYONE: none; the message only asks for information.
-- AWAITED: a rank of this node waits for a start.
-- ASKED: a start of the peer has surveyed this node.
-- LEADS: the peer coordinates the epoch that the message names, and this node has a part in it.
-- DROPS: as LEADS, and no newer start forbids it (see InventoryLease). Such messages may evict something.
-- SERVES: the peer coordinates some epoch that this node has a part in, or its start has surveyed this node.
-- MEMBER: the peer has ranks in the named job, which this agent coordinates.
+- START_PENDING: a rank of this node waits for a start.
+- SURVEYOR: a start of the peer has surveyed this node.
+- COORDINATOR: the peer coordinates the epoch that the message names, and this node has a part in it.
+- EVICTING_COORDINATOR: as COORDINATOR, and no newer start forbids it (see InventoryLease). Such messages may evict
+  something.
+- COORDINATOR_OR_SURVEYOR: the peer coordinates some epoch that this node has a part in, or its start has surveyed this
+  node.
+- FOLLOWER: the peer has ranks in the named job, which this agent coordinates.
 - OWNER: none here; the message affects only what the peer itself has begun.
 """
 
@@ -24,12 +26,12 @@ class Sender(enum.Enum):
     """The condition that a message's sender must meet; see the module."""
 
     ANYONE = "anyone"
-    START_PENDING = "awaited"
-    SURVEYOR = "asked"
-    COORDINATOR = "leads"
-    EVICTING_COORDINATOR = "drops"
-    COORDINATOR_OR_SURVEYOR = "serves"
-    FOLLOWER = "member"
+    START_PENDING = "start-pending"
+    SURVEYOR = "surveyor"
+    COORDINATOR = "coordinator"
+    EVICTING_COORDINATOR = "evicting-coordinator"
+    COORDINATOR_OR_SURVEYOR = "coordinator-or-surveyor"
+    FOLLOWER = "follower"
     OWNER = "owner"
 
 
