@@ -435,7 +435,7 @@ class DlRover(Blocking):
 
 
 class Ckpt(Blocking):
-    """ckpt: a start enters the block. `last_stall_s` is what the last snapshot took of the loop, with late copies."""
+    """ckpt: a start enters the block. `stalls_s`: what each snapshot took of the loop, late copies and all."""
 
     def __init__(self, job: Job, place: str, codec: str = "auto", lazy: bool = True) -> None:
         super().__init__(job, place)
@@ -460,8 +460,8 @@ class Ckpt(Blocking):
     def restore(self) -> None:
         self._enter()
 
-    def last_stall_s(self) -> float:
-        return self._ck._receipt.stalls_s[-1]
+    def stalls_s(self) -> list[float]:
+        return list(self._ck._receipt.stalls_s)
 
     def close(self) -> None:
         """Leaves the block as at the end of a run, but saves no last step."""
@@ -518,7 +518,7 @@ CONTENDERS = [
     Contender("DCP async, thread", (), DcpAsync),
     Contender("DCP async, process", (), DcpProcess),
     Contender("DCP async, s3fs", ("s3fs",), None, DcpS3fs),
-    Contender("DCP async, s3torchconnector", ("s3torchconnector", "s3fs"), None, S3TorchConnector),
+    Contender("DCP async, s3torchconnector", ("s3torchconnector", "tenacity", "s3fs"), None, S3TorchConnector),
     Contender("torchsnapshot", ("torchsnapshot", "s3fs"), TorchSnapshot, TorchSnapshotS3),
     Contender("torch_checkpointing", ("torch_checkpointing",), TorchCheckpointing),
     Contender("LMResiliency", ("lm_resiliency",), LmResiliency),

@@ -172,7 +172,7 @@ def save(name: str, place: str, total: int, step_s: float) -> None:
         waiter.join()
         spent_s = time.perf_counter() - began_s
         own_s = marked.cpu_s() - cpu_s - loop.cpu_s
-        stall_s = tool.last_stall_s() if hasattr(tool, "last_stall_s") else stall_s
+        stall_s = tool.stalls_s()[-1] if hasattr(tool, "stalls_s") else stall_s
         step = statistics.mean(without_s)
         noise_s = abs(without_s[0] - without_s[1]) * steps
         lost = {"stall": stall_s, "lost": spent_s - steps * step, "noise": noise_s}
