@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import faulty_disk
 from benchmarks.report import Row, parser, report
 from tests.checkpointer.scripts import ROOT
 
@@ -35,6 +38,7 @@ from tests.checkpointer.scripts import ROOT
         "preempt",
         "notice",
         "listening",
+        "paper",
     ],
 )
 def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> None:
@@ -46,6 +50,42 @@ def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> 
     assert found["benchmark"] == name
     assert found["machine"]["cpu"]
     assert all(row["figure"] is not None for row in found["rows"])
+
+
+def run_small(name: str, out: Path, *words: str) -> dict[str, dict[str, Any]]:
+    """The rows, by their question."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(out), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {row["question"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+def test_peers_restore_what_was_saved_and_who_is_not_installed_is_named(tmp_path: Path) -> None:
+    names = ["torch.save", "torch.save, boto3", "safetensors", "DCP async, thread", "ckpt, auto, deferred"]
+    only = [word for name in [*names, "torchsnapshot"] for word in ("--only", name)]
+    rows = run_small("peers", tmp_path / "out.json", *only)
+    for label in [f"folder: {name}" for name in names if "boto3" not in name] + [
+        "rclone: torch.save, boto3",
+        "rclone: ckpt, auto, deferred",
+    ]:
+        assert rows[f"{label}: restored bit for bit"]["met"], label
+        assert rows[f"{label}: durable"]["figure"] > 0, label
+        assert rows[f"{label}: written"]["figure"] > 4, label
+    if importlib.util.find_spec("torchsnapshot") is None:
+        assert any(question.startswith("folder: torchsnapshot: NOT MEASURED: ") for question in rows)
+
+
+def test_the_league_tells_lost_and_wrong_restarts_from_good_ones(tmp_path: Path) -> None:
+    if why := faulty_disk.why_not():
+        pytest.skip(why)
+    only = [word for name in ("torch.save", "ckpt, auto, deferred") for word in ("--only", name)]
+    rows = run_small("league", tmp_path / "out.json", *only, "--points", "2")
+    assert rows["torch.save: flipped: WRONG"]["figure"] == 1
+    assert rows["torch.save: missing: lost"]["figure"] == 1
+    assert rows["torch.save: killed: refused"]["figure"] == 1  # of two: before the first change nothing has happened
+    ours = [row for question, row in rows.items() if question.startswith("ckpt") and row["met"] is not None]
+    assert ours
+    assert all(row["met"] for row in ours)
 
 
 @pytest.mark.parametrize(
