@@ -9,6 +9,7 @@ With `names=True` names always last, as where the file system journals them and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import errno
 import itertools
@@ -133,6 +134,7 @@ class Disk:
         self.before_change: Callable[[str, str], None] = lambda what, path: None
         self._nodes: dict[int, Node] = {ROOT: tree.root}
         self._paths: dict[int, str] = {ROOT: ""}
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="disk")
 
     def __enter__(self) -> Disk:
@@ -150,6 +152,12 @@ class Disk:
         self._thread.join(20)
         os.close(self._fd)
 
+    def settled(self) -> Tree:
+        """Makes all that is written durable, and copies the tree between two requests."""
+        with self._lock:
+            self.tree.settle()
+            return copy.deepcopy(self.tree)
+
     def _serve(self) -> None:
         while True:
             try:
@@ -162,7 +170,8 @@ class Disk:
             if code in (FORGET, BATCH_FORGET, INTERRUPT, DESTROY):
                 continue
             try:
-                failed, body = 0, self._answer(code, number, memoryview(request)[HEADER.size :])
+                with self._lock:
+                    failed, body = 0, self._answer(code, number, memoryview(request)[HEADER.size :])
             except Refusal as exc:
                 failed, body = -exc.errno, b""
             except KeyError:

@@ -123,6 +123,17 @@ def restart(name: str, place: str, environment: dict[str, str], there: Connectio
     os._exit(0)
 
 
+@dataclass
+class Left:
+    """What a run leaves: the disk after step 1, the disk at its end, and the changes of the save of step 2.
+    `restarted`: the outcome of a restart beside living helpers, where only the process was killed."""
+
+    before: Tree
+    after: Tree
+    changes: list[tuple[str, str]]
+    restarted: str | None
+
+
 class Tried:
     """One tool's runs: a saving process, and restarts on what it leaves."""
 
@@ -130,9 +141,8 @@ class Tried:
         self._name, self._folder, self._digests = name, folder, digests
         self.said: Counter[str] = Counter()
 
-    def run(self, crash_at: int | None, whom: str) -> tuple[Tree, Tree, list[tuple[str, str]], str | None]:
-        """The disk after step 1 and at the end, and the changes of the save of step 2. With `crash_at` the processes
-        are killed before that change. The outcome of a restart beside living helpers, where `whom` leaves some."""
+    def run(self, crash_at: int | None, whom: str) -> Left:
+        """Saves both steps. With `crash_at`, `whom` says who is killed before that change of the save of step 2."""
         tree, mount = Tree(), f"{self._folder}/{secrets.token_hex(4)}"
         environment = self._environment(linger=whom == "process killed")
         marked = Marked(environment[MARK])
@@ -145,8 +155,8 @@ class Tried:
             there.close()
             try:
                 self._await(here, 1)
-                tree.settle()
-                before, first = copy.deepcopy(tree), len(disk.events)
+                before = disk.settled()
+                first = len(disk.events)
 
                 def before_change(what: str, path: str) -> None:
                     if dead.is_set():
@@ -162,17 +172,18 @@ class Tried:
                 here.send("go on")
                 with contextlib.suppress(EOFError):
                     self._await(here, 2)
-                if whom == "process killed" and dead.is_set():
+                if whom == "process killed":
+                    self._kill(process, marked, whom)
                     process.join(10)
                     outcome = self._restart(f"{mount}/run", environment)
-                events = disk.events[first:]
+                changes = disk.events[first:]
                 self._kill(process, marked, "killed")
             finally:
                 self._kill(process, marked, "killed")
                 process.join(10)
                 marked.end()
                 here.close()
-        return before, tree, events, outcome
+        return Left(before, tree, changes, outcome)
 
     def restarted(self, tree: Tree, change: Callable[[Tree], None] = lambda tree: None) -> str:
         """The outcome of a restart on a copy of that disk, changed."""
@@ -235,19 +246,20 @@ class Table:
 
 def of_tool(name: str, folder: str, digests: Digests, points: int | None) -> tuple[Table, Tried]:
     tried, table = Tried(name, folder, digests), Table()
-    before, saved, events, _ = tried.run(None, "killed")
-    chosen = moments(len(events), points)
-    for at in chosen:
-        _, left, _, _ = tried.run(at, "killed")
+    whole = tried.run(None, "killed")
+    for at in moments(len(whole.changes), points):
+        left = tried.run(at, "killed").after
         table.add("killed", tried.restarted(left))
         for fault, keep in (("power, names kept", True), ("power, names too", False)):
             table.add(fault, tried.restarted(left, lambda tree, keep=keep: tree.lose_power(keep)))
         for whom in ENTRANTS[name]:
-            outcome = tried.run(at, whom)[3]
-            table.add(whom, outcome or "newest")
+            outcome = tried.run(at, whom).restarted
+            assert outcome is not None
+            table.add(whom, outcome)
+    saved = whole.after
     for fault, keep in (("power, saved, names kept", True), ("power, saved, names too", False)):
         table.add(fault, tried.restarted(saved, lambda tree, keep=keep: tree.lose_power(keep)))
-    for path in of_newest(before, saved):
+    for path in of_newest(whole.before, saved):
         table.add("torn", tried.restarted(saved, lambda tree, path=path: _cut(tree.files()[path])))
         table.add("flipped", tried.restarted(saved, lambda tree, path=path: _flip(tree.files()[path])))
         table.add("missing", tried.restarted(saved, lambda tree, path=path: tree.remove(path)))
