@@ -3,7 +3,7 @@
 It speaks the kernel's FUSE protocol (include/uapi/linux/fuse.h, 7.31) on /dev/fuse, so it needs root. Nothing is
 cached by write-back: each write, rename, truncation and fsync of a process is one request, answered in order by one
 thread. Fault model of a power loss: a file keeps the bytes of its last fsync, a folder the names of its last fsync.
-With `names=True` names always last, as where the file system journals them and orders nothing else.
+With `names=True` names and truncations always last, as where the file system journals them and orders nothing else.
 """
 
 from __future__ import annotations
@@ -49,15 +49,20 @@ def why_not() -> str | None:
 
 @dataclass
 class Node:
-    """A file, or a folder where `names` is a dict. `synced`, `synced_names`: what a power loss leaves."""
+    """A file, or a folder where `names` is a dict. `synced`, `synced_names`: as of the last fsync. `kept`: of the
+    bytes of that, so many have not been truncated since."""
 
     number: int
     mode: int
     data: bytearray = field(default_factory=bytearray)
     names: dict[str, Node] | None = None
     synced: bytes = b""
+    kept: int = 0
     synced_names: dict[str, Node] = field(default_factory=dict)
     changed_ns: int = field(default_factory=time.time_ns)
+
+    def sync(self) -> None:
+        self.synced, self.synced_names, self.kept = bytes(self.data), dict(self.names or {}), len(self.data)
 
 
 class Tree:
@@ -85,10 +90,10 @@ class Tree:
     def settle(self) -> None:
         """All that is written is durable, as the kernel sees to within a minute."""
         for node in _all(self.root):
-            node.synced, node.synced_names = bytes(node.data), dict(node.names or {})
+            node.sync()
 
     def lose_power(self, names: bool) -> None:
-        """Leaves what is durable; `names`: names are, whether a folder was synced or not."""
+        """Leaves what is durable; `names`: names and truncations are, synced or not."""
         _lose(self.root, names, set())
 
 
@@ -111,7 +116,7 @@ def _lose(node: Node, names: bool, seen: set[int]) -> None:
         return
     seen.add(node.number)
     if node.names is None:
-        node.data = bytearray(node.synced)
+        node.data = bytearray(node.synced[: node.kept] if names else node.synced)
         return
     if not names:
         node.names = dict(node.synced_names)
@@ -212,7 +217,7 @@ class Disk:
         if code == STATFS:
             return struct.pack("<5Q10I", 1 << 30, 1 << 29, 1 << 29, 1 << 20, 1 << 19, 4096, 255, 4096, *([0] * 7))
         if code in (FSYNC, FSYNCDIR):
-            node.synced, node.synced_names = bytes(node.data), dict(node.names or {})
+            node.sync()
         elif code in (UNLINK, RMDIR):
             self._remove(node, _name(body), code == RMDIR)
         elif code in (RENAME, RENAME2):
@@ -278,6 +283,7 @@ class Disk:
         valid, _, _, size = struct.unpack_from("<IIQQ", body)
         if valid & SET_SIZE:
             del node.data[size:]
+            node.kept = min(node.kept, size)
             node.data.extend(bytes(size - len(node.data)))
             node.changed_ns = time.time_ns()
         if valid & SET_MODE:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -31,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -57,6 +58,7 @@ ENTRANTS = {
 OUTCOMES = ("newest", "older", "refused", "WRONG", "lost")
 STATE_BYTES, LAYERS = 1 << 20, 2
 CUT_BYTES = 1 << 10
+HEARTBEATS = "/alive/"  # ckpt writes some by the clock: they are no moments of a save
 RESTART_S = 90.0
 OURS = "ckpt"
 _forks = multiprocessing.get_context("forkserver")
@@ -125,12 +127,14 @@ def restart(name: str, place: str, environment: dict[str, str], there: Connectio
 
 @dataclass
 class Left:
-    """What a run leaves: the disk after step 1, the disk at its end, and the changes of the save of step 2.
-    `restarted`: the outcome of a restart beside living helpers, where only the process was killed."""
+    """What a run leaves: the disk after step 1, the disk at its end, and how many changes the save of step 2 made.
+    `crashed`: whether the moment to kill came. `restarted`: the outcome of a restart beside living helpers, where only
+    the process was killed."""
 
     before: Tree
     after: Tree
-    changes: list[tuple[str, str]]
+    changes: int
+    crashed: bool
     restarted: str | None
 
 
@@ -149,20 +153,19 @@ class Tried:
         here, there = _forks.Pipe()
         process = _forks.Process(target=save, args=(self._name, f"{mount}/run", environment, there))
         dead = threading.Event()
-        outcome = None
+        seen, outcome = itertools.count(), None
         with Disk(tree, mount) as disk:
             process.start()
             there.close()
             try:
                 self._await(here, 1)
                 before = disk.settled()
-                first = len(disk.events)
 
                 def before_change(what: str, path: str) -> None:
                     if dead.is_set():
                         if whom == "killed":
                             raise Refusal(5)
-                    elif crash_at is not None and len(disk.events) - first == crash_at:
+                    elif HEARTBEATS not in path and next(seen) == crash_at:
                         dead.set()
                         self._kill(process, marked, whom)
                         if whom == "killed":
@@ -176,14 +179,14 @@ class Tried:
                     self._kill(process, marked, whom)
                     process.join(10)
                     outcome = self._restart(f"{mount}/run", environment)
-                changes = disk.events[first:]
+                changes, crashed = next(seen), dead.is_set()
                 self._kill(process, marked, "killed")
             finally:
                 self._kill(process, marked, "killed")
                 process.join(10)
                 marked.end()
                 here.close()
-        return Left(before, tree, changes, outcome)
+        return Left(before, tree, changes, crashed, outcome)
 
     def restarted(self, tree: Tree, change: Callable[[Tree], None] = lambda tree: None) -> str:
         """The outcome of a restart on a copy of that disk, changed."""
@@ -247,11 +250,13 @@ class Table:
 def of_tool(name: str, folder: str, digests: Digests, points: int | None) -> tuple[Table, Tried]:
     tried, table = Tried(name, folder, digests), Table()
     whole = tried.run(None, "killed")
-    for at in moments(len(whole.changes), points):
-        left = tried.run(at, "killed").after
-        table.add("killed", tried.restarted(left))
+    for at in moments(whole.changes, points):
+        left = tried.run(at, "killed")
+        if not left.crashed:  # this save made fewer changes than another one
+            break
+        table.add("killed", tried.restarted(left.after))
         for fault, keep in (("power, names kept", True), ("power, names too", False)):
-            table.add(fault, tried.restarted(left, lambda tree, keep=keep: tree.lose_power(keep)))
+            table.add(fault, tried.restarted(left.after, lambda tree, keep=keep: tree.lose_power(keep)))
         for whom in ENTRANTS[name]:
             outcome = tried.run(at, whom).restarted
             assert outcome is not None
@@ -266,10 +271,10 @@ def of_tool(name: str, folder: str, digests: Digests, points: int | None) -> tup
     return table, tried
 
 
-def moments(count: int, points: int | None) -> list[int]:
-    """Of the `count` changes all, or so many of them, evenly spread."""
-    if points is None or count <= points:
-        return list(range(count))
+def moments(count: int, points: int | None) -> Iterable[int]:
+    """All, until a save is over before the next one; or so many of `count`, evenly spread."""
+    if points is None:
+        return itertools.count()
     return sorted({round(n * (count - 1) / max(1, points - 1)) for n in range(points)})
 
 
