@@ -441,7 +441,7 @@ def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_c
             world.run(lambda: job.trains, LONG_S)
             node = life.fabric.agents[0].node
             with pytest.raises(AgentError, match="goes on"):
-                node._grant_inventory_lease("another", left=True)
+                node._grant_inventory_lease("another", for_orphans=True)
             assert not node.inventory_lease.is_held(world.now_s)
             job.die(0.1)
             return Counter()

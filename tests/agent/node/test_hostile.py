@@ -161,7 +161,7 @@ def end_agent(pid: int) -> None:
 # --- messages --------------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
-    *(("begin", "world", {"launch": "x", "world": world, "take_over": True}) for world in (0, -1, 5000, 10**9)),
+    *(("begin", "world", {"launch": "x", "world": world, "take_over": True}) for world in (0, -1, 20_000, 10**9)),
     *(("preempt", "deadline_s", {"deadline_s": deadline_s}) for deadline_s in (INF, math.nan)),
     ("prune", "keep", {"yes": False, "keep": "abc"}),
     ("prune", "keep", {"yes": False, "keep": [1]}),
@@ -315,8 +315,8 @@ def test_a_descriptor_that_is_refused_as_an_arena_is_closed(size: int, seals: in
 def test_an_agent_refuses_the_arena_that_it_cannot_map_and_keeps_no_descriptor_of_it(
     attack: Callable[..., Attacker],
 ) -> None:
-    with pytest.raises(AgentError, match="5000"):
-        attack().join(world=5000, resume=True)
+    with pytest.raises(AgentError, match="20000"):
+        attack().join(world=20_000, resume=True)
     for size, seals in FOREIGN:
         fd = memfd(size, seals)
         try:
