@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import suite
 from ckpt.bench import training
 from ckpt.bench.render import to_document
 from ckpt.bench.suite import run_suite
@@ -71,6 +72,20 @@ def test_the_job_is_measured_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     compared = ckpt(monkeypatch, "bench", "--compare", tmp_path / "r.json", tmp_path / "r.json")
     assert compared.code == 0
     assert "equal" in compared.out
+
+
+@pytest.mark.slow
+def test_the_benchmark_writes_three_reports_of_each_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "SAVES", 1)
+    monkeypatch.setattr(training, "RESTORES", 1)
+    monkeypatch.setattr(training, "CODECS", ("auto",))
+    words = ["suite", "--small", "--server", "folder", "--out", os.fspath(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    assert suite.main() == 0
+    assert {each.name for each in tmp_path.iterdir()} == {
+        *(f"suite-folder.{ending}" for ending in ("json", "md", "html")),
+        "suite-folder-plots",
+    }
 
 
 def test_what_cannot_be_measured_is_said_and_the_rest_is_measured(
