@@ -82,9 +82,9 @@ class Traffic:
 
 
 def kind_of(fields: dict[str, Any]) -> str:
-    """ "rank staged" of a rank on another node, "to level" to one, else the kind of the message."""
+    """ "from-rank snapshot-staged" of a rank on another node, "to-rank checkpoint-level" to one, else the kind."""
     kind = str(fields["t"])
-    return f"{kind} {fields['m']['t']}" if kind in ("rank", "to") else kind
+    return f"{kind} {fields['message']['t']}" if kind in ("from-rank", "to-rank") else kind
 
 
 def sharded_layout(rank: int, world: int, tensors: int, columns: int = 4) -> Layout:
@@ -162,7 +162,7 @@ class NetworkToNodes(SimNetwork):
         channel = found.channel = ChannelToNode(self, found)
         self._add_channel(channel, HOST)  # type: ignore[arg-type]
         self._record_dial(channel)  # type: ignore[arg-type]
-        channel.send({"t": "here"})
+        channel.send({"t": "keep-connection"})
 
 
 class ChannelToNode(SimChannel):
@@ -287,7 +287,9 @@ class Node:
 
     def say(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """What a rank says, passed on."""
-        self.tell({"t": "rank", "rank": rank, "number": 1, "pid": 1000 + rank, "m": fields}, blobs)
+        self.tell(
+            {"t": "from-rank", "rank": rank, "connection_number": 1, "pid": 1000 + rank, "message": fields}, blobs
+        )
 
     def reply(self, message: Message, body: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.send({"t": "reply", "id": message.fields["id"], **body}, blobs)
@@ -302,7 +304,7 @@ class Node:
         entered = self.job.step + 1
         if entered != self._step:
             self._step = entered
-            self.tell({"t": "steps", "steps": [[rank, entered, 0] for rank in self.ranks]})
+            self.tell({"t": "rank-steps", "steps": [[rank, entered, 0] for rank in self.ranks]})
         self.job.sim.at(REPORT_DELAY_S, self.report_steps)
 
     def end_step(self, step: int) -> None:
@@ -315,61 +317,69 @@ class Node:
             for rank, each in self.ranks.items():
                 assert each.declaration is not None
                 body: dict[str, Any] = {
-                    "t": "missed",
+                    "t": "snapshot-missed",
                     "attempt": word.attempt_number,
                     "version": version,
                     "why": "late",
                 }
                 if word.step == step:
                     told = {"slot": slot, "division": each.declaration.division}
-                    body = {**body, "t": "staged", **told, "stall_s": 0.001, "lazy": False, "why": ""}
+                    body = {**body, "t": "snapshot-staged", **told, "stall_s": 0.001, "lazy": False, "why": ""}
                 late_s = self.job.sim.rng.uniform(0.0, STAGED_S)
                 self.job.sim.at(late_s, lambda rank=rank, body=body: self.say(rank, body))  # type: ignore[misc]
 
     def handle(self, message: Message) -> None:
         fields = message.fields
         match message.kind:
-            case "here" | "limit" | "claimed" | "outcome" | "forget" | "kept" | "commits":
+            case (
+                "keep-connection"
+                | "limit-replication"
+                | "epoch-claimed"
+                | "start-outcome"
+                | "drop-older-epochs"
+                | "replicated"
+                | "pending-commit"
+            ):
                 pass
-            case "withdraw":
+            case "withdraw-published":
                 for rank in self.ranks:
                     self.job.fabric.offers.pop(
                         (self.agent_name, transfer_name(Identity.parse(fields["identity"]), rank))
                     )
             case "start":
                 self.reply(message, {}, [msgpack.packb(Inventory().fields())])
-            case "to" if fields["m"]["t"] == "plan":
-                self.ranks[int(fields["rank"])].take_plan(fields["m"], message.blobs)
-            case "to":
-                assert fields["m"]["t"] in ("reply", "level", "event"), fields
-            case "measure":
+            case "to-rank" if fields["message"]["t"] == "staging-plan":
+                self.ranks[int(fields["rank"])].take_plan(fields["message"], message.blobs)
+            case "to-rank":
+                assert fields["message"]["t"] in ("reply", "checkpoint-level", "event"), fields
+            case "plan-memory":
                 plan = memory_plan.make_plan(
                     sum(n for _, n in fields["sizes"]), 0, 0, None, FREE_BYTES, fields["slots"]
                 )
                 self.reply(message, {"plan": plan.table()})
-            case "make":
+            case "make-arenas":
                 self.reply(message, {"sizes": fields["sizes"]})
-            case "offer":
+            case "offer-slot":
                 for rank in self.ranks:
-                    self.say(rank, {"t": "warm", "slot": fields["slot"], "division": fields["division"]})
-            case "word":
+                    self.say(rank, {"t": "arena-warm", "slot": fields["slot"], "division": fields["division"]})
+            case "control-word":
                 word = ControlWord.unpack(int(fields["word"]))
                 self._words.pop(int(fields["slot"]), None)
                 if word is not None:
                     self._words[word.slot] = word
                     self.end_step(self.job.step)
-            case "read":
+            case "hash-snapshots":
                 identity = Identity.parse(fields["identity"])
                 arenas = {rank: each.stage(identity) for rank, each in self.ranks.items()}
                 parts = self._reader.read(identity, self.job.world, arenas)
                 known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
                 self.reply(message, {}, [encode_parts(parts, known, self._reader.encoded_declarations())])
-            case "publish":
+            case "publish-snapshots":
                 self._publish(message, Identity.parse(fields["identity"]))
-            case "keep":
+            case "replicate":
                 decode_described(message.blobs[0])
                 self.reply(message, {})
-            case "write":
+            case "write-frames":
                 self._write(message)
             case _:
                 raise AssertionError(f"the stand-in of a node does not know the message {message.kind!r}: {fields}")
@@ -469,15 +479,22 @@ class SimulatedJob:
             self.epoch = Epoch.parse(self._decision.fields["epoch"])
             self.start_cpu_s = -self.coordinator.cpu_s
             leader = coordinator_of(rank.nodes)
-            about = {"launch": rank.launch, "parent": None, "ancestors": [], "standing": [], "verdict": 0, "peers": []}
+            about = {
+                "launch": rank.launch,
+                "parent": None,
+                "ancestors": [],
+                "standing_notices": [],
+                "leave_attempt": 0,
+                "peers": [],
+            }
             asked = {
                 "id": 1,
                 "world": self.world,
                 "options": self.options,
                 "version": str(Version(0)),
-                "leader": leader,
+                "coordinator": leader,
             }
-            asked |= {"values_bytes": VALUES_BYTES, "resume": False, "arenas": [], "notices": None}
+            asked |= {"values_bytes": VALUES_BYTES, "resume": False, "arenas": [], "notice_sources": None}
             self._fields = {"t": "join", "epoch": str(self.epoch), **asked, **about}
             for node in self.nodes:
                 node.join()
@@ -523,8 +540,8 @@ class SimulatedJob:
             self._pass(1.0)
             took_s = self.coordinator.cpu_s - cpu_s - idle_cpu_s * (self.sim.now_s - now_s)
             traffic = self.traffic.since(before)
-            traffic.messages.pop("steps", None)  # which come each second, whether anything is saved or not
-            traffic.bytes.pop("steps", None)
+            traffic.messages.pop("rank-steps", None)  # which come each second, whether anything is saved or not
+            traffic.bytes.pop("rank-steps", None)
             found.append(Saved(traffic, took_s, idle_cpu_s, self.coordinator.turns - turns, self.start_cpu_s))
         return found
 

@@ -34,7 +34,11 @@ def real_traffic(patch: pytest.MonkeyPatch) -> Traffic:
     traffic, send = Traffic(), SimChannel.send
 
     def counted(channel: SimChannel, fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> None:
-        if 0 in (channel.agent.number, channel.far.agent.number) and fields["t"] not in ("here", "signals", "pace"):
+        if 0 in (channel.agent.number, channel.far.agent.number) and fields["t"] not in (
+            "keep-connection",
+            "signals",
+            "step-time-ratio",
+        ):
             traffic.count(fields, framing.make_payloads(fields, blobs))
         send(channel, fields, blobs)
 
@@ -77,7 +81,7 @@ def test_the_stand_in_of_a_node_sends_and_gets_the_messages_of_a_real_one(monkey
     with simulated_job(NODES, TENSORS, INTERVAL_S) as job:
         (saved,) = job.saves(1, 1.0)
     for of in (real.messages, real.bytes):
-        of.pop("steps")
+        of.pop("rank-steps")
     assert saved.traffic.messages == real.messages
     assert saved.traffic.bytes.keys() == real.bytes.keys()
     for kind, count in real.bytes.items():
@@ -94,6 +98,6 @@ def test_the_benchmark_of_scale_runs_and_names_its_machine(tmp_path, capsys):
     assert {
         "1000 tensors per rank, sharded: read the record, 4 nodes",
         "a save: CPU, growth from 1 to 4 nodes",
-        "a save: messages 'rank staged', 4 nodes",
+        "a save: messages 'from-rank snapshot-staged', 4 nodes",
         "a folder: ckpt ls, 20 checkpoints",
     } <= named
