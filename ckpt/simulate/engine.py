@@ -12,7 +12,8 @@ next. Semantics, as in ckpt:
 - A commit under way goes on through a crash, and through a loss that its snapshot survives in memory.
 - All events of one instant are one failure.
 - A notice makes an appointment as late as the measured times allow. A loss that was announced needs no detection, since
-  the job has left in order.
+  the job has left in order. The seconds from the appointment to the loss count as lost steps here. A real job holds or
+  leaves in that time and loses no step; both cost the same time.
 """
 
 from __future__ import annotations
