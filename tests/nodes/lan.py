@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HUB_AT = "10.77.0.1"  # inside the namespaces only
+HUB_AT = "10.77.0.1"  # in "lan", inside the namespaces only
 NETS = {"lan": "10.77", "own": "10.78"}
 STORE_PORT = 29400
 GONE_S = 60.0  # how long what was killed may take to be gone
@@ -132,7 +132,7 @@ class Lan:
         self._name = f"ckpt-{os.getpid()}-{secrets.token_hex(3)}"
         self._made = 0
         self.nodes: dict[str, Place] = {}
-        self.hub = Place(f"{self._name}-hub", {"lan": HUB_AT})
+        self.hub = Place(f"{self._name}-hub", {net: f"{prefix}.0.1" for net, prefix in NETS.items()})
 
     def serve(self) -> None:
         """Wires the hub, and starts the rendezvous store in it. It outlives every node."""
@@ -140,7 +140,7 @@ class Lan:
         for net in NETS:
             _run("ip", "-n", hub, "link", "add", "name", f"bridge-{net}", "type", "bridge")
             _run("ip", "-n", hub, "link", "set", f"bridge-{net}", "up")
-        _run("ip", "-n", hub, "addr", "add", f"{HUB_AT}/16", "dev", "bridge-lan")
+            _run("ip", "-n", hub, "addr", "add", f"{self.hub.at[net]}/16", "dev", f"bridge-{net}")
         log = self.hub.folder / "store.log"
         self.hub.start([sys.executable, "-c", _STORE], log, stdin=subprocess.PIPE)
         deadline = time.monotonic() + 120

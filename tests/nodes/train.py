@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--pace", type=float, default=0.02)
+    parser.add_argument("--period", type=float, default=0.0, help="seconds that a step takes at least, pace included")
+    parser.add_argument("--begin-at", type=float, default=0.0, help="Unix time before which it does not begin")
     parser.add_argument("--mib", type=float, default=1.0, help="the table's size, of all ranks together")
     parser.add_argument("--mesh", type=Path, help="a file that names the shape of the mesh")
     parser.add_argument("--end", type=Path, help="a file: once it is there, all ranks stop at the same step")
@@ -195,6 +197,7 @@ def main() -> None:
         say_line({"node": node, "rank": rank, "world": world, "at": time.time(), **fields})
 
     say(begins=os.getpid())
+    time.sleep(max(0.0, args.begin_at - time.time()))
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=args.timeout))
     mesh = mesh_of(world, args.mesh)
     seed = 0 if int(os.environ.get("FRESH", "1")) else 1 + rank
@@ -224,6 +227,7 @@ def main() -> None:
         assert ck.state["steps"] == came.step, (ck.state["steps"], came)
         assert table.is_of(came.step), f"the table is not that of step {came.step}"
         for step in ck.steps(args.steps):
+            began_s = time.monotonic()
             try:
                 loss = models.train(step, counts=step % world == rank)
             except RuntimeError as exc:
@@ -232,7 +236,7 @@ def main() -> None:
             table.train()
             ck.state["steps"] = step
             say(step=step, loss=loss)
-            time.sleep(args.pace)
+            time.sleep(max(args.pace, began_s + args.period - time.monotonic()))
             if args.end is not None and _all_see(args.end, step):
                 break
     say(done=ck.receipt)
