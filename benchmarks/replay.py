@@ -62,6 +62,7 @@ def main() -> int:
     made.add_argument("--lead-s", type=float, default=0.0, help="each removal is announced so long before")
     made.add_argument("--mtbf-h", type=float, default=6.0, help="of a node, of a made-up trace")
     made.add_argument("--crashes", type=float, default=0.2, help="for each node and hour, of a made-up trace")
+    made.add_argument("--logs", type=Path, help="a folder that keeps all logs, and what was stored")
     made.add_argument("--seed", type=int, default=0)
     args = made.parse_args()
     if why := why_not():
@@ -70,7 +71,8 @@ def main() -> int:
     job = SMALL if args.small else replace(FULL, nodes=args.nodes)
     trace = lose_one(job) if args.small else make_trace(args, job)
     notices = NoticeModel(recall=float(args.lead_s > 0), lead_s=args.lead_s)
-    with lan() as net, tempfile.TemporaryDirectory() as folder:
+    with lan() as net, tempfile.TemporaryDirectory() as temporary:
+        folder = args.logs or temporary
         played = play(net, Path(folder, "calibration"), job, drills(job), NoticeModel())
         known = measure(played, job)
         print_measured(known)
@@ -79,7 +81,7 @@ def main() -> int:
     scenario = make_scenario(known, job, notices)
     usual = simulate(scenario, trace)
     dice = random.Random(args.seed)
-    outcomes = [simulate(*vary(scenario, trace, known, dice), seed) for seed in range(VARIATIONS)]
+    outcomes = [simulate(*vary(scenario, trace, known, job, dice), seed) for seed in range(VARIATIONS)]
     print_recoveries(real.recoveries, usual.recoveries)
     return report("replay", compare(real, outcomes, job), args)
 
@@ -148,11 +150,13 @@ def lose_one(job: Job) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A real run that is over. `costs`: what ckpt measured of it, by the names of `ckpt simulate advise`."""
+    """A real run that is over. `stored_bytes`: all that was written to the store; `committed_bytes`: of
+    that in whole checkpoints. `costs`: what ckpt measured of it, by the names of `ckpt simulate advise`."""
 
     launches: Sequence[Launch]
     began_at: float
     stored_bytes: int
+    committed_bytes: int
     costs: dict[str, float]
 
 
@@ -164,10 +168,11 @@ class Real:
     useful_steps: int
     recoveries: tuple[Recovery, ...]
     stored_bytes: float
+    committed_bytes: float
 
 
 def play(net: Lan, folder: Path, job: Job, trace: Trace, notices: NoticeModel) -> Played:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     run = SpotRun(net, folder, job, folder.name)
     print(f"{folder.name}: {trace.name}, {trace.span_s:.0f} s, {len(trace.events)} events", flush=True)
     try:
@@ -175,7 +180,9 @@ def play(net: Lan, folder: Path, job: Job, trace: Trace, notices: NoticeModel) -
         advice = run.in_hub(sys.executable, "-m", "ckpt", "simulate", "advise", run.url, "--json")
         for launch in run.launches:
             launch.lines()
-        return Played(run.launches, run.began_at, run.stored_bytes(), json.loads(advice)["costs"])
+        return Played(
+            run.launches, run.began_at, run.stored_bytes(), run.committed_bytes(), json.loads(advice)["costs"]
+        )
     finally:
         net.clear()
         run.end_store()
@@ -201,7 +208,7 @@ def what_came(played: Played, wall_s: float) -> Real:
     else:
         done = [step_of(line["data"]["identity"]) for line in last.events("commit.done")]
         steps = max(done, default=last.restored_step)
-    return Real(wall_s, steps, tuple(found), played.stored_bytes)
+    return Real(wall_s, steps, tuple(found), played.stored_bytes, played.committed_bytes)
 
 
 # -- calibration
@@ -209,12 +216,12 @@ def what_came(played: Played, wall_s: float) -> Real:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the calibration measured. Lists in seconds: one value for each time it happened. `entries`: from the process
-    group to the first step, by level."""
+    """What the calibration measured. Lists in seconds: one value for each time. `trained_s`: from the launch
+    until training went on, with its level. `entry_s`: of that, after the process group was there, the mean by level."""
 
     detect_s: list[float]
-    ready_s: list[float]
-    entries_s: dict[str, list[float]]
+    trained_s: list[tuple[str, float]]
+    entry_s: dict[str, float]
     commit_s: float
     replication_s: float
     stall_s: float
@@ -223,12 +230,25 @@ class Measured:
     state_bytes: int
     stored_bytes: float
 
+    @property
+    def store_restore_s(self) -> float:
+        """All nodes are new at a start from the store and at the first one: the difference is the restore."""
+        return max(LEAST_S, self.entry_s["store"] - self.entry_s["nothing"])
+
+    def starts_s(self, job: Job) -> list[float]:
+        """Of each launch, without the restore. A restore from local memory is too short here to tell it apart; one from
+        peers is at the speed of the replication."""
+        restore_s = {"store": self.store_restore_s, "peer": self.replication_s * job.nodes / max(1, job.nodes - 1)}
+        return [seconds - restore_s.get(level, 0.0) for level, seconds in self.trained_s]
+
 
 def measure(played: Played, job: Job) -> Measured:
     trained = [each for each in played.launches if each.trained_at is not None]
     entries: dict[str, list[float]] = {}
     for each in trained:
-        entries.setdefault(each.level, []).append(each.trained_at - each.ready_at)  # type: ignore[operator]
+        assert each.trained_at is not None
+        assert each.ready_at is not None
+        entries.setdefault(each.level, []).append(each.trained_at - each.ready_at)
     whole = [each for each in trained if len(each.nodes) == job.nodes]
     commits = [line["data"] for each in whole for line in each.events("commit.done")]
     copies = [line["data"]["seconds"] for each in whole for line in each.events("replication.done")]
@@ -236,8 +256,8 @@ def measure(played: Played, job: Job) -> Measured:
     beside_s = costs.get("step_beside_commit_s", costs["step_s"])
     return Measured(
         detect_s=[each.down_at - each.failed_at for each in trained if each.down_at and each.failed_at],
-        ready_s=[each.ready_at - each.at for each in trained if each.ready_at],
-        entries_s=entries,
+        trained_s=[(each.level, each.trained_at - each.at) for each in trained if each.trained_at],
+        entry_s={level: statistics.mean(found) for level, found in entries.items()},
         commit_s=statistics.median(each["seconds"] for each in commits),
         replication_s=statistics.median(copies),
         stall_s=costs["stall_s"],
@@ -249,13 +269,9 @@ def measure(played: Played, job: Job) -> Measured:
 
 
 def make_scenario(known: Measured, job: Job, notices: NoticeModel) -> Scenario:
-    """The scenario has one speed for replicas and for restores from them. So the gang start takes what such a restore
-    takes beyond that; the speeds of the other levels are such that the whole is what was measured."""
+    """The scenario as `ckpt simulate advise` makes one, with measured starts. The gang start takes what a start takes
+    beyond its restore."""
     share, stored_share = known.state_bytes / job.nodes, known.stored_bytes / job.nodes
-    peers = PeerLevel(link_bytes_s=share / known.replication_s)
-    entry_s = {level: statistics.mean(found) for level, found in known.entries_s.items()}
-    peer_nodes = max(1, job.nodes - 1)
-    base_s = max(0.0, entry_s.get("peer", entry_s["local"]) - known.state_bytes / peer_nodes / peers.link_bytes_s)
     return Scenario(
         nodes=job.nodes,
         nodes_min=job.nodes_min,
@@ -263,12 +279,12 @@ def make_scenario(known: Measured, job: Job, notices: NoticeModel) -> Scenario:
         scaling=0.0,
         state_bytes=known.state_bytes,
         detect_s=statistics.mean(known.detect_s),
-        gang_start_s=statistics.mean(known.ready_s) + base_s,
-        local=LocalLevel(known.stall_s, restore_bytes_s=share / max(LEAST_S, entry_s["local"] - base_s)),
-        peers=peers,
+        gang_start_s=statistics.mean(known.starts_s(job)),
+        local=LocalLevel(known.stall_s, restore_bytes_s=share / LEAST_S),
+        peers=PeerLevel(link_bytes_s=share / known.replication_s),
         store=StoreLevel(
             write_bytes_s=stored_share / known.commit_s,
-            read_bytes_s=stored_share / max(LEAST_S, entry_s["store"] - base_s),
+            read_bytes_s=stored_share / known.store_restore_s,
             ratio=known.stored_bytes / known.state_bytes,
             slowdown=known.slowdown,
         ),
@@ -277,32 +293,19 @@ def make_scenario(known: Measured, job: Job, notices: NoticeModel) -> Scenario:
     )
 
 
-def vary(scenario: Scenario, trace: Trace, known: Measured, dice: random.Random) -> tuple[Scenario, Trace]:
-    """The scenario with a start, a detection and restores from the measured ranges; the trace with the nodes that come
-    together in another order, so that others keep their replicas."""
-
-    def drawn(found: Sequence[float]) -> float:
-        return dice.uniform(min(found), max(found))
-
-    def speed(level: str) -> float:
-        found = known.entries_s.get(level, [1.0])
-        return statistics.mean(found) / drawn(found)
-
-    assert scenario.local is not None
-    assert scenario.store is not None
+def vary(scenario: Scenario, trace: Trace, known: Measured, job: Job, dice: random.Random) -> tuple[Scenario, Trace]:
+    """The scenario with a start and a detection from the measured ranges; the trace with the nodes that come together
+    in another order, so that others keep their replicas."""
+    starts_s = known.starts_s(job)
     varied = replace(
         scenario,
-        detect_s=drawn(known.detect_s),
-        gang_start_s=scenario.gang_start_s - statistics.mean(known.ready_s) + drawn(known.ready_s),
-        local=replace(scenario.local, restore_bytes_s=scenario.local.restore_bytes_s * speed("local")),
-        store=replace(scenario.store, read_bytes_s=scenario.store.read_bytes_s * speed("store")),
+        detect_s=dice.uniform(min(known.detect_s), max(known.detect_s)),
+        gang_start_s=dice.uniform(min(starts_s), max(starts_s)),
     )
-    order = {event: dice.random() for event in trace.events}
-    kinds = {EventKind.ADD: 1}
-    events = sorted(
-        trace.events,
-        key=lambda each: (each.time_s, kinds.get(each.kind, 0), order[each] if each.kind is EventKind.ADD else 0.0),
-    )
+    events = list(trace.events)
+    dice.shuffle(events)
+    # Of one instant: first the nodes that go, as a trace has them.
+    events.sort(key=lambda each: (each.time_s, each.kind is EventKind.ADD))
     return varied, replace(trace, events=tuple(events))
 
 
@@ -317,14 +320,12 @@ def print_measured(known: Measured) -> None:
     )
     print(f" replication {known.replication_s:.2f} s, slowdown by commits {known.slowdown:.3f}")
     print(f"  state {known.state_bytes / 2**20:.1f} MiB, {known.stored_bytes / 2**20:.1f} MiB of that stored")
-    print(f"  detection {_times(known.detect_s)}; process group {_times(known.ready_s)}")
-    for level, found in known.entries_s.items():
-        print(f"  from there to training, from {level}: {_times(found)}")
+    print(
+        f"  detection {', '.join(f'{each:.1f}' for each in known.detect_s)} s; starts, each with its restore:", end=" "
+    )
+    print(", ".join(f"{seconds:.1f} s ({level})" for level, seconds in known.trained_s))
+    print("  of that in ckpt:", ", ".join(f"{seconds:.1f} s ({level})" for level, seconds in known.entry_s.items()))
     sys.stdout.flush()
-
-
-def _times(found: Sequence[float]) -> str:
-    return ", ".join(f"{each:.1f}" for each in found) + " s"
 
 
 def print_recoveries(real: Sequence[Recovery], simulated: Sequence[Recovery]) -> None:
@@ -358,6 +359,7 @@ def compare(real: Real, outcomes: Sequence[RunOutcome], job: Job) -> list[Row]:
     ratio = real.stored_bytes / simulated
     close = abs(ratio - 1) <= STORE_BAR
     rows.append(Row("written to the store", real.stored_bytes / 1e6, "MB", "within 5 %", close, simulated / 1e6, ratio))
+    rows.append(Row("... in whole checkpoints", real.committed_bytes / 1e6, "MB", "printed", None, simulated / 1e6))
     found = sorted(overhead(each.useful_steps, each.wall_s) for each in outcomes)
     had = overhead(real.useful_steps, real.wall_s)
     edge = round((1 - BAND) / 2 * len(found))

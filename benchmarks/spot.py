@@ -12,6 +12,7 @@ there and have no notice, the oldest first, once they are enough. Nodes that com
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -147,6 +148,15 @@ class SpotRun:
     def stored_bytes(self) -> int:
         """All that the job ever wrote to the store: nothing is pruned."""
         return sum(each.stat().st_size for each in self._served.rglob("*") if each.is_file())
+
+    def committed_bytes(self) -> int:
+        """Of that: what the agents say is in whole checkpoints."""
+        found = {}
+        for file in self.folder.glob("*.events.jsonl"):
+            for line in map(json.loads, file.read_text().splitlines()):
+                if line["event"] == "commit.done":
+                    found[line["identity"]] = line["stored_bytes"]
+        return sum(found.values())
 
     def in_hub(self, *command: str) -> str:
         """What a command says that runs beside the store."""
