@@ -21,14 +21,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import ckpt
 from benchmarks.report import Row, parser, report
@@ -48,33 +50,50 @@ VARIATIONS = 200
 BAND = 0.9
 STORE_BAR, OVERHEAD_BAR = 0.05, 0.25
 LEAST_S = 0.01  # of a restore
+# What the newest checkpoint's record holds of the run's own measurements.
+COSTS = """
+import json
+from ckpt import reader
+from ckpt.simulate.advise import facts_of
+with reader.open({url!r}) as run:
+    newest = run.newest
+    print(json.dumps(dict(facts_of(newest.about, newest.bytes, newest.stored_bytes).costs)))
+"""
 FULL = Job(nodes=4, nodes_min=2, mib=32, step_s=0.1, every=50, start_s=15.0, mbit=200)
-SMALL = Job(nodes=2, nodes_min=1, mib=4, step_s=0.1, every=20, start_s=8.0, mbit=200)
+SMALL = Job(nodes=2, nodes_min=1, mib=4, step_s=0.1, every=20, start_s=10.0, mbit=200)
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("trace", type=Path, nargs="?", help="without it one is made up")
     made.add_argument("--nodes", type=int, default=FULL.nodes)
+    made.add_argument("--start-s", type=float, default=FULL.start_s, help="of a launch, before it begins to train")
     made.add_argument("--begin-h", type=float, default=0.0, help="of the window, in hours of the trace")
     made.add_argument("--window-h", type=float, default=5.0)
     made.add_argument("--compress", type=float, default=60.0, help="seconds of the trace in one second")
     made.add_argument("--lead-s", type=float, default=0.0, help="each removal is announced so long before")
     made.add_argument("--mtbf-h", type=float, default=6.0, help="of a node, of a made-up trace")
     made.add_argument("--crashes", type=float, default=0.2, help="for each node and hour, of a made-up trace")
+    made.add_argument("--calibration", type=Path, help="a file that keeps the calibration, for further traces")
     made.add_argument("--logs", type=Path, help="a folder that keeps all logs, and what was stored")
     made.add_argument("--seed", type=int, default=0)
     args = made.parse_args()
     if why := why_not():
         print(f"replay is skipped: {why}")
         return 0
-    job = SMALL if args.small else replace(FULL, nodes=args.nodes)
+    # Ends as after Ctrl-C: nothing is left running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    job = SMALL if args.small else replace(FULL, nodes=args.nodes, start_s=args.start_s)
     trace = lose_one(job) if args.small else make_trace(args, job)
     notices = NoticeModel(recall=float(args.lead_s > 0), lead_s=args.lead_s)
     with lan() as net, tempfile.TemporaryDirectory() as temporary:
         folder = args.logs or temporary
-        played = play(net, Path(folder, "calibration"), job, drills(job), NoticeModel())
-        known = measure(played, job)
+        if args.calibration is not None and args.calibration.exists():
+            known = Measured(**json.loads(args.calibration.read_text()))
+        else:
+            known = measure(play(net, Path(folder, "calibration"), job, drills(job), NoticeModel()), job)
+        if args.calibration is not None:
+            args.calibration.write_text(json.dumps(asdict(known), indent=1) + "\n")
         print_measured(known)
         played = play(net, Path(folder, "replay"), job, trace, notices)
     real = what_came(played, trace.span_s)
@@ -128,10 +147,13 @@ def drills(job: Job) -> Trace:
     first = [f"first-{i}" for i in range(job.nodes)]
     events = [TraceEvent(0.0, EventKind.ADD, node) for node in first]
     at_s = gap_s + 10.0
-    for kind, node in ((EventKind.CRASH, first[1]), (EventKind.REMOVE, first[0]), (EventKind.CRASH, first[1])):
+    failures = [(EventKind.CRASH, first[1]), (EventKind.REMOVE, first[0]), (EventKind.CRASH, first[1])]
+    # Of two nodes one would be left, which has no peer.
+    for kind, node in failures if job.nodes > 2 else failures[:1]:
         events.append(TraceEvent(at_s, kind, node))
         at_s += gap_s
-    events += [TraceEvent(at_s, EventKind.REMOVE, node) for node in first[1:]]
+    here = first[1:] if job.nodes > 2 else first
+    events += [TraceEvent(at_s, EventKind.REMOVE, node) for node in here]
     events += [TraceEvent(at_s, EventKind.ADD, f"second-{i}") for i in range(job.nodes)]
     return Trace("calibration", at_s + gap_s, tuple(events))
 
@@ -177,12 +199,10 @@ def play(net: Lan, folder: Path, job: Job, trace: Trace, notices: NoticeModel) -
     print(f"{folder.name}: {trace.name}, {trace.span_s:.0f} s, {len(trace.events)} events", flush=True)
     try:
         run.run(trace, draw_notices(notices, trace, seed=0))
-        advice = run.in_hub(sys.executable, "-m", "ckpt", "simulate", "advise", run.url, "--json")
+        costs = json.loads(run.in_hub(sys.executable, "-c", COSTS.format(url=run.url)))
         for launch in run.launches:
             launch.lines()
-        return Played(
-            run.launches, run.began_at, run.stored_bytes(), run.committed_bytes(), json.loads(advice)["costs"]
-        )
+        return Played(run.launches, run.began_at, run.stored_bytes(), run.committed_bytes(), costs)
     finally:
         net.clear()
         run.end_store()
@@ -197,11 +217,11 @@ def what_came(played: Played, wall_s: float) -> Real:
         assert after.trained_at is not None
         lost = before.last_step - after.restored_step
         cause = "crash" if before.cause == "crash" else "loss"
-        seconds = after.trained_at - before.failed_at
+        # Who leaves by a notice stops before its process ends.
+        down_at = before.stopped_at if before.cause == "notice" else before.failed_at
+        seconds = after.trained_at - down_at
         waited_s = after.at - max(each.down_at or 0.0 for each in played.launches if each.at < after.at)
-        found.append(
-            Recovery(before.failed_at - played.began_at, cause, after.level, lost, seconds, max(0.0, waited_s))
-        )
+        found.append(Recovery(down_at - played.began_at, cause, after.level, lost, seconds, max(0.0, waited_s)))
     last = trained[-1]
     if last.failed_at is None:
         steps = last.last_step
@@ -220,7 +240,7 @@ class Measured:
     until training went on, with its level. `entry_s`: of that, after the process group was there, the mean by level."""
 
     detect_s: list[float]
-    trained_s: list[tuple[str, float]]
+    trained_s: list[list[Any]]
     entry_s: dict[str, float]
     commit_s: float
     replication_s: float
@@ -249,6 +269,8 @@ def measure(played: Played, job: Job) -> Measured:
         assert each.trained_at is not None
         assert each.ready_at is not None
         entries.setdefault(each.level, []).append(each.trained_at - each.ready_at)
+    if missing := {"nothing", "local", "store"} - entries.keys():
+        raise RuntimeError(f"no start from {missing} was over before the next failure: give a larger --start-s")
     whole = [each for each in trained if len(each.nodes) == job.nodes]
     commits = [line["data"] for each in whole for line in each.events("commit.done")]
     copies = [line["data"]["seconds"] for each in whole for line in each.events("replication.done")]
@@ -256,7 +278,7 @@ def measure(played: Played, job: Job) -> Measured:
     beside_s = costs.get("step_beside_commit_s", costs["step_s"])
     return Measured(
         detect_s=[each.down_at - each.failed_at for each in trained if each.down_at and each.failed_at],
-        trained_s=[(each.level, each.trained_at - each.at) for each in trained if each.trained_at],
+        trained_s=[[each.level, each.trained_at - each.at] for each in trained if each.trained_at],
         entry_s={level: statistics.mean(found) for level, found in entries.items()},
         commit_s=statistics.median(each["seconds"] for each in commits),
         replication_s=statistics.median(copies),
@@ -360,6 +382,23 @@ def compare(real: Real, outcomes: Sequence[RunOutcome], job: Job) -> list[Row]:
     close = abs(ratio - 1) <= STORE_BAR
     rows.append(Row("written to the store", real.stored_bytes / 1e6, "MB", "within 5 %", close, simulated / 1e6, ratio))
     rows.append(Row("... in whole checkpoints", real.committed_bytes / 1e6, "MB", "printed", None, simulated / 1e6))
+    # A run that trains longer writes more: per step it shows whether each checkpoint is as large.
+    made = real.useful_steps + lost
+    simulated = mean(
+        [each.store_bytes_in / (each.useful_steps + sum(each.lost_steps_by_level.values())) for each in outcomes]
+    )
+    each_kb = real.stored_bytes / made / 1e3
+    rows.append(
+        Row(
+            "... for each step that was made",
+            each_kb,
+            "kB",
+            "printed",
+            None,
+            simulated / 1e3,
+            each_kb * 1e3 / simulated,
+        )
+    )
     found = sorted(overhead(each.useful_steps, each.wall_s) for each in outcomes)
     had = overhead(real.useful_steps, real.wall_s)
     edge = round((1 - BAND) / 2 * len(found))

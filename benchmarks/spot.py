@@ -110,6 +110,11 @@ class Launch:
     def last_step(self) -> int:
         return max((line["step"] for line in self.lines() if "step" in line), default=self.restored_step)
 
+    @property
+    def stopped_at(self) -> float:
+        """When its last step ended, or when it had restored if it made none."""
+        return max(line["at"] for line in self.lines() if "step" in line or "restored" in line)
+
     def events(self, name: str) -> list[Line]:
         return [line for line in self.lines() if line.get("event") == name]
 
