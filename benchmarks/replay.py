@@ -19,6 +19,7 @@ As root only: it makes network namespaces.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -26,7 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,11 +35,11 @@ from typing import Any
 
 import ckpt
 from benchmarks.report import Row, parser, report
-from benchmarks.spot import Job, Launch, SpotRun
+from benchmarks.spot import Job, SpotRun
 from ckpt.simulate.engine import simulate
 from ckpt.simulate.generators import Fleet, exponential
 from ckpt.simulate.notices import draw_notices
-from ckpt.simulate.outcome import LEVELS, Recovery, RunOutcome
+from ckpt.simulate.outcome import LEVELS, Cause, Recovery, RunOutcome
 from ckpt.simulate.scenario import LocalLevel, NoticeModel, PeerLevel, Scenario, StoreLevel
 from ckpt.simulate.trace import EventKind, Trace, TraceEvent
 from ckpt.simulate.trace_files import load
@@ -91,12 +92,13 @@ def main() -> int:
         if args.calibration is not None and args.calibration.exists():
             known = Measured(**json.loads(args.calibration.read_text()))
         else:
-            known = measure(play(net, Path(folder, "calibration"), job, drills(job), NoticeModel()), job)
+            with played(net, Path(folder, "calibration"), job, drills(job), NoticeModel()) as run:
+                known = measure(run, job)
         if args.calibration is not None:
             args.calibration.write_text(json.dumps(asdict(known), indent=1) + "\n")
         print_measured(known)
-        played = play(net, Path(folder, "replay"), job, trace, notices)
-    real = what_came(played, trace.span_s)
+        with played(net, Path(folder, "replay"), job, trace, notices) as run:
+            real = what_came(run, trace.span_s)
     scenario = make_scenario(known, job, notices)
     usual = simulate(scenario, trace)
     dice = random.Random(args.seed)
@@ -171,18 +173,6 @@ def lose_one(job: Job) -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """A real run that is over. `stored_bytes`: all that was written to the store; `committed_bytes`: of
-    that in whole checkpoints. `costs`: what ckpt measured of it, by the names of `ckpt simulate advise`."""
-
-    launches: Sequence[Launch]
-    began_at: float
-    stored_bytes: int
-    committed_bytes: int
-    costs: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
 class Real:
     """What came of it, as the simulator would say."""
 
@@ -193,42 +183,41 @@ class Real:
     committed_bytes: float
 
 
-def play(net: Lan, folder: Path, job: Job, trace: Trace, notices: NoticeModel) -> Played:
+@contextlib.contextmanager
+def played(net: Lan, folder: Path, job: Job, trace: Trace, notices: NoticeModel) -> Iterator[SpotRun]:
+    """The run once it is over; its store still answers."""
     folder.mkdir(parents=True)
     run = SpotRun(net, folder, job, folder.name)
     print(f"{folder.name}: {trace.name}, {trace.span_s:.0f} s, {len(trace.events)} events", flush=True)
     try:
         run.run(trace, draw_notices(notices, trace, seed=0))
-        costs = json.loads(run.in_hub(sys.executable, "-c", COSTS.format(url=run.url)))
-        for launch in run.launches:
-            launch.lines()
-        return Played(run.launches, run.began_at, run.stored_bytes(), run.committed_bytes(), costs)
+        yield run
     finally:
         net.clear()
         run.end_store()
 
 
-def what_came(played: Played, wall_s: float) -> Real:
+def what_came(run: SpotRun, wall_s: float) -> Real:
     """The failures, each up to the next launch that trained, and the steps that are kept at the end."""
-    trained = [each for each in played.launches if each.trained_at is not None]
+    trained = [each for each in run.launches if each.trained_at is not None]
     found = []
     for before, after in pairwise(trained):
         assert before.failed_at is not None
         assert after.trained_at is not None
         lost = before.last_step - after.restored_step
-        cause = "crash" if before.cause == "crash" else "loss"
+        cause: Cause = "crash" if before.cause == "crash" else "loss"
         # Who leaves by a notice stops before its process ends.
         down_at = before.stopped_at if before.cause == "notice" else before.failed_at
         seconds = after.trained_at - down_at
-        waited_s = after.at - max(each.down_at or 0.0 for each in played.launches if each.at < after.at)
-        found.append(Recovery(down_at - played.began_at, cause, after.level, lost, seconds, max(0.0, waited_s)))
+        waited_s = after.at - max(each.down_at or 0.0 for each in run.launches if each.at < after.at)
+        found.append(Recovery(down_at - run.began_at, cause, after.level, lost, seconds, max(0.0, waited_s)))
     last = trained[-1]
     if last.failed_at is None:
         steps = last.last_step
     else:
         done = [step_of(line["data"]["identity"]) for line in last.events("commit.done")]
         steps = max(done, default=last.restored_step)
-    return Real(wall_s, steps, tuple(found), played.stored_bytes, played.committed_bytes)
+    return Real(wall_s, steps, tuple(found), run.stored_bytes(), run.committed_bytes())
 
 
 # -- calibration
@@ -262,8 +251,8 @@ class Measured:
         return [seconds - restore_s.get(level, 0.0) for level, seconds in self.trained_s]
 
 
-def measure(played: Played, job: Job) -> Measured:
-    trained = [each for each in played.launches if each.trained_at is not None]
+def measure(run: SpotRun, job: Job) -> Measured:
+    trained = [each for each in run.launches if each.trained_at is not None]
     entries: dict[str, list[float]] = {}
     for each in trained:
         assert each.trained_at is not None
@@ -274,7 +263,7 @@ def measure(played: Played, job: Job) -> Measured:
     whole = [each for each in trained if len(each.nodes) == job.nodes]
     commits = [line["data"] for each in whole for line in each.events("commit.done")]
     copies = [line["data"]["seconds"] for each in whole for line in each.events("replication.done")]
-    costs = played.costs
+    costs = json.loads(run.in_hub(sys.executable, "-c", COSTS.format(url=run.url)))
     beside_s = costs.get("step_beside_commit_s", costs["step_s"])
     return Measured(
         detect_s=[each.down_at - each.failed_at for each in trained if each.down_at and each.failed_at],

@@ -26,6 +26,7 @@ import psutil
 
 from ckpt.ipc.secret import make_secret
 from ckpt.simulate.notices import SimulatedNotice
+from ckpt.simulate.outcome import RestoredFrom
 from ckpt.simulate.trace import EventKind, Trace, TraceEvent
 from tests.checkpointer.scripts import Line, lines_of
 from tests.nodes.lan import Lan, Place
@@ -88,10 +89,10 @@ class Launch:
 
     @property
     def restored_step(self) -> int:
-        return max(line["restored"] for line in self.lines() if "restored" in line)
+        return max(int(line["restored"]) for line in self.lines() if "restored" in line)
 
     @property
-    def level(self) -> str:
+    def level(self) -> RestoredFrom:
         """Where the state came from: the store, if any rank read from there; peers, if some node read a share of it
         from others; else local memory. "nothing" for a fresh start. What all ranks hold alike is small here, and lies
         on some of the nodes: to read that from another one does not count."""
@@ -108,12 +109,12 @@ class Launch:
 
     @property
     def last_step(self) -> int:
-        return max((line["step"] for line in self.lines() if "step" in line), default=self.restored_step)
+        return max((int(line["step"]) for line in self.lines() if "step" in line), default=self.restored_step)
 
     @property
     def stopped_at(self) -> float:
         """When its last step ended, or when it had restored if it made none."""
-        return max(line["at"] for line in self.lines() if "step" in line or "restored" in line)
+        return max(float(line["at"]) for line in self.lines() if "step" in line or "restored" in line)
 
     def events(self, name: str) -> list[Line]:
         return [line for line in self.lines() if line.get("event") == name]
