@@ -61,7 +61,7 @@ with reader.open({url!r}) as run:
     print(json.dumps(dict(facts_of(newest.about, newest.bytes, newest.stored_bytes).costs)))
 """
 FULL = Job(nodes=4, nodes_min=2, mib=32, step_s=0.1, every=50, start_s=15.0, mbit=200)
-SMALL = Job(nodes=2, nodes_min=1, mib=4, step_s=0.1, every=20, start_s=10.0, mbit=200)
+SMALL = Job(nodes=2, nodes_min=1, mib=4, step_s=0.1, every=20, start_s=18.0, mbit=200)
 
 
 def main() -> int:

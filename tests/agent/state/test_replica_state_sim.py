@@ -441,7 +441,7 @@ class Sim:
                 self.memory[TRAIN[0]].evict_epoch(EPOCH)
                 for name in NODES[1:]:
                     self.wires.notify(name, {"t": "forget-replicas"})
-            case do.NotifyRanks({"t": "level", "level": "peer", "ok": True, "version": text}):
+            case do.NotifyRanks({"t": "checkpoint-level", "level": "peer", "ok": True, "version": text}):
                 version = Version.parse(text)
                 self.totals["told"] += 1
                 self.promise(version, NODES)
