@@ -322,7 +322,7 @@ class LocalBackend:
             )
         if exc.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
             return StorageError(
-                f"{failed}: there is a file instead of a folder, or a folder instead of a file; remove it"
+                f"{failed}: there is a file instead of a folder, or a folder instead of a file; give another path"
             )
         return StorageError(f"{failed}; the disk or its file system may be faulty: see the kernel's log")
 

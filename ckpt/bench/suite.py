@@ -20,6 +20,7 @@ from ckpt.storage import Backend, canonical
 from ckpt.storage.names import redact_url
 
 SECTIONS = ("store", "codecs", "save", "restore")
+STATES_IN_MEMORY = 6  # state and gradients, a copy as a ceiling, and three arenas
 CODEC_BYTES_MAX = 64 << 20
 Report = Callable[[str], None]
 
@@ -40,6 +41,7 @@ def run_suite(
         raise UsageError("the section restore reads what the section save wrote; name both")
     if canonical(url).startswith("memory://"):
         raise UsageError(f"{redact_url(url)} is within one process; give a folder, or a URL of a store")
+    _check_memory(nbytes)
     figures: list[Figure] = []
     failed: dict[str, str] = {}
     behaviour: dict[str, Any] = {}
@@ -69,6 +71,18 @@ def run_suite(
                     failed[name] = str(exc)
     facts = {**machine_facts(), "url": redact_url(canonical(url)), "state_bytes": nbytes}
     return SuiteResult(facts, behaviour, figures, failed)
+
+
+def _check_memory(nbytes: int) -> None:
+    """Errors: UsageError if the state, its copy and its arenas have no room."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if nbytes * STATES_IN_MEMORY > free:
+        raise UsageError(
+            f"a state of {nbytes >> 20:,} MiB takes about {nbytes * STATES_IN_MEMORY >> 20:,} MiB of memory with its "
+            f"copies; {free >> 20:,} MiB are free. Give a smaller --size"
+        )
 
 
 def _open(url: str) -> Backend:

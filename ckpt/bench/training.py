@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,8 @@ RESTORES = 3
 PACK_BYTES = 64 << 20
 THREADS = 8
 JOB_LIMIT_S = 1800.0
-LINGER_S = 60
+LINGER_S = 60  # how long an agent waits for the start that finds the state in memory
+AGENT_END_S = 60.0
 CEILING_ROUNDS, CEILING_LIMIT_S = 3, 60.0
 
 
@@ -73,7 +74,7 @@ def _save_figures(codec: str, found: dict[str, Any], bare: Bare | None, prices: 
     stored, requests = found["stored_bytes"], found["requests"]
     yield figure("training paused by a checkpoint", found["stall_ms"], "ms", "lower", copy_ms)
     yield figure("training paused by the first checkpoint", found["first_stall_ms"], "ms", "lower", copy_ms)
-    yield figure("training time lost to a checkpoint, all in all", 1e3 * found["lost_s"], "ms", "lower", copy_ms)
+    yield figure("training time lost to a checkpoint, all in all", 1e3 * found["lost_s"], "ms", "", copy_ms)
     yield figure("from the save until it is committed", found["commit_s"], "s", "lower", _put_s(bare, int(stored)))
     yield figure("state / stored bytes", found["state_bytes"] / max(stored, 1), "x", "higher")
     yield figure("bytes sent for a checkpoint", found["sent_bytes"] / 1e6, "MB")
@@ -151,18 +152,36 @@ def _restore(env: dict[str, str], url: str, nbytes: int, level: str) -> dict[str
 
 @contextmanager
 def _runtime(linger_s: int) -> Iterator[dict[str, str]]:
-    """The environment of jobs that share an agent, and nothing with any other. The agent has ended after the block."""
+    """The environment of jobs that share an agent, and nothing with any other. The agent has ended after the block,
+    however that ends: it would go on writing to a store that is being cleaned."""
     with TemporaryDirectory(prefix="ckpt-bench-") as folder:
-        yield {
-            **os.environ,
-            "CKPT_RUNTIME_DIR": folder,
-            "CKPT_LINGER_S": str(linger_s),
-            "CKPT_NOTICES": "off",
-            "CKPT_SIGNALS": "off",
-        }
-        deadline_s = time.monotonic() + LINGER_S
+        try:
+            yield {
+                **os.environ,
+                "CKPT_RUNTIME_DIR": folder,
+                "CKPT_LINGER_S": str(linger_s),
+                "CKPT_NOTICES": "off",
+                "CKPT_SIGNALS": "off",
+            }
+        except BaseException:
+            _kill_agents(folder)
+            raise
+        deadline_s = time.monotonic() + AGENT_END_S
         while any(Path(folder).glob("*.sock")) and time.monotonic() < deadline_s:
             time.sleep(0.05)
+        _kill_agents(folder)
+
+
+def _kill_agents(folder: str) -> None:
+    """Kills the agents whose sockets are in that folder."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "ckpt.agent.node.main" in words and any(word.startswith(f"{folder}/") for word in words):
+            with suppress(psutil.Error):
+                process.kill()
+                process.wait(10)
 
 
 def _run_job(env: dict[str, str], order: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from ckpt.cli import out, reports
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
+from ckpt.types import format_count
 
 if TYPE_CHECKING:
     from ckpt.bench.figures import SuiteResult
@@ -105,7 +106,8 @@ def _compare(old: Path, new: Path, json: bool) -> None:
     from ckpt.bench.render import comparison_rows
     from ckpt.report.document import format_cell
 
-    found = compare(read_result(old), read_result(new))
+    before, after = read_result(old), read_result(new)
+    found = compare(before, after)
     if not found:
         raise UsageError(f"{old} and {new} have no figure in common")
     columns = ("figure", "old", "new", "unit", "new / old", "verdict")
@@ -113,5 +115,11 @@ def _compare(old: Path, new: Path, json: bool) -> None:
     if json:
         out.print_json({"figures": [dict(zip(columns, row, strict=True)) for row in rows]})
         return
+    for name, result in (("old", before), ("new", after)):
+        facts = result.facts
+        size = out.format_size(facts["state_bytes"])
+        out.print_text(f"{name}  {facts['url']}, {size}, {facts['processor']}, {facts['cores']} cores, {facts['time']}")
     shown = [[format_cell(cell) for cell in row] for row in rows]
     out.print_table(columns, shown, right=("old", "new", "new / old"))
+    if alone := len(before.figures) + len(after.figures) - 2 * len(found):
+        out.print_text(f"{format_count(alone, 'figure')} of one of them only")

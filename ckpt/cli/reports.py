@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 ENDINGS = (".json", ".md", ".html")
 
 OutOption = Annotated[
-    list[Path] | None, typer.Option("--out", metavar="FILE", help="Write .json, .md or .html there. Repeatable.")
+    list[Path] | None,
+    typer.Option("--out", metavar="FILE", help="Write .json, .md (with a folder of plots) or .html. Repeatable."),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -144,7 +145,11 @@ def run_scenario(
     file = read_scenario(scenario)
     if file.keys:
         raise UsageError(f"{scenario} has a table [sweep]: use ckpt simulate sweep, or leave the table out")
-    outcome = run(file.scenario({}), load(trace, seed), seed)
+    job, read = file.scenario({}), load(trace, seed)
+    outcome = run(job, read, seed)
+    if not outcome.useful_s and not json:
+        least = format_count(job.nodes_least, "node")
+        out.print_text(f"the job made no step: it waits for {least}; set nodes_min, or take another trace", sys.stderr)
     if json:
         out.print_json(outcome_json(outcome))
     else:
@@ -237,7 +242,8 @@ def _measured_lines(facts: RunFacts, label: str) -> Iterator[str]:
         learnt = facts.learnt.rate_of(kind)
         every = format_duration(1 / learnt.current_rate.mean / (facts.nodes if kind.is_per_node else 1))
         rates.append(f"{text} every {every} ({learnt.failure_count} seen)")
-    yield f"failures to expect: {', '.join(rates)}"
+    seen = sum(facts.learnt.rate_of(failure).failure_count for failure in Failure)
+    yield f"failures to expect: {', '.join(rates)}{'' if seen else '; none was seen yet, so these are the defaults'}"
 
 
 _FAILURES = {
@@ -246,7 +252,7 @@ _FAILURES = {
     "preemption": "a node is preempted",
     "job": "all memory is lost",
 }
-WORTH_H = 0.1  # a month; less is noise
+WORTH_H = 0.05  # a month; less is shown as 0.0 or 0.1
 
 
 def _option(name: str) -> str:

@@ -23,7 +23,7 @@ def _lines(report: Document, folder: Path | None) -> Iterator[str]:
     yield f"# {report.title}"
     yield ""
     yield from (f"- {name}: {format_cell(value)}" for name, value in report.facts.items())
-    for section in report.sections:
+    for number, section in enumerate(report.sections, 1):
         yield from ("", f"## {section.title}")
         for part in section.parts:
             yield ""
@@ -31,7 +31,7 @@ def _lines(report: Document, folder: Path | None) -> Iterator[str]:
                 yield from _table(part)
             elif isinstance(part, Plot):
                 if folder is not None:
-                    yield _picture(part, folder)
+                    yield _picture(part, folder, number)
             else:
                 yield part
 
@@ -47,8 +47,9 @@ def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _picture(plot: Plot, folder: Path) -> str:
+def _picture(plot: Plot, folder: Path, section: int) -> str:
+    """Plots of two sections may have one title."""
     folder.mkdir(exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", plot.title.lower()).strip("-") + ".png"
+    name = f"{section}-" + re.sub(r"[^a-z0-9]+", "-", plot.title.lower()).strip("-") + ".png"
     (folder / name).write_bytes(draw(plot, "png"))
     return f"![{plot.title}]({os.fspath(folder.name)}/{name})"

@@ -364,6 +364,7 @@ class SimulatedJob:
             recovering_s=times.recovering_s,
             waiting_s=times.waiting_s,
             useful_steps=training.whole_steps,
+            ideal_s=training.whole_steps * scenario.step_s,
             finished=scenario.work_steps is None or training.is_finished,
             snapshots=books.snapshots,
             commits=books.commits,

@@ -33,7 +33,7 @@ class RunOutcome:
     useful_s: training of steps that were kept, at the speed of the nodes that were there. lost_s: the same of steps
     that were lost. stalled_s: stalls of snapshots and commits, and the slowdown by commits. recovering_s: detection,
     gang start and restore, the first start among them. waiting_s: fewer nodes than the minimum. useful_steps: whole
-    steps. finished: whether `work_steps` were made, True if there was no such number. notices_acted: appointments
+    steps. ideal_s: what these take on the wanted nodes, without saves and failures. finished: whether `work_steps` were made, True if there was no such number. notices_acted: appointments
     because of a notice. node_usd: of the nodes that the job had or could have had, up to the wanted number; None if no
     price is known.
     """
@@ -45,6 +45,7 @@ class RunOutcome:
     recovering_s: float
     waiting_s: float
     useful_steps: int
+    ideal_s: float
     finished: bool
     snapshots: int
     commits: int
@@ -63,6 +64,11 @@ class RunOutcome:
     def overhead(self) -> float:
         """H: wall time / useful time - 1; infinite without useful time."""
         return self.wall_s / self.useful_s - 1 if self.useful_s else float("inf")
+
+    @property
+    def slowdown(self) -> float:
+        """Wall time / ideal time - 1; infinite without a useful step. Fewer nodes and waiting count, too."""
+        return self.wall_s / self.ideal_s - 1 if self.ideal_s else float("inf")
 
     @property
     def recoveries_by_level(self) -> dict[RestoredFrom, int]:

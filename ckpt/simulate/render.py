@@ -33,6 +33,7 @@ def outcome_rows(outcome: RunOutcome) -> list[tuple[str, Cell, str]]:
         ("recovering", hours["recovering_s"], "h"),
         ("waiting for nodes", hours["waiting_s"], "h"),
         ("overhead", 100 * outcome.overhead, "% of useful training"),
+        ("slower than ideal", 100 * outcome.slowdown, "% of the same steps on all wanted nodes, nothing lost"),
         ("steps", outcome.useful_steps, "" if outcome.finished else "when the trace ended"),
         ("snapshots", outcome.snapshots, ""),
         ("commits", outcome.commits, ""),
@@ -53,6 +54,7 @@ def outcome_json(outcome: RunOutcome) -> dict[str, Any]:
     return {
         **asdict(outcome),
         "overhead": outcome.overhead,
+        "slowdown": outcome.slowdown,
         "recoveries_by_level": outcome.recoveries_by_level,
         "lost_steps_by_level": outcome.lost_steps_by_level,
     }
@@ -61,18 +63,19 @@ def outcome_json(outcome: RunOutcome) -> dict[str, Any]:
 def sweep_columns(runs: Sequence[SweepRun]) -> tuple[str, ...]:
     """The columns of `sweep_rows`."""
     keys = tuple(runs[0].choice)
-    figures = ("overhead %", "lost h", "stalled h", "recovering h", "waiting h", "store GB/h", "USD", "best")
+    figures = ("slower %", "steps", "lost h", "stalled h", "recovering h", "waiting h", "store GB/h", "USD", "best")
     return ("trace", *keys, *figures)
 
 
 def sweep_rows(runs: Sequence[SweepRun]) -> list[tuple[Cell, ...]]:
-    """A row for each run. "best" is * if none of the same trace has both less overhead and less traffic."""
+    """A row for each run. "best" is * if none of the same trace has both a smaller slowdown and less traffic."""
     best = {id(runs[number]) for trace in _traces(runs) for number in _front(runs, trace)}
     return [
         (
             run.trace,
             *choice_texts(run.choice),
-            100 * run.outcome.overhead,
+            100 * run.outcome.slowdown,
+            run.outcome.useful_steps,
             *(getattr(run.outcome, part) / HOUR_S for part in PARTS),
             store_gb_hour(run.outcome),
             run.outcome.store_usd + (run.outcome.node_usd or 0.0),
@@ -94,8 +97,8 @@ def _sections(runs: Sequence[SweepRun]) -> Iterator[Section]:
         yield Section(
             f"Trace {trace}",
             [
-                "Marked with * in the table and joined in the plot: no other run has both less overhead and less "
-                "traffic to the store.",
+                "Slower: wall time against the same steps on all wanted nodes with nothing lost. Marked with * in the "
+                "table and joined in the plot: no other run has both a smaller slowdown and less traffic to the store.",
                 _pareto_plot(of_trace),
                 *_plots_by_key(of_trace),
                 _parts_plot(of_trace),
@@ -109,9 +112,9 @@ def _pareto_plot(runs: Sequence[SweepRun]) -> Plot:
     front = pareto_front(points)
     names = [", ".join(choice_texts(runs[number].choice)) for number in front]
     return Plot(
-        "Overhead against traffic to the store",
+        "Slowdown against traffic to the store",
         "GB to the store per hour",
-        "overhead, % of useful training",
+        "slower than ideal, %",
         [
             Series("all runs", [each[1] for each in points], [each[0] for each in points], line=False),
             Series("best", [points[n][1] for n in front], [points[n][0] for n in front], names),
@@ -126,19 +129,19 @@ def _spans_decades(values: Sequence[float]) -> bool:
 
 
 def _plots_by_key(runs: Sequence[SweepRun]) -> Iterator[Plot]:
-    """The overhead for each value of a key that has several numbers: the least over the other keys."""
+    """The slowdown for each value of a key that has several numbers: the least over the other keys."""
     for key in runs[0].choice:
         values = {run.choice[key] for run in runs if isinstance(run.choice[key], int | float)}
         if len(values) < 2:
             continue
         least = {
-            value: min(100 * run.outcome.overhead for run in runs if run.choice[key] == value)
+            value: min(100 * run.outcome.slowdown for run in runs if run.choice[key] == value)
             for value in sorted(values)
         }
         yield Plot(
-            f"Overhead by {key}",
+            f"Slowdown by {key}",
             key,
-            "least overhead, % of useful training",
+            "least slowdown, %",
             [Series(key, list(least), list(least.values()))],
             log_x=_spans_decades([*values]),
         )
@@ -168,8 +171,8 @@ def _parts_plot(runs: Sequence[SweepRun]) -> Plot:
 
 
 def _points(runs: Sequence[SweepRun]) -> list[tuple[float, float]]:
-    """Overhead and traffic with the digits that are shown: smaller differences make no run better."""
-    return [(_rounded(100 * run.outcome.overhead), _rounded(store_gb_hour(run.outcome))) for run in runs]
+    """Slowdown and traffic with the digits that are shown: smaller differences make no run better."""
+    return [(_rounded(100 * run.outcome.slowdown), _rounded(store_gb_hour(run.outcome))) for run in runs]
 
 
 def _rounded(value: float) -> float:

@@ -12,6 +12,7 @@ A table [sweep] maps a key, such as "store.write_bytes_s", to the list of its va
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 import tomllib
@@ -34,6 +35,7 @@ from ckpt.simulate.scenario import (
     StorePrices,
 )
 
+_NUMBERS = ("int", "float", "int | None", "float | None")
 COMBINATIONS_MAX = 100_000
 FILE_BYTES_MAX = 1 << 20
 Choice = dict[str, Any]  # key -> value, of one combination of a sweep
@@ -81,7 +83,7 @@ def read_scenario(path: Path) -> ScenarioFile:
     if len(content) > FILE_BYTES_MAX:
         raise UsageError(f"{path} is larger than a scenario can be ({FILE_BYTES_MAX >> 20} MiB)")
     try:
-        values = tomllib.loads(content.decode())
+        values = tomllib.loads(content.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise UsageError(f"{path} is no TOML: {exc}") from exc
     found = ScenarioFile(values, path.name)
@@ -101,6 +103,12 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(below, dict):
             raise UsageError(f"{key}: {name} is {below!r}, which has no parts")
         at[name] = at = dict(below)
+    known = at.get(last)
+    if last == "peers" and isinstance(known, dict) and isinstance(value, str) and value != "none":
+        # A swept option keeps the rest of the table, such as the speed of the links.
+        value = {"option": value}
+    if isinstance(known, dict) and isinstance(value, dict) and last != "policy":
+        value = {**known, **value}
     at[last] = value
 
 
@@ -119,7 +127,16 @@ def _make(kind: Callable[..., Any], key: str, values: Mapping[str, Any]) -> Any:
     unknown = sorted(set(values) - set(known))
     where = f"{key}." if key else ""
     if unknown:
-        raise UsageError(f"{where}{unknown[0]} is unknown; there are {', '.join(known)}")
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+        raise UsageError(f"{where}{unknown[0]} is unknown{hint}")
+    for each in fields(kind):  # type: ignore[arg-type]
+        value = values.get(each.name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if each.type in _NUMBERS and value is not None and not is_number:
+            raise UsageError(
+                f"{where}{each.name} = {value!r}: give a number, without a unit: bytes as 20e9, seconds as 1.5"
+            )
     try:
         return kind(**values)
     except UsageError as exc:

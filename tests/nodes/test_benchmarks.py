@@ -19,7 +19,7 @@ from tests.nodes.jobs import NO_ANSWER
 @pytest.mark.torchrun
 @pytest.mark.timeout(400)
 @pytest.mark.flaky(reruns=1, only_rerun=[NO_ANSWER])
-@pytest.mark.parametrize("name", ["recover", "soak", "replay"])
+@pytest.mark.parametrize("name", ["recover", "soak"])
 def test_a_benchmark_of_lost_nodes_runs(name: str, tmp_path: Path) -> None:
     if why := lans.why_not():
         pytest.skip(why)

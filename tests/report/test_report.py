@@ -63,7 +63,7 @@ def test_markdown_has_its_plots_beside_it(tmp_path: Path) -> None:
     write_markdown(REPORT, tmp_path / "report.md")
     text = (tmp_path / "report.md").read_text()
     links = re.findall(r"!\[.*\]\((.*)\)", text)
-    assert links == ["report-plots/rates-at-once.png", "report-plots/seconds.png"]
+    assert links == ["report-plots/1-rates-at-once.png", "report-plots/1-seconds.png"]
     assert all((tmp_path / each).read_bytes().startswith(b"\x89PNG") for each in links)
     assert "| put \\| get | 1234 |" in text
     assert "|---|---:|" in text

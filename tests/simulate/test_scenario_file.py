@@ -81,12 +81,32 @@ def test_a_part_of_peers_that_the_file_names_by_text_can_be_swept(tmp_path: Path
     assert (made.peers.option, made.peers.link_bytes_s) == (Replicas(2), 1e8)
 
 
+def test_a_swept_option_keeps_the_rest_of_its_table(tmp_path: Path) -> None:
+    text = BASE + "peers.link_bytes_s = 1e7\nstore.ratio = 0.5\n[sweep]\n"
+    file = read(tmp_path, text + "peers = ['none', '2 replicas']\nstore = [{kept = 5}]\n")
+    one, two = (file.scenario(choice) for choice in file.choices)
+    assert one.peers is None
+    assert two.peers is not None
+    assert (two.peers.option, two.peers.link_bytes_s) == (Replicas(2), 1e7)
+    assert two.store is not None
+    assert (two.store.ratio, two.store.kept) == (0.5, 5)
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + BASE.replace("\n", "\r\n").encode())
+    assert read_scenario(tmp_path / "job.toml").scenario({}).nodes == 8
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("nodes = ", "no TOML"),
         ("nodes = 8", "step_s, state_bytes must be given"),
-        (BASE + "speed = 3", "speed is unknown; there are nodes, step_s"),
+        (BASE + "speed = 3", "speed is unknown"),
+        (BASE + "node_min = 3", "did you mean nodes_min?"),
+        (BASE.replace("2e9", "'2GB'"), "state_bytes = '2GB': give a number"),
+        (BASE + "scaling = true", "scaling = True: give a number"),
+        (BASE + "[store]\nratio = 'half'", "store.ratio = 'half': give a number"),
         (BASE + "[store]\nspeed = 3", "store.speed is unknown"),
         (BASE + "[store]\nratio = -1", "store.ratio"),
         (BASE + "store = 3", 'store = 3: a table, or "none"'),

@@ -78,6 +78,15 @@ def test_each_trace_has_its_own_best_runs_and_plots() -> None:
     assert titles == [*(f"Trace {name}" for name in names), "All runs"]
 
 
+def test_who_trains_on_fewer_nodes_does_not_look_better_for_it() -> None:
+    """A useful hour on one node is not one on all: the slowdown counts steps."""
+    some = run_sweep(
+        ScenarioFile({**VALUES, "policy": "every 60 s", "sweep": {"nodes_min": [1, 4]}}, "s"), TRACES[:1], jobs=1
+    )
+    by_steps = sorted(some, key=lambda run: run.outcome.useful_steps, reverse=True)
+    assert by_steps == sorted(some, key=lambda run: run.outcome.slowdown)
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     save(TRACES[0], tmp_path / "spot.csv")
