@@ -33,9 +33,9 @@ class RunOutcome:
     useful_s: training of steps that were kept, at the speed of the nodes that were there. lost_s: the same of steps
     that were lost. stalled_s: stalls of snapshots and commits, and the slowdown by commits. recovering_s: detection,
     gang start and restore, the first start among them. waiting_s: fewer nodes than the minimum. useful_steps: whole
-    steps. ideal_s: what these take on the wanted nodes, without saves and failures. finished: whether `work_steps` were made, True if there was no such number. notices_acted: appointments
-    because of a notice. node_usd: of the nodes that the job had or could have had, up to the wanted number; None if no
-    price is known.
+    steps. ideal_s: what these take on the wanted nodes, without saves and failures. finished: whether `work_steps` were
+    made, True if there was no such number. notices_acted: appointments because of a notice. node_usd: of the nodes that
+    the job had or could have had, up to the wanted number; None if no price is known.
     """
 
     wall_s: float
