@@ -174,7 +174,7 @@ def test_what_comes_by_standard_input_and_is_no_secret_is_refused_and_not_shown(
         assert process.wait(60) == Exit.USAGE
         assert process.stderr is not None
         said = process.stderr.read()
-    assert "standard input holds no secret" in said
+    assert "standard input does not hold a secret" in said
     assert "hunter2" not in said
 
 
