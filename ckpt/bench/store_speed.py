@@ -22,7 +22,7 @@ SMALL_BYTES = 1 << 10
 SMALL_CALLS = 20
 SIZES = (256 << 10, 4 << 20, 32 << 20)
 THREADS = (1, 4, 16)
-ROUND_BYTES_MAX = 256 << 20  # in one round of one size and number of threads
+ROUND_BYTES_MAX = 128 << 20  # in one round of one size and number of threads
 ROUNDS = 3
 TEXTS = {
     "put": "put of 1 KiB",
@@ -32,7 +32,7 @@ TEXTS = {
     "delete": "delete",
 }
 PART_SIZES = (1 << 20, 5 << 20)  # of a multipart upload; S3 asks for 5 MiB
-LIMIT_S = 20.0  # for each size and number of threads
+LIMIT_S = 3.0  # for each size and number of threads, of puts and of gets
 
 
 def behaviour(url: str, store: Backend) -> dict[str, Any]:
