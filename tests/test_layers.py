@@ -50,7 +50,7 @@ MAY_IMPORT = {
     **{f"trainer.{name}": BELOW_IPC | {"ipc"} | below(TRAINER, "trainer", name) for name in TRAINER},
     "simulate": BASE | {"policy", "placement", "report"},
     "report": BASE,
-    "bench": BELOW_IPC | {"ipc", "report", "reader", "checkpointer", "", "backends"},
+    "bench": BELOW_IPC | {"ipc", "report", "simulate", "reader", "checkpointer", "", "backends"},
     "agent": set(),  # its __init__.py
     "trainer": set(),
     "checkpointer": BELOW_IPC | {"ipc", "trainer"},

@@ -6,18 +6,20 @@ A section that fails is reported with its reason, and the others are measured al
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, suppress
-from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from ckpt.bench import codec_speed, store_speed, training
 from ckpt.bench.bare import open_bare
 from ckpt.bench.figures import Figure, SuiteResult, machine_facts
 from ckpt.errors import CkptError, UsageError
+from ckpt.reader import open_store
+from ckpt.simulate.scenario import StorePrices
 from ckpt.storage import Backend, canonical
 from ckpt.storage.names import redact_url
+from ckpt.storage.url import missing_folders, scheme_of
 
 SECTIONS = ("store", "codecs", "save", "restore")
 STATES_IN_MEMORY = 6  # state and gradients, a copy as a ceiling, and three arenas
@@ -29,7 +31,7 @@ def run_suite(
     url: str,
     nbytes: int,
     only: Collection[str] = SECTIONS,
-    prices: training.Prices | None = None,
+    prices: StorePrices | None = None,
     report: Report = lambda text: None,
 ) -> SuiteResult:
     """Measures the sections named in `only`. `nbytes`: of the job's state. `report` is told each section's name as it
@@ -57,10 +59,10 @@ def run_suite(
         works: dict[str, Callable[[], Iterator[Figure]]] = {
             "store": measure_store,
             "codecs": lambda: codec_speed.measure(min(nbytes, CODEC_BYTES_MAX)),
-            "save": lambda: training.measure_saves(below, store, bare, nbytes, prices or training.Prices()),
+            "save": lambda: training.measure_saves(below, store, bare, nbytes, prices or StorePrices()),
             "restore": lambda: training.measure_restores(below, store, bare, nbytes),
         }
-        with closing(_open(f"{below}/blocks")) as blocks:
+        with closing(open_store(f"{below}/blocks")) as blocks:
             for name in SECTIONS:
                 if name not in only:
                     continue
@@ -85,33 +87,20 @@ def _check_memory(nbytes: int) -> None:
         )
 
 
-def _open(url: str) -> Backend:
-    from ckpt.reader import open_store
-
-    return open_store(url)
-
-
 @contextmanager
 def _scratch(url: str) -> Iterator[tuple[str, Backend]]:
     """A folder below the URL, and its store. Everything in it is deleted after the block, and so are the folders on the
     way that did not exist before."""
     below = f"{canonical(url)}/ckpt-bench-{secrets.token_hex(4)}"
-    path = Path(below)
-    new = [*takewhile(lambda each: not each.exists(), path.parents)] if path.is_absolute() else []
-    with closing(_open(below)) as store:
+    new = missing_folders(url)
+    with closing(open_store(below)) as store:
         try:
             yield below, store
         finally:
             with suppress(CkptError):
                 store.delete([info.key for info in store.list("")])
-            if path.is_absolute():
-                _remove_folders(path)
-                for folder in new:
-                    with suppress(OSError):  # in use by now
-                        folder.rmdir()
-
-
-def _remove_folders(path: Path) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
+            if scheme_of(below) == "file":
+                shutil.rmtree(below, ignore_errors=True)
+            for folder in new:
+                with suppress(OSError):  # in use by now
+                    folder.rmdir()

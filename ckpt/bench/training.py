@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from ckpt.bench.bare import Bare
 from ckpt.bench.figures import Figure, in_turns, run_all
 from ckpt.errors import CkptError
+from ckpt.simulate.scenario import StorePrices
 from ckpt.storage import Backend
 from ckpt.threads import Tasks
 
@@ -39,17 +39,7 @@ class JobFailed(CkptError):
     kind = "bench"
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """USD: for 1000 puts (and lists), for 1000 gets (and heads), and for a GB (10^9 bytes) kept for a month. The
-    defaults are the list prices of S3 Standard in us-east-1; other stores and regions differ."""
-
-    put_1000: float = 0.005
-    get_1000: float = 0.0004
-    gb_month: float = 0.023
-
-
-def measure_saves(url: str, store: Backend, bare: Bare | None, nbytes: int, prices: Prices) -> Iterator[Figure]:
+def measure_saves(url: str, store: Backend, bare: Bare | None, nbytes: int, prices: StorePrices) -> Iterator[Figure]:
     """Figures of saves with each codec. Errors: JobFailed; those of the backend."""
     for codec in CODECS:
         with _runtime(linger_s=0) as env:
@@ -66,7 +56,7 @@ def measure_restores(url: str, store: Backend, bare: Bare | None, nbytes: int) -
         yield from _restore_figures(f"{url}/{codec}", codec, sum(stored), bare, nbytes)
 
 
-def _save_figures(codec: str, found: dict[str, Any], bare: Bare | None, prices: Prices) -> Iterator[Figure]:
+def _save_figures(codec: str, found: dict[str, Any], bare: Bare | None, prices: StorePrices) -> Iterator[Figure]:
     def figure(name: str, value: float, unit: str, better: Any = "lower", ceiling: float | None = None) -> Figure:
         return Figure(SECTION_SAVE, f"{name}, codec {codec}", value, unit, better, ceiling)
 
@@ -86,8 +76,7 @@ def _save_figures(codec: str, found: dict[str, Any], bare: Bare | None, prices: 
     yield figure("arenas", found["arena_bytes"] / 2**20, "MiB")
     puts = requests.get("put", 0) + requests.get("list", 0)
     gets = requests.get("get", 0) + requests.get("head", 0)
-    cost = puts / 1000 * prices.put_1000 + gets / 1000 * prices.get_1000
-    yield figure("requests of 10,000 checkpoints", 1e4 * cost, "USD")
+    yield figure("requests of 10,000 checkpoints", 1e4 * prices.requests_usd(puts, gets), "USD")
     yield figure("ten checkpoints kept for a month", 10 * stored / 1e9 * prices.gb_month, "USD")
 
 

@@ -15,7 +15,7 @@ from ckpt.types import format_count
 
 if TYPE_CHECKING:
     from ckpt.bench.figures import SuiteResult
-    from ckpt.bench.training import Prices
+    from ckpt.simulate.scenario import StorePrices
 
 
 def bench(
@@ -69,18 +69,18 @@ def _tell(section: str) -> None:
     out.print_text(f"measuring: {section}", sys.stderr)
 
 
-def _parse_prices(text: str | None) -> Prices:
-    from ckpt.bench.training import Prices
+def _parse_prices(text: str | None) -> StorePrices:
+    from ckpt.simulate.scenario import StorePrices
 
     if text is None:
-        return Prices()
+        return StorePrices()
     try:
         put, get, month = (float(each) for each in text.split(","))
     except ValueError:
         raise UsageError(f"--prices {text!r:.80}: give three numbers, such as 0.005,0.0004,0.023") from None
     if not all(0 <= each < 1e6 for each in (put, get, month)):
         raise UsageError(f"--prices {text!r:.80}: give three numbers of USD, none below 0")
-    return Prices(put, get, month)
+    return StorePrices(gb_month=month, put_1000=put, get_1000=get)
 
 
 def _print_result(result: SuiteResult) -> None:

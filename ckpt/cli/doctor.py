@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -174,10 +173,11 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
 
     from ckpt.cli import target
     from ckpt.storage.probe import probe
+    from ckpt.storage.url import missing_folders
 
     new: list[Path] = []
     try:
-        new = _new_folders(url)
+        new = missing_folders(url)
         with target.store(url) as store:
             key = f"doctor/{secrets.token_hex(8)}"
             body = secrets.token_bytes(CEILING_BYTES)
@@ -217,14 +217,6 @@ def read_only_result(store: Backend, refused: AccessDenied) -> tuple[dict[str, A
     left = ", ".join(each.name.removesuffix("_s").replace("_", " ") for each in fields(Probe))
     text = f"the store can be listed, but every save would fail: {refused}. Not tried for that: {left}"
     return {"error": str(refused), "can be listed": True}, [text]
-
-
-def _new_folders(url: str) -> list[Path]:
-    """The folders that trying a store in a folder would make, innermost first. Errors: UsageError."""
-    from ckpt.storage import canonical
-
-    path = Path(canonical(url))
-    return [*takewhile(lambda each: not each.exists(), [path, *path.parents])] if path.is_absolute() else []
 
 
 def store_problems(found: Probe) -> list[str]:

@@ -24,6 +24,7 @@ from ckpt.simulate.engine import simulate
 from ckpt.simulate.generators import Fleet, bulk
 from ckpt.simulate.outcome import RunOutcome
 from ckpt.simulate.scenario import LocalLevel, PeerLevel, Scenario, StoreLevel, StorePrices
+from ckpt.simulate.trace import Trace
 
 HOUR_S = 3600.0
 MONTH_H = 730.0
@@ -217,7 +218,7 @@ def _fixed(facts: RunFacts, setting: Setting) -> tuple[Every, int]:
     return Every(seconds=chosen.local_s), chosen.snapshots
 
 
-def _make_trace(facts: RunFacts, seed: int, hours: float) -> Any:
+def _make_trace(facts: RunFacts, seed: int, hours: float) -> Trace:
     """Nodes lost one by one and all at once, and crashes, at the rates that the run learnt."""
 
     def rate(failure: Failure) -> float:

@@ -354,8 +354,8 @@ class SimulatedJob:
         if scenario.store is not None:
             prices = scenario.store.prices
             gb_months = sum(training.now_s - at_s for at_s in training.kept_s) / MONTH_S * scenario.stored_bytes / GB
-            requests = books.puts * prices.put_1000 + times.gets * prices.get_1000
-            store_usd = gb_months * prices.gb_month + requests / 1000 + times.bytes_out / GB * prices.egress_gb
+            requests_usd = prices.requests_usd(books.puts, times.gets)
+            store_usd = gb_months * prices.gb_month + requests_usd + times.bytes_out / GB * prices.egress_gb
         return RunOutcome(
             wall_s=training.now_s,
             useful_s=books.useful_s,

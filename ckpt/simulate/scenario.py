@@ -75,6 +75,10 @@ class StorePrices:
         for name in self.__slots__:
             not_negative(name, getattr(self, name))
 
+    def requests_usd(self, puts: float, gets: float) -> float:
+        """What so many requests cost."""
+        return (puts * self.put_1000 + gets * self.get_1000) / 1000
+
 
 @dataclass(frozen=True, slots=True)
 class StoreLevel:

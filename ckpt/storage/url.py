@@ -16,6 +16,8 @@ import os.path
 import re
 import urllib.parse
 from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
 from typing import cast
 
 from ckpt.errors import UsageError
@@ -93,6 +95,13 @@ def scheme_of(url: str) -> str:
     """The scheme of a canonical URL; "file" for a path."""
     head, mark, _ = url.partition("://")
     return head if mark else "file"
+
+
+def missing_folders(url: str) -> list[Path]:
+    """The folders that using a store in a folder would make, innermost first; none for other stores. Errors:
+    UsageError."""
+    path = Path(canonical(url))
+    return [*takewhile(lambda each: not each.exists(), [path, *path.parents])] if path.is_absolute() else []
 
 
 def _bucket_and_path(url: str, rest: str) -> str:
