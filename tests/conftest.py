@@ -89,6 +89,7 @@ SLOW = (
     "tests/cli/test_restore_memory.py",
     "tests/cli/test_servers.py",
     "tests/examples/",
+    "tests/integrations/",
     "tests/ipc/test_agent_process.py",
     "tests/nodes/",
     "tests/policy/test_adaptive.py",
