@@ -16,6 +16,7 @@ import typer
 from ckpt.cli import out
 from ckpt.cli.exits import Exit
 from ckpt.errors import AccessDenied, CkptError, UsageError
+from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.storage import Backend
@@ -31,6 +32,7 @@ CREDENTIALS = (
 )  # fmt: skip
 CEILING_BYTES = 64 << 20
 SKEW_MAX_S = 60.0
+PAIR_WAIT_S = 300.0  # for the other machine, and for its answers
 # The properties that ckpt needs, by the probe's names. ckpt works without put-if-absent and without ranged gets.
 NEEDED = {
     "read_after_write": "what was put is not read back",
@@ -46,14 +48,19 @@ def doctor(
     url: Annotated[
         str | None, typer.Argument(metavar="[URL]", help="A store to try out; something is written there.")
     ] = None,
+    pair: Annotated[
+        bool, typer.Option("--pair", help="Measure how late another machine's objects show. Run it on both at once.")
+    ] = False,
     json: out.JsonOption = False,
 ) -> None:
     """Look for what is wrong here, and try out a store."""
+    if pair and url is None:
+        raise UsageError("--pair needs the URL of a store that both machines reach")
     found: dict[str, Any] = {"environment": environment(), "credentials": credentials()}
     found["machine"] = machine_ceilings()
     problems = list(found["environment"].pop("problems"))
     if url is not None:
-        found["store"], store_problems = try_store(url)
+        found["store"], store_problems = try_store(url, pair)
         problems += store_problems
     found["problems"] = problems
     if json:
@@ -163,7 +170,7 @@ def _rate(work: Callable[[], object], count: int = 5) -> str:
     return f"{CEILING_BYTES / sorted(took)[count // 2] / 1e9:.1f} GB/s"
 
 
-def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
+def try_store(url: str, pair: bool = False) -> tuple[dict[str, Any], list[str]]:
     """The store's behaviour, and its problems. An error of the store is a problem in the result, not an exception.
 
     Errors: UsageError for an invalid URL.
@@ -172,8 +179,10 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
     from dataclasses import asdict
 
     from ckpt.cli import target
+    from ckpt.storage.late import late_listing_cause
+    from ckpt.storage.pair_probe import LATE_S, probe_pair
     from ckpt.storage.probe import probe
-    from ckpt.storage.url import missing_folders
+    from ckpt.storage.url import canonical, missing_folders
 
     new: list[Path] = []
     try:
@@ -192,6 +201,22 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
                 facts["get, one object"] = _rate(lambda: store.get_range(key, 0, len(body)), count=3)
             finally:
                 store.delete([key])
+            problems = store_problems(found)
+            cause = late_listing_cause(canonical(url))
+            facts["listing may be late"] = cause or "not known to be"
+            if pair:
+                slowest_s = max(probe_pair(store, PAIR_WAIT_S))
+                facts["round trip to the other machine"] = f"{slowest_s:.1f} s"
+                if slowest_s > LATE_S:
+                    problems.append(
+                        f"new objects show late: one and its answer took {slowest_s:.1f} s. A start on another machine "
+                        "may miss the newest checkpoint; docs/guides/stores.md says how to mount"
+                    )
+            elif cause:
+                problems.append(
+                    f"{cause} may show another machine's new objects late: run `ckpt doctor {redact_url(url)} --pair` "
+                    "on two machines at once"
+                )
     except UsageError:
         raise
     except CkptError as error:
@@ -200,7 +225,7 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
         for folder in new:
             with suppress(OSError):  # never made, or in use by now
                 folder.rmdir()
-    return facts, store_problems(found)
+    return facts, problems
 
 
 def read_only_result(store: Backend, refused: AccessDenied) -> tuple[dict[str, Any], list[str]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -80,3 +82,16 @@ def test_a_start_on_a_late_mount_says_so_and_then_what_it_has_missed(
             time.sleep(0.05)
     wait_agent_gone(second / "run")
     assert "step 4 of epoch 1" in seen.named("restore.overlooked")[0].message
+
+
+def test_doctors_on_both_machines_find_that_new_objects_show_late(mounts: tuple[Path, Path], tmp_path: Path) -> None:
+    for mount in mounts:
+        (mount / "run" / "doctor" / "pair").mkdir(parents=True, exist_ok=True)
+    assert all(list((mount / "run" / "doctor" / "pair").iterdir()) == [] for mount in mounts)
+    words = [sys.executable, "-m", "ckpt", "doctor", "--json", "--pair"]
+    doctors = [subprocess.Popen([*words, mount / "run"], stdout=subprocess.PIPE) for mount in mounts]
+    found = [json.loads(doctor.communicate(timeout=200)[0]) for doctor in doctors]
+    for each in found:
+        assert each["store"]["listing may be late"] == "a mount of type fuse.rclone"
+        (problem,) = each["problems"]
+        assert "new objects show late" in problem
