@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckpt.policy.adaptive import Adaptive
     from ckpt.policy.save_options import Best, Every, Keep, Limits
     from ckpt.reader import Reader, open
+    from ckpt.store.draft import Draft, DraftBox, DraftPart
     from ckpt.trainer.loop.worker_signals import shield_worker
     from ckpt.trainer.state.shard import Shard
 
@@ -45,6 +46,9 @@ _WHERE = {
     "Reader": "ckpt.reader",
     "open": "ckpt.reader",
     "Checkpointer": "ckpt.checkpointer",
+    "Draft": "ckpt.store.draft",
+    "DraftBox": "ckpt.store.draft",
+    "DraftPart": "ckpt.store.draft",
     "Handle": "ckpt.checkpointer",
     "Restored": "ckpt.checkpointer",
     "Shard": "ckpt.trainer.state.shard",
@@ -69,6 +73,9 @@ __all__ = [
     "CkptError",
     "CommitFailed",
     "DamagedData",
+    "Draft",
+    "DraftBox",
+    "DraftPart",
     "Event",
     "Every",
     "Handle",

@@ -38,10 +38,13 @@ def open(url: str | os.PathLike[str]) -> Reader:
     After the first answer a failing operation is retried for as long as in a training job.
 
     Errors: UsageError if the URL is not valid; NoCheckpoint if no run has saved there; StorageError."""
+    from ckpt.storage.url import check_not_dcp
+
     reader = Reader(open_store(os.fspath(url)))
     try:
         reader.refresh()
         if not reader.view.commits and not reader.view.epochs:
+            check_not_dcp(reader.url)
             raise NoCheckpoint(
                 f"{redact_url(reader.url)}: no run has saved there; give the URL that ckpt.Checkpointer was given"
             )

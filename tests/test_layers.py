@@ -79,8 +79,11 @@ LAZY_ONLY = {"cli": {"checkpointer", "trainer", ""}, "": MAY_IMPORT[""]}
 
 TORCH = {*(f"trainer.{name}" for name in TRAINER), "checkpointer", "integrations", "data"}
 TORCH_FILES = {"ckpt/bench/job.py"}  # a process of its own
-# Writing .pt; tensors in the dtype that was saved; ckpt predict train.
-TORCH_IN_FUNCTIONS = {"ckpt/store/export.py", "ckpt/store/tensors.py", "ckpt/predict/training.py"}
+# Writing .pt and DCP folders; tensors in the dtype that was saved; ckpt predict train.
+TORCH_IN_FUNCTIONS = {
+    *("ckpt/store/export.py", "ckpt/store/dcp_export.py", "ckpt/store/tensors.py"),
+    "ckpt/predict/training.py",
+}
 ENVIRONMENT = {
     "ckpt/settings.py",
     "ckpt/ipc/client.py",  # hands the whole environment on to the agent

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
+from keyword import iskeyword
 from typing import Annotated, Any, TextIO, cast
 
 import typer
@@ -25,7 +26,7 @@ from ckpt.errors import CkptError, StorageError, UsageError
 
 EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
 
-# Each command, and the module of this package with the function of the same name.
+# Each command, and the module of this package with the function of the same name (import_ for `import`, a keyword).
 MODULE = {
     "ls": "listing",
     "show": "listing",
@@ -33,6 +34,7 @@ MODULE = {
     "diff": "checking",
     "restore": "restoring",
     "cp": "copying",
+    "import": "importing",
     "branch": "managing",
     "prune": "managing",
     "rehearse": "rehearse",
@@ -63,7 +65,7 @@ def make_app(words: Sequence[str]) -> typer.Typer:
     app.callback()(_options)
     for name in words[:1] if words and words[0] in MODULE else MODULE:
         settings = {"ignore_unknown_options": True} if name == "rehearse" else None
-        work = getattr(import_module(f"ckpt.cli.{MODULE[name]}"), name)
+        work = getattr(import_module(f"ckpt.cli.{MODULE[name]}"), f"{name}_" if iskeyword(name) else name)
         if isinstance(work, typer.Typer):  # it has subcommands
             app.add_typer(work, name=name)
         else:

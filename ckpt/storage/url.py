@@ -40,6 +40,7 @@ ACCEPTED_URLS = (
     "a path, file:///path, s3://bucket/path, gs://bucket/path, az://container/path, memory://name, "
     "or fsspec+protocol://... for any file system that fsspec knows"
 )
+DCP_METADATA = ".metadata"  # in a folder of torch.distributed.checkpoint (DCP)
 _SCHEME = re.compile(r"[a-z][a-z0-9.-]*(\+[a-z0-9.-]+)?")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _FOLDER = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.=@+,-]{1,255}")  # one part of the path within a bucket
@@ -102,6 +103,17 @@ def missing_folders(url: str) -> list[Path]:
     UsageError."""
     path = Path(canonical(url))
     return [*takewhile(lambda each: not each.exists(), [path, *path.parents])] if path.is_absolute() else []
+
+
+def check_not_dcp(url: str) -> None:
+    """Checks that the URL is no folder of torch.distributed.checkpoint (DCP) without a run in it. Errors: UsageError
+    names the command that makes a checkpoint of that folder."""
+    path = Path(canonical(url))
+    if path.is_absolute() and (path / DCP_METADATA).is_file() and not (path / "epochs").is_dir():
+        raise UsageError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint (DCP), not the URL of a run. Give another URL; "
+            f"`ckpt import {path} URL` makes a checkpoint of a run of it"
+        )
 
 
 def _bucket_and_path(url: str, rest: str) -> str:

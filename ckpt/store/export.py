@@ -74,7 +74,7 @@ def export(
     if dtype is not None and dtype not in TARGET_DTYPES:
         raise UsageError(f"dtype={dtype!r} is not supported; give one of {', '.join(TARGET_DTYPES)}")
     tensors = index_tensors(reader)
-    chosen = _choose_tensors(tensors, only)
+    chosen = choose_exported(tensors, only)
     check_globs(only, [*chosen, *tensors.rank_copies], str(reader.record.identity))
     if not chosen:
         raise UsageError(f"{reader.record.identity} has no tensors")
@@ -82,7 +82,7 @@ def export(
     names = {exported_name(spec): short[name] for name, spec in chosen.items()}
     heads = [TensorHead(names[exported_name(s)], _target_dtype(s.dtype, dtype), s.shape) for s in specs]
     metadata = {"format": "pt", "ckpt": str(reader.record.identity)}
-    with _temporary_path(path) as temporary:
+    with temporary_path(path) as temporary:
         if format == "torch":
             sink: _Sink = _TorchFile(temporary, heads)
         elif format == "sharded":
@@ -96,7 +96,7 @@ def export(
     return Exported(tuple(files), len(heads), sum(head.bytes for head in heads), firsts)
 
 
-def _choose_tensors(tensors: TensorIndex, only: Sequence[str]) -> dict[str, TensorSpec]:
+def choose_exported(tensors: TensorIndex, only: Sequence[str]) -> dict[str, TensorSpec]:
     """The chosen tensors by name. A glob that matches no name selects among the ranks' copies, without those already
     chosen."""
     found = {name: tensors.specs[name] for name in match_names(tensors.specs, only)}
@@ -306,7 +306,7 @@ class _TorchFile:
 
 
 @contextmanager
-def _temporary_path(path: Path) -> Iterator[Path]:
+def temporary_path(path: Path) -> Iterator[Path]:
     """A temporary path, renamed to `path` if the block succeeds and removed otherwise. An empty folder that exists is
     kept, since it may be a link, a mount or somebody's working directory. The files then move into it in order of name,
     the index last."""

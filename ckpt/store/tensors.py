@@ -94,7 +94,7 @@ def _dict(tree: Any) -> dict[Any, Any]:
 def read_part(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
     """A part of a tensor, as an array of dtypes.bits_dtype. Reads only the frames that hold it. Errors: UsageError if
     the index does not fit; DamagedData; StorageError."""
-    box, then = _locate_part(spec, index)
+    box, then = locate_part(spec, index)
     want = Want(spec.name, spec.owner, spec.dtype, spec.shape, box)
     (by_frame,) = cuts_by_want(reader.record.manifest, [want])
     bits = np.empty(box.shape, bits_dtype(spec.dtype))
@@ -114,7 +114,7 @@ def read_part(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
     return found
 
 
-def _locate_part(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
+def locate_part(spec: TensorSpec, index: Index) -> tuple[Box, tuple[Any, ...]]:
     """The box that holds the part, and the index of the part within that box. Errors: UsageError."""
     parts = index if isinstance(index, tuple) else (index,)
     around = [place for place, part in enumerate(parts) if part is ...]

@@ -43,7 +43,7 @@ def test_every_command_is_documented_with_its_options() -> None:
     text = COMMANDS.read_text()
     listed = subprocess.run([sys.executable, "-m", "ckpt.cli.main", "--help"], capture_output=True, text=True)
     commands = re.findall(r"^  ([a-z]+)  ", listed.stdout.split("Commands:")[1], re.MULTILINE)
-    assert len(commands) == 16
+    assert len(commands) == 17
     for command in [*commands, "predict train", "predict check", "simulate fit", "simulate generate"]:
         command, *inner = command.split()
         assert f"## ckpt {command}" in text

@@ -13,6 +13,7 @@ from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.save_options import Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage import canonical
+from ckpt.storage.url import check_not_dcp
 
 CODECS = ("auto", "raw", "zstd", "planes")
 
@@ -46,6 +47,7 @@ def find_url(url: object, settings: Settings) -> str:
     found = settings.redirect_url(canonical(str(os.fspath(url))))
     if found.startswith(("memory:", "fsspec+memory:")):
         raise UsageError("memory:// is forgotten with the process that holds it: give a folder, or another store")
+    check_not_dcp(found)
     return found
 
 
