@@ -272,7 +272,8 @@ def test_no_two_classes_have_one_name():
     found: dict[str, list[str]] = {}
     for path, tree in sources().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
+            # Users name those of an integration by its module: ckpt.integrations.dcp.Reader.
+            if isinstance(node, ast.ClassDef) and part(path) != "integrations":
                 found.setdefault(node.name, []).append(path)
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 

@@ -11,6 +11,7 @@ import io
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import DamagedData, NoCheckpoint, UsageError
+from ckpt.errors import CkptError, DamagedData, NoCheckpoint, UsageError
 from ckpt.storage.url import DCP_METADATA
 from ckpt.store.draft import Draft, DraftBox
 from ckpt.store.dtypes import bits_dtype
@@ -27,6 +28,7 @@ from ckpt.types import ITEMSIZE, Identity
 
 KEY = "dcp"  # of DCP's part in a checkpoint's values and about; see ckpt/integrations/dcp.py
 SLAB_BYTES = 64 << 20
+CHECKED_BYTES = 1 << 20  # at once, for the CRC-32
 METADATA_BYTES_MAX = 1 << 30
 PICKLE_BYTES_MAX = 1 << 20  # of the pickle that describes one tensor
 _METADATA = "torch.distributed.checkpoint.metadata."
@@ -144,6 +146,8 @@ def open_folder(path: str | os.PathLike[str]) -> DcpFolder:
     tree = read_pickle(file.read_bytes(), _is_allowed, str(file))
     try:
         return _parse(folder, tree)
+    except CkptError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise DamagedData(f"{file} is not the metadata of a DCP checkpoint: {type(exc).__name__}: {exc}") from exc
 
@@ -248,6 +252,9 @@ class _Slab:
 
     def read(self) -> memoryview:
         found = _find_tensor(self.place, self.box)
+        if self.start == 0:
+            # The slabs after the first one follow at once, so the second read comes from the page cache.
+            _check_storage(self.place.file, found, self.box.name)
         if found.is_row_major:
             return memoryview(_read_range(Place(self.place.file, found.data + self.start, self.length)))
         raw = np.frombuffer(_read_range(Place(self.place.file, found.data, found.bytes)), bits_dtype(self.box.dtype))
@@ -281,17 +288,19 @@ def _rows(whole: DraftBox) -> Iterator[tuple[DraftBox, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _StoredTensor:
     """A tensor within its file: `data`: the first byte of its first element. `bytes`: from there to the storage's end.
-    `stride`: in elements."""
+    `stride`: in elements. `storage`: the first byte of its storage. `crc`: the storage's CRC-32, as the file says."""
 
     data: int
     bytes: int
+    storage: int
+    crc: int
     stride: tuple[int, ...]
     is_row_major: bool
 
 
-def _find_tensor(place: Place, box: DraftBox) -> _Tensor:
+def _find_tensor(place: Place, box: DraftBox) -> _StoredTensor:
     """Where the bytes of a tensor lie that torch.save wrote. Errors: DamagedData names the file."""
     what = f"{place.file}: {box.name} at byte {place.offset}"
     try:
@@ -308,14 +317,29 @@ def _find_tensor(place: Place, box: DraftBox) -> _Tensor:
         raise DamagedData(f"{what} is not a tensor as torch.save writes it: {type(exc).__name__}: {exc}") from exc
     skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     itemsize = ITEMSIZE[box.dtype]
-    first = info.header_offset + 30 + skip + offset * itemsize
+    storage_at = info.header_offset + 30 + skip
+    first = storage_at + offset * itemsize
     size = info.file_size - offset * itemsize
     needed = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * itemsize
     if shape != box.size or needed > size or first + size > place.length:
         raise DamagedData(f"{what}: its shape is {list(shape)} in {size} bytes; the metadata says {list(box.size)}")
     plain = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     row_major = all(n == 1 or a == b for n, a, b in zip(shape, stride, plain, strict=True))
-    return _Tensor(place.offset + first, size // itemsize * itemsize, stride, row_major)
+    size = size // itemsize * itemsize
+    return _StoredTensor(place.offset + first, size, place.offset + storage_at, info.CRC, stride, row_major)
+
+
+def _check_storage(file: Path, tensor: _StoredTensor, name: str) -> None:
+    """Compares the storage with its CRC-32. Errors: DamagedData."""
+    crc, at, stop = 0, tensor.storage, tensor.data + tensor.bytes
+    while at < stop:
+        crc = zlib.crc32(_read_range(Place(file, at, min(CHECKED_BYTES, stop - at))), crc)
+        at += CHECKED_BYTES
+    if crc != tensor.crc:
+        raise DamagedData(
+            f"{file}: the numbers of {name} do not match their CRC-32, so the file is damaged (or was written under "
+            "torch.serialization.set_crc32_options(False))"
+        )
 
 
 def _read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:

@@ -173,7 +173,7 @@ class Draft:
         about: Mapping[str, Any] | None = None,
     ) -> str:
         """Puts the record; returns the checkpoint's identity. The parts together must hold every element of every
-        tensor. A box that several parts hold must have the same bytes in each, else the tensor is stored per rank.
+        tensor. Boxes of two parts are equal, with the same bytes, or do not overlap.
 
         `values`: plain values that are not tensors. `metrics`: numbers, as of ck.save(). `about`: small JSON facts.
         Errors: SaveFailed: no record was put, or its outcome is unknown and harmless; UsageError; StorageError."""
@@ -196,6 +196,8 @@ class Draft:
             assembled = assemble(staged)
         except Incomplete as exc:
             raise SaveFailed(f"{self.identity}: {exc}") from exc
+        if differing := assembled.differing_tensors:
+            raise SaveFailed(f"{self.identity}: the parts differ in {', '.join(differing[:8])}, or their boxes overlap")
         facts = {"host": socket.gethostname(), "launch": LAUNCH, "world": len(parts), "time_s": time.time()}
         with closing(open_store(self.url, settings=read_settings())) as backend:
             run = Run(backend, events=Events())

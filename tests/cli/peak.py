@@ -1,5 +1,7 @@
 """How much memory a restore to a file takes at its peak: python -m tests.cli.peak URL TO [OPTION...].
 
+`python -m tests.cli.peak import PATH URL` does the same for an import of a DCP folder.
+
 Prints the growth of this process's anonymous memory, in bytes, over what it was before. (Pages of mapped files do not
 count: the kernel takes them back when it needs them.)
 """
@@ -20,11 +22,20 @@ def anonymous_bytes() -> int:
 
 
 def main() -> None:
+    if sys.argv[1] == "import":
+        make_app(["import"])
+        print(peak_of(sys.argv[1:]))
+        return
     url, to, *options = sys.argv[1:]
     warm = Path(to).with_name("warm")
     a_run(warm / "run")
-    app = make_app(["restore"])
-    app(["restore", str(warm / "run"), "--to", str(warm / Path(to).name), *options], standalone_mode=False)  # imports
+    words = ["restore", str(warm / "run"), "--to", str(warm / Path(to).name), *options]
+    make_app(["restore"])(words, standalone_mode=False)  # imports
+    print(peak_of(["restore", url, "--to", to, *options]))
+
+
+def peak_of(words: list[str]) -> int:
+    app = make_app(words)
     before = peak = anonymous_bytes()
     with Tasks("peak") as tasks:
 
@@ -34,8 +45,8 @@ def main() -> None:
                 peak = max(peak, anonymous_bytes())
 
         tasks.start("watch", watch)
-        app(["restore", url, "--to", to, *options], standalone_mode=False)
-    print(peak - before)
+        app(words, standalone_mode=False)
+    return peak - before
 
 
 if __name__ == "__main__":

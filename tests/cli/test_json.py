@@ -24,6 +24,7 @@ SUCCESS: dict[str, list[str]] = {  # {url} is a run, {to} a file that is not the
     "branch": ["{url}", "--at", "20"],
     "prune": ["{url}", "--last", "1"],
     "cp": ["{url}", "{to}"],
+    "import": ["{dcp}", "{to}"],
     "rehearse": ["{to}", "--at", "2", "--", sys.executable, "-m", "tests.cli.fake_train", "{to}", "4", "exact"],
     "watch": ["{url}", "--once"],
     "preempt": ["{url}"],
@@ -39,6 +40,7 @@ FAILURE: dict[str, tuple[list[str], Exit]] = {
     "branch": (["{url}", "--at", "11"], Exit.NO_CHECKPOINT),
     "prune": (["{url}", "--best", "val_loss"], Exit.USAGE),
     "cp": ([NOWHERE, "{to}"], Exit.NO_CHECKPOINT),
+    "import": ([NOWHERE, "{to}"], Exit.NO_CHECKPOINT),
     "rehearse": (["{to}", "--", "no-such-program-here"], Exit.USAGE),
     "watch": ([NOWHERE, "--once"], Exit.NO_CHECKPOINT),
     "preempt": (["{url}"], Exit.AGENT),
@@ -48,11 +50,26 @@ FAILURE: dict[str, tuple[list[str], Exit]] = {
 }
 
 
+# What pickle writes of a Metadata of torch's DCP with two empty dicts.
+EMPTY_DCP = (
+    b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}"
+    b"(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}ub."
+)
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
     a_run(tmp_path / "run")
     (tmp_path / "file").write_text("in the way")
-    return {"url": str(tmp_path / "run"), "to": str(tmp_path / "new"), "blocked": str(tmp_path / "file" / "run")}
+    folder = tmp_path / "dcp"  # of torch's distributed checkpoint, without tensors and values
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(EMPTY_DCP)
+    return {
+        "dcp": str(folder),
+        "url": str(tmp_path / "run"),
+        "to": str(tmp_path / "new"),
+        "blocked": str(tmp_path / "file" / "run"),
+    }
 
 
 def say(monkeypatch: pytest.MonkeyPatch, command: str, words: list[str], places: dict[str, str]) -> Said:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckpt.errors import DamagedData
+from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format import values
 from ckpt.trainer.state.mesh_coordinate import Axis
 from ckpt.trainer.state.names import join
@@ -80,7 +80,13 @@ class SharedValues:
 
     @staticmethod
     def parse(tree: Any) -> SharedValues:
-        """Errors: DamagedData."""
+        """Errors: DamagedData; StateMismatch if the values are not a Checkpointer's but those of torch's DCP."""
+        if isinstance(tree, dict) and "dcp" in tree:
+            raise StateMismatch(
+                "dcp.save or `ckpt import` saved this checkpoint, and a Checkpointer cannot restore it. Give its URL "
+                "as init= of a Checkpointer with another URL, which begins with the weights; or load it with dcp.load "
+                "and ckpt.integrations.dcp.Reader"
+            )
         data: dict[str, Tree] = {}
         objects: dict[str, Tree] = {}
         optimizers: dict[str, OptimizerTree] = {}
