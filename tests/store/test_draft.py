@@ -82,7 +82,7 @@ def test_wrong_boxes_and_bytes_are_refused(tmp_path: Path) -> None:
     draft = ckpt.Draft.begin(str(tmp_path))
     with pytest.raises(ckpt.UsageError, match="w: its boxes overlap"):
         put(draft, 0, rows(0, 2), rows(1, 3))
-    with pytest.raises(ckpt.UsageError, match="w: a box of .* does not lie in"):
+    with pytest.raises(ckpt.UsageError, match=r"w: a box of .* does not lie in"):
         rows(3, 5)
     with pytest.raises(ckpt.UsageError, match="w: the dtype qint8 cannot be stored"):
         ckpt.DraftBox("w", "qint8", (1,), (0,), (1,))
