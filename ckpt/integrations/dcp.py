@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -44,6 +45,13 @@ import ckpt
 Id = str | os.PathLike[str]
 # The key of DCP's part in a checkpoint's values and in its `about`.
 KEY = "dcp"
+TESTED = "2.13"
+
+if ".".join(torch.__version__.split(".")[:2]) != TESTED:
+    warnings.warn(
+        f"ckpt.integrations.dcp was tested with torch {TESTED}; this is {torch.__version__}, which may differ",
+        stacklevel=2,
+    )
 
 
 class Writer(StorageWriter):
@@ -77,7 +85,8 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if not all(plan.usable for plan in plans):
+        # Older versions of torch cache no plans.
+        if not all(getattr(plan, "usable", True) for plan in plans):
             raise ckpt.UsageError(
                 "the planner has enable_plan_caching=True, so ranks reuse the plan of an earlier save, which names the "
                 "earlier checkpoint. Use DefaultSavePlanner(enable_plan_caching=False)"

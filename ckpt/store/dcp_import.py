@@ -7,11 +7,7 @@ part of a tensor is a zip file as torch.save writes it, within a .distcp file. B
 
 from __future__ import annotations
 
-import io
-import math
 import os
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +19,13 @@ from ckpt.errors import CkptError, DamagedData, NoCheckpoint, UsageError
 from ckpt.storage.url import DCP_METADATA
 from ckpt.store.draft import Draft, DraftBox
 from ckpt.store.dtypes import bits_dtype
-from ckpt.store.pickle_reader import Made, Name, PersistentId, read_pickle
+from ckpt.store.pickle_reader import Made, read_pickle
+from ckpt.store.saved_tensor import Place, as_dtype, as_size, as_text, check_storage, find_tensor, read_range
 from ckpt.types import ITEMSIZE, Identity
 
 KEY = "dcp"  # of DCP's part in a checkpoint's values and about; see ckpt/integrations/dcp.py
 SLAB_BYTES = 64 << 20
-CHECKED_BYTES = 1 << 20  # at once, for the CRC-32
 METADATA_BYTES_MAX = 1 << 30
-PICKLE_BYTES_MAX = 1 << 20  # of the pickle that describes one tensor
 _METADATA = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _ALLOWED = {
@@ -42,33 +37,6 @@ _ALLOWED = {
     "torch.serialization._get_layout",
     *(f"pathlib{inner}.{name}" for inner in ("", "._local") for name in ("PosixPath", "WindowsPath")),
 }
-_STORAGE_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
-_REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-_ALLOWED_OF_TENSOR = {*_REBUILD, "collections.OrderedDict", "torch.storage.UntypedStorage"} | {
-    f"torch.{name}Storage" for name in _STORAGE_DTYPES
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The bytes [offset, offset + length) of a file, which hold one item."""
-
-    file: Path
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +93,7 @@ def import_dcp(
         return data
 
     part = draft.write(0, boxes, read)
-    values = {name: _read_range(place) for name, place in folder.values.items()}
+    values = {name: read_range(place) for name, place in folder.values.items()}
     identity = draft.commit(
         [part],
         values={KEY: {"bytes": values, "mappings": dict(folder.mappings)}},
@@ -162,21 +130,21 @@ def _parse(folder: Path, tree: Any) -> DcpFolder:
     for index, info in state["storage_data"].items():
         key = _made(index, _METADATA + "MetadataIndex")
         place = _place(folder, _made(info, _STORAGE_INFO))
-        places[_text(key["fqn"]), None if key.get("offset") is None else _size(key["offset"])] = place
+        places[as_text(key["fqn"]), None if key.get("offset") is None else as_size(key["offset"])] = place
     chunks: list[tuple[DraftBox, Place]] = []
     values: dict[str, Place] = {}
     sizes: dict[Path, int] = {}
     for name, entry in state["state_dict_metadata"].items():
         if entry.name == _METADATA + "BytesStorageMetadata":
-            values[_text(name)] = places[name, None]
+            values[as_text(name)] = places[name, None]
             _check_place(values[name], name, sizes)
             continue
         body = _made(entry, _METADATA + "TensorStorageMetadata")
-        dtype = _dtype(_made(body["properties"], _METADATA + "TensorProperties")["state"][0])
-        shape = _size(body["size"])
+        dtype = as_dtype(_made(body["properties"], _METADATA + "TensorProperties")["state"][0])
+        shape = as_size(body["size"])
         for chunk in body["chunks"]:
             its = _made(chunk, _METADATA + "ChunkStorageMetadata")
-            box = DraftBox(_text(name), dtype, shape, _size(its["offsets"]), _size(its["sizes"]))
+            box = DraftBox(as_text(name), dtype, shape, as_size(its["offsets"]), as_size(its["sizes"]))
             place = places[name, box.offset]
             _check_place(place, name, sizes)
             chunks.append((box, place))
@@ -189,26 +157,6 @@ def _made(value: Any, name: str) -> dict[str, Any]:
     return value.state
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a name is expected")
-    return value
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size, or of a tuple or list."""
-    items = value.args[0] if isinstance(value, Made) and value.name == "torch.Size" else value
-    if not isinstance(items, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 60 for n in items):
-        raise TypeError("a size is expected")
-    return tuple(items)
-
-
-def _dtype(value: Any) -> str:
-    if not isinstance(value, Name) or (name := value.name.removeprefix("torch.")) not in ITEMSIZE:
-        raise TypeError("a dtype is expected")
-    return name
-
-
 def _mappings(value: Any) -> dict[str, tuple[str | int, ...]]:
     mappings = value or {}
     for name, keys in mappings.items():
@@ -218,7 +166,7 @@ def _mappings(value: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def _place(folder: Path, info: Mapping[str, Any]) -> Place:
-    name, offset, length = _text(info["relative_path"]), info["offset"], info["length"]
+    name, offset, length = as_text(info["relative_path"]), info["offset"], info["length"]
     if Path(name).name != name:
         raise ValueError(f"{name!r:.200} is not the name of a file in the folder")
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
@@ -251,14 +199,14 @@ class _Slab:
     length: int
 
     def read(self) -> memoryview:
-        found = _find_tensor(self.place, self.box)
+        found = find_tensor(self.place, self.box)
         if self.start == 0:
             # The slabs after the first one follow at once, so the second read comes from the page cache.
-            _check_storage(self.place.file, found, self.box.name)
+            check_storage(self.place.file, found, self.box.name)
         if found.is_row_major:
-            return memoryview(_read_range(Place(self.place.file, found.data + self.start, self.length)))
-        raw = np.frombuffer(_read_range(Place(self.place.file, found.data, found.bytes)), bits_dtype(self.box.dtype))
-        # Bounds were checked in _find_tensor.
+            return memoryview(read_range(Place(self.place.file, found.data + self.start, self.length)))
+        raw = np.frombuffer(read_range(Place(self.place.file, found.data, found.bytes)), bits_dtype(self.box.dtype))
+        # Bounds were checked in find_tensor.
         strides = tuple(n * raw.itemsize for n in found.stride)
         whole = np.lib.stride_tricks.as_strided(raw, self.box.size, strides)
         return memoryview(np.ascontiguousarray(whole).tobytes())[self.start : self.start + self.length]
@@ -285,143 +233,3 @@ def _rows(whole: DraftBox) -> Iterator[tuple[DraftBox, int]]:
         offset = (whole.offset[0] + first, *whole.offset[1:])
         size = (min(rows, whole.size[0] - first), *whole.size[1:])
         yield DraftBox(whole.name, whole.dtype, whole.shape, offset, size), first * row_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredTensor:
-    """A tensor within its file: `data`: the first byte of its first element. `bytes`: from there to the storage's end.
-    `stride`: in elements. `storage`: the first byte of its storage. `crc`: the storage's CRC-32, as the file says."""
-
-    data: int
-    bytes: int
-    storage: int
-    crc: int
-    stride: tuple[int, ...]
-    is_row_major: bool
-
-
-def _find_tensor(place: Place, box: DraftBox) -> _StoredTensor:
-    """Where the bytes of a tensor lie that torch.save wrote. Errors: DamagedData names the file."""
-    what = f"{place.file}: {box.name} at byte {place.offset}"
-    try:
-        with open(place.file, "rb") as file, zipfile.ZipFile(_View(file, place)) as archive:
-            # Each name begins with one folder, the archive's.
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            tree = read_pickle(_read_record(archive, records["data.pkl"]), _is_allowed_of_tensor, what)
-            storage, offset, shape, stride = _parse_tensor(tree, box)
-            info = _checked_record(records[f"data/{storage}"])
-            if "byteorder" in records and _read_record(archive, records["byteorder"]) != b"little":
-                raise ValueError("its bytes are big-endian")
-            header = os.pread(file.fileno(), 30, place.offset + info.header_offset)
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, IndexError, EOFError, NotImplementedError) as exc:
-        raise DamagedData(f"{what} is not a tensor as torch.save writes it: {type(exc).__name__}: {exc}") from exc
-    skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    itemsize = ITEMSIZE[box.dtype]
-    storage_at = info.header_offset + 30 + skip
-    first = storage_at + offset * itemsize
-    size = info.file_size - offset * itemsize
-    needed = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * itemsize
-    if shape != box.size or needed > size or first + size > place.length:
-        raise DamagedData(f"{what}: its shape is {list(shape)} in {size} bytes; the metadata says {list(box.size)}")
-    plain = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    row_major = all(n == 1 or a == b for n, a, b in zip(shape, stride, plain, strict=True))
-    size = size // itemsize * itemsize
-    return _StoredTensor(place.offset + first, size, place.offset + storage_at, info.CRC, stride, row_major)
-
-
-def _check_storage(file: Path, tensor: _StoredTensor, name: str) -> None:
-    """Compares the storage with its CRC-32. Errors: DamagedData."""
-    crc, at, stop = 0, tensor.storage, tensor.data + tensor.bytes
-    while at < stop:
-        crc = zlib.crc32(_read_range(Place(file, at, min(CHECKED_BYTES, stop - at))), crc)
-        at += CHECKED_BYTES
-    if crc != tensor.crc:
-        raise DamagedData(
-            f"{file}: the numbers of {name} do not match their CRC-32, so the file is damaged (or was written under "
-            "torch.serialization.set_crc32_options(False))"
-        )
-
-
-def _read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    if info.file_size > PICKLE_BYTES_MAX:
-        raise ValueError(f"the record {info.filename} has {info.file_size} bytes; at most {PICKLE_BYTES_MAX} are read")
-    return archive.read(_checked_record(info))
-
-
-def _checked_record(info: zipfile.ZipInfo) -> zipfile.ZipInfo:
-    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise ValueError(f"the record {info.filename} is compressed")
-    return info
-
-
-def _is_allowed_of_tensor(name: str) -> bool:
-    return name in _ALLOWED_OF_TENSOR or (name.startswith("torch.") and name.removeprefix("torch.") in ITEMSIZE)
-
-
-def _parse_tensor(tree: Any, box: DraftBox) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
-    """(name of the storage, first element, shape, stride). Errors: TypeError; ValueError."""
-    if not isinstance(tree, Made) or tree.name not in _REBUILD:
-        raise TypeError("a tensor is expected")
-    storage, offset, size, stride, *rest = tree.args
-    if not isinstance(storage, PersistentId):
-        raise TypeError("a storage is expected")
-    _, kind, key, _, _ = storage.value
-    if tree.name == _REBUILD[1]:
-        dtype, extra = _dtype(rest[2]), rest[3:]
-    else:
-        dtype = _STORAGE_DTYPES[_checked_name(kind).removeprefix("torch.").removesuffix("Storage")]
-        extra = rest[2:]
-    if dtype != box.dtype or any(extra):
-        raise ValueError(f"it is {dtype}{' with extra state' if any(extra) else ''}; the metadata says {box.dtype}")
-    (offset,) = _size((offset,))
-    return _text(key), offset, _size(size), _size(stride)
-
-
-def _checked_name(value: Any) -> str:
-    if not isinstance(value, Name):
-        raise TypeError("the kind of a storage is expected")
-    return value.name
-
-
-def _read_range(place: Place) -> bytearray:
-    out = bytearray(place.length)
-    view, at = memoryview(out), 0
-    with open(place.file, "rb", buffering=0) as file:
-        file.seek(place.offset)
-        while at < place.length:
-            count = file.readinto(view[at:])
-            if not count:
-                raise DamagedData(f"{place.file} ends at byte {place.offset + at}; it became shorter meanwhile")
-            at += count
-    return out
-
-
-class _View(io.RawIOBase):
-    """A part of an open file, as a file."""
-
-    def __init__(self, file: io.BufferedReader, place: Place) -> None:
-        self._fd, self._place, self._at = file.fileno(), place, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
-        if base + offset < 0:
-            raise ValueError("a position before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._place.length - self._at))
-        data = os.pread(self._fd, count, self._place.offset + self._at)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,13 @@ def test_a_saved_checkpoint_is_one_of_ckpt(tmp_path: Path, monkeypatch: pytest.M
         first = run.find(0)
         assert torch.equal(first.torch_tensor("transposed"), state["transposed"])
         assert set(first.values()["dcp"]["bytes"]) == {"blob", "list.0", "list.1.text", "list.2"}
+
+
+def test_another_version_of_torch_is_told_once_and_goes_on() -> None:
+    code = 'import torch; torch.__version__ = "9.1.0"; from ckpt.integrations.dcp import Writer; Writer("x")'
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("was tested with torch 2.13; this is 9.1.0") == 1
 
 
 def test_a_part_can_be_loaded(tmp_path: Path) -> None:

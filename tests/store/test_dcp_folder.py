@@ -21,6 +21,7 @@ import ckpt
 from ckpt.cli.exits import Exit
 from ckpt.store import dcp_import
 from ckpt.store.dcp_import import import_dcp, open_folder
+from ckpt.store.saved_tensor import Place
 from tests.cli.stores import begin, save
 from tests.cli.stores import ckpt as command
 from tests.integrations.dcp_states import bits, flat, mixed_state, zeros
@@ -142,7 +143,7 @@ def test_hostile_metadata_and_tensors_run_nothing(
         with zipfile.ZipFile(out := io.BytesIO(), "w", kind) as archive:
             for name, content in (records | change).items():
                 archive.writestr(name, content)
-        other = dcp_import.Place(tmp_path / "other", 0, len(out.getvalue()))
+        other = Place(tmp_path / "other", 0, len(out.getvalue()))
         other.file.write_bytes(out.getvalue())
         with pytest.raises(ckpt.DamagedData, match=text):
             dcp_import._Slab(box, other, 0, box.bytes).read()
