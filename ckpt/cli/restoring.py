@@ -41,7 +41,7 @@ def restore(
 
     A name that ends in .safetensors or .pt gives one file; one without an ending a folder of .safetensors files with
     the index that Hugging Face reads. dcp:FOLDER gives a folder that torch's dcp.load reads. It takes some 100 MiB of
-    memory, however large the checkpoint is; for dcp:FOLDER 500 MiB."""
+    memory, however large the checkpoint is; for dcp:FOLDER 300 MiB."""
     if not to or "://" in to:
         raise UsageError(f"--to {to!r}: give a file or folder of this machine; from there it can be copied anywhere")
     is_dcp = to.startswith("dcp:")

@@ -72,7 +72,7 @@ def export_dcp(
         if not math.prod(spec.shape)
     ]
     total, done = sum(size for _, size in filled), 0
-    found = iter(stream(reader, wants))
+    found, last = iter(stream(reader, wants)), torch.empty(0)
 
     class Planner(SavePlanner):
         """Gives the writer each item's data, in the order of the plans."""
@@ -88,7 +88,9 @@ def export_dcp(
             return new_plan
 
         def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-            nonlocal done
+            nonlocal done, last
+            # The writer keeps the tensors that it has written until the file ends. Their memory is let go here.
+            last.untyped_storage().resize_(0)
             data = write_item.tensor_data
             if data is None:
                 return io.BytesIO(values[write_item.index.fqn])
@@ -99,8 +101,9 @@ def export_dcp(
             done += wants[number].box.size
             if progress is not None:
                 progress(done, total)
-            tensor: torch.Tensor = as_torch(bits, wants[number].dtype)
-            return tensor
+            # A copy, since the storage of a NumPy array cannot be let go.
+            last = as_torch(bits, wants[number].dtype).clone()
+            return last
 
     first = [WriteItem(dcp.MetadataIndex(name), WriteItemType.BYTE_IO) for name in names] + empty
     groups = [first, *_groups(filled, wants_bytes=[w.box.size * ITEMSIZE[w.dtype] for w in wants], limit=shard_bytes)]
@@ -108,7 +111,7 @@ def export_dcp(
     kept = {*chosen, *names}
     metadata.planner_data = {name: mappings.get(name, (name,)) for name in kept}
     with temporary_path(path) as temporary:
-        writer, planner = FileSystemWriter(temporary), Planner()
+        writer, planner = FileSystemWriter(temporary, per_thread_copy_ahead=0), Planner()
         writer.set_up_storage_writer(True)
         for plan in plans:
             writer.prepare_local_plan(plan)

@@ -1,6 +1,6 @@
 """How much memory a restore to a file takes at its peak: python -m tests.cli.peak URL TO [OPTION...].
 
-`python -m tests.cli.peak import PATH URL` does the same for an import of a DCP folder.
+`python -m tests.cli.peak WORD...` does the same for another command, beside what torch takes.
 
 Prints the growth of this process's anonymous memory, in bytes, over what it was before. (Pages of mapped files do not
 count: the kernel takes them back when it needs them.)
@@ -22,8 +22,9 @@ def anonymous_bytes() -> int:
 
 
 def main() -> None:
-    if sys.argv[1] == "import":
-        make_app(["import"])
+    if sys.argv[1] in ("import", "restore"):
+        __import__("torch.distributed.checkpoint")
+        make_app(sys.argv[1:])
         print(peak_of(sys.argv[1:]))
         return
     url, to, *options = sys.argv[1:]
