@@ -72,7 +72,8 @@ def export_dcp(
         if not math.prod(spec.shape)
     ]
     total, done = sum(size for _, size in filled), 0
-    found, last = iter(stream(reader, wants)), torch.empty(0)
+    found = iter(stream(reader, wants))
+    last: torch.Tensor = torch.empty(0)
 
     class Planner(SavePlanner):
         """Gives the writer each item's data, in the order of the plans."""
