@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 # Bytes per element by dtype name (torch's names without "torch."). A dtype's position in this table is its code in the
 # durable format: only append.
@@ -26,6 +27,9 @@ ITEMSIZE: dict[str, int] = {
 }  # fmt: skip
 DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
 DTYPE_CODE: dict[str, int] = {name: code for code, name in enumerate(DTYPES)}
+
+CodecOption = Literal["auto", "raw", "zstd", "planes"]  # what a user may ask for
+CODEC_OPTIONS: tuple[CodecOption, ...] = get_args(CodecOption)
 
 FRAME_BYTES = 4 << 20  # a frame's usual size; larger only if a checkpoint would have more than FRAMES_MAX frames
 FRAME_BYTES_MAX = 1 << 30

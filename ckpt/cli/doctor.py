@@ -209,8 +209,9 @@ def try_store(url: str, pair: bool = False) -> tuple[dict[str, Any], list[str]]:
                 facts["round trip to the other machine"] = f"{slowest_s:.1f} s"
                 if slowest_s > LATE_S:
                     problems.append(
-                        f"new objects show late: one and its answer took {slowest_s:.1f} s. A start on another machine "
-                        "may miss the newest checkpoint; docs/guides/stores.md says how to mount"
+                        f"new objects show late: an object and the other machine's answer took {slowest_s:.1f} s. A "
+                        "start on another machine may miss the newest checkpoint; docs/guides/stores.md says how to "
+                        "mount"
                     )
             elif cause:
                 problems.append(

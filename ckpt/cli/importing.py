@@ -22,7 +22,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of a folder that torch's distributed checkpoint (DCP) saved.
 
-    The data is streamed: memory stays below 1 GiB, however large the folder is. Nothing of the folder is unpickled.
+    The data is streamed: it takes some 300 MiB of memory, however large the folder is. Nothing of it is unpickled.
     `ckpt restore --to dcp:PATH` is the way back."""
     from ckpt.storage import canonical
     from ckpt.store.dcp_import import import_dcp

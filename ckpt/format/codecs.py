@@ -14,7 +14,7 @@ heavy work runs outside the GIL, in the buffers of a `CodecScratch`: fresh memor
 from __future__ import annotations
 
 import struct
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,8 @@ import zstandard
 
 from ckpt.errors import DamagedData, NewerFormat, UsageError
 from ckpt.format.manifest import Codec
-from ckpt.types import DTYPES, ITEMSIZE
+from ckpt.types import DTYPES, ITEMSIZE, CodecOption
 
-CodecOption = Literal["auto", "raw", "zstd", "planes"]
 Buffer = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]
 UInts = npt.NDArray[np.unsignedinteger[Any]]

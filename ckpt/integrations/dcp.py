@@ -173,8 +173,9 @@ class Reader(StorageReader):
             )
             for name, info in found.tensors.items()
         }
-        state |= {name: BytesStorageMetadata() for name in _saved(found).get("bytes", {})}
-        mappings = {name: (name,) for name in state} | _saved(found).get("mappings", {})
+        saved = _saved(found)
+        state |= {name: BytesStorageMetadata() for name in saved.get("bytes", {})}
+        mappings = {name: (name,) for name in state} | saved.get("mappings", {})
         return Metadata(state, planner_data=mappings)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -40,7 +40,6 @@ from ckpt.errors import (
 )
 from ckpt.events import Events
 from ckpt.format import record
-from ckpt.format.codecs import CodecOption
 from ckpt.format.manifest import Manifest, Record
 from ckpt.layout.layout import Array
 from ckpt.storage.contract import Backend, PutMode
@@ -49,7 +48,7 @@ from ckpt.store.dedup import Placing
 from ckpt.store.lineage import CommitRef
 from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written, pack_keys
 from ckpt.store.run import map_parallel
-from ckpt.types import Identity
+from ckpt.types import CodecOption, Identity
 
 # At once, when looking at packs that were put before.
 PACK_CHECKS_MAX = 16

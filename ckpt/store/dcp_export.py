@@ -63,15 +63,14 @@ def export_dcp(
         )
 
     filled = [
-        (item(name_of[want.name, want.owner], want.dtype, want.shape, want.box.offset, want.box.shape), want.box.size)
-        for want in wants
+        item(name_of[want.name, want.owner], want.dtype, want.shape, want.box.offset, want.box.shape) for want in wants
     ]
     empty = [
         item(name, spec.dtype, spec.shape, [0] * len(spec.shape), spec.shape)
         for name, spec in chosen.items()
         if not math.prod(spec.shape)
     ]
-    total, done = sum(size for _, size in filled), 0
+    total, done = sum(want.box.size for want in wants), 0
     found = iter(stream(reader, wants))
     last: torch.Tensor = torch.empty(0)
 
@@ -107,7 +106,7 @@ def export_dcp(
             return last
 
     first = [WriteItem(dcp.MetadataIndex(name), WriteItemType.BYTE_IO) for name in names] + empty
-    groups = [first, *_groups(filled, wants_bytes=[w.box.size * ITEMSIZE[w.dtype] for w in wants], limit=shard_bytes)]
+    groups = [first, *_groups(filled, [want.box.size * ITEMSIZE[want.dtype] for want in wants], shard_bytes)]
     plans, metadata = create_default_global_save_plan([SavePlan(list(items)) for items in groups if items])
     kept = {*chosen, *names}
     metadata.planner_data = {name: mappings.get(name, (name,)) for name in kept}
@@ -132,10 +131,10 @@ def saved_values(reader: FrameReader) -> tuple[Mapping[str, bytes], Mapping[str,
     return saved["bytes"], saved["mappings"]
 
 
-def _groups(items: Sequence[tuple[Any, int]], *, wants_bytes: Sequence[int], limit: int) -> Iterator[list[Any]]:
-    """The items by file: runs of at most `limit` bytes, or one item."""
+def _groups(items: Sequence[Any], sizes: Sequence[int], limit: int) -> Iterator[list[Any]]:
+    """The items by file: runs of at most `limit` bytes, or one item. `sizes`: of each item, in bytes."""
     group, size = list[Any](), 0
-    for (item, _), length in zip(items, wants_bytes, strict=True):
+    for item, length in zip(items, sizes, strict=True):
         if group and size + length > limit:
             yield group
             group, size = [], 0

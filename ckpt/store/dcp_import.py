@@ -2,7 +2,7 @@
 
 A DCP folder holds `.metadata`, a pickle that says which file holds each part of each tensor, and `.distcp` files. A
 part of a tensor is a zip file as torch.save writes it, within a .distcp file. Both are read without unpickling anything
-(docs/decisions/0044). Large parts are read in slabs, so memory stays bounded for parts of any size.
+(docs/decisions/0044). Large parts are read in slabs, so memory stays bounded; one that is not row-major is read whole.
 """
 
 from __future__ import annotations

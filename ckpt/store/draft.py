@@ -30,7 +30,6 @@ from ckpt.clock import SystemClock
 from ckpt.errors import SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.format import values as value_trees
-from ckpt.format.codecs import CodecOption
 from ckpt.format.frames import frame_hash, hash_bytes
 from ckpt.format.manifest import FRAME, PLACE
 from ckpt.layout.assemble import DATA, Blob, Incomplete, Staged, assemble
@@ -45,7 +44,7 @@ from ckpt.store.commit import Committer
 from ckpt.store.lineage import TEXT_MAX, Claim
 from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written
 from ckpt.store.run import Run, RunView
-from ckpt.types import ITEMSIZE, Box, Identity, Version
+from ckpt.types import CODEC_OPTIONS, ITEMSIZE, Box, CodecOption, Identity, Version
 
 LAUNCH = "ckpt.Draft"
 BATCH_BYTES = 2 * PACK_BYTES  # of frames that are put together: two packs at once
@@ -110,8 +109,8 @@ class Draft:
         Errors: UsageError; RunInUse; StorageError."""
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12):
             raise UsageError(f"step={step!r}: a whole number, 0 or more")
-        if codec not in ("auto", "raw", "zstd", "planes"):
-            raise UsageError(f'codec={codec!r}: "auto", "raw", "zstd" or "planes"')
+        if codec not in CODEC_OPTIONS:
+            raise UsageError(f"codec={codec!r}: one of {', '.join(CODEC_OPTIONS)}")
         frame_bytes = frame_bytes_for(total_bytes)
         check_not_dcp(url)
         settings = read_settings()

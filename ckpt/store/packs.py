@@ -25,7 +25,7 @@ from ckpt.layout.layout import Array
 from ckpt.storage.contract import Backend, Buffer
 from ckpt.store import keys
 from ckpt.threads import Tasks
-from ckpt.types import Identity
+from ckpt.types import CodecOption, Identity
 
 PACK_BYTES = 64 << 20
 PACKS_MAX = 512  # per owner and checkpoint; beyond it, packs grow
@@ -61,7 +61,7 @@ class Packs:
         frames: Array,
         frame: Callable[[int], memoryview],
         key: Callable[[int], str],
-        codec: codecs.CodecOption,
+        codec: CodecOption,
         pack_bytes: int,
         pace: PutRateLimit,
         cancel: threading.Event,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ckpt.format import codecs, values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import EXTENT, FRAME, PLACE, RANK_VALUES, VALUES, Manifest, Record, TensorSpec
-from ckpt.types import DTYPE_CODE, Box, Identity
+from ckpt.types import DTYPE_CODE, Box, CodecOption, Identity
 
 LARGE_BYTES = 4096
 FRAME_BYTES = 16384
@@ -87,7 +87,7 @@ def record(
     frames: Sequence[bytes],
     *,
     writer: str = "w0",
-    options: Sequence[codecs.CodecOption] = ("auto",),
+    options: Sequence[CodecOption] = ("auto",),
     base: Record | None = None,
     metrics: dict[str, float] | None = None,
     about: dict[str, object] | None = None,

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import DamagedData, UsageError
 from ckpt.format import codecs
-from ckpt.format.codecs import CodecOption, CodecScratch
+from ckpt.format.codecs import CodecScratch
 from ckpt.format.manifest import Codec
-from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE
+from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE, CodecOption
 
 OPTIONS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
 BF16, F32, F64, I64, U8 = (DTYPE_CODE[name] for name in ("bfloat16", "float32", "float64", "int64", "uint8"))

@@ -22,7 +22,7 @@ from ckpt.format.manifest import RANK_VALUES, Codec, Record
 from ckpt.store import keys, lineage
 from ckpt.store.commit import Committer
 from ckpt.store.run import Run
-from ckpt.types import ITEMSIZE, Identity, Version
+from ckpt.types import ITEMSIZE, CodecOption, Identity, Version
 from tests.format import build, make_stored
 from tests.format.test_values import same, trees
 
@@ -175,7 +175,7 @@ def test_the_stand_alone_reader_reads_every_tensor(store: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("codec", ["auto", "raw", "zstd", "planes"])
-def test_the_stand_alone_reader_reads_what_a_run_commits(tmp_path: Path, codec: codecs.CodecOption) -> None:
+def test_the_stand_alone_reader_reads_what_a_run_commits(tmp_path: Path, codec: CodecOption) -> None:
     backend = storage.open(str(tmp_path / "run"))
     epoch = make_stored.FIRST
     backend.put(keys.epoch_key(epoch), [lineage.encode_claim(lineage.Claim(epoch, None))])

@@ -14,10 +14,9 @@ import msgpack
 from ckpt.agent.commit.store_client import options_from
 from ckpt.agent.snapshots.inventory import ancestor_fields, parse_claim
 from ckpt.ipc.bounded_msgpack import unpack_bounded
-from ckpt.types import Epoch
+from ckpt.types import CodecOption, Epoch
 
 if TYPE_CHECKING:
-    from ckpt.format.codecs import CodecOption
     from ckpt.store.lineage import Claim
 
 

@@ -23,10 +23,9 @@ from ckpt.policy.save_options import Best, Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage.names import redact_url
 from ckpt.storage.usage import StoreUsage
-from ckpt.types import Epoch, Identity
+from ckpt.types import CODEC_OPTIONS, CodecOption, Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.format.codecs import CodecOption
     from ckpt.format.manifest import Record
     from ckpt.layout.layout import Array
     from ckpt.storage.contract import Backend
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from ckpt.store.reader import FrameReader
     from ckpt.store.run import Run
 
-CODECS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
 # How long a failing store is retried when this node's memory could serve instead.
 SHORT_RETRY_S = 5.0
 
@@ -76,8 +74,8 @@ def options_from(given: Any) -> JobOptions:
     keep = keep_from(fields_of(given, "options").get("keep"), "options.keep")
     limits = fields_of(given.get("limits"), "options.limits")
     codec = given.get("codec")
-    if codec not in CODECS:
-        raise UsageError(f"options.codec is {codec!r:.80}, none of {', '.join(CODECS)}")
+    if codec not in CODEC_OPTIONS:
+        raise UsageError(f"options.codec is {codec!r:.80}, none of {', '.join(CODEC_OPTIONS)}")
     return JobOptions(
         keep,
         Limits(

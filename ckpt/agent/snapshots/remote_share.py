@@ -22,7 +22,6 @@ from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
-from ckpt.format.codecs import CodecOption
 from ckpt.format.declaration import decode
 from ckpt.format.manifest import FRAME, PLACE
 from ckpt.ipc.bounded_msgpack import unpack_bounded
@@ -30,7 +29,7 @@ from ckpt.ipc.control_page import STEP_MAX, SUB_MAX, ControlWord
 from ckpt.ipc.messages import Message, error_fields
 from ckpt.layout.assemble import Blob
 from ckpt.layout.layout import Array, Declaration
-from ckpt.types import FRAMES_MAX, Epoch, Identity
+from ckpt.types import FRAMES_MAX, CodecOption, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.store.packs import Written

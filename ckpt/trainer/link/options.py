@@ -14,8 +14,7 @@ from ckpt.policy.save_options import Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage import canonical
 from ckpt.storage.url import check_not_dcp
-
-CODECS = ("auto", "raw", "zstd", "planes")
+from ckpt.types import CODEC_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,8 @@ def make_options(
     policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str, peers: Replicas | Parity | None
 ) -> dict[str, Any]:
     """The options for the agent as plain values, as they are sent. Errors: UsageError."""
-    if codec not in CODECS:
-        raise UsageError(f"codec={codec!r}: one of {', '.join(CODECS)}")
+    if codec not in CODEC_OPTIONS:
+        raise UsageError(f"codec={codec!r}: one of {', '.join(CODEC_OPTIONS)}")
     if not isinstance(policy, Every | Adaptive):
         raise UsageError(f"policy={policy!r}: a ckpt.Adaptive(...) or a ckpt.Every(...)")
     for name, value, kind in (("keep", keep, Keep), ("limits", limits, Limits)):
