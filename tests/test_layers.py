@@ -51,8 +51,7 @@ MAY_IMPORT = {
     "simulate": BASE | {"policy", "placement", "report"},
     "report": BASE,
     "bench": BELOW_IPC | {"ipc", "report", "simulate", "reader", "checkpointer", "", "backends"},
-    "integrations": {"", "data"},  # the public API
-    "data": {""},
+    "integrations": {""},  # the public API
     "agent": set(),  # its __init__.py
     "trainer": set(),
     "checkpointer": BELOW_IPC | {"ipc", "trainer"},
@@ -77,7 +76,7 @@ MAY_IMPORT = {
 }
 LAZY_ONLY = {"cli": {"checkpointer", "trainer", ""}, "": MAY_IMPORT[""]}
 
-TORCH = {*(f"trainer.{name}" for name in TRAINER), "checkpointer", "integrations", "data"}
+TORCH = {*(f"trainer.{name}" for name in TRAINER), "checkpointer", "integrations"}
 TORCH_FILES = {"ckpt/bench/job.py"}  # a process of its own
 # Writing .pt and DCP folders; tensors in the dtype that was saved; ckpt predict train.
 TORCH_IN_FUNCTIONS = {
