@@ -84,7 +84,7 @@ clean:
 
 .venv/.ready-dev: .venv/.ready
 	@echo "installing what the tests need into .venv (once)"
-	@$(PIP) pip "setuptools>=77" --editable ".[test,check]"
+	@$(PIP) pip "setuptools>=77" --editable ".[test,test-integrations,check]"
 	@touch $@
 
 .venv/.ready-docs: .venv/.ready

@@ -51,7 +51,8 @@ MAY_IMPORT = {
     "simulate": BASE | {"policy", "placement", "report"},
     "report": BASE,
     "bench": BELOW_IPC | {"ipc", "report", "simulate", "reader", "checkpointer", "", "backends"},
-    "integrations": {""},  # the public API
+    "integrations": {"", "data"},  # the public API
+    "data": {""},
     "agent": set(),  # its __init__.py
     "trainer": set(),
     "checkpointer": BELOW_IPC | {"ipc", "trainer"},
@@ -76,7 +77,7 @@ MAY_IMPORT = {
 }
 LAZY_ONLY = {"cli": {"checkpointer", "trainer", ""}, "": MAY_IMPORT[""]}
 
-TORCH = {*(f"trainer.{name}" for name in TRAINER), "checkpointer", "integrations"}
+TORCH = {*(f"trainer.{name}" for name in TRAINER), "checkpointer", "integrations", "data"}
 TORCH_FILES = {"ckpt/bench/job.py"}  # a process of its own
 # Writing .pt and DCP folders; tensors in the dtype that was saved; ckpt predict train.
 TORCH_IN_FUNCTIONS = {
