@@ -409,7 +409,7 @@ def test_a_file_system_that_cannot_be_opened_is_told() -> None:
     with pytest.raises(UsageError, match="Protocol not known: nonsense"):
         open_fsspec("fsspec+nonsense://x")
     with pytest.raises(UsageError, match="install the package for it"):
-        open_fsspec("hdfs://host/x")  # pyarrow is not installed
+        open_fsspec("dropbox://host/x")  # dropboxdrivefs is not installed
 
 
 @pytest.mark.parametrize("told", ["2026-01-02T03:04:05Z", 1767323045.0, 1767323045])
