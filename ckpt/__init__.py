@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt.events import Event
     from ckpt.placement.placement import Parity, Replicas
     from ckpt.policy.adaptive import Adaptive
+    from ckpt.policy.export_rule import Export
     from ckpt.policy.save_options import Best, Every, Keep, Limits
     from ckpt.reader import Reader, open
     from ckpt.store.draft import Draft, DraftBox, DraftPart
@@ -55,6 +56,7 @@ _WHERE = {
     "shield_worker": "ckpt.trainer.loop.worker_signals",
     "Adaptive": "ckpt.policy.adaptive",
     "Best": "ckpt.policy.save_options",
+    "Export": "ckpt.policy.export_rule",
     "Every": "ckpt.policy.save_options",
     "Keep": "ckpt.policy.save_options",
     "Limits": "ckpt.policy.save_options",
@@ -78,6 +80,7 @@ __all__ = [
     "DraftPart",
     "Event",
     "Every",
+    "Export",
     "Handle",
     "Keep",
     "Leave",

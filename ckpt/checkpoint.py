@@ -237,26 +237,31 @@ class Checkpoint:
         only: Sequence[str] = (),
         dtype: str | None = None,
         strip: str = "",
+        names: Mapping[str, str] | None = None,
+        beside: Sequence[str | os.PathLike[str]] = (),
         shard_bytes: int = 5 << 30,
         progress: Progress | None = None,
     ) -> Exported:
-        """Writes tensors to a .safetensors or .pt file, or to a folder, as `ckpt restore` does. format="dcp" writes a
-        folder for torch's dcp.load, with the values that DCP had saved; it takes only `only` and `shard_bytes`.
+        """Writes tensors to a .safetensors or .pt file, or to a folder, as `ckpt restore` does. format="adapter" writes
+        the folder that PEFT reads. format="dcp" writes a folder for torch's dcp.load, with the values that DCP had
+        saved; it takes only `only` and `shard_bytes`.
 
         `only`: globs on names. `dtype`: the dtype to which floating-point tensors are converted. `strip`: a prefix that
-        is removed from names. `shard_bytes`: the size of a file in a folder. Errors: UsageError if `to` exists or an
-        option does not fit; OSError; see export.export."""
+        is removed from names. `names`: regular expressions with their replacements, applied behind `strip`. `beside`:
+        files, and folders of files, to copy into the folder. `shard_bytes`: the size of a file in a folder.
+        Errors: UsageError if `to` exists or an option does not fit; OSError; see export.export."""
         from ckpt.store.export import export
 
         if format == "dcp":
             from ckpt.store.dcp_export import export_dcp
 
-            if dtype is not None or strip:
-                raise UsageError('format="dcp" takes neither dtype= nor strip=')
+            if dtype is not None or strip or names or beside:
+                raise UsageError('format="dcp" takes neither dtype=, strip=, names= nor beside=')
             return self.use(
                 lambda reader: export_dcp(reader, to, only=only, shard_bytes=shard_bytes, progress=progress)
             )
         how: Any = {"format": format, "only": only, "dtype": dtype, "strip": strip, "shard_bytes": shard_bytes}
+        how |= {"names": [*(names or {}).items()], "beside": beside}
         return self.use(lambda reader: export(reader, to, **how, progress=progress))
 
     def diff(self, other: Checkpoint, only: Sequence[str] = (), progress: Progress | None = None) -> Diff:

@@ -24,10 +24,12 @@ from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, S
 from ckpt.events import Events, JsonLines, Sink
 from ckpt.placement.placement import ONE_REPLICA, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.export_rule import Export
 from ckpt.policy.save_options import Every, Keep, Limits
 from ckpt.settings import Settings, read_settings
 from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks, run_cleanups
+from ckpt.trainer.link.export_plan import plan_export
 from ckpt.trainer.link.levels import Level
 from ckpt.trainer.link.options import UserOptions, advise_interval, check_state, find_init, find_url, make_options
 from ckpt.trainer.loop import entry
@@ -149,6 +151,7 @@ class Checkpointer:
     notices: "auto" (the sources that CKPT_NOTICES allows: signals, the cloud, Slurm, a file) or "off" (only an
         operator's).
     sinks: functions that are called with every ckpt.Event.
+    export: weights for other tools, written from committed checkpoints while training goes on (ckpt.Export).
 
     All ranks construct it with the same options and enter it together, once. Errors on entry, on all ranks: UsageError,
     StateMismatch, StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; Leave, a SystemExit, if a newer start
@@ -174,6 +177,7 @@ class Checkpointer:
         take_over: bool = False,
         notices: Literal["auto", "off"] = "auto",
         sinks: tuple[Sink, ...] = (),
+        export: Export | None = None,
     ) -> None:
         check_state(state)
         if notices not in ("auto", "off"):
@@ -191,7 +195,8 @@ class Checkpointer:
         self._options = UserOptions(
             url=self.url,
             state=self._state,
-            options=make_options(self._policy, Keep() if keep is None else keep, self._limits, codec, peers),
+            options=make_options(self._policy, Keep() if keep is None else keep, self._limits, codec, peers)
+            | {"export": plan_export(export, state)},
             mesh=mesh,
             process_group=process_group,
             init=find_init(init),
@@ -199,6 +204,7 @@ class Checkpointer:
             strict=strict,
             generators=generators,
             take_over=take_over,
+            export=export,
         )
         self._receipt = RunReport()
         self.events.add(self._receipt.on_event)

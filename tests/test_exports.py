@@ -22,6 +22,7 @@ EXPORTED = [
     "DraftPart",
     "Event",
     "Every",
+    "Export",
     "Handle",
     "Keep",
     "Leave",

@@ -19,6 +19,7 @@ class Form(enum.StrEnum):
 
     SAFETENSORS = "safetensors"
     SHARDED = "sharded"
+    ADAPTER = "adapter"
     TORCH = "torch"
 
 
@@ -31,6 +32,14 @@ def restore(
     only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert floats: bfloat16, ...")] = None,
     strip: Annotated[str, typer.Option("--strip", metavar="PREFIX", help="Take it off the names: model.")] = "",
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="REGEX=>NEW", help="Change names by a regular expression, behind --strip."),
+    ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option("--beside", metavar="PATH", help="Copy a file, or a folder's files, into the folder."),
+    ] = None,
     form: Annotated[Form | None, typer.Option("--format", help="Default: by the name of FILE.")] = None,
     shard_bytes: Annotated[
         str, typer.Option("--shard-bytes", metavar="SIZE", help="Of a file in a folder, at most.")
@@ -39,14 +48,14 @@ def restore(
 ) -> None:
     """Write the tensors of a checkpoint to a file or a folder.
 
-    A name that ends in .safetensors or .pt gives one file; one without an ending a folder of .safetensors files with
-    the index that Hugging Face reads. dcp:FOLDER gives a folder that torch's dcp.load reads. It takes some 100 MiB of
-    memory, however large the checkpoint is; for dcp:FOLDER 300 MiB."""
+    A name that ends in .safetensors or .pt gives one file. One without an ending gives a folder of .safetensors files
+    with the index that Hugging Face reads; --beside adds its config and tokenizer. dcp:FOLDER gives a folder that
+    torch's dcp.load reads. It takes some 100 MiB of memory, however large the checkpoint is; for dcp:FOLDER 300 MiB."""
     if not to or "://" in to:
         raise UsageError(f"--to {to!r}: give a file or folder of this machine; from there it can be copied anywhere")
     is_dcp = to.startswith("dcp:")
-    if is_dcp and (to == "dcp:" or dtype or strip or form):
-        raise UsageError(f"--to {to!r}: give dcp:FOLDER, without --dtype, --strip and --format")
+    if is_dcp and (to == "dcp:" or dtype or strip or form or rename or beside):
+        raise UsageError(f"--to {to!r}: give dcp:FOLDER, without --dtype, --strip, --rename, --beside and --format")
     path, shard_size = Path(to.removeprefix("dcp:") if is_dcp else to), out.parse_size("--shard-bytes", shard_bytes)
     with reader.open(url) as run:
         chosen = run.newest if which is None else run.find(which)
@@ -58,6 +67,8 @@ def restore(
                     only=only or (),
                     dtype=dtype,
                     strip=strip,
+                    names=dict(map(_parse_rename, rename or ())),
+                    beside=beside or (),
                     shard_bytes=shard_size,
                     progress=report,
                 )
@@ -79,3 +90,10 @@ def restore(
                 f"the ranks had different copies of {', '.join(made.firsts[:3])}{more}: the first rank's were written, "
                 "which a start on another number of ranks takes, too (--only 'NAME@*' writes all)"
             )
+
+
+def _parse_rename(text: str) -> tuple[str, str]:
+    pattern, arrow, new = text.partition("=>")
+    if not arrow or not pattern:
+        raise UsageError(f"--rename {text!r}: give REGEX=>NEW, such as '^layers=>model.layers'")
+    return pattern, new

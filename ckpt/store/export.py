@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a file for other tools: .safetensors, a folder of them with the Hugging Face index, or .pt.
+"""Export of a checkpoint for other tools: .safetensors, .pt, and the folders that Hugging Face and PEFT read.
 
 Tensors are streamed in parts of some MiB. So memory stays bounded for a checkpoint of any size: about 75 MiB (95 with
 conversion; see `tensor_stream`). A file has a temporary name until it is whole and on the disk. Ranks' copies of one
@@ -26,15 +26,17 @@ from ckpt.errors import StorageError, UsageError
 from ckpt.format.manifest import TensorSpec
 from ckpt.format.safetensors import SafetensorsWriter, TensorHead, check_heads
 from ckpt.layout.reshard import Want
+from ckpt.policy.export_rule import compile_names
 from ckpt.store.dtypes import FLOATS, TARGET_DTYPES, convert_floats
 from ckpt.store.reader import FrameReader
 from ckpt.store.tensor_stream import check_globs, exported_name, match_names, slabs_of, stream
 from ckpt.store.tensors import TensorIndex, index_tensors
 
-Format = Literal["safetensors", "sharded", "torch"]
+Format = Literal["safetensors", "sharded", "adapter", "torch"]
 
 SHARD_BYTES = 5 << 30
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,29 @@ def export(
     only: Sequence[str] = (),
     dtype: str | None = None,
     strip: str = "",
+    names: Sequence[tuple[str, str]] = (),
+    beside: Sequence[str | os.PathLike[str]] = (),
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Writes the tensors whose name matches one of the globs `only` (all if there is none).
 
-    `format`: by default derived from the name: .safetensors, .pt or .pth, or a folder without an ending. The .pt format
-    needs torch. `dtype`: the dtype that floating-point tensors are converted to. `strip`: a prefix to remove from
-    names. `shard_bytes`: the size of a file in a folder. `progress(done, total)`: bytes of the checkpoint.
+    `format`: by default derived from the name: .safetensors, .pt or .pth, or a folder without an ending. "adapter" is a
+    folder as PEFT reads it. The .pt format needs torch. `dtype`: the dtype that floating-point tensors are converted
+    to. `strip`: a prefix to remove from names. `names`: regular expressions with their replacements (re.sub), applied
+    one after the other behind `strip`. `beside`: files to copy into the folder, and folders whose files are copied.
+    `shard_bytes`: the size of a file in a folder. `progress(done, total)`: bytes of the checkpoint.
 
-    Errors: UsageError (`to` exists; a glob or the prefix matches no tensor; two names become one; the format lacks a
-    dtype); DamagedData; StorageError; OSError."""
+    Errors: UsageError (`to` exists; a glob, the prefix or an expression matches no tensor; two names become one; the
+    format lacks a dtype); DamagedData; StorageError; OSError."""
     path = Path(to)
     format = format or _format_of(to)
-    if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
+    is_folder = format in ("sharded", "adapter")
+    if path.exists() and not (is_folder and path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path} exists already; remove it, or give another name")
+    if beside and not is_folder:
+        raise UsageError(f"{path} is one file, so no other files can be beside it; give a folder")
+    companions = _find_companions(beside)
     if dtype is not None and dtype not in TARGET_DTYPES:
         raise UsageError(f"dtype={dtype!r} is not supported; give one of {', '.join(TARGET_DTYPES)}")
     tensors = index_tensors(reader)
@@ -78,20 +88,24 @@ def export(
     check_globs(only, [*chosen, *tensors.rank_copies], str(reader.record.identity))
     if not chosen:
         raise UsageError(f"{reader.record.identity} has no tensors")
-    short, specs = _strip_prefix(list(chosen), strip), list(chosen.values())
-    names = {exported_name(spec): short[name] for name, spec in chosen.items()}
-    heads = [TensorHead(names[exported_name(s)], _target_dtype(s.dtype, dtype), s.shape) for s in specs]
+    short, specs = _rename(list(chosen), strip, names), list(chosen.values())
+    new_names = {exported_name(spec): short[name] for name, spec in chosen.items()}
+    heads = [TensorHead(new_names[exported_name(s)], _target_dtype(s.dtype, dtype), s.shape) for s in specs]
     metadata = {"format": "pt", "ckpt": str(reader.record.identity)}
     with temporary_path(path) as temporary:
         if format == "torch":
             sink: _Sink = _TorchFile(temporary, heads)
         elif format == "sharded":
             sink = _Folder(temporary, heads, shard_bytes, metadata)
+        elif format == "adapter":
+            temporary.mkdir()
+            sink = SafetensorsWriter(temporary / ADAPTER, heads, metadata)
         else:
             sink = SafetensorsWriter(temporary, heads, metadata)
         with sink:
-            _copy_tensors(reader, [want for spec in specs for want in slabs_of(spec)], names, dtype, sink, progress)
-    files = sorted(path.iterdir()) if format == "sharded" else [path]
+            _copy_tensors(reader, [want for spec in specs for want in slabs_of(spec)], new_names, dtype, sink, progress)
+        _copy_companions(companions, temporary)
+    files = sorted(path.iterdir()) if is_folder else [path]
     firsts = tuple(name for name in tensors.first_rank_names if name in chosen)
     return Exported(tuple(files), len(heads), sum(head.bytes for head in heads), firsts)
 
@@ -133,22 +147,49 @@ def _target_dtype(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
-def _strip_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
+def _rename(names: Sequence[str], prefix: str, patterns: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Each name with its name in the file. Errors: UsageError."""
     if prefix and not any(name.startswith(prefix) for name in names):
         raise UsageError(f"no tensor's name begins with {prefix!r}; the names begin with {', '.join(names[:8])}")
-    found: dict[str, str] = {}
+    found = {name: name.removeprefix(prefix) for name in names}
+    for pattern, replacement in compile_names(patterns):
+        if not any(map(pattern.search, found.values())):
+            raise UsageError(
+                f"no tensor's name matches {pattern.pattern!r}; the names begin with {', '.join([*found.values()][:8])}"
+            )
+        found = {name: pattern.sub(replacement, short) for name, short in found.items()}
     taken: dict[str, str] = {}
-    for name in names:
-        short = name.removeprefix(prefix)
+    for name, short in found.items():
         if not short or short in taken:
             other = (
                 f"{taken[short]} and {name} would both be {short!r}" if short else f"nothing would be left of {name}"
             )
-            raise UsageError(f"without the prefix {prefix!r} {other}; choose fewer tensors by name (--only)")
-        found[name] = short
+            raise UsageError(f"with these new names {other}; choose fewer tensors by name (--only)")
         taken[short] = name
     return found
+
+
+def _find_companions(beside: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files that `beside` names: each file, and the files of each folder. Errors: UsageError."""
+    found: dict[str, Path] = {}
+    for given in map(Path, beside):
+        if not given.exists():
+            raise UsageError(f"{given} does not exist, so it cannot be copied beside the weights")
+        for file in sorted(each for each in given.iterdir() if each.is_file()) if given.is_dir() else [given]:
+            if file.name in found or file.suffix == ".safetensors" or file.name == INDEX:
+                other = found.get(file.name, "the weights")
+                raise UsageError(f"{file} cannot be copied beside the weights: its name is that of {other}")
+            found[file.name] = file
+    return list(found.values())
+
+
+def _copy_companions(files: Sequence[Path], folder: Path) -> None:
+    for file in files:
+        copied = folder / file.name
+        shutil.copyfile(file, copied)
+        _sync(copied)
+    if files:
+        _sync(folder)
 
 
 def _copy_tensors(
@@ -335,8 +376,17 @@ def temporary_path(path: Path) -> Iterator[Path]:
         raise
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def remove_unfinished(folder: Path) -> None:
+    """Removes what exports into this folder have left that were killed. None may be running."""
+    for left in folder.glob(".*.part"):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

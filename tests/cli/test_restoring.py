@@ -282,3 +282,36 @@ def test_an_empty_folder_stays_empty_where_it_cannot_be_filled(tmp_path: Path, m
     (tmp_path / "folder").mkdir()
     assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "folder").code == Exit.DIFFERENT
     assert os.listdir(tmp_path / "folder") == []
+
+
+def test_names_are_changed_and_files_are_copied_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "config.json").write_text("{}")
+    words = ["restore", tmp_path / "run", "--only", "model.*", "--strip", "model.", "--rename", "^(.)=>x.\\1"]
+    assert ckpt(monkeypatch, *words, "--beside", tmp_path / "beside", "--to", tmp_path / "out").code == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(f"x.{name.removeprefix('model.')}" for name in arrays(40))
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert ckpt(monkeypatch, *words, "--format", "adapter", "--to", tmp_path / "a").code == 0
+    assert [each.name for each in (tmp_path / "a").iterdir()] == ["adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rename", "weight"], "REGEX=>NEW"),
+        (["--rename", "absent=>x"], "no tensor's name matches 'absent'"),
+        (["--rename", "^.*=>x"], "would both be 'x'"),
+        (["--rename", "(=>x"], "unterminated"),
+        (["--beside", "absent"], "does not exist"),
+        (["--beside", ".", "--format", "torch"], "is one file"),
+    ],
+)
+def test_new_names_and_files_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    a_run(tmp_path / "run")
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "out", *words)
+    assert (said.code, list(tmp_path.glob("*out*"))) == (2, [])
+    assert says in said.err

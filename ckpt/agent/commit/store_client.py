@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.claims import Claims
@@ -19,6 +20,7 @@ from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageEr
 from ckpt.events import Events
 from ckpt.placement.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.export_rule import ExportRule, exported_step
 from ckpt.policy.save_options import Best, Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage.names import redact_url
@@ -67,6 +69,7 @@ class JobOptions:
     limits: Limits = field(default_factory=Limits)
     codec: CodecOption = "auto"
     peers: Replicas | Parity | None = field(default_factory=Replicas)
+    export: ExportRule | None = None
 
 
 def options_from(given: Any) -> JobOptions:
@@ -86,6 +89,7 @@ def options_from(given: Any) -> JobOptions:
         ),
         codec,
         _peers_from(given.get("peers")),
+        _export_from(given.get("export")),
     )
 
 
@@ -119,6 +123,22 @@ def _peers_from(given: Any) -> Replicas | Parity | None:
     if "replicas" in peers:
         return Replicas(peers["replicas"])
     return Parity(peers.get("data"), peers.get("parity"))  # type: ignore[arg-type]
+
+
+def _export_from(given: Any) -> ExportRule | None:
+    """Errors: UsageError names the field."""
+    if given is None:
+        return None
+    rule = fields_of(given, "options.export")
+    texts: dict[str, Any] = {name: rule.get(name) for name in ("to", "strip", "format", "beside")}
+    only, names, every = rule.get("only"), rule.get("names"), rule.get("every")
+    for name, value in (*texts.items(), *(("only", each) for each in only or ())):
+        if not isinstance(value, str):
+            raise UsageError(f"options.export.{name} is {value!r:.80}, not a text")
+    if every is not None and not (isinstance(every, int) and every > 0):
+        raise UsageError(f"options.export.every is {every!r:.80}, not a number of steps")
+    pairs = tuple((str(pattern), str(new)) for pattern, new in names or ())
+    return ExportRule(only=tuple(only or ()), names=pairs, every=every, dtype=rule.get("dtype"), **texts)
 
 
 def keep_from(given: Any, name: str) -> Keep:
@@ -388,6 +408,38 @@ class StoreClient:
         for name in ("retire", "abandoned", "waiting", "damaged"):
             facts[name] = [str(identity) for identity in facts[name]]
         return facts
+
+    def export(self, rule: ExportRule, identity: Identity, is_wanted: bool) -> bool:
+        """Exports the committed checkpoint if the rule says so, or in any case if `is_wanted`, unless it is there
+        already. Returns whether it did. No prune takes the checkpoint meanwhile. What an export that was killed has
+        left is removed.
+
+        Errors: as export.export; NotFound if the checkpoint is not in the store."""
+        from ckpt.store.export import export, remove_unfinished
+        from ckpt.store.prune import Lease
+        from ckpt.store.reader import FrameReader, use_readable_record
+
+        folder, step = Path(rule.to), identity.version.step
+        names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+        exported = {number for name in names if (number := exported_step(name)) is not None}
+        if step in exported or not (is_wanted or rule.is_due(step, exported)):
+            return False
+        remove_unfinished(folder)
+        run = self.open_run()
+        how: dict[str, Any] = {name: getattr(rule, name) for name in ("only", "strip", "names", "dtype", "format")}
+        beside = [rule.beside] if rule.beside else []
+        with Lease(run.backend, [identity], events=self.events):
+            refs = run.view().records_by_identity.get(identity, [])
+            if not refs:
+                raise NotFound(f"{redact_url(self.url)} has no checkpoint {identity}")
+            use_readable_record(
+                run,
+                refs,
+                lambda record: export(
+                    FrameReader(run.backend, record, run.patience), rule.path(step), beside=beside, **how
+                ),
+            )
+        return True
 
     def reopen(self) -> None:
         """Has the next use open the store anew, for example with new credentials. Operations under way end as they

@@ -76,7 +76,6 @@ class Job(AgentRestart):
         self.rereplication: Rereplication | None = None
         self.restart_survey: RestartSurvey | None = None  # the survey for it after an agent restart
         self.trainers_gone_s: float | None = None
-        self._has_left_by_notice = False  # a rank left because of a notice: a start may follow
         self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the save attempt that was reported last
 
     # -- what the node asks
@@ -113,22 +112,6 @@ class Job(AgentRestart):
     def ended_without_checkpoint(self) -> bool:
         """True if all ranks are gone, and the job has no complete checkpoint and will make none."""
         return self.scheduler.all_gone and not (self.scheduler.is_at_work or self.checkpoints or self.has_unread_arenas)
-
-    @property
-    def ended_cleanly(self) -> bool:
-        """True if no work was lost: each rank came to its end, or left when told to."""
-        group = self.scheduler
-        return (
-            not group.superseded_by
-            and group.all_gone
-            and all(m.presence is Presence.LEFT and not m.has_failed for m in group.rank_states)
-        )
-
-    @property
-    def is_finished(self) -> bool:
-        """True if the job is done and needs no restart: each rank came to its end, and none left because of a
-        notice."""
-        return self.ended_cleanly and not self._has_left_by_notice
 
     @property
     def is_idle(self) -> bool:
@@ -283,6 +266,7 @@ class Job(AgentRestart):
             self.outcome_path = Path(sources.outcome) if sources.outcome else self.outcome_path
             self.options = options
             self._set_up_replication(options.peers)
+            self._set_up_exports(options.export)
             self._apply_policy(policy)
         self._send_bandwidth_limit(rank)
         self.scheduler.record_former_verdict(int(fields.get("leave_attempt") or 0))

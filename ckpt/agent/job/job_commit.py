@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, write_part
+from ckpt.agent.commit.exports import Exports
 from ckpt.agent.commit.orphan_commit import check_due
 from ckpt.agent.commit.store_client import option_fields
 from ckpt.agent.job.job_context import JobContext
@@ -30,6 +31,7 @@ from ckpt.agent.state.cost_model import ABOUT, COSTS
 from ckpt.agent.state.job_facts import WorkState
 from ckpt.errors import Superseded, TransientError, Unsettled
 from ckpt.ipc.arena import Arena
+from ckpt.policy.export_rule import ExportRule
 from ckpt.policy.save_options import Keep
 from ckpt.types import Identity, format_count
 
@@ -51,6 +53,7 @@ class JobCommits(JobContext):
     _heartbeat_count = 0
     _is_heartbeat_pending = False
     _pending_prunes = 0  # prunes under way
+    _exports: Exports | None = None
 
     def _commit(self, slot: int) -> None:
         checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
@@ -220,8 +223,15 @@ class JobCommits(JobContext):
         if error:
             self._services.account.record_commit_failure()
             self.emit("commit.failed", f"step {identity.version.step} was not committed: {error}", True)
+        if not error and self._exports is not None:
+            self._exports.note_commit(identity)
         if not error or _may_be_full(done.exception()):
             self._prune()
+
+    def _set_up_exports(self, rule: ExportRule | None) -> None:
+        if rule is not None and (self._exports is None or self._exports.rule != rule):
+            run = functools.partial(self._run, Lane.EXPORT)
+            self._exports = Exports(rule, self._services.store.export, run, self.emit)
 
     def _hindmost_entered_s(self) -> float:
         """When the hindmost rank entered its present step; now, if unknown."""
@@ -294,9 +304,14 @@ class JobCommits(JobContext):
 
     def _close_epoch(self, reason: str) -> None:
         """Closes the epoch, after a claim under way has settled: a claim that lands later would leave an epoch open for
-        ever."""
+        ever. At the end of training the last commit is exported first. A notice leaves no time for that."""
         if self._is_claiming:
             self._pending_close_reason = reason
+            return
+        exports, self._exports = self._exports, None
+        if exports is not None and self.is_finished:
+            parent = self.claim.parent if self.claim is not None else None
+            exports.finish(parent, lambda: self._close_epoch(reason))
             return
         store = self._services.store
         self._run(Lane.STORE, lambda: store.close_epoch(self.epoch, reason), self._on_epoch_closed)

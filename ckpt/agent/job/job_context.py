@@ -29,6 +29,7 @@ from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteShare
 from ckpt.agent.state.accounting import Accounting
 from ckpt.agent.state.cost_model import CostModel
+from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.ipc.control_page import ATTEMPT_MAX
@@ -141,6 +142,7 @@ class JobContext:
         self._members: dict[int, RankConnection] = {}
         self._ranks_by_peer: dict[AnyPeer, int] = {}  # of `_members`
         self._is_dropped = False
+        self._has_left_by_notice = False  # a rank left because of a notice: a start may follow
 
     def supersede(self, by: str) -> None:
         self.scheduler.supersede(by)
@@ -179,6 +181,22 @@ class JobContext:
         self._services.on_event(Event(name, message, loud, {"epoch": str(self.epoch), **(data or {})}))
         if members:
             send_event(members[0].peer, Event(name, message, loud, data or {}))
+
+    @property
+    def ended_cleanly(self) -> bool:
+        """True if no work was lost: each rank came to its end, or left when told to."""
+        group = self.scheduler
+        return (
+            not group.superseded_by
+            and group.all_gone
+            and all(m.presence is Presence.LEFT and not m.has_failed for m in group.rank_states)
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the job is done and needs no restart: each rank came to its end, and none left because of a
+        notice."""
+        return self.ended_cleanly and not self._has_left_by_notice
 
     @property
     def is_adaptive(self) -> bool:

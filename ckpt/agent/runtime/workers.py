@@ -35,6 +35,7 @@ class Lane(enum.Enum):
     # sooner.
     PART = "part"
     STORE = "store"  # small objects: claim, heartbeat, end
+    EXPORT = "export"  # one export after the other
     PARITY = "parity"  # waits for other nodes' bytes
     REBUILD = "rebuild"  # like PARITY, for a rebuild that a start waits for
 
@@ -47,6 +48,7 @@ _THREADS = {
     Lane.COMMIT: 1,
     Lane.PART: 1,
     Lane.STORE: 2,
+    Lane.EXPORT: 1,
     Lane.PARITY: PARITY_THREADS,
     Lane.REBUILD: PARITY_THREADS,
 }

@@ -10,6 +10,7 @@ from ckpt.errors import UsageError
 from ckpt.events import Events
 from ckpt.placement.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.export_rule import Export
 from ckpt.policy.save_options import Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage import canonical
@@ -32,6 +33,7 @@ class UserOptions:
     strict: bool
     generators: bool
     take_over: bool
+    export: Export | None = None
 
     def __post_init__(self) -> None:
         for name in ("lazy", "strict", "generators", "take_over"):

@@ -30,6 +30,7 @@ from ckpt.storage.failure import unrestorable_hint
 from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks
 from ckpt.trainer.link import collective
+from ckpt.trainer.link.export_plan import write_companions
 from ckpt.trainer.link.link import JoinTerms
 from ckpt.trainer.link.options import UserOptions
 from ckpt.trainer.loop.run_report import RunReport
@@ -171,6 +172,8 @@ def _join_and_restore(
         nodes,
         peers,
     )
+    if (export := asked.export) is not None:
+        collective.run_on_all_ranks(group, lambda: write_companions(export, asked.state) if group.rank == 0 else None)
     offer = saver.make_offer(Version(0), positions=False)
     collective.run_on_all_ranks(group, lambda: saver.link.join(terms, offer))
     found, last = _restore(group, asked, tasks, events, saver, decision)

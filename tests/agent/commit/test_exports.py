@@ -1,0 +1,87 @@
+"""The exports of a job: one at a time, the newest first of those that wait, and the last one before the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.agent.commit.exports import Exports
+from ckpt.policy.export_rule import ExportRule
+from ckpt.types import Epoch, Identity, Version
+
+RULE = ExportRule("/out", 1, (), "", (), None, "sharded", "")
+
+
+class Lane:
+    """Runs what is given to it when a test says so, and keeps what was exported and reported."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[Callable[[], Any], Callable[[Future[Any]], None]]] = deque()
+        self.exported: list[tuple[int, bool]] = []
+        self.events: list[tuple[str, int]] = []
+        self.fails = False
+        self.at_end: list[int] = []
+
+    def run(self, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
+        assert not self.queue, "two exports at once"
+        self.queue.append((work, then))
+
+    def export(self, rule: ExportRule, identity: Identity, is_wanted: bool) -> bool:
+        if self.fails:
+            raise OSError("no space")
+        step = identity.version.step
+        if step in {each for each, _ in self.exported}:
+            return False
+        self.exported.append((step, is_wanted))
+        return True
+
+    def go_on(self) -> None:
+        work, then = self.queue.popleft()
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work())
+        except OSError as exc:
+            done.set_exception(exc)
+        then(done)
+
+    def emit(self, name: str, message: str, loud: bool, data: dict[str, Any]) -> None:
+        self.events.append((name, int(data["path"].rpartition("-")[2])))
+
+
+def an_identity(step: int) -> Identity:
+    return Identity(Epoch(1, "a" * 16), Version(step))
+
+
+@given(st.lists(st.sampled_from(["commit", "go on"]), max_size=40), st.booleans())
+def test_exports_run_one_at_a_time_and_the_last_commit_always_is(what: list[str], fails: bool) -> None:
+    lane = Lane()
+    lane.fails = fails
+    exports, step = Exports(RULE, lane.export, lane.run, lane.emit), 0
+    for each in what:
+        if each == "commit":
+            step += 1
+            exports.note_commit(an_identity(step))
+        elif lane.queue:
+            lane.go_on()
+    exports.finish(None, lambda: lane.at_end.append(step))
+    while lane.queue:
+        assert not lane.at_end, "ended before the last export"
+        lane.go_on()
+    assert lane.at_end == [step]
+    steps = [each for each, _ in lane.exported]
+    assert steps == sorted(set(steps))
+    assert fails or not step or steps[-1] == step
+    assert all(name == ("export.failed" if fails else "export.done") for name, _ in lane.events)
+
+
+def test_a_job_that_committed_nothing_exports_what_it_began_from() -> None:
+    lane = Lane()
+    exports = Exports(RULE, lane.export, lane.run, lane.emit)
+    exports.finish(an_identity(7), lambda: lane.at_end.append(7))
+    lane.go_on()
+    assert (lane.exported, lane.at_end) == ([(7, True)], [7])
