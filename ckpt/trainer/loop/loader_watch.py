@@ -66,6 +66,10 @@ class LoaderWatch:
         with self._end_on_error():
             self._is_reporting = is_told
             found = self._nodes()
+            for node in found:
+                # Its iterators of before the block then refuse to go on, which is better than a warning.
+                if callable(begin_run := getattr(node.value, "begin_run", None)):
+                    begin_run()
             if is_told:
                 loaders.warn_inexact(found, self._events)
             self._watched_loaders = [_WatchedLoader(node) for node in found]
