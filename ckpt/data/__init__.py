@@ -5,5 +5,6 @@ This file only exports the public names. `Loader` is for a dataset with a length
 
 from ckpt.data.loader import Loader
 from ckpt.data.order import Batches, Order, Position
+from ckpt.data.stream import StreamLoader
 
-__all__ = ["Batches", "Loader", "Order", "Position"]
+__all__ = ["Batches", "Loader", "Order", "Position", "StreamLoader"]

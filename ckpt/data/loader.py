@@ -52,16 +52,16 @@ class Loader(DataLoader[Any]):
             )
         if not options.get("in_order", True):
             raise ckpt.UsageError("ckpt.data.Loader: in_order=False loses the position; leave it out")
-        if (rank is None) != (world is None):
-            raise ckpt.UsageError("ckpt.data.Loader: give both rank= and world=, or neither")
-        # How often iterators were begun, or made invalid. An iterator remembers the number of its own beginning.
-        self._turn = 0
+        if batch_size < 1:
+            raise ckpt.UsageError(f"ckpt.data.Loader: batch_size={batch_size}: at least 1")
+        self._turns = Turns()
         # A pass that ended before the checkpoint ends once more after the restore: the loop has not counted it yet.
         self._ends_again = False
-        sampler = _BatchSampler(len(dataset), batch_size, seed, shuffle, drop_last, rank, world)
+        order = Order(len(dataset), seed, shuffle)
+        sampler = _BatchSampler(order, batch_size, drop_last, check_ranks(rank, world))
         # With its own generator the loader draws nothing from torch's, which the training uses.
         options.setdefault("generator", torch.Generator())
-        super().__init__(dataset, batch_sampler=sampler, **options)
+        super().__init__(cast(Any, dataset), batch_sampler=sampler, **options)
 
     @property
     def epoch(self) -> int:
@@ -73,17 +73,11 @@ class Loader(DataLoader[Any]):
         if not batches.next_samples(sampler.position) and not self._ends_again:
             # The iterator before was left at its last batch, without asking for another one.
             sampler.position = batches.begin_next_epoch(sampler.position)
-        self._turn, self._ends_again = self._turn + 1, False
-        turn = self._turn
+        self._ends_again, turn = False, self._turns.begin()
         for batch in super().__iter__():
             sampler.position = batches.advance(sampler.position)
             yield batch
-            if self._turn != turn:
-                raise ckpt.UsageError(
-                    "ckpt.data.Loader: this iterator was drawn from before a newer one, before the state was restored "
-                    "or before the block of the Checkpointer, so its batches are not the next ones. Make the iterator "
-                    "in the block (docs/guides/data.md)"
-                )
+            self._turns.check(turn)
         sampler.position = batches.begin_next_epoch(sampler.position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +111,7 @@ class Loader(DataLoader[Any]):
                 "repeat and others would be skipped"
             )
         self._sampler.position, self._ends_again = Position(state["epoch"], samples), True
-        self._turn += 1
+        self._turns.begin()
 
     def reshard(self, states: Sequence[Mapping[str, Any]], rank: int, world: int) -> None:
         """Goes to the position that `states` of all former ranks name. A Checkpointer calls it after a change of the
@@ -132,34 +126,78 @@ class Loader(DataLoader[Any]):
 
     def begin_run(self) -> None:
         """The block of a Checkpointer begins: iterators that were drawn from before are no longer valid."""
-        self._turn += 1
+        self._turns.begin()
 
     @property
     def _sampler(self) -> _BatchSampler:
         return cast(_BatchSampler, self.batch_sampler)
 
 
+class Turns:
+    """The iterators of one loader: only the newest one may be drawn from."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def begin(self) -> int:
+        """An iterator is drawn from for the first time, or the state was restored. Returns the number for `check`."""
+        self._newest += 1
+        return self._newest
+
+    def check(self, turn: int) -> None:
+        """Errors: UsageError if the iterator that began with `turn` is not the newest one."""
+        if turn != self._newest:
+            raise ckpt.UsageError(
+                "ckpt.data: this iterator was drawn from before a newer one, before the state was restored or before "
+                "the block of the Checkpointer, so its batches are not the next ones. Make the iterator in the block: "
+                "batches = iter(loader) (docs/guides/data.md)"
+            )
+
+
+def find_ranks(given: tuple[int, int] | None) -> tuple[int, int]:
+    """(rank, world): those that were given, else those of torch.distributed. Errors: UsageError if torchrun has started
+    other ranks and torch.distributed does not know them."""
+    if given is not None:
+        return given
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if dist.is_available() and dist.is_torchelastic_launched():
+        raise ckpt.UsageError(
+            "ckpt.data: torchrun started this process, and torch.distributed is not initialised, so each rank would "
+            "draw all samples: call torch.distributed.init_process_group() first, or give rank= and world="
+        )
+    return 0, 1
+
+
+def check_ranks(rank: int | None, world: int | None) -> tuple[int, int] | None:
+    """The ranks that a user gave. Errors: UsageError."""
+    if rank is None and world is None:
+        return None
+    if rank is None or world is None or not 0 <= rank < world:
+        raise ckpt.UsageError(f"ckpt.data: rank={rank}, world={world}: give both, with 0 <= rank < world, or neither")
+    return rank, world
+
+
+def seed_generators(key: str) -> None:
+    """Seeds Python's, NumPy's and torch's generators of this process by a text, in every process alike."""
+    seeds = random.Random(key)
+    random.seed(seeds.getrandbits(64))
+    np.random.seed(seeds.getrandbits(32))
+    torch.manual_seed(seeds.getrandbits(63))
+
+
 class _BatchSampler:
     """The batches of one rank from `position` to the end of the epoch, as lists of indices. The loader sets `position`
     to what the loop was handed; an iterator that has begun goes on ahead of it."""
 
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        rank: int | None,
-        world: int | None,
-    ) -> None:
-        self.order, self.position = Order(size, seed, shuffle), Position()
+    def __init__(self, order: Order, batch_size: int, drop_last: bool, ranks: tuple[int, int] | None) -> None:
+        self.order, self.position = order, Position()
         self.batch_size, self.drop_last = batch_size, drop_last
-        self._ranks = None if rank is None or world is None else (rank, world)
+        self._ranks = ranks
 
     def batches(self) -> Batches:
         """Errors: UsageError if an epoch has no batch, and if the number of ranks is not known."""
-        batches = Batches(self.order.size, self.batch_size, self._rank_and_world()[1], self.drop_last)
+        batches = Batches(self.order.size, self.batch_size, find_ranks(self._ranks)[1], self.drop_last)
         if not batches.next_samples(Position()):
             raise ckpt.UsageError(
                 f"ckpt.data.Loader: {self.order.size} samples make no batch of {self.batch_size} samples on each of "
@@ -168,7 +206,7 @@ class _BatchSampler:
         return batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches, position, (rank, _) = self.batches(), self.position, self._rank_and_world()
+        batches, position, (rank, _) = self.batches(), self.position, find_ranks(self._ranks)
         while batches.next_samples(position):
             start, stop = batches.share(position, rank)
             indices = self.order.indices(position.epoch, start, stop)
@@ -177,20 +215,8 @@ class _BatchSampler:
 
     def __len__(self) -> int:
         """The batches of an epoch that begins at its first sample."""
-        whole = self.batch_size * self._rank_and_world()[1]
+        whole = self.batch_size * find_ranks(self._ranks)[1]
         return self.order.size // whole if self.drop_last else -(-self.order.size // whole)
-
-    def _rank_and_world(self) -> tuple[int, int]:
-        if self._ranks is not None:
-            return self._ranks
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        if dist.is_available() and dist.is_torchelastic_launched():
-            raise ckpt.UsageError(
-                "ckpt.data.Loader: torchrun started this process, and torch.distributed is not initialised, so each "
-                "rank would draw all samples: call torch.distributed.init_process_group() first, or give rank=, world="
-            )
-        return 0, 1
 
 
 class _SeededBatch(list[int]):
@@ -208,9 +234,5 @@ class _SeededBatch(list[int]):
 
 def _receive(indices: list[int], key: str) -> list[int]:
     if torch.utils.data.get_worker_info() is not None:
-        # Seeding by a text is the same in every process.
-        seeds = random.Random(key)
-        random.seed(seeds.getrandbits(64))
-        np.random.seed(seeds.getrandbits(32))
-        torch.manual_seed(seeds.getrandbits(63))
+        seed_generators(key)
     return indices

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from tests.integrations.runs import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -1,5 +1,8 @@
-"""Trains on numbered samples, each step on one batch. Arguments: the run's URL, the number of steps, and "ckpt" (a
-ckpt.data.Loader), "early" (an iterator drawn from before the block) or "torchdata" (its stateful loader and sampler)."""
+"""Trains on numbered samples, each step on one batch. Arguments: the run's URL, the number of steps, and the loader:
+
+- "ckpt": ckpt.data.Loader; "early": the same, by an iterator that was drawn from before the block;
+- "torchdata": the stateful loader and sampler of torchdata;
+- "stream": ckpt.data.StreamLoader over a Hugging Face stream of 6 shards."""
 
 import os
 import sys
