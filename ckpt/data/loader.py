@@ -7,7 +7,7 @@ all ranks, so any number of ranks can go on from it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -73,11 +73,11 @@ class Loader(DataLoader[Any]):
         if not batches.next_samples(sampler.position) and not self._ends_again:
             # The iterator before was left at its last batch, without asking for another one.
             sampler.position = batches.begin_next_epoch(sampler.position)
-        self._ends_again, turn = False, self._turns.begin()
-        for batch in super().__iter__():
+        self._ends_again = False
+        for batch in self._turns.follow(super().__iter__()):
+            # Before the loop gets the batch: it may save as soon as it has the batch.
             sampler.position = batches.advance(sampler.position)
             yield batch
-            self._turns.check(turn)
         sampler.position = batches.begin_next_epoch(sampler.position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Loader(DataLoader[Any]):
                 "repeat and others would be skipped"
             )
         self._sampler.position, self._ends_again = Position(state["epoch"], samples), True
-        self._turns.begin()
+        self._turns.reset()
 
     def reshard(self, states: Sequence[Mapping[str, Any]], rank: int, world: int) -> None:
         """Goes to the position that `states` of all former ranks name. A Checkpointer calls it after a change of the
@@ -126,7 +126,12 @@ class Loader(DataLoader[Any]):
 
     def begin_run(self) -> None:
         """The block of a Checkpointer begins: iterators that were drawn from before are no longer valid."""
-        self._turns.begin()
+        self._turns.reset()
+
+    def drawn_batches(self) -> tuple[object, int, bool]:
+        """(a mark of the newest iterator, how many batches it has handed out, whether it has ended), for the warnings
+        of a Checkpointer. The mark is None before the first draw."""
+        return self._turns.newest, self._turns.batches, self._turns.is_ended
 
     @property
     def _sampler(self) -> _BatchSampler:
@@ -134,24 +139,32 @@ class Loader(DataLoader[Any]):
 
 
 class Turns:
-    """The iterators of one loader: only the newest one may be drawn from."""
+    """The iterators of one loader, of which only the newest may be drawn from. `newest`: a mark of that iterator; None:
+    none has been drawn from since the state was restored. `batches`: how many it has handed out."""
 
     def __init__(self) -> None:
-        self._newest = 0
+        self.newest: object | None = None
+        self.batches = 0
+        self.is_ended = False
 
-    def begin(self) -> int:
-        """An iterator is drawn from for the first time, or the state was restored. Returns the number for `check`."""
-        self._newest += 1
-        return self._newest
+    def reset(self) -> None:
+        """From here on no iterator is valid that was drawn from before."""
+        self.newest, self.batches, self.is_ended = None, 0, False
 
-    def check(self, turn: int) -> None:
-        """Errors: UsageError if the iterator that began with `turn` is not the newest one."""
-        if turn != self._newest:
-            raise ckpt.UsageError(
-                "ckpt.data: this iterator was drawn from before a newer one, before the state was restored or before "
-                "the block of the Checkpointer, so its batches are not the next ones. Make the iterator in the block: "
-                "batches = iter(loader) (docs/guides/data.md)"
-            )
+    def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a new iterator. Errors: UsageError once the iterator is not the newest any more."""
+        self.reset()
+        self.newest = mark = object()
+        for batch in batches:
+            self.batches += 1
+            yield batch
+            if self.newest is not mark:
+                raise ckpt.UsageError(
+                    "ckpt.data: this iterator was drawn from before a newer one, before the state was restored or "
+                    "before the block of the Checkpointer, so its batches are not the next ones. Make the iterator in "
+                    "the block: batches = iter(loader) (docs/guides/data.md)"
+                )
+        self.is_ended = True
 
 
 def find_ranks(given: tuple[int, int] | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class StreamLoader(DataLoader[Any]):
         return min(self._positions[shard].epoch for shard in self._own_shards())
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        turn, reader = self._turns.begin(), self.dataset
+        reader = self.dataset
         assert isinstance(reader, _Reader)
         if not any(self._queues):
             now = self.epoch
@@ -100,11 +100,13 @@ class StreamLoader(DataLoader[Any]):
             workers = max(1, self.num_workers)
             self._queues = [due[worker::workers] for worker in range(workers)]
         reader.begin(self._queues, self._positions)
-        for shard, position, batch in super().__iter__():
+        yield from self._turns.follow(self._draw(super().__iter__()))
+
+    def _draw(self, records: Iterable[Any]) -> Iterator[Any]:
+        for shard, position, batch in records:
             self._note(shard, position, is_ended=batch is None)
             if batch is not None:
                 yield batch[0]
-                self._turns.check(turn)
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of this rank's shards."""
@@ -139,11 +141,15 @@ class StreamLoader(DataLoader[Any]):
             for shard, (epoch, samples, inner) in state["shards"].items():
                 self._positions[int(shard)] = ShardPosition(epoch, samples, inner)
         self._queues = []
-        self._turns.begin()
+        self._turns.reset()
 
     def begin_run(self) -> None:
         """The block of a Checkpointer begins: iterators that were drawn from before are no longer valid."""
-        self._turns.begin()
+        self._turns.reset()
+
+    def drawn_batches(self) -> tuple[object, int, bool]:
+        """As that of `Loader`."""
+        return self._turns.newest, self._turns.batches, self._turns.is_ended
 
     def _note(self, shard: int, position: ShardPosition, is_ended: bool) -> None:
         """The loop is handed a batch of a shard, or the shard has ended."""

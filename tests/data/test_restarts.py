@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.runs import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -16,17 +18,43 @@ def script(tmp_path: Path, name: str, steps: int, how: str = "ckpt", world: int 
     return Script(SCRIPTS / "train.py", tmp_path / name, args, world, {"CKPT_LINGER_S": "20"})
 
 
-def test_two_kills_in_one_epoch_change_no_loss_and_no_sample(tmp_path: Path) -> None:
-    """With persistent workers, random augmentation in them, dropout, and 2 ranks. An epoch has 9 steps."""
-    whole = script(tmp_path, "whole", 20, world=2)
+@pytest.mark.parametrize("how", ["ckpt", "stream"])
+def test_two_kills_in_one_epoch_change_no_loss_and_no_sample(tmp_path: Path, how: str) -> None:
+    """With workers, random augmentation in them, and dropout. An epoch has about 17 steps."""
+    whole, killed = script(tmp_path, "whole", 30, how), script(tmp_path, "killed", 30, how)
     whole.run()
-    killed = script(tmp_path, "killed", 20, world=2)
-    killed.run_killed(12)
-    killed.run_killed(15)
+    killed.run_killed(20)
+    killed.run_killed(24)
     killed.run()
-    for rank in (0, 1):
-        assert killed.trajectory(rank) == whole.trajectory(rank)
-        assert len(whole.trajectory(rank)) == 20
+    assert killed.trajectory() == whole.trajectory()
+    assert len(whole.trajectory()) == 30
+    assert len(killed.steps()) < 60  # the kills went back to no beginning
+
+
+def test_torchdata_goes_on_with_the_samples_but_augments_them_anew(tmp_path: Path) -> None:
+    """The same script and kill, with torchdata's own loader and sampler: the losses are others."""
+    whole, killed = script(tmp_path, "whole", 25, "torchdata"), script(tmp_path, "killed", 25, "torchdata")
+    whole.run()
+    killed.run_killed(20)
+    killed.run()
+    undisturbed, after = whole.trajectory(), killed.trajectory()
+    assert [each[1] for each in after.values()] == [each[1] for each in undisturbed.values()]
+    assert [after[step][0] == undisturbed[step][0] for step in (1, 25)] == [True, False]
+
+
+def test_an_iterator_drawn_from_before_the_block_fails_in_the_first_step(tmp_path: Path) -> None:
+    """At a fresh start already, and not only at the restart that it would harm."""
+    early = script(tmp_path, "early", 5, "early")
+    life = early.start()
+    assert life.wait() == 1
+    assert "Make the iterator in the block" in life.output()
+    assert early.steps() == []
+
+
+def test_batches_that_are_drawn_ahead_of_their_steps_are_warned_of(tmp_path: Path) -> None:
+    output = script(tmp_path, "ahead", 6, "ahead").run()
+    assert "loader: 1 more batches were drawn than the steps take (1 each)" in output
+    assert "more batches were drawn" not in script(tmp_path, "right", 6).run()
 
 
 def test_kills_and_other_numbers_of_ranks_draw_each_sample_once_an_epoch(tmp_path: Path) -> None:

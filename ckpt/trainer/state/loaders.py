@@ -114,10 +114,11 @@ class LoaderPosition:
 
 
 def find_position(loader: Any) -> LoaderPosition | None:
-    """The position of a torchdata loader; None for another loader. It asks no worker, and begins no epoch."""
+    """The position of a torchdata loader, or of one with drawn_batches() (ckpt.data has it); None for another loader.
+    It asks no worker, and begins no epoch."""
     inner = _find_torchdata_loader(loader)
     if inner is None:
-        return None
+        return LoaderPosition(*loader.drawn_batches()) if hasattr(loader, "drawn_batches") else None
     if (given := inner.next_iter_state) is not None:
         return LoaderPosition(None, 0 if given["_iterator_finished"] else _count_batches(given))
     iterator = find_iterator(inner)
@@ -138,15 +139,16 @@ def find_iterator(loader: Any) -> Any:
 
 
 def batches_per_pass(loader: Any) -> int | None:
-    """The number of batches of one pass of a torchdata loader; None for an iterable dataset."""
+    """The number of batches of one pass of a torchdata loader; None for an iterable dataset, and for other loaders."""
     inner = _find_torchdata_loader(loader)
-    return None if isinstance(inner.dataset, IterableDataset) else len(inner)
+    return None if inner is None or isinstance(inner.dataset, IterableDataset) else len(inner)
 
 
 def is_stateless(loader: Any) -> bool:
     """Whether a torchdata loader has an iterable dataset, and neither the dataset nor its iterators have a state. The
     loader must have been iterated over before."""
-    if not isinstance(_find_torchdata_loader(loader).dataset, IterableDataset):
+    inner = _find_torchdata_loader(loader)
+    if inner is None or not isinstance(inner.dataset, IterableDataset):
         return False
     state = loader.state_dict()
     parts = state["_snapshot"]["_worker_snapshots"].values() if "_snapshot" in state else (state,)
