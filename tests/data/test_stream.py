@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -11,7 +12,7 @@ import pytest
 from datasets.distributed import split_dataset_by_node
 
 import ckpt
-from ckpt.data import StreamLoader
+from ckpt.data import Loader, StreamLoader
 
 SIZE = 62
 
@@ -45,6 +46,7 @@ def test_a_state_of_any_batch_of_a_stream_goes_on_with_the_next(workers: int, bu
         drawn.append(batch["n"].tolist())
         states.append(loader.state_dict())
     assert sorted(itertools.chain(*drawn[:17])) == list(range(SIZE))
+    assert (sorted(drawn[17]) == sorted(drawn[0])) == (buffer == 0)  # each epoch fills the buffer in another order
     for done in (3, 13, 16, 17, 20):
         again = StreamLoader(stream(5, buffer), 4, num_workers=workers)
         again.load_state_dict(states[done - 1])
@@ -91,6 +93,28 @@ def test_a_stream_restored_at_its_end_ends_once_more() -> None:
     again = StreamLoader(stream(), 4)
     again.load_state_dict(at_end)
     assert [len(list(again)) for _ in range(2)] == [0, 18]
+
+
+def test_a_dataset_of_hugging_face_with_a_length_works_as_it_is() -> None:
+    numbers = datasets.Dataset.from_dict({"n": list(range(SIZE))})
+    whole = lists(Loader(numbers, 8, num_workers=2))
+    assert sorted(itertools.chain(*whole)) == list(range(SIZE))
+    first, second = Loader(numbers, 8), Loader(numbers, 8, num_workers=1)
+    assert lists(itertools.islice(first, 3)) == whole[:3]
+    second.load_state_dict(first.state_dict())
+    assert lists(second) == whole[3:]
+
+
+def test_another_version_of_datasets_is_told_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version comes from the installed distribution: another one is first in the path."""
+    (tmp_path / "datasets-9.1.dist-info").mkdir()
+    (tmp_path / "datasets-9.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: datasets\nVersion: 9.1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match=r"was tested with datasets 5\.2; this is 9\.1"):
+        loader = StreamLoader(stream(), 4)
+    assert len(list(loader)) == 18
 
 
 def test_streams_that_would_lose_their_position_are_refused() -> None:
