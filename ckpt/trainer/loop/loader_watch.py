@@ -10,8 +10,8 @@ warning:
 - `loader.inexact`: a loader's iterable dataset has no state;
 - `epoch.repeated`: an epoch is counted after a save, a poll or a step's end that comes when its data has ended.
 
-The position of a torchdata loader is read without asking it for its state. A loader of another make is asked for its
-state at three boundaries, on all ranks, since it may gather the state in a collective.
+The position of a torchdata loader, or of one with drawn_batches(), is read without asking it for its state. A loader of
+another make is asked for its state at three boundaries, on all ranks, since it may gather the state in a collective.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LoaderWatch:
             self._is_reporting = is_told
             found = self._nodes()
             for node in found:
-                # Its iterators of before the block then refuse to go on, which is better than a warning.
+                # The loader then refuses iterators that were drawn from before, which is better than a warning.
                 if callable(begin_run := getattr(node.value, "begin_run", None)):
                     begin_run()
             if is_told:
