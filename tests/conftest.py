@@ -88,6 +88,7 @@ SLOW = (
     "tests/cli/test_rehearse_real.py",
     "tests/cli/test_restore_memory.py",
     "tests/cli/test_servers.py",
+    "tests/data/test_restarts.py",
     "tests/examples/",
     "tests/integrations/",
     "tests/ipc/test_agent_process.py",
