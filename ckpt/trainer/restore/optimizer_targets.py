@@ -16,12 +16,14 @@ import torch
 from ckpt.trainer.restore import overruled
 from ckpt.trainer.restore.tensor_requests import SavedTensor, TensorRequests, dtype_of, empty_like, replicated_like
 from ckpt.trainer.state import names, value_trees
+from ckpt.trainer.state.composites import check_composites, is_composite, join_composites
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.optimizers import OptimizerView, Param, class_of, group_path, hyper_parameters, state_path
 from ckpt.trainer.state.saved_values import OptimizerTree, SavedParamGroup, Tree
 from ckpt.trainer.state.shard import Pieces, allow_in_place
 from ckpt.trainer.state.state_nodes import ObjectNode
 from ckpt.trainer.state.state_walk import Scan
+from ckpt.types import Box
 
 # State that torch's optimizers keep on the host, unless they are capturable or fused.
 HOST_STATE = frozenset({"step", "mu_product"})
@@ -82,12 +84,14 @@ class OptimizerTargets:
                 self._check_group_number(view, number, home := saved.groups[held.pop()])
                 self._plan_group(view, number, home)
             else:
-                tensors = value_trees.split_tensors(hyper_parameters(view.optimizer.param_groups[number]), view.path)[1]
+                group = hyper_parameters(view.optimizer.param_groups[number])
+                tensors = value_trees.split_tensors(group, view.path, has_objects=True)[1]
                 self._final_hyper_tensors.update(
                     (id(tensor), tensor) for _, tensor in tensors if isinstance(tensor, torch.Tensor)
                 )
             for param, known_as in zip(params, stored, strict=True):
                 self._plan_parameter(view, param, known_as, saved)
+        self._plan_keyed(view, saved)
         self._plan_rest(view, saved, self.requests.installs[before:])
 
     def _check_group_number(self, view: OptimizerView, number: int, saved: SavedParamGroup) -> None:
@@ -137,7 +141,8 @@ class OptimizerTargets:
         return name in self.requests.saved_names or name in self.requests.saved.aliases
 
     def _plan_group(self, view: OptimizerView, number: int, saved: SavedParamGroup) -> None:
-        live = dict(value_trees.split_tensors(hyper_parameters(view.optimizer.param_groups[number]), view.path)[1])
+        group, path = view.optimizer.param_groups[number], group_path(view.path, number)
+        live = dict(value_trees.split_tensors(hyper_parameters(group), path, has_objects=True)[1])
         misfits = [key for (key, *more), tensor in live.items() if not more and not _can_take(tensor, saved.hyper, key)]
         for key in misfits:
             name = join(group_path(view.path, number), key)
@@ -147,7 +152,8 @@ class OptimizerTargets:
             )
         if misfits:
             return
-        load = self.requests.request_tree(saved.hyper, {name: live.get(path) for path, name in saved.hyper.tensors})
+        named = {name: live.get(place) for place, name in saved.hyper.tensors}
+        load = self.requests.request_tree(saved.hyper, named, path, group)
 
         def install() -> None:
             group, restored = view.optimizer.param_groups[number], load()
@@ -179,8 +185,11 @@ class OptimizerTargets:
             # The parameter itself is reported. Its state does not fit either.
             self.requests.used_names.update(found.values())
             return
-        pieces = self.requests.cutter.pieces(param.shard or param.tensor, param.full_name)
-        live = dict(value_trees.split_tensors(view.optimizer.state.get(param.tensor, {}), prefix)[1])
+        held = view.optimizer.state.get(param.tensor, {})
+        if skeleton is not None:
+            check_composites(skeleton.value, state_path(view.path, param.name), held)
+        live = dict(value_trees.split_tensors(held, prefix, has_objects=True)[1])
+        pieces = self._find_pieces(param)
         flags = saved.groups[saved.group_indices[stored]].hyper.value
         made: list[tuple[value_trees.Path, Any]] = []
         for path, name in found.items():
@@ -194,10 +203,18 @@ class OptimizerTargets:
             if skeleton is None:
                 state.pop(param.tensor, None)
                 return
-            value = value_trees.merge_tensors(copy.deepcopy(skeleton.value), made)
-            state[param.tensor] = value_trees.write_in_place(state.get(param.tensor), value)
+            live = state.get(param.tensor)
+            value = join_composites(value_trees.merge_tensors(copy.deepcopy(skeleton.value), made), live)
+            state[param.tensor] = value_trees.write_in_place(live, value)
 
         self.requests.installs.append(install)
+
+    def _find_pieces(self, param: Param) -> Pieces:
+        """The Pieces of a parameter. A composite has one box, which is the whole of it, and no bytes."""
+        if not is_composite(param.tensor):
+            return self.requests.cutter.pieces(param.shard or param.tensor, param.full_name)
+        shape = tuple(param.tensor.shape)
+        return Pieces("", shape, (Box.whole(shape),), (), (), may_have_replicas=True)
 
     def _is_misfit(self, param: Param) -> bool:
         """Whether the checkpoint's tensor for the parameter does not fit. Its module may save it in another form."""
@@ -206,6 +223,24 @@ class OptimizerTargets:
         pieces = self.scan.pieces(param.full_name)
         found = self.requests.find_tensor(param.full_name, pieces.boxes)
         return found is not None and not found.fits(pieces)
+
+    def _plan_keyed(self, view: OptimizerView, saved: OptimizerTree) -> None:
+        """Plans the state under texts, which may not exist before the optimizer's first step."""
+        for key in view.keyed["value"].keys() - saved.keyed.value.keys():
+            self.requests.note_missing(state_path(view.path, key))
+        live = {named.name: named.tensor for named in view.tensors}
+        path, state = join(view.path, "state"), view.optimizer.state
+        load = self.requests.request_tree(
+            saved.keyed, live, path, {k: v for k, v in state.items() if isinstance(k, str)}
+        )
+
+        def install() -> None:
+            state: dict[Any, Any] = view.optimizer.state
+            for key, value in load().items():
+                state[key] = value_trees.write_in_place(state.get(key), value)
+
+        if saved.keyed.value:
+            self.requests.installs.append(install)
 
     def _plan_rest(self, view: OptimizerView, saved: OptimizerTree, installs: Sequence[Callable[[], None]]) -> None:
         """Plans what the optimizer's own load_state_dict() gets beside state and groups, which `installs` install."""
@@ -217,7 +252,7 @@ class OptimizerTargets:
             return
         tensors = tuple((path, name) for path, name in saved.rest.tensors if path and path[0] in both)
         tree = Tree({key: kept[key] for key in both}, tensors)
-        load = self.requests.request_tree(tree, {named.name: named.tensor for named in view.tensors})
+        load = self.requests.request_tree(tree, {named.name: named.tensor for named in view.tensors}, view.path)
 
         def install() -> None:
             view.optimizer.load_state_dict({**view.optimizer.state_dict(), **load()})
@@ -251,7 +286,7 @@ class OptimizerTargets:
         on_device = isinstance(flags, dict) and any(flags.get(key) is True for key in ("capturable", "fused"))
         if not shape and path[-1] in HOST_STATE and not on_device:
             return torch.empty((), dtype=dtype)
-        if shape == whole and path[-1] not in HOST_STATE:
+        if shape == whole and path[-1] not in HOST_STATE and not is_composite(param.tensor):
             return empty_like(param.tensor, dtype, order)
         return replicated_like(param.tensor, shape, dtype, order)
 

@@ -23,7 +23,7 @@ from ckpt.layout.reshard import Mismatch, Want
 from ckpt.trainer.restore import overruled
 from ckpt.trainer.restore.optimizer_targets import OptimizerTargets
 from ckpt.trainer.restore.tensor_requests import TensorRequests, empty_like
-from ckpt.trainer.state import generators, names, value_trees
+from ckpt.trainer.state import composites, generators, names, value_trees
 from ckpt.trainer.state.loaders import load_loader_state
 from ckpt.trainer.state.saved_values import RankValues, SharedValues, is_different
 from ckpt.trainer.state.shard import DTYPES, Pieces, Shard, allow_in_place
@@ -153,12 +153,13 @@ class _NodeTargets:
         loads: dict[str, Callable[[], Any]] = {}
         for key in live:
             if key in saved:
-                loads[key] = self.requests.request_tree(saved[key], {})
+                loads[key] = self.requests.request_tree(saved[key], {}, names.join(node.path, key))
             else:
                 self.requests.note_missing(names.join(node.path, key))
         if names.is_custom(root):
             self.plan_custom_module(node, loads)
             return
+        self._check_contexts(node)
         inner = {name for body in live.values() for _, name in body["tensors"]}
         for named in self.scan.tensors_by_node[node.path]:
             if named.name in self.scan.tensors and named.name not in inner:
@@ -166,6 +167,15 @@ class _NodeTargets:
         owners = {names.join(path, "_extra_state"): module for path, module in names.find_extra_state(root)}
         for key, load in loads.items():
             self.requests.installs.append(_make_call(owners[key].set_extra_state, load))
+
+    def _check_contexts(self, node: ModuleNode) -> None:
+        """Notes tensor subclasses that give their inner tensors another meaning than in the checkpoint."""
+        kept = self.requests.saved.composites.get(node.path, {})
+        for name, tensor in self.scan.composites.get(node.path, {}).items():
+            now, there = composites.describe(tensor), kept.get(name)
+            if there is not None and there != now:
+                line = f"{name} is a {now}, in the checkpoint a {there}"
+                self.requests.note_difference("retyped", name, line)
 
     def plan_custom_module(self, node: ModuleNode, loads: dict[str, Callable[[], Any]]) -> None:
         """A custom module gets all of its state in new tensors, by its load_state_dict()."""
@@ -176,8 +186,8 @@ class _NodeTargets:
                 if name in loads:
                     state[key] = loads[name]
                 continue
-            new = empty_like(value)
-            if self.requests.request_fill(full, self.requests.cutter.pieces(new, full)):
+            new = self._request_like(value, full)
+            if new is not None:
                 state[key] = lambda new=new: new  # type: ignore[misc]
 
         def install() -> None:
@@ -185,6 +195,18 @@ class _NodeTargets:
             node.load({key: value() for key, value in state.items()}, versions)
 
         self.requests.installs.append(install)
+
+    def _request_like(self, value: torch.Tensor, name: str) -> torch.Tensor | None:
+        """A new tensor like `value`, to be filled with the checkpoint's; None if the checkpoint has none that fits."""
+        if composites.is_composite(value):
+            inner = {
+                key: self._request_like(part, names.join(name, key))
+                for key, part in composites.inner_tensors(value).items()
+            }
+            made = {key: part for key, part in inner.items() if part is not None}
+            return composites.remake(value, made) if len(made) == len(inner) else None
+        new = empty_like(value)
+        return new if self.requests.request_fill(name, self.requests.cutter.pieces(new, name)) else None
 
     def plan_object(self, node: ObjectNode) -> None:
         saved = self.requests.saved.objects.get(node.path)
@@ -198,7 +220,7 @@ class _NodeTargets:
             self.requests.used_names.update(name for _, name in saved.tensors)
             return
         load = self.requests.request_tree(
-            saved, {named.name: named.tensor for named in self.scan.tensors_by_node[node.path]}
+            saved, {named.name: named.tensor for named in self.scan.tensors_by_node[node.path]}, node.path
         )
 
         def install() -> None:
@@ -223,6 +245,7 @@ class _NodeTargets:
                 node.path, value_trees.split_tensors(node.value, node.path)[1]
             )
         }
+        composites.check_composites(saved.value, node.path, node.value)
         made: list[tuple[value_trees.Path, Any]] = []
         for path, name in saved.tensors:
             _, tensor = live.pop(name, (path, None))
@@ -256,7 +279,7 @@ class _NodeTargets:
                     value = value_trees.merge_tensors(value, [(path, tensor)])
             for path, tensor in elsewhere:
                 value_trees.put_if_missing(value, path, tensor)
-            node.put(value_trees.write_in_place(node.value, value))
+            node.put(value_trees.write_in_place(node.value, composites.join_composites(value, node.value)))
 
         self.requests.installs.append(install)
 

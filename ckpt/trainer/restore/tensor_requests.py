@@ -12,7 +12,7 @@ from ckpt.errors import DamagedData, UsageError
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.layout.assemble import part_owner
 from ckpt.layout.reshard import Mismatch, Want
-from ckpt.trainer.state import value_trees
+from ckpt.trainer.state import composites, value_trees
 from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.optimizers import state_path
 from ckpt.trainer.state.saved_values import SharedValues, Tree
@@ -262,12 +262,15 @@ class TensorRequests:
             raise DamagedData(f"{found.name} has {dims} dimensions, and the stored order of them has {len(order)}")
         return order
 
-    def request_tree(self, saved: Tree, live: Mapping[str, Any]) -> Callable[[], Any]:
+    def request_tree(self, saved: Tree, live: Mapping[str, Any], path: str, holder: Any = None) -> Callable[[], Any]:
         """A function for after the fill: it returns the saved values with new tensors in their places. Each tensor is
-        placed as the `live` one of the same name."""
+        placed as the `live` one of the same name. `path` names the tree. `holder`: the present tree, whose objects take
+        their saved state. Errors: those of composites.check_composites."""
+        composites.check_composites(saved.value, path, holder)
         made = [(path, self.request_new_tensor(name, live.get(name))) for path, name in saved.tensors]
-        return lambda: value_trees.merge_tensors(
-            saved.value, [(path, tensor) for path, tensor in made if tensor is not None]
+        return lambda: composites.join_composites(
+            value_trees.merge_tensors(saved.value, [(path, tensor) for path, tensor in made if tensor is not None]),
+            holder,
         )
 
     def _destination(self, local: torch.Tensor) -> torch.Tensor:

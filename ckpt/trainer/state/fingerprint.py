@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ckpt.trainer.state import value_trees
+from ckpt.trainer.state.composites import inner_tensors
 from ckpt.trainer.state.value_trees import Path, Tensor
 
 _GET_MODULE_DICTS = itemgetter("_parameters", "_buffers", "_modules")
@@ -33,8 +34,8 @@ _BATCH_TENSORS = 256
 class Fingerprint:
     """The structure of a state when it was walked. `modules`: all modules; their parameters, buffers and children are
     watched. `optimizers`: their groups, the parameters that have state, and the tensors among hyper-parameters are
-    watched. `dicts`: dicts of tensors by name. `distributed`: the DTensors. `live`: the local tensors that hold the
-    bytes."""
+    watched. `dicts`: dicts of tensors by name. `distributed`: the DTensors. `composites`: the modules' tensor subclasses.
+    `live`: the local tensors that hold the bytes."""
 
     def __init__(
         self,
@@ -42,12 +43,14 @@ class Fingerprint:
         optimizers: Sequence[torch.optim.Optimizer],
         dicts: Sequence[dict[Any, Any]],
         distributed: Sequence[Any],
+        composites: Sequence[Any],
         live: Sequence[torch.Tensor],
     ) -> None:
         self._module_dicts = [vars(module) for module in modules]
         self._optimizers = optimizers
         self._dicts = [*chain.from_iterable(map(_GET_MODULE_DICTS, self._module_dicts)), *dicts]
         self._distributed = distributed
+        self._composites = composites
         self._live_tensors = live
         self._known_hyper_tensors = self._hyper_tensors()
         self._known_objects = self._held_objects()
@@ -72,6 +75,7 @@ class Fingerprint:
             *chain.from_iterable(map(_GET_MODULE_DICTS, self._module_dicts)),
             *chain.from_iterable(map(dict.values, self._dicts)),
             *chain.from_iterable(map(_GET_DTENSOR_PARTS, self._distributed)),
+            *chain.from_iterable(inner_tensors(each).values() for each in self._composites),
         ]
         for optimizer in self._optimizers:
             found += (optimizer.state, *optimizer.state, *optimizer.state.values(), optimizer.param_groups)
@@ -86,7 +90,7 @@ class Fingerprint:
             {k: value for k, value in group.items() if type(value) not in value_trees.PLAIN and k != "params"}
             for group in groups
         ]
-        return value_trees.split_tensors(bare, "the hyper-parameters of an optimizer")[1]
+        return value_trees.split_tensors(bare, "the hyper-parameters of an optimizer", has_objects=True)[1]
 
     def _dict_keys(self) -> list[Any]:
         """The size of each dict, then the keys of all dicts."""

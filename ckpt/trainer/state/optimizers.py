@@ -5,6 +5,7 @@
   on the parameters of this rank's optimizer (one stage).
 - Hyper-parameters are values. Parameters are listed by name, not by number, so that another order or another wrapping
   restores correctly.
+- State under a text instead of a parameter (a counter of the optimizer) is a tree of its own, `<path>.state.<key>`.
 - Any other entry of an optimizer's state_dict() (a counter of a subclass) is a tree of its own, `<path>.<key>`.
 """
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from ckpt.errors import UsageError
 from ckpt.trainer.state import names, value_trees
+from ckpt.trainer.state.composites import is_composite
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.shard import Shard, is_dtensor
 from ckpt.trainer.state.state_nodes import NamedTensor, read_tree
@@ -83,7 +85,7 @@ class OptimizerView:
     - `skeletons`: the distinct structures of per-parameter state, each {"value": the tree without its tensors,
       "tensors": their paths}. `state`: for each parameter, in order, the index of its skeleton; -1 for none.
     - `plain_states`: the state dicts that hold only tensors.
-    - `rest`: the payload of the other entries of its state_dict().
+    - `rest`: the payload of the other entries of its state_dict(). `keyed`: the payload of its state under texts.
     - `is_mixed`: whether it has other state dicts, or a state_dict() of its own. Both may change at each step.
     """
 
@@ -96,11 +98,12 @@ class OptimizerView:
     skeleton_indices: list[int] = field(default_factory=list)
     plain_states: list[dict[Any, Any]] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=lambda: {"value": {}, "tensors": []})
+    keyed: dict[str, Any] = field(default_factory=lambda: {"value": {}, "tensors": []})
     is_mixed: bool = False
 
     def constants(self) -> list[Any]:
         """The parts of the payload that never change. A mixed optimizer's payload has newly read parts instead."""
-        return [*self.names_by_group, self.skeletons, self.skeleton_indices, self.rest]
+        return [*self.names_by_group, self.skeletons, self.skeleton_indices, self.rest, self.keyed]
 
     def read_again(self) -> OptimizerView:
         """A new view of the same optimizer, read now."""
@@ -111,7 +114,8 @@ class OptimizerView:
         now = self.read_again() if self.is_mixed else self
         groups = []
         for index, param_names in enumerate(self.names_by_group):
-            bare, found = value_trees.split_tensors(hyper_parameters(self.optimizer.param_groups[index]), self.path)
+            hyper = hyper_parameters(self.optimizer.param_groups[index])
+            bare, found = value_trees.split_tensors(hyper, group_path(self.path, index), has_objects=True)
             tensors = [(path, name) for path, name, _ in value_trees.name_tensors(group_path(self.path, index), found)]
             groups.append({"params": param_names, "value": bare, "tensors": tensors})
         return {
@@ -121,13 +125,15 @@ class OptimizerView:
             "skeletons": now.skeletons,
             "state": now.skeleton_indices,
             "rest": now.rest,
+            "keyed": now.keyed,
         }
 
     def referred_names(self, payload: dict[str, Any]) -> Iterator[str]:
         """The names of the tensors that `payload` refers to and that were read anew for it."""
         for group in payload["groups"]:
             yield from (name for _, name in group["tensors"])
-        yield from (name for _, name in payload["rest"]["tensors"])
+        for part in ("rest", "keyed"):
+            yield from (name for _, name in payload[part]["tensors"])
         if self.is_mixed and (
             payload["state"] != self.skeleton_indices or _paths(payload["skeletons"]) != _paths(self.skeletons)
         ):
@@ -179,7 +185,7 @@ def make_view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> Op
     params = _name_parameters(path, optimizer, owners)
     known = {id(p.tensor) for line in params for p in line}
     for key in optimizer.state:
-        if id(key) not in known:
+        if id(key) not in known and not isinstance(key, str):
             what = _describe(key)
             raise UsageError(f"state[{path!r}] has state for {what}, which is no parameter of its groups; remove it")
     return read_view(path, optimizer, params)
@@ -225,7 +231,7 @@ def read_view(path: str, optimizer: torch.optim.Optimizer, params: list[list[Par
     """The view of an optimizer as it is now. `params`: its parameters, as named before."""
     found = OptimizerView(path, optimizer, params, [tuple(p.name for p in line) for line in params])
     for index, group in enumerate(optimizer.param_groups):
-        tensors = value_trees.split_tensors(hyper_parameters(group), path)[1]
+        tensors = value_trees.split_tensors(hyper_parameters(group), path, has_objects=True)[1]
         found.tensors += [
             NamedTensor(name, tensor) for _, name, tensor in value_trees.name_tensors(group_path(path, index), tensors)
         ]
@@ -233,6 +239,10 @@ def read_view(path: str, optimizer: torch.optim.Optimizer, params: list[list[Par
         found.is_mixed = True
         tensors_of_rest, found.rest = read_tree("rest", _read_rest(path, optimizer), path)
         found.tensors += tensors_of_rest
+    if keyed := {key: value for key, value in optimizer.state.items() if isinstance(key, str)}:
+        found.is_mixed = True
+        tensors_by_key, found.keyed = read_tree("keyed", keyed, join(path, "state"))
+        found.tensors += tensors_by_key
     numbers: dict[Any, int] = {}
     for param in (p for line in params for p in line):
         held = optimizer.state.get(param.tensor)
@@ -284,14 +294,14 @@ def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], number
     structure."""
     prefix, trained = state_path(found.path, param.name), param.tensor.requires_grad
     tensors: list[tuple[Path, Tensor]]
-    if all(map(isinstance, held.values(), repeat(torch.Tensor))):
+    if all(map(isinstance, held.values(), repeat(torch.Tensor))) and not any(map(is_composite, held.values())):
         found.plain_states.append(held)
         bare: Any = dict.fromkeys(held)
         tensors = [((key,), tensor) for key, tensor in held.items()]
         same: Any = tuple(held)
     else:
         found.is_mixed = True
-        bare, tensors = value_trees.split_tensors(held, prefix)
+        bare, tensors = value_trees.split_tensors(held, prefix, has_objects=True)
         same = prefix
     for path, tensor in tensors:
         found.tensors.append(NamedTensor(join(prefix, *path), param.shard_like(tensor), trained))

@@ -48,12 +48,14 @@ class Skeleton:
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
     """A stored optimizer. By parameter name, `state`: the structure of its state, None if it had none; and `home`: the
-    index of its group. `rest`: what its load_state_dict() gets beside state and groups, by key."""
+    index of its group. `rest`: what its load_state_dict() gets beside state and groups, by key. `keyed`: its state under
+    texts."""
 
     groups: tuple[SavedParamGroup, ...]
     state: Mapping[str, Skeleton | None]
     group_indices: Mapping[str, int]
     rest: Tree
+    keyed: Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class SharedValues:
     - `data`: plain values.
     - `objects`: what their load_state_dict() gets.
     - `optimizers`, and `classes`: the class names of optimizers and objects.
-    - `modules`: extra state, by key; `versions`: the format versions inside each custom module.
+    - `modules`: extra state, by key; `versions`: the format versions inside each custom module; `composites`: by name,
+      what its tensor subclasses were, in words.
     - `aliases`: other names of tensors, each with the name that the tensor was saved under.
     - `orders`: by name of a tensor that was not row-major, its dimensions in memory, from the outermost. None if the
       checkpoint has no orders.
@@ -74,6 +77,7 @@ class SharedValues:
     optimizers: Mapping[str, OptimizerTree] = field(default_factory=dict)
     modules: Mapping[str, Mapping[str, Tree]] = field(default_factory=dict)
     versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    composites: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     classes: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     orders: Mapping[str, Sequence[int]] | None = None
@@ -92,6 +96,7 @@ class SharedValues:
         optimizers: dict[str, OptimizerTree] = {}
         modules: dict[str, dict[str, Tree]] = {}
         versions: dict[str, dict[str, int]] = {}
+        composites: dict[str, dict[str, str]] = {}
         classes: dict[str, str] = {}
         for path, body in _get_named(tree, "objects").items():
             kind = _get(body, "kind", str)
@@ -104,13 +109,13 @@ class SharedValues:
                 optimizers[path] = _optimizer(body)
             elif kind == "module":
                 modules[path] = {key: _tree(extra) for key, extra in _get_named(body, "extra").items()}
-                versions[path] = _versions(body)
+                versions[path], composites[path] = _versions(body), _composites(body)
             else:
                 raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
         aliases, orders = _get_named(tree, "aliases"), _orders(tree)
         if not _are_texts(aliases.values()):
             raise DamagedData("the stored values have another name of a tensor that is none")
-        return SharedValues(data, objects, optimizers, modules, versions, classes, aliases, orders)
+        return SharedValues(data, objects, optimizers, modules, versions, composites, classes, aliases, orders)
 
     def kind_of(self, path: str) -> str | None:
         kinds = {"module": self.modules, "optimizer": self.optimizers, "object": self.objects, "value": self.data}
@@ -168,7 +173,8 @@ def merge_shared(trees: Sequence[Any]) -> Any:
             elif _get(body, "kind", str) == "module" == _get(objects[path], "kind", str):
                 extra = {**_get(body, "extra", dict), **_get(objects[path], "extra", dict)}
                 versions = {**_versions(body), **_versions(objects[path])}
-                objects[path] = {"kind": "module", "extra": extra, "versions": versions}
+                parts = {**_composites(body), **_composites(objects[path])}
+                objects[path] = {"kind": "module", "extra": extra, "versions": versions, "composites": parts}
             elif _get(body, "kind", str) == "optimizer" == _get(objects[path], "kind", str):
                 objects[path] = _join_optimizers(objects[path], body)
     merged: dict[str, Any] = {"objects": objects, "aliases": aliases}
@@ -209,6 +215,7 @@ def _iter_parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
                 for name in _get(group, "params", (list, tuple)):
                     yield join(path, "param_groups", number), name, told
             yield path, "", _encode_content(_rest(body))
+            yield path, "state", _encode_content(_rest(body, "keyed"))
         else:
             yield path, "", _encode_content(body)
 
@@ -249,7 +256,7 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
     for group, names in zip(groups, joined.values(), strict=True):
         group["params"] = tuple(names)
     flat = [state.get(name, -1) for names in joined.values() for name in names]
-    of_first = {"class": _class_name(first), "rest": _rest(first)}
+    of_first = {"class": _class_name(first), "rest": _rest(first), "keyed": _rest(first, "keyed")}
     return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat, **of_first}
 
 
@@ -279,10 +286,10 @@ def _optimizer(body: Any) -> OptimizerTree:
         raise DamagedData("the stored values of an optimizer do not fit its parameters")
     state = {name: None if n < 0 else skeletons[n] for name, n in zip(names, numbers, strict=True)}
     home = {name: number for number, group in enumerate(groups) for name in group.params}
-    rest = _tree(_rest(body))
-    if not isinstance(rest.value, dict):
+    rest, keyed = _tree(_rest(body)), _tree(_rest(body, "keyed"))
+    if not (isinstance(rest.value, dict) and isinstance(keyed.value, dict) and _are_texts(keyed.value)):
         raise DamagedData("the stored values of an optimizer are not by key")
-    return OptimizerTree(groups, state, home, rest)
+    return OptimizerTree(groups, state, home, rest, keyed)
 
 
 def _class_name(body: Any) -> str:
@@ -291,9 +298,9 @@ def _class_name(body: Any) -> str:
     return kind
 
 
-def _rest(body: Any) -> dict[str, Any]:
-    """The rest of a stored optimizer; empty for one that has torch's own state_dict()."""
-    rest: dict[str, Any] = _get(body, "rest", dict) if "rest" in body else {"value": {}, "tensors": ()}
+def _rest(body: Any, key: str = "rest") -> dict[str, Any]:
+    """The rest of a stored optimizer, or its state under texts ("keyed"). Older checkpoints may lack either."""
+    rest: dict[str, Any] = _get(body, key, dict) if key in body else {"value": {}, "tensors": ()}
     return rest
 
 
@@ -309,6 +316,14 @@ def _versions(body: Any) -> dict[str, int]:
     if not all(isinstance(name, str) and isinstance(number, int) for name, number in versions.items()):
         raise DamagedData("the stored versions of a module's format are not numbers by name")
     return versions
+
+
+def _composites(body: Any) -> dict[str, str]:
+    """What the tensor subclasses of a stored module were; empty for a module that has none."""
+    found: dict[str, str] = _get(body, "composites", dict) if "composites" in body else {}
+    if not (_are_texts(found) and _are_texts(found.values())):
+        raise DamagedData("the stored tensor subclasses of a module are not texts by name")
+    return found
 
 
 def _orders(tree: Any) -> dict[str, Sequence[int]] | None:

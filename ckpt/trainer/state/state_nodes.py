@@ -18,7 +18,7 @@ from torch import nn
 
 from ckpt.errors import UsageError
 from ckpt.format import values
-from ckpt.trainer.state import generators, names, value_trees
+from ckpt.trainer.state import composites, generators, names, value_trees
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.shard import Shard
 from ckpt.trainer.state.value_trees import Tensor
@@ -32,6 +32,14 @@ class NamedTensor:
     name: str
     tensor: Tensor
     is_trained: bool = False
+
+    def parts(self) -> Iterator[NamedTensor]:
+        """The tensor itself; of a composite, the tensors that it is made of, under its name."""
+        if not composites.is_composite(self.tensor):
+            yield self
+            return
+        for name, tensor in composites.inner_tensors(self.tensor).items():
+            yield from NamedTensor(join(self.name, name), tensor, self.is_trained).parts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,19 @@ def _iter_trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[t
             yield join(path, name), body["value"]
         for index, group in enumerate(payload.get("groups", ())):
             yield join(path, "param_groups", index), group["value"]
+        if payload["kind"] == "optimizer":
+            yield from _iter_optimizer_state(path, payload)
     yield from own["loaders"].items()
+
+
+def _iter_optimizer_state(path: str, payload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, tree) of what an optimizer has beside its groups; of equal structures, the first parameter's."""
+    params = (name for group in payload["groups"] for name in group["params"])
+    first = {number: name for name, number in reversed(list(zip(params, payload["state"], strict=True)))}
+    for number, skeleton in enumerate(payload["skeletons"]):
+        yield join(path, "state", first.get(number, "")), skeleton["value"]
+    yield path, payload["rest"]["value"]
+    yield join(path, "state"), payload["keyed"]["value"]
 
 
 # ---------------------------------------------------------------------------------------------------- finding nodes

@@ -27,7 +27,7 @@ from ckpt.format import values
 from ckpt.gc_pause import pause_gc
 from ckpt.layout.layout import Entry, Layout
 from ckpt.threads import Tasks
-from ckpt.trainer.state import generators, names, optimizers, state_nodes, value_trees
+from ckpt.trainer.state import composites, generators, names, optimizers, state_nodes, value_trees
 from ckpt.trainer.state.fingerprint import Fingerprint, geometry
 from ckpt.trainer.state.loaders import read_loader_state
 from ckpt.trainer.state.mesh_coordinate import Coordinate
@@ -108,6 +108,7 @@ class Scan:
       change; `extras`, a module's modules with extra state.
     - By name of a tensor: `tensors`, each tensor once; `aliases`, the other names, each with the name that the tensor
       is saved under; `orders`, the dimensions in memory of a tensor that is not row-major (shard.order_of).
+    - `composites`: by path of a module, its tensors that are saved in parts, by name.
     - `volatile`: nodes that must be asked which tensors they hold, each with its answer.
     - `constants`: the parts of the values that never change.
     """
@@ -122,6 +123,7 @@ class Scan:
     aliases: dict[str, str]
     orders: dict[str, list[int]]
     constants: values.Constants
+    composites: dict[str, dict[str, torch.Tensor]]
 
     def read_answer(self, node: StateNode) -> _Answer:
         """What a volatile node answers now."""
@@ -151,6 +153,12 @@ class Scan:
 
     def payload(self, node: StateNode) -> dict[str, Any] | None:
         """The values of a node as they are now; None for a node that belongs to the rank."""
+        if node.path in self.composites:
+            told = {name: composites.describe(tensor) for name, tensor in self.composites[node.path].items()}
+            return {**(self._read_payload(node) or {}), "composites": told}
+        return self._read_payload(node)
+
+    def _read_payload(self, node: StateNode) -> dict[str, Any] | None:
         if node.path in self.fixed_payloads:
             return self.fixed_payloads[node.path]
         if isinstance(node, OptimizerNode):
@@ -189,6 +197,7 @@ class StateWalker:
             optimizers=[view.optimizer for view in scan.views.values()],
             dicts=[held for view in scan.views.values() for held in view.plain_states],
             distributed=[n.tensor for found in scan.tensors_by_node.values() for n in found if is_dtensor(n.tensor)],
+            composites=[each for held in scan.composites.values() for each in held.values()],
             live=[tensor for _, pieces in scan.tensors.values() for tensor in pieces.live_tensors],
         )
         order = sorted(scan.tensors)
@@ -279,12 +288,16 @@ class StateWalker:
         fixed: dict[str, dict[str, Any]] = {}
         extras: dict[str, list[tuple[str, nn.Module]]] = {}
         volatile: list[tuple[StateNode, _Answer]] = []
+        parted: dict[str, dict[str, torch.Tensor]] = {}
         for node in all_nodes:
             if isinstance(node, ModuleNode):
                 for module in names.find_fsdp_modules([m for _, m in names.modules(node.value)]):
                     module.reshard()
                 found[node.path], payload = node.read()
                 owners.add_module(node.path, node.value, found[node.path])
+                if whole := {n.name: n.tensor for n in found[node.path] if composites.is_composite(n.tensor)}:
+                    parted[node.path] = whole  # type: ignore[assignment]
+                    found[node.path] = [part for named in found[node.path] for part in named.parts()]
                 if not payload["extra"]:
                     fixed[node.path] = payload
                 if names.is_custom(node.value):
@@ -312,7 +325,7 @@ class StateWalker:
         orders = _find_orders(tensors)
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
-        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants)
+        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants, parted)
 
 
 def _make_answer(read: tuple[list[NamedTensor], dict[str, Any]]) -> _Answer:

@@ -7,6 +7,8 @@ holds None.
 
 from __future__ import annotations
 
+import enum
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import DamagedData, UsageError
+from ckpt.trainer.state import composites
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.shard import DTYPES, Shard, dense_bytes, is_dtensor, plain_view
 
@@ -26,40 +29,50 @@ CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque)  # types that 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-def split_tensors(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
+def split_tensors(tree: Any, what: str, has_objects: bool = False) -> tuple[Any, list[tuple[Path, Tensor]]]:
     """(the tree with None in each tensor's place, [(path, tensor)] in order). Parts without a tensor are not copied.
-    Containers with tensors become plain ones, as load_state_dict() expects; see `check_containers`. Errors: UsageError
-    for a tree that contains itself, or is nested more than DEPTH_MAX deep; `what` names it."""
+    Containers with tensors become plain ones, as load_state_dict() expects; see `check_containers`. Composites are taken
+    apart (composites.py); objects with a state of their own only if `has_objects`. Errors: UsageError for a tree that
+    contains itself, or is nested more than DEPTH_MAX deep; `what` names it."""
     found: list[tuple[Path, Tensor]] = []
-    return _split_tensors(tree, (), found, what), found
+    return _split_tensors(tree, (), found, what, has_objects), found
 
 
-def _split_tensors(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -> Any:
+def _split_tensors(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str, has_objects: bool) -> Any:
     if type(tree) in PLAIN:
         return tree
-    if isinstance(tree, (torch.Tensor, Shard)):
+    if isinstance(tree, (torch.Tensor, Shard)) and not composites.is_composite(tree):
         found.append((path, tree))
         return None
     if len(path) > DEPTH_MAX:
         raise UsageError(f"{what} is nested more than {DEPTH_MAX} deep, or contains itself; store less of it")
+    tree = _take_apart(tree, has_objects)
     before = len(found)
     if isinstance(tree, dict):
         if set(map(type, tree.values())) <= PLAIN:
             return tree
-        children = {key: _split_tensors(value, (*path, key), found, what) for key, value in tree.items()}
-        if len(found) == before:
+        children = {key: _split_tensors(value, (*path, key), found, what, has_objects) for key, value in tree.items()}
+        if len(found) == before and all(child is tree[key] for key, child in children.items()):
             return tree
         return _same_container(tree, children)
     if isinstance(tree, (list, tuple, deque)):
         if set(map(type, tree)) <= PLAIN:
             return tree
-        items = [_split_tensors(value, (*path, index), found, what) for index, value in enumerate(tree)]
-        if len(found) == before:
+        items = [_split_tensors(value, (*path, index), found, what, has_objects) for index, value in enumerate(tree)]
+        if len(found) == before and all(map(operator.is_, items, tree)):
             return tree
         if isinstance(tree, deque):
             return deque(items, tree.maxlen)
         return items if isinstance(tree, list) else tuple(items)
     return tree
+
+
+def _take_apart(value: Any, has_objects: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return composites.split_composite(value)
+    if isinstance(value, enum.Enum):
+        return composites.split_enum(value)
+    return composites.split_object(value) if has_objects and composites.has_state(value) else value
 
 
 def check_containers(tree: Any, found: Iterable[tuple[Path, Tensor]], what: str) -> None:
@@ -68,6 +81,8 @@ def check_containers(tree: Any, found: Iterable[tuple[Path, Tensor]], what: str)
     for path, _ in found:
         held = tree
         for depth, key in enumerate(path):
+            if composites.is_composite(held):
+                break
             if type(held) not in CONTAINERS:
                 raise UsageError(
                     f"{join(what, *path[:depth])} is a {type(held).__name__} with tensors in it, and would come back "
@@ -197,4 +212,6 @@ def extract_tensors(stored: Mapping[str, Any], what: str) -> Any:
             tensors.append((path, flat.view(DTYPES[dtype]).reshape(shape)))
         except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as exc:
             raise DamagedData(f"{what}: a tensor stored among its values is none: {exc}") from exc
-    return merge_tensors(stored["value"], tensors)
+    tree = merge_tensors(stored["value"], tensors)
+    composites.check_composites(tree, what)
+    return composites.join_composites(tree)

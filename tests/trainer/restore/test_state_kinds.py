@@ -1,0 +1,145 @@
+"""State of every kind that optimizers keep: saved, restored into fresh objects, and trained on bit for bit."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tests.trainer.roundtrip as rt
+from ckpt.errors import StateMismatch, UsageError
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+
+
+def job(make: Make, seed: int) -> dict[str, Any]:
+    model = net(seed)
+    return {"model": model, "optim": make(model)}
+
+
+def train(state: dict[str, Any], steps: int, seed: int) -> list[float]:
+    made, losses = torch.Generator().manual_seed(seed), []
+    torch.manual_seed(seed)
+    model, optim = state["model"], state["optim"]
+    for _ in range(steps):
+        batch = torch.randn(8, 16, generator=made)
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optim.zero_grad()
+            loss: torch.Tensor = model(batch).square().mean()
+            loss.backward(create_graph=False)
+            return loss
+
+        losses.append(closure().item())
+        optim.step()
+    return losses
+
+
+def check_goes_on(make: Make) -> None:
+    """Saves after three steps, restores into fresh objects, and compares the next three steps bit for bit."""
+    saved, fresh = job(make, 1), job(make, 2)
+    train(saved, 3, seed=5)
+    walker = rt.walker_of(saved)
+    walk = walker.walk()
+    assert not walker.has_changed(walk)
+    checkpoint = rt.save(saved)
+    rt.restore(fresh, checkpoint)
+    rt.assert_same_state(saved, fresh)
+    assert train(saved, 3, seed=9) == train(fresh, 3, seed=9)
+    rt.assert_same_state(saved, fresh)
+    # A used optimizer goes back, too.
+    rt.restore(fresh, checkpoint)
+    again = job(make, 3)
+    rt.restore(again, checkpoint)
+    assert train(again, 3, seed=9) == train(fresh, 3, seed=9)
+
+
+# ------------------------------------------------------------------------------------- what needs no other package
+
+
+class Mode(enum.Enum):
+    WARM = "warm"
+    COLD = "cold"
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a counter and a tensor under texts, as MADGRAD and SPAM do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = self.state.get("k", 0) + 1
+        self.state.setdefault("scale", torch.ones(2)).mul_(1.5)
+        for group in self.param_groups:
+            group["lr"] = 0.01 * float(self.state["scale"][0]) / self.state["k"]
+        return super().step(closure)
+
+
+class Moody(torch.optim.SGD):
+    """Keeps members of an enum, as Scion does in its groups and Conda in its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01, momentum=0.9)
+        for group in self.param_groups:
+            group["mode"] = Mode.COLD
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            assert isinstance(group["mode"], Mode)
+            group["lr"] = 0.02 if group["mode"] is Mode.WARM else 0.01
+            group["mode"] = Mode.WARM
+            for param in group["params"]:
+                held = self.state[param].setdefault("mood", Mode.COLD)
+                assert isinstance(held, Mode)
+                self.state[param]["mood"] = Mode.WARM
+        return super().step(closure)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ticks, self.sums = 0, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ticks": self.ticks, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ticks, self.sums = state["ticks"], state["sums"]
+
+
+class Clocked(torch.optim.SGD):
+    """Has an object with a state of its own in its groups, and one for each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        for group in self.param_groups:
+            group["clock"] = Clock()
+            for param in group["params"]:
+                self.state[param]["clock"] = Clock()
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for clock in (group["clock"], *(self.state[param]["clock"] for param in group["params"])):
+                clock.ticks += 1
+                clock.sums += 0.5
+            group["lr"] = 0.01 / group["clock"].ticks
+        return super().step(closure)
+
+
+OWN: dict[str, Make] = {
+    "text keys": lambda model: Counting(model.parameters(), lr=0.01, momentum=0.9),
+    "enums": lambda model: Moody(model.parameters()),
+    "objects": lambda model: Clocked(model.parameters()),
+    "muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_each_kind_of_optimizer_state_comes_back_bit_for_bit(kind: str) -> None:
+    check_goes_on(OWN[kind])
