@@ -44,6 +44,8 @@ class OptimizerTargets:
     requests: TensorRequests
     # By id: tensors among hyper-parameters that already have their final value.
     _final_hyper_tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    # State that the fresh optimizers have not made yet, by its name in the checkpoint and its device.
+    _made_tensors: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def plan_optimizer(self, view: OptimizerView) -> None:
         """Plans what one optimizer wants, and what is installed afterwards."""
@@ -229,13 +231,11 @@ class OptimizerTargets:
         for key in view.keyed["value"].keys() - saved.keyed.value.keys():
             self.requests.note_missing(state_path(view.path, key))
         live = {named.name: named.tensor for named in view.tensors}
-        path, state = join(view.path, "state"), view.optimizer.state
-        load = self.requests.request_tree(
-            saved.keyed, live, path, {k: v for k, v in state.items() if isinstance(k, str)}
-        )
+        state: dict[Any, Any] = view.optimizer.state
+        held = {key: value for key, value in state.items() if isinstance(key, str)}
+        load = self.requests.request_tree(saved.keyed, live, join(view.path, "state"), held)
 
         def install() -> None:
-            state: dict[Any, Any] = view.optimizer.state
             for key, value in load().items():
                 state[key] = value_trees.write_in_place(state.get(key), value)
 
@@ -273,7 +273,11 @@ class OptimizerTargets:
         tensor, parted = live, self.requests.is_untied(name, pieces.boxes)
         fits = isinstance(live, torch.Tensor) and found.fits(self.requests.cutter.pieces(param.shard_like(live), name))
         if parted or not fits:
-            tensor = self._make_state_tensor(found, path, param, flags, pieces.shape)
+            key = found.name, param.tensor.device
+            if key in self._made_tensors:
+                # Several parameters share it, such as the tables of bitsandbytes.
+                return self._made_tensors[key]
+            tensor = self._made_tensors[key] = self._make_state_tensor(found, path, param, flags, pieces.shape)
         self.requests.request_fill(name, self.requests.cutter.pieces(param.shard_like(tensor), name))
         return tensor
 

@@ -31,10 +31,10 @@ MARKERS = (TENSOR, ENUM, OBJECT)
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
-def is_composite(value: object) -> bool:
+def is_composite(value: Any) -> bool:
     """Whether the value is a tensor subclass that is saved as its inner tensors. A DTensor and a nested tensor are
     none."""
-    return _can_flatten(type(value)) and not is_dtensor(value) and not value.is_nested  # type: ignore[attr-defined]
+    return _can_flatten(type(value)) and not is_dtensor(value) and not value.is_nested
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -84,8 +84,8 @@ def remake(like: Any, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def join_composites(tree: Any, live: Any = None) -> Any:
     """`tree` with its marked dicts turned back into what they stand for; containers are changed in place. `live`: what
-    is in the tree's place now. A live object gets the saved state, and a live composite of the same inner tensors stays.
-    Errors: those of `check_composites`."""
+    is in the tree's place now. A live object gets the saved state. A live composite stays if it has the same inner
+    tensors. Errors: those of `check_composites`."""
     if isinstance(tree, dict):
         marker = _find_marker(tree)
         if marker == OBJECT:

@@ -34,8 +34,8 @@ _BATCH_TENSORS = 256
 class Fingerprint:
     """The structure of a state when it was walked. `modules`: all modules; their parameters, buffers and children are
     watched. `optimizers`: their groups, the parameters that have state, and the tensors among hyper-parameters are
-    watched. `dicts`: dicts of tensors by name. `distributed`: the DTensors. `composites`: the modules' tensor subclasses.
-    `live`: the local tensors that hold the bytes."""
+    watched. `dicts`: dicts of tensors by name. `distributed`: the DTensors. `composites`: the modules' tensors that
+    are saved in parts. `live`: the local tensors that hold the bytes."""
 
     def __init__(
         self,

@@ -184,7 +184,8 @@ def make_view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> Op
         )
     params = _name_parameters(path, optimizer, owners)
     known = {id(p.tensor) for line in params for p in line}
-    for key in optimizer.state:
+    state: dict[Any, Any] = optimizer.state  # torch calls them tensors; they may be texts, too
+    for key in state:
         if id(key) not in known and not isinstance(key, str):
             what = _describe(key)
             raise UsageError(f"state[{path!r}] has state for {what}, which is no parameter of its groups; remove it")
@@ -239,7 +240,8 @@ def read_view(path: str, optimizer: torch.optim.Optimizer, params: list[list[Par
         found.is_mixed = True
         tensors_of_rest, found.rest = read_tree("rest", _read_rest(path, optimizer), path)
         found.tensors += tensors_of_rest
-    if keyed := {key: value for key, value in optimizer.state.items() if isinstance(key, str)}:
+    state: dict[Any, Any] = optimizer.state
+    if keyed := {key: value for key, value in state.items() if isinstance(key, str)}:
         found.is_mixed = True
         tensors_by_key, found.keyed = read_tree("keyed", keyed, join(path, "state"))
         found.tensors += tensors_by_key
@@ -284,9 +286,18 @@ def _read_rest(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _count_kinds(dicts: Iterable[Any]) -> Counter[tuple[str, Any]]:
-    """How often each key occurs in the dicts, with which type or dtype."""
-    held = (item for each in dicts if isinstance(each, Mapping) for item in each.items())
+    """How often each key occurs in the dicts, with which type or dtype. Dicts in dicts count by what they hold:
+    bitsandbytes nests its state in state_dict(), so that FSDP does not see it."""
+    held = (item for each in dicts if isinstance(each, Mapping) for item in _iter_items(each))
     return Counter((str(key), getattr(value, "dtype", type(value))) for key, value in held)
+
+
+def _iter_items(held: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    for key, value in held.items():
+        if isinstance(value, Mapping):
+            yield from _iter_items(value)
+        else:
+            yield key, value
 
 
 def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], numbers: dict[Any, int]) -> int:

@@ -101,6 +101,11 @@ class Cutter:
         local = tensor._local_tensor
         if hasattr(local, "__create_chunk_list__") and hasattr(local, "local_shards"):
             return self._cut_listed(tensor, local, name)
+        if hasattr(local, "__tensor_flatten__"):
+            raise UsageError(
+                f"{name}: a DTensor whose local part is a {type(local).__name__}, a tensor subclass, which could not "
+                "be cut anew for another number of ranks; use DDP, or an optimizer or weights of plain tensors"
+            )
         view = plain_view(local, name)
         dtype = DTYPE_NAMES[view.dtype]
         replica = mesh.size() < self.world or any(p.is_replicate() for p in placements)

@@ -31,9 +31,9 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 def split_tensors(tree: Any, what: str, has_objects: bool = False) -> tuple[Any, list[tuple[Path, Tensor]]]:
     """(the tree with None in each tensor's place, [(path, tensor)] in order). Parts without a tensor are not copied.
-    Containers with tensors become plain ones, as load_state_dict() expects; see `check_containers`. Composites are taken
-    apart (composites.py); objects with a state of their own only if `has_objects`. Errors: UsageError for a tree that
-    contains itself, or is nested more than DEPTH_MAX deep; `what` names it."""
+    Containers with tensors become plain ones, as load_state_dict() expects; see `check_containers`. Composites are
+    taken apart (composites.py), objects with a state of their own only if `has_objects`. Errors: UsageError for a tree
+    that contains itself, or is nested more than DEPTH_MAX deep; `what` names it."""
     found: list[tuple[Path, Tensor]] = []
     return _split_tensors(tree, (), found, what, has_objects), found
 

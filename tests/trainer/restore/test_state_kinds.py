@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import tests.trainer.roundtrip as rt
-from ckpt.errors import StateMismatch, UsageError
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -143,3 +142,81 @@ OWN: dict[str, Make] = {
 @pytest.mark.parametrize("kind", OWN)
 def test_each_kind_of_optimizer_state_comes_back_bit_for_bit(kind: str) -> None:
     check_goes_on(OWN[kind])
+
+
+# ---------------------------------------------------------------------------------------------------- other packages
+
+
+def ao(name: str, **options: Any) -> Make:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        kind = getattr(pytest.importorskip("torchao.optim"), name)
+        made: torch.optim.Optimizer = kind(model.parameters(), lr=0.01, **options)
+        return made
+
+    return make
+
+
+def bnb(name: str, **options: Any) -> Make:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        kind = getattr(pytest.importorskip("bitsandbytes.optim"), name)
+        made: torch.optim.Optimizer = kind(model.parameters(), lr=0.01, **options)
+        return made
+
+    return make
+
+
+def more(name: str, **options: Any) -> Make:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        kind = pytest.importorskip("pytorch_optimizer").load_optimizer(name)
+        made: torch.optim.Optimizer = kind(model.parameters(), **options)
+        return made
+
+    return make
+
+
+PACKAGES: dict[str, Make] = {
+    **{f"torchao {name}": ao(name, block_size=64) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
+    **{
+        f"bitsandbytes {name}": bnb(name)
+        for name in ("Adam8bit", "AdamW", "PagedAdamW32bit", "Lion8bit", "RMSprop8bit", "AdEMAMix8bit", "LAMB")
+    },
+    **{
+        f"pytorch-optimizer {name}": more(name)
+        for name in ("madgrad", "spam", "emonavi", "scion", "soap", "shampoo", "prodigy", "galore", "adafactor", "kron")
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_optimizers_of_other_packages_come_back_bit_for_bit(kind: str) -> None:
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps
+        check_goes_on(PACKAGES[kind])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tables_that_parameters_share_are_saved_once_and_shared_again() -> None:
+    make = bnb("AdamW8bit")
+    saved, fresh = job(make, 1), job(make, 2)
+    train(saved, 2, seed=5)
+    tables = [name for name in names_of(saved) if name.endswith("qmap1")]
+    assert tables == ["optim.state.2.weight.qmap1"]  # the only parameter of 4,096 elements
+    saved, fresh = job(wide(make), 1), job(wide(make), 2)
+    train(saved, 2, seed=5)
+    assert sum(name.endswith("qmap1") for name in names_of(saved)) == 1
+    rt.restore(fresh, rt.save(saved))
+    assert len({id(held["qmap1"]) for held in fresh["optim"].state.values()}) == 1
+    assert train(saved, 2, seed=9) == train(fresh, 2, seed=9)
+
+
+def wide(make: Make) -> Make:
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optim: Any = make(model)
+        optim.args.min_8bit_size = 1
+        return optim  # type: ignore[no-any-return]
+
+    return made
+
+
+def names_of(state: dict[str, Any]) -> list[str]:
+    return [entry.name for entry in rt.walker_of(state).walk().layout.entries]
