@@ -347,7 +347,8 @@ class Saver:
         self.link.report("snapshot-missed", about if updates is None else {**about, "updates": updates})
 
     def note_boundary(self, step: int) -> None:
-        """Notes that `step` has ended: copies that ran under the step are checked and finished."""
+        """Notes that `step` has ended: copies that ran under the step are checked and finished. Errors: UsageError if
+        one of the first steps has made the state one that cannot be saved."""
         self._snapshotter.note_boundary()
         # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ. The walk
         # after the second one says which optimizers are not saved. All ranks ask their objects at the same boundaries.
@@ -355,9 +356,13 @@ class Saver:
             if self._first_steps == 2:
                 self.mark_hashes_stale()
             self._first_steps -= 1
-            # The next snapshot reports a failure.
-            with contextlib.suppress(SaveFailed):
+            try:
                 self.offer_changes(Version(step))
+            except SaveFailed as exc:
+                # The run has hardly begun, and no save of it could succeed. Any other failure is left to the next
+                # snapshot, which reports it.
+                if isinstance(exc.__cause__, UsageError):
+                    raise UsageError(f"after step {step} {exc}") from None
 
     def wait_for_copies(self, timeout_s: float | None = None) -> None:
         """Waits until no snapshot is being copied into an arena. On the training thread it ends the copy itself; on

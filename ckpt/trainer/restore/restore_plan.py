@@ -186,7 +186,7 @@ class _NodeTargets:
                 if name in loads:
                     state[key] = loads[name]
                 continue
-            new = self._request_like(value, full)
+            new = self._request_like(value, full, names.may_resize(node.value, key))
             if new is not None:
                 state[key] = lambda new=new: new  # type: ignore[misc]
 
@@ -196,8 +196,9 @@ class _NodeTargets:
 
         self.requests.installs.append(install)
 
-    def _request_like(self, value: torch.Tensor, name: str) -> torch.Tensor | None:
-        """A new tensor like `value`, to be filled with the checkpoint's; None if the checkpoint has none that fits."""
+    def _request_like(self, value: torch.Tensor, name: str, may_resize: bool = False) -> torch.Tensor | None:
+        """A new tensor like `value`, to be filled with the checkpoint's; None if the checkpoint has none that fits.
+        `may_resize`: one of another shape fits, too."""
         if composites.is_composite(value):
             inner = {
                 key: self._request_like(part, names.join(name, key))
@@ -205,6 +206,10 @@ class _NodeTargets:
             }
             made = {key: part for key, part in inner.items() if part is not None}
             return composites.remake(value, made) if len(made) == len(inner) else None
+        found = self.requests.find_tensor(name) if may_resize else None
+        if found is not None and found.shape not in (None, tuple(value.shape)):
+            resized: torch.Tensor | None = self.requests.request_new_tensor(name)
+            return resized
         new = empty_like(value)
         return new if self.requests.request_fill(name, self.requests.cutter.pieces(new, name)) else None
 

@@ -154,6 +154,19 @@ def _is_custom(module: nn.Module) -> bool:
     return any(not _hook_module(hook).startswith(_OWN_HOOKS) for hook in hooks)
 
 
+def may_resize(root: nn.Module, key: str) -> bool:
+    """Whether the module that holds `key`, a key of the state_dict() of `root`, loads its state in its own way. It may
+    then take a tensor of another shape, as the observers of torch.ao.quantization do."""
+    module = unwrap(root)
+    for part in key.split(".")[:-1]:
+        child = module._modules.get(part)
+        if child is None:
+            return False
+        module = child
+    loads: Any = type(module)._load_from_state_dict
+    return loads is not nn.Module._load_from_state_dict and not loads.__module__.startswith("torch.nn.modules.")
+
+
 def _hook_module(hook: Any) -> str:
     # torch wraps some hooks.
     inner = getattr(hook, "hook", hook)

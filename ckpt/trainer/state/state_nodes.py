@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.errors import UsageError
+from ckpt.errors import StateMismatch, UsageError
 from ckpt.format import values
 from ckpt.trainer.state import composites, generators, names, value_trees
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.shard import Shard
 from ckpt.trainer.state.value_trees import Tensor
+
+
+_OPTIMIZER_HINT = (
+    "An optimizer that keeps such objects is registered inside an object of your own, whose state_dict() gives its state "
+    "as bytes (docs/guides/optimizers.md)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +123,14 @@ class ModuleNode(StateNode):
     def load(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
         """Gives a custom module its state, by the keys of its state_dict(); `state` may lack some. `versions`: the
         format versions of its modules at the save. Errors: UsageError names each key that state_dict() gives and
-        load_state_dict() does not accept, unless its value is right."""
-        refused = [key for key in names.load_state_dict(self.value, state, versions) if key in state]
+        load_state_dict() does not accept, unless its value is right; StateMismatch has the module's own error."""
+        try:
+            refused = [key for key in names.load_state_dict(self.value, state, versions) if key in state]
+        except RuntimeError as exc:
+            kind = type(self.value).__name__
+            raise StateMismatch(
+                f"state[{self.path!r}]: its load_state_dict() (a {kind}) refuses what the checkpoint has: {exc}"
+            ) from exc
         now = {key: value for _, key, value in names.CustomStateDict.read(self.value).items} if refused else {}
         lost = [key for key in refused if key not in now or _encode_value(state[key]) != _encode_value(now[key])]
         if lost:
@@ -167,6 +179,12 @@ def encode_trees(shared: Mapping[str, Any], own: Mapping[str, Any], constants: v
         for path, tree in _iter_trees(shared, own):
             values.encode(tree, f"state[{path!r}]", refused=refused)
         refused.raise_if_any()
+        for path, tree in _iter_optimizer_trees(shared):
+            values.encode(tree, f"state[{path!r}]", refused=refused)
+        try:
+            refused.raise_if_any()
+        except UsageError as exc:
+            raise UsageError(f"{exc}. {_OPTIMIZER_HINT}") from None
         raise
 
 
@@ -177,21 +195,21 @@ def _iter_trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[t
             yield path, payload["value"]
         for name, body in payload.get("extra", {}).items():
             yield join(path, name), body["value"]
-        for index, group in enumerate(payload.get("groups", ())):
-            yield join(path, "param_groups", index), group["value"]
-        if payload["kind"] == "optimizer":
-            yield from _iter_optimizer_state(path, payload)
     yield from own["loaders"].items()
 
 
-def _iter_optimizer_state(path: str, payload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, tree) of what an optimizer has beside its groups; of equal structures, the first parameter's."""
-    params = (name for group in payload["groups"] for name in group["params"])
-    first = {number: name for name, number in reversed(list(zip(params, payload["state"], strict=True)))}
-    for number, skeleton in enumerate(payload["skeletons"]):
-        yield join(path, "state", first.get(number, "")), skeleton["value"]
-    yield path, payload["rest"]["value"]
-    yield join(path, "state"), payload["keyed"]["value"]
+def _iter_optimizer_trees(shared: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, tree) of what optimizers have; of equal structures, the first parameter's."""
+    optimizers = [(path, body) for path, body in shared["objects"].items() if body["kind"] == "optimizer"]
+    for path, payload in optimizers:
+        for index, group in enumerate(payload["groups"]):
+            yield join(path, "param_groups", index), group["value"]
+        params = [name for group in payload["groups"] for name in group["params"]]
+        first = {number: name for name, number in reversed(list(zip(params, payload["state"], strict=True)))}
+        for number, skeleton in enumerate(payload["skeletons"]):
+            yield join(path, "state", first.get(number, "")), skeleton["value"]
+        yield path, payload["rest"]["value"]
+        yield join(path, "state"), payload["keyed"]["value"]
 
 
 # ---------------------------------------------------------------------------------------------------- finding nodes

@@ -220,3 +220,52 @@ def wide(make: Make) -> Make:
 
 def names_of(state: dict[str, Any]) -> list[str]:
     return [entry.name for entry in rt.walker_of(state).walk().layout.entries]
+
+
+# ----------------------------------------------------------------------------------------------------------- modules
+
+
+def observed(seed: int) -> dict[str, Any]:
+    model: Any = net(seed).train()
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(model, inplace=True)
+    return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.01)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_resizes_its_buffers_in_training_comes_back() -> None:
+    saved, fresh = observed(1), observed(2)
+    train(saved, 3, seed=5)
+    rt.restore(fresh, rt.save(saved))
+    rt.assert_same_state(saved, fresh)
+    assert train(saved, 3, seed=9) == train(fresh, 3, seed=9)
+
+
+def quantised(seed: int, config: str = "Int8WeightOnlyConfig") -> dict[str, Any]:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = net(seed)
+    quantization.quantize_(model, getattr(quantization, config)())
+    return {"model": model}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_weights_come_back_in_place_bit_for_bit() -> None:
+    saved, fresh = quantised(1), quantised(2)
+    weight = fresh["model"][0].weight
+    walker = rt.walker_of(fresh)
+    walk = walker.walk()
+    assert any(name.startswith("model.0.weight.") for name in names_of(saved))
+    rt.restore(fresh, rt.save(saved))
+    rt.assert_same_state(saved, fresh)
+    assert fresh["model"][0].weight is weight
+    assert not walker.has_changed(walk)
+    x = torch.randn(4, 16)
+    assert torch.equal(saved["model"](x), fresh["model"](x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_were_quantised_in_another_way_are_named() -> None:
+    saved, other = quantised(1), quantised(2, "Int8DynamicActivationInt8WeightConfig")
+    targets = rt.plan(rt.walker_of(other), rt.save(saved))
+    assert "model.0.weight" in targets.mismatch.retyped
+    assert "act_quant_kwargs" in str(targets.mismatch)

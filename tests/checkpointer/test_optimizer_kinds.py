@@ -1,0 +1,62 @@
+"""Optimizers of other packages in a job: what cannot be saved is refused after the first step, with a way out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from tests.checkpointer.loops import wait_agent_gone
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class AsBytes:
+    """The way out that docs/guides/optimizers.md names: the state of an optimizer as torch's own bytes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        torch.save(self.optimizer.state_dict(), buffer)
+        return {"bytes": buffer.getvalue()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(torch.load(io.BytesIO(state["bytes"]), weights_only=False))
+
+
+def run(url: Path, name: str, steps: int, seed: int, wrap: Any = None) -> list[float]:
+    kind = pytest.importorskip("pytorch_optimizer").load_optimizer(name)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    optim, losses = kind(model.parameters(), lr=0.01), []
+    state = {"model": model, "optim": optim if wrap is None else wrap(optim)}
+    with ckpt.Checkpointer(url, state, generators=False) as ck:
+        for step in ck.steps(steps):
+            optim.zero_grad()
+            loss = model(torch.full((3, 8), float(step))).square().sum()
+            loss.backward()
+            optim.step()
+            losses.append(loss.item())
+    wait_agent_gone(url)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["conda", "scalableshampoo"])
+def test_objects_in_an_optimizers_state_are_refused_after_the_first_step(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ckpt.UsageError, match=r"after step 1 .*state\['optim\.state\.0\.weight'\].*optimizers\.md"):
+        run(tmp_path / "run", name, 3, seed=1)
+    wait_agent_gone(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["conda", "scalableshampoo"])
+def test_an_object_that_gives_an_optimizers_state_as_bytes_is_a_way_out(tmp_path: Path, name: str) -> None:
+    whole = run(tmp_path / "whole", name, 8, seed=1, wrap=AsBytes)
+    assert run(tmp_path / "run", name, 4, seed=1, wrap=AsBytes) == whole[:4]
+    assert run(tmp_path / "run", name, 8, seed=2, wrap=AsBytes) == whole[4:]
