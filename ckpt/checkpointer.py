@@ -40,6 +40,8 @@ from ckpt.trainer.loop.saver import Saver, check_metrics
 from ckpt.trainer.loop.shutdown import Shutdown
 from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.loop.steps import Appointments, Steps, as_whole_number
+from ckpt.trainer.loop.swapped_weights import find_pairs, swap
+from ckpt.trainer.state.state_nodes import ModuleNode
 from ckpt.types import Version
 
 # EX_TEMPFAIL: this process did nothing wrong, but a newer start has taken its place.
@@ -252,6 +254,8 @@ class Checkpointer:
     def _end_step(self) -> None:
         # `self._parts` is a call, which each step would pay for.
         parts = self._entered_parts or self._parts
+        if parts.step_tracking.is_swapped:
+            raise UsageError("a step ends inside ck.swapped(), where nothing is saved: leave the context before")
         link, step = parts.saver.link, parts.steps.end_step()
         parts.saver.note_boundary(step)
         link.enter(step + 1)
@@ -304,6 +308,28 @@ class Checkpointer:
         parts.saver.fence()
         parts.step_tracking.is_fenced = True
 
+    @contextlib.contextmanager
+    def swapped(self, average: Any, model: Any = None) -> Iterator[None]:
+        """A context in which the model's weights are those of an average (EMA, SWA), for an evaluation. Nothing is saved
+        in it, and afterwards the weights are bit for bit what they were. It copies the weights meanwhile.
+
+        average: a module (also torch's AveragedModel), an object with `shadow_params` (diffusers, torch_ema), or a dict
+        of tensors by name. model: the module to change (default: the one of the state that the average fits).
+        Errors: UsageError; in the context also from `step` and `save`."""
+        self._check_use()
+        saver, tracking = self._parts.saver, self._parts.step_tracking
+        if tracking.is_swapped:
+            raise UsageError("ck.swapped() inside ck.swapped(): leave the first one before")
+        held = [node.value for node in saver.walk.scan.nodes if isinstance(node, ModuleNode)]
+        module, pairs = find_pairs(average, held if model is None else [model])
+        saver.fence()
+        tracking.is_swapped = True
+        try:
+            with swap(module, pairs):
+                yield
+        finally:
+            tracking.is_swapped = False
+
     @_exclusive
     def save(self, metrics: dict[str, float] | None = None) -> Handle:
         """Saves the last ended step now, and returns a handle. All ranks call it at the same step. It waits for a free
@@ -313,6 +339,8 @@ class Checkpointer:
         Errors: UsageError after an update that no step has ended. UsageError too, if a loader is registered, in the
         body of a step of ck.steps() that has not ended: a restore would skip the batch that was drawn for that step."""
         numbers, parts = check_metrics(metrics, self.events), self._parts
+        if parts.step_tracking.is_swapped:
+            raise UsageError("ck.save() inside ck.swapped(), where nothing is saved: leave the context before")
         steps, link = parts.steps, parts.saver.link
         if parts.step_tracking.pending_updates:
             raise UsageError(

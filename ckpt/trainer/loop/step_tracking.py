@@ -39,7 +39,8 @@ class StepTracking:
     - those that an object in the state holds and saves copies of.
 
     Facts since the last boundary:
-    - `finished_updates`: how many steps have ended; `is_fenced`: whether changes by hand were announced;
+    - `finished_updates`: how many steps have ended; `is_fenced`: whether changes by hand were announced; `is_swapped`:
+      whether `ck.swapped()` has put other weights in;
     - `collected`: what each of `scalers` was collecting for one step, as of the boundary;
     - `foreign_optimizer`: an optimizer that has stepped and owns nothing of the state, while none that counts has or
       was to.
@@ -51,6 +52,7 @@ class StepTracking:
     def __init__(self, state: dict[str, Any], walk: Callable[[], Walk], events: Events) -> None:
         self.finished_updates = 0
         self.is_fenced = False
+        self.is_swapped = False
         self.has_manual_updates = True
         self.is_idle = False
         self.foreign_optimizer: Optimizer | None = None
@@ -154,6 +156,8 @@ class StepTracking:
     def report_swapped_weights(self, step: int) -> str:
         """Why the present state is not that of the end of `step`, the last one; "" if it is. An event reports it
         once."""
+        if self.is_swapped:
+            return "ck.swapped() has put averaged weights in"
         if not self.weights.are_swapped:
             return ""
         why = (

@@ -23,9 +23,8 @@ from ckpt.trainer.state.names import join
 from ckpt.trainer.state.shard import Shard
 from ckpt.trainer.state.value_trees import Tensor
 
-
 _OPTIMIZER_HINT = (
-    "An optimizer that keeps such objects is registered inside an object of your own, whose state_dict() gives its state "
+    "Register an optimizer that keeps such objects inside an object of your own, whose state_dict() gives its state "
     "as bytes (docs/guides/optimizers.md)"
 )
 
