@@ -149,6 +149,8 @@ class Checkpointer:
     lazy: copy in the background during the next step, where ckpt has verified that this is safe.
     strict: a state that does not match the checkpoint is an error.
     generators: save Python's, NumPy's and torch's random generators too.
+    trainable_only: leave out the frozen parameters (requires_grad False) of modules that have trainable ones, as for
+        PEFT. The script loads the frozen ones at each start, or init= names their file.
     take_over: begin even if another living job writes to the URL.
     notices: "auto" (the sources that CKPT_NOTICES allows: signals, the cloud, Slurm, a file) or "off" (only an
         operator's).
@@ -176,6 +178,7 @@ class Checkpointer:
         lazy: bool = True,
         strict: bool = True,
         generators: bool = True,
+        trainable_only: bool = False,
         take_over: bool = False,
         notices: Literal["auto", "off"] = "auto",
         sinks: tuple[Sink, ...] = (),
@@ -207,6 +210,7 @@ class Checkpointer:
             generators=generators,
             take_over=take_over,
             export=export,
+            trainable_only=trainable_only,
         )
         self._receipt = RunReport()
         self.events.add(self._receipt.on_event)
@@ -310,8 +314,8 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def swapped(self, average: Any, model: Any = None) -> Iterator[None]:
-        """A context in which the model's weights are those of an average (EMA, SWA), for an evaluation. Nothing is saved
-        in it, and afterwards the weights are bit for bit what they were. It copies the weights meanwhile.
+        """A context in which the model's weights are those of an average (EMA, SWA), for an evaluation. Nothing is
+        saved in it, and afterwards the weights are bit for bit what they were. It copies the weights meanwhile.
 
         average: a module (also torch's AveragedModel), an object with `shadow_params` (diffusers, torch_ema), or a dict
         of tensors by name. model: the module to change (default: the one of the state that the average fits).

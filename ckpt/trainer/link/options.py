@@ -34,9 +34,10 @@ class UserOptions:
     generators: bool
     take_over: bool
     export: Export | None = None
+    trainable_only: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lazy", "strict", "generators", "take_over"):
+        for name in ("lazy", "strict", "generators", "take_over", "trainable_only"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name}={value!r}: a bool, True or False")
 

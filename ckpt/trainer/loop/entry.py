@@ -225,7 +225,7 @@ def _make_saver(
     coordinate: Coordinate,
     replicated: bool,
 ) -> Saver:
-    walker = StateWalker(asked.state, coordinate, asked.generators)
+    walker = StateWalker(asked.state, coordinate, asked.generators, asked.trainable_only)
     snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
     ends.append(snapshotter.close)
     saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
@@ -263,7 +263,7 @@ def _encode_facts(asked: UserOptions, settings: Settings, saver: Saver, coordina
 
 
 def _compared_options(asked: UserOptions) -> dict[str, Any]:
-    switches = {name: getattr(asked, name) for name in ("strict", "generators", "take_over", "init")}
+    switches = {name: getattr(asked, name) for name in ("strict", "generators", "take_over", "init", "trainable_only")}
     return {**asked.options, **switches}
 
 
@@ -397,6 +397,8 @@ def _restore(
         identity = Identity.parse(candidate["identity"])
         bad, sources = _try_candidate(group, asked, tasks, events, saver, identity, decision.manifest, overwritten)
         if not bad:
+            if asked.trainable_only:
+                _check_base(asked, group, events, saver)
             level = candidate["level"]
             where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
             source = f"step {identity.version.step} from {where}"
@@ -424,10 +426,32 @@ def _restore(
     return RestoreResult(Version(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
 
 
-def _fill_from_init(init: str, group: collective.RankGroup, strict: bool, events: Events, saver: Saver) -> None:
-    """Loads the weights of `init=`. Each rank may have other modules. Errors: those of `load_weights`; StateMismatch if
-    none of the weights fits a module of any rank."""
-    loaded = collective.run_on_all_ranks(group, lambda: load_weights(init, saver.walker, strict))
+def _check_base(asked: UserOptions, group: collective.RankGroup, events: Events, saver: Saver) -> None:
+    """After a restore of trainable parameters only: loads the frozen ones from `init=`, if it is given, and compares
+    them with those that the checkpoint was trained with. Errors: StateMismatch if they differ; if not `strict`, that is
+    an event."""
+    if asked.init is not None:
+        _fill_from_init(asked.init, group, asked.strict, events, saver, is_base=True)
+    differing = collective.run_on_all_ranks(group, saver.walker.find_changed_base)
+    every = {name for said in group.gather(msgpack.packb(differing)) for name in msgpack.unpackb(said)}
+    if not every:
+        return
+    text = (
+        f"the frozen parameters {shorten_names(sorted(every))} are not those that the checkpoint was trained with, and "
+        "that trainable_only=True does not save: load the same base model"
+    )
+    if asked.strict:
+        raise StateMismatch(f"{text}, or pass strict=False to go on with this one")
+    if group.rank == 0:
+        events.emit("base.differs", f"ckpt: strict=False: {text}", loud=True, names=sorted(every))
+
+
+def _fill_from_init(
+    init: str, group: collective.RankGroup, strict: bool, events: Events, saver: Saver, is_base: bool = False
+) -> None:
+    """Loads the weights of `init=`, if `is_base` only the frozen ones. Each rank may have other modules. Errors: those
+    of `load_weights`; StateMismatch if none of the weights fits a module of any rank."""
+    loaded = collective.run_on_all_ranks(group, lambda: load_weights(init, saver.walker, strict, is_base))
     mine = msgpack.packb([loaded.has_filled, list(loaded.unfit_reasons.values())])
     every = [msgpack.unpackb(data) for data in group.gather(mine)]
     unfit = sorted({line for _, lines in every for line in lines})

@@ -1,7 +1,7 @@
 """Swapped weights: the weights of a model are those of an average for a while, and then the same as before.
 
-The average may be a module (torch's AveragedModel, or any module with the same names), an object with `shadow_params` in
-the order of the parameters (diffusers, torch_ema), or a dict of tensors by name.
+The average may be a module (torch's AveragedModel, or any module with the same names), an object with `shadow_params`
+in the order of the parameters (diffusers, torch_ema), or a dict of tensors by name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _inner_module(average: object) -> Any:
 
 def _pairs_of(average: Any, model: nn.Module) -> Pairs:
     """The pairs for a model; none if the average is not of this model."""
-    params = [param for param in model.parameters()]
+    params = list(model.parameters())
     shadow = getattr(average, "shadow_params", None)
     if isinstance(average, (nn.Module, Mapping)):
         return _pairs_by_name(average, model)

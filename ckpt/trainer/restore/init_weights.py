@@ -8,6 +8,7 @@ custom module (names.is_custom) gets its state by its own load_state_dict().
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -52,14 +53,25 @@ class LoadedWeights:
     versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def load_weights(where: str, walker: StateWalker, strict: bool) -> LoadedWeights:
-    """Fills every tensor of every module in the state from `where`; if not `strict`, those that fit. Errors:
-    StateMismatch names tensors that are missing there or have another shape; UsageError, DamagedData, StorageError."""
+def load_weights(where: str, walker: StateWalker, strict: bool, is_base: bool = False) -> LoadedWeights:
+    """Fills every tensor of every module in the state from `where`; if not `strict`, those that fit. If the state has
+    only trainable parameters, the frozen ones must fit, and the trainable ones are filled if they are there; if
+    `is_base`, they are left. Errors: StateMismatch names tensors that are missing there or have another shape;
+    UsageError, DamagedData, StorageError."""
+    frozen = walker.scan().frozen if walker.trainable_only else None
+    if frozen is not None:
+        walker = StateWalker(walker.state, walker.coordinate, walker.has_process_generators)
     walk = walker.walk()
     modules = [node for node in walk.scan.nodes if isinstance(node, ModuleNode)]
     if not modules:
         raise UsageError("init= fills modules, and there is none in state=")
     wanted = list(_find_wanted(modules, walker, walk))
+    if frozen is not None:
+        wanted = [
+            replace(each, is_optional=not {each.entry.name, *names.prefixes(each.entry.name)} & frozen.keys())
+            for each in wanted
+        ]
+        wanted = [each for each in wanted if not (is_base and each.is_optional)]
     path = Path(where)
     files = _find_files(path) if path.exists() else []
     loaded = _from_files(where, files, wanted, strict) if files else _from_run(where, wanted, strict)
@@ -75,8 +87,8 @@ def load_weights(where: str, walker: StateWalker, strict: bool) -> LoadedWeights
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """A tensor of a module, the names that it may have in the source, and the local tensors to fill. `is_buffer`: any
-    one rank's value will do. For a custom module: its path `module`, and a new `tensor` for a `key` of its
-    state_dict()."""
+    one rank's value will do. `is_optional`: the source may lack it. For a custom module: its path `module`, and a new
+    `tensor` for a `key` of its state_dict()."""
 
     entry: Entry
     names: tuple[str, ...]
@@ -85,6 +97,7 @@ class _Wanted:
     module: str = ""
     key: str = ""
     tensor: torch.Tensor | None = None
+    is_optional: bool = False
 
 
 def _find_wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
@@ -101,7 +114,13 @@ def _find_wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk)
         known[home(name)].append(name[len(path) + 1 :])
 
     def known_as(name: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((name, home(name), *known[home(name)])))
+        return tuple(
+            dict.fromkeys(
+                each
+                for known_name in (name, home(name), *known[home(name)])
+                for each in (known_name, _base_name(known_name))
+            )
+        )
 
     filled: set[str] = set()
     buffers = walk.scan.buffer_names()
@@ -123,6 +142,12 @@ def _find_wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk)
                 yield _Wanted(entry, known_as(full), pieces.local_views, home(full) in buffers, node.path, key, new)
 
 
+def _base_name(name: str) -> str:
+    """The name that a parameter has in the base model, without what PEFT puts around its modules."""
+    name = name.replace("base_model.model.", "")
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.", ".", name)
+
+
 def _find_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
@@ -131,13 +156,15 @@ def _match_names(
     wanted: list[_Wanted], there: Callable[[_Wanted, str], tuple[int, ...] | None], where: str, strict: bool
 ) -> tuple[list[tuple[_Wanted, str]], dict[str, str]]:
     """The tensors to fill, each with its name in the source; and why others cannot be filled, by name. `there`: the
-    shape of what the source has under a name; None for nothing. Errors: StateMismatch if `strict` and any cannot be
-    filled."""
+    shape of what the source has under a name; None for nothing. Optional tensors may lack one. Errors: StateMismatch if
+    `strict` and any other cannot be filled."""
     found: list[tuple[_Wanted, str]] = []
     unfit: dict[str, str] = {}
     for each in wanted:
         entry = each.entry
         name = next((name for name in each.names if there(each, name) is not None), None)
+        if each.is_optional and (name is None or there(each, name) != entry.shape):
+            continue
         if name is None:
             unfit[entry.name] = f"{entry.name} is not there"
         elif (shape := there(each, name)) != entry.shape:

@@ -92,6 +92,7 @@ def plan_targets(
     wants = TensorRequests.from_manifest(manifest, coordinate, alike or {}, scan.aliases, saved)
     plan, optimizers = _NodeTargets(walker, scan, wants), OptimizerTargets(scan, wants)
     mine = None if own is None else RankValues.parse(own)
+    walker.saved_base = {} if mine is None else mine.base
     everyone = [RankValues.parse(tree) for tree in others]
     for node in scan.nodes:
         if isinstance(node, ModuleNode):
@@ -182,6 +183,8 @@ class _NodeTargets:
         state: dict[str, Callable[[], Any]] = {}
         for name, key, value in names.CustomStateDict.read(node.value).items:
             full = names.join(node.path, name)
+            if full in self.scan.frozen:
+                continue
             if not isinstance(value, torch.Tensor):
                 if name in loads:
                     state[key] = loads[name]

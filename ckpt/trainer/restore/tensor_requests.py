@@ -13,7 +13,7 @@ from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.layout.assemble import part_owner
 from ckpt.layout.reshard import Mismatch, Want
 from ckpt.trainer.state import composites, value_trees
-from ckpt.trainer.state.names import shorten_names
+from ckpt.trainer.state.names import prefixes, shorten_names
 from ckpt.trainer.state.optimizers import state_path
 from ckpt.trainer.state.saved_values import SharedValues, Tree
 from ckpt.trainer.state.shard import DTYPES, Cutter, Pieces, Shard, allow_in_place, is_dtensor
@@ -150,7 +150,7 @@ class TensorRequests:
         """For each name in `unused_names`, its subtree: the shortest prefix below which this rank's state has nothing;
         the name itself if there is none. `live_names`: the names in the state; of its objects, the path and a dot."""
         unused = self.unused_names()
-        held = {prefix for name in (*live_names, *self.used_names) for prefix in _prefixes(name)} if unused else set()
+        held = {prefix for name in (*live_names, *self.used_names) for prefix in prefixes(name)} if unused else set()
         return {name: _find_subtree(name, held) for name in unused}
 
     def make_mismatch(self, extra: Sequence[str]) -> Mismatch:
@@ -175,7 +175,7 @@ class TensorRequests:
         stored = [
             state_path(path, name) for path, optimizer in self.saved.optimizers.items() for name in optimizer.state
         ]
-        held = {prefix for name in (*self.saved_names, *stored) for prefix in _prefixes(name)}
+        held = {prefix for name in (*self.saved_names, *stored) for prefix in prefixes(name)}
         groups: dict[tuple[str, str], list[str]] = {}
         for name, noun in self.absent_nouns.items():
             groups.setdefault((_find_subtree(name, held), noun), []).append(name)
@@ -288,14 +288,9 @@ class TensorRequests:
         return whole
 
 
-def _prefixes(name: str) -> list[str]:
-    """The names of what holds `name`, the outermost first."""
-    return [name[:at] for at, letter in enumerate(name) if letter == "."]
-
-
 def _find_subtree(name: str, held: Collection[str]) -> str:
     """The shortest prefix of `name` that is not in `held`, the prefixes of all names of a tree; else `name` itself."""
-    return next((prefix for prefix in _prefixes(name) if prefix not in held), name)
+    return next((prefix for prefix in prefixes(name) if prefix not in held), name)
 
 
 def extra_lines(names: Iterable[str], subtrees: Mapping[str, str], owner: str = "") -> list[str]:

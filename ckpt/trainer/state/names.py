@@ -49,6 +49,11 @@ def join(*parts: object) -> str:
     return ".".join(str(p) for p in parts if p != "")
 
 
+def prefixes(name: str) -> list[str]:
+    """The names of what holds `name`, the outermost first."""
+    return [name[:at] for at, letter in enumerate(name) if letter == "."]
+
+
 def shorten_names(names: Sequence[str]) -> str:
     """The first NAMED_MAX names and the number of the others, for a message."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""

@@ -125,7 +125,7 @@ class SharedValues:
 @dataclass(frozen=True, slots=True)
 class RankValues:
     """What one rank saved as its own. `generators`: {"state": .., "seed": ..} by name. `loaders`: embedded trees by
-    path."""
+    path. `base`: by name, the hashes of frozen parameters that were not saved."""
 
     axes: tuple[Axis, ...]
     data: str
@@ -133,6 +133,7 @@ class RankValues:
     data_world: int
     generators: Mapping[str, Mapping[str, Any]]
     loaders: Mapping[str, Mapping[str, Any]]
+    base: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def parse(tree: Any) -> RankValues:
@@ -153,7 +154,10 @@ class RankValues:
             _get(stored, "value", object)
             _get(stored, "tensors", (tuple, list))
         numbers = _get(tree, "data_rank", int), _get(tree, "data_world", int)
-        return RankValues(axes, _get(tree, "data", str), *numbers, generators, loaders)
+        base = _get_named(tree, "base") if "base" in tree else {}
+        if not _are_texts(base.values()):
+            raise DamagedData("the stored hashes of frozen parameters are not texts")
+        return RankValues(axes, _get(tree, "data", str), *numbers, generators, loaders, base)
 
 
 def merge_shared(trees: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -40,6 +41,7 @@ from ckpt.trainer.state.shard import (
     is_dtensor,
     live_parts,
     memory_order,
+    plain_view,
     storage_addresses,
 )
 from ckpt.trainer.state.state_nodes import (
@@ -55,6 +57,7 @@ from ckpt.trainer.state.state_nodes import (
 from ckpt.types import SMALL_BYTES
 
 HASH_BLOCK_BYTES = 8 << 20
+BASE_BYTES = 1 << 20  # of a frozen parameter, for the hash by which another base model is noticed
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -109,6 +112,7 @@ class Scan:
     - By name of a tensor: `tensors`, each tensor once; `aliases`, the other names, each with the name that the tensor
       is saved under; `orders`, the dimensions in memory of a tensor that is not row-major (shard.order_of).
     - `composites`: by path of a module, its tensors that are saved in parts, by name.
+    - `frozen`: by name, the frozen parameters that are left out (StateWalker), and what a custom module adds to them.
     - `volatile`: nodes that must be asked which tensors they hold, each with its answer.
     - `constants`: the parts of the values that never change.
     """
@@ -124,6 +128,7 @@ class Scan:
     orders: dict[str, list[int]]
     constants: values.Constants
     composites: dict[str, dict[str, torch.Tensor]]
+    frozen: dict[str, torch.Tensor]
 
     def read_answer(self, node: StateNode) -> _Answer:
         """What a volatile node answers now."""
@@ -178,14 +183,23 @@ class _Answer:
 
 
 class StateWalker:
-    """Walks `state`, the live dict that the user registered. For the training thread only. `generators`: whether the
-    process's own random number generators belong to the state. Errors: UsageError names what cannot be saved, and a
-    remedy."""
+    """Walks `state`, the live dict that the user registered. For the training thread only.
 
-    def __init__(self, state: dict[str, Any], coordinate: Coordinate, generators: bool = True) -> None:
+    - `generators`: whether the process's own random number generators belong to the state.
+    - `trainable_only`: frozen parameters of modules that have trainable ones do not belong to it.
+    - `saved_base`: hashes of the frozen ones in the restored checkpoint.
+
+    Errors: UsageError names what cannot be saved, and a remedy."""
+
+    def __init__(
+        self, state: dict[str, Any], coordinate: Coordinate, generators: bool = True, trainable_only: bool = False
+    ) -> None:
         self.state = state
         self.coordinate = coordinate
         self.has_process_generators = generators
+        self.trainable_only = trainable_only
+        self.saved_base: Mapping[str, str] = {}
+        self._base: dict[str, str] = {}
 
     @pause_gc()
     def walk(self) -> Walk:
@@ -227,7 +241,7 @@ class StateWalker:
         if len(now) != len(seen.node_signatures) or not all(map(_is_same_signature, now, seen.node_signatures)):
             return True
         try:
-            if seen.fingerprint.is_stale():
+            if seen.fingerprint.is_stale() or any(tensor.requires_grad for tensor in walk.scan.frozen.values()):
                 return True
             return [
                 _fingerprint_answer(walk.scan.read_answer(node)) for node, _ in walk.scan.volatile_nodes
@@ -235,6 +249,11 @@ class StateWalker:
         except RuntimeError:
             # A tensor has lost its storage. The next walk refuses it by name.
             return True
+
+    def find_changed_base(self) -> list[str]:
+        """The frozen parameters whose hashes are not those of `saved_base`. From now on these hashes are saved."""
+        self._base = hash_base(self.scan().frozen)
+        return sorted(name for name, told in self._base.items() if self.saved_base.get(name, told) != told)
 
     def values(self, walk: Walk, positions: bool = True) -> tuple[Any, Any]:
         """(shared, own): the values now, for the structure of `walk`. `shared` is by its nature the same on all ranks;
@@ -252,11 +271,19 @@ class StateWalker:
             "data_rank": here.data_rank,
             "data_world": here.data_world,
             "generators": generators.read_states(self.find_streams(scan.nodes)),
+            **({"base": self._read_base(scan, positions)} if self.trainable_only else {}),
             "loaders": {
                 node.path: value_trees.embed_tensors(read_loader_state(node.value), node.path) for node in loaders
             },
         }
         return {"objects": objects, "aliases": scan.aliases, "orders": scan.orders}, own
+
+    def _read_base(self, scan: Scan, is_loaded: bool) -> dict[str, str]:
+        """The hashes of the frozen parameters, made once: nothing trains them. `is_loaded`: whether they have their
+        values by now, and not only after the restore."""
+        if is_loaded and self._base.keys() != scan.frozen.keys():
+            self._base = hash_base(scan.frozen)
+        return self._base
 
     def find_strays(self, walk: Walk, shared: Any) -> list[str]:
         """The tensors that `shared`, values for the structure of `walk`, refers to and the walk lacks. A checkpoint
@@ -289,12 +316,16 @@ class StateWalker:
         extras: dict[str, list[tuple[str, nn.Module]]] = {}
         volatile: list[tuple[StateNode, _Answer]] = []
         parted: dict[str, dict[str, torch.Tensor]] = {}
+        frozen: dict[str, torch.Tensor] = {}
         for node in all_nodes:
             if isinstance(node, ModuleNode):
                 for module in names.find_fsdp_modules([m for _, m in names.modules(node.value)]):
                     module.reshard()
                 found[node.path], payload = node.read()
                 owners.add_module(node.path, node.value, found[node.path])
+                if self.trainable_only:
+                    found[node.path], left = _part_frozen(node.value, found[node.path])
+                    frozen |= left
                 if whole := {n.name: n.tensor for n in found[node.path] if composites.is_composite(n.tensor)}:
                     parted[node.path] = whole  # type: ignore[assignment]
                     found[node.path] = [part for named in found[node.path] for part in named.parts()]
@@ -325,7 +356,38 @@ class StateWalker:
         orders = _find_orders(tensors)
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
-        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants, parted)
+        return Scan(
+            all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants, parted, frozen
+        )
+
+
+def _part_frozen(root: nn.Module, found: Sequence[NamedTensor]) -> tuple[list[NamedTensor], dict[str, torch.Tensor]]:
+    """The tensors of a module without its frozen parameters; and these by name. A module without a trainable parameter
+    keeps all: it may be an average."""
+    if not any(param.requires_grad for param in root.parameters()):
+        return list(found), {}
+    held = {named.name for named in found if isinstance(named.tensor, nn.Parameter) and not named.tensor.requires_grad}
+    # What a quantised weight adds to the state_dict() of its module has names below that of the weight.
+    left = {
+        named.name: named.tensor
+        for named in found
+        if isinstance(named.tensor, torch.Tensor)
+        and (named.name in held or any(prefix in held for prefix in names.prefixes(named.name)))
+    }
+    return [named for named in found if named.name not in left], left
+
+
+def hash_base(frozen: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By name: the xxh3-128 of shape, dtype and the first MiB of each frozen parameter on this rank. Another base model
+    differs there. A tensor that cannot be read as bytes is left out."""
+    found: dict[str, str] = {}
+    for name, whole in frozen.items():
+        for part in NamedTensor(name, whole).parts():
+            with contextlib.suppress(UsageError):
+                local = plain_view(live_parts(part.tensor)[0], name).flatten()[: BASE_BYTES // whole.element_size()]
+                told = f"{tuple(whole.shape)} {local.dtype} {_hash_tensor(local)}"
+                found[part.name] = xxhash.xxh3_128_hexdigest(told.encode())
+    return found
 
 
 def _make_answer(read: tuple[list[NamedTensor], dict[str, Any]]) -> _Answer:
