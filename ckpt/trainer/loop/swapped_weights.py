@@ -60,7 +60,8 @@ def _inner_module(average: object) -> Any:
     """The module whose names are those of the model: what torch's AveragedModel holds, without wrappers."""
     if isinstance(average, nn.Module):
         is_torchs = any(kind.__name__ == "AveragedModel" for kind in type(average).__mro__)
-        return names.unwrap(average.module if is_torchs else average)
+        inner: Any = average.module if is_torchs else average
+        return names.unwrap(inner)
     return average
 
 

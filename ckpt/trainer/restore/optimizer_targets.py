@@ -161,7 +161,9 @@ class OptimizerTargets:
             group, restored = view.optimizer.param_groups[number], load()
             is_scheduled = any(self._find_schedulers(view))
             path = f"{view.path}.param_groups[{number}]"
-            self.requests.overruled_lines += overruled.compare_group(path, group, restored, is_scheduled)
+            self.requests.overruled_lines += overruled.compare_group(
+                path, view.optimizer, group, restored, is_scheduled
+            )
             for key, value in restored.items():
                 live = group.get(key)
                 if value is None and isinstance(live, torch.Tensor):

@@ -1,7 +1,8 @@
 """Overruled hyper-parameters: values that the script gives an optimizer or a scheduler, and that a restart replaces by
 the checkpoint's. Pure functions.
 
-Values that change during a run do not count. If a scheduler sets the learning rates, the initial rates are compared. Of
+Values that change during a run do not count. What an optimizer's constructor does not take is such a value
+(schedule-free's mode and counters). If a scheduler sets the learning rates, the initial rates are compared. Of
 a scheduler, only arguments of its constructor are compared.
 """
 
@@ -13,16 +14,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def compare_group(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], is_scheduled: bool) -> Iterator[str]:
+def compare_group(
+    name: str, optimizer: Optimizer, live: Mapping[str, Any], saved: Mapping[str, Any], is_scheduled: bool
+) -> Iterator[str]:
     """The differences of an optimizer's group, in words, before it gets the saved hyper-parameters. `is_scheduled`:
     whether a scheduler in the state sets its rates."""
     moving = {"lr"} if is_scheduled or "initial_lr" in live else set()
     moving |= {"momentum", "betas"} if "max_momentum" in live else set()
+    given = inspect.signature(type(optimizer).__init__).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
+        moving |= live.keys() - given.keys() - {"initial_lr"}
     for key in sorted((live.keys() & saved.keys()) - moving):
         yield from _compare_values(f"{name}.{key}", live[key], saved[key])
 

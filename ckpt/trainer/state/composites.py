@@ -34,11 +34,12 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 def is_composite(value: Any) -> bool:
     """Whether the value is a tensor subclass that is saved as its inner tensors. A DTensor and a nested tensor are
     none."""
-    return _can_flatten(type(value)) and not is_dtensor(value) and not value.is_nested
+    kind: type = type(value)
+    return _can_flatten(kind) and not is_dtensor(value) and not value.is_nested
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _can_flatten(kind: type) -> bool:
+def _can_flatten(kind: Any) -> bool:
     return (
         issubclass(kind, torch.Tensor)
         and kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__

@@ -164,8 +164,8 @@ def may_resize(root: nn.Module, key: str) -> bool:
     then take a tensor of another shape, as the observers of torch.ao.quantization do."""
     module = unwrap(root)
     for part in key.split(".")[:-1]:
-        child = module._modules.get(part)
-        if child is None:
+        child = getattr(module, part, None)
+        if not isinstance(child, nn.Module):
             return False
         module = child
     loads: Any = type(module)._load_from_state_dict

@@ -269,3 +269,52 @@ def test_weights_that_were_quantised_in_another_way_are_named() -> None:
     targets = rt.plan(rt.walker_of(other), rt.save(saved))
     assert "model.0.weight" in targets.mismatch.retyped
     assert "act_quant_kwargs" in str(targets.mismatch)
+
+
+# --------------------------------------------------------------------------------------------- modes and sparse state
+
+
+def free(seed: int) -> dict[str, Any]:
+    model = net(seed)
+    optim = pytest.importorskip("schedulefree").AdamWScheduleFree(model.parameters(), lr=0.01)
+    optim.train()
+    return {"model": model, "optim": optim}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_mode_of_a_schedule_free_optimizer_travels_with_the_weights(mode: str) -> None:
+    saved, fresh = free(1), free(2)
+    train(saved, 3, seed=5)
+    getattr(saved["optim"], mode)()
+    checkpoint = rt.save(saved)
+    targets = rt.restore(fresh, checkpoint)
+    assert fresh["optim"].param_groups[0]["train_mode"] == (mode == "train")
+    assert targets.overruled_lines == []  # what the optimizer itself counts, the script does not give
+    rt.assert_same_state(saved, fresh)
+    for state in (saved, fresh):
+        state["optim"].train()
+    assert train(saved, 3, seed=9) == train(fresh, 3, seed=9)
+    for state in (saved, fresh):
+        state["optim"].eval()
+    rt.assert_same_state(saved, fresh)
+
+
+def test_the_state_of_sparse_adam_comes_back_bit_for_bit() -> None:
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
+        return {"model": model, "optim": torch.optim.SparseAdam(model.parameters(), lr=0.1)}
+
+    def go(state: dict[str, Any], seed: int) -> None:
+        rows = torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            state["optim"].zero_grad()
+            state["model"](torch.randint(0, 20, (2, 3), generator=rows)).square().sum().backward()
+            state["optim"].step()
+
+    saved, fresh = made(1), made(2)
+    go(saved, 5)
+    rt.restore(fresh, rt.save(saved))
+    for state in (saved, fresh):
+        go(state, 9)
+    rt.assert_same_state(saved, fresh)
