@@ -60,3 +60,55 @@ def test_an_object_that_gives_an_optimizers_state_as_bytes_is_a_way_out(tmp_path
     whole = run(tmp_path / "whole", name, 8, seed=1, wrap=AsBytes)
     assert run(tmp_path / "run", name, 4, seed=1, wrap=AsBytes) == whole[:4]
     assert run(tmp_path / "run", name, 8, seed=2, wrap=AsBytes) == whole[4:]
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.calls, self.fixed = 0, 3
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+
+class Saving(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state.pop("calls")
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Counting, [["optim.calls"]]), (Saving, []), (torch.optim.Adam, [])])
+def test_a_counter_in_an_attribute_that_is_not_saved_is_said_once(tmp_path: Path, kind: Any, named: Any) -> None:
+    model, seen = nn.Linear(2, 2), list[ckpt.Event]()
+    optim = kind(model.parameters(), lr=0.1)
+    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, sinks=(seen.append,)) as ck:
+        for _ in ck.steps(4):
+            optim.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+    wait_agent_gone(tmp_path)
+    assert [event.data["names"] for event in seen if event.name == "optimizer.attribute"] == named
+
+
+def test_the_checkpoints_rate_wins_and_one_that_is_set_in_the_block_holds_from_then_on(tmp_path: Path) -> None:
+    def go(rate: float, steps: int, change: float | None = None) -> tuple[float, list[ckpt.Event]]:
+        model, seen = nn.Linear(2, 2), list[ckpt.Event]()
+        optim = torch.optim.SGD(model.parameters(), lr=rate)
+        with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, sinks=(seen.append,)) as ck:
+            if change is not None:
+                optim.param_groups[0]["lr"] = change
+            for _ in ck.steps(steps):
+                optim.step()
+        wait_agent_gone(tmp_path)
+        rate = optim.param_groups[0]["lr"]
+        return rate, [event for event in seen if event.name == "restore.overridden"]
+
+    assert go(0.5, 1) == (0.5, [])
+    rate, said = go(0.25, 2, change=0.125)
+    assert rate == 0.125
+    assert said[0].data["lines"] == ["optim.param_groups[0].lr: 0.25 given, 0.5 restored"]
+    assert go(0.125, 3) == (0.125, [])

@@ -34,6 +34,7 @@ from ckpt.trainer.link.levels import Level, check_timeout
 from ckpt.trainer.link.link import JoinTerms, Link
 from ckpt.trainer.link.slots import Plan, RankSlot, StateOffer, encode_hashes
 from ckpt.trainer.loop.due_saves import SavePatience
+from ckpt.trainer.loop.optimizer_attributes import AttributeWatch
 from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.snapshot.replica_tally import ReplicaTally
 from ckpt.trainer.snapshot.samples import Samples, TakenSamples
@@ -103,6 +104,7 @@ class Saver:
         self._patience = SavePatience()
         self._last_filling: _Filling | None = None  # the filling of `newest_taken`, without its values
         self._is_walk_offered = True  # whether the agent knows the present walk, or will learn it at the join
+        self._attributes = AttributeWatch(events)
         self._first_steps = 2  # of which the boundary is still to come
         self._has_stale_hashes = False  # whether the replica hashes that the agent has may be out of date
         self._samples: Samples | None = None  # for the present walk and plan
@@ -363,6 +365,7 @@ class Saver:
                 # snapshot, which reports it.
                 if isinstance(exc.__cause__, UsageError):
                     raise UsageError(f"after step {step} {exc}") from None
+            self._attributes.look(self.walk.scan.views.values())
 
     def wait_for_copies(self, timeout_s: float | None = None) -> None:
         """Waits until no snapshot is being copied into an arena. On the training thread it ends the copy itself; on
