@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import DamagedData, StateMismatch
+from ckpt.errors import DamagedData, StateMismatch, is_injected
 from ckpt.trainer.state.shard import is_dtensor
 
 TENSOR = "__tensor__"  # class, context, shape, strides; beside it the inner tensors by name
@@ -28,6 +28,8 @@ ENUM = "__enum__"  # class, value
 OBJECT = "__object__"  # class, what its state_dict() gave
 MARKERS = (TENSOR, ENUM, OBJECT)
 
+# Tensors of torch itself that stand for others: a result that is still on its way, a traced tensor.
+_INTERNAL = ("torch.distributed.", "torch._subclasses.")
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
@@ -42,6 +44,7 @@ def is_composite(value: Any) -> bool:
 def _can_flatten(kind: Any) -> bool:
     return (
         issubclass(kind, torch.Tensor)
+        and not kind.__module__.startswith(_INTERNAL)
         and kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
         and hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
@@ -114,6 +117,8 @@ def check_composites(tree: Any, what: str, live: Any = None) -> None:
         marker = _find_marker(tree)
         if marker is not None:
             kind = _find_class(tree, marker, what)
+            if marker == ENUM and not _has_member(kind, tree[ENUM][1]):
+                raise StateMismatch(f"{what} is {tree[ENUM][1]!r:.80} in the checkpoint, which {kind.__name__} has not")
             if marker == OBJECT and not (isinstance(live, kind) and has_state(live)):
                 raise StateMismatch(
                     f"{what} is a {kind.__name__} in the checkpoint, and its state needs one to load it, which the "
@@ -130,6 +135,13 @@ def check_composites(tree: Any, what: str, live: Any = None) -> None:
                 check_composites(item, f"{what}.{n}", others[n] if n < len(others) else None)
 
 
+def _has_member(kind: Any, value: Any) -> bool:
+    try:
+        return isinstance(kind(value), enum.Enum)
+    except (ValueError, TypeError):
+        return False
+
+
 def _find_marker(tree: dict[Any, Any]) -> str | None:
     return next((marker for marker in MARKERS if marker in tree), None)
 
@@ -143,7 +155,12 @@ def _make_value(tree: dict[Any, Any], live: Any) -> Any:
     inner = {key: value for key, value in tree.items() if key != TENSOR}
     if type(live) is kind and all(inner.get(name) is part for name, part in inner_tensors(live).items()):
         return live
-    return kind.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
+    try:
+        return kind.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
+    except Exception as exc:
+        if is_injected(exc):
+            raise
+        raise DamagedData(f"a stored {kind.__name__} cannot be made of its parts: {type(exc).__name__}: {exc}") from exc
 
 
 _SIZES = {TENSOR: 4, ENUM: 2, OBJECT: 2}

@@ -46,6 +46,10 @@ def _split_tensors(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what
         return None
     if len(path) > DEPTH_MAX:
         raise UsageError(f"{what} is nested more than {DEPTH_MAX} deep, or contains itself; store less of it")
+    if isinstance(tree, dict) and not tree.keys().isdisjoint(composites.MARKERS):
+        raise UsageError(
+            f"{join(what, *path)} has a key that ckpt writes itself ({', '.join(composites.MARKERS)}); rename the key"
+        )
     tree = _take_apart(tree, has_objects)
     before = len(found)
     if isinstance(tree, dict):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tests.trainer.roundtrip as rt
+from ckpt.errors import StateMismatch, UsageError
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -131,6 +132,10 @@ class Clocked(torch.optim.SGD):
         return super().step(closure)
 
 
+class Fast(enum.Enum):
+    ON = 1
+
+
 OWN: dict[str, Make] = {
     "text keys": lambda model: Counting(model.parameters(), lr=0.01, momentum=0.9),
     "enums": lambda model: Moody(model.parameters()),
@@ -142,6 +147,43 @@ OWN: dict[str, Make] = {
 @pytest.mark.parametrize("kind", OWN)
 def test_each_kind_of_optimizer_state_comes_back_bit_for_bit(kind: str) -> None:
     check_goes_on(OWN[kind])
+
+
+def test_a_value_may_be_a_member_of_an_enum_and_comes_back_as_one() -> None:
+    saved, fresh = {"phase": {"now": Mode.WARM, "all": [Mode.COLD, 5]}}, {"phase": {"now": Mode.COLD}}
+    rt.restore(fresh, rt.save(saved))
+    assert fresh == saved
+
+
+def test_classes_that_a_checkpoint_names_are_only_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = rt.save({"phase": Fast.ON})
+    monkeypatch.delitem(globals(), "Fast")
+    with pytest.raises(StateMismatch, match=r"phase is a Fast in the checkpoint.*no such class: import tests\."):
+        rt.plan(rt.walker_of({"phase": None}), checkpoint)
+
+
+def test_a_member_that_an_enum_has_lost_is_named() -> None:
+    checkpoint = rt.save({"phase": Mode.WARM})
+    gone = enum.Enum("Mode", {"COLD": "cold"}, module=__name__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Mode", gone)
+        with pytest.raises(StateMismatch, match="phase is 'warm' in the checkpoint, which Mode has not"):
+            rt.plan(rt.walker_of({"phase": None}), checkpoint)
+
+
+@pytest.mark.parametrize("key", ["__tensor__", "__enum__", "__object__"])
+def test_a_key_that_marks_composites_is_refused_by_its_place(key: str) -> None:
+    with pytest.raises(UsageError, match=r"mine.deep has a key that ckpt writes itself"):
+        rt.save({"mine": {"deep": {key: 5}}})
+
+
+def test_an_object_that_the_fresh_optimizer_does_not_have_is_named() -> None:
+    saved, fresh = job(OWN["objects"], 1), job(OWN["objects"], 2)
+    fresh["optim"].state.clear()
+    with pytest.raises(
+        StateMismatch, match=r"optim\.state\.0\.weight\.clock is a Clock in the checkpoint.*constructor"
+    ):
+        rt.plan(rt.walker_of(fresh), rt.save(saved))
 
 
 # ---------------------------------------------------------------------------------------------------- other packages
