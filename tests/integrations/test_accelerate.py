@@ -1,0 +1,35 @@
+"""Accelerate: a script that was killed gives the losses and samples of an undisturbed one; its own resume does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.runs import Script
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def script(folder: Path, how: str, *words: str, world: int = 0) -> Script:
+    (folder / "data").mkdir(parents=True)
+    arguments = (how, str(folder / "data"), *words)
+    path = SCRIPTS / "accelerate_train.py"
+    return Script(path, folder / "records", arguments, world, {"CKPT_LINGER_S": "20"})
+
+
+def check_killed_equals_undisturbed(tmp_path: Path, *words: str, world: int = 0, kills: tuple[int, ...]) -> Script:
+    whole, killed = script(tmp_path / "whole", "ckpt", *words, world=world), None
+    whole.run()
+    killed = script(tmp_path / "killed", "ckpt", *words, world=world)
+    for step in kills:
+        killed.run_killed(step)
+    killed.run()
+    for rank in range(max(1, world)):
+        assert killed.trajectory(rank) == whole.trajectory(rank)
+        assert len({each.pid for each in killed.steps(rank)}) == len(kills) + 1
+    return killed
+
+
+def test_a_killed_run_has_the_losses_and_samples_of_an_undisturbed_one(tmp_path: Path) -> None:
+    check_killed_equals_undisturbed(tmp_path, kills=(3, 17))
