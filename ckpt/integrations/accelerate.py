@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import accelerate
@@ -34,7 +34,8 @@ _END = object()
 
 
 def attach(accelerator: accelerate.Accelerator, url: str | os.PathLike[str], **options: Any) -> Checkpointer:
-    """A Checkpointer over all that `accelerator` has prepared. Call it after prepare() and register_for_checkpointing().
+    """A Checkpointer over all that `accelerator` has prepared. It is called after prepare() and
+    register_for_checkpointing().
 
     url, options: those of ckpt.Checkpointer, but for `state`. `ck.state` may get further values before the block.
     Errors: UsageError if nothing was prepared, or for DeepSpeed, Megatron-LM and XLA, which keep states of their own.
@@ -50,9 +51,7 @@ class Checkpointer(ckpt.Checkpointer):
         if engine in OTHER_ENGINES:
             raise ckpt.UsageError(f"the accelerator runs {engine}, whose state ckpt cannot see {GUIDE}")
         if not accelerator._models:
-            raise ckpt.UsageError(
-                "the accelerator has prepared no model: call accelerator.prepare(...) before attach()"
-            )
+            raise ckpt.UsageError("the accelerator has prepared no model: call its prepare() before attach()")
         self.accelerator = accelerator
         self._loaders = [_Position(each, accelerator._models) for each in accelerator._dataloaders]
         self._attached = _prepared(accelerator)
@@ -103,8 +102,8 @@ class Checkpointer(ckpt.Checkpointer):
         return output_dir
 
     def _load_state(self, input_dir: str | None = None, *args: Any, **more: Any) -> None:
-        """Stands in for accelerator.load_state(): the block has restored everything. A fresh run may begin with a folder
-        of Accelerate's."""
+        """Stands in for accelerator.load_state(): the block has restored everything. A fresh run may begin with a
+        folder of Accelerate's."""
         if self.restored.identity is None:
             self._own["load_state"](input_dir, *args, **more)
         else:
@@ -193,7 +192,7 @@ class _Position:
         self._drawn = 0
         self._iteration = loader.iteration
         self._is_training = False
-        self._start: dict[str, Any] | None = None
+        self._start: dict[str, Any] = {}
         self._ahead: dict[str, Any] | None = None
         self._given: dict[str, Any] | None = None
         loader.base_dataloader = _Base(base, self)
@@ -204,39 +203,45 @@ class _Position:
     def state_dict(self) -> dict[str, Any]:
         if self._given is not None:
             return self._given
-        batches = -(-self._drawn // self._per_batch) - 1
-        if self._start is None or batches < 1 or self._loader.end_of_dataloader or not self._is_training:
-            ended = self._start is not None and self._loader.end_of_dataloader
-            now = {"iteration": self._iteration + 1 if ended else self._loader.iteration, "batches": 0}
-            return {**now, "start": self._read_generators(), "ahead": None, "seeds": self._seeds()}
+        loader, is_dispatcher = self._loader, self._per_batch > 1
+        # Accelerate counts the epoch when the loop asks for a batch after the last one.
+        is_in_pass = bool(self._start) and self._is_training and self._iteration == loader.iteration
+        is_ended = is_in_pass and loader.end_of_dataloader
+        batches = -(-self._drawn // self._per_batch) - 1 if is_in_pass and not is_ended else 0
         return {
-            "iteration": self._iteration,
+            "iteration": loader.iteration + (is_ended and is_dispatcher),
             "batches": batches,
-            "start": self._start,
-            "ahead": self._ahead,
-            "seeds": self._seeds(),
+            "is_ended": is_ended and not is_dispatcher,
+            "start": self._start if batches > 0 else self._read_generators(),
+            "ahead": self._ahead if batches > 0 else None,
+            "seeds": {path: each.initial_seed for path, each in self._holders() if "initial_seed" in _vars(each)},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._given = state
         self._loader.iteration = state["iteration"]
-        for path, seed in state["seeds"].items():
-            if path in (holders := self._holders()):
-                holders[path].initial_seed = seed
-        if not state["batches"]:
+        for path, each in self._holders():
+            if path in state["seeds"]:
+                each.initial_seed = state["seeds"][path]
+        if state["batches"] <= 0:
             self._put_own(state["start"]["own"])
 
     def begin_pass(self) -> Iterator[Any]:
         """A pass over the DataLoader, from the restored batch if one was restored. Accelerate has set the epoch."""
-        given, self._given = self._given, None
-        if given is not None and given["batches"] and given["iteration"] != self._loader.iteration:
+        given, self._given, loader = self._given, None, self._loader
+        is_within = given is not None and (given["batches"] > 0 or given["is_ended"])
+        if given is not None and is_within and given["iteration"] != loader.iteration:
             raise ckpt.UsageError(
-                f"the checkpoint was taken in the middle of epoch {given['iteration']} of a loader, and the loop begins "
-                f"its epoch {self._loader.iteration}: begin with loader.iteration {GUIDE}"
+                f"the checkpoint was taken in the middle of epoch {given['iteration']} of a loader, and the loop "
+                f"begins its epoch {loader.iteration}: begin with loader.iteration {GUIDE}"
             )
-        self._iteration, self._drawn = self._loader.iteration, 0
-        self._start, self._ahead, self.has_update = {}, None, False
-        return self._draw(given if given is not None and given["batches"] else None)
+        self._iteration, self._drawn, self._start, self._ahead = loader.iteration, 0, {}, None
+        self.has_update = False
+        if given is not None and given["is_ended"]:
+            # The loop goes on behind the last batch. Accelerate counts no epoch in which it gets none.
+            loader.iteration += 1
+            return iter(())
+        return self._draw(given if is_within else None)
 
     def _draw(self, given: dict[str, Any] | None) -> Iterator[Any]:
         base, end = self._base, 0
@@ -245,14 +250,15 @@ class _Position:
             base._iterator, base._initial_iter_for_state_dict, base.next_iter_state = None, False, None
         now = _read_global()
         if given is None:
-            self._start = self._read_generators()
+            # Persistent workers of the last pass go on, with the seed that was drawn for them then.
+            is_reused = base.persistent_workers and base._iterator is not None
+            self._start = {**self._read_generators(), "is_reused": is_reused}
             iterator = iter(base)
         else:
             self._start, self._ahead = given["start"], given["ahead"]
             self._drawn = given["batches"] * self._per_batch
             end = self._drawn + self._per_batch
-            _put_global(self._start["all"])
-            self._put_own(self._start["own"])
+            self._put_start()
             iterator = self._skip()
         while True:
             if self._drawn >= end and self._drawn % self._per_batch == 0:
@@ -273,44 +279,43 @@ class _Position:
     def _skip(self) -> Iterator[Any]:
         """An iterator of the DataLoader without the batches that `_drawn` counts."""
         if not self._is_map_style:
-            iterator = iter(self._base)
+            batches: Iterator[Any] = iter(self._base)
             for _ in range(self._drawn):
-                next(iterator, None)
+                next(batches, None)
             self._put_ahead()
-            return iterator
+            return batches
         name = "batch_sampler" if self._base.batch_sampler is not None else "sampler"
         sampler = getattr(self._base, name)
         # A DataLoader refuses to have its sampler assigned. Its iterator takes the sampler once, when it is made.
-        vars(self._base)[name] = _Skipping(sampler, self._drawn, self._put_ahead)
+        before = self._put_start if self._start["is_reused"] else None
+        vars(self._base)[name] = _Skipping(sampler, self._drawn, before, self._put_ahead)
         try:
-            return iter(self._base)
+            made: Iterator[Any] = iter(self._base)
+            return made
         finally:
             vars(self._base)[name] = sampler
+
+    def _put_start(self) -> None:
+        _put_global(self._start["all"])
+        self._put_own(self._start["own"])
 
     def _put_ahead(self) -> None:
         if self._ahead is not None:
             _put_global(self._ahead)
 
-    def _holders(self) -> dict[str, Any]:
-        """The DataLoader, its samplers and its data set, by path: what may have a generator or a seed."""
-        found: dict[str, Any] = {"": self._base, "dataset": self._base.dataset}
-        waiting = [("", self._base)]
-        while waiting:
-            path, each = waiting.pop()
+    def _holders(self) -> list[tuple[str, Any]]:
+        """The DataLoader, its data set and its samplers, with their paths: what may have a generator or a seed."""
+        found = [("", self._base), ("dataset", self._base.dataset)]
+        for path, each in found:
             for name in ("batch_sampler", "sampler"):
-                inner = getattr(each, name, None)
-                if inner is not None and not any(inner is known for known in found.values()):
-                    found[f"{path}.{name}"] = inner
-                    waiting.append((f"{path}.{name}", inner))
+                inner = _vars(each).get(name)
+                if inner is not None and not any(inner is known for _, known in found):
+                    found.append((f"{path}.{name}", inner))
         return found
-
-    def _seeds(self) -> dict[str, int]:
-        """The seeds of Accelerate's SeedableRandomSampler."""
-        return {path: each.initial_seed for path, each in self._holders().items() if "initial_seed" in _vars(each)}
 
     def _read_generators(self) -> dict[str, Any]:
         own = {path: generator.get_state() for path, generator in self._own_generators()}
-        return {"all": _read_global(), "own": own}
+        return {"all": _read_global(), "own": own, "is_reused": False}
 
     def _put_own(self, states: dict[str, torch.Tensor]) -> None:
         for path, generator in self._own_generators():
@@ -318,7 +323,7 @@ class _Position:
                 generator.set_state(states[path])
 
     def _own_generators(self) -> Iterator[tuple[str, torch.Generator]]:
-        for path, each in self._holders().items():
+        for path, each in self._holders():
             if isinstance(generator := _vars(each).get("generator"), torch.Generator):
                 yield path, generator
 
@@ -345,14 +350,17 @@ class _Base:
 
 
 class _Skipping:
-    """A sampler whose first pass draws `count` items without handing them out, and then calls `then`."""
+    """A sampler whose first pass draws `count` items without handing them out. It calls `before` and `then` around
+    that."""
 
-    def __init__(self, sampler: Any, count: int, then: Any) -> None:
-        self._sampler, self._count, self._then = sampler, count, then
+    def __init__(self, sampler: Any, count: int, before: Callable[[], None] | None, then: Callable[[], None]) -> None:
+        self._sampler, self._count, self._before, self._then = sampler, count, before, then
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(self._sampler)
         if self._count:
+            if self._before is not None:
+                self._before()
             for _ in range(self._count):
                 next(items, None)
             self._count = 0

@@ -33,3 +33,19 @@ def check_killed_equals_undisturbed(tmp_path: Path, *words: str, world: int = 0,
 
 def test_a_killed_run_has_the_losses_and_samples_of_an_undisturbed_one(tmp_path: Path) -> None:
     check_killed_equals_undisturbed(tmp_path, kills=(3, 17))
+
+
+CASES = {
+    "accumulation": (("accumulate", "seedable"), 0, (6,)),
+    "ddp": (("accumulate",), 2, (3,)),
+    "fsdp2": (("fsdp",), 2, (7,)),
+    "stateful, peft": (("stateful", "peft"), 0, (13,)),
+    "workers": (("workers",), 0, (13,)),
+    "dispatch": (("dispatch",), 2, (7,)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_so_it_is_with_other_loaders_models_and_ranks(tmp_path: Path, case: str) -> None:
+    words, world, kills = CASES[case]
+    check_killed_equals_undisturbed(tmp_path, *words, world=world, kills=kills)
