@@ -4,8 +4,8 @@
         for step, batch in zip(ck.steps(10_000), endless(loader)):
             ...
 
-It saves the prepared models, optimizers, schedulers and scaler, what register_for_checkpointing() was given, the
-accelerator's step counter, and each prepared loader's position. Within the block save_state() is a ck.save().
+It saves the prepared models, optimizers, schedulers and scaler, what register_for_checkpointing() was given, and each
+prepared loader's position. Within the block save_state() is a ck.save().
 
 A loader's position is exact: the epoch, the number of batches that it handed out, and the generators as of the epoch's
 beginning. A restart draws the epoch's order anew and skips in the sampler; it reads no skipped sample. Accelerate reads
@@ -14,6 +14,7 @@ one batch ahead. That batch is read again, with the generators as they were befo
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 import accelerate
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from torch.utils.data import IterableDataset
 
 import ckpt
@@ -31,6 +32,7 @@ TESTED = "1.15"
 GUIDE = "(docs/guides/accelerate.md)"
 OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 _END = object()
+_DRAWS = itertools.count(1)
 
 
 def attach(accelerator: accelerate.Accelerator, url: str | os.PathLike[str], **options: Any) -> Checkpointer:
@@ -57,6 +59,7 @@ class Checkpointer(ckpt.Checkpointer):
         self._attached = _prepared(accelerator)
         self._hooks: list[Any] = []
         self._has_update = self._is_save_due = self._has_told = self._has_checked = False
+        self._is_ahead_told, self._drawn_before = False, 0
         super().__init__(url, _state(accelerator, self._loaders), **options)
 
     def __enter__(self) -> Checkpointer:
@@ -82,10 +85,12 @@ class Checkpointer(ckpt.Checkpointer):
 
     def step(self, n: Any = None) -> None:
         super().step(n)
-        self._has_update = False
         if not self._has_checked:
             self._has_checked = True
             self._check_complete()
+        if self._has_update:
+            self._check_order()
+        self._has_update = False
         if self._is_save_due:
             self._is_save_due = False
             self.save()
@@ -110,9 +115,9 @@ class Checkpointer(ckpt.Checkpointer):
             self._tell_taken_over()
 
     def _note_update(self, *unused: Any) -> None:
-        self._has_update = True
+        self._has_update, self._drawn_before = True, max((each.drawn_at for each in self._loaders), default=0)
         for each in self._loaders:
-            each.has_update = True
+            each.is_training |= each.drawn_at == self._drawn_before > 0
 
     def _tell_taken_over(self) -> None:
         if not self._has_told:
@@ -135,9 +140,23 @@ class Checkpointer(ckpt.Checkpointer):
                 f"prepared or registered after attach(), so not saved: {', '.join(late)}. Call attach() last {GUIDE}",
             )
 
-    def _tell(self, name: str, text: str) -> None:
+    def _check_order(self) -> None:
+        """Tells once of a batch that was drawn between the update and the end of its step."""
+        ahead = next((each for each in self._loaders if each.is_training and each.drawn_at > self._drawn_before), None)
+        if ahead is None or self._is_ahead_told or self.accelerator.scaler is not None:
+            return
+        self._is_ahead_told = True
+        self._tell(
+            "loader.ahead",
+            "a batch was drawn after the update and before the step ended, so a restart skips it. Put ck.steps(n) "
+            f"first in zip(), or call ck.step() directly after the update {GUIDE}",
+            loader=next(name for name, each in self.state.items() if each is ahead),
+            batches=1,
+        )
+
+    def _tell(self, name: str, text: str, **data: Any) -> None:
         if self.accelerator.is_main_process:
-            self.events.emit(name, f"ckpt: {text}", loud=True)
+            self.events.emit(name, f"ckpt: {text}", loud=True, **data)
 
 
 def _prepared(accelerator: Any) -> dict[str, int]:
@@ -155,34 +174,21 @@ def _state(accelerator: Any, positions: Sequence[_Position]) -> dict[str, Any]:
         "loader": positions,
     }
     state = {f"{kind}_{n}" if n else kind: each for kind, found in kinds.items() for n, each in enumerate(found)}
-    state["accelerator"] = _Counters(accelerator)
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     return state
-
-
-class _Counters:
-    """The accelerator's count of batches within a gradient accumulation."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._accelerator.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._accelerator.step = state["step"]
 
 
 class _Position:
     """The position of one prepared loader. It counts what the loader draws from its torch DataLoader.
 
     `drawn`: batches of that DataLoader in this pass; the loader hands out one for each `per_batch`, and is one ahead.
-    A pass counts as an evaluation if the models are in eval mode and no optimizer steps between its batches; a restart
-    begins it anew."""
+    `drawn_at`: when the newest one was, in the order of all loaders' draws. `is_training`: a model was in training mode
+    then, or an optimizer stepped before another loader was drawn from. A restart begins any other pass anew."""
 
     def __init__(self, loader: Any, models: Sequence[torch.nn.Module]) -> None:
-        self.has_update = False  # whether an optimizer has stepped since the last draw of this pass
+        self.drawn_at = 0
+        self.is_training = False
         self._loader, self._models = loader, models
         self._base = base = loader.base_dataloader
         self._is_map_style = not isinstance(base.dataset, IterableDataset)
@@ -191,7 +197,6 @@ class _Position:
         self._per_batch = loader.state.num_processes if is_dispatcher and not is_split else 1
         self._drawn = 0
         self._iteration = loader.iteration
-        self._is_training = False
         self._start: dict[str, Any] = {}
         self._ahead: dict[str, Any] | None = None
         self._given: dict[str, Any] | None = None
@@ -205,7 +210,7 @@ class _Position:
             return self._given
         loader, is_dispatcher = self._loader, self._per_batch > 1
         # Accelerate counts the epoch when the loop asks for a batch after the last one.
-        is_in_pass = bool(self._start) and self._is_training and self._iteration == loader.iteration
+        is_in_pass = bool(self._start) and self.is_training and self._iteration == loader.iteration
         is_ended = is_in_pass and loader.end_of_dataloader
         batches = -(-self._drawn // self._per_batch) - 1 if is_in_pass and not is_ended else 0
         return {
@@ -226,6 +231,24 @@ class _Position:
         if state["batches"] <= 0:
             self._put_own(state["start"]["own"])
 
+    def reshard(self, states: Sequence[dict[str, Any]], rank: int, world: int) -> None:
+        """Takes the position that other numbers of processes saved. Errors: UsageError if the batches that they handed
+        out are no whole number for each process now, or the order of the epoch cannot be drawn here."""
+        first, is_split = states[0], getattr(self._base.batch_sampler, "split_batches", False)
+        batches = first["batches"] * (1 if is_split else len(states))
+        lost = {path for path, _ in self._own_generators()} - first["start"]["own"].keys()
+        if lost and first["batches"] > 0:
+            raise ckpt.UsageError(
+                "one process has shuffled without a generator, and several cannot draw that order: start with one "
+                f"process, or with DataLoaderConfiguration(use_seedable_sampler=True) from the beginning {GUIDE}"
+            )
+        if not is_split and batches % world:
+            raise ckpt.UsageError(
+                f"{len(states)} processes have handed out {first['batches']} batches each in this epoch, which {world} "
+                f"processes cannot divide: start with another number of processes {GUIDE}"
+            )
+        self.load_state_dict({**first, "batches": batches if is_split else batches // world})
+
     def begin_pass(self) -> Iterator[Any]:
         """A pass over the DataLoader, from the restored batch if one was restored. Accelerate has set the epoch."""
         given, self._given, loader = self._given, None, self._loader
@@ -236,7 +259,6 @@ class _Position:
                 f"begins its epoch {loader.iteration}: begin with loader.iteration {GUIDE}"
             )
         self._iteration, self._drawn, self._start, self._ahead = loader.iteration, 0, {}, None
-        self.has_update = False
         if given is not None and given["is_ended"]:
             # The loop goes on behind the last batch. Accelerate counts no epoch in which it gets none.
             loader.iteration += 1
@@ -264,11 +286,10 @@ class _Position:
             if self._drawn >= end and self._drawn % self._per_batch == 0:
                 # Only this process's own reads draw from these generators.
                 self._ahead = None if base.num_workers else _read_global()
-            if self.has_update or any(each.training for each in self._models):
-                self._is_training = True
             batch = next(iterator, _END)
-            self.has_update = False
             self._drawn += batch is not _END
+            self.drawn_at = next(_DRAWS)
+            self.is_training |= given is not None or any(each.training for each in self._models)
             if given is not None and (batch is _END or self._drawn == end):
                 given = None
                 _put_global(now)
@@ -304,13 +325,14 @@ class _Position:
             _put_global(self._ahead)
 
     def _holders(self) -> list[tuple[str, Any]]:
-        """The DataLoader, its data set and its samplers, with their paths: what may have a generator or a seed."""
+        """The DataLoader, its data set and its samplers, with their paths: what may have a generator or a seed. A path
+        is the same for one process and for several."""
         found = [("", self._base), ("dataset", self._base.dataset)]
         for path, each in found:
             for name in ("batch_sampler", "sampler"):
                 inner = _vars(each).get(name)
                 if inner is not None and not any(inner is known for _, known in found):
-                    found.append((f"{path}.{name}", inner))
+                    found.append((path if isinstance(each, BatchSamplerShard) else f"{path}.{name}", inner))
         return found
 
     def _read_generators(self) -> dict[str, Any]:
@@ -318,9 +340,11 @@ class _Position:
         return {"all": _read_global(), "own": own, "is_reused": False}
 
     def _put_own(self, states: dict[str, torch.Tensor]) -> None:
-        for path, generator in self._own_generators():
-            if path in states:
-                generator.set_state(states[path])
+        for path, each in self._holders():
+            # Several processes make a generator for a sampler that has none in one process.
+            if path in states and "generator" in _vars(each):
+                each.generator = each.generator or torch.Generator()
+                each.generator.set_state(states[path])
 
     def _own_generators(self) -> Iterator[tuple[str, torch.Generator]]:
         for path, each in self._holders():

@@ -32,7 +32,28 @@ def check_killed_equals_undisturbed(tmp_path: Path, *words: str, world: int = 0,
 
 
 def test_a_killed_run_has_the_losses_and_samples_of_an_undisturbed_one(tmp_path: Path) -> None:
-    check_killed_equals_undisturbed(tmp_path, kills=(3, 17))
+    """Accelerate's own save_state() and load_state(), used as its guide shows, repeat and skip samples."""
+    killed = check_killed_equals_undisturbed(tmp_path, kills=(3, 17))
+    # No skipped sample is read: 10 batches of 4 are an epoch, and two batches of 8 and the one ahead an evaluation.
+    last = killed.steps()[-1].pid
+    reads = (tmp_path / "killed" / "data" / f"reads-{last}").read_text().splitlines()
+    made = [each.step for each in killed.steps() if each.pid == last]
+    assert len(reads) == 4 * len(made) + 2 * 3 * 8
+
+    own = script(tmp_path / "own", "own")
+    own.run_killed(3)
+    own.run_killed(17)
+    own.run()
+    whole = killed.trajectory()
+    assert own.trajectory() != whole
+    assert any(len(set(epoch)) < 40 for epoch in epochs(own))
+    assert all(len(set(epoch)) == 40 for epoch in epochs(killed))
+
+
+def epochs(of: Script) -> list[list[int]]:
+    """The samples of each epoch of 10 steps."""
+    seen = of.trajectory()
+    return [[each for step in range(n, n + 10) for each in seen[step][1]] for n in (1, 11, 21)]
 
 
 CASES = {

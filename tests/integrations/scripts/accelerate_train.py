@@ -1,7 +1,7 @@
 """Trains with Accelerate, and records each update. Arguments: "ckpt" or "own" (save_state and load_state of Accelerate,
 as its guide shows), a folder, and words that choose a case:
 
-accumulate, seedable, stateful, workers, dispatch, fsdp, peft, epochs=N
+accumulate, seedable, stateful, workers, dispatch, fsdp, peft
 """
 
 import os
