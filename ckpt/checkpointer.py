@@ -32,7 +32,7 @@ from ckpt.threads import Tasks, run_cleanups
 from ckpt.trainer.link.export_plan import plan_export
 from ckpt.trainer.link.levels import Level
 from ckpt.trainer.link.options import UserOptions, advise_interval, check_state, find_init, find_url, make_options
-from ckpt.trainer.loop import entry
+from ckpt.trainer.loop import calling_framework, entry
 from ckpt.trainer.loop.due_saves import DueSaves
 from ckpt.trainer.loop.loader_watch import LoaderWatch
 from ckpt.trainer.loop.run_report import RunReport
@@ -440,7 +440,10 @@ class Checkpointer:
             updates = StepTracking(self.state, lambda: saver.walk, self.events)
             ends.append(updates.close)
             updates.install_hooks(found.version.step)
-            watch.begin_watch(is_told=saver.link.terms is not None and saver.link.terms.rank == 0)
+            is_told = saver.link.terms is not None and saver.link.terms.rank == 0
+            watch.begin_watch(is_told)
+            if is_told:
+                calling_framework.report_unsaved(self.state, self.events)
             steps = Steps(found.version.step, saver, updates, watch, self.events)
             shutdown = Shutdown(saver.link, tasks, self.events, settings)
             appointments = Appointments(steps, saver, updates, shutdown)

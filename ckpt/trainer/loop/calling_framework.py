@@ -1,0 +1,133 @@
+"""Whether the block is entered inside a framework's own loop, whose counters and loaders the state lacks.
+
+A transformers Trainer and a Lightning Trainer count steps and epochs, and draw from loaders, that a plain callback does
+not see. A restart then begins the framework's loop anew, from the restored weights. The same holds for what an
+Accelerator has prepared.
+
+Only modules that are imported already are looked at, so nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ckpt.events import Events
+from ckpt.trainer.state import value_trees
+
+INTEGRATIONS = "ckpt.integrations."
+TRAINERS = (
+    (
+        "transformers.trainer",
+        "a transformers Trainer",
+        "global_step",
+        "ckpt.integrations.hf.Callback(url)",
+        "huggingface",
+    ),
+    *(
+        (module, "a Lightning Trainer", "fit_loop", "ckpt.integrations.lightning.Checkpoint(url)", "lightning")
+        for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+    ),
+)
+
+
+def report_unsaved(state: Mapping[str, Any], events: Events) -> None:
+    """Emits one warning (`framework.unsaved`) if a framework's loop runs this thread and `state` lacks what that loop
+    counts. Silent inside an integration of ckpt, which has put it into the state."""
+    frames = list(_frames())
+    if any(str(frame.f_globals.get("__name__", "")).startswith(INTEGRATIONS) for frame in frames):
+        return
+    held = list(_objects(state, 0))
+    for module, name, key, way, guide in TRAINERS:
+        trainer = _find_self(frames, _class(module, "Trainer"))
+        if trainer is not None:
+            own = getattr(trainer, "state" if key == "global_step" else key, None)
+            if not any(each is own or each is trainer or (isinstance(each, dict) and key in each) for each in held):
+                _report(events, name, "its counts of steps and epochs, and the position of its data", way, guide)
+            return
+    accelerator = _find_accelerator(frames, _class("accelerate.accelerator", "Accelerator"))
+    if accelerator is not None and (missing := _find_missing(accelerator, held)):
+        way = "ckpt.integrations.accelerate.attach(accelerator, url)"
+        _report(events, "an Accelerator", f"what it has prepared: {', '.join(missing)}", way, "accelerate")
+
+
+def _report(events: Events, name: str, what: str, way: str, guide: str) -> None:
+    events.emit(
+        "framework.unsaved",
+        f"ckpt: the block is entered inside the loop of {name}, and the state lacks {what}. A restart begins these "
+        f"anew. Use {way} instead (docs/guides/{guide}.md)",
+        loud=True,
+        framework=name,
+    )
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _class(module: str, name: str) -> type | None:
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def _find_self(frames: list[FrameType], kind: type | None) -> Any:
+    """The object of this kind whose method is running."""
+    if kind is None:
+        return None
+    return next((each for frame in frames if isinstance(each := frame.f_locals.get("self"), kind)), None)
+
+
+def _find_accelerator(frames: list[FrameType], kind: type | None) -> Any:
+    """The accelerator that a running function has, or the object whose method it is."""
+    if kind is None:
+        return None
+    for frame in frames:
+        local = frame.f_locals
+        held = [*local.values(), *getattr(local.get("self"), "__dict__", {}).values()]
+        if (found := next((each for each in held if isinstance(each, kind)), None)) is not None:
+            return found
+    return None
+
+
+def _find_missing(accelerator: Any, held: list[Any]) -> list[str]:
+    """What the accelerator has prepared and the state lacks, by kind. Any loader in the state is enough: the others may
+    be those of evaluations."""
+    known = {id(each) for each in held}
+    found: dict[str, list[bool]] = {}
+    for kind, inner in (
+        ("model", "module"),
+        ("optimizer", "optimizer"),
+        ("scheduler", "scheduler"),
+        ("custom_object", ""),
+    ):
+        prepared = getattr(accelerator, f"_{kind}s", ())
+        found[kind] = [id(each) in known or id(getattr(each, inner, None)) in known for each in prepared]
+    if not any(found["model"]):
+        # The state has nothing of this accelerator: another loop is saved.
+        return []
+    missing = [
+        f"{kind.replace('custom', 'registered').replace('_', ' ')}s" for kind, saved in found.items() if not all(saved)
+    ]
+    # nn.Sequential can be iterated over, too.
+    has_loader = any(
+        hasattr(each, "state_dict") and hasattr(each, "__iter__") for each in held if not isinstance(each, nn.Module)
+    )
+    return missing + (["the loaders' positions"] if accelerator._dataloaders and not has_loader else [])
+
+
+def _objects(value: Any, depth: int) -> Iterator[Any]:
+    """The objects in the state, and the dicts."""
+    if isinstance(value, (dict, list, tuple)):
+        yield value
+        if depth < value_trees.DEPTH_MAX:
+            for each in value.values() if isinstance(value, dict) else value:
+                yield from _objects(each, depth + 1)
+    elif type(value) not in value_trees.PLAIN:
+        yield value
