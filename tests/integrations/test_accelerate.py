@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,77 @@ CASES = {
 def test_so_it_is_with_other_loaders_models_and_ranks(tmp_path: Path, case: str) -> None:
     words, world, kills = CASES[case]
     check_killed_equals_undisturbed(tmp_path, *words, world=world, kills=kills)
+
+
+def steps(folder: Path, *words: str, world: int = 0) -> Script:
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    arguments = (str(folder / "data"), *words)
+    records = folder / f"records-{world}"
+    return Script(SCRIPTS / "accelerate_steps.py", records, arguments, world, {"CKPT_LINGER_S": "20"})
+
+
+def test_save_state_is_a_save_of_ckpt_and_load_state_reads_nothing(tmp_path: Path) -> None:
+    script = steps(tmp_path, "saves", "slow")
+    out = script.run_killed(6)
+    assert "saved to" in out
+    assert not list((tmp_path / "data").glob("folder-*"))
+    out += script.run()
+    assert "restored 4" in out
+    assert out.count("write and read no folder") == 2
+    assert [each.step for each in script.steps()] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert len({each for step in script.trajectory().values() for each in step[1]}) == 32
+
+
+def test_sigterm_saves_one_step_of_all_ranks(tmp_path: Path) -> None:
+    script = steps(tmp_path, "slow", world=2)
+    code, _ = script.run_signalled(3)
+    assert code != 0
+    ended = [len(script.steps(rank)) for rank in (0, 1)]
+    assert ended[0] == ended[1] < 8
+    assert f"restored {ended[0]}" in script.run()
+    for rank in (0, 1):
+        assert [each.step for each in script.steps(rank)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("words", [(), ("split",)])
+def test_other_numbers_of_processes_go_on_in_the_epoch(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Each sample of the epoch is seen once: by 2 processes up to a step, by 1 process after that."""
+    two = steps(tmp_path, "slow", *words, world=2)
+    two.run_killed(3)
+    one = steps(tmp_path, *words)
+    out = one.run()
+    restored = int(out.split("restored ")[1].split()[0])
+    assert restored in (2, 3)
+    seen = [each for rank in (0, 1) for step in range(1, restored + 1) for each in two.trajectory(rank)[step][1]]
+    per_step = 8 if not words else 4
+    assert len(seen) == per_step * restored
+    rest = [each for step in one.trajectory().values() for each in step[1]]
+    epoch = (seen + rest)[:48]
+    assert len(set(epoch)) == len(epoch) > len(seen)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("zip", "a batch was drawn after the update"),
+        ("late", "registered after attach(), so not saved: custom_objects"),
+        ("untested", "was tested with accelerate 1.15; this is 9.1.0"),
+    ],
+)
+def test_what_would_be_lost_or_differ_is_said_once(tmp_path: Path, word: str, text: str) -> None:
+    assert steps(tmp_path, word).run().count(text) == 1
+    assert text not in steps(tmp_path / "right").run()
+
+
+def test_a_loop_that_begins_its_epochs_anew_is_refused(tmp_path: Path) -> None:
+    script = steps(tmp_path, "slow", "epoch")
+    script.run_killed(14)
+    life = script.start()
+    assert life.wait() != 0
+    assert "in the middle of epoch 1 of a loader, and the loop begins its epoch 0" in life.output()
+
+
+def test_what_cannot_be_attached_is_refused() -> None:
+    code = "import accelerate, ckpt.integrations.accelerate as a; a.attach(accelerate.Accelerator(cpu=True), 'x')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "call its prepare() before attach()" in done.stderr
