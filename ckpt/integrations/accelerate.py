@@ -57,7 +57,7 @@ class Checkpointer(ckpt.Checkpointer):
         vars(accelerator).update(save_state=self._save_state, load_state=self._load_state)
         self._hooks = [each.optimizer.register_step_post_hook(self._note_update) for each in accelerator._optimizers]
         if ".".join(accelerate.__version__.split(".")[:2]) != TESTED:
-            self._tell(
+            self._emit(
                 "framework.untested",
                 f"ckpt.integrations.accelerate was tested with accelerate {TESTED}; this is {accelerate.__version__}, "
                 "which may differ",
@@ -114,7 +114,7 @@ class Checkpointer(ckpt.Checkpointer):
             if self.accelerator._save_model_state_pre_hook or self.accelerator._load_model_state_pre_hook:
                 hooks = ". Hooks of the script on save_state() and load_state() are not called: give what they keep to "
                 hooks += "register_for_checkpointing()"
-            self._tell(
+            self._emit(
                 "framework.also_saves",
                 "the script calls accelerator.save_state() or load_state(): they write and read no folder in the "
                 f"block. save_state() is a ck.save(), and entering the block has restored the state{hooks} {GUIDE}",
@@ -123,7 +123,7 @@ class Checkpointer(ckpt.Checkpointer):
     def _check_complete(self) -> None:
         late = [kind for kind, count in _prepared(self.accelerator).items() if count > self._attached[kind]]
         if late:
-            self._tell(
+            self._emit(
                 "framework.unsaved",
                 f"prepared or registered after attach(), so not saved: {', '.join(late)}. Call attach() last {GUIDE}",
                 framework="an Accelerator",
@@ -135,7 +135,7 @@ class Checkpointer(ckpt.Checkpointer):
         if ahead is None or self._is_ahead_told or self.accelerator.scaler is not None:
             return
         self._is_ahead_told = True
-        self._tell(
+        self._emit(
             "loader.ahead",
             "a batch was drawn after the update and before the step ended, so a restart skips it. Put ck.steps(n) "
             f"first in zip(), or call ck.step() directly after the update {GUIDE}",
@@ -143,7 +143,7 @@ class Checkpointer(ckpt.Checkpointer):
             batches=1,
         )
 
-    def _tell(self, name: str, text: str, **data: Any) -> None:
+    def _emit(self, name: str, text: str, **data: Any) -> None:
         if self.accelerator.is_main_process:
             self.events.emit(name, f"ckpt: {text}", loud=True, **data)
 
