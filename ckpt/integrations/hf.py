@@ -1,0 +1,446 @@
+"""ckpt for the Trainer of Hugging Face transformers: a callback that saves, and that resumes by itself.
+
+    Trainer(..., callbacks=[ckpt.integrations.hf.Callback("s3://bucket/run")]).train()
+
+The same command again goes on after the newest checkpoint, bit for bit: weights, optimizer, scheduler, the Trainer's
+own state, callbacks' states, random generators and the data's position.
+
+The Trainer offers callbacks no place where the model is prepared and the position is not yet fixed. So the callback
+wraps methods of its Trainer (SEAMS), in this order of calls:
+
+1. `_inner_training_loop` is the block of the Checkpointer. `_finalize_training`, which may load the best model, comes
+   after the block.
+2. `_init_training_state` tells the Trainer its position. The model is prepared and the Checkpointer entered in there.
+3. `_run_epoch` begins an epoch, or goes on in its middle.
+4. `get_batch_samples` begins an update: here, or at the epoch's end, the update before is a step of ckpt. What the
+   Trainer logs, evaluates and saves after an update thus belongs to that step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+import ckpt
+
+TESTED = "5.24"
+SEAMS = (
+    "get_train_dataloader",
+    "_inner_training_loop",
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "get_batch_samples",
+    "_load_rng_state",
+    "_finalize_training",
+)
+# What each start of the Trainer computes for itself; all other fields of TrainerState are restored.
+COMPUTED_FIELDS = frozenset(
+    "max_steps num_train_epochs logging_steps eval_steps save_steps train_batch_size is_local_process_zero "
+    "is_world_process_zero is_hyper_param_search trial_name trial_params stateful_callbacks".split()
+)
+RESUMED = "ckpt"  # what the Trainer takes for the path of its own checkpoint while it skips batches
+
+
+class Callback(TrainerCallback):
+    """Saves the run of a Trainer at `url`, and resumes it. Give it to Trainer(callbacks=[...]); for a Trainer that
+    exists, call `attach(trainer)` instead of trainer.add_callback().
+
+    options: those of ckpt.Checkpointer, but for `state`. A step of ckpt is an update of the Trainer.
+    `checkpointer`: the entered Checkpointer during train(), else None.
+
+    A checkpoint at `url` wins over train(resume_from_checkpoint=), which counts only for a run's first start.
+    Errors of train(): those of ckpt.Checkpointer; UsageError for a Trainer that cannot be resumed."""
+
+    def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
+        inspect.signature(ckpt.Checkpointer).bind(url, {}, **options)
+        self.url, self.options = url, options
+        self.checkpointer: ckpt.Checkpointer | None = None
+        self._trainer: Any = None
+        self._run: _Run | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Makes `trainer` save and resume. Errors: UsageError, if its version of transformers is too old."""
+        if missing := [name for name in SEAMS if not hasattr(trainer, name)]:
+            raise ckpt.UsageError(
+                f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which ckpt.integrations.hf "
+                f"wraps; it was tested with {TESTED}: install that version"
+            )
+        if self._trainer is not None:
+            raise ckpt.UsageError("this ckpt.integrations.hf.Callback has a Trainer already; make one for each Trainer")
+        self._trainer = trainer
+        for name in SEAMS:
+            setattr(
+                trainer, name, functools.partial(getattr(self, f"_wrap_{name.lstrip('_')}"), getattr(trainer, name))
+            )
+        if self not in trainer.callback_handler.callbacks:
+            trainer.callback_handler.callbacks.append(self)
+
+    # -- events of the Trainer
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attach(_find_trainer(self))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is None:
+            raise ckpt.UsageError(
+                "ckpt.integrations.hf.Callback came too late to a Trainer that exists already: give it to "
+                "Trainer(callbacks=[...]), or call callback.attach(trainer) instead of trainer.add_callback(callback)"
+            )
+        self._run.progress.fill_running_loss()
+
+    # -- the wrapped methods
+
+    def _wrap_inner_training_loop(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = self._trainer
+        if kwargs.get("trial") is not None:
+            raise ckpt.UsageError(
+                "a hyperparameter search has many runs, and ckpt.integrations.hf saves one: leave it out"
+            )
+        if trainer.is_deepspeed_enabled:
+            raise ckpt.UsageError("ckpt.integrations.hf cannot save DeepSpeed's partitions: use DDP or FSDP2")
+        with contextlib.ExitStack() as block:
+            self._run = _Run(self, trainer, block)
+            block.callback(setattr, self, "checkpointer", None)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._run = None
+
+    def _wrap_get_train_dataloader(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        loader = inner(*args, **kwargs)
+        if self._run is not None:
+            self._run.take_loader(loader)
+        return loader
+
+    def _wrap_init_training_state(
+        self, inner: Any, max_steps: int, updates_per_epoch: int, epochs: int, resume: Any, trial: Any
+    ) -> tuple[int, int]:
+        position = inner(max_steps, updates_per_epoch, epochs, resume, trial)
+        return self._active.enter(position, max_steps, epochs, resume)
+
+    def _wrap_prepare_for_training(self, inner: Any, max_steps: int, loader: Any, resume: Any) -> Any:
+        return self._active.prepare(inner, max_steps, loader, resume)
+
+    def _wrap_run_epoch(self, inner: Any, **call: Any) -> None:
+        run = self._active
+        run.begin_epoch(call)
+        inner(**call)
+        run.end_epoch(call)
+
+    def _wrap_get_batch_samples(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            return inner(*args, **kwargs)
+        self._run.end_step()
+        found = inner(*args, **kwargs)
+        self._run.progress.batches += len(found[0])
+        return found
+
+    def _wrap_load_rng_state(self, inner: Any, checkpoint: Any) -> None:
+        if checkpoint == RESUMED:
+            self._active.end_skipping()
+        else:
+            inner(checkpoint)
+
+    def _wrap_finalize_training(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        self._active.block.close()
+        return inner(*args, **kwargs)
+
+    @property
+    def _active(self) -> _Run:
+        assert self._run is not None  # the Trainer calls this method in _inner_training_loop only
+        return self._run
+
+
+class _Run:
+    """One call of train(): the Checkpointer, and where the training is."""
+
+    def __init__(self, callback: Callback, trainer: Any, block: contextlib.ExitStack) -> None:
+        self.callback, self.trainer, self.block = callback, trainer, block
+        self.progress = _Progress(trainer)
+        self._loader: Any = None
+        self._prepared: Any = None
+        self._prepare: Any = None
+        self._ended_step = 0
+        self._skip = 0  # batches to skip in the first epoch
+        self._is_resumed = False
+        self._generators: Any = None  # as restored
+
+    def take_loader(self, loader: Any) -> None:
+        self._loader = loader
+        base = getattr(loader, "base_dataloader", loader)
+        sampler = getattr(base, "batch_sampler", None)
+        self.progress.sampler = None if sampler is None else _NotingSampler(sampler)
+        if sampler is not None:
+            # A DataLoader refuses to change the attribute, since its iterators read it. None has been made yet.
+            object.__setattr__(base, "batch_sampler", self.progress.sampler)
+
+    def prepare(self, inner: Any, *args: Any) -> Any:
+        if self._prepared is None:
+            self._prepared = inner(*args)
+        return self._prepared
+
+    def enter(self, position: tuple[int, int], max_steps: int, epochs: int, resume: Any) -> tuple[int, int]:
+        """Enters the Checkpointer. `position`: the epoch, and the batches of it that are trained, if there is no
+        checkpoint. Returns the position."""
+        trainer, progress = self.trainer, self.progress
+        model, _ = trainer._prepare_for_training(max_steps, self._loader, resume)
+        optimizer = trainer.optimizer
+        state = {
+            "model": model,
+            "optim": getattr(optimizer, "optimizer", optimizer),
+            "sched": trainer.lr_scheduler,
+            "trainer": progress,
+        }
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            state["scaler"] = trainer.accelerator.scaler
+        progress.epoch, progress.batches = position
+        ck = ckpt.Checkpointer(self.callback.url, state, **self.callback.options)
+        self.block.enter_context(ck)
+        self.callback.checkpointer = ck
+        self._generators = _read_generators(cuda=True)
+        self._is_resumed = ck.restored.step > 0
+        self._ended_step = trainer.state.global_step
+        self._tell(ck, resume)
+        if self._is_resumed:
+            position = self._find_position()
+            trainer.args.eval_on_start = False  # the run began before
+        if trainer.state.global_step >= max_steps or any(map(_is_exhausted, trainer.callback_handler.callbacks)):
+            text = f"the run has ended at step {trainer.state.global_step}: nothing is trained. "
+            text += "For a new run give another URL; to go on, give more steps, or more patience to early stopping"
+            ck.events.emit("run.finished", f"ckpt: {text}", loud=True)
+            return epochs, 0
+        return position
+
+    def begin_epoch(self, call: dict[str, Any]) -> None:
+        progress, epoch = self.progress, call["epoch"]
+        is_first = epoch == call["epochs_trained"]
+        progress.epoch = epoch
+        progress.batches = call["steps_trained_in_current_epoch"] if is_first else 0
+        if not (is_first and self._is_resumed):
+            progress.epoch_begin = _read_generators()
+            return
+        call["resume_from_checkpoint"] = RESUMED if progress.batches else None
+        # The loader that skips does not hand the epoch on to all samplers.
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
+        if not progress.batches:
+            _write_generators(self._generators)
+            progress.epoch_begin = _read_generators()
+            return
+        # A sampler may draw the epoch's order from the global generators, and a loader its workers' seeds.
+        _write_generators(progress.epoch_begin)
+        if progress.sampler is not None:
+            progress.sampler.resume = progress.batches, progress.sampler.before, self._generators
+
+    def end_skipping(self) -> None:
+        """The Trainer has skipped batches and drawn those of its first update."""
+        if self.progress.sampler is None:
+            _write_generators(self._generators)
+
+    def end_step(self) -> None:
+        """Ends a step of ckpt, if the Trainer has made an update since the last one."""
+        if self.trainer.state.global_step != self._ended_step and self.callback.checkpointer is not None:
+            self._ended_step = self.trainer.state.global_step
+            self.callback.checkpointer.step()
+
+    def end_epoch(self, call: dict[str, Any]) -> None:
+        progress = self.progress
+        if not self.trainer.control.should_training_stop or progress.batches >= call["steps_in_epoch"]:
+            progress.epoch, progress.batches = call["epoch"] + 1, 0
+        self.end_step()
+
+    def _find_position(self) -> tuple[int, int]:
+        """The restored epoch, and the batches of it that are trained, in batches of this start."""
+        progress, saved = self.progress, self.progress.saved_data
+        if not progress.batches or self.trainer.args.ignore_data_skip:
+            return progress.epoch, 0
+        now = progress.describe_data()
+        if changed := [key for key in now if key != "batch_size" and now[key] != saved.get(key)]:
+            lines = ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in changed)
+            raise ckpt.UsageError(
+                f"the checkpoint is in the middle of an epoch, and the order of the data has changed: {lines}. Set them "
+                "as they were, or set TrainingArguments(ignore_data_skip=True) to begin this epoch's data anew"
+            )
+        batches, rest = divmod(progress.batches * saved["batch_size"], now["batch_size"])
+        if rest or batches % self.trainer.args.gradient_accumulation_steps:
+            raise ckpt.UsageError(
+                f"the checkpoint is {progress.batches * saved['batch_size']} samples into its epoch, which is no whole "
+                f"number of updates of {now['batch_size']} x {self.trainer.args.gradient_accumulation_steps} samples. "
+                "Set batch size, ranks and gradient accumulation as they were, or set "
+                "TrainingArguments(ignore_data_skip=True) to begin this epoch's data anew"
+            )
+        return progress.epoch, batches
+
+    def _tell(self, ck: ckpt.Checkpointer, resume: Any) -> None:
+        args = self.trainer.args
+        if not self.trainer.is_world_process_zero():
+            return
+        if ".".join(transformers.__version__.split(".")[:2]) != TESTED:
+            text = f"ckpt.integrations.hf was tested with transformers {TESTED}; this is {transformers.__version__}"
+            ck.events.emit("framework.untested", f"ckpt: {text}", loud=True)
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model:
+            text = f"the Trainer also saves checkpoints, to {args.output_dir}, which ckpt does not need. "
+            text += 'Set TrainingArguments(save_strategy="no"), or save_only_model=True to keep weights only'
+            ck.events.emit("framework.also_saves", f"ckpt: {text}", loud=True)
+        if self._is_resumed and resume is not None:
+            text = f"resume_from_checkpoint={str(resume)!r} is not used: the newest checkpoint at {ck.url} is"
+            ck.events.emit("framework.resume_ignored", f"ckpt: {text}", loud=True)
+        if self.progress.sampler is None:
+            text = "the training data is an IterableDataset: a restart in the middle of an epoch reads the epoch's "
+            text += "samples up to its position again. The dataset must give them in the same order"
+            ck.events.emit("loader.rereads", f"ckpt: {text}", loud=True)
+
+
+class _Progress:
+    """What the Trainer has beside model, optimizer and scheduler, and the data's position; an object of the state.
+
+    `epoch`, `batches`: the running epoch, and how many of its batches this rank has trained. `epoch_begin`: the CPU's
+    generators when it began. `sampler.before`: those before the batch was read that the loader holds in advance."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.epoch = self.batches = 0
+        self.epoch_begin: Any = None
+        self.sampler: _NotingSampler | None = None
+        self.saved_data: dict[str, Any] = {}
+        self._trainer = trainer
+        self._running_loss: tuple[float, int] | None = None
+
+    def describe_data(self) -> dict[str, Any]:
+        """What the position and the order of the data depend on."""
+        args, data = self._trainer.args, self._trainer.train_dataset
+        total = self._trainer.get_total_train_batch_size(args)
+        return {
+            "batch_size": total // args.gradient_accumulation_steps,
+            "samples": len(data) if hasattr(data, "__len__") else None,
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        loss = getattr(trainer, "_tr_loss", None)
+        kept = {name: each for name, each in _asdict(trainer.state).items() if name not in COMPUTED_FIELDS}
+        return {
+            "state": json.loads(json.dumps(kept)),
+            "callbacks": [[name, each.state()["attributes"]] for name, each in self._stateful_callbacks()],
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "data": self.describe_data(),
+            "epoch_begin": self.epoch_begin,
+            "ahead": None if self.sampler is None else self.sampler.before,
+            "running_loss": 0.0 if loss is None else loss.item(),
+            "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
+            "flos": trainer.current_flos,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        for name, value in saved["state"].items():
+            setattr(state, name, value)
+        if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):
+            state.best_model_checkpoint = None
+        callbacks = list(self._stateful_callbacks())
+        for name, attributes in saved["callbacks"]:
+            found = next((each for each in callbacks if each[0] == name), None)
+            if found is not None:
+                callbacks.remove(found)
+                for attribute, value in attributes.items():
+                    setattr(found[1], attribute, value)
+        self.epoch, self.batches, self.saved_data = saved["epoch"], saved["batches"], saved["data"]
+        self.epoch_begin = saved["epoch_begin"]
+        if self.sampler is not None:
+            self.sampler.before = saved["ahead"]
+        self._running_loss = saved["running_loss"], saved["last_logged"]
+        trainer.current_flos = saved["flos"]
+
+    def fill_running_loss(self) -> None:
+        """Gives the Trainer, which has just set them to zero, the losses since the last log. The train_loss of its end
+        stays the mean of this start's steps."""
+        if self._running_loss is not None:
+            trainer, (loss, step) = self._trainer, self._running_loss
+            trainer._tr_loss += loss
+            trainer._total_loss_scalar -= loss
+            trainer._globalstep_last_logged = step
+
+    def _stateful_callbacks(self) -> Iterator[tuple[str, Any]]:
+        for each in self._trainer.callback_handler.callbacks:
+            if isinstance(each, ExportableState):
+                yield type(each).__name__, each
+
+
+class _NotingSampler:
+    """A batch sampler that notes the CPU's generators before each batch is read. `resume`: the number of a batch, the
+    generators for its reading, and those for what comes after."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.before: Any = None
+        self.resume: tuple[int, Any, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        resume, self.resume = self.resume, None
+        for number, batch in enumerate(self.inner):
+            if resume is not None and number == resume[0]:
+                _write_generators(resume[1])
+            self.before = _read_generators()
+            yield batch
+            if resume is not None and number == resume[0]:
+                _write_generators(resume[2])
+
+
+def _read_generators(cuda: bool = False) -> dict[str, Any]:
+    """The global generators of Python, NumPy and torch. Skipping batches moves those of the CPU only."""
+    found = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state().numpy()}
+    if cuda and torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def _write_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(torch.from_numpy(np.array(states["torch"])))
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _asdict(state: Any) -> dict[str, Any]:
+    return {each.name: getattr(state, each.name) for each in dataclasses.fields(state)}
+
+
+def _is_exhausted(callback: Any) -> bool:
+    return (
+        isinstance(callback, EarlyStoppingCallback)
+        and callback.early_stopping_patience_counter >= callback.early_stopping_patience
+    )
+
+
+def _find_trainer(callback: Callback) -> Any:
+    """The Trainer that is being made: it calls the callback, and does not name itself."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
+            return found
+        frame = frame.f_back
+    raise ckpt.UsageError("no Trainer is being made here: call callback.attach(trainer)")

@@ -1,0 +1,133 @@
+"""Trains with the Trainer of transformers. Arguments: "ckpt", "own" (the Trainer's own resume), or "none"; a folder;
+and options as JSON. KILL in the environment: "step.batch" ends the process with SIGKILL before that batch's backward.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+import ckpt
+from ckpt.integrations.hf import Callback
+from tests.integrations.runs import record
+
+HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
+OPTIONS = {"args": {}, "samples": 40, "every": 1, **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}")}
+KILL = tuple(int(each) for each in os.environ.get("KILL", "0.0").split("."))
+READ: set[int] = set()
+
+
+class Data(torch.utils.data.Dataset):
+    """Samples with noise from each of the CPU's generators, so that the order of all draws matters."""
+
+    def __len__(self):
+        return OPTIONS["samples"]
+
+    def __getitem__(self, number):
+        READ.add(number)
+        noise = random.random() + np.random.rand() + torch.rand(()).item() if OPTIONS.get("noise", True) else 0.0
+        fixed = torch.randn(8, generator=torch.Generator().manual_seed(number))
+        return {"x": fixed + 0.1 * noise, "number": number}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for number in range(OPTIONS["samples"]):
+            yield {"x": torch.randn(8, generator=torch.Generator().manual_seed(number)), "number": number}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = torch.nn.Linear(8, 16)
+        self.out = torch.nn.Linear(16, 1)
+        self.drop = torch.nn.Dropout(0.3)
+        self.step, self.loss, self.numbers = 0, 0.0, []
+
+    def forward(self, x, number):
+        loss = (self.out(self.drop(torch.tanh(self.q(x)))) - x.sum(1, keepdim=True)).square().mean()
+        if self.training:
+            self.loss += loss.item()
+            batch = len(self.numbers) // len(number) + 1
+            self.numbers += number.tolist()
+            if (self.step + 1, batch) == KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return {"loss": loss, "logits": loss.detach().reshape(1, 1)}
+
+
+class Recorder(TrainerCallback):
+    def __init__(self, net):
+        self.net = net
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.net.step = state.global_step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        net = self.net
+        record(state.global_step, net.loss, net.numbers)
+        net.step, net.loss, net.numbers = state.global_step, 0.0, []
+        time.sleep(OPTIONS.get("pause_s", 0))
+
+
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    model = net
+    if OPTIONS.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(net, LoraConfig(r=2, target_modules=["q"], lora_dropout=0.2))
+    given = {
+        "output_dir": str(FOLDER / "own"),
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps" if HOW == "own" else "no",
+        "save_steps": 1,
+        "logging_steps": 3,
+        "learning_rate": 0.01,
+        "warmup_steps": 3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "remove_unused_columns": False,
+        **OPTIONS["args"],
+    }
+    callbacks = [Recorder(net)]
+    if OPTIONS.get("patience"):
+        callbacks.append(EarlyStoppingCallback(OPTIONS["patience"]))
+    if HOW == "ckpt":
+        callbacks.append(Callback(FOLDER / "run", policy=ckpt.Every(steps=OPTIONS["every"])))
+    trainer = Trainer(
+        model,
+        TrainingArguments(**given),
+        train_dataset=Stream() if OPTIONS.get("stream") else Data(),
+        eval_dataset=Data() if OPTIONS.get("evaluate") else None,
+        callbacks=callbacks,
+    )
+    last = get_last_checkpoint(FOLDER / "own") if (FOLDER / "own").exists() else None
+    trainer.train(resume_from_checkpoint=last if HOW == "own" or OPTIONS.get("resume") else None)
+    if trainer.is_world_process_zero():
+        report = {
+            "logs": [each for each in trainer.state.log_history if "train_runtime" not in each],
+            "read": len(READ),
+            "best": trainer.state.best_metric,
+            "best_step": trainer.state.best_global_step,
+            "weights": [each.double().sum().item().hex() for each in model.state_dict().values()],
+        }
+        for each in report["logs"]:
+            for name in [name for name in each if "runtime" in name or "per_second" in name]:
+                del each[name]
+        print("REPORT " + json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
