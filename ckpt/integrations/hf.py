@@ -19,7 +19,6 @@ wraps methods of its Trainer (SEAMS), in this order of calls:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -39,8 +38,8 @@ import ckpt
 
 TESTED = "5.24"
 SEAMS = (
-    "get_train_dataloader",
     "_inner_training_loop",
+    "get_train_dataloader",
     "_init_training_state",
     "_prepare_for_training",
     "_run_epoch",
@@ -48,11 +47,9 @@ SEAMS = (
     "_load_rng_state",
     "_finalize_training",
 )
-# What each start of the Trainer computes for itself; all other fields of TrainerState are restored.
-COMPUTED_FIELDS = frozenset(
-    "max_steps num_train_epochs logging_steps eval_steps save_steps train_batch_size is_local_process_zero "
-    "is_world_process_zero is_hyper_param_search trial_name trial_params stateful_callbacks".split()
-)
+# What is restored of TrainerState; each start computes the rest.
+COUNTED_FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history")
+STATE_FIELDS = (*COUNTED_FIELDS, "best_metric", "best_global_step", "best_model_checkpoint")
 RESUMED = "ckpt"  # what the Trainer takes for the path of its own checkpoint while it skips batches
 
 
@@ -83,14 +80,9 @@ class Callback(TrainerCallback):
         if self._trainer is not None:
             raise ckpt.UsageError("this ckpt.integrations.hf.Callback has a Trainer already; make one for each Trainer")
         self._trainer = trainer
-        for name in SEAMS:
-            setattr(
-                trainer, name, functools.partial(getattr(self, f"_wrap_{name.lstrip('_')}"), getattr(trainer, name))
-            )
+        _wrap(trainer, "_inner_training_loop", self._train)
         if self not in trainer.callback_handler.callbacks:
             trainer.callback_handler.callbacks.append(self)
-
-    # -- events of the Trainer
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.attach(_find_trainer(self))
@@ -103,122 +95,69 @@ class Callback(TrainerCallback):
             )
         self._run.progress.fill_running_loss()
 
-    # -- the wrapped methods
-
-    def _wrap_inner_training_loop(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        trainer = self._trainer
+    def _train(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("trial") is not None:
             raise ckpt.UsageError(
-                "a hyperparameter search has many runs, and ckpt.integrations.hf saves one: leave it out"
+                "ckpt.integrations.hf saves one run, and a hyperparameter search has many: leave it out"
             )
-        if trainer.is_deepspeed_enabled:
+        if self._trainer.is_deepspeed_enabled:
             raise ckpt.UsageError("ckpt.integrations.hf cannot save DeepSpeed's partitions: use DDP or FSDP2")
         with contextlib.ExitStack() as block:
-            self._run = _Run(self, trainer, block)
-            block.callback(setattr, self, "checkpointer", None)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self._run = None
-
-    def _wrap_get_train_dataloader(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        loader = inner(*args, **kwargs)
-        if self._run is not None:
-            self._run.take_loader(loader)
-        return loader
-
-    def _wrap_init_training_state(
-        self, inner: Any, max_steps: int, updates_per_epoch: int, epochs: int, resume: Any, trial: Any
-    ) -> tuple[int, int]:
-        position = inner(max_steps, updates_per_epoch, epochs, resume, trial)
-        return self._active.enter(position, max_steps, epochs, resume)
-
-    def _wrap_prepare_for_training(self, inner: Any, max_steps: int, loader: Any, resume: Any) -> Any:
-        return self._active.prepare(inner, max_steps, loader, resume)
-
-    def _wrap_run_epoch(self, inner: Any, **call: Any) -> None:
-        run = self._active
-        run.begin_epoch(call)
-        inner(**call)
-        run.end_epoch(call)
-
-    def _wrap_get_batch_samples(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._run is None:
+            self._run = _Run(self, self._trainer, block)
+            block.callback(self._end_run)
             return inner(*args, **kwargs)
-        self._run.end_step()
-        found = inner(*args, **kwargs)
-        self._run.progress.batches += len(found[0])
-        return found
 
-    def _wrap_load_rng_state(self, inner: Any, checkpoint: Any) -> None:
-        if checkpoint == RESUMED:
-            self._active.end_skipping()
-        else:
-            inner(checkpoint)
-
-    def _wrap_finalize_training(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        self._active.block.close()
-        return inner(*args, **kwargs)
-
-    @property
-    def _active(self) -> _Run:
-        assert self._run is not None  # the Trainer calls this method in _inner_training_loop only
-        return self._run
+    def _end_run(self) -> None:
+        self._run = self.checkpointer = None
 
 
 class _Run:
-    """One call of train(): the Checkpointer, and where the training is."""
+    """One call of train(): the Checkpointer, and where the training is. `block`: open until the training ends. The
+    methods of SEAMS get the Trainer's own method first."""
 
     def __init__(self, callback: Callback, trainer: Any, block: contextlib.ExitStack) -> None:
         self.callback, self.trainer, self.block = callback, trainer, block
         self.progress = _Progress(trainer)
         self._loader: Any = None
         self._prepared: Any = None
-        self._prepare: Any = None
         self._ended_step = 0
-        self._skip = 0  # batches to skip in the first epoch
         self._is_resumed = False
         self._generators: Any = None  # as restored
+        for name in SEAMS[1:]:
+            block.callback(setattr, trainer, name, getattr(trainer, name))
+            _wrap(trainer, name, getattr(self, name))
 
-    def take_loader(self, loader: Any) -> None:
-        self._loader = loader
+    def get_train_dataloader(self, inner: Any) -> Any:
+        self._loader = loader = inner()
         base = getattr(loader, "base_dataloader", loader)
-        sampler = getattr(base, "batch_sampler", None)
-        self.progress.sampler = None if sampler is None else _NotingSampler(sampler)
-        if sampler is not None:
+        if (sampler := getattr(base, "batch_sampler", None)) is not None:
+            self.progress.sampler = _NotingSampler(sampler)
             # A DataLoader refuses to change the attribute, since its iterators read it. None has been made yet.
             object.__setattr__(base, "batch_sampler", self.progress.sampler)
+        return loader
 
-    def prepare(self, inner: Any, *args: Any) -> Any:
-        if self._prepared is None:
-            self._prepared = inner(*args)
-        return self._prepared
-
-    def enter(self, position: tuple[int, int], max_steps: int, epochs: int, resume: Any) -> tuple[int, int]:
-        """Enters the Checkpointer. `position`: the epoch, and the batches of it that are trained, if there is no
-        checkpoint. Returns the position."""
-        trainer, progress = self.trainer, self.progress
-        model, _ = trainer._prepare_for_training(max_steps, self._loader, resume)
-        optimizer = trainer.optimizer
+    def _init_training_state(self, inner: Any, max_steps: int, updates: int, epochs: int, *more: Any) -> Any:
+        """Prepares the model and enters the Checkpointer. Returns the epoch, and the batches of it that are trained."""
+        trainer, progress, resume = self.trainer, self.progress, more[0]
+        position = progress.epoch, progress.batches = inner(max_steps, updates, epochs, *more)
+        self._prepared = trainer._prepare_for_training(max_steps, self._loader, resume)
         state = {
-            "model": model,
-            "optim": getattr(optimizer, "optimizer", optimizer),
+            "model": self._prepared[0],
+            "optim": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "sched": trainer.lr_scheduler,
             "trainer": progress,
         }
         if getattr(trainer.accelerator, "scaler", None) is not None:
             state["scaler"] = trainer.accelerator.scaler
-        progress.epoch, progress.batches = position
         ck = ckpt.Checkpointer(self.callback.url, state, **self.callback.options)
-        self.block.enter_context(ck)
-        self.callback.checkpointer = ck
+        self.callback.checkpointer = self.block.enter_context(ck)
         self._generators = _read_generators(cuda=True)
         self._is_resumed = ck.restored.step > 0
         self._ended_step = trainer.state.global_step
         self._tell(ck, resume)
         if self._is_resumed:
-            position = self._find_position()
             trainer.args.eval_on_start = False  # the run began before
+            position = self._find_position()
         if trainer.state.global_step >= max_steps or any(map(_is_exhausted, trainer.callback_handler.callbacks)):
             text = f"the run has ended at step {trainer.state.global_step}: nothing is trained. "
             text += "For a new run give another URL; to go on, give more steps, or more patience to early stopping"
@@ -226,63 +165,77 @@ class _Run:
             return epochs, 0
         return position
 
-    def begin_epoch(self, call: dict[str, Any]) -> None:
+    def _prepare_for_training(self, inner: Any, *args: Any) -> Any:
+        return self._prepared or inner(*args)
+
+    def _run_epoch(self, inner: Any, **call: Any) -> None:
         progress, epoch = self.progress, call["epoch"]
         is_first = epoch == call["epochs_trained"]
-        progress.epoch = epoch
-        progress.batches = call["steps_trained_in_current_epoch"] if is_first else 0
-        if not (is_first and self._is_resumed):
+        progress.epoch, progress.batches = epoch, call["steps_trained_in_current_epoch"] if is_first else 0
+        if is_first and self._is_resumed:
+            self._resume_epoch(call)
+        else:
             progress.epoch_begin = _read_generators()
-            return
-        call["resume_from_checkpoint"] = RESUMED if progress.batches else None
-        # The loader that skips does not hand the epoch on to all samplers.
-        if hasattr(self._loader, "set_epoch"):
-            self._loader.set_epoch(epoch)
+        inner(**call)
+        if not self.trainer.control.should_training_stop or progress.batches >= call["steps_in_epoch"]:
+            progress.epoch, progress.batches = epoch + 1, 0
+        self._end_step()
+
+    def _resume_epoch(self, call: dict[str, Any]) -> None:
+        progress = self.progress
         if not progress.batches:
             _write_generators(self._generators)
             progress.epoch_begin = _read_generators()
             return
+        call["resume_from_checkpoint"] = RESUMED
+        # The loader that skips does not hand the epoch on to all samplers.
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(call["epoch"])
         # A sampler may draw the epoch's order from the global generators, and a loader its workers' seeds.
         _write_generators(progress.epoch_begin)
         if progress.sampler is not None:
             progress.sampler.resume = progress.batches, progress.sampler.before, self._generators
 
-    def end_skipping(self) -> None:
-        """The Trainer has skipped batches and drawn those of its first update."""
-        if self.progress.sampler is None:
+    def get_batch_samples(self, inner: Any, *args: Any) -> Any:
+        self._end_step()
+        found = inner(*args)
+        self.progress.batches += len(found[0])
+        return found
+
+    def _load_rng_state(self, inner: Any, checkpoint: Any) -> None:
+        if checkpoint != RESUMED:
+            inner(checkpoint)
+        elif self.progress.sampler is None:
             _write_generators(self._generators)
 
-    def end_step(self) -> None:
+    def _finalize_training(self, inner: Any, *args: Any) -> Any:
+        self.block.close()
+        return inner(*args)
+
+    def _end_step(self) -> None:
         """Ends a step of ckpt, if the Trainer has made an update since the last one."""
         if self.trainer.state.global_step != self._ended_step and self.callback.checkpointer is not None:
             self._ended_step = self.trainer.state.global_step
             self.callback.checkpointer.step()
 
-    def end_epoch(self, call: dict[str, Any]) -> None:
-        progress = self.progress
-        if not self.trainer.control.should_training_stop or progress.batches >= call["steps_in_epoch"]:
-            progress.epoch, progress.batches = call["epoch"] + 1, 0
-        self.end_step()
-
     def _find_position(self) -> tuple[int, int]:
         """The restored epoch, and the batches of it that are trained, in batches of this start."""
-        progress, saved = self.progress, self.progress.saved_data
-        if not progress.batches or self.trainer.args.ignore_data_skip:
+        progress, saved, args = self.progress, self.progress.saved_data, self.trainer.args
+        if not progress.batches or args.ignore_data_skip:
             return progress.epoch, 0
-        now = progress.describe_data()
+        now, anew = progress.describe_data(), "set TrainingArguments(ignore_data_skip=True) to begin this epoch anew"
         if changed := [key for key in now if key != "batch_size" and now[key] != saved.get(key)]:
             lines = ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in changed)
             raise ckpt.UsageError(
-                f"the checkpoint is in the middle of an epoch, and the order of the data has changed: {lines}. Set them "
-                "as they were, or set TrainingArguments(ignore_data_skip=True) to begin this epoch's data anew"
+                f"the checkpoint is in the middle of an epoch, and the data's order has changed: {lines}. Set them as "
+                f"they were, or {anew}"
             )
         batches, rest = divmod(progress.batches * saved["batch_size"], now["batch_size"])
-        if rest or batches % self.trainer.args.gradient_accumulation_steps:
+        if rest or batches % args.gradient_accumulation_steps:
             raise ckpt.UsageError(
                 f"the checkpoint is {progress.batches * saved['batch_size']} samples into its epoch, which is no whole "
-                f"number of updates of {now['batch_size']} x {self.trainer.args.gradient_accumulation_steps} samples. "
-                "Set batch size, ranks and gradient accumulation as they were, or set "
-                "TrainingArguments(ignore_data_skip=True) to begin this epoch's data anew"
+                f"number of updates of {now['batch_size']} x {args.gradient_accumulation_steps} samples. Set batch "
+                f"size, ranks and gradient accumulation as they were, or {anew}"
             )
         return progress.epoch, batches
 
@@ -300,6 +253,10 @@ class _Run:
         if self._is_resumed and resume is not None:
             text = f"resume_from_checkpoint={str(resume)!r} is not used: the newest checkpoint at {ck.url} is"
             ck.events.emit("framework.resume_ignored", f"ckpt: {text}", loud=True)
+        if self.progress.lost_best is not None:
+            text = f"{self.progress.lost_best}, the Trainer's folder of the best model so far, is gone: "
+            text += "only a model that is better will be loaded at the end"
+            ck.events.emit("best_model.lost", f"ckpt: {text}", loud=True)
         if self.progress.sampler is None:
             text = "the training data is an IterableDataset: a restart in the middle of an epoch reads the epoch's "
             text += "samples up to its position again. The dataset must give them in the same order"
@@ -317,6 +274,7 @@ class _Progress:
         self.epoch_begin: Any = None
         self.sampler: _NotingSampler | None = None
         self.saved_data: dict[str, Any] = {}
+        self.lost_best: str | None = None  # the restored folder of the best model, if it is gone
         self._trainer = trainer
         self._running_loss: tuple[float, int] | None = None
 
@@ -333,9 +291,9 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         loss = getattr(trainer, "_tr_loss", None)
-        kept = {name: each for name, each in _asdict(trainer.state).items() if name not in COMPUTED_FIELDS}
+        kept = {name: getattr(trainer.state, name) for name in STATE_FIELDS}
         return {
-            "state": json.loads(json.dumps(kept)),
+            "state": json.loads(json.dumps(kept, default=float)),
             "callbacks": [[name, each.state()["attributes"]] for name, each in self._stateful_callbacks()],
             "epoch": self.epoch,
             "batches": self.batches,
@@ -352,7 +310,7 @@ class _Progress:
         for name, value in saved["state"].items():
             setattr(state, name, value)
         if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):
-            state.best_model_checkpoint = None
+            self.lost_best, state.best_model_checkpoint = state.best_model_checkpoint, None
         callbacks = list(self._stateful_callbacks())
         for name, attributes in saved["callbacks"]:
             found = next((each for each in callbacks if each[0] == name), None)
@@ -424,15 +382,16 @@ def _write_generators(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _asdict(state: Any) -> dict[str, Any]:
-    return {each.name: getattr(state, each.name) for each in dataclasses.fields(state)}
-
-
 def _is_exhausted(callback: Any) -> bool:
     return (
         isinstance(callback, EarlyStoppingCallback)
         and callback.early_stopping_patience_counter >= callback.early_stopping_patience
     )
+
+
+def _wrap(trainer: Any, name: str, wrapper: Any) -> None:
+    """Replaces a method of this one Trainer. `wrapper` gets the method first, then its arguments."""
+    setattr(trainer, name, functools.partial(wrapper, getattr(trainer, name)))
 
 
 def _find_trainer(callback: Callback) -> Any:

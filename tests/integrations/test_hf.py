@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import ckpt
 from tests.integrations.runs import Script
 
@@ -57,3 +55,112 @@ def test_kills_at_any_moment_leave_losses_and_samples_as_they_were(tmp_path: Pat
     assert same(found, expected)
     with ckpt.open(tmp_path / "ckpt/run") as run:
         assert run.newest.step == 15
+
+
+def test_a_resume_in_mid_epoch_reads_no_sample_of_a_map_dataset_again(tmp_path: Path) -> None:
+    ours = script(tmp_path, args={"num_train_epochs": 1})
+    assert report(killed(ours, "4.1"))["read"] == 40 - 3 * 8
+    assert sorted(number for each in ours.steps() for number in each.samples) == list(range(40))
+
+
+def test_the_trainers_own_resume_draws_other_numbers_and_other_data(tmp_path: Path) -> None:
+    """The same script, killed in its second epoch, whose order comes from the global generators (group_by_length). The
+    Trainer's own resume draws a new order, so it repeats some samples of the epoch and skips others."""
+    args = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2}
+    undisturbed, own, ours = (script(tmp_path, how, args=args) for how in ("none", "own", "ckpt"))
+    expected = report(undisturbed.run())
+    assert same(report(killed(ours, "8.1")), expected)
+    assert ours.trajectory() == undisturbed.trajectory()
+    found = report(killed(own, "8.1"))
+    assert [each.step for each in own.steps()] == list(range(1, 11))
+    assert own.trajectory()[7] == undisturbed.trajectory()[7]
+    assert sorted(number for each in own.steps()[5:] for number in each.samples) != list(range(40))
+    assert found["logs"] != expected["logs"]
+
+
+def test_early_stopping_and_the_best_model_outlive_a_kill_in_the_evaluation(tmp_path: Path) -> None:
+    """The Trainer's own files of the best model lie beside ours. The end, started again, trains nothing."""
+    args = {
+        "num_train_epochs": 8,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "save_only_model": True,
+        "learning_rate": 0.3,
+    }
+    options = {"args": args, "evaluate": True, "patience": 2}
+    undisturbed = script(tmp_path, "none", **options)
+    expected = report(undisturbed.run())
+    assert 10 < max(undisturbed.trajectory()) < 40
+    assert expected["best_step"] < max(undisturbed.trajectory())
+    ours = script(tmp_path, **options)
+    found = report(killed(ours, "10.0"))
+    assert same(found, expected)
+    assert ours.trajectory() == undisturbed.trajectory()
+    assert same(report(ours.run()), expected)
+    assert ours.trajectory() == undisturbed.trajectory()
+    assert len(events(tmp_path, "run.finished")) == 1
+
+
+def test_a_lora_model_resumes_and_repeats_only_what_was_not_saved(tmp_path: Path) -> None:
+    undisturbed, ours = (script(tmp_path, how, lora=True, every=2) for how in ("none", "ckpt"))
+    expected = report(undisturbed.run())
+    assert same(report(killed(ours, "6.2")), expected)
+    assert [each.step for each in ours.steps()] == [1, 2, 3, 4, 5, *range(5, 16)]
+    assert ours.trajectory() == undisturbed.trajectory()
+
+
+def test_two_ranks_leave_at_one_step_on_sigterm_and_go_on_together(tmp_path: Path) -> None:
+    """In the second epoch, so that the sampler's epoch counts."""
+    options = {"pause_s": 0.2, "samples": 64, "args": {"num_train_epochs": 3}}
+    undisturbed = script(tmp_path, "none", world=2, **{**options, "pause_s": 0})
+    undisturbed.run()
+    ours = script(tmp_path, world=2, **options)
+    code, output = ours.run_signalled(5)
+    assert code != 0, output
+    left = [ours.steps(rank)[-1].step for rank in (0, 1)]
+    assert left[0] == left[1] < 12, output
+    ours.run()
+    for rank in (0, 1):
+        assert [each.step for each in ours.steps(rank)] == list(range(1, 13))
+        assert ours.trajectory(rank) == undisturbed.trajectory(rank)
+
+
+def test_a_trainer_that_also_saves_is_told_and_our_checkpoint_wins(tmp_path: Path) -> None:
+    args = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "dataloader_num_workers": 1}
+    options = {"args": args, "resume": True, "noise": False}
+    undisturbed, ours = (script(tmp_path, how, **options) for how in ("none", "ckpt"))
+    undisturbed.run()
+    killed(ours, "4.2")
+    assert [each.step for each in ours.steps()] == list(range(1, 11))
+    assert ours.trajectory() == undisturbed.trajectory()
+    assert len(events(tmp_path, "framework.also_saves")) == 2
+    (ignored,) = events(tmp_path, "framework.resume_ignored")
+    assert "checkpoint-2' is not used" in ignored["message"]
+
+
+def test_a_stream_is_read_again_up_to_its_position_and_that_is_said(tmp_path: Path) -> None:
+    options = {"stream": True, "args": {"max_steps": 12}}
+    undisturbed, ours = (script(tmp_path, how, **options) for how in ("none", "ckpt"))
+    undisturbed.run()
+    killed(ours, "4.2", "8.1")
+    assert [each.step for each in ours.steps()] == list(range(1, 13))
+    assert ours.trajectory() == undisturbed.trajectory()
+    assert len(events(tmp_path, "loader.rereads")) == 3
+
+
+def test_changed_data_in_mid_epoch_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    ours = script(tmp_path)
+    ours.env["KILL"] = "3.2"
+    assert ours.start().wait() == -9
+    for change, message in (
+        ({"samples": 48}, "samples was 40 and is 48"),
+        (
+            {"args": {"gradient_accumulation_steps": 3}},
+            "16 samples into its epoch, which is no whole number of updates",
+        ),
+    ):
+        life = script(tmp_path, **change).start()
+        assert life.wait() == 1
+        assert message in life.output()
+        assert "ignore_data_skip=True" in life.output()

@@ -1,5 +1,6 @@
 """Trains with the Trainer of transformers. Arguments: "ckpt", "own" (the Trainer's own resume), or "none"; a folder;
-and options as JSON. KILL in the environment: "step.batch" ends the process with SIGKILL before that batch's backward.
+and options as JSON. KILL in the environment: "step.batch" ends the process with SIGKILL before that batch's backward;
+"step.0" in the evaluation after that step.
 """
 
 import json
@@ -32,10 +33,16 @@ class Data(torch.utils.data.Dataset):
         return OPTIONS["samples"]
 
     def __getitem__(self, number):
+        if number >= len(self):
+            raise IndexError(number)
         READ.add(number)
         noise = random.random() + np.random.rand() + torch.rand(()).item() if OPTIONS.get("noise", True) else 0.0
         fixed = torch.randn(8, generator=torch.Generator().manual_seed(number))
-        return {"x": fixed + 0.1 * noise, "number": number}
+        return {"x": fixed + 0.1 * noise, "number": number, "input_ids": [0] * (number % 7 + 1)}
+
+
+def collate(samples):
+    return {name: torch.stack([torch.as_tensor(each[name]) for each in samples]) for name in ("x", "number")}
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -54,12 +61,12 @@ class Net(torch.nn.Module):
 
     def forward(self, x, number):
         loss = (self.out(self.drop(torch.tanh(self.q(x)))) - x.sum(1, keepdim=True)).square().mean()
+        batch = len(self.numbers) // len(number) + 1
         if self.training:
             self.loss += loss.item()
-            batch = len(self.numbers) // len(number) + 1
             self.numbers += number.tolist()
-            if (self.step + 1, batch) == KILL:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if ((self.step + 1, batch) if self.training else (self.step, 0)) == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
         return {"loss": loss, "logits": loss.detach().reshape(1, 1)}
 
 
@@ -111,6 +118,7 @@ def main():
         TrainingArguments(**given),
         train_dataset=Stream() if OPTIONS.get("stream") else Data(),
         eval_dataset=Data() if OPTIONS.get("evaluate") else None,
+        data_collator=collate,
         callbacks=callbacks,
     )
     last = get_last_checkpoint(FOLDER / "own") if (FOLDER / "own").exists() else None
