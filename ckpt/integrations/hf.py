@@ -37,16 +37,9 @@ from transformers.trainer_callback import ExportableState
 import ckpt
 
 TESTED = "5.24"
-SEAMS = (
-    "_inner_training_loop",
-    "get_train_dataloader",
-    "_init_training_state",
-    "_prepare_for_training",
-    "_run_epoch",
-    "get_batch_samples",
-    "_load_rng_state",
-    "_finalize_training",
-)
+# The methods of a Trainer that are wrapped while it trains.
+BEGIN_AND_END = ("get_train_dataloader", "_init_training_state", "_prepare_for_training", "_finalize_training")
+SEAMS = (*BEGIN_AND_END, "_run_epoch", "get_batch_samples", "_load_rng_state")
 # What is restored of TrainerState; each start computes the rest.
 COUNTED_FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history")
 STATE_FIELDS = (*COUNTED_FIELDS, "best_metric", "best_global_step", "best_model_checkpoint")
@@ -123,7 +116,7 @@ class _Run:
         self._ended_step = 0
         self._is_resumed = False
         self._generators: Any = None  # as restored
-        for name in SEAMS[1:]:
+        for name in SEAMS:
             block.callback(setattr, trainer, name, getattr(trainer, name))
             _wrap(trainer, name, getattr(self, name))
 
@@ -251,7 +244,7 @@ class _Run:
             text += 'Set TrainingArguments(save_strategy="no"), or save_only_model=True to keep weights only'
             ck.events.emit("framework.also_saves", f"ckpt: {text}", loud=True)
         if self._is_resumed and resume is not None:
-            text = f"resume_from_checkpoint={str(resume)!r} is not used: the newest checkpoint at {ck.url} is"
+            text = f"resume_from_checkpoint={str(resume)!r} is not used: ckpt has a checkpoint of this run"
             ck.events.emit("framework.resume_ignored", f"ckpt: {text}", loud=True)
         if self.progress.lost_best is not None:
             text = f"{self.progress.lost_best}, the Trainer's folder of the best model so far, is gone: "
