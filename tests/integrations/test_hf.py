@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "hf_train.py"
 
 def script(folder: Path, how: str = "ckpt", world: int = 0, **options: Any) -> Script:
     args = (how, str(folder / how), json.dumps(options))
-    env = {"CKPT_LINGER_S": "20", "CKPT_EVENTS": str(folder / "events.jsonl")}
+    env = {"CKPT_LINGER_S": "20", "CKPT_NOTICES": "given", "CKPT_EVENTS": str(folder / "events.jsonl")}
     return Script(SCRIPT, folder / f"records-{how}", args, world=world, env=env)
 
 
@@ -119,6 +119,8 @@ def test_two_ranks_leave_at_one_step_on_sigterm_and_go_on_together(tmp_path: Pat
     assert code != 0, output
     left = [ours.steps(rank)[-1].step for rank in (0, 1)]
     assert left[0] == left[1] < 12, output
+    with ckpt.open(tmp_path / "ckpt/run") as run:
+        assert run.newest.step == left[0]
     ours.run()
     for rank in (0, 1):
         assert [each.step for each in ours.steps(rank)] == list(range(1, 13))
