@@ -123,7 +123,8 @@ class _Run:
     def get_train_dataloader(self, inner: Any) -> Any:
         self._loader = loader = inner()
         base = getattr(loader, "base_dataloader", loader)
-        if (sampler := getattr(base, "batch_sampler", None)) is not None:
+        sampler = getattr(base, "batch_sampler", None)
+        if sampler is not None and not isinstance(base.dataset, torch.utils.data.IterableDataset):
             self.progress.sampler = _NotingSampler(sampler)
             # A DataLoader refuses to change the attribute, since its iterators read it. None has been made yet.
             object.__setattr__(base, "batch_sampler", self.progress.sampler)

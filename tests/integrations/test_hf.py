@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,24 @@ def test_changed_data_in_mid_epoch_is_refused_with_a_way_out(tmp_path: Path) -> 
         assert life.wait() == 1
         assert message in life.output()
         assert "ignore_data_skip=True" in life.output()
+
+
+def test_a_run_begins_with_the_trainers_own_checkpoint_and_then_keeps_ours(tmp_path: Path) -> None:
+    options = {"noise": False, "resume": True}
+    own = script(tmp_path, "own", **options)
+    own.run()
+    for step in range(4, 16):
+        shutil.rmtree(tmp_path / f"own/own/checkpoint-{step}")
+    ours = Script(SCRIPT, tmp_path / "records", ("ckpt", str(tmp_path / "own"), json.dumps(options)), env=own.env)
+    killed(ours, "5.2")
+    assert [each.step for each in ours.steps()] == list(range(4, 16))
+    assert ours.trajectory() == {step: own.trajectory()[step] for step in range(4, 16)}
+
+
+def test_another_version_and_a_callback_that_comes_late_are_told(tmp_path: Path) -> None:
+    script(tmp_path, late="attached", version="9.9.0", args={"max_steps": 2}).run()
+    (told,) = events(tmp_path, "framework.untested")
+    assert "was tested with transformers 5.24; this is 9.9.0" in told["message"]
+    life = script(tmp_path, late="added").start()
+    assert life.wait() == 1
+    assert "callback.attach(trainer) instead of trainer.add_callback(callback)" in life.output()

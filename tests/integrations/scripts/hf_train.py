@@ -22,6 +22,7 @@ if "lora" not in sys.argv[-1]:
         lambda name, *more: None if name in ("torchao", "bitsandbytes", "peft") else find(name, *more)
     )
 
+import transformers
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -94,6 +95,7 @@ class Recorder(TrainerCallback):
 
 
 def main():
+    transformers.__version__ = OPTIONS.get("version", transformers.__version__)
     torch.manual_seed(0)
     net = Net()
     model = net
@@ -122,7 +124,8 @@ def main():
     if OPTIONS.get("patience"):
         callbacks.append(EarlyStoppingCallback(OPTIONS["patience"]))
     if HOW == "ckpt":
-        callbacks.append(Callback(FOLDER / "run", policy=ckpt.Every(steps=OPTIONS["every"])))
+        ours = Callback(FOLDER / "run", policy=ckpt.Every(steps=OPTIONS["every"]))
+        callbacks += [] if OPTIONS.get("late") else [ours]
     trainer = Trainer(
         model,
         TrainingArguments(**given),
@@ -131,6 +134,10 @@ def main():
         data_collator=collate,
         callbacks=callbacks,
     )
+    if OPTIONS.get("late") == "added":
+        trainer.add_callback(ours)
+    elif OPTIONS.get("late"):
+        ours.attach(trainer)
     last = get_last_checkpoint(FOLDER / "own") if (FOLDER / "own").exists() else None
     trainer.train(resume_from_checkpoint=last if HOW == "own" or OPTIONS.get("resume") else None)
     if trainer.is_world_process_zero():
