@@ -22,12 +22,11 @@ if "lora" not in sys.argv[-1]:
         lambda name, *more: None if name in ("torchao", "bitsandbytes", "peft") else find(name, *more)
     )
 
-import transformers
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import ckpt
-from ckpt.integrations.hf import Callback
+from ckpt.integrations import hf
 from tests.integrations.runs import record
 
 HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -95,7 +94,7 @@ class Recorder(TrainerCallback):
 
 
 def main():
-    transformers.__version__ = OPTIONS.get("version", transformers.__version__)
+    hf.transformers.__version__ = OPTIONS.get("version", hf.transformers.__version__)
     torch.manual_seed(0)
     net = Net()
     model = net
@@ -124,7 +123,7 @@ def main():
     if OPTIONS.get("patience"):
         callbacks.append(EarlyStoppingCallback(OPTIONS["patience"]))
     if HOW == "ckpt":
-        ours = Callback(FOLDER / "run", policy=ckpt.Every(steps=OPTIONS["every"]))
+        ours = hf.Callback(FOLDER / "run", policy=ckpt.Every(steps=OPTIONS["every"]))
         callbacks += [] if OPTIONS.get("late") else [ours]
     trainer = Trainer(
         model,
