@@ -1,0 +1,218 @@
+"""Lightning's Trainer with ckpt: one callback saves the whole state of a fit and goes on from it.
+
+    Trainer(callbacks=[ckpt.integrations.lightning.Checkpoint("s3://bucket/run", policy=ckpt.Every(steps=100))])
+
+The callback owns a Checkpointer. `trainer.fit` enters it before the first batch and leaves it before `on_train_end`.
+A step of ckpt is one batch after which an optimizer has stepped. The step ends once all hooks of that batch have run
+and before a validation that is due then. A restart runs that validation first, and then draws the next batch.
+
+The loops' own restart of Lightning is not used: it skips such a validation, forgets the metrics that schedulers and
+callbacks monitor, and draws an epoch's data anew. Two subclasses of Lightning's loops do instead what is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from torch import nn
+
+import ckpt
+from ckpt.integrations.lightning_data import Positions
+
+TESTED = "2.6"
+
+
+class Checkpoint(LightningCheckpoint):  # type: ignore[misc]
+    """Saves the state of `trainer.fit` at `url`, and goes on from the newest checkpoint there by itself.
+
+    url, options: those of ckpt.Checkpointer. Saved are the module, optimizers, schedulers, the precision plugin's
+    scaler, the loops' progress, callbacks and data module with a state, logged metrics, and the data's position.
+
+    A checkpoint at `url` wins over `fit(ckpt_path=)`, which counts only for a run without one. `checkpointer` is the
+    Checkpointer of the present or last fit. Errors of fit: those of ckpt.Checkpointer; ckpt.Leave, a SystemExit."""
+
+    # Lightning asks each checkpoint callback for it.
+    best_model_path = ""
+
+    def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
+        self.checkpointer: ckpt.Checkpointer | None = None
+        self._url, self._options = url, options
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        # trainer.checkpoint_callback is the first one, and has to be the one that knows the best model.
+        trainer.callbacks.sort(key=lambda each: each is self)
+        _add_base(trainer.fit_loop, _CheckpointedFitLoop)
+        _add_base(trainer.fit_loop.epoch_loop, _CheckpointedEpochLoop)
+        trainer.fit_loop._ckpt = trainer.fit_loop.epoch_loop._ckpt = _Run(trainer, self)
+
+    def make_checkpointer(self, state: dict[str, Any]) -> ckpt.Checkpointer:
+        """Makes the Checkpointer of a fit over `state`."""
+        self.checkpointer = ckpt.Checkpointer(self._url, state, **self._options)
+        return self.checkpointer
+
+
+class _Run:
+    """One fit: what its two loops share."""
+
+    def __init__(self, trainer: Trainer, callback: Checkpoint) -> None:
+        self.trainer = trainer
+        self.positions = Positions(trainer.fit_loop)
+        self.is_resuming = False
+        self._callback = callback
+        self._checkpointer: ckpt.Checkpointer | None = None
+        self._global_step = 0
+        self._generators: dict[str, Any] = {}
+
+    def enter(self) -> None:
+        """Restores the newest checkpoint. From here on the fit is saved."""
+        trainer = self.trainer
+        # Lightning's handlers would begin collectives in the middle of others.
+        trainer._signal_connector.teardown()
+        checkpointer = self._callback.make_checkpointer(_state(trainer, self.positions))
+        checkpointer.__enter__()
+        self._checkpointer = checkpointer
+        _report(trainer, checkpointer)
+        progress = trainer.fit_loop.epoch_progress.current
+        self.is_resuming = checkpointer.restored.step > 0 and progress.ready > progress.processed
+        self._global_step = trainer.global_step
+        self._generators = _collect_rng_states()
+        if checkpointer.restored.step:
+            self.positions.begin_again()
+
+    def end_batch(self) -> None:
+        """Ends a step of ckpt if an optimizer has stepped."""
+        if self._checkpointer is not None and self.trainer.global_step != self._global_step:
+            self._global_step = self.trainer.global_step
+            self._checkpointer.step()
+
+    def resume(self) -> None:
+        """Comes right before the first batch after a restart: what Lightning has done since the restore drew numbers."""
+        _set_rng_states(self._generators)
+
+    def leave(self, *error: Any) -> None:
+        """Leaves the Checkpointer, once."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.__exit__(*(error or (None, None, None)))
+
+
+class _CheckpointedFitLoop(_FitLoop):  # type: ignore[misc]
+    """The fit loop inside a Checkpointer."""
+
+    _ckpt: _Run
+
+    def run(self) -> None:
+        self._ckpt.enter()
+        try:
+            super().run()
+        except BaseException as exc:
+            self._ckpt.leave(type(exc), exc, exc.__traceback__)
+            raise
+        self._ckpt.leave()
+
+    def on_run_end(self) -> None:
+        # Before callbacks put averaged weights into the module.
+        self._ckpt.leave()
+        super().on_run_end()
+
+    def _load_combined_loader_states(self) -> None:
+        # Lightning has just made the loaders, and iterates over them next.
+        self._ckpt.positions.attach()
+
+
+class _CheckpointedEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
+    """The loop over an epoch's batches, in which each batch with an update is a step."""
+
+    _ckpt: _Run
+
+    def reset(self) -> None:
+        if not self._ckpt.is_resuming:
+            super().reset()
+            return
+        # The progress was saved between two batches: nothing is to be reset, counted on or skipped.
+        super(_FitLoop, type(self.trainer.fit_loop)).restarting.fset(self.trainer.fit_loop, False)
+        self._ckpt.resume()
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        super().on_run_start(data_fetcher)
+        if self._ckpt.is_resuming:
+            self._ckpt.is_resuming = False
+            super().on_advance_end(data_fetcher)
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        self._ckpt.end_batch()
+        super().on_advance_end(data_fetcher)
+
+
+class _Metrics:
+    """The metrics that callbacks and schedulers monitor, as last logged."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self._trainer.callback_metrics.items()
+        return {name: (value.item(), str(value.dtype).removeprefix("torch.")) for name, value in found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        found = {name: torch.tensor(value, dtype=getattr(torch, dtype)) for name, (value, dtype) in state.items()}
+        self._trainer._logger_connector._callback_metrics.update(found)
+
+
+def _state(trainer: Trainer, positions: Positions) -> dict[str, Any]:
+    """What a Checkpointer saves of a fit."""
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+    state: dict[str, Any] = {
+        "model": module,
+        "optimizers": list(trainer.optimizers),
+        "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+        "loops": trainer.fit_loop,
+        "metrics": _Metrics(trainer),
+        "data": positions,
+        "callbacks": {},
+    }
+    if getattr(plugin, "scaler", None) is not None:
+        state["scaler"] = plugin.scaler
+    if trainer.datamodule is not None and type(trainer.datamodule).state_dict is not LightningDataModule.state_dict:
+        state["datamodule"] = trainer.datamodule
+    for callback in trainer.callbacks:
+        held = {name: each for name, each in vars(callback).items() if isinstance(each, nn.Module)}
+        if type(callback).state_dict is not Callback.state_dict:
+            held["state"] = callback
+        if held:
+            name = type(callback).__name__
+            same = sum(key.partition("-")[0] == name for key in state["callbacks"])
+            state["callbacks"][f"{name}-{same}" if same else name] = held
+    return state
+
+
+def _report(trainer: Trainer, checkpointer: ckpt.Checkpointer) -> None:
+    """Says once what a user should know of this version and of this Trainer."""
+    if not trainer.is_global_zero:
+        return
+    if not lightning.__version__.startswith(f"{TESTED}."):
+        text = f"ckpt: tested with Lightning {TESTED}; this is {lightning.__version__}, which may differ"
+        checkpointer.events.emit("framework.untested", text, loud=True)
+    others = [
+        type(each).__name__ for each in trainer.callbacks if isinstance(each, ModelCheckpoint | OnExceptionCheckpoint)
+    ]
+    if others:
+        text = f"ckpt: {', '.join(others)} saves files of its own beside ckpt. fit goes on from ckpt's checkpoint"
+        checkpointer.events.emit("framework.also_saves", text, loud=True)
+
+
+def _add_base(loop: Any, kind: type) -> None:
+    """Makes an object an instance of `kind` too, once."""
+    if not isinstance(loop, kind):
+        loop.__class__ = type(type(loop).__name__, (kind, type(loop)), {})

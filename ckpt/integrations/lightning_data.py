@@ -1,0 +1,146 @@
+"""The position of Lightning's training data, also of plain DataLoaders.
+
+A plain DataLoader over a map-style dataset has no position. What it draws is decided by its sampler, though. So `_Pass`
+stands before the sampler: it notes the generators as they are when the sampler begins. A restart gives the sampler
+these generators, draws the indices of the batches that were trained on, and reads none of their data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Positions:
+    """The positions of a fit loop's loaders, each rank's own. It is a loader to ckpt: what it says belongs to the rank.
+
+    Loaders with state_dict() and load_state_dict() know their positions. Other loaders over map-style datasets draw
+    their indices again. The rest, such as a plain loader over an IterableDataset, reads its batches again."""
+
+    def __init__(self, fit_loop: Any) -> None:
+        self._loop = fit_loop
+        self._found: list[dict[str, Any]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loaders)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaders": [self._position(each) for each in self._loaders]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._found = list(state["loaders"])
+
+    def attach(self) -> None:
+        """Comes when Lightning has made the loaders, and before it iterates over them."""
+        for loader in self._loaders:
+            if _is_map_style(loader) and not isinstance(loader._index_sampler, _Pass):
+                name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+                # DataLoader refuses a change by setattr.
+                object.__setattr__(loader, name, _Pass(loader, self._loop))
+        self._apply()
+
+    def begin_again(self) -> None:
+        """Comes after a restore. Loaders that Lightning has made and begun before begin at the restored position."""
+        if self._loop._data_fetcher is not None:
+            self._apply()
+            with isolate_rng():
+                iter(self._loop._data_fetcher)
+
+    @property
+    def _loaders(self) -> list[Any]:
+        combined = self._loop._combined_loader
+        return [] if combined is None else combined.flattened
+
+    def _apply(self) -> None:
+        found, self._found = self._found, []
+        for loader, state in zip(self._loaders, found, strict=False):
+            # Lightning does so only after workers have drawn their first batches.
+            _set_sampler_epoch(loader, self._loop.epoch_progress.current.processed)
+            if "state" in state:
+                loader.load_state_dict(state["state"])
+            elif "pass" in state:
+                loader._index_sampler.resume(state["pass"])
+
+    def _position(self, loader: Any) -> dict[str, Any]:
+        if not _is_map_style(loader):
+            return {"state": loader.state_dict()} if hasattr(loader, "state_dict") else {}
+        return {"pass": loader._index_sampler.state()}
+
+
+class _Pass:
+    """The sampler that a DataLoader asks for indices: the loader's own, which a restart draws from again."""
+
+    def __init__(self, loader: DataLoader[Any], loop: Any) -> None:
+        self._inner: Any = loader._index_sampler
+        self._loop = loop
+        self._own = {
+            f"{type(each).__name__}.{name}": value
+            for each in (loader, *_samplers(self._inner))
+            for name, value in vars(each).items()
+            if isinstance(value, torch.Generator)
+        }
+        self._begin: dict[str, Any] = {}
+        self._first_batch = 0
+        self._resumed: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, None
+        return self._draw(resumed)
+
+    def state(self) -> dict[str, Any]:
+        """What `resume` needs: the generators at the begin of this pass, and the batches trained on since."""
+        return {"begin": self._begin, "batches": self._loop.epoch_loop.batch_progress.current.ready - self._first_batch}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """The next pass goes on where `state` was taken."""
+        self._resumed = state
+
+    def _draw(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        ready = self._loop.epoch_loop.batch_progress.current.ready
+        if resumed is None or not resumed["begin"]:
+            self._begin, self._first_batch = self._generators(), ready
+            yield from self._inner
+            return
+        self._begin, self._first_batch = resumed["begin"], ready - resumed["batches"]
+        with isolate_rng(include_cuda=False):
+            _set_rng_states(self._begin["global"])
+            for name, generator in self._own.items():
+                generator.set_state(self._begin["own"][name])
+            indices = iter(self._inner)
+            for _ in itertools.islice(indices, resumed["batches"]):
+                pass
+        yield from indices
+
+    def _generators(self) -> dict[str, Any]:
+        return {
+            "global": _collect_rng_states(include_cuda=False),
+            "own": {name: each.get_state() for name, each in self._own.items()},
+        }
+
+
+def _is_map_style(loader: Any) -> bool:
+    """Whether a loader's position is that of its sampler."""
+    return (
+        isinstance(loader, DataLoader)
+        and not hasattr(loader, "state_dict")
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def _samplers(sampler: Any) -> list[Any]:
+    """A sampler, and those that it draws from."""
+    inner = getattr(sampler, "sampler", None)
+    return [sampler] if inner is None else [sampler, *_samplers(inner)]

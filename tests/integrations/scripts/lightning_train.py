@@ -1,0 +1,137 @@
+"""Trains with Lightning's Trainer. Argument: a JSON object of options (see OPTIONS)."""
+
+import json
+import logging
+import sys
+import time
+import warnings
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
+
+import ckpt
+from ckpt.integrations.lightning import Checkpoint
+from tests.integrations.runs import record
+
+OPTIONS = {
+    "how": "ckpt",  # or "own": Lightning's ModelCheckpoint and fit(ckpt_path="last")
+    "url": "",
+    "every": 1,
+    "workers": 0,
+    "persistent": False,
+    "accumulate": 1,
+    "epochs": 2,
+    "val": 1.0,
+    "ema": False,
+    "plateau": False,
+    "early": False,
+    "estimate": False,
+    "world": 1,
+    "pause": 0.05,
+    "path": None,
+    "save": False,
+}
+O = OPTIONS | json.loads(sys.argv[1])
+SAMPLES, BATCH = 32, 4
+
+
+class Data(Dataset):
+    """Each item has its number, and noise that is drawn when the item is read without a worker."""
+
+    def __init__(self, size):
+        self.x = torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, n):
+        noise = torch.rand(()) if not O["workers"] else 0
+        return n, self.x[n] + 0.1 * noise
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(O["pause"])
+        samples, x = batch
+        loss = (self.net(x) - x.norm(dim=1, keepdim=True)).square().mean() + 0 * self.mean
+        self.last = loss.item() + self.mean.item(), samples.tolist()
+        return loss
+
+    def on_train_batch_end(self, *args):
+        # After all callbacks: a restart from a snapshot that was taken by a callback would lose it.
+        self.mean.lerp_(torch.tensor(self.last[0]), 0.1)
+        record(self.trainer.fit_loop.total_batch_idx + 1, *self.last)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[1]).square().mean() + torch.rand(()))
+
+    def configure_optimizers(self):
+        if O["estimate"]:
+            assert self.trainer.estimated_stepping_batches > 0
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if O["plateau"]:
+            sched = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": sched, "monitor": "val"}}
+        sched = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": sched, "interval": "step"}}
+
+
+class Printer(Callback):
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            print(
+                "validated after",
+                trainer.fit_loop.total_batch_idx + 1,
+                trainer.callback_metrics["val"].item(),
+                flush=True,
+            )
+
+    def on_train_end(self, trainer, module):
+        weights = torch.cat([each.flatten() for each in module.parameters()])
+        print("final", weights.double().sum().item().hex(), trainer.optimizers[0].param_groups[0]["lr"], flush=True)
+
+
+def main():
+    warnings.simplefilter("ignore")
+    logging.getLogger("ckpt").setLevel(logging.INFO)
+    logging.basicConfig(level=logging.WARNING)
+    seed_everything(1)
+    callbacks = []
+    if O["ema"]:
+        callbacks.append(EMAWeightAveraging(decay=0.9))
+    if O["early"]:
+        callbacks.append(EarlyStopping("val", patience=1))
+    if O["how"] == "ckpt":
+        callbacks.insert(0, Checkpoint(O["url"], policy=ckpt.Every(steps=O["every"])))
+    if O["how"] == "own" or O["save"]:
+        callbacks.append(
+            ModelCheckpoint(O["url"] + "-own", every_n_train_steps=O["every"], save_last=True, save_top_k=0)
+        )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=O["world"],
+        strategy="ddp" if O["world"] > 1 else "auto",
+        max_epochs=O["epochs"],
+        accumulate_grad_batches=O["accumulate"],
+        val_check_interval=O["val"],
+        num_sanity_val_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, Printer()],
+    )
+    train = DataLoader(Data(SAMPLES), BATCH, shuffle=True, num_workers=O["workers"], persistent_workers=O["persistent"])
+    path = "last" if O["how"] == "own" else O["path"]
+    trainer.fit(Model(), train, DataLoader(Data(8), BATCH), ckpt_path=path)
+    print("steps", trainer.global_step, flush=True)
+
+
+if __name__ == "__main__":
+    main()
