@@ -97,20 +97,11 @@ class _Pass:
         return len(self._inner)
 
     def __iter__(self) -> Iterator[Any]:
+        # A loader with workers calls this twice. Only the first draw counts.
         resumed, self._resumed = self._resumed, None
-        return self._draw(resumed)
-
-    def state(self) -> dict[str, Any]:
-        """What `resume` needs: the generators at the begin of this pass, and the batches trained on since."""
-        return {"begin": self._begin, "batches": self._loop.epoch_loop.batch_progress.current.ready - self._first_batch}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """The next pass goes on where `state` was taken."""
-        self._resumed = state
-
-    def _draw(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        ready = self._loop.epoch_loop.batch_progress.current.ready
-        if resumed is None or not resumed["begin"]:
+        ready = self._ready
+        # Of another epoch: the pass that was to be resumed had ended.
+        if resumed is None or resumed["ready"] != ready:
             self._begin, self._first_batch = self._generators(), ready
             yield from self._inner
             return
@@ -123,6 +114,18 @@ class _Pass:
             for _ in itertools.islice(indices, resumed["batches"]):
                 pass
         yield from indices
+
+    def state(self) -> dict[str, Any]:
+        """What `resume` needs: the generators at the begin of this pass, and the batches trained on since."""
+        return {"begin": self._begin, "batches": self._ready - self._first_batch, "ready": self._ready}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """The next pass goes on where `state` was taken."""
+        self._resumed = state
+
+    @property
+    def _ready(self) -> int:
+        return int(self._loop.epoch_loop.batch_progress.current.ready)
 
     def _generators(self) -> dict[str, Any]:
         return {

@@ -33,7 +33,6 @@ OPTIONS = {
     "path": None,
     "save": False,
 }
-O = OPTIONS | json.loads(sys.argv[1])
 SAMPLES, BATCH = 32, 4
 
 
@@ -47,7 +46,7 @@ class Data(Dataset):
         return len(self.x)
 
     def __getitem__(self, n):
-        noise = torch.rand(()) if not O["workers"] else 0
+        noise = torch.rand(()) if not OPTIONS["workers"] else 0
         return n, self.x[n] + 0.1 * noise
 
 
@@ -58,7 +57,7 @@ class Model(LightningModule):
         self.register_buffer("mean", torch.zeros(()))
 
     def training_step(self, batch, batch_idx):
-        time.sleep(O["pause"])
+        time.sleep(OPTIONS["pause"])
         samples, x = batch
         loss = (self.net(x) - x.norm(dim=1, keepdim=True)).square().mean() + 0 * self.mean
         self.last = loss.item() + self.mean.item(), samples.tolist()
@@ -73,10 +72,10 @@ class Model(LightningModule):
         self.log("val", self.net(batch[1]).square().mean() + torch.rand(()))
 
     def configure_optimizers(self):
-        if O["estimate"]:
+        if OPTIONS["estimate"]:
             assert self.trainer.estimated_stepping_batches > 0
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        if O["plateau"]:
+        if OPTIONS["plateau"]:
             sched = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": sched, "monitor": "val"}}
         sched = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -98,40 +97,42 @@ class Printer(Callback):
         print("final", weights.double().sum().item().hex(), trainer.optimizers[0].param_groups[0]["lr"], flush=True)
 
 
-def main():
+def main(options):
+    OPTIONS.update(options)
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("ckpt").setLevel(logging.INFO)
     logging.basicConfig(level=logging.WARNING)
     seed_everything(1)
     callbacks = []
-    if O["ema"]:
+    if OPTIONS["ema"]:
         callbacks.append(EMAWeightAveraging(decay=0.9))
-    if O["early"]:
+    if OPTIONS["early"]:
         callbacks.append(EarlyStopping("val", patience=1))
-    if O["how"] == "ckpt":
-        callbacks.insert(0, Checkpoint(O["url"], policy=ckpt.Every(steps=O["every"])))
-    if O["how"] == "own" or O["save"]:
+    if OPTIONS["how"] == "ckpt":
+        callbacks.insert(0, Checkpoint(OPTIONS["url"], policy=ckpt.Every(steps=OPTIONS["every"])))
+    if OPTIONS["how"] == "own" or OPTIONS["save"]:
         callbacks.append(
-            ModelCheckpoint(O["url"] + "-own", every_n_train_steps=O["every"], save_last=True, save_top_k=0)
+            ModelCheckpoint(OPTIONS["url"] + "-own", every_n_train_steps=OPTIONS["every"], save_last=True, save_top_k=0)
         )
     trainer = Trainer(
         accelerator="cpu",
-        devices=O["world"],
-        strategy="ddp" if O["world"] > 1 else "auto",
-        max_epochs=O["epochs"],
-        accumulate_grad_batches=O["accumulate"],
-        val_check_interval=O["val"],
+        devices=OPTIONS["world"],
+        strategy="ddp" if OPTIONS["world"] > 1 else "auto",
+        max_epochs=OPTIONS["epochs"],
+        accumulate_grad_batches=OPTIONS["accumulate"],
+        val_check_interval=OPTIONS["val"],
         num_sanity_val_steps=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, Printer()],
     )
-    train = DataLoader(Data(SAMPLES), BATCH, shuffle=True, num_workers=O["workers"], persistent_workers=O["persistent"])
-    path = "last" if O["how"] == "own" else O["path"]
+    train = DataLoader(Data(SAMPLES), BATCH, shuffle=True, num_workers=OPTIONS["workers"], persistent_workers=OPTIONS["persistent"])
+    path = "last" if OPTIONS["how"] == "own" else OPTIONS["path"]
     trainer.fit(Model(), train, DataLoader(Data(8), BATCH), ckpt_path=path)
     print("steps", trainer.global_step, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))
