@@ -155,19 +155,23 @@ class _CheckpointedEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
         super().on_advance_end(data_fetcher)
 
 
-class _Metrics:
-    """The metrics that callbacks and schedulers monitor, as last logged."""
+class _TrainerState:
+    """What a Trainer knows beside its loops: the metrics that callbacks and schedulers monitor, as last logged, and
+    whether a callback has ended the fit."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
         found = self._trainer.callback_metrics.items()
-        return {name: (value.item(), str(value.dtype).removeprefix("torch.")) for name, value in found}
+        metrics = {name: (value.item(), str(value.dtype).removeprefix("torch.")) for name, value in found}
+        return {"metrics": metrics, "should_stop": self._trainer.should_stop}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        found = {name: torch.tensor(value, dtype=getattr(torch, dtype)) for name, (value, dtype) in state.items()}
-        self._trainer._logger_connector._callback_metrics.update(found)
+        found = state["metrics"].items()
+        metrics = {name: torch.tensor(value, dtype=getattr(torch, dtype)) for name, (value, dtype) in found}
+        self._trainer._logger_connector._callback_metrics.update(metrics)
+        self._trainer.should_stop = state["should_stop"]
 
 
 def _state(trainer: Trainer, positions: Positions) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def _state(trainer: Trainer, positions: Positions) -> dict[str, Any]:
         "optimizers": list(trainer.optimizers),
         "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
         "loops": trainer.fit_loop,
-        "metrics": _Metrics(trainer),
+        "trainer": _TrainerState(trainer),
         "data": positions,
         "callbacks": {},
     }

@@ -56,11 +56,33 @@ def test_accumulated_gradients_are_never_lost(tmp_path: Path) -> None:
     check_equal(tmp_path, (4, 9, 13), accumulate=3, workers=2)
 
 
-def test_a_validation_that_a_kill_interrupts_runs_again_and_no_other(tmp_path: Path) -> None:
-    """Validation in mid-epoch, whose metric a plateau scheduler, EarlyStopping and averaged weights depend on."""
-    check_equal(tmp_path, (2, 4, 8, 13), val=0.5, plateau=True, early=True, ema=True, epochs=3)
+def test_a_validation_that_a_kill_interrupts_runs_again(tmp_path: Path) -> None:
+    """A plateau scheduler, EarlyStopping and averaged weights depend on it. A run that was stopped early stays so."""
+    options = {"val": 0.5, "plateau": True, "early": True, "ema": True, "epochs": 3}
+    outputs = check_equal(tmp_path, (2, 4, 8), **options)
+    assert "steps 12" in outputs[-1]
+    again = train(tmp_path, "killed", **options)
+    before = len(again.steps())
+    assert final(again.run()) == ["steps 12"]
+    assert len(again.steps()) == before
 
 
 def test_persistent_workers_begin_at_the_restored_batch(tmp_path: Path) -> None:
     """The optimizer asks for the number of steps, for which Lightning makes the loader and its workers early."""
     check_equal(tmp_path, (3, 11), workers=2, persistent=True, estimate=True)
+
+
+def test_sigterm_saves_one_step_of_all_ranks_and_the_restart_goes_on(tmp_path: Path) -> None:
+    whole, left = (train(tmp_path, name, world=2, val=0.5, every=100) for name in ("whole", "left"))
+    whole.run()
+    code, output = left.run_signalled(3)
+    assert code == 143, output
+    newest = [left.steps(rank)[-1].step for rank in (0, 1)]
+    assert newest[0] == newest[1] < 8
+    assert "SIGTERM" in output
+    left.run()
+    for rank in (0, 1):
+        assert [each.step for each in left.steps(rank)] == [*range(1, 9)]
+        assert left.trajectory(rank) == whole.trajectory(rank)
+    samples = [sorted(each for step in range(1, 5) for rank in (0, 1) for each in left.trajectory(rank)[step][1])]
+    assert samples == [[*range(32)]]
