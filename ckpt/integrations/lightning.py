@@ -21,8 +21,10 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 
 import ckpt
@@ -46,15 +48,26 @@ class Checkpoint(LightningCheckpoint):  # type: ignore[misc]
     def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
         self.checkpointer: ckpt.Checkpointer | None = None
         self._url, self._options = url, options
+        self._run: _Run | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         # trainer.checkpoint_callback is the first one, and has to be the one that knows the best model.
         trainer.callbacks.sort(key=lambda each: each is self)
-        _add_base(trainer.fit_loop, _CheckpointedFitLoop)
-        _add_base(trainer.fit_loop.epoch_loop, _CheckpointedEpochLoop)
-        trainer.fit_loop._ckpt = trainer.fit_loop.epoch_loop._ckpt = _Run(trainer, self)
+        self._run = _Run(trainer, self)
+        for part, kind in (
+            (trainer.fit_loop, _CheckpointedFitLoop),
+            (trainer.fit_loop.epoch_loop, _CheckpointedEpochLoop),
+            (trainer._signal_connector, _CheckpointedSignals),
+        ):
+            if not isinstance(part, kind):
+                part.__class__ = type(type(part).__name__, (kind, type(part)), {})
+            part._ckpt = self._run
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._run is not None:
+            self._run.leave(exception)
 
     def make_checkpointer(self, state: dict[str, Any]) -> ckpt.Checkpointer:
         """Makes the Checkpointer of a fit over `state`."""
@@ -63,32 +76,38 @@ class Checkpoint(LightningCheckpoint):  # type: ignore[misc]
 
 
 class _Run:
-    """One fit: what its two loops share."""
+    """One fit: what the parts of its Trainer share."""
 
     def __init__(self, trainer: Trainer, callback: Checkpoint) -> None:
         self.trainer = trainer
         self.positions = Positions(trainer.fit_loop)
-        self.is_resuming = False
+        self.is_resuming = False  # within an epoch, before its first batch
         self._callback = callback
         self._checkpointer: ckpt.Checkpointer | None = None
         self._global_step = 0
-        self._generators: dict[str, Any] = {}
+        self._generators: dict[str, Any] | None = None
 
     def enter(self) -> None:
         """Restores the newest checkpoint. From here on the fit is saved."""
-        trainer = self.trainer
-        # Lightning's handlers would begin collectives in the middle of others.
-        trainer._signal_connector.teardown()
+        trainer, loop = self.trainer, self.trainer.fit_loop
         checkpointer = self._callback.make_checkpointer(_state(trainer, self.positions))
-        checkpointer.__enter__()
-        self._checkpointer = checkpointer
         _report(trainer, checkpointer)
-        progress = trainer.fit_loop.epoch_progress.current
-        self.is_resuming = checkpointer.restored.step > 0 and progress.ready > progress.processed
-        self._global_step = trainer.global_step
-        self._generators = _collect_rng_states()
+        checkpointer.__enter__()
+        self._checkpointer, self._global_step = checkpointer, trainer.global_step
         if checkpointer.restored.step:
+            self._generators = _collect_rng_states()
+            self.is_resuming = loop.epoch_progress.current.ready > loop.epoch_progress.current.processed
+            if not self.is_resuming:
+                _clear_restarting(loop)
+                loop.on_iteration_done()
+            # Lightning then makes no sanity check.
+            loop.epoch_loop.val_loop.restarting = True
             self.positions.begin_again()
+
+    def restore_generators(self) -> None:
+        """Takes back the random numbers that Lightning has drawn since the restore."""
+        if self._generators is not None:
+            _set_rng_states(self._generators)
 
     def end_batch(self) -> None:
         """Ends a step of ckpt if an optimizer has stepped."""
@@ -96,15 +115,21 @@ class _Run:
             self._global_step = self.trainer.global_step
             self._checkpointer.step()
 
-    def resume(self) -> None:
-        """Comes right before the first batch after a restart: what Lightning has done since the restore drew numbers."""
-        _set_rng_states(self._generators)
-
-    def leave(self, *error: Any) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Leaves the Checkpointer, once."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
-            checkpointer.__exit__(*(error or (None, None, None)))
+            checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+class _CheckpointedSignals(_SignalConnector):  # type: ignore[misc]
+    """ckpt listens to signals instead of Lightning, whose handlers begin a collective in the middle of another."""
+
+    _ckpt: _Run
+
+    def register_signal_handlers(self) -> None:
+        # All is restored by now that Lightning restores.
+        self._ckpt.enter()
 
 
 class _CheckpointedFitLoop(_FitLoop):  # type: ignore[misc]
@@ -113,12 +138,8 @@ class _CheckpointedFitLoop(_FitLoop):  # type: ignore[misc]
     _ckpt: _Run
 
     def run(self) -> None:
-        self._ckpt.enter()
-        try:
-            super().run()
-        except BaseException as exc:
-            self._ckpt.leave(type(exc), exc, exc.__traceback__)
-            raise
+        self._ckpt.restore_generators()
+        super().run()
         self._ckpt.leave()
 
     def on_run_end(self) -> None:
@@ -141,8 +162,8 @@ class _CheckpointedEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
             super().reset()
             return
         # The progress was saved between two batches: nothing is to be reset, counted on or skipped.
-        super(_FitLoop, type(self.trainer.fit_loop)).restarting.fset(self.trainer.fit_loop, False)
-        self._ckpt.resume()
+        _clear_restarting(self.trainer.fit_loop)
+        self._ckpt.restore_generators()
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
@@ -216,7 +237,6 @@ def _report(trainer: Trainer, checkpointer: ckpt.Checkpointer) -> None:
         checkpointer.events.emit("framework.also_saves", text, loud=True)
 
 
-def _add_base(loop: Any, kind: type) -> None:
-    """Makes an object an instance of `kind` too, once."""
-    if not isinstance(loop, kind):
-        loop.__class__ = type(type(loop).__name__, (kind, type(loop)), {})
+def _clear_restarting(loop: _FitLoop) -> None:
+    """Tells all loops that they go on. The fit loop's own setter says otherwise if max_steps is given."""
+    _Loop.restarting.fset(loop, False)

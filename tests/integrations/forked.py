@@ -59,7 +59,9 @@ class Forked(Script):
         context = multiprocessing.get_context("forkserver")
         ranks = []
         for rank in range(max(1, self.world)):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world)} if self.world else {}
+            own = (
+                {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world)} if self.world else {}
+            )
             log = self.records / f"log-{number + rank}.txt"
             log.touch()
             process = context.Process(target=_run, args=(module, json.loads(self.args[0]), env | own, str(log)))

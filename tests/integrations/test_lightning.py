@@ -24,7 +24,7 @@ def train(folder: Path, name: str, world: int = 0, **options: object) -> Forked:
     """A script of Lightning's Trainer with a URL and records of its own."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     told = json.dumps({"url": str(folder / name / "run"), "world": max(1, world), **options})
-    env = {"CKPT_LINGER_S": "20", "CUDA_VISIBLE_DEVICES": ""}
+    env = {"CKPT_LINGER_S": "20", "CUDA_VISIBLE_DEVICES": "", "CKPT_NOTICES": "given", "CKPT_LAUNCH": name}
     return Forked(SCRIPTS / "lightning_train.py", folder / name / "records", (told,), world=world, env=env)
 
 
@@ -44,6 +44,14 @@ def check_equal(folder: Path, kills: tuple[int, ...], **options: object) -> list
     assert final(outputs[-1])[-2:] == said[-2:]
     assert set(final("\n".join(outputs))) == set(said)
     return outputs
+
+
+def epoch(script: Forked, first: int, last: int) -> list[int]:
+    """The samples that all ranks saw in these batches, sorted."""
+    ranks = range(max(1, script.world))
+    return sorted(
+        each for rank in ranks for step in range(first, last + 1) for each in script.trajectory(rank)[step][1]
+    )
 
 
 def test_killed_runs_continue_bit_for_bit_within_and_between_epochs(tmp_path: Path) -> None:
@@ -73,16 +81,42 @@ def test_persistent_workers_begin_at_the_restored_batch(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_one_step_of_all_ranks_and_the_restart_goes_on(tmp_path: Path) -> None:
-    whole, left = (train(tmp_path, name, world=2, val=0.5, every=100) for name in ("whole", "left"))
+    whole, left = (train(tmp_path, name, world=2, val=0.5, every=100, epochs=6) for name in ("whole", "left"))
     whole.run()
     code, output = left.run_signalled(3)
     assert code == 143, output
     newest = [left.steps(rank)[-1].step for rank in (0, 1)]
-    assert newest[0] == newest[1] < 8
+    assert newest[0] == newest[1] < 24
     assert "SIGTERM" in output
     left.run()
     for rank in (0, 1):
-        assert [each.step for each in left.steps(rank)] == [*range(1, 9)]
-        assert left.trajectory(rank) == whole.trajectory(rank)
-    samples = [sorted(each for step in range(1, 5) for rank in (0, 1) for each in left.trajectory(rank)[step][1])]
-    assert samples == [[*range(32)]]
+        assert [each.step for each in left.steps(rank)] == [*range(1, 25)]
+        assert left.trajectory(rank) == whole.trajectory(rank), rank
+    assert epoch(left, 1, 4) == [*range(32)]
+
+
+def test_lightnings_own_resume_repeats_samples_and_skips_others(tmp_path: Path) -> None:
+    """ModelCheckpoint at each batch and fit(ckpt_path="last"), killed in mid-epoch, beside ckpt in the same script."""
+    whole = train(tmp_path, "whole", how="own", pause=0, epochs=1)
+    whole.run()
+    for how in ("own", "ckpt"):
+        killed = train(tmp_path, how, how=how, epochs=1)
+        killed.run_killed(5)
+        killed.run()
+        assert [each.step for each in killed.steps()][-1] == 8
+        assert (epoch(killed, 1, 8) == [*range(32)]) == (how == "ckpt")
+    # Also the run that Lightning alone makes.
+    assert killed.trajectory() == whole.trajectory()
+
+
+def test_a_file_given_to_fit_counts_only_for_a_run_without_checkpoint(tmp_path: Path) -> None:
+    """Lightning's own checkpoint begins the run; a restart with the same ckpt_path goes on from ckpt's."""
+    own = train(tmp_path, "own", how="own", epochs=1)
+    own.run()
+    ours = train(tmp_path, "ours", epochs=2, path=str(tmp_path / "own/run-own/last.ckpt"), save=True)
+    output = ours.run_killed(11)
+    assert [each.step for each in ours.steps()][0] == 9
+    assert output.count("ModelCheckpoint saves files of its own") == 1
+    output = ours.run()
+    assert "fit(ckpt_path=" in output
+    assert [each.step for each in ours.steps()][3:] in ([11, 12, 13, 14, 15, 16], [12, 13, 14, 15, 16])

@@ -128,7 +128,9 @@ def main(options):
         enable_model_summary=False,
         callbacks=[*callbacks, Printer()],
     )
-    train = DataLoader(Data(SAMPLES), BATCH, shuffle=True, num_workers=OPTIONS["workers"], persistent_workers=OPTIONS["persistent"])
+    train = DataLoader(
+        Data(SAMPLES), BATCH, shuffle=True, num_workers=OPTIONS["workers"], persistent_workers=OPTIONS["persistent"]
+    )
     path = "last" if OPTIONS["how"] == "own" else OPTIONS["path"]
     trainer.fit(Model(), train, DataLoader(Data(8), BATCH), ckpt_path=path)
     print("steps", trainer.global_step, flush=True)
