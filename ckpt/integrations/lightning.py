@@ -13,19 +13,26 @@ callbacks monitor, and draws an epoch's data anew. Two subclasses of Lightning's
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from torch import nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import ckpt
 from ckpt.integrations.lightning_data import Positions
@@ -86,12 +93,16 @@ class _Run:
         self._checkpointer: ckpt.Checkpointer | None = None
         self._global_step = 0
         self._generators: dict[str, Any] | None = None
+        self._requeue_signal: int | None = None  # Slurm's, once it came
+        self._requeue_handlers: dict[int, Any] = {}
 
     def enter(self) -> None:
         """Restores the newest checkpoint. From here on the fit is saved."""
         trainer, loop = self.trainer, self.trainer.fit_loop
-        checkpointer = self._callback.make_checkpointer(_state(trainer, self.positions))
+        state = _state(trainer, self.positions)
+        checkpointer = self._callback.make_checkpointer(state)
         _report(trainer, checkpointer)
+        self._listen_for_requeue()
         checkpointer.__enter__()
         self._checkpointer, self._global_step = checkpointer, trainer.global_step
         if checkpointer.restored.step:
@@ -100,9 +111,21 @@ class _Run:
             if not self.is_resuming:
                 _clear_restarting(loop)
                 loop.on_iteration_done()
+            elif isinstance(state["schedulers"], _SwaSchedulers):
+                state["schedulers"].resume()
             # Lightning then makes no sanity check.
             loop.epoch_loop.val_loop.restarting = True
             self.positions.begin_again()
+
+    def _listen_for_requeue(self) -> None:
+        """ckpt saves at the signal; what is left to do is that Lightning puts the job into Slurm's queue again."""
+        environment = self.trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            number = environment.requeue_signal
+            self._requeue_handlers[number] = signal.signal(number, self._note_requeue)
+
+    def _note_requeue(self, number: int, frame: Any) -> None:
+        self._requeue_signal = number
 
     def restore_generators(self) -> None:
         """Takes back the random numbers that Lightning has drawn since the restore."""
@@ -119,7 +142,14 @@ class _Run:
         """Leaves the Checkpointer, once."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
-            checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+            try:
+                checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+            finally:
+                for number, handler in self._requeue_handlers.items():
+                    signal.signal(number, handler)
+            if self._requeue_signal is not None and isinstance(error, ckpt.Leave):
+                self.trainer.save_checkpoint = lambda *args, **kwargs: None
+                self.trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue_signal, None)
 
 
 class _CheckpointedSignals(_SignalConnector):  # type: ignore[misc]
@@ -195,30 +225,100 @@ class _TrainerState:
         self._trainer.should_stop = state["should_stop"]
 
 
+class _Hooks:
+    """What on_save_checkpoint of the module and of callbacks adds to a checkpoint of Lightning's."""
+
+    def __init__(self, trainer: Trainer, callbacks: list[Callback]) -> None:
+        self._trainer, self._callbacks = trainer, callbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        given = self._lightnings_own()
+        made = dict(given)
+        for callback in self._callbacks:
+            callback.on_save_checkpoint(self._trainer, self._trainer.lightning_module, made)
+        self._trainer.lightning_module.on_save_checkpoint(made)
+        return {key: value for key, value in made.items() if key not in given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        made = {**self._lightnings_own(), **state}
+        self._trainer.lightning_module.on_load_checkpoint(made)
+        for callback in self._callbacks:
+            callback.on_load_checkpoint(self._trainer, self._trainer.lightning_module, made)
+
+    def _lightnings_own(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": trainer.lightning_module.state_dict(),
+            "loops": {},
+            "callbacks": {},
+            "optimizer_states": [],
+            "lr_schedulers": [],
+        }
+
+
+class _SwaSchedulers:
+    """The schedulers of a fit with StochasticWeightAveraging, which replaces them by one that its own state holds."""
+
+    def __init__(self, trainer: Trainer, swa: StochasticWeightAveraging) -> None:
+        self._trainer, self._swa = trainer, swa
+        self.is_replaced = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._swa._initialized:
+            return {"schedulers": None}
+        return {"schedulers": [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.is_replaced = state["schedulers"] is None
+        for config, saved in zip(self._trainer.lr_scheduler_configs, state["schedulers"] or (), strict=False):
+            config.scheduler.load_state_dict(saved)
+
+    def resume(self) -> None:
+        """Replaces the schedulers as at the begin of the epoch. The optimizer's rates stay as restored."""
+        if self.is_replaced:
+            groups = self._trainer.optimizers[0].param_groups
+            rates = [{key: each[key] for key in each if key != "params"} for each in groups]
+            self._swa.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+            for group, saved in zip(groups, rates, strict=True):
+                group.update(saved)
+
+
 def _state(trainer: Trainer, positions: Positions) -> dict[str, Any]:
     """What a Checkpointer saves of a fit."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
     state: dict[str, Any] = {
         "model": module,
         "optimizers": list(trainer.optimizers),
-        "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
         "loops": trainer.fit_loop,
         "trainer": _TrainerState(trainer),
         "data": positions,
         "callbacks": {},
+        "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
     }
     if getattr(plugin, "scaler", None) is not None:
         state["scaler"] = plugin.scaler
-    if trainer.datamodule is not None and type(trainer.datamodule).state_dict is not LightningDataModule.state_dict:
+    if trainer.datamodule is not None and is_overridden("state_dict", trainer.datamodule):
         state["datamodule"] = trainer.datamodule
+    hooked = []
     for callback in trainer.callbacks:
-        held = {name: each for name, each in vars(callback).items() if isinstance(each, nn.Module)}
-        if type(callback).state_dict is not Callback.state_dict:
+        held: dict[str, Any] = {}
+        if is_overridden("state_dict", callback):
             held["state"] = callback
+        if isinstance(callback, StochasticWeightAveraging):
+            state["schedulers"] = _SwaSchedulers(trainer, callback)
+        elif isinstance(callback, WeightAveraging):
+            held["average"] = callback._average_model
+        elif is_overridden("on_save_checkpoint", callback):
+            hooked.append(callback)
         if held:
             name = type(callback).__name__
             same = sum(key.partition("-")[0] == name for key in state["callbacks"])
             state["callbacks"][f"{name}-{same}" if same else name] = held
+    if hooked or is_overridden("on_save_checkpoint", module):
+        state["hooks"] = _Hooks(trainer, hooked)
     return state
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,3 +122,28 @@ def test_a_file_given_to_fit_counts_only_for_a_run_without_checkpoint(tmp_path: 
     output = ours.run()
     assert "fit(ckpt_path=" in output
     assert [each.step for each in ours.steps()][3:] in ([11, 12, 13, 14, 15, 16], [12, 13, 14, 15, 16])
+
+
+def test_stochastic_weight_averaging_and_hooks_go_on(tmp_path: Path) -> None:
+    """Killed before the averaging, and in mid-epoch of it; the module keeps a count by on_save_checkpoint."""
+    outputs = check_equal(tmp_path, (5, 13, 19), swa=True, epochs=3, val=0.5)
+    assert "final" in outputs[-1]
+
+
+def test_slurms_signal_saves_by_ckpt_and_requeues_by_lightning(tmp_path: Path) -> None:
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/requeued\n")
+    scontrol.chmod(0o755)
+    whole, left = (train(tmp_path, name, every=100, epochs=6) for name in ("whole", "left"))
+    whole.run()
+    slurm = {"JOB_ID": "77", "JOB_NAME": "job", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    left.env |= {f"SLURM_{key}": value for key, value in slurm.items()}
+    left.env["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
+    code, output = left.run_signalled(3, signal.SIGUSR1)
+    assert code == 143, output
+    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    assert not [*tmp_path.rglob("hpc_ckpt*")]
+    left.run()
+    assert left.trajectory() == whole.trajectory()
+    assert (tmp_path / "requeued").read_text() == "requeue 77\n"

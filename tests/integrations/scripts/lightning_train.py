@@ -8,7 +8,7 @@ import warnings
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch.utils.data import DataLoader, Dataset
 
 import ckpt
@@ -32,6 +32,7 @@ OPTIONS = {
     "pause": 0.05,
     "path": None,
     "save": False,
+    "swa": False,
 }
 SAMPLES, BATCH = 32, 4
 
@@ -55,18 +56,27 @@ class Model(LightningModule):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
         self.register_buffer("mean", torch.zeros(()))
+        self.count = 0
 
     def training_step(self, batch, batch_idx):
         time.sleep(OPTIONS["pause"])
         samples, x = batch
         loss = (self.net(x) - x.norm(dim=1, keepdim=True)).square().mean() + 0 * self.mean
-        self.last = loss.item() + self.mean.item(), samples.tolist()
+        self.last = loss.item() + self.mean.item() + self.count, samples.tolist()
         return loss
 
     def on_train_batch_end(self, *args):
+        self.count += 1
         # After all callbacks: a restart from a snapshot that was taken by a callback would lose it.
         self.mean.lerp_(torch.tensor(self.last[0]), 0.1)
         record(self.trainer.fit_loop.total_batch_idx + 1, *self.last)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["count"] = self.count
+        del checkpoint["state_dict"]["mean"]
+
+    def on_load_checkpoint(self, checkpoint):
+        self.count = checkpoint["count"]
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[1]).square().mean() + torch.rand(()))
@@ -107,6 +117,8 @@ def main(options):
     callbacks = []
     if OPTIONS["ema"]:
         callbacks.append(EMAWeightAveraging(decay=0.9))
+    if OPTIONS["swa"]:
+        callbacks.append(StochasticWeightAveraging(0.005, swa_epoch_start=2, annealing_epochs=2))
     if OPTIONS["early"]:
         callbacks.append(EarlyStopping("val", patience=1))
     if OPTIONS["how"] == "ckpt":
@@ -124,6 +136,7 @@ def main(options):
         val_check_interval=OPTIONS["val"],
         num_sanity_val_steps=1,
         logger=False,
+        default_root_dir=OPTIONS["url"] + "-root",
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, Printer()],
