@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loops import _Loop
-from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -90,6 +90,7 @@ class _Run:
         self.positions = Positions(trainer.fit_loop)
         self.is_resuming = False  # within an epoch, before its first batch
         self._callback = callback
+        self._trainer_state = _TrainerState(trainer)
         self._checkpointer: ckpt.Checkpointer | None = None
         self._global_step = 0
         self._generators: dict[str, Any] | None = None
@@ -99,7 +100,7 @@ class _Run:
     def enter(self) -> None:
         """Restores the newest checkpoint. From here on the fit is saved."""
         trainer, loop = self.trainer, self.trainer.fit_loop
-        state = _state(trainer, self.positions)
+        state = _state(trainer, self._trainer_state, self.positions)
         checkpointer = self._callback.make_checkpointer(state)
         _report(trainer, checkpointer)
         self._listen_for_requeue()
@@ -107,7 +108,7 @@ class _Run:
         self._checkpointer, self._global_step = checkpointer, trainer.global_step
         if checkpointer.restored.step:
             self._generators = _collect_rng_states()
-            self.is_resuming = loop.epoch_progress.current.ready > loop.epoch_progress.current.processed
+            self.is_resuming = self._trainer_state.is_in_epoch
             if not self.is_resuming:
                 _clear_restarting(loop)
                 loop.on_iteration_done()
@@ -136,10 +137,12 @@ class _Run:
         """Ends a step of ckpt if an optimizer has stepped."""
         if self._checkpointer is not None and self.trainer.global_step != self._global_step:
             self._global_step = self.trainer.global_step
+            self._trainer_state.is_in_epoch = True
             self._checkpointer.step()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leaves the Checkpointer, once."""
+        """Leaves the Checkpointer, once: after an error, or after the last epoch."""
+        self._trainer_state.is_in_epoch = False
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             try:
@@ -171,6 +174,13 @@ class _CheckpointedFitLoop(_FitLoop):  # type: ignore[misc]
         self._ckpt.restore_generators()
         super().run()
         self._ckpt.leave()
+
+    def reset(self) -> None:
+        if not self._ckpt.is_resuming:
+            super().reset()
+            return
+        torch.set_grad_enabled(True)
+        self._restart_stage = RestartStage.RESTARTED_MID_EPOCH
 
     def on_run_end(self) -> None:
         # Before callbacks put averaged weights into the module.
@@ -207,22 +217,24 @@ class _CheckpointedEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
 
 
 class _TrainerState:
-    """What a Trainer knows beside its loops: the metrics that callbacks and schedulers monitor, as last logged, and
-    whether a callback has ended the fit."""
+    """What a Trainer knows beside its loops: the metrics that callbacks and schedulers monitor, as last logged; whether
+    a callback has ended the fit; whether the loops are within an epoch. Their counts do not tell: a fit that began with
+    a file of Lightning's may have begun more epochs than it counted."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self.is_in_epoch = False
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
         found = self._trainer.callback_metrics.items()
         metrics = {name: (value.item(), str(value.dtype).removeprefix("torch.")) for name, value in found}
-        return {"metrics": metrics, "should_stop": self._trainer.should_stop}
+        return {"metrics": metrics, "should_stop": self._trainer.should_stop, "in_epoch": self.is_in_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         found = state["metrics"].items()
         metrics = {name: torch.tensor(value, dtype=getattr(torch, dtype)) for name, (value, dtype) in found}
         self._trainer._logger_connector._callback_metrics.update(metrics)
-        self._trainer.should_stop = state["should_stop"]
+        self._trainer.should_stop, self.is_in_epoch = state["should_stop"], state["in_epoch"]
 
 
 class _Hooks:
@@ -286,14 +298,14 @@ class _SwaSchedulers:
                 group.update(saved)
 
 
-def _state(trainer: Trainer, positions: Positions) -> dict[str, Any]:
+def _state(trainer: Trainer, trainer_state: _TrainerState, positions: Positions) -> dict[str, Any]:
     """What a Checkpointer saves of a fit."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
     state: dict[str, Any] = {
         "model": module,
         "optimizers": list(trainer.optimizers),
         "loops": trainer.fit_loop,
-        "trainer": _TrainerState(trainer),
+        "trainer": trainer_state,
         "data": positions,
         "callbacks": {},
         "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],

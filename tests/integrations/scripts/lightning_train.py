@@ -73,7 +73,7 @@ class Model(LightningModule):
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["count"] = self.count
-        del checkpoint["state_dict"]["mean"]
+        assert "mean" in checkpoint["state_dict"]
 
     def on_load_checkpoint(self, checkpoint):
         self.count = checkpoint["count"]
