@@ -107,6 +107,12 @@ class _Run:
         checkpointer.__enter__()
         self._checkpointer, self._global_step = checkpointer, trainer.global_step
         if checkpointer.restored.step:
+            if path := trainer._checkpoint_connector._ckpt_path:
+                text = (
+                    f"ckpt: fit(ckpt_path={str(path)!r}) only begins a run. This one goes on from its own checkpoint, "
+                )
+                text += f"{checkpointer.restored.source}"
+                checkpointer.events.emit("framework.file_unused", text, loud=True)
             self._generators = _collect_rng_states()
             self.is_resuming = self._trainer_state.is_in_epoch
             if not self.is_resuming:
@@ -138,6 +144,8 @@ class _Run:
         if self._checkpointer is not None and self.trainer.global_step != self._global_step:
             self._global_step = self.trainer.global_step
             self._trainer_state.is_in_epoch = True
+            if why := self.positions.find_inexactness():
+                self._checkpointer.events.emit("loader.inexact", f"ckpt: {why}", loud=True, loader="data")
             self._checkpointer.step()
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -203,13 +211,18 @@ class _CheckpointedEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
             return
         # The progress was saved between two batches: nothing is to be reset, counted on or skipped.
         _clear_restarting(self.trainer.fit_loop)
-        self._ckpt.restore_generators()
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         if self._ckpt.is_resuming:
             self._ckpt.is_resuming = False
+            self._ckpt.positions.read_again(data_fetcher)
+            self._ckpt.restore_generators()
             super().on_advance_end(data_fetcher)
+
+    def advance(self, data_fetcher: Any) -> None:
+        self._ckpt.positions.note_fetch(data_fetcher)
+        super().advance(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         self._ckpt.end_batch()

@@ -17,6 +17,8 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
+import ckpt
+
 
 class Positions:
     """The positions of a fit loop's loaders, each rank's own. It is a loader to ckpt: what it says belongs to the rank.
@@ -27,23 +29,30 @@ class Positions:
     def __init__(self, fit_loop: Any) -> None:
         self._loop = fit_loop
         self._found: list[dict[str, Any]] = []
+        self._ahead: list[dict[str, Any]] | None = None
+        self._is_checked = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loaders)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loaders": [self._position(each) for each in self._loaders]}
+        return {"loaders": self._ahead or [self._position(each) for each in self._loaders]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = list(state["loaders"])
 
     def attach(self) -> None:
-        """Comes when Lightning has made the loaders, and before it iterates over them."""
+        """Comes when Lightning has made the loaders, and before it iterates over them. Errors: UsageError."""
         for loader in self._loaders:
             if _is_map_style(loader) and not isinstance(loader._index_sampler, _Pass):
                 name = "sampler" if loader.batch_sampler is None else "batch_sampler"
                 # DataLoader refuses a change by setattr.
                 object.__setattr__(loader, name, _Pass(loader, self._loop))
+        if len({bool(self._position(each)) for each in self._loaders}) > 1:
+            raise ckpt.UsageError(
+                "the training data comes from several loaders, and some of them have no position: a plain DataLoader "
+                "over an IterableDataset. Use torchdata's StatefulDataLoader there"
+            )
         self._apply()
 
     def begin_again(self) -> None:
@@ -52,6 +61,34 @@ class Positions:
             self._apply()
             with isolate_rng():
                 iter(self._loop._data_fetcher)
+
+    def read_again(self, data_fetcher: Any) -> None:
+        """Comes before the first batch after a restore. Loaders without a position draw the batches that were trained
+        on."""
+        if not all(map(self._position, self._loaders)):
+            ready = self._loop.epoch_loop.batch_progress.current.ready
+            data_fetcher.fetched -= ready
+            for _ in range(ready):
+                next(data_fetcher)
+
+    def note_fetch(self, data_fetcher: Any) -> None:
+        """Comes before a batch is fetched. Where Lightning has fetched one ahead, to know the last one, the loaders
+        stand now where they should after that batch."""
+        self._ahead = (
+            [self._position(each) for each in self._loaders] if getattr(data_fetcher, "batches", None) else None
+        )
+
+    def find_inexactness(self) -> str:
+        """What a restart may change; "" if nothing is known to. It is asked at each step and answers once."""
+        if self._is_checked or all(map(self._position, self._loaders)):
+            self._is_checked = True
+            return ""
+        self._is_checked = True
+        return (
+            "the training data has no position (a plain DataLoader over an IterableDataset): a restart within an epoch "
+            "reads its batches again, and goes on right only if they come in the same order. Use torchdata's "
+            "StatefulDataLoader and give the dataset a state_dict() (docs/guides/lightning.md)"
+        )
 
     @property
     def _loaders(self) -> list[Any]:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from tests.integrations.runs import Life, Script

@@ -36,7 +36,7 @@ def final(output: str) -> list[str]:
 
 
 def check_equal(folder: Path, kills: tuple[int, ...], **options: object) -> list[str]:
-    """Runs a script undisturbed, and again with a kill after each of these batches. Returns all outputs of the latter."""
+    """Runs a script undisturbed, and again with a kill after each of these batches. Returns the latter's outputs."""
     whole, killed = train(folder, "whole", pause=0, **options), train(folder, "killed", **options)
     said = final(whole.run())
     outputs = [killed.run_killed(each) for each in kills]
@@ -82,6 +82,13 @@ def test_persistent_workers_begin_at_the_restored_batch(tmp_path: Path) -> None:
     check_equal(tmp_path, (3, 11), workers=2, persistent=True, estimate=True)
 
 
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_streams_of_unknown_length_go_on_at_the_next_sample(tmp_path: Path, kind: str) -> None:
+    """Lightning fetches one batch of them ahead. A plain loader reads again, and that is said."""
+    outputs = check_equal(tmp_path, (3, 8, 11), iterable=kind)
+    assert all(("reads its batches again" in each) == (kind == "plain") for each in outputs)
+
+
 def test_sigterm_saves_one_step_of_all_ranks_and_the_restart_goes_on(tmp_path: Path) -> None:
     whole, left = (train(tmp_path, name, world=2, val=0.5, every=100, epochs=6) for name in ("whole", "left"))
     whole.run()
@@ -117,9 +124,10 @@ def test_a_file_given_to_fit_counts_only_for_a_run_without_checkpoint(tmp_path: 
     own.run()
     ours = train(tmp_path, "ours", epochs=2, path=str(tmp_path / "own/run-own/last.ckpt"), save=True)
     output = ours.run_killed(11)
-    assert [each.step for each in ours.steps()][0] == 9
+    assert next(each.step for each in ours.steps()) == 9
     assert output.count("ModelCheckpoint saves files of its own") == 1
-    ours.run()
+    assert "only begins a run" not in output
+    assert "only begins a run" in ours.run()
     assert [*ours.trajectory()] == [*range(9, 17)]
     assert epoch(ours, 9, 16) == [*range(32)]
 

@@ -9,7 +9,8 @@ import warnings
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from ckpt.integrations.lightning import Checkpoint
@@ -33,6 +34,7 @@ OPTIONS = {
     "path": None,
     "save": False,
     "swa": False,
+    "iterable": "",  # "plain" or "stateful"
 }
 SAMPLES, BATCH = 32, 4
 
@@ -47,8 +49,28 @@ class Data(Dataset):
         return len(self.x)
 
     def __getitem__(self, n):
-        noise = torch.rand(()) if not OPTIONS["workers"] else 0
+        noise = torch.rand(()) if not OPTIONS["workers"] and not OPTIONS["iterable"] else 0
         return n, self.x[n] + 0.1 * noise
+
+
+class Stream(IterableDataset):
+    """Samples without a known number of them. It has a state."""
+
+    def __init__(self):
+        self.items, self.next = Data(SAMPLES), 0
+
+    def __iter__(self):
+        begin, self.next = self.next, 0
+        for n in range(begin, SAMPLES):
+            self.next = n + 1
+            yield self.items[n]
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
 
 
 class Model(LightningModule):
@@ -144,6 +166,8 @@ def main(options):
     train = DataLoader(
         Data(SAMPLES), BATCH, shuffle=True, num_workers=OPTIONS["workers"], persistent_workers=OPTIONS["persistent"]
     )
+    if OPTIONS["iterable"]:
+        train = {"plain": DataLoader, "stateful": StatefulDataLoader}[OPTIONS["iterable"]](Stream(), BATCH)
     path = "last" if OPTIONS["how"] == "own" else OPTIONS["path"]
     trainer.fit(Model(), train, DataLoader(Data(8), BATCH), ckpt_path=path)
     print("steps", trainer.global_step, flush=True)
