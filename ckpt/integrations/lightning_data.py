@@ -1,14 +1,15 @@
 """The position of Lightning's training data, also of plain DataLoaders.
 
-A plain DataLoader over a map-style dataset has no position. What it draws is decided by its sampler, though. So `_Pass`
-stands before the sampler: it notes the generators as they are when the sampler begins. A restart gives the sampler
-these generators, draws the indices of the batches that were trained on, and reads none of their data.
+A plain DataLoader over a map-style dataset has no position. What it draws is decided by its sampler, though. So
+`SamplerPass` stands before the sampler: it notes the generators as they are when the sampler begins. A restart gives
+the sampler these generators, draws the indices of the batches that were trained on, and reads none of their data.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,10 +45,7 @@ class Positions:
     def attach(self) -> None:
         """Comes when Lightning has made the loaders, and before it iterates over them. Errors: UsageError."""
         for loader in self._loaders:
-            if _is_map_style(loader) and not isinstance(loader._index_sampler, _Pass):
-                name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-                # DataLoader refuses a change by setattr.
-                object.__setattr__(loader, name, _Pass(loader, self._loop))
+            prepare(loader, lambda: int(self._loop.epoch_loop.batch_progress.current.ready))
         if len({bool(self._position(each)) for each in self._loaders}) > 1:
             raise ckpt.UsageError(
                 "the training data comes from several loaders, and some of them have no position: a plain DataLoader "
@@ -106,17 +104,34 @@ class Positions:
                 loader._index_sampler.resume(state["pass"])
 
     def _position(self, loader: Any) -> dict[str, Any]:
-        if not _is_map_style(loader):
+        if not is_map_style(loader):
             return {"state": loader.state_dict()} if hasattr(loader, "state_dict") else {}
         return {"pass": loader._index_sampler.state()}
 
 
-class _Pass:
+def prepare(loader: Any, count: Callable[[], int]) -> None:
+    """Gives a loader a position, if it needs and can have one, and shields its workers from signals to the job.
+    `count()`: how many batches were handed out."""
+    if is_map_style(loader) and not isinstance(loader._index_sampler, SamplerPass):
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        # DataLoader refuses a change by setattr.
+        object.__setattr__(loader, name, SamplerPass(loader, count))
+    if getattr(loader, "num_workers", 0) and getattr(loader.worker_init_fn, "func", None) is not _begin_worker:
+        loader.worker_init_fn = functools.partial(_begin_worker, loader.worker_init_fn)
+
+
+def _begin_worker(first: Callable[[int], object] | None, worker_id: int) -> None:
+    if first is not None:
+        first(worker_id)
+    ckpt.shield_worker(worker_id)
+
+
+class SamplerPass:
     """The sampler that a DataLoader asks for indices: the loader's own, which a restart draws from again."""
 
-    def __init__(self, loader: DataLoader[Any], loop: Any) -> None:
+    def __init__(self, loader: DataLoader[Any], count: Callable[[], int]) -> None:
         self._inner: Any = loader._index_sampler
-        self._loop = loop
+        self._count = count
         self._own = {
             f"{type(each).__name__}.{name}": value
             for each in (loader, *_samplers(self._inner))
@@ -136,7 +151,7 @@ class _Pass:
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers calls this twice. Only the first draw counts.
         resumed, self._resumed = self._resumed, None
-        ready = self._ready
+        ready = self._count()
         # Of another epoch: the pass that was to be resumed had ended.
         if resumed is None or resumed["ready"] != ready:
             self._begin, self._first_batch = self._generators(), ready
@@ -154,15 +169,11 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """What `resume` needs: the generators at the begin of this pass, and the batches trained on since."""
-        return {"begin": self._begin, "batches": self._ready - self._first_batch, "ready": self._ready}
+        return {"begin": self._begin, "batches": self._count() - self._first_batch, "ready": self._count()}
 
     def resume(self, state: dict[str, Any]) -> None:
         """The next pass goes on where `state` was taken."""
         self._resumed = state
-
-    @property
-    def _ready(self) -> int:
-        return int(self._loop.epoch_loop.batch_progress.current.ready)
 
     def _generators(self) -> dict[str, Any]:
         return {
@@ -171,7 +182,7 @@ class _Pass:
         }
 
 
-def _is_map_style(loader: Any) -> bool:
+def is_map_style(loader: Any) -> bool:
     """Whether a loader's position is that of its sampler."""
     return (
         isinstance(loader, DataLoader)

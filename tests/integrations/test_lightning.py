@@ -22,12 +22,12 @@ def lightning() -> Iterator[None]:
         yield
 
 
-def train(folder: Path, name: str, world: int = 0, **options: object) -> Forked:
-    """A script of Lightning's Trainer with a URL and records of its own."""
+def train(folder: Path, name: str, world: int = 0, script: str = "train", **options: object) -> Forked:
+    """A script of Lightning's with a URL and records of its own."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     told = json.dumps({"url": str(folder / name / "run"), "world": max(1, world), **options})
     env = {"CKPT_LINGER_S": "20", "CUDA_VISIBLE_DEVICES": "", "CKPT_NOTICES": "given", "CKPT_LAUNCH": name}
-    return Forked(SCRIPTS / "lightning_train.py", folder / name / "records", (told,), world=world, env=env)
+    return Forked(SCRIPTS / f"lightning_{script}.py", folder / name / "records", (told,), world=world, env=env)
 
 
 def final(output: str) -> list[str]:
@@ -155,3 +155,8 @@ def test_slurms_signal_saves_by_ckpt_and_requeues_by_lightning(tmp_path: Path) -
     left.run()
     assert left.trajectory() == whole.trajectory()
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fabric_goes_on_with_the_next_batch_of_a_plain_loader(tmp_path: Path, workers: int) -> None:
+    check_equal(tmp_path, (3, 5, 8, 11), script="fabric", workers=workers)
