@@ -37,7 +37,7 @@ def final(output: str) -> list[str]:
 
 def check_equal(folder: Path, kills: tuple[int, ...], **options: object) -> list[str]:
     """Runs a script undisturbed, and again with a kill after each of these batches. Returns the latter's outputs."""
-    whole, killed = train(folder, "whole", pause=0, **options), train(folder, "killed", **options)
+    whole, killed = train(folder, "whole", pause=0, every=1000, **options), train(folder, "killed", **options)
     said = final(whole.run())
     outputs = [killed.run_killed(each) for each in kills]
     outputs.append(killed.run())
@@ -85,7 +85,7 @@ def test_persistent_workers_begin_at_the_restored_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
 def test_streams_of_unknown_length_go_on_at_the_next_sample(tmp_path: Path, kind: str) -> None:
     """Lightning fetches one batch of them ahead. A plain loader reads again, and that is said."""
-    outputs = check_equal(tmp_path, (3, 8, 11), iterable=kind)
+    outputs = check_equal(tmp_path, (3, 9), iterable=kind)
     assert all(("reads its batches again" in each) == (kind == "plain") for each in outputs)
 
 
@@ -159,4 +159,4 @@ def test_slurms_signal_saves_by_ckpt_and_requeues_by_lightning(tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fabric_goes_on_with_the_next_batch_of_a_plain_loader(tmp_path: Path, workers: int) -> None:
-    check_equal(tmp_path, (3, 5, 8, 11), script="fabric", workers=workers)
+    check_equal(tmp_path, (3, 8), script="fabric", workers=workers)
