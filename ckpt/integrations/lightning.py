@@ -59,7 +59,8 @@ class Checkpoint(LightningCheckpoint):  # type: ignore[misc]
         if stage != "fit":
             return
         # trainer.checkpoint_callback is the first one, and has to be the one that knows the best model.
-        trainer.callbacks.sort(key=lambda each: each is self)
+        # A new list, since Lightning iterates over this one.
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda each: each is self)
         self._run = _Run(trainer, self)
         for part, kind in (
             (trainer.fit_loop, _CheckpointedFitLoop),
