@@ -254,7 +254,7 @@ class _Run:
         if self.progress.sampler is None:
             text = "the training data is an IterableDataset: a restart in the middle of an epoch reads the epoch's "
             text += "samples up to its position again. The dataset must give them in the same order"
-            ck.events.emit("loader.rereads", f"ckpt: {text}", loud=True)
+            ck.events.emit("loader.inexact", f"ckpt: {text}", loud=True, loader="train_dataset")
 
 
 class _Progress:

@@ -111,7 +111,7 @@ class _Run:
                     f"ckpt: fit(ckpt_path={str(path)!r}) only begins a run. This one goes on from its own checkpoint, "
                 )
                 text += f"{checkpointer.restored.source}"
-                checkpointer.events.emit("framework.file_unused", text, loud=True)
+                checkpointer.events.emit("framework.resume_ignored", text, loud=True)
             self._generators = _collect_rng_states()
             self.is_resuming = self._trainer_state.is_in_epoch
             if not self.is_resuming:

@@ -148,7 +148,7 @@ def test_a_stream_is_read_again_up_to_its_position_and_that_is_said(tmp_path: Pa
     killed(ours, "4.2", "8.1")
     assert [each.step for each in ours.steps()] == list(range(1, 13))
     assert ours.trajectory() == undisturbed.trajectory()
-    assert len(events(tmp_path, "loader.rereads")) == 3
+    assert len(events(tmp_path, "loader.inexact")) == 3
 
 
 def test_changed_data_in_mid_epoch_is_refused_with_a_way_out(tmp_path: Path) -> None:

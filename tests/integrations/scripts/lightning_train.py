@@ -43,13 +43,15 @@ class Data(Dataset):
     """Each item has its number, and noise that is drawn when the item is read without a worker."""
 
     def __init__(self, size):
+        # Workers may be started from a process that does not know the options.
+        self.is_noisy = not OPTIONS["workers"] and not OPTIONS["iterable"]
         self.x = torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, n):
-        noise = torch.rand(()) if not OPTIONS["workers"] and not OPTIONS["iterable"] else 0
+        noise = torch.rand(()) if self.is_noisy else 0
         return n, self.x[n] + 0.1 * noise
 
 
