@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -15,12 +16,16 @@ import torch
 from torch import nn
 
 import tests.trainer.roundtrip as rt
-from ckpt.errors import DamagedData, UsageError
+from ckpt.errors import DamagedData, StateMismatch, UsageError
 from ckpt.format import values
 
 ROUNDS = 700
 ODD: list[Any] = [None, True, 0, -1, 1.5, 1 << 70, "", "x", b"", b"\1", [], {}, (), [0], {"x": 1}, ("weight",), [[]]]
 ODD += [range(1 << 60), deque([1]), {1, 2}, np.zeros((2, 2)), np.float32(1), float("nan"), {0: [None]}, [("a", "b")]]
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
 
 
 class Extra(nn.Module):
@@ -42,7 +47,9 @@ def job(seed: int, rank: int, world: int) -> dict[str, Any]:
     model = Extra()
     groups = [{"params": [model.lin.weight], "lr": torch.tensor(0.1)}, {"params": [model.lin.bias], "lr": 0.2}]
     optim = torch.optim.Adam(groups, foreach=False)
+    optim.param_groups[0]["mode"] = Mode.FAST
     if seed == 0:
+        optim.state["k"] = [torch.ones(2), Mode.FAST]  # type: ignore[index, assignment]
         model.lin(torch.ones(1, 3)).sum().backward()
         optim.step()
     data = {"q": torch.ones(2, 3).t(), "n": [1, (2, torch.ones(1))], "number": torch.tensor(1.0)}
@@ -108,7 +115,7 @@ def attempt(checkpoint: rt.Checkpoint, strict: bool) -> str:
             return "mismatch"
         rt.fill(targets, checkpoint)
         targets.install()
-    except (DamagedData, UsageError) as exc:
+    except (DamagedData, StateMismatch, UsageError) as exc:
         return type(exc).__name__
     finally:
         torch.set_rng_state(before[0])
