@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import ckpt
 from tests.integrations.runs import Script
@@ -14,6 +15,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 SCRIPT = Path(__file__).parent / "scripts" / "torchtitan_train.py"
 STEPS = range(1, 9)
+HOWS = ("ckpt", "own", "none")
 
 
 def script(folder: Path, how: str = "ckpt", *args: str, world: int = 2) -> Script:
@@ -47,3 +49,48 @@ def test_kills_at_any_step_leave_losses_and_data_as_they_were(tmp_path: Path) ->
 def lives(what: Script) -> list[int]:
     """The process of rank 0 in each life, in order."""
     return list(dict.fromkeys(each.pid for each in what.steps()))
+
+
+def test_a_notice_saves_the_step_at_which_torchtitan_loses_all_since_its_save(tmp_path: Path) -> None:
+    """SIGTERM long before the next save of the policy or of torchtitan. Both then give the same losses."""
+    ours, own = (script(tmp_path, how, "--checkpoint.interval", "100") for how in ("ckpt", "own"))
+    for each in (ours, own):
+        code, _ = each.run_signalled(4)
+        assert code != 0
+        each.run()
+    assert trajectories(ours) == trajectories(own)
+    assert [len(ours.steps(rank)) for rank in (0, 1)] == [8, 8]
+    assert [each.step for each in own.steps()].count(1) == 2
+
+
+def test_weights_go_to_hugging_face_and_back_as_with_torchtitan(tmp_path: Path) -> None:
+    script(tmp_path / "first", "ckpt", "--training.steps", "2", "--checkpoint.last_save_in_hf", world=1).run()
+    weights = tmp_path / "first" / "ckpt" / "hf" / "step-2"
+    assert "model.layers.1.self_attn.q_proj.weight" in load_file(weights / "model-00001-of-00001.safetensors")
+    given = ("--training.steps", "2", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", str(weights))
+    ours, own, anew = (script(tmp_path, how, *given[: 5 if how != "none" else 2], world=1) for how in HOWS)
+    for each in (ours, own, anew):
+        each.run()
+    assert ours.trajectory() == own.trajectory() != anew.trajectory()
+    # At a restart the checkpoint wins.
+    before = len(ours.steps())
+    ours.args = (*ours.args, "--training.steps", "3")
+    ours.run()
+    assert [each.step for each in ours.steps()[before:]] == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"load_step": 3}, "load_step cannot be used.* the newest checkpoint is restored"),
+        ({"load_only": True}, "load_only cannot be used"),
+        ({"last_save_model_only": True}, "the last step is saved whole"),
+        ({"create_seed_checkpoint": True}, "give it as initial_load_path"),
+        ({"exclude_from_loading": ["dataloader"]}, "a restart restores everything"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(options: dict[str, Any], says: str) -> None:
+    from ckpt.integrations.torchtitan import CheckpointManager
+
+    with pytest.raises(ckpt.UsageError, match=says):
+        CheckpointManager.Config(**options)
