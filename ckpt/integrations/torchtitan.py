@@ -102,6 +102,8 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         config = self._config
+        if step != -1:
+            dataclasses.replace(config, load_step=step)  # is refused
         options = {
             "policy": ckpt.Every(steps=config.interval) if config.interval > 1 else ckpt.Adaptive(),
             "keep": ckpt.Keep(last=config.keep_latest_k) if config.keep_latest_k else None,
@@ -188,7 +190,10 @@ def _refuse(config: CheckpointManager.Config) -> None:
             'the last step is saved whole; for the weights alone set last_save_in_hf, or options={"export": '
             "ckpt.Export(...)}",
         ),
-        "load_step": (config.load_step != -1, "the newest checkpoint is restored; `ckpt ls` lists all"),
+        "load_step": (
+            config.load_step != -1,
+            "the newest checkpoint is restored; after `ckpt branch URL --at STEP` that is the one of STEP",
+        ),
         "load_only": (
             config.load_only,
             'a run of ckpt saves as well; another run can begin with its weights: options={"init": its URL}',
