@@ -166,6 +166,10 @@ class _Loader:
             # Else each start draws the workers' seed from the global generator, which the steps may use.
             loader.generator = torch.Generator().manual_seed(torch.initial_seed())
 
+    def __getattr__(self, name: str) -> Any:
+        # A subclass may have reshard(), which ckpt then calls.
+        return getattr(self.base_dataloader, name)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.base_dataloader)
 
