@@ -81,6 +81,7 @@ class CheckpointManager(BaseCheckpointManager):
         self.save_future = None
         self.checkpointer: ckpt.Checkpointer | None = None
         self._config = config
+        self._ended_step = 0
         self._url = filesystem.join(base_folder, config.folder)
         self._state = states | {
             "model": _one_or_all(model_parts),
@@ -113,12 +114,14 @@ class CheckpointManager(BaseCheckpointManager):
         if not torchtitan.__version__.startswith(f"{TESTED}."):
             text = f"ckpt.integrations.torchtitan was tested with torchtitan {TESTED}; this is {torchtitan.__version__}"
             ck.events.emit("framework.untested", f"ckpt: {text}", loud=True)
-        if ck.restored.identity is None and (config.initial_load_path or config.initial_load_in_hf):
-            return bool(self._titan(NO_FOLDER).load())
-        return ck.restored.identity is not None
+        is_loaded = ck.restored.identity is not None
+        if not is_loaded and (config.initial_load_path or config.initial_load_in_hf):
+            is_loaded = self._titan(NO_FOLDER).load()
+        self._ended_step = getattr(self._states.get("train_state"), "step", 0)
+        return is_loaded
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        ck = self._entered
+        ck, self._ended_step = self._entered, curr_step
         # Before the step ends: a kill in the export repeats the step, and so the export.
         if last_step and self._config.last_save_in_hf:
             self._titan(HF_FOLDER)._save_last_step(curr_step)
@@ -141,6 +144,9 @@ class CheckpointManager(BaseCheckpointManager):
     def _close(self) -> None:
         ck, self.checkpointer = self.checkpointer, None
         if ck is not None:
+            # The Trainer counts the step in which its data ran out, and cancels it.
+            if (trainer := self._states.get("train_state")) is not None:
+                trainer.step = self._ended_step
             ck.__exit__(*sys.exc_info())
 
     @property

@@ -100,6 +100,16 @@ def test_a_run_of_torchtitans_own_manager_goes_on(tmp_path: Path) -> None:
     ]
 
 
+def test_data_that_runs_out_ends_the_run_at_its_last_step(tmp_path: Path) -> None:
+    """torchtitan counts one step more, and cancels it."""
+    ours = script(tmp_path, "ckpt", "--dataloader.no-infinite", "--training.steps", "40", world=1)
+    ours.run()
+    ours.run()
+    assert [each.step for each in ours.steps()] == [*range(1, 10)]
+    with ckpt.open(tmp_path / "ckpt" / "run") as run:
+        assert (run.newest.step, run.newest.values()["train_state"]["step"]) == (9, 9)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
