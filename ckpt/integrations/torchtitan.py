@@ -103,15 +103,15 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         config = self._config
-        if step != -1:
-            dataclasses.replace(config, load_step=step)  # is refused
+        config.load_step = step
+        _refuse(config)
         options = {
             "policy": ckpt.Every(steps=config.interval) if config.interval > 1 else ckpt.Adaptive(),
             "keep": ckpt.Keep(last=config.keep_latest_k) if config.keep_latest_k else None,
         }
         ck = ckpt.Checkpointer(self._url, self._state, **(options | config.options))
         self.checkpointer = ck.__enter__()
-        if not torchtitan.__version__.startswith(f"{TESTED}."):
+        if not torchtitan.__version__.startswith(f"{TESTED}.") and torch.distributed.get_rank() == 0:
             text = f"ckpt.integrations.torchtitan was tested with torchtitan {TESTED}; this is {torchtitan.__version__}"
             ck.events.emit("framework.untested", f"ckpt: {text}", loud=True)
         is_loaded = ck.restored.identity is not None
