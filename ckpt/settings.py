@@ -242,6 +242,12 @@ def _launch(env: Mapping[str, str]) -> str:
     return _process_name(os.getpid())
 
 
+def _slurm_job(env: Mapping[str, str]) -> str:
+    """The job as Slurm's commands take it. The SLURM_JOB_ID of one member of an array is that of the whole array."""
+    array, member = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{member}" if array and member else env.get("SLURM_JOB_ID", "")
+
+
 def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process. Errors: UsageError, which names the variable that does not parse."""
     env = os.environ if env is None else env
@@ -281,6 +287,6 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         signals_interval_s=_number(env, "CKPT_SIGNALS_S", 5.0, SIGNALS_S_MIN),
         signals_log=_absolute(signals_log) if signals_log else None,
         predictor=_absolute(predictor) if predictor else None,
-        slurm_job=env.get("SLURM_JOB_ID", ""),
+        slurm_job=_slurm_job(env),
         slurm_end_s=int(end) if re.fullmatch("[0-9]{1,12}", end := env.get("SLURM_JOB_END_TIME", "")) else None,
     )

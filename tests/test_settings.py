@@ -121,6 +121,14 @@ def test_a_launch_is_named_by_whoever_gave_it_a_name() -> None:
     assert read_settings({"CKPT_LAUNCH": "mine\udcff"}).launch == "mine\\udcff", "agents say nothing that is no UTF-8"
 
 
+def test_a_member_of_a_slurm_array_is_named_as_such_and_not_by_the_number_of_the_array() -> None:
+    assert read_settings({"SLURM_JOB_ID": "7"}).slurm_job == "7"
+    member = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    assert read_settings(member).slurm_job == "7_1"
+    assert read_settings(member).launch == "7"
+    assert read_settings({"SLURM_ARRAY_JOB_ID": "7"}).slurm_job == ""
+
+
 def test_a_run_id_that_every_torchrun_has_names_no_launch_and_its_process_does() -> None:
     found = read_settings({"TORCHELASTIC_RUN_ID": "none"}).launch
     assert found.startswith(f"{os.uname().nodename}-pid-{os.getppid()}-"), "torchrun is the parent of its workers"

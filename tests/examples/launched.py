@@ -1,4 +1,4 @@
-"""What the launchers start: python tests/examples/launched.py URL [--steps N] [--pace S].
+"""What the launchers start: python tests/examples/launched.py URL [--steps N] [--every N] [--pace S].
 
 Two or more ranks train with DDP and a stateful loader. Each step is recorded (tests/integrations/runs.py). Notices are
 printed. A member of a Slurm array records in a folder of its own.
@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--every", type=int, default=1_000_000, help="else only a notice and the end save")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step of the first start waits")
     args = parser.parse_args()
     os.environ["RECORDS"] = os.path.join(os.environ["RECORDS"], os.environ.get("SLURM_ARRAY_TASK_ID", ""))
@@ -41,8 +42,7 @@ def main() -> None:
     loader = StatefulDataLoader(data, batch_size=4, sampler=sampler, generator=torch.Generator())
 
     state = {"model": model, "optim": optimizer, "loader": loader, "epoch": 0}
-    policy = ckpt.Every(seconds=1_000_000)  # only a notice and the end save
-    with ckpt.Checkpointer(args.url, state, policy=policy, sinks=(say,)) as ck:
+    with ckpt.Checkpointer(args.url, state, policy=ckpt.Every(steps=args.every), sinks=(say,)) as ck:
         pace_s = 0.0 if ck.restored.step else args.pace
         print(f"rank {dist.get_rank()} restored {ck.restored.step} from {ck.restored.level}", flush=True)
         batches = endless(loader, sampler, ck.state)

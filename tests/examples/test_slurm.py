@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -33,7 +34,7 @@ def site() -> Iterator[Cluster]:
 class Job:
     """examples/launchers/slurm.sbatch, submitted."""
 
-    def __init__(self, site: Cluster, tmp_path: Path, *options: str) -> None:
+    def __init__(self, site: Cluster, tmp_path: Path, *options: str, every: int = 1_000_000) -> None:
         self.site, self.log, self.records = site, tmp_path, tmp_path / "records"
         env = {
             "PATH": f"{Path(sys.executable).parent}:{slurm.PATH}",
@@ -43,7 +44,7 @@ class Job:
         }
         sbatch = ["sbatch", "--parsable", f"--output={tmp_path}/log-%A_%a.txt", f"--chdir={REPOSITORY}", *options]
         program = ["examples/launchers/slurm.sbatch", str(PROGRAM), str(tmp_path / "run"), f"--steps={STEPS}"]
-        self.id = site.run(*sbatch, *program, "--pace=0.1", env=env)
+        self.id = site.run(*sbatch, *program, "--pace=0.1", f"--every={every}", env=env)
 
     def said(self) -> str:
         return "\n".join(log.read_text(errors="replace") for log in sorted(self.log.glob("log-*")))
@@ -51,10 +52,14 @@ class Job:
     def steps(self, member: str = "", rank: int = 0) -> list[int]:
         return [each.step for each in Script(PROGRAM, self.records / member).steps(rank)]
 
+    def state(self, member: str = "") -> dict[str, str]:
+        """What `scontrol show job` says of it."""
+        return self.site.job(f"{self.id}_{member}" if member else self.id)
+
     def wait(self, what: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not what():
-            assert time.monotonic() < deadline, f"{self.site.job(self.id)}\n{self.said()}\n{self.site.log()}"
+            assert time.monotonic() < deadline, f"{self.site.run('squeue', '--array', '--format=%i %T %r')}\n{self.said()}\n{self.site.log()}"
             time.sleep(0.2)
 
 
@@ -69,9 +74,11 @@ def test_each_member_of_an_array_leaves_before_its_limit_is_requeued_and_goes_on
     members = ("0", "1")
     job.wait(lambda: all(len(job.steps(member)) > 20 for member in members))
     site.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=3")  # of which 180 s are left to the script's signal
-    ended_s = time.time()
-    job.wait(lambda: all(site.job(f"{job.id}_{member}")["JobState"] == "COMPLETED" for member in members))
-    assert time.time() < ended_s + 180
+    began_s = time.time()
+    job.wait(lambda: all(job.state(member)["Restarts"] == "1" for member in members))
+    assert time.time() < began_s + 120, "and not because the limit had come"
+    site.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
+    job.wait(lambda: all(job.state(member)["JobState"] == "COMPLETED" for member in members))
     wanted = undisturbed(tmp_path)
     for member in members:
         found = Script(PROGRAM, job.records / member)
@@ -89,16 +96,29 @@ def test_a_preempted_job_leaves_in_order_and_goes_on(site: Cluster, tmp_path: Pa
     job = Job(site, tmp_path)
     job.wait(lambda: len(job.steps()) > 20)
     site.run("scontrol", "requeue", job.id)  # what PreemptMode=REQUEUE does
-    job.wait(lambda: site.job(job.id)["JobState"] == "COMPLETED")
+    job.wait(lambda: job.state()["JobState"] == "COMPLETED")
     assert job.steps() == job.steps(rank=1) == list(range(1, STEPS + 1))
     assert f"signal {signal.SIGTERM.name}" in job.said()
+
+
+def test_a_job_that_lost_a_rank_is_requeued_and_goes_on_from_the_newest_commit(site: Cluster, tmp_path: Path) -> None:
+    job = Job(site, tmp_path, every=10)
+    job.wait(lambda: len(job.steps()) > 20)
+    os.kill(Script(PROGRAM, job.records).steps(rank=1)[-1].pid, signal.SIGKILL)
+    job.wait(lambda: job.state()["JobState"] == "COMPLETED")
+    assert job.state()["Restarts"] == "1"
+    (restored,) = {int(each) for each in re.findall(r"restored ([1-9]\d*) from", job.said())}
+    assert restored >= 10
+    wanted = undisturbed(tmp_path)
+    for rank in range(2):
+        assert Script(PROGRAM, job.records).trajectory(rank) == wanted.trajectory(rank)
 
 
 def test_a_cancelled_job_leaves_in_order_and_is_not_requeued(site: Cluster, tmp_path: Path) -> None:
     job = Job(site, tmp_path)
     job.wait(lambda: len(job.steps()) > 20)
     site.run("scancel", job.id)
-    job.wait(lambda: site.job(job.id)["JobState"] == "CANCELLED")
+    job.wait(lambda: job.state()["JobState"] == "CANCELLED")
     job.wait(lambda: "notice.outcome" in job.said())
-    assert site.job(job.id)["Restarts"] == "0"
+    assert job.state()["Restarts"] == "0"
     assert job.steps() == job.steps(rank=1), "both ranks left at one step"

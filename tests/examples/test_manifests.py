@@ -1,0 +1,278 @@
+"""The YAML files of examples/launchers: their fields, and what they run, started and stopped as their systems do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.checkpointer.test_launchers import Container, needs_container
+from tests.integrations.runs import REPOSITORY, Script
+from tests.servers import free_port
+
+LAUNCHERS = REPOSITORY / "examples" / "launchers"
+PROGRAM = REPOSITORY / "tests" / "examples" / "launched.py"
+STEPS = 400
+Document = dict[str, Any]
+
+# The fields that the examples use, and their types. They were compared with the definitions of JobSet v1alpha2 (0.13),
+# Kubeflow Trainer v1alpha1 (2.3) and SkyPilot's task (2026-08). Another field has to be looked up there first.
+VALUE = {"fieldRef": {"fieldPath": str}}
+POD = {
+    "restartPolicy": str,
+    "terminationGracePeriodSeconds": int,
+    "containers": [
+        {
+            **{"name": str, "image": str, "command": [str]},
+            "env": [{"name": str, "value": str, "valueFrom": VALUE}],
+            "volumeMounts": [{"name": str, "mountPath": str}],
+        }
+    ],
+    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
+}
+JOB = {"parallelism": int, "completions": int, "backoffLimit": int, "template": {"spec": POD}}
+METADATA = {"name": str, "labels": {"trainer.kubeflow.org/framework": str}}
+STEP = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": str}}
+JOB_SET = {
+    "failurePolicy": {"maxRestarts": int},
+    "replicatedJobs": [{"name": str, "template": {"metadata": STEP, "spec": JOB}}],
+}
+REFERENCE = {"apiGroup": str, "kind": str, "name": str}
+TRAINER = {"numNodes": int, "numProcPerNode": int, "command": [str]}
+SPECS: dict[tuple[str, str], Any] = {
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOB_SET,
+    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): {
+        "mlPolicy": {"numNodes": int, "torch": {}},
+        "template": {"spec": JOB_SET},
+    },
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): {"runtimeRef": REFERENCE, "trainer": TRAINER},
+}
+SKY = {
+    **{"name": str, "workdir": str, "num_nodes": int, "setup": str, "run": str},
+    "envs": {"URL": str, "CKPT_OUTCOME_FILE": str},
+    "resources": {
+        **{"accelerators": str, "use_spot": bool},
+        "job_recovery": {"recover_on_exit_codes": [int], "max_restarts_on_errors": int},
+    },
+}
+
+
+def check(value: Any, shape: Any, at: str) -> None:
+    """`value` has no field that `shape` lacks, and only its types."""
+    if isinstance(shape, dict):
+        assert isinstance(value, dict), at
+        assert value.keys() <= shape.keys(), f"{at} has {sorted(value.keys() - shape.keys())}"
+        for name, each in value.items():
+            check(each, shape[name], f"{at}.{name}")
+    elif isinstance(shape, list):
+        assert isinstance(value, list), at
+        for number, each in enumerate(value):
+            check(each, shape[0], f"{at}[{number}]")
+    else:
+        assert type(value) is shape, f"{at} is {value!r}"
+
+
+def documents(name: str) -> list[Document]:
+    return list(yaml.safe_load_all((LAUNCHERS / name).read_text()))
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_a_manifest_has_only_fields_that_kubernetes_knows(name: str) -> None:
+    for each in documents(name):
+        metadata, spec = each.pop("metadata"), each.pop("spec")
+        check(metadata, METADATA, "metadata")
+        check(spec, SPECS[each["apiVersion"], each["kind"]], "spec")
+        assert each.keys() == {"apiVersion", "kind"}
+
+
+def test_a_task_of_skypilot_has_only_fields_that_it_knows() -> None:
+    (task,) = documents("sky.yaml")
+    check(task, SKY, "task")
+    bash = subprocess.run(["bash", "-n", "-c", task["run"]], capture_output=True, text=True)
+    assert (bash.returncode, bash.stderr) == (0, "")
+
+
+class Pods:
+    """The pods of a manifest, each with a pid namespace of its own; `folder` is their volume."""
+
+    def __init__(self, name: str, folder: Path, runtime_dir: Path) -> None:
+        self.folder, self.runtime_dir = folder, runtime_dir
+        job_set, *others = documents(name)
+        self.spec = job_set["spec"]["template"]["spec"] if others else job_set["spec"]
+        self.pod = self.spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        (self.container,) = self.pod["containers"]
+        self.env: dict[str, str] = {}
+        for job in others:
+            trainer = job["spec"]["trainer"]
+            self.container |= {"command": trainer["command"]}
+            # What Kubeflow Trainer adds for mlPolicy.torch.
+            self.env |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NODE_RANK": ""}
+        self.starts = 0
+
+    def environment(self, index: int) -> dict[str, str]:
+        fields = {
+            "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "train",
+            "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+        }
+        given = {
+            each["name"]: each["value"] if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+            for each in self.container["env"]
+        }
+        given = self.env | given
+        return given | {
+            "PET_NODE_RANK": given["PET_NODE_RANK"] or str(index),
+            **{"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"},
+            "CKPT_OUTCOME_FILE": self.mounted(given["CKPT_OUTCOME_FILE"]),
+            **{"CKPT_NOTICES": "given", "CKPT_LISTEN": "127.0.0.1:0"},
+            **{"CKPT_RUNTIME_DIR": str(self.runtime_dir / str(index)), "RECORDS": str(self.folder / "records")},
+        }
+
+    def mounted(self, path: str) -> str:
+        """Where the file of a container lies: in the volume."""
+        (mount,) = self.container["volumeMounts"]
+        assert path.startswith(f"{mount['mountPath']}/")
+        return str(self.folder / Path(path).relative_to(mount["mountPath"]))
+
+    def start(self) -> list[Container]:
+        self.starts += 1
+        torchrun, program, url, steps = self.container["command"]
+        assert (torchrun, program, steps) == ("torchrun", "examples/fsdp2.py", "--steps=10000")
+        command = [sys.executable, "-m", "torch.distributed.run", str(PROGRAM), self.mounted(url)]
+        port = str(free_port())
+        count = int(self.environment(0)["PET_NNODES"])
+        return [
+            Container(
+                self.folder / f"log-{self.starts}-{index}",
+                *(*command, f"--steps={STEPS}", "--pace=0.1"),
+                **(self.environment(index) | {"PET_MASTER_PORT": port}),
+            )
+            for index in range(count)
+        ]
+
+
+def undisturbed(tmp_path: Path) -> Script:
+    script = Script(PROGRAM, tmp_path / "undisturbed", (str(tmp_path / "other"), f"--steps={STEPS}"), world=2)
+    script.run()
+    return script
+
+
+def wait_for(script: Script, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not any(each.step >= step for each in script.steps()):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def check_same(found: Script, wanted: Script) -> None:
+    """Each rank made each step once, over both starts, with the undisturbed run's loss and samples."""
+    for rank in range(2):
+        assert [each.step for each in found.steps(rank)] == list(range(1, STEPS + 1))
+        assert found.trajectory(rank) == wanted.trajectory(rank)
+        assert len({each.pid for each in found.steps(rank)}) > 0
+
+
+@needs_container
+@pytest.mark.torchrun
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+def test_an_evicted_pod_has_all_pods_leave_at_one_step_and_new_pods_go_on(
+    name: str, tmp_path: Path, runtime_dir: Path
+) -> None:
+    pods = Pods(name, tmp_path, runtime_dir)
+    env = pods.environment(0)
+    grace_s = pods.pod["terminationGracePeriodSeconds"]
+    assert float(env["CKPT_SIGTERM_S"]) == float(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace_s
+    (volume,) = pods.pod["volumes"]
+    assert volume["name"] == pods.container["volumeMounts"][0]["name"]
+
+    found = Script(PROGRAM, tmp_path / "records")
+    first, second = pods.start()
+    wait_for(found, 20, first.script.process, first.script.log)
+    assert second.stop(grace_s) not in (0, -signal.SIGKILL)
+    assert first.script.process.wait(60) not in (0, -signal.SIGKILL)
+    outcome = json.loads(Path(env["CKPT_OUTCOME_FILE"]).read_text())
+    assert (outcome["how"], outcome["level"], outcome["launch"]) == ("left", "store", "train")
+    assert outcome["step"] == len(found.steps(0)) == len(found.steps(1)) < STEPS
+
+    for pod in pods.start():
+        assert pod.script.process.wait(180) == 0, pod.script.log.read_text()
+    check_same(found, undisturbed(tmp_path))
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, runtime_dir: Path) -> Iterator[Cloud]:
+    made = Cloud(tmp_path, runtime_dir)
+    try:
+        yield made
+    finally:
+        for process in made.running:
+            process.kill()
+            process.wait()
+
+
+class Cloud:
+    """Runs the task of sky.yaml, a process for each node."""
+
+    def __init__(self, folder: Path, runtime_dir: Path) -> None:
+        self.folder, self.runtime_dir = folder, runtime_dir
+        (self.task,) = documents("sky.yaml")
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.notice = folder / "notice"
+
+    def start(self) -> list[subprocess.Popen[bytes]]:
+        run = self.task["run"]
+        for old, new in {
+            "torchrun": f"{sys.executable} -m torch.distributed.run",
+            "examples/fsdp2.py": str(PROGRAM),
+            "--steps 10000": f"--steps {STEPS} --pace 0.1",
+            "29500": str(free_port()),
+        }.items():
+            assert old in run
+            run = run.replace(old, new)
+        self.running = [
+            self._node(run, rank, len(list(self.folder.glob("node-*")))) for rank in range(self.task["num_nodes"])
+        ]
+        return self.running
+
+    def _node(self, run: str, rank: int, number: int) -> subprocess.Popen[bytes]:
+        home = self.folder / f"node-{number}"
+        home.mkdir()
+        env: Mapping[str, str] = {
+            **{"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_RANK": str(rank)},
+            **{"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_TASK_ID": "sky-managed-1_train-0"},
+            **{"URL": str(self.folder / "run"), "CKPT_OUTCOME_FILE": str(home / "outcome.json")},
+            **{"CKPT_NOTICES": "given", "CKPT_NOTICE_FILE": str(self.notice), "CKPT_LISTEN": "127.0.0.1:0"},
+            **{"CKPT_RUNTIME_DIR": str(self.runtime_dir / str(number)), "RECORDS": str(self.folder / "records")},
+            **{"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        }
+        with (home / "log").open("wb") as out:
+            return subprocess.Popen(
+                ["bash", "-c", run], env=os.environ | env, stdout=out, stderr=subprocess.STDOUT, cwd=REPOSITORY
+            )
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(400)
+def test_a_task_of_skypilot_leaves_by_a_notice_with_the_code_that_recovers_it(cloud: Cloud, tmp_path: Path) -> None:
+    found = Script(PROGRAM, tmp_path / "records")
+    first, second = cloud.start()
+    wait_for(found, 20, first, tmp_path / "node-0" / "log")
+    cloud.notice.write_text("+30")
+    assert first.wait(120) in cloud.task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert second.poll() is None, "the code of the other node comes later"
+    assert second.wait(60) not in (0, 143)
+    assert len(found.steps(0)) == len(found.steps(1)) < STEPS
+
+    cloud.notice.unlink()
+    assert [each.wait(180) for each in cloud.start()] == [0, 0]
+    check_same(found, undisturbed(tmp_path))
