@@ -56,7 +56,9 @@ PartitionName=main Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 def why_not() -> str:
     """Why there can be no such cluster here; "": there can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    return f"needs Slurm: {', '.join(missing)} not installed (slurmctld, slurmd, slurm-client, munge)" if missing else ""
+    return (
+        f"needs Slurm: {', '.join(missing)} not installed (slurmctld, slurmd, slurm-client, munge)" if missing else ""
+    )
 
 
 class Cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import sys
@@ -50,14 +51,22 @@ class Elastic:
     """One torchrun a node, of the same job. `folder`: for the store and the logs."""
 
     def __init__(
-        self, lan: Lan, folder: Path, steps: int, *options: str, nodes: tuple[int, int] = (2, 4), apart: bool = False
+        self,
+        lan: Lan,
+        folder: Path,
+        steps: int,
+        *options: str,
+        nodes: tuple[int, int] = (2, 4),
+        apart: bool = False,
+        launcher: Path | None = None,
     ) -> None:
-        """`nodes`: how few and how many. `apart`: the agents use the net of their own."""
+        """`nodes`: how few and how many. `apart`: the agents use the net of their own. `launcher`: a script that starts
+        torchrun, given the numbers of nodes, the rendezvous, and the launch id."""
         self.lan, self.folder, self.steps = lan, folder, steps
         self.url = str(folder / "run")
         self.env: dict[str, str] = {}
         self._id = secrets.token_hex(4)
-        self._options, self._count, self._apart = options, nodes, apart
+        self._options, self._count, self._apart, self._launcher = options, nodes, apart, launcher
         self._logs: dict[str, Path] = {}
         self.places: dict[str, Place] = {}
 
@@ -69,15 +78,21 @@ class Elastic:
         name = node.name.rpartition("-")[2]
         self.places[name] = node
         log = self._logs[name] = self.folder / f"{name}.log"
+        nodes, rendezvous = f"{self._count[0]}:{self._count[1]}", f"{HUB_AT}:{STORE_PORT}"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self._count[0]}:{self._count[1]}"),
-            *("--nproc-per-node", "1", "--max-restarts", "1000", "--monitor-interval", "0.1"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HUB_AT}:{STORE_PORT}", "--rdzv-id", self._id),
-            *("--rdzv-conf", RENDEZVOUS, "--local-addr", node.at["lan"]),
-            *("-m", "tests.nodes.train", self.url, str(self.steps), *self._options),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--max-restarts", "1000"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--rdzv-id", self._id),
+            *("--rdzv-conf", RENDEZVOUS),
         ]
+        if self._launcher is not None:
+            command = ["bash", str(self._launcher), nodes, rendezvous, self._id]
+        command += ["-m", "tests.nodes.train", self.url, str(self.steps), *self._options]
         env = {
             "NODE": name,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_MONITOR_INTERVAL": "0.1",
+            "PET_LOCAL_ADDR": node.at["lan"],
             "CKPT_RUNTIME_DIR": str(node.folder),
             "CKPT_AGENT_LOG": str(self.folder / f"{name}.agent.log"),
             "CKPT_LINGER_S": str(LINGER_S),

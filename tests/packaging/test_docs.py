@@ -96,7 +96,8 @@ def test_every_variable_that_is_read_is_told_of_where_users_begin() -> None:
 def test_the_guides_torchrun_is_started_as_in_the_tests_that_kill_nodes() -> None:
     """Without that its restarts take minutes, or fail: it is what a user copies."""
     shown = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs/guides/nodes.md").read_text(), re.MULTILINE | re.DOTALL)
-    command = next(each for each in shown if "torchrun --nnodes" in each)
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command
+    script = (ROOT / "examples/launchers/torchrun.sh").read_text()
     wanted = set(RENDEZVOUS.split(",")) - {"join_timeout=180"}  # tests are impatient
-    assert set(re.findall(r"--rdzv-conf (\S+)", command)[0].split(",")) == wanted
+    for command in (next(each for each in shown if "torchrun --nnodes" in each), script):
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command
+        assert set(re.findall(r"--rdzv-conf (\S+)", command)[0].split(",")) == wanted
