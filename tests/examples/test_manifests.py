@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -226,7 +227,8 @@ def cloud(tmp_path: Path, runtime_dir: Path) -> Iterator[Cloud]:
         yield made
     finally:
         for process in made.running:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -275,7 +277,12 @@ class Cloud:
         }
         with (home / "log").open("wb") as out:
             return subprocess.Popen(
-                ["bash", "-c", run], env=os.environ | env, stdout=out, stderr=subprocess.STDOUT, cwd=REPOSITORY
+                ["bash", "-c", run],
+                env=os.environ | env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=REPOSITORY,
+                start_new_session=True,
             )
 
 
