@@ -157,5 +157,6 @@ def test_slurms_signal_saves_by_ckpt_and_requeues_by_lightning(tmp_path: Path) -
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
 
 
-def test_fabric_goes_on_with_the_next_batch_of_a_plain_loader(tmp_path: Path) -> None:
-    check_equal(tmp_path, (3, 8), script="fabric")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fabric_goes_on_with_the_next_batch_of_a_plain_loader(tmp_path: Path, workers: int) -> None:
+    check_equal(tmp_path, (3, 8), script="fabric", workers=workers)
