@@ -70,5 +70,6 @@ def asked(**changes: Any) -> UserOptions:
     given: dict[str, Any] = {"policy": Every(seconds=600), "keep": Keep(last=3), "limits": Limits()}
     given |= {"codec": "auto", "peers": Replicas(1)}
     given |= {name: changes[name] for name in given.keys() & changes}
-    rest = {"strict": True, "generators": True, "take_over": False, "init": None, **changes}
+    switches = {"strict": True, "generators": True, "take_over": False, "trainable_only": False}
+    rest = {**switches, "init": None, **changes}
     return cast(UserOptions, SimpleNamespace(**{**rest, "options": make_options(**given)}))

@@ -77,8 +77,9 @@ def train_with_lightning(folder: Path, ours: Any) -> None:
             self.ck.__exit__(None, None, None)
 
     trainer = lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, callbacks=[Plain() if callable(ours) else ours],
+        max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=not callable(ours),
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=[Plain() if callable(ours) else ours],
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(rows()))
 
