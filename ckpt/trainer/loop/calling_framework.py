@@ -9,8 +9,9 @@ Only modules that are imported already are looked at, so nothing is imported her
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -38,9 +39,9 @@ TRAINERS = (
 def report_unsaved(state: Mapping[str, Any], events: Events) -> None:
     """Emits one warning (`framework.unsaved`) if a framework's loop runs this thread and `state` lacks what that loop
     counts. Silent inside an integration of ckpt, which has put it into the state."""
-    frames = list(_frames())
-    if any(str(frame.f_globals.get("__name__", "")).startswith(INTEGRATIONS) for frame in frames):
+    if any(module.startswith(INTEGRATIONS) for module, _ in _frames()):
         return
+    frames = [local for _, local in _frames()]
     held = list(_objects(state, 0))
     for module, name, key, way, guide in TRAINERS:
         trainer = _find_self(frames, _class(module, "Trainer"))
@@ -65,11 +66,22 @@ def _report(events: Events, name: str, what: str, way: str, guide: str) -> None:
     )
 
 
-def _frames() -> Iterator[FrameType]:
+def _frames() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The module and the local variables of each running function, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        yield str(frame.f_globals.get("__name__", "")), _read_locals(frame)
         frame = frame.f_back
+
+
+def _read_locals(frame: FrameType) -> Mapping[str, Any]:
+    """A copy of the function's local variables. Before Python 3.13 the frame keeps the dict that it gives, and with it
+    whatever the function lets go of later, such as a loader's workers. So that dict is emptied."""
+    given = frame.f_locals
+    found = dict(given)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        given.clear()
+    return found
 
 
 def _class(module: str, name: str) -> type | None:
@@ -77,19 +89,18 @@ def _class(module: str, name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _find_self(frames: list[FrameType], kind: type | None) -> Any:
+def _find_self(frames: Sequence[Mapping[str, Any]], kind: type | None) -> Any:
     """The object of this kind whose method is running."""
     if kind is None:
         return None
-    return next((each for frame in frames if isinstance(each := frame.f_locals.get("self"), kind)), None)
+    return next((each for local in frames if isinstance(each := local.get("self"), kind)), None)
 
 
-def _find_accelerator(frames: list[FrameType], kind: type | None) -> Any:
+def _find_accelerator(frames: Sequence[Mapping[str, Any]], kind: type | None) -> Any:
     """The accelerator that a running function has, or the object whose method it is."""
     if kind is None:
         return None
-    for frame in frames:
-        local = frame.f_locals
+    for local in frames:
         held = [*local.values(), *getattr(local.get("self"), "__dict__", {}).values()]
         if (found := next((each for each in held if isinstance(each, kind)), None)) is not None:
             return found
