@@ -44,6 +44,9 @@ def endless(loader: Any) -> Iterator[Any]:
 
 
 class Averages:
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow_params = [each.detach().clone() for each in model.parameters()]
+
     def store(self, params: object) -> None: ...
 
     copy_to = restore = store
@@ -91,7 +94,7 @@ def names(folder: Path, ck: ckpt.Checkpointer, model: nn.Module, optim: Any, sch
         "step": 500,
         "ck": ck,
         "group": None,
-        "ema": Averages(),
+        "ema": Averages(model),
         "train_one": train_one,
         "evaluate": evaluate,
         "done": lambda: next(calls) >= 3,
