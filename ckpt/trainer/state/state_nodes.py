@@ -174,16 +174,16 @@ def encode_trees(shared: Mapping[str, Any], own: Mapping[str, Any], constants: v
     try:
         return values.encode(shared, constants=constants), values.encode(own)
     except UsageError:
-        refused = values.Refused()
+        refused, of_optimizers = values.Refused(), values.Refused()
         for path, tree in _iter_trees(shared, own):
             values.encode(tree, f"state[{path!r}]", refused=refused)
-        refused.raise_if_any()
         for path, tree in _iter_optimizer_trees(shared):
-            values.encode(tree, f"state[{path!r}]", refused=refused)
+            for each in (refused, of_optimizers):
+                values.encode(tree, f"state[{path!r}]", refused=each)
         try:
             refused.raise_if_any()
         except UsageError as exc:
-            raise UsageError(f"{exc}. {_OPTIMIZER_HINT}") from None
+            raise UsageError(f"{exc}. {_OPTIMIZER_HINT}" if of_optimizers else str(exc)) from None
         raise
 
 
