@@ -195,7 +195,9 @@ def test_the_ranks_talk_to_each_other_only_on_entry():
         if module in ("ckpt.trainer.link.collective", "torch.distributed")
     }
     assert used == {
-        ("torch.distributed", "ckpt/data/loader.py"),  # asks for rank and world
+        # These two ask for rank and world.
+        ("torch.distributed", "ckpt/data/loader.py"),
+        ("torch.distributed", "ckpt/integrations/torchtitan.py"),
         ("torch.distributed", "ckpt/trainer/link/collective.py"),
         ("ckpt.trainer.link.collective", "ckpt/trainer/loop/entry.py"),
         ("ckpt.trainer.link.collective", "ckpt/trainer/restore/restore.py"),

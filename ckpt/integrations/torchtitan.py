@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import torchtitan
 import tyro  # type: ignore[import-not-found]
+from torch.distributed import get_rank
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components import checkpointer as titan
 from torchtitan.components.checkpointer import BaseCheckpointManager
@@ -111,7 +112,7 @@ class CheckpointManager(BaseCheckpointManager):
         }
         ck = ckpt.Checkpointer(self._url, self._state, **(options | config.options))
         self.checkpointer = ck.__enter__()
-        if not torchtitan.__version__.startswith(f"{TESTED}.") and torch.distributed.get_rank() == 0:
+        if not torchtitan.__version__.startswith(f"{TESTED}.") and get_rank() == 0:
             text = f"ckpt.integrations.torchtitan was tested with torchtitan {TESTED}; this is {torchtitan.__version__}"
             ck.events.emit("framework.untested", f"ckpt: {text}", loud=True)
         is_loaded = ck.restored.identity is not None
