@@ -376,9 +376,10 @@ def temporary_path(path: Path) -> Iterator[Path]:
         raise
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Removes what exports into this folder have left that were killed. None may be running."""
-    for left in folder.glob(".*.part"):
+def remove_unfinished(folder: Path, names: str) -> None:
+    """Removes what killed exports to this folder have left, under temporary names of `names`, a glob. None may be
+    running."""
+    for left in folder.glob(f".{names}.????????.part"):
         if left.is_dir():
             shutil.rmtree(left)
         else:

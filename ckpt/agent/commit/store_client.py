@@ -424,7 +424,7 @@ class StoreClient:
         exported = {number for name in names if (number := exported_step(name)) is not None}
         if step in exported or not (is_wanted or rule.is_due(step, exported)):
             return False
-        remove_unfinished(folder)
+        remove_unfinished(folder, "step-*")
         run = self.open_run()
         how: dict[str, Any] = {name: getattr(rule, name) for name in ("only", "strip", "names", "dtype", "format")}
         beside = [rule.beside] if rule.beside else []
