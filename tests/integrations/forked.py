@@ -21,6 +21,8 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 from tests.integrations.runs import Life, Script
 
 
@@ -114,5 +116,7 @@ def _run(module: str, options: dict[str, Any], env: dict[str, str], log: str) ->
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, as in a process that was not forked
+    torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     importlib.import_module(module).main(options)

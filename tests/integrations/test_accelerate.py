@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.integrations.forked import Forked, server
 from tests.integrations.runs import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ENV = {"CKPT_LINGER_S": "20", "CKPT_NOTICES": "given", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def script(folder: Path, how: str, *words: str, world: int = 0) -> Script:
-    (folder / "data").mkdir(parents=True)
-    arguments = (how, str(folder / "data"), *words)
-    path = SCRIPTS / "accelerate_train.py"
-    return Script(path, folder / "records", arguments, world, ENV)
+@pytest.fixture(scope="module", autouse=True)
+def accelerate() -> Iterator[None]:
+    with server("accelerate_train"):
+        yield
 
 
-def check_killed_equals_undisturbed(tmp_path: Path, *words: str, world: int = 0, kills: tuple[int, ...]) -> Script:
+def forked(name: str, folder: Path, records: str, words: tuple[str, ...], world: int = 0, how: str = "ckpt") -> Forked:
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    told = json.dumps({"how": how, "folder": str(folder / "data"), "words": words})
+    env = ENV | {"CKPT_LAUNCH": folder.name}
+    return Forked(SCRIPTS / f"accelerate_{name}.py", folder / records, (told,), world, env)
+
+
+def script(folder: Path, how: str, *words: str, world: int = 0) -> Forked:
+    return forked("train", folder, "records", words, world, how)
+
+
+def check_killed_equals_undisturbed(tmp_path: Path, *words: str, world: int = 0, kills: tuple[int, ...]) -> Forked:
     whole, killed = script(tmp_path / "whole", "ckpt", *words, world=world), None
     whole.run()
     killed = script(tmp_path / "killed", "ckpt", *words, world=world)
@@ -54,7 +67,7 @@ def test_a_killed_run_has_the_losses_and_samples_of_an_undisturbed_one(tmp_path:
     assert all(len(set(epoch)) == 40 for epoch in epochs(killed))
 
 
-def epochs(of: Script) -> list[list[int]]:
+def epochs(of: Forked) -> list[list[int]]:
     """The samples of each epoch of 10 steps."""
     seen = of.trajectory()
     return [[each for step in range(n, n + 10) for each in seen[step][1]] for n in (1, 11, 21)]
@@ -76,11 +89,8 @@ def test_so_it_is_with_other_loaders_models_and_ranks(tmp_path: Path, case: str)
     check_killed_equals_undisturbed(tmp_path, *words, world=world, kills=kills)
 
 
-def steps(folder: Path, *words: str, world: int = 0) -> Script:
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    arguments = (str(folder / "data"), *words)
-    records = folder / f"records-{world}"
-    return Script(SCRIPTS / "accelerate_steps.py", records, arguments, world, ENV)
+def steps(folder: Path, *words: str, world: int = 0) -> Forked:
+    return forked("steps", folder, f"records-{world}", words, world)
 
 
 def test_save_state_is_a_save_of_ckpt_and_load_state_reads_nothing(tmp_path: Path) -> None:
@@ -96,7 +106,7 @@ def test_save_state_is_a_save_of_ckpt_and_load_state_reads_nothing(tmp_path: Pat
 
 
 def test_sigterm_saves_one_step_of_all_ranks(tmp_path: Path) -> None:
-    script = steps(tmp_path, "slow", world=2)
+    script = Script(**vars(steps(tmp_path, "slow", world=2)))  # by torchrun, which hands the signal on
     code, out = script.run_signalled(3)
     assert code != 0
     saved = re.search(r"the job leaves by signal SIGTERM: step (\d) is in the store", out)

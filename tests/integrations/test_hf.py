@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ckpt
-from tests.integrations.runs import Script
+from tests.integrations.forked import Forked, server
 
 SCRIPT = Path(__file__).parent / "scripts" / "hf_train.py"
 
 
-def script(folder: Path, how: str = "ckpt", world: int = 0, **options: Any) -> Script:
-    args = (how, str(folder / how), json.dumps(options))
+@pytest.fixture(scope="module", autouse=True)
+def transformers() -> Iterator[None]:
+    with server("hf_train"):
+        yield
+
+
+def script(folder: Path, /, how: str = "ckpt", world: int = 0, **options: Any) -> Forked:
+    told = json.dumps({"how": how, "folder": str(folder / how), **options})
     env = {"CKPT_LINGER_S": "20", "CKPT_NOTICES": "given", "CKPT_EVENTS": str(folder / "events.jsonl")}
-    return Script(SCRIPT, folder / f"records-{how}", args, world=world, env=env)
+    return Forked(SCRIPT, folder / f"records-{how}", (told,), world=world, env=env | {"CKPT_LAUNCH": how})
 
 
 def report(output: str) -> dict[str, Any]:
@@ -26,7 +35,7 @@ def report(output: str) -> dict[str, Any]:
     return found
 
 
-def killed(what: Script, *moments: str) -> str:
+def killed(what: Forked, *moments: str) -> str:
     """Runs the script once for each moment, "step.batch", at which it dies by SIGKILL; then to its end."""
     for moment in moments:
         what.env["KILL"] = moment
@@ -174,7 +183,7 @@ def test_a_run_begins_with_the_trainers_own_checkpoint_and_then_keeps_ours(tmp_p
     own.run()
     for step in range(4, 16):
         shutil.rmtree(tmp_path / f"own/own/checkpoint-{step}")
-    ours = Script(SCRIPT, tmp_path / "records", ("ckpt", str(tmp_path / "own"), json.dumps(options)), env=own.env)
+    ours = script(tmp_path, folder=str(tmp_path / "own"), **options)
     killed(ours, "5.2")
     assert [each.step for each in ours.steps()] == list(range(4, 16))
     assert ours.trajectory() == {step: own.trajectory()[step] for step in range(4, 16)}

@@ -1,9 +1,10 @@
-"""Trains with Accelerate, and records each update. Arguments: "ckpt" or "own" (save_state and load_state of Accelerate,
-as its guide shows), a folder, and words that choose a case:
+"""Trains with Accelerate, and records each update. Argument: a JSON object: how ("ckpt", or "own": save_state and
+load_state of Accelerate, as its guide shows), folder, and words that choose a case:
 
 accumulate, seedable, stateful, workers, dispatch, fsdp, peft
 """
 
+import json
 import os
 import random
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import peft
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
@@ -20,7 +22,7 @@ from ckpt import Every
 from ckpt.integrations.accelerate import attach
 from tests.integrations.runs import record
 
-HOW, FOLDER, WORDS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+FOLDER, WORDS = Path(), set()
 EPOCHS = 3
 PAUSE_S = 0.02
 
@@ -73,13 +75,14 @@ def make_model():
     layers = [torch.nn.Linear(8, 32), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(32, 1)]
     model = torch.nn.Sequential(*layers)
     if "peft" in WORDS:
-        import peft
-
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0", "3"], r=2, lora_dropout=0.1))
     return model
 
 
-def main():
+def main(options):
+    global FOLDER
+    FOLDER = Path(options["folder"])
+    WORDS.update(options["words"])
     accelerator = make_accelerator()
     torch.manual_seed(1 + accelerator.process_index)
     random.seed(1)
@@ -123,7 +126,7 @@ def main():
                     break
         model.train()
 
-    if HOW == "ckpt":
+    if options["how"] == "ckpt":
         with attach(accelerator, FOLDER / "run", policy=Every(steps=2)) as ck:
             step = ck.restored.step
             for _ in range(loader.iteration, EPOCHS):
@@ -153,4 +156,5 @@ def main():
     accelerator.end_training()
 
 
-main()
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,9 +1,7 @@
-"""Trains with the Trainer of transformers. Arguments: "ckpt", "own" (the Trainer's own resume), or "none"; a folder;
-and options as JSON. KILL in the environment: "step.batch" ends the process with SIGKILL before that batch's backward;
-"step.0" in the evaluation after that step.
+"""Trains with the Trainer of transformers. Argument: a JSON object of options (see OPTIONS). KILL in the environment:
+"step.batch" ends the process with SIGKILL before that batch's backward; "step.0" in the evaluation after that step.
 """
 
-import importlib.machinery
 import json
 import os
 import random
@@ -14,14 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-if "lora" not in sys.argv[-1]:
-    # They take half of a start's time, and transformers imports them where it finds them.
-    find = importlib.machinery.PathFinder.find_spec
-    importlib.machinery.PathFinder.find_spec = staticmethod(
-        lambda name, *more: None if name in ("torchao", "bitsandbytes", "peft") else find(name, *more)
-    )
-
+from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -29,9 +20,22 @@ import ckpt
 from ckpt.integrations import hf
 from tests.integrations.runs import record
 
-HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
-OPTIONS = {"args": {}, "samples": 40, "every": 1, **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}")}
-KILL = tuple(int(each) for each in os.environ.get("KILL", "0.0").split("."))
+OPTIONS = {
+    "how": "ckpt",  # or "own": the Trainer's own resume; or "none"
+    "folder": "",
+    "args": {},  # of TrainingArguments
+    "samples": 40,
+    "every": 1,
+    "noise": True,
+    "pause_s": 0,
+    "lora": False,
+    "stream": False,
+    "evaluate": False,
+    "patience": 0,
+    "resume": False,  # from the Trainer's own checkpoint
+    "late": "",  # "added" or "attached" once the Trainer exists
+    "version": "",
+}
 READ: set[int] = set()
 OURS: list[hf.Callback] = []
 
@@ -46,7 +50,7 @@ class Data(torch.utils.data.Dataset):
         if number >= len(self):
             raise IndexError(number)
         READ.add(number)
-        noise = random.random() + np.random.rand() + torch.rand(()).item() if OPTIONS.get("noise", True) else 0.0
+        noise = random.random() + np.random.rand() + torch.rand(()).item() if OPTIONS["noise"] else 0.0
         fixed = torch.randn(8, generator=torch.Generator().manual_seed(number))
         return {"x": fixed + 0.1 * noise, "number": number, "input_ids": [0] * (number % 7 + 1)}
 
@@ -75,7 +79,8 @@ class Net(torch.nn.Module):
         if self.training:
             self.loss += loss.item()
             self.numbers += number.tolist()
-        if ((self.step + 1, batch) if self.training else (self.step, 0)) == KILL:
+        moment = f"{self.step + 1}.{batch}" if self.training else f"{self.step}.0"
+        if moment == os.environ.get("KILL"):
             # The snapshot of the step before is complete: else the restart may rightly repeat that step.
             if OURS and OURS[0].checkpointer is not None:
                 OURS[0].checkpointer.wait("local")
@@ -94,24 +99,24 @@ class Recorder(TrainerCallback):
         net = self.net
         record(state.global_step, net.loss, net.numbers)
         net.step, net.loss, net.numbers = state.global_step, 0.0, []
-        time.sleep(OPTIONS.get("pause_s", 0))
+        time.sleep(OPTIONS["pause_s"])
 
 
-def main():
-    hf.transformers.__version__ = OPTIONS.get("version", hf.transformers.__version__)
+def main(options):
+    OPTIONS.update(options)
+    how, folder = OPTIONS["how"], Path(OPTIONS["folder"])
+    hf.transformers.__version__ = OPTIONS["version"] or hf.transformers.__version__
     torch.manual_seed(0)
     net = Net()
     model = net
-    if OPTIONS.get("lora"):
-        from peft import LoraConfig, get_peft_model
-
+    if OPTIONS["lora"]:
         model = get_peft_model(net, LoraConfig(r=2, target_modules=["q"], lora_dropout=0.2))
     given = {
-        "output_dir": str(FOLDER / "own"),
+        "output_dir": str(folder / "own"),
         "num_train_epochs": 3,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "save_strategy": "steps" if HOW == "own" else "no",
+        "save_strategy": "steps" if how == "own" else "no",
         "save_steps": 1,
         "logging_steps": 3,
         "learning_rate": 0.01,
@@ -124,26 +129,26 @@ def main():
         **OPTIONS["args"],
     }
     callbacks = [Recorder(net)]
-    if OPTIONS.get("patience"):
+    if OPTIONS["patience"]:
         callbacks.append(EarlyStoppingCallback(OPTIONS["patience"]))
-    if HOW == "ckpt":
-        ours = hf.Callback(FOLDER / "run", policy=ckpt.Every(steps=OPTIONS["every"]))
+    if how == "ckpt":
+        ours = hf.Callback(folder / "run", policy=ckpt.Every(steps=OPTIONS["every"]))
         OURS.append(ours)
-        callbacks += [] if OPTIONS.get("late") else [ours]
+        callbacks += [] if OPTIONS["late"] else [ours]
     trainer = Trainer(
         model,
         TrainingArguments(**given),
-        train_dataset=Stream() if OPTIONS.get("stream") else Data(),
-        eval_dataset=Data() if OPTIONS.get("evaluate") else None,
+        train_dataset=Stream() if OPTIONS["stream"] else Data(),
+        eval_dataset=Data() if OPTIONS["evaluate"] else None,
         data_collator=collate,
         callbacks=callbacks,
     )
-    if OPTIONS.get("late") == "added":
+    if OPTIONS["late"] == "added":
         trainer.add_callback(ours)
-    elif OPTIONS.get("late"):
+    elif OPTIONS["late"]:
         ours.attach(trainer)
-    last = get_last_checkpoint(FOLDER / "own") if (FOLDER / "own").exists() else None
-    trainer.train(resume_from_checkpoint=last if HOW == "own" or OPTIONS.get("resume") else None)
+    last = get_last_checkpoint(folder / "own") if (folder / "own").exists() else None
+    trainer.train(resume_from_checkpoint=last if how == "own" or OPTIONS["resume"] else None)
     if trainer.is_world_process_zero():
         report = {
             "logs": [each for each in trainer.state.log_history if "train_runtime" not in each],
@@ -159,4 +164,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

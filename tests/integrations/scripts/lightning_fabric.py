@@ -18,7 +18,6 @@ from tests.integrations.scripts.lightning_train import OPTIONS, Data
 def main(options):
     warnings.simplefilter("ignore")
     OPTIONS.update(options)
-    torch.set_num_threads(1)
     fabric = Fabric(accelerator="cpu", devices=OPTIONS["world"], strategy="ddp" if OPTIONS["world"] > 1 else "auto")
     fabric.launch()
     fabric.seed_everything(1)

@@ -43,15 +43,13 @@ class Data(Dataset):
     """Each item has its number, and noise that is drawn when the item is read without a worker."""
 
     def __init__(self, size):
-        # Workers may be started from a process that does not know the options.
-        self.is_noisy = not OPTIONS["workers"] and not OPTIONS["iterable"]
         self.x = torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, n):
-        noise = torch.rand(()) if self.is_noisy else 0
+        noise = 0 if OPTIONS["workers"] or OPTIONS["iterable"] else torch.rand(())
         return n, self.x[n] + 0.1 * noise
 
 
@@ -133,7 +131,6 @@ class Printer(Callback):
 
 def main(options):
     OPTIONS.update(options)
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("ckpt").setLevel(logging.INFO)
     logging.basicConfig(level=logging.WARNING)
