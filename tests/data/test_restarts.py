@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.runs import Script
+from tests.integrations.forked import Forked, server
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZE = 50
 
 
-def script(tmp_path: Path, name: str, steps: int, how: str = "ckpt", world: int = 0, run: str = "") -> Script:
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with server("ckpt.data", "datasets", "torchdata.stateful_dataloader"):
+        yield
+
+
+def script(tmp_path: Path, name: str, steps: int, how: str = "ckpt", world: int = 0, run: str = "") -> Forked:
     args = (str(tmp_path / (run or name) / "run"), str(steps), how)
-    return Script(SCRIPTS / "train.py", tmp_path / name, args, world, {"CKPT_LINGER_S": "20"})
+    return Forked(SCRIPTS / "train.py", tmp_path / name, args, world, {"CKPT_LINGER_S": "20"})
 
 
 @pytest.mark.parametrize("how", ["ckpt", "stream"])

@@ -1,16 +1,15 @@
 """Runs a script as `runs.Script` does, in processes forked from a server that has imported the framework already.
 
 Importing a framework takes longer than all that a test does. Each rank is still a process of its own, and is killed
-for good. A script for this has a function `main(options)`.
+for good.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -27,9 +26,9 @@ from tests.integrations.runs import Life, Script
 
 
 @contextlib.contextmanager
-def server(module: str) -> Iterator[None]:
-    """Has a server that forks, and that has imported `module` of the scripts."""
-    forkserver.set_forkserver_preload([f"tests.integrations.scripts.{module}"])
+def server(*modules: str) -> Iterator[None]:
+    """Has a server that forks, and that has imported these modules, torch and ckpt."""
+    forkserver.set_forkserver_preload(["torch._dynamo", "ckpt.checkpointer", *modules])
     forkserver.ensure_running()
     try:
         yield
@@ -46,17 +45,16 @@ def free_port() -> int:
 
 @dataclass
 class Forked(Script):
-    """A Script whose `path` is a module's file below the repository's root. Its only argument is a JSON object."""
+    """A Script whose ranks are forked. Without torchrun: a signal goes to each rank."""
 
     def start(self) -> Life:
         self.records.mkdir(parents=True, exist_ok=True)
         recorded = {rank: len(self.steps(rank)) for rank in range(max(1, self.world))}
         number = len(list(self.records.glob("log-*")))
-        env = {**os.environ, **self.env, "RECORDS": str(self.records)}
+        env = {**os.environ, "CKPT_LAUNCH": "forked", **self.env, "RECORDS": str(self.records)}
         if self.world:
             port = str(free_port())
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(self.world), "NODE_RANK": "0"}
-        module = f"tests.integrations.scripts.{self.path.stem}"
         context = multiprocessing.get_context("forkserver")
         ranks = []
         for rank in range(max(1, self.world)):
@@ -65,7 +63,7 @@ class Forked(Script):
             )
             log = self.records / f"log-{number + rank}.txt"
             log.touch()
-            process = context.Process(target=_run, args=(module, json.loads(self.args[0]), env | own, str(log)))
+            process = context.Process(target=_run, args=([str(self.path), *self.args], env | own, str(log)))
             process.start()
             ranks.append(process)
         return ForkedLife(self, Group(ranks), self.records / f"log-{number}.txt", recorded)
@@ -110,8 +108,9 @@ class Group(subprocess.Popen[bytes]):
             os.kill(each.pid or 0, sig)
 
 
-def _run(module: str, options: dict[str, Any], env: dict[str, str], log: str) -> None:
+def _run(argv: list[str], env: dict[str, str], log: str) -> None:
     os.environ.update(env)
+    sys.argv = argv
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -119,4 +118,4 @@ def _run(module: str, options: dict[str, Any], env: dict[str, str], log: str) ->
     multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, as in a process that was not forked
     torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    importlib.import_module(module).main(options)
+    runpy.run_path(argv[0], run_name="__main__")

@@ -20,15 +20,14 @@ ENV = {"CKPT_LINGER_S": "20", "CKPT_NOTICES": "given", "CUDA_VISIBLE_DEVICES": "
 
 @pytest.fixture(scope="module", autouse=True)
 def accelerate() -> Iterator[None]:
-    with server("accelerate_train"):
+    with server("accelerate", "peft", "ckpt.integrations.accelerate"):
         yield
 
 
 def forked(name: str, folder: Path, records: str, words: tuple[str, ...], world: int = 0, how: str = "ckpt") -> Forked:
     (folder / "data").mkdir(parents=True, exist_ok=True)
     told = json.dumps({"how": how, "folder": str(folder / "data"), "words": words})
-    env = ENV | {"CKPT_LAUNCH": folder.name}
-    return Forked(SCRIPTS / f"accelerate_{name}.py", folder / records, (told,), world, env)
+    return Forked(SCRIPTS / f"accelerate_{name}.py", folder / records, (told,), world, ENV)
 
 
 def script(folder: Path, how: str, *words: str, world: int = 0) -> Forked:

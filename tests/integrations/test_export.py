@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,21 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
-from tests.integrations.runs import Script
+from tests.integrations.forked import Forked, server
 from tests.integrations.scripts.export_train import PROBE
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft under transformers
 SCRIPT = Path(__file__).parent / "scripts" / "export_train.py"
 
 
-def run(folder: Path, *args: str, world: int = 0) -> Script:
-    script = Script(SCRIPT, folder / "records", (str(folder), *args), world)
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with server("transformers.models.llama", "peft", "torch.distributed.fsdp"):
+        yield
+
+
+def run(folder: Path, *args: str, world: int = 0) -> Forked:
+    script = Forked(SCRIPT, folder / "records", (str(folder), *args), world)
     script.run()
     return script
 

@@ -18,14 +18,14 @@ SCRIPT = Path(__file__).parent / "scripts" / "hf_train.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Iterator[None]:
-    with server("hf_train"):
+    with server("transformers.trainer", "peft", "ckpt.integrations.hf"):
         yield
 
 
 def script(folder: Path, /, how: str = "ckpt", world: int = 0, **options: Any) -> Forked:
     told = json.dumps({"how": how, "folder": str(folder / how), **options})
     env = {"CKPT_LINGER_S": "20", "CKPT_NOTICES": "given", "CKPT_EVENTS": str(folder / "events.jsonl")}
-    return Forked(SCRIPT, folder / f"records-{how}", (told,), world=world, env=env | {"CKPT_LAUNCH": how})
+    return Forked(SCRIPT, folder / f"records-{how}", (told,), world=world, env=env)
 
 
 def report(output: str) -> dict[str, Any]:

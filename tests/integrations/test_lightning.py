@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.fixture(scope="module", autouse=True)
 def lightning() -> Iterator[None]:
-    with server("lightning_train"):
+    with server("lightning.pytorch", "torchdata.stateful_dataloader", "ckpt.integrations.lightning"):
         yield
 
 
@@ -26,7 +26,7 @@ def train(folder: Path, name: str, world: int = 0, script: str = "train", **opti
     """A script of Lightning's with a URL and records of its own."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     told = json.dumps({"url": str(folder / name / "run"), "world": max(1, world), **options})
-    env = {"CKPT_LINGER_S": "20", "CUDA_VISIBLE_DEVICES": "", "CKPT_NOTICES": "given", "CKPT_LAUNCH": name}
+    env = {"CKPT_LINGER_S": "20", "CUDA_VISIBLE_DEVICES": "", "CKPT_NOTICES": "given"}
     return Forked(SCRIPTS / f"lightning_{script}.py", folder / name / "records", (told,), world=world, env=env)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.runs import Script
+from tests.integrations.forked import Forked, server
 
 SCRIPT = Path(__file__).parent / "scripts" / "optimizer_kinds.py"
 LAST, KILLED = 12, 5
@@ -18,12 +19,18 @@ KINDS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with server(*(kind.partition(":")[0] for kind in KINDS)):
+        yield
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_job_takes_the_same_steps_as_an_undisturbed_one(tmp_path: Path, kind: str) -> None:
     pytest.importorskip(kind.partition(":")[0])
     env = {"CKPT_LINGER_S": "1"}
-    whole = Script(SCRIPT, tmp_path / "whole", (str(tmp_path / "whole-run"), kind, str(LAST)), env=env)
-    killed = Script(SCRIPT, tmp_path / "killed", (str(tmp_path / "run"), kind, str(LAST)), env=env)
+    whole = Forked(SCRIPT, tmp_path / "whole", (str(tmp_path / "whole-run"), kind, str(LAST)), env=env)
+    killed = Forked(SCRIPT, tmp_path / "killed", (str(tmp_path / "run"), kind, str(LAST)), env=env)
     whole.run()
     killed.run_killed(KILLED)
     killed.run()
