@@ -16,6 +16,7 @@ from torch import nn
 import ckpt
 from tests.checkpointer.runs import Seen, kill_agent
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 
@@ -157,4 +158,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

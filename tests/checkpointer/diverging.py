@@ -14,6 +14,7 @@ from torch import nn
 
 import ckpt
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 TENSORS = 300
 LATER = ckpt.Every(steps=10**6)  # nothing is appointed
@@ -60,4 +61,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

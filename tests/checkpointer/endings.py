@@ -15,6 +15,7 @@ import torch
 import ckpt
 from tests.checkpointer.loops import make
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 PAD_BYTES = 1 << 20
 LIVES_S = 300
@@ -47,4 +48,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

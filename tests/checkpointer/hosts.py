@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ckpt
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 ROWS, COLUMNS = 1000, 16
@@ -47,4 +48,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

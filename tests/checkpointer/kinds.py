@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import ckpt
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -245,4 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

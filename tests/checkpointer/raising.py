@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ckpt
 from tests.checkpointer.loops import make
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 SAVED, FAILED, STEPS = 6, 9, 15
 
@@ -48,4 +49,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

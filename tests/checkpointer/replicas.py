@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ckpt
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 
 def main() -> None:
@@ -46,4 +47,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ckpt
 from tests.checkpointer.loops import make
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 
 def main() -> None:
@@ -105,4 +106,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

@@ -21,6 +21,7 @@ import ckpt
 from ckpt.trainer.link.levels import Level, Levels
 from ckpt.types import Version
 from tests.checkpointer.scripts import say_line
+from tests.uncompiled import leave_compiler_out
 
 EXIT_S = 60.0
 
@@ -68,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out()
     main()

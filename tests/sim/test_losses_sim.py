@@ -37,7 +37,7 @@ from tests.sim.agents import Fabric
 from tests.sim.jobs import SimJob, SimRank
 from tests.sim.world import World, each_life, living
 
-SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 200)
+SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 200)
 LONG_S = 600.0
 LENDER = 100  # a memory-only node
 LINGER_S = 30.0

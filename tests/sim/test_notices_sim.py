@@ -39,7 +39,7 @@ from tests.sim.agents import Fabric, SimConnection
 from tests.sim.jobs import SimJob, SimListener, SimRank
 from tests.sim.world import BEGIN_S, EPOCH_S, World, each_life, living
 
-SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 40)
+SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 40)
 SPREADS = ((0, 1), (0, 0, 1, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 2))
 LONG_S = 600.0  # nothing takes longer than that
 SOON_S = 28.0  # with so much time, and nothing that breaks, a job of such a size has left by then

@@ -45,7 +45,7 @@ from tests.sim.test_losses_sim import LENDER, LONG_S, Life, live
 from tests.sim.world import World, each_life, living
 
 EACH = 200 if os.environ.get("CKPT_SIM_DEEP") else 1000
-SCHEDULES = max(10, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // EACH)
+SCHEDULES = max(10, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // EACH)
 SLOT = 1_090_000  # bytes of one rank's snapshot, about
 SHORT_S = 60.0  # that a job waits for room for a slot, until there is plenty
 PLENTY = 1000.0  # slots

@@ -111,8 +111,8 @@ LIMITS = [Adaptive(), Adaptive(at_risk_s=150), Adaptive(at_risk_s=400), Adaptive
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("commit_s", [2.0, 20.0, 90.0])
-@pytest.mark.parametrize("step_s", [1.0, 20.0, 60.0, 200.0])
+@pytest.mark.parametrize("commit_s", [2.0, 90.0])
+@pytest.mark.parametrize("step_s", [1.0, 20.0, 200.0])
 def test_what_is_decided_happens_and_a_limit_is_kept_or_named(step_s: float, commit_s: float, limits: Adaptive) -> None:
     check(Job(limits, step_s, commit_s))
 

@@ -19,7 +19,7 @@ from ckpt.types import Identity
 from tests.agent.nodes.fleet import Fleet
 from tests.agent.nodes.staged import identity
 
-SCHEDULES = max(1, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 100)
+SCHEDULES = max(1, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 100)
 GENERATIONS = 6
 SHAPES: tuple[tuple[Parity, dict[str, list[int]]], ...] = (
     (Parity(3, 1), {"a": [0], "b": [1], "c": [2], "d": [3]}),

@@ -28,7 +28,7 @@ from ckpt.types import Version
 from tests.agent.job import test_scheduler_sim as base
 from tests.agent.job.test_scheduler_sim import Rank, Sim
 
-SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 10)
+SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 10)
 DAY_S = 86400.0
 RING = (Kept("", 1, ("b",)), Kept("b", 1, ("",)))  # of two nodes, each keeps what the other has
 LEAD_S = 30.0

@@ -58,7 +58,7 @@ from ckpt.types import Epoch, Identity, Version
 from tests.agent.job.test_scheduler import Driver
 from tests.agent.nodes.staged import close_arenas
 
-SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 80)
+SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 80)
 EVENTS = 100  # of a schedule, before it is left in peace
 PROMPT_S = 1.0  # a wait is no longer than that, or all that is under way arrives meanwhile
 AWAIT_S = 1.0  # until it is looked again whether memory-only nodes have said that they are there
