@@ -31,6 +31,15 @@ def record(step: int, loss: float, samples: Iterable[int] = ()) -> None:
         out.write(json.dumps(line) + "\n")
 
 
+def shard_on_cpu() -> None:
+    """Accelerate leaves FSDP out without a word on CPUs: it has to take them for GPUs."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One recorded step: the loss as hexadecimal text, the samples in order of their number, and the process."""

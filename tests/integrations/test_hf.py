@@ -137,6 +137,25 @@ def test_two_ranks_leave_at_one_step_on_sigterm_and_go_on_together(tmp_path: Pat
         assert ours.trajectory(rank) == undisturbed.trajectory(rank)
 
 
+def test_a_model_that_two_ranks_shard_goes_on_there_and_on_one_rank(tmp_path: Path) -> None:
+    """FSDP2. One rank then takes twice the batch, and goes on in the middle of the epoch with the same samples."""
+    options: dict[str, Any] = {"samples": 64, "noise": False}
+    undisturbed, two = (script(tmp_path, how, world=2, fsdp=True, **options) for how in ("none", "ckpt"))
+    undisturbed.run()
+    for moment in ("3.2", "6.1"):
+        two.env["KILL"] = moment
+        assert two.start().wait() == -9
+    for rank in (0, 1):
+        expected = undisturbed.trajectory(rank)
+        assert two.trajectory(rank) == {step: expected[step] for step in range(1, 6)}
+    one = script(tmp_path, args={"per_device_train_batch_size": 8}, **options)
+    one.run()
+    assert [each.step for each in one.steps()] == list(range(1, 13))
+    for step in range(6, 13):
+        both = [number for rank in (0, 1) for number in undisturbed.trajectory(rank)[step][1]]
+        assert sorted(both) == list(one.trajectory()[step][1])
+
+
 def test_a_trainer_that_also_saves_is_told_and_our_checkpoint_wins(tmp_path: Path) -> None:
     args = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "dataloader_num_workers": 1}
     options = {"args": args, "resume": True, "noise": False}

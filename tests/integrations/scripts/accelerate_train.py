@@ -16,11 +16,12 @@ import peft
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt import Every
 from ckpt.integrations.accelerate import attach
-from tests.integrations.runs import record
+from tests.integrations.runs import record, shard_on_cpu
 
 FOLDER, WORDS = Path(), set()
 EPOCHS = 3
@@ -58,7 +59,10 @@ class Average:
 
 
 def make_accelerator():
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if "fsdp" in WORDS else None
+    plugin = None
+    if "fsdp" in WORDS:
+        shard_on_cpu()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     return Accelerator(
         cpu=True,
         gradient_accumulation_steps=3 if "accumulate" in WORDS else 1,
@@ -95,6 +99,7 @@ def main(options):
     loader = DataLoader(data, batch_size=4, shuffle=True, **workers)
     held_out = DataLoader(data, batch_size=8)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+    assert all(isinstance(each, DTensor) for each in model.parameters()) == ("fsdp" in WORDS)
     average = Average()
     accelerator.register_for_checkpointing(average)
     seen = []

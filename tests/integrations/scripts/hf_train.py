@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import ckpt
 from ckpt.integrations import hf
-from tests.integrations.runs import record
+from tests.integrations.runs import record, shard_on_cpu
 
 OPTIONS = {
     "how": "ckpt",  # or "own": the Trainer's own resume; or "none"
@@ -29,6 +30,7 @@ OPTIONS = {
     "noise": True,
     "pause_s": 0,
     "lora": False,
+    "fsdp": False,
     "stream": False,
     "evaluate": False,
     "patience": 0,
@@ -135,9 +137,14 @@ def main(options):
         ours = hf.Callback(folder / "run", policy=ckpt.Every(steps=OPTIONS["every"]))
         OURS.append(ours)
         callbacks += [] if OPTIONS["late"] else [ours]
+    if OPTIONS["fsdp"]:
+        given |= {"fsdp": True, "fsdp_config": {"version": 2}}
+    arguments = TrainingArguments(**given)
+    if OPTIONS["fsdp"]:
+        shard_on_cpu()
     trainer = Trainer(
         model,
-        TrainingArguments(**given),
+        arguments,
         train_dataset=Stream() if OPTIONS["stream"] else Data(),
         eval_dataset=Data() if OPTIONS["evaluate"] else None,
         data_collator=collate,
@@ -149,13 +156,15 @@ def main(options):
         ours.attach(trainer)
     last = get_last_checkpoint(folder / "own") if (folder / "own").exists() else None
     trainer.train(resume_from_checkpoint=last if how == "own" or OPTIONS["resume"] else None)
+    assert all(isinstance(each, DTensor) for each in model.parameters()) == OPTIONS["fsdp"]
+    weights = [each.full_tensor() if OPTIONS["fsdp"] else each for each in model.state_dict().values()]
     if trainer.is_world_process_zero():
         report = {
             "logs": [each for each in trainer.state.log_history if "train_runtime" not in each],
             "read": len(READ),
             "best": trainer.state.best_metric,
             "best_step": trainer.state.best_global_step,
-            "weights": [each.double().sum().item().hex() for each in model.state_dict().values()],
+            "weights": [each.double().sum().item().hex() for each in weights],
         }
         for each in report["logs"]:
             for name in [name for name in each if "runtime" in name or "per_second" in name]:
