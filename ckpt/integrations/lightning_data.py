@@ -42,6 +42,13 @@ class Positions:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = list(state["loaders"])
 
+    def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
+        """Errors: UsageError. Lightning's loops count the batches of each rank, and so does a position."""
+        raise ckpt.UsageError(
+            f"{len(states)} ranks have saved this run, and there are {world} now, for which Lightning's loops cannot "
+            f"count: start with {len(states)} ranks (docs/guides/lightning.md)"
+        )
+
     def attach(self) -> None:
         """Comes when Lightning has made the loaders, and before it iterates over them. Errors: UsageError."""
         for loader in self._loaders:

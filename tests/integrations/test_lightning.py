@@ -104,6 +104,19 @@ def test_sigterm_saves_one_step_of_all_ranks_and_the_restart_goes_on(tmp_path: P
     assert epoch(left, 1, 4) == [*range(32)]
 
 
+def test_a_model_that_two_ranks_shard_goes_on_and_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    whole, left = (train(tmp_path, name, world=2, fsdp=True) for name in ("whole", "left"))
+    whole.run()
+    left.run_killed(2)
+    left.run_killed(5)
+    one = train(tmp_path, "left").start()
+    assert one.wait() == 1
+    assert "2 ranks have saved this run, and there are 1 now" in one.output()
+    left.run()
+    for rank in (0, 1):
+        assert left.trajectory(rank) == whole.trajectory(rank), rank
+
+
 def test_lightnings_own_resume_repeats_samples_and_skips_others(tmp_path: Path) -> None:
     """ModelCheckpoint at each batch and fit(ckpt_path="last"), killed in mid-epoch, beside ckpt in the same script."""
     whole = train(tmp_path, "whole", how="own", pause=0, epochs=1)

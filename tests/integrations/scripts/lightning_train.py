@@ -9,6 +9,8 @@ import warnings
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -34,6 +36,7 @@ OPTIONS = {
     "path": None,
     "save": False,
     "swa": False,
+    "fsdp": False,
     "iterable": "",  # "plain" or "stateful"
 }
 SAMPLES, BATCH = 32, 4
@@ -80,6 +83,10 @@ class Model(LightningModule):
         self.register_buffer("mean", torch.zeros(()))
         self.count = 0
 
+    def configure_model(self):
+        if OPTIONS["fsdp"]:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch, batch_idx):
         time.sleep(OPTIONS["pause"])
         samples, x = batch
@@ -125,7 +132,9 @@ class Printer(Callback):
             )
 
     def on_train_end(self, trainer, module):
-        weights = torch.cat([each.flatten() for each in module.parameters()])
+        weights = torch.cat(
+            [(each.full_tensor() if OPTIONS["fsdp"] else each).flatten() for each in module.parameters()]
+        )
         print("final", weights.double().sum().item().hex(), trainer.optimizers[0].param_groups[0]["lr"], flush=True)
 
 
@@ -148,10 +157,13 @@ def main(options):
         callbacks.append(
             ModelCheckpoint(OPTIONS["url"] + "-own", every_n_train_steps=OPTIONS["every"], save_last=True, save_top_k=0)
         )
+    strategy = "ddp" if OPTIONS["world"] > 1 else "auto"
+    if OPTIONS["fsdp"]:
+        strategy = ModelParallelStrategy(data_parallel_size=OPTIONS["world"], tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=OPTIONS["world"],
-        strategy="ddp" if OPTIONS["world"] > 1 else "auto",
+        strategy=strategy,
         max_epochs=OPTIONS["epochs"],
         accumulate_grad_batches=OPTIONS["accumulate"],
         val_check_interval=OPTIONS["val"],
