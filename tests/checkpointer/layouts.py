@@ -176,7 +176,7 @@ def say(rank: int, **fields: Any) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    if dist.is_torchelastic_launched():
+    if "RANK" in os.environ:
         dist.init_process_group("gloo")
         rank, world = dist.get_rank(), dist.get_world_size()
     else:

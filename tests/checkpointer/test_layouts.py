@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import shutil
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.checkpointer.scripts import Script, torchrun
+from tests.checkpointer.scripts import Line, lines_of
+from tests.integrations.forked import Forked, server
+from tests.integrations.runs import Life
 
-MODULE = "tests.checkpointer.layouts"
+SCRIPT = Path(__file__).parent / "layouts.py"
 PAIRS = 4 * 4 + 2  # four layouts of one model restored as four; two others as themselves
 CROSS = 4 + 2  # each restored once
 
 
-def launch(log: Path, ranks: int, *args: str, **env: str) -> Script:
-    if ranks == 1:
-        return Script([sys.executable, "-m", MODULE, *args], log, env)
-    return torchrun(log, ranks, MODULE, *args, **env)
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with server("torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+        yield
 
 
-def restored(script: Script) -> int:
+def launch(records: Path, ranks: int, *args: str, **env: str) -> Life:
+    return Forked(SCRIPT, records, args, ranks if ranks > 1 else 0, env).start()
+
+
+def end(life: Life) -> list[Line]:
+    """What a script said that has ended well."""
+    assert life.wait(280) == 0, life.output()
+    return lines_of(life.log)
+
+
+def restored(life: Life) -> int:
     """How many checkpoints a script restored; it has ended well."""
-    return len([line for line in script.end(280) if "target" in line])
+    return len([line for line in end(life) if "target" in line])
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +44,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     for name in ("one", "four"):
         (folder / name).mkdir()
-    launch(folder / "1.log", 1, "save", str(folder / "one"), "store").end(240)
+    end(launch(folder / "records-1", 1, "save", str(folder / "one"), "store"))
     args = ("cross", str(folder / "one"), "store", "save", str(folder / "four"), "store")
-    script = launch(folder / "4.log", 4, *args)
-    assert restored(script) == CROSS
-    assert script.lines()[-1] == {"rank": 0, "done": True}
+    lines = end(launch(folder / "records-4", 4, *args))
+    assert len([line for line in lines if "target" in line]) == CROSS
+    assert lines[-1] == {"rank": 0, "done": True}
     return folder / "four"
 
 
@@ -44,58 +56,53 @@ def copied(folder: Path, to: Path) -> str:
     return str(shutil.copytree(folder, to))
 
 
-@pytest.mark.torchrun
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_other_worlds_restore_every_layout_from_the_store(four: Path, tmp_path: Path, ranks: int) -> None:
     args = "load", copied(four, tmp_path / "copy"), "store"
-    assert restored(launch(tmp_path / "log", ranks, *args)) == PAIRS
+    assert restored(launch(tmp_path / "records", ranks, *args)) == PAIRS
 
 
-@pytest.mark.torchrun
 def test_two_ranks_restore_what_four_saved_and_what_eight_did_that_had_restored_it(four: Path, tmp_path: Path) -> None:
     eight = tmp_path / "eight"
     eight.mkdir()
     args = ["load", copied(four, tmp_path / "8"), "store", "save", str(eight), "store"]
-    assert restored(launch(tmp_path / "8.log", 8, *args)) == PAIRS
+    assert restored(launch(tmp_path / "records-8", 8, *args)) == PAIRS
     args = ["load", copied(four, tmp_path / "2"), "store", "cross", str(eight), "store"]
-    assert restored(launch(tmp_path / "2.log", 2, *args)) == PAIRS + CROSS
+    assert restored(launch(tmp_path / "records-2", 2, *args)) == PAIRS + CROSS
 
 
-@pytest.mark.torchrun
 def test_fewer_and_more_ranks_restore_every_layout_from_memory(tmp_path: Path) -> None:
     """Four save, two restore and save, four restore; each time only memory is left of those that saved."""
     env = {"CKPT_LINGER_S": "120"}
     four, two = tmp_path / "four", tmp_path / "two"
     four.mkdir()
     two.mkdir()
-    launch(tmp_path / "1.log", 4, "save", str(four), "memory", **env).end(240)
-    script = launch(tmp_path / "2.log", 2, "load", str(four), "memory", "save", str(two), "memory", **env)
+    end(launch(tmp_path / "records-1", 4, "save", str(four), "memory", **env))
+    script = launch(tmp_path / "records-2", 2, "load", str(four), "memory", "save", str(two), "memory", **env)
     assert restored(script) == PAIRS
-    assert restored(launch(tmp_path / "3.log", 4, "cross", str(two), "memory", **env)) == CROSS
+    assert restored(launch(tmp_path / "records-3", 4, "cross", str(two), "memory", **env)) == CROSS
 
 
-@pytest.mark.torchrun
 def test_five_six_and_seven_ranks_restore_from_memory_what_seven_five_and_six_saved(tmp_path: Path) -> None:
     """Each as the other layout. No tensor parallelism, in which torch does not run this model on seven ranks."""
     env = {"CKPT_LINGER_S": "120", "LAYOUTS": "ddp fsdp"}
     seven, five, six = (tmp_path / name for name in ("seven", "five", "six"))
     for folder in (seven, five, six):
         folder.mkdir()
-    launch(tmp_path / "7.log", 7, "save", str(seven), "memory", **env).end(240)
+    end(launch(tmp_path / "records-7", 7, "save", str(seven), "memory", **env))
     for ranks, former, folder in ((5, seven, five), (6, five, six)):
         args = ("cross", str(former), "memory", "save", str(folder), "memory")
-        assert restored(launch(tmp_path / f"{ranks}.log", ranks, *args, **env)) == 2
-    assert restored(launch(tmp_path / "again.log", 7, "cross", str(six), "memory", **env)) == 2
+        assert restored(launch(tmp_path / f"records-{ranks}", ranks, *args, **env)) == 2
+    assert restored(launch(tmp_path / "records-again", 7, "cross", str(six), "memory", **env)) == 2
 
 
-@pytest.mark.torchrun
 def test_one_three_and_eight_ranks_restore_from_memory_what_eight_one_and_three_saved(tmp_path: Path) -> None:
     env = {"CKPT_LINGER_S": "120", "LAYOUTS": "ddp fsdp hand"}
     eight, one, three = (tmp_path / name for name in ("eight", "one", "three"))
     for folder in (eight, one, three):
         folder.mkdir()
-    launch(tmp_path / "8.log", 8, "save", str(eight), "memory", **env).end(240)
+    end(launch(tmp_path / "records-8", 8, "save", str(eight), "memory", **env))
     for ranks, former, folder in ((1, eight, one), (3, one, three)):
         args = ("cross", str(former), "memory", "save", str(folder), "memory")
-        assert restored(launch(tmp_path / f"{ranks}.log", ranks, *args, **env)) == 3
-    assert restored(launch(tmp_path / "again.log", 8, "cross", str(three), "memory", **env)) == 3
+        assert restored(launch(tmp_path / f"records-{ranks}", ranks, *args, **env)) == 3
+    assert restored(launch(tmp_path / "records-again", 8, "cross", str(three), "memory", **env)) == 3

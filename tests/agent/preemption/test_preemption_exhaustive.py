@@ -554,14 +554,14 @@ STARTS: list[Start] = [
     (3, "cloud", 0, 1, False),
     (3, SIGNAL_SOURCE, 0, 1, False),
     (3, "cloud", 1, 0, True),
-    (3, SIGNAL_SOURCE, 1, 0, False),
     (2, "cloud", 1, 0, False, True),
     (2, SIGNAL_SOURCE, 1, 0, False, True),
     (2, "cloud", 1, 1, False, True),
     (3, "cloud", 0, 1, False, True),
-    (3, "cloud", 1, 0, False, True),
 ]
 DEEP: list[Start] = [
+    (3, "cloud", 1, 0, False, True),
+    (3, SIGNAL_SOURCE, 1, 0, False),
     (3, SIGNAL_SOURCE, 1, 1, True),
     (2, "cloud", 1, 2, False),
     (2, "cloud", 2, 0, False, True),
