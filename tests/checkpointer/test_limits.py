@@ -248,7 +248,7 @@ def test_an_exception_carries_a_note_of_what_could_not_be_committed(store: Proxy
 
 
 def test_a_job_that_is_unsaved_for_too_long_leaves_and_is_restored_from_what_there_is(store: Proxy) -> None:
-    limits = ckpt.Limits(unsaved_s=6.0, exit_s=0.5)
+    limits = ckpt.Limits(unsaved_s=6.0, exit_s=2.0)
     job, found = make(), []
     with (  # noqa: PT012
         pytest.raises(ckpt.SaveFailed, match=r"Limits\(unsaved_s=\)") as raised,
