@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, NotFound, UsageError
+from ckpt.policy.export_rule import hub_repository
 from ckpt.types import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -248,9 +251,20 @@ class Checkpoint:
 
         `only`: globs on names. `dtype`: the dtype to which floating-point tensors are converted. `strip`: a prefix that
         is removed from names. `names`: regular expressions with their replacements, applied behind `strip`. `beside`:
-        files, and folders of files, to copy into the folder. `shard_bytes`: the size of a file in a folder.
-        Errors: UsageError if `to` exists or an option does not fit; OSError; see export.export."""
+        files, and folders of files, to copy into the folder. `shard_bytes`: the size of a file in a folder. `to` may
+        be hf://USER/NAME, a repository of the Hugging Face Hub.
+        Errors: UsageError if `to` exists or an option does not fit; OSError; StorageError; see export.export."""
+        from ckpt.store import hub
         from ckpt.store.export import export
+
+        if repository := hub_repository(to):
+            hub.check_repository(repository)
+            with tempfile.TemporaryDirectory(prefix="ckpt-export-") as folder:
+                given: Any = {"only": only, "dtype": dtype, "strip": strip, "names": names, "beside": beside}
+                given |= {"format": format, "shard_bytes": shard_bytes, "progress": progress}
+                made = self.export(Path(folder) / "export", **given)
+                hub.upload(Path(folder) / "export", repository, f"step {self.label}")
+            return replace(made, files=tuple(Path(each.name) for each in made.files))
 
         if format == "dcp":
             from ckpt.store.dcp_export import export_dcp

@@ -11,6 +11,7 @@ import typer
 from ckpt import reader
 from ckpt.cli import out
 from ckpt.errors import StorageError, UsageError
+from ckpt.policy.export_rule import hub_repository
 from ckpt.types import format_count
 
 
@@ -26,7 +27,10 @@ class Form(enum.StrEnum):
 def restore(
     url: out.UrlArgument,
     to: Annotated[
-        str, typer.Option("--to", metavar="FILE", help="x.safetensors, x.pt, a folder (no ending), or dcp:FOLDER.")
+        str,
+        typer.Option(
+            "--to", metavar="FILE", help="x.safetensors, x.pt, a folder (no ending), dcp:FOLDER, or hf://USER/NAME."
+        ),
     ],
     which: out.StepOption = None,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
@@ -50,19 +54,22 @@ def restore(
 
     A name that ends in .safetensors or .pt gives one file. One without an ending gives a folder of .safetensors files
     with the index that Hugging Face reads; --beside adds its config and tokenizer. dcp:FOLDER gives a folder that
-    torch's dcp.load reads. It takes some 100 MiB of memory, however large the checkpoint is; for dcp:FOLDER 300 MiB."""
-    if not to or "://" in to:
-        raise UsageError(f"--to {to!r}: give a file or folder of this machine; from there it can be copied anywhere")
+    torch's dcp.load reads. hf://USER/NAME gives a folder, too, and uploads it to that repository of the Hugging Face
+    Hub. It takes some 100 MiB of memory, however large the checkpoint is; for dcp:FOLDER 300 MiB."""
+    if not to or ("://" in to and not hub_repository(to)):
+        raise UsageError(
+            f"--to {to!r}: give hf://USER/NAME, or a file or folder of this machine, to be copied from there"
+        )
     is_dcp = to.startswith("dcp:")
     if is_dcp and (to == "dcp:" or dtype or strip or form or rename or beside):
         raise UsageError(f"--to {to!r}: give dcp:FOLDER, without --dtype, --strip, --rename, --beside and --format")
-    path, shard_size = Path(to.removeprefix("dcp:") if is_dcp else to), out.parse_size("--shard-bytes", shard_bytes)
+    place, shard_size = to.removeprefix("dcp:"), out.parse_size("--shard-bytes", shard_bytes)
     with reader.open(url) as run:
         chosen = run.newest if which is None else run.find(which)
         with run.held([chosen]), out.progress("restoring", json=json) as report:
             try:
                 made = chosen.export(
-                    path if is_dcp else to,
+                    place,
                     format="dcp" if is_dcp else form.value if form else None,
                     only=only or (),
                     dtype=dtype,
@@ -73,16 +80,16 @@ def restore(
                     progress=report,
                 )
             except OSError as exc:
-                raise StorageError(f"cannot write {path}: {exc}") from exc
+                raise StorageError(f"cannot write {place}: {exc}") from exc
             except ImportError as exc:
-                raise UsageError(f"{path}: this format is written by torch, which cannot be imported: {exc}") from exc
+                raise UsageError(f"{place}: this format is written by torch, which cannot be imported: {exc}") from exc
     if json:
         files = [str(file) for file in made.files]
         facts = {"identity": chosen.identity, "files": files, "tensors": made.tensors, "bytes": made.bytes}
         out.print_json({**facts, "firsts": list(made.firsts)})
     else:
         out.print_text(
-            f"step {chosen.label}: {format_count(made.tensors, 'tensor')}, {out.format_size(made.bytes)}, in {path}"
+            f"step {chosen.label}: {format_count(made.tensors, 'tensor')}, {out.format_size(made.bytes)}, in {place}"
         )
         if made.firsts:
             more = f" and {len(made.firsts) - 3} more" if len(made.firsts) > 3 else ""

@@ -16,7 +16,8 @@ from ckpt.errors import UsageError
 class Export:
     """Writes weights for other tools from committed checkpoints, while training goes on: `to`/step-N.
 
-    to: a folder on the machine of rank 0, or on a shared file system. Nothing in it is deleted.
+    to: a folder on the machine of rank 0, or on a shared file system, in which nothing is deleted; or hf://USER/NAME, a
+        repository of the Hugging Face Hub, of which each export is a commit.
     every: export the first committed checkpoint at or after each multiple of so many steps. The last step of the block
         is exported in any case. None: only that one.
     of: the key in `state` of the module that is exported. A PEFT model gives PEFT's folder (the adapter alone), any
@@ -37,11 +38,11 @@ class Export:
 
     def __post_init__(self) -> None:
         if not isinstance(self.to, str | os.PathLike) or not os.fspath(self.to):
-            raise UsageError(f"ckpt.Export(to={self.to!r}): give a folder")
-        if "://" in os.fspath(self.to):
+            raise UsageError(f"ckpt.Export(to={self.to!r}): give a folder, or hf://USER/NAME")
+        if "://" in os.fspath(self.to) and not self.repository:
             raise UsageError(
-                f"ckpt.Export(to={os.fspath(self.to)!r}): give a folder. From there it can be copied to a bucket or to "
-                "the Hugging Face Hub (`hf upload REPOSITORY FOLDER`)"
+                f"ckpt.Export(to={os.fspath(self.to)!r}): give a folder, from which it can be copied to a bucket, or "
+                "hf://USER/NAME"
             )
         if self.every is not None and (
             not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1
@@ -53,13 +54,20 @@ class Export:
             raise UsageError(f"ckpt.Export(names={self.names!r}): give a dict of expressions and replacements")
         compile_names([*self.names.items()])
 
+    @property
+    def repository(self) -> str:
+        """USER/NAME of the Hub; "" if exports go to a folder."""
+        return hub_repository(self.to)
+
 
 @dataclass(frozen=True, slots=True)
 class ExportRule:
-    """An Export as the agent gets it. `only`: globs on names. `strip`: a prefix. `format`: as of store.export.
-    `beside`: the folder of the files that are copied into each export; "": none."""
+    """An Export as the agent gets it. `to`: a folder of this machine, also where `repository` names one of the Hub.
+    `only`: globs on names. `strip`: a prefix. `format`: as of store.export. `beside`: the folder of the files that are
+    copied into each export; "": none."""
 
     to: str
+    repository: str
     every: int | None
     only: tuple[str, ...]
     strip: str
@@ -77,6 +85,16 @@ class ExportRule:
 
     def path(self, step: int) -> Path:
         return Path(self.to) / f"step-{step}"
+
+    def place(self, step: int) -> str:
+        """Where a user finds an export."""
+        return f"hf://{self.repository}" if self.repository else str(self.path(step))
+
+
+def hub_repository(to: str | os.PathLike[str]) -> str:
+    """USER/NAME of hf://USER/NAME; "" for anything else."""
+    found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)", os.fspath(to))
+    return found[1] if found else ""
 
 
 def exported_step(name: str) -> int | None:

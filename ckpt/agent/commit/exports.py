@@ -67,8 +67,8 @@ class Exports:
 
     def _on_done(self, identity: Identity, done: Future[float | None]) -> None:
         self._is_running = False
-        step, path = identity.version.step, self.rule.path(identity.version.step)
-        facts = {"identity": str(identity), "path": str(path)}
+        step, path = identity.version.step, self.rule.place(identity.version.step)
+        facts = {"identity": str(identity), "path": path}
         if error := failure(done):
             self._emit("export.failed", f"step {step} was not exported to {path}: {error}", True, facts)
         elif (seconds := done.result()) is not None:

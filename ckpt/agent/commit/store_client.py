@@ -7,6 +7,7 @@ store.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
@@ -130,7 +131,7 @@ def _export_from(given: Any) -> ExportRule | None:
     if given is None:
         return None
     rule = fields_of(given, "options.export")
-    texts: dict[str, Any] = {name: rule.get(name) for name in ("to", "strip", "format", "beside")}
+    texts: dict[str, Any] = {name: rule.get(name) for name in ("to", "repository", "strip", "format", "beside")}
     only, names, every = rule.get("only"), rule.get("names"), rule.get("every")
     for name, value in (*texts.items(), *(("only", each) for each in only or ())):
         if not isinstance(value, str):
@@ -412,19 +413,25 @@ class StoreClient:
     def export(self, rule: ExportRule, identity: Identity, is_wanted: bool) -> bool:
         """Exports the committed checkpoint if the rule says so, or in any case if `is_wanted`, unless it is there
         already. Returns whether it did. No prune takes the checkpoint meanwhile. What an export that was killed has
-        left is removed.
+        left is removed. Of an export that was uploaded, an empty folder stays.
 
-        Errors: as export.export; NotFound if the checkpoint is not in the store."""
+        Errors: as export.export and hub.upload; NotFound if the checkpoint is not in the store."""
+        from ckpt.store import hub
         from ckpt.store.export import export, remove_unfinished
         from ckpt.store.prune import Lease
         from ckpt.store.reader import FrameReader, use_readable_record
 
+        if rule.repository:
+            rule = replace(rule, to=str(hub.folder_of(rule.repository, self.url)))
+            Path(rule.to).mkdir(parents=True, exist_ok=True)
         folder, step = Path(rule.to), identity.version.step
+        target = folder / "uploading" if rule.repository else rule.path(step)
         names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
         exported = {number for name in names if (number := exported_step(name)) is not None}
         if step in exported or not (is_wanted or rule.is_due(step, exported)):
             return False
         remove_unfinished(folder, "step-*")
+        shutil.rmtree(folder / "uploading", ignore_errors=True)
         run = self.open_run()
         how: dict[str, Any] = {name: getattr(rule, name) for name in ("only", "strip", "names", "dtype", "format")}
         beside = [rule.beside] if rule.beside else []
@@ -435,10 +442,12 @@ class StoreClient:
             use_readable_record(
                 run,
                 refs,
-                lambda record: export(
-                    FrameReader(run.backend, record, run.patience), rule.path(step), beside=beside, **how
-                ),
+                lambda record: export(FrameReader(run.backend, record, run.patience), target, beside=beside, **how),
             )
+        if rule.repository:
+            hub.upload(target, rule.repository, f"step {step}")
+            rule.path(step).mkdir()
+            shutil.rmtree(target, ignore_errors=True)
         return True
 
     def reopen(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ckpt.errors import UsageError
 from ckpt.policy.export_rule import Export, compile_names
+from ckpt.store import hub
 from ckpt.store.dtypes import TARGET_DTYPES
 from ckpt.trainer.state.names import sites, unwrap
 
@@ -40,9 +41,10 @@ def plan_export(export: Export | None, state: dict[str, Any]) -> dict[str, Any] 
     if adapter:
         chosen, names = _adapter_names(module, adapter)
         only = [_literal_glob(prefix + each) for each in chosen]
-    folder = Path(export.to).absolute()
+    folder = _folder(export)
     return {
         "to": str(folder),
+        "repository": export.repository,
         "every": export.every,
         "only": only,
         "strip": prefix,
@@ -56,8 +58,10 @@ def plan_export(export: Export | None, state: dict[str, Any]) -> dict[str, Any] 
 def write_companions(export: Export, state: dict[str, Any]) -> None:
     """Writes the files that go beside each export: the module's own config, and what `beside` names. Called on rank 0.
 
-    Errors: UsageError."""
-    module, folder = _find_module(export, state), Path(export.to).absolute() / BESIDE
+    Errors: UsageError, also if the repository of the Hub cannot be written to."""
+    if export.repository:
+        hub.check_repository(export.repository)
+    module, folder = _find_module(export, state), _folder(export) / BESIDE
     fresh = folder.with_name(f"{BESIDE}.{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
@@ -83,6 +87,10 @@ def adapter_of(module: nn.Module) -> str:
     """The name of the active adapter of a PEFT model; "" for any other module."""
     active = getattr(module, "active_adapter", None) if isinstance(getattr(module, "peft_config", None), dict) else None
     return active if isinstance(active, str) else ""
+
+
+def _folder(export: Export) -> Path:
+    return hub.folder_of(export.repository) if export.repository else Path(export.to).absolute()
 
 
 def _find_module(export: Export, state: dict[str, Any]) -> nn.Module:
