@@ -8,6 +8,7 @@
 #   make docs     the docs site, into site/; a link that leads nowhere fails it
 #   make bench    every benchmark, each against its ceiling in the same run
 #   make emulators   Azurite, which the tests of az:// need and skip without; needs node and npm
+#   make torchtitan  torchtitan, which its tests need and skip without: 1.1 GB
 #
 # WORKERS=1: how many tests run at the same time; most of their time is spent waiting for real processes.
 # PYTHON=python3.12 chooses the interpreter that .venv is made from; STORE=s3://bucket/demo where the demo saves.
@@ -30,7 +31,11 @@ unexport PYTHONDONTWRITEBYTECODE
 AZURITE := azurite@3.35.0
 AZURITE_DAY := 2026-01-01
 
-.PHONY: demo test test-all deep check docs format bench emulators clean
+# They ask for other versions than other tests do: so they lie in a folder of their own, without what they depend on.
+TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 triton==3.9.0 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.1 \
+	tensorboard==2.21.0 absl-py==2.5.1 protobuf==6.33.0
+
+.PHONY: demo test test-all deep check docs format bench emulators torchtitan clean
 
 demo: .venv/.ready
 	$(BIN)/python examples/demo/run.py $(if $(STORE),--store "$(STORE)")
@@ -71,6 +76,8 @@ bench: .venv/.ready-dev
 
 emulators: .venv/.ready-azurite
 
+torchtitan: .venv/.ready-torchtitan
+
 clean:
 	rm -rf .venv site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -97,4 +104,10 @@ clean:
 	@echo "installing $(AZURITE) into .venv/azurite (once)"
 	@npm install --prefix .venv/azurite --before=$(AZURITE_DAY) --ignore-scripts --omit=dev --no-save \
 		--no-audit --no-fund --loglevel=error $(AZURITE) >/dev/null
+	@touch $@
+
+.venv/.ready-torchtitan: Makefile | .venv/.ready
+	@echo "installing torchtitan into .venv/torchtitan (once)"
+	@rm -rf .venv/torchtitan
+	@$(PIP) --no-deps --target $(CURDIR)/.venv/torchtitan $(TORCHTITAN)
 	@touch $@

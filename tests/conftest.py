@@ -33,7 +33,6 @@ SKIPS_ALLOWED = (
     "needs FUSE",  # and root
     "needs Slurm",  # and root
     "needs Ray",  # 433 MB of packages that nothing else needs
-    "torchtitan is not installed",  # it needs nine packages that ask for other versions than the rest
     "needs a pid namespace",  # making one needs CAP_SYS_ADMIN
     "not as root",  # root passes every permission check
     "only as root",  # another user has to be at hand

@@ -10,9 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 import ckpt
-from tests.integrations.runs import Script
+from tests.integrations.runs import REPOSITORY, Script
 
-pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+TORCHTITAN = REPOSITORY / ".venv" / "torchtitan"  # which `make torchtitan` makes
+pytestmark = pytest.mark.skipif(not TORCHTITAN.exists(), reason="torchtitan is not installed: make torchtitan")
 
 SCRIPT = Path(__file__).parent / "scripts" / "torchtitan_train.py"
 STEPS = range(1, 9)
@@ -21,6 +22,7 @@ HOWS = ("ckpt", "own", "none")
 
 def script(folder: Path, how: str = "ckpt", *args: str, world: int = 2) -> Script:
     env = {"CKPT_LINGER_S": "20", "CKPT_NOTICES": "given", "CKPT_EVENTS": str(folder / "events.jsonl")}
+    env["PYTHONPATH"] = str(TORCHTITAN)
     return Script(SCRIPT, folder / f"records-{how}", (how, str(folder / how), *args), world=world, env=env)
 
 
@@ -120,7 +122,8 @@ def test_data_that_runs_out_ends_the_run_at_its_last_step(tmp_path: Path) -> Non
         ({"exclude_from_loading": ["dataloader"]}, "a restart restores everything"),
     ],
 )
-def test_what_would_be_ignored_is_refused(options: dict[str, Any], says: str) -> None:
+def test_what_would_be_ignored_is_refused(options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TORCHTITAN)
     from ckpt.integrations.torchtitan import CheckpointManager
 
     with pytest.raises(ckpt.UsageError, match=says):
