@@ -21,6 +21,7 @@ from ckpt.events import Events
 from ckpt.trainer.state import value_trees
 
 INTEGRATIONS = "ckpt.integrations."
+ACCELERATOR = "accelerate.accelerator"
 TRAINERS = (
     (
         "transformers.trainer",
@@ -39,9 +40,12 @@ TRAINERS = (
 def report_unsaved(state: Mapping[str, Any], events: Events) -> None:
     """Emits one warning (`framework.unsaved`) if a framework's loop runs this thread and `state` lacks what that loop
     counts. Silent inside an integration of ckpt, which has put it into the state."""
-    if any(module.startswith(INTEGRATIONS) for module, _ in _frames()):
+    if not any(module in sys.modules for module in (ACCELERATOR, *(each[0] for each in TRAINERS))):
         return
-    frames = [local for _, local in _frames()]
+    running = list(_frames())
+    if any(module.startswith(INTEGRATIONS) for module, _ in running):
+        return
+    frames = [local for _, local in running]
     held = list(_objects(state, 0))
     for module, name, key, way, guide in TRAINERS:
         trainer = _find_self(frames, _class(module, "Trainer"))
@@ -50,7 +54,7 @@ def report_unsaved(state: Mapping[str, Any], events: Events) -> None:
             if not any(each is own or each is trainer or (isinstance(each, dict) and key in each) for each in held):
                 _report(events, name, "its counts of steps and epochs, and the position of its data", way, guide)
             return
-    accelerator = _find_accelerator(frames, _class("accelerate.accelerator", "Accelerator"))
+    accelerator = _find_accelerator(frames, _class(ACCELERATOR, "Accelerator"))
     if accelerator is not None and (missing := _find_missing(accelerator, held)):
         way = "ckpt.integrations.accelerate.attach(accelerator, url)"
         _report(events, "an Accelerator", f"what it has prepared: {', '.join(missing)}", way, "accelerate")
@@ -76,10 +80,13 @@ def _frames() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _read_locals(frame: FrameType) -> Mapping[str, Any]:
     """A copy of the function's local variables. Before Python 3.13 the frame keeps the dict that it gives, and with it
-    whatever the function lets go of later, such as a loader's workers. So that dict is emptied."""
+    whatever the function lets go of later, such as a loader's workers. So it is emptied, unless a script has it from
+    locals()."""
     given = frame.f_locals
     found = dict(given)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    holders = 3  # the frame, `given`, and the argument of getrefcount
+    is_ours = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(given) <= holders
+    if sys.version_info < (3, 13) and is_ours:
         given.clear()
     return found
 

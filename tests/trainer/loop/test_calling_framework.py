@@ -152,3 +152,13 @@ def test_a_loop_that_is_no_frameworks_is_not_told(tmp_path: Path) -> None:
         ck.step()
     wait_agent_gone(tmp_path)
     assert not [event for event in seen.events if event.name.startswith("framework.")]
+
+
+def test_the_locals_that_a_script_has_asked_for_stay(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate.accelerator")
+    learning_rate = 0.1
+    config = locals()
+    with ckpt.Checkpointer(tmp_path / "run", {"model": torch.nn.Linear(1, 1)}) as ck:
+        for _ in ck.steps(1):
+            pass
+    assert config["learning_rate"] == learning_rate
