@@ -67,7 +67,6 @@ class ExportRule:
     copied into each export; "": none."""
 
     to: str
-    repository: str
     every: int | None
     only: tuple[str, ...]
     strip: str
@@ -75,6 +74,7 @@ class ExportRule:
     dtype: str | None
     format: str
     beside: str
+    repository: str = ""
 
     def is_due(self, step: int, exported: Collection[int]) -> bool:
         """Whether this committed step is exported: it is the first one at or after a multiple of `every`."""
@@ -82,6 +82,10 @@ class ExportRule:
             return False
         multiple = step - step % self.every
         return not any(multiple <= each <= step for each in exported)
+
+    def are_alike(self, step: int, later: int) -> bool:
+        """Whether only the first of these two committed steps can be due."""
+        return self.every is not None and step // self.every == later // self.every
 
     def path(self, step: int) -> Path:
         return Path(self.to) / f"step-{step}"

@@ -46,7 +46,7 @@ def test_the_folder_of_a_step_is_found_again_by_its_name() -> None:
     ("options", "says"),
     [
         ({"to": ""}, "give a folder"),
-        ({"to": "s3://bucket/x"}, "hf upload"),
+        ({"to": "s3://bucket/x"}, "hf://USER/NAME"),
         ({"to": "x", "every": 0}, "at least 1"),
         ({"to": "x", "beside": "tokenizer"}, "give a list"),
         ({"to": "x", "names": {"(": ""}}, "unterminated"),

@@ -55,7 +55,9 @@ class Exports:
 
     def _request(self, identity: Identity, is_wanted: bool) -> None:
         if self._is_running:
-            self._waiting = identity, is_wanted
+            waits = None if self._waiting is None else self._waiting[0].version.step
+            if is_wanted or waits is None or not self.rule.are_alike(waits, identity.version.step):
+                self._waiting = identity, is_wanted
             return
         self._is_running = True
         began_s = time.monotonic()

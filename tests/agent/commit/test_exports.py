@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -85,3 +86,17 @@ def test_a_job_that_committed_nothing_exports_what_it_began_from() -> None:
     exports.finish(an_identity(7), lambda: lane.at_end.append(7))
     lane.go_on()
     assert (lane.exported, lane.at_end) == ([(7, True)], [7])
+
+
+def test_a_commit_that_is_not_due_takes_no_place_of_one_that_is() -> None:
+    """Only the first commit at or after a multiple of 20 is due. Of those of several multiples the newest waits."""
+    lane, rule = Lane(), replace(RULE, every=20)
+    exports = Exports(rule, lane.export, lane.run, lane.emit)
+    for step in (10, 20, 30):
+        exports.note_commit(an_identity(step))
+    lane.go_on()
+    exports.note_commit(an_identity(40))
+    exports.note_commit(an_identity(60))
+    lane.go_on()
+    lane.go_on()
+    assert [step for step, _ in lane.exported] == [10, 20, 60]
