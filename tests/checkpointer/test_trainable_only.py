@@ -37,7 +37,7 @@ def run(url: Path, model: nn.Module, steps: int, **options: Any) -> tuple[list[f
     seen, losses = list[ckpt.Event](), []
     optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     state = {"model": model, "optim": optim}
-    with ckpt.Checkpointer(url, state, trainable_only=True, sinks=(seen.append,), **options) as ck:
+    with ckpt.Checkpointer(url, state, sinks=(seen.append,), **{"trainable_only": True, **options}) as ck:
         for step in ck.steps(steps):
             optim.zero_grad()
             loss = model(torch.full((3, 16), 0.1 * step)).square().sum()
@@ -81,6 +81,13 @@ def test_without_init_the_script_loads_the_base_and_another_one_is_named(tmp_pat
     third, seen = run(tmp_path / "run", adapted(2), 9, strict=False)
     assert len(third) == 3
     assert [event.name for event in seen if event.name == "base.differs"] == ["base.differs"]
+
+
+def test_a_start_that_forgets_the_option_is_told_of_it(tmp_path: Path) -> None:
+    run(tmp_path / "run", adapted(1), 3)
+    with pytest.raises(ckpt.StateMismatch, match="It was saved with trainable_only=True"):
+        run(tmp_path / "run", adapted(1), 6, trainable_only=False)
+    wait_agent_gone(tmp_path / "run")
 
 
 def test_a_parameter_that_is_unfrozen_in_the_run_is_saved_from_then_on(tmp_path: Path) -> None:

@@ -493,7 +493,9 @@ def _try_candidate(
     if known.value is None:
         return known.failure, {}
     manifest, targets, sources = known.value
-    restore.check_match(group, targets, asked, events, identity, overwritten)
+    lacks_option = bool(saver.walker.saved_base) and not asked.trainable_only
+    hint = "It was saved with trainable_only=True, which this start does not give. " if lacks_option else ""
+    restore.check_match(group, targets, asked, events, identity, overwritten, hint)
     written: set[int] = set()
     filled = _run_attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets, written))
     if filled.value is None:
