@@ -30,6 +30,7 @@ from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
 
 import ckpt
 from ckpt.integrations.lightning_data import Positions
@@ -121,7 +122,7 @@ class _Run:
                 state["schedulers"].resume()
             # Lightning then makes no sanity check.
             loop.epoch_loop.val_loop.restarting = True
-            self.positions.begin_again()
+            self.positions.begin_again(self.is_resuming)
 
     def _listen_for_requeue(self) -> None:
         """ckpt saves at the signal; what is left to do is that Lightning puts the job into Slurm's queue again."""
@@ -168,7 +169,10 @@ class _CheckpointedSignals(_SignalConnector):  # type: ignore[misc]
     _ckpt: _Run
 
     def register_signal_handlers(self) -> None:
-        # All is restored by now that Lightning restores.
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            super().register_signal_handlers()
+            return
+        # Lightning has finished its own restore.
         self._ckpt.enter()
 
 
@@ -189,6 +193,11 @@ class _CheckpointedFitLoop(_FitLoop):  # type: ignore[misc]
         torch.set_grad_enabled(True)
         self._restart_stage = RestartStage.RESTARTED_MID_EPOCH
 
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        # A new epoch begins next: its order depends on them.
+        self._ckpt.restore_generators()
+
     def on_run_end(self) -> None:
         # Before callbacks put averaged weights into the module.
         self._ckpt.leave()
@@ -196,7 +205,7 @@ class _CheckpointedFitLoop(_FitLoop):  # type: ignore[misc]
 
     def _load_combined_loader_states(self) -> None:
         # Lightning has just made the loaders, and iterates over them next.
-        self._ckpt.positions.attach()
+        self._ckpt.positions.attach(self._ckpt.is_resuming)
 
 
 class _CheckpointedEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]

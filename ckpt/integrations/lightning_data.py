@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,7 +22,7 @@ import ckpt
 
 
 class Positions:
-    """The positions of a fit loop's loaders, each rank's own. It is a loader to ckpt: what it says belongs to the rank.
+    """The positions of a fit loop's loaders. ckpt treats this object as a loader, so each rank saves its own positions.
 
     Loaders with state_dict() and load_state_dict() know their positions. Other loaders over map-style datasets draw
     their indices again. The rest, such as a plain loader over an IterableDataset, reads its batches again."""
@@ -30,17 +30,21 @@ class Positions:
     def __init__(self, fit_loop: Any) -> None:
         self._loop = fit_loop
         self._found: list[dict[str, Any]] = []
-        self._ahead: list[dict[str, Any]] | None = None
+        self._shapes: list[dict[str, Any]] = []
+        self._ahead: dict[int, dict[str, Any]] = {}
         self._is_checked = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loaders)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loaders": self._ahead or [self._position(each) for each in self._loaders]}
+        positions = [self._ahead.get(n) or self._position(each) for n, each in enumerate(self._loaders)]
+        return {"loaders": positions, "shapes": [shape(each) for each in self._loaders]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = list(state["loaders"])
+        # Older checkpoints have none.
+        self._shapes = list(state.get("shapes", ()))
 
     def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
         """Errors: UsageError. Lightning's loops count the batches of each rank, and so does a position."""
@@ -49,8 +53,10 @@ class Positions:
             f"count: start with {len(states)} ranks (docs/guides/lightning.md)"
         )
 
-    def attach(self) -> None:
-        """Comes when Lightning has made the loaders, and before it iterates over them. Errors: UsageError."""
+    def attach(self, is_resuming: bool) -> None:
+        """Comes when Lightning has made the loaders, and before it iterates over them. Errors: UsageError.
+
+        is_resuming: a restart within an epoch."""
         for loader in self._loaders:
             prepare(loader, lambda: int(self._loop.epoch_loop.batch_progress.current.ready))
         if len({bool(self._position(each)) for each in self._loaders}) > 1:
@@ -58,12 +64,13 @@ class Positions:
                 "the training data comes from several loaders, and some of them have no position: a plain DataLoader "
                 "over an IterableDataset. Use torchdata's StatefulDataLoader there"
             )
-        self._apply()
+        self._apply(is_resuming)
 
-    def begin_again(self) -> None:
-        """Comes after a restore. Loaders that Lightning has made and begun before begin at the restored position."""
+    def begin_again(self, is_resuming: bool) -> None:
+        """Comes after a restore. Loaders that Lightning has made and begun before begin at the restored position.
+        Errors: UsageError."""
         if self._loop._data_fetcher is not None:
-            self._apply()
+            self._apply(is_resuming)
             with isolate_rng():
                 iter(self._loop._data_fetcher)
 
@@ -77,11 +84,10 @@ class Positions:
                 next(data_fetcher)
 
     def note_fetch(self, data_fetcher: Any) -> None:
-        """Comes before a batch is fetched. Where Lightning has fetched one ahead, to know the last one, the loaders
-        stand now where they should after that batch."""
-        self._ahead = (
-            [self._position(each) for each in self._loaders] if getattr(data_fetcher, "batches", None) else None
-        )
+        """Comes before a batch is fetched. If Lightning prefetches, the loaders' present positions are those to restore
+        after the coming batch. The position of a sampler counts the batches trained on: nothing is ahead of it."""
+        ahead = enumerate(self._loaders if getattr(data_fetcher, "batches", None) else ())
+        self._ahead = {n: self._position(each) for n, each in ahead if not is_map_style(each)}
 
     def find_inexactness(self) -> str:
         """What a restart may change; "" if nothing is known to. It is asked at each step and answers once."""
@@ -100,8 +106,11 @@ class Positions:
         combined = self._loop._combined_loader
         return [] if combined is None else combined.flattened
 
-    def _apply(self) -> None:
+    def _apply(self, is_resuming: bool) -> None:
         found, self._found = self._found, []
+        shapes, self._shapes = self._shapes if is_resuming else [], []
+        for loader, saved in zip(self._loaders, shapes, strict=False):
+            check_shape(loader, saved)
         for loader, state in zip(self._loaders, found, strict=False):
             # Lightning does so only after workers have drawn their first batches.
             _set_sampler_epoch(loader, self._loop.epoch_progress.current.processed)
@@ -187,6 +196,24 @@ class SamplerPass:
             "global": _collect_rng_states(include_cuda=False),
             "own": {name: each.get_state() for name, each in self._own.items()},
         }
+
+
+def shape(loader: Any) -> dict[str, Any]:
+    """What has to stay as it is while a position counts batches. Empty for a loader that alone knows its position."""
+    if hasattr(loader, "state_dict") and sized_len(loader) is None:
+        return {}
+    batch_size = getattr(getattr(loader, "_index_sampler", loader), "batch_size", None)
+    return {"batch_size": batch_size, "samples": sized_len(getattr(loader, "dataset", None))}
+
+
+def check_shape(loader: Any, saved: dict[str, Any]) -> None:
+    """Refuses to go on within an epoch of other batches. Errors: UsageError."""
+    then, now = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (saved, shape(loader)))
+    if then and now and then != now:
+        raise ckpt.UsageError(
+            f"the checkpoint is from within an epoch of training data with {then}; the data has {now} now, and its "
+            "position counts batches: set both as they were until the epoch ends (docs/guides/lightning.md)"
+        )
 
 
 def is_map_style(loader: Any) -> bool:

@@ -19,7 +19,7 @@ from lightning.fabric.wrappers import _FabricDataLoader, _unwrap_objects
 from lightning.pytorch.utilities.seed import isolate_rng
 
 import ckpt
-from ckpt.integrations.lightning_data import is_map_style, prepare
+from ckpt.integrations.lightning_data import check_shape, is_map_style, prepare, shape
 
 
 def checkpointer(url: str | os.PathLike[str], state: dict[str, Any], **options: Any) -> ckpt.Checkpointer:
@@ -52,11 +52,12 @@ class _CountedLoader(_FabricDataLoader):  # type: ignore[misc]
     """A loader of Fabric's that counts the batches that it hands out in a pass."""
 
     def attach(self) -> None:
-        self._taken, self._resumed = 0, False
+        self._taken, self._resumed, self._has_ended = 0, False, False
         prepare(self._dataloader, lambda: self._taken)
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, False
+        self._has_ended = False
         if not resumed:
             self._taken = 0
         _set_sampler_epoch(self._dataloader, self._num_iter_calls)
@@ -67,16 +68,30 @@ class _CountedLoader(_FabricDataLoader):  # type: ignore[misc]
         for batch in batches:
             self._taken += 1
             yield batch if self._device is None else move_data_to_device(batch, self._device)
+        self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
         loader = self._dataloader
         inner = loader._index_sampler.state() if is_map_style(loader) else loader.state_dict()
-        return {"passes": self._num_iter_calls, "taken": self._taken, "inner": inner}
+        count = {"passes": self._num_iter_calls, "taken": self._taken, "ended": self._has_ended}
+        return {**count, "inner": inner, "shape": shape(loader)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resumed = state["passes"] > 0
-        self._num_iter_calls, self._taken = max(0, state["passes"] - 1), state["taken"]
-        if self._resumed and is_map_style(self._dataloader):
-            self._dataloader._index_sampler.resume(state["inner"])
-        elif self._resumed:
-            self._dataloader.load_state_dict(state["inner"])
+        """Errors: UsageError."""
+        loader = self._dataloader
+        self._num_iter_calls, self._taken = state["passes"], state["taken"]
+        # Older checkpoints have neither "ended" nor "shape".
+        self._has_ended = state.get("ended", False)
+        self._resumed = state["passes"] > 0 and not self._has_ended
+        if self._resumed:
+            self._num_iter_calls -= 1
+            if self._taken:
+                check_shape(loader, state.get("shape", {}))
+        if state["passes"] and not is_map_style(loader):
+            loader.load_state_dict(state["inner"])
+        elif state["passes"]:
+            loader._index_sampler.resume(state["inner"])
+        if self._has_ended and is_map_style(loader):
+            # Nothing is left of the pass, but the sampler's own generators go on from its end.
+            for _ in loader._index_sampler:
+                pass

@@ -89,6 +89,47 @@ def test_streams_of_unknown_length_go_on_at_the_next_sample(tmp_path: Path, kind
     assert all(("reads its batches again" in each) == (kind == "plain") for each in outputs)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_sampler_without_length_goes_on_at_the_next_batch(tmp_path: Path, workers: int) -> None:
+    """Lightning fetches one batch of it ahead. The noise of items read without workers is then drawn elsewhere."""
+    whole, killed = (train(tmp_path, name, unsized=True, workers=workers) for name in ("whole", "killed"))
+    whole.run()
+    killed.run_killed(3)
+    killed.run_killed(13)
+    killed.run()
+    samples = [{n: each[1] for n, each in script.trajectory().items()} for script in (whole, killed)]
+    assert samples[0] == samples[1]
+    assert workers == 0 or killed.trajectory() == whole.trajectory()
+
+
+@pytest.mark.parametrize("script", ["train", "fabric"])
+def test_another_batch_size_is_refused_within_an_epoch(tmp_path: Path, script: str) -> None:
+    train(tmp_path, "run", script=script).run_killed(3)
+    other = train(tmp_path, "run", script=script, batch=8).start()
+    assert other.wait() == 1
+    assert "batch_size=4, samples=32" in other.output()
+    assert "batch_size=8, samples=32" in other.output()
+    # The refused start has changed nothing.
+    same = train(tmp_path, "run", script=script)
+    same.run()
+    assert epoch(same, 1, 8) == epoch(same, 9, 16) == [*range(32)]
+    # At the beginning of an epoch it is fine.
+    more = train(tmp_path, "run", script=script, batch=8, epochs=3)
+    more.run()
+    assert [*more.trajectory()] == [*range(1, 21)]
+    assert epoch(more, 17, 20) == [*range(32)]
+
+
+def test_a_trainer_tests_its_own_weights_and_fits_again(tmp_path: Path) -> None:
+    """validate, test and predict after fit restore nothing; a second fit goes on where the first ended."""
+    whole, again = train(tmp_path, "whole", epochs=4), train(tmp_path, "again", again=True)
+    said = whole.run()
+    output = again.run()
+    assert "validate True\ntest True" in output
+    assert again.trajectory() == whole.trajectory()
+    assert final(output)[-2:] == final(said)[-2:]
+
+
 def test_sigterm_saves_one_step_of_all_ranks_and_the_restart_goes_on(tmp_path: Path) -> None:
     whole, left = (train(tmp_path, name, world=2, val=0.5, every=100, epochs=6) for name in ("whole", "left"))
     whole.run()
@@ -173,3 +214,13 @@ def test_slurms_signal_saves_by_ckpt_and_requeues_by_lightning(tmp_path: Path) -
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fabric_goes_on_with_the_next_batch_of_a_plain_loader(tmp_path: Path, workers: int) -> None:
     check_equal(tmp_path, (3, 8), script="fabric", workers=workers)
+
+
+def test_fabric_trains_all_epochs_that_a_finished_run_is_given(tmp_path: Path) -> None:
+    """A finished pass is not resumed; the loader's own generator goes on."""
+    whole, more = (train(tmp_path, name, script="fabric", epochs=4) for name in ("whole", "more"))
+    said = whole.run()
+    train(tmp_path, "more", script="fabric").run()
+    output = more.run()
+    assert more.trajectory() == whole.trajectory()
+    assert final(output) == final(said)

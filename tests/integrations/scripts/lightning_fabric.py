@@ -23,7 +23,8 @@ def main(options):
     fabric.seed_everything(1)
     module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
-    loader = DataLoader(Data(32), 4, shuffle=True, num_workers=OPTIONS["workers"])
+    own = torch.Generator().manual_seed(5)
+    loader = DataLoader(Data(32), OPTIONS["batch"], shuffle=True, num_workers=OPTIONS["workers"], generator=own)
     loader = fabric.setup_dataloaders(loader)
 
     state = {"model": model, "optim": optimizer, "loader": loader, "epoch": 0}

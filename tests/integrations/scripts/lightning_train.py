@@ -1,5 +1,6 @@
 """Trains with Lightning's Trainer. Argument: a JSON object of options (see OPTIONS)."""
 
+import copy
 import json
 import logging
 import sys
@@ -11,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
@@ -38,8 +39,11 @@ OPTIONS = {
     "swa": False,
     "fsdp": False,
     "iterable": "",  # "plain" or "stateful"
+    "batch": 4,
+    "unsized": False,  # a batch sampler without __len__
+    "again": False,  # tests, and fits two epochs more
 }
-SAMPLES, BATCH = 32, 4
+SAMPLES = 32
 
 
 class Data(Dataset):
@@ -54,6 +58,12 @@ class Data(Dataset):
     def __getitem__(self, n):
         noise = 0 if OPTIONS["workers"] or OPTIONS["iterable"] else torch.rand(())
         return n, self.x[n] + 0.1 * noise
+
+
+class Unsized(BatchSampler):
+    """Batches without a known number of them."""
+
+    __len__ = None
 
 
 class Stream(IterableDataset):
@@ -99,6 +109,12 @@ class Model(LightningModule):
         # After all callbacks: a restart from a snapshot that was taken by a callback would lose it.
         self.mean.lerp_(torch.tensor(self.last[0]), 0.1)
         record(self.trainer.fit_loop.total_batch_idx + 1, *self.last)
+
+    def test_step(self, batch, batch_idx):
+        self.net(batch[1])
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[1])
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["count"] = self.count
@@ -174,13 +190,27 @@ def main(options):
         enable_model_summary=False,
         callbacks=[*callbacks, Printer()],
     )
-    train = DataLoader(
-        Data(SAMPLES), BATCH, shuffle=True, num_workers=OPTIONS["workers"], persistent_workers=OPTIONS["persistent"]
-    )
+    workers = {"num_workers": OPTIONS["workers"], "persistent_workers": OPTIONS["persistent"]}
+    train = DataLoader(Data(SAMPLES), OPTIONS["batch"], shuffle=True, **workers)
+    if OPTIONS["unsized"]:
+        items = Data(SAMPLES)
+        train = DataLoader(items, batch_sampler=Unsized(RandomSampler(items), OPTIONS["batch"], False), **workers)
     if OPTIONS["iterable"]:
-        train = {"plain": DataLoader, "stateful": StatefulDataLoader}[OPTIONS["iterable"]](Stream(), BATCH)
+        train = {"plain": DataLoader, "stateful": StatefulDataLoader}[OPTIONS["iterable"]](Stream(), OPTIONS["batch"])
     path = "last" if OPTIONS["how"] == "own" else OPTIONS["path"]
-    trainer.fit(Model(), train, DataLoader(Data(8), BATCH), ckpt_path=path)
+    model, others = Model(), DataLoader(Data(8), 4)
+    trainer.fit(model, train, others, ckpt_path=path)
+    if OPTIONS["again"]:
+        weights = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            model.net[0].bias.fill_(7)
+        for stage in (trainer.validate, trainer.test):
+            stage(model, others, verbose=False)
+            print(stage.__name__, model.net[0].bias.tolist() == [7] * 16, flush=True)
+        trainer.predict(model, others)
+        model.load_state_dict(weights)
+        trainer.fit_loop.max_epochs += 2
+        trainer.fit(model, train, others)
     print("steps", trainer.global_step, flush=True)
 
 
