@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
 import ckpt
@@ -33,16 +33,20 @@ class Position:
 
     def __init__(self, loader: Any, models: Sequence[torch.nn.Module]) -> None:
         self.drawn_at = 0
-        self.is_training = False
+        self._is_dispatcher = issubclass(type(loader), DataLoaderDispatcher)
+        # Only rank 0 of a dispatcher draws. The others know the epoch and whether it has ended.
+        self.is_training = self._is_dispatcher and loader.state.process_index > 0
         self._loader, self._models = loader, models
         # The newest attach() counts.
         self._base = base = vars(loader.base_dataloader).get("_attached_base", loader.base_dataloader)
         self._is_map_style = not isinstance(base.dataset, IterableDataset)
-        is_split = getattr(loader, "split_batches", False)
-        is_dispatcher = issubclass(type(loader), DataLoaderDispatcher)
-        self._per_batch = loader.state.num_processes if is_dispatcher and not is_split else 1
+        sampler = base.sampler if base.batch_sampler is None else base.batch_sampler
+        # What makes the batches, of the size that the script gave, for any number of processes.
+        self._batcher = base.dataset if isinstance(base.dataset, IterableDatasetShard) else sampler
+        self._is_split = any(getattr(each, "split_batches", False) for each in (loader, self._batcher))
+        self._per_batch = loader.state.num_processes if self._is_dispatcher and not self._is_split else 1
         self._drawn = 0
-        self._iteration = loader.iteration
+        self._iteration = -1
         self._start: dict[str, Any] = {}
         self._ahead: dict[str, Any] | None = None
         self._given: dict[str, Any] | None = None
@@ -54,15 +58,17 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         if self._given is not None:
             return self._given
-        loader, is_dispatcher = self._loader, self._per_batch > 1
+        loader, is_dispatcher = self._loader, self._is_dispatcher
         # Accelerate counts the epoch when the loop asks for a batch after the last one.
-        is_in_pass = bool(self._start) and self.is_training and self._iteration == loader.iteration
+        is_in_pass = self.is_training and self._iteration == loader.iteration
         is_ended = is_in_pass and loader.end_of_dataloader
-        batches = -(-self._drawn // self._per_batch) - 1 if is_in_pass and not is_ended else 0
+        batches = max(0, -(-self._drawn // self._per_batch) - 1) if is_in_pass and not is_ended else 0
         return {
             "iteration": loader.iteration + (is_ended and is_dispatcher),
             "batches": batches,
             "is_ended": is_ended and not is_dispatcher,
+            "is_split": self._is_split,
+            **self._sizes(),
             "start": self._start if batches > 0 else self._read_generators(),
             "ahead": self._ahead if batches > 0 else None,
             "seeds": {path: each.initial_seed for path, each in self._holders() if "initial_seed" in _vars(each)},
@@ -80,20 +86,21 @@ class Position:
     def reshard(self, states: Sequence[dict[str, Any]], rank: int, world: int) -> None:
         """Takes the position that other numbers of processes saved. Errors: UsageError if the batches that they handed
         out are no whole number for each process now, or the order of the epoch cannot be drawn here."""
-        first, is_split = states[0], getattr(self._base.batch_sampler, "split_batches", False)
-        batches = first["batches"] * (1 if is_split else len(states))
+        first = states[0]
+        batches = first["batches"] * (1 if first.get("is_split", self._is_split) else len(states))
+        world = 1 if self._is_split else world
         lost = {path for path, _ in self._own_generators()} - first["start"]["own"].keys()
         if lost and first["batches"] > 0:
             raise ckpt.UsageError(
                 "one process has shuffled without a generator, and several cannot draw that order: start with one "
                 f"process, or with DataLoaderConfiguration(use_seedable_sampler=True) from the beginning {GUIDE}"
             )
-        if not is_split and batches % world:
+        if batches % world:
             raise ckpt.UsageError(
                 f"{len(states)} processes have handed out {first['batches']} batches each in this epoch, which {world} "
                 f"processes cannot divide: start with another number of processes {GUIDE}"
             )
-        self.load_state_dict({**first, "batches": batches if is_split else batches // world})
+        self.load_state_dict({**first, "batches": batches // world})
 
     def begin_pass(self) -> Iterator[Any]:
         """A pass over the DataLoader, from the restored batch if one was restored. Accelerate has set the epoch."""
@@ -104,6 +111,13 @@ class Position:
                 f"the checkpoint was taken in the middle of epoch {given['iteration']} of a loader, and the loop "
                 f"begins its epoch {loader.iteration}: begin with loader.iteration {GUIDE}"
             )
+        for name, size in self._sizes().items():
+            # Earlier versions saved no sizes.
+            if given is not None and given["batches"] > 0 and size != given.get(name, size):
+                raise ckpt.UsageError(
+                    f"the checkpoint was taken in the middle of an epoch of a loader that had {name} {given[name]} and "
+                    f"now has {size}, so the epoch's other samples are not known: set it as it was {GUIDE}"
+                )
         self._iteration, self._drawn, self._start, self._ahead = loader.iteration, 0, {}, None
         if given is not None and given["is_ended"]:
             # The loop goes on behind the last batch. Accelerate counts no epoch in which it gets none.
@@ -161,6 +175,11 @@ class Position:
             return made
         finally:
             vars(self._base)[name] = sampler
+
+    def _sizes(self) -> dict[str, int | None]:
+        """What turns a count of batches into samples."""
+        length = len(self._base.dataset) if self._is_map_style and hasattr(self._base.dataset, "__len__") else None
+        return {"batch_size": getattr(self._batcher, "batch_size", None), "dataset_length": length}
 
     def _put_start(self) -> None:
         _put_global(self._start["all"])

@@ -115,12 +115,12 @@ def test_sigterm_saves_one_step_of_all_ranks(tmp_path: Path) -> None:
         assert sorted(script.trajectory(rank)) == list(range(1, 9))
 
 
-@pytest.mark.parametrize("words", [(), ("split",)])
+@pytest.mark.parametrize("words", [(), ("split",), ("split", "dispatch")])
 def test_other_numbers_of_processes_go_on_in_the_epoch(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Each sample of the epoch is seen once: by 2 processes up to a step, by 1 process after that."""
     two = steps(tmp_path, "slow", *words, world=2)
     two.run_killed(3)
-    one = steps(tmp_path, *words)
+    one = steps(tmp_path, *words, "steps=14")
     out = one.run()
     restored = int(out.split("restored ")[1].split()[0])
     assert restored in (2, 3)
@@ -128,8 +128,40 @@ def test_other_numbers_of_processes_go_on_in_the_epoch(tmp_path: Path, words: tu
     per_step = 8 if not words else 4
     assert len(seen) == per_step * restored
     rest = [each for step in one.trajectory().values() for each in step[1]]
-    epoch = (seen + rest)[:48]
-    assert len(set(epoch)) == len(epoch) > len(seen)
+    assert sorted((seen + rest)[:48]) == list(range(48))
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "epoch"), [(("iterable",), 0, 12), (("dispatch",), 2, 6), (("dispatch", "split"), 2, 12)]
+)
+def test_a_dispatcher_goes_on_after_its_epoch_on_all_ranks(
+    tmp_path: Path, words: tuple[str, ...], world: int, epoch: int
+) -> None:
+    """It was saved after the last batch, before the loop asked for another one."""
+    steps(tmp_path, *words, "rounds", f"steps={epoch}", world=world).run()
+    rest = steps(tmp_path, *words, "rounds", "steps=99", world=world)
+    assert f"restored {epoch}\n" in rest.run()
+    made = [rest.trajectory(rank) for rank in range(max(1, world))]
+    assert all(max(each) == 2 * epoch for each in made)
+    second = [each for rank in made for step in range(epoch + 1, 2 * epoch + 1) for each in rank[step][1]]
+    assert sorted(second) == list(range(48))
+
+
+def test_another_batch_size_or_data_set_is_refused_within_an_epoch(tmp_path: Path) -> None:
+    steps(tmp_path, "steps=5").run()
+    for word, text in (("batch=8", "batch_size 4 and now has 8"), ("length=96", "dataset_length 48 and now has 96")):
+        life = steps(tmp_path, word, "steps=12").start()
+        assert life.wait() != 0
+        assert text in life.output()
+    steps(tmp_path, "steps=12").run()
+    steps(tmp_path, "batch=8", "length=96", "steps=14").run()
+
+
+def test_a_position_of_an_earlier_version_is_restored(tmp_path: Path) -> None:
+    steps(tmp_path, "old", "steps=5").run()
+    whole = steps(tmp_path, "steps=12")
+    whole.run()
+    assert sorted(each for step in whole.trajectory().values() for each in step[1]) == list(range(48))
 
 
 def test_what_would_be_lost_or_differ_is_said_once(tmp_path: Path) -> None:
@@ -145,7 +177,7 @@ def test_what_would_be_lost_or_differ_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_begins_its_epochs_anew_is_refused(tmp_path: Path) -> None:
-    script = steps(tmp_path, "slow", "epoch")
+    script = steps(tmp_path, "slow", "epoch", "steps=20")
     script.run_killed(14)
     life = script.start()
     assert life.wait() != 0

@@ -1,4 +1,6 @@
-"""Trains 8 steps with Accelerate over ck.steps(). Argument: a JSON object: folder, and words that choose a case:
+"""Trains with Accelerate over ck.steps(). Argument: a JSON object: folder, and words that choose a case:
+
+steps=N, batch=N, length=N: other than 8 steps in all, a batch size of 4 and 48 samples
 
 saves       accelerator.save_state() in the body of each fourth step
 zip         draws the batch before the step
@@ -7,6 +9,10 @@ epoch       begins at epoch 0 in each life
 untested    another version of accelerate
 slow        pauses in each step
 split       DataLoaderConfiguration(split_batches=True)
+dispatch    DataLoaderConfiguration(dispatch_batches=True)
+iterable    an iterable data set
+rounds      two epochs, in the guide's loop over loader.iteration
+old         saves positions as before they had a batch size
 """
 
 import json
@@ -21,6 +27,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 import ckpt
 from ckpt.integrations.accelerate import attach
+from ckpt.integrations.accelerate_data import Position
 from tests.integrations.runs import record
 
 
@@ -29,20 +36,54 @@ def endless(loader):
         yield from loader
 
 
+def rounds(ck, loader, count):
+    step = ck.restored.step
+    for _ in range(loader.iteration, 2):
+        for batch in loader:
+            step += 1
+            yield step, batch
+            ck.step()
+            if step == count:
+                return
+
+
+class Iterable(torch.utils.data.IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def save_as_before():
+    now = Position.state_dict
+    new = ("is_split", "batch_size", "dataset_length")
+    Position.state_dict = lambda self: {name: value for name, value in now(self).items() if name not in new}
+
+
 def main(options):
     folder, words = Path(options["folder"]), options["words"]
+    numbers = {"steps": 8, "batch": 4, "length": 48}
+    numbers |= {name: int(number) for name, _, number in (word.partition("=") for word in words) if number}
+    if "old" in words:
+        save_as_before()
     if "untested" in words:
         accelerate.__version__ = "9.1.0"
-    config = DataLoaderConfiguration(split_batches="split" in words, use_seedable_sampler=True)
+    config = DataLoaderConfiguration(
+        split_batches="split" in words,
+        dispatch_batches=True if "dispatch" in words else None,
+        use_seedable_sampler=True,
+    )
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     torch.manual_seed(1)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    points = torch.randn(48, 8, generator=torch.Generator().manual_seed(2))
-    data = torch.utils.data.TensorDataset(torch.arange(48), points)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-    )
+    points = torch.randn(numbers["length"], 8, generator=torch.Generator().manual_seed(2))
+    data = torch.utils.data.TensorDataset(torch.arange(numbers["length"]), points)
+    if "iterable" in words:
+        data = Iterable(data)
+    loader = torch.utils.data.DataLoader(data, batch_size=numbers["batch"], shuffle="iterable" not in words)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     ck = attach(accelerator, folder / "run", policy=ckpt.Every(steps=100 if "saves" in words else 1))
     if "late" in words:
         accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 5))
@@ -52,12 +93,12 @@ def main(options):
             accelerator.load_state(folder / "nothing")
         if "epoch" in words:
             loader.set_epoch(0)
-        pairs = zip(ck.steps(20 if "epoch" in words else 8), endless(loader), strict=False)
+        count = numbers["steps"]
+        pairs = zip(ck.steps(count), endless(loader), strict=False)
         if "zip" in words:
-            pairs = (
-                (step, batch)
-                for batch, step in zip(endless(loader), ck.steps(20 if "epoch" in words else 8), strict=False)
-            )
+            pairs = ((step, batch) for batch, step in zip(endless(loader), ck.steps(count), strict=False))
+        if "rounds" in words:
+            pairs = rounds(ck, loader, count)
         for step, (samples, points) in pairs:
             loss = model(points).square().mean()
             optimizer.zero_grad()
