@@ -162,7 +162,8 @@ class StreamLoader(DataLoader[Any]):
         # Workers whose shards have all ended take no turn any more.
         turn = next(number for number, queue in enumerate(self._queues) if queue)
         queue = self._queues[turn]
-        assert queue.pop(0) == shard
+        first = queue.pop(0)
+        assert first == shard
         if not is_ended:
             queue.append(shard)
         self._queues = self._queues[turn + 1 :] + self._queues[: turn + 1]

@@ -65,7 +65,7 @@ class Callback(TrainerCallback):
 
     def attach(self, trainer: Trainer) -> None:
         """Makes `trainer` save and resume. Errors: UsageError, if its version of transformers is too old."""
-        if missing := [name for name in SEAMS if not hasattr(trainer, name)]:
+        if missing := [name for name in ("_inner_training_loop", *SEAMS) if not hasattr(trainer, name)]:
             raise ckpt.UsageError(
                 f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which ckpt.integrations.hf "
                 f"wraps; it was tested with {TESTED}: install that version"
@@ -177,11 +177,12 @@ class _Run:
 
     def _resume_epoch(self, call: dict[str, Any]) -> None:
         progress = self.progress
+        # The Trainer would load the generators of its own checkpoint.
+        call["resume_from_checkpoint"] = RESUMED if progress.batches else None
         if not progress.batches:
             _write_generators(self._generators)
             progress.epoch_begin = _read_generators()
             return
-        call["resume_from_checkpoint"] = RESUMED
         # The loader that skips does not hand the epoch on to all samplers.
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(call["epoch"])
@@ -218,8 +219,8 @@ class _Run:
         if not progress.batches or args.ignore_data_skip:
             return progress.epoch, 0
         now, anew = progress.describe_data(), "set TrainingArguments(ignore_data_skip=True) to begin this epoch anew"
-        if changed := [key for key in now if key != "batch_size" and now[key] != saved.get(key)]:
-            lines = ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in changed)
+        if changed := [key for key in now if key != "batch_size" and now[key] != saved.get(key, now[key])]:
+            lines = ", ".join(f"{key} was {saved[key]} and is {now[key]}" for key in changed)
             raise ckpt.UsageError(
                 f"the checkpoint is in the middle of an epoch, and the data's order has changed: {lines}. Set them as "
                 f"they were, or {anew}"
@@ -276,8 +277,13 @@ class _Progress:
         """What the position and the order of the data depend on."""
         args, data = self._trainer.args, self._trainer.train_dataset
         total = self._trainer.get_total_train_batch_size(args)
+        groups = {
+            "group_by_length": args.train_batch_size * args.gradient_accumulation_steps,
+            "batch_rebalance": f"{total} in {args.world_size} x {args.gradient_accumulation_steps}",
+        }
         return {
             "batch_size": total // args.gradient_accumulation_steps,
+            "length_groups": groups.get(getattr(args, "train_sampling_strategy", "")),
             "samples": len(data) if hasattr(data, "__len__") else None,
             "seed": args.seed if args.data_seed is None else args.data_seed,
         }
@@ -320,8 +326,8 @@ class _Progress:
         trainer.current_flos = saved["flos"]
 
     def fill_running_loss(self) -> None:
-        """Gives the Trainer, which has just set them to zero, the losses since the last log. The train_loss of its end
-        stays the mean of this start's steps."""
+        """Restores the sum of losses since the last log, which the Trainer has just zeroed. The final train_loss stays
+        the mean of this start's steps."""
         if self._running_loss is not None:
             trainer, (loss, step) = self._trainer, self._running_loss
             trainer._tr_loss += loss

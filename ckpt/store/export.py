@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import iglob
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,13 +25,14 @@ import numpy as np
 
 from ckpt.errors import StorageError, UsageError
 from ckpt.format.manifest import TensorSpec
-from ckpt.format.safetensors import SafetensorsWriter, TensorHead, check_heads
+from ckpt.format.safetensors import SafetensorsReader, SafetensorsWriter, TensorHead, check_heads
 from ckpt.layout.reshard import Want
 from ckpt.policy.export_rule import compile_names
 from ckpt.store.dtypes import FLOATS, TARGET_DTYPES, convert_floats
 from ckpt.store.reader import FrameReader
 from ckpt.store.tensor_stream import check_globs, exported_name, match_names, slabs_of, stream
 from ckpt.store.tensors import TensorIndex, index_tensors
+from ckpt.types import Identity
 
 Format = Literal["safetensors", "sharded", "adapter", "torch"]
 
@@ -68,7 +70,7 @@ def export(
     `format`: by default derived from the name: .safetensors, .pt or .pth, or a folder without an ending. "adapter" is a
     folder as PEFT reads it. The .pt format needs torch. `dtype`: the dtype that floating-point tensors are converted
     to. `strip`: a prefix to remove from names. `names`: regular expressions with their replacements (re.sub), applied
-    one after the other behind `strip`. `beside`: files to copy into the folder, and folders whose files are copied.
+    one after the other behind `strip`. `beside`: see `find_companions`.
     `shard_bytes`: the size of a file in a folder. `progress(done, total)`: bytes of the checkpoint.
 
     Errors: UsageError (`to` exists; a glob, the prefix or an expression matches no tensor; two names become one; the
@@ -80,7 +82,7 @@ def export(
         raise UsageError(f"{path} exists already; remove it, or give another name")
     if beside and not is_folder:
         raise UsageError(f"{path} is one file, so no other files can be beside it; give a folder")
-    companions = _find_companions(beside)
+    companions = find_companions(beside)
     if dtype is not None and dtype not in TARGET_DTYPES:
         raise UsageError(f"dtype={dtype!r} is not supported; give one of {', '.join(TARGET_DTYPES)}")
     tensors = index_tensors(reader)
@@ -104,8 +106,8 @@ def export(
             sink = SafetensorsWriter(temporary, heads, metadata)
         with sink:
             _copy_tensors(reader, [want for spec in specs for want in slabs_of(spec)], new_names, dtype, sink, progress)
-        _copy_companions(companions, temporary)
-    files = sorted(path.iterdir()) if is_folder else [path]
+        copy_companions(companions, temporary)
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if is_folder else [path]
     firsts = tuple(name for name in tensors.first_rank_names if name in chosen)
     return Exported(tuple(files), len(heads), sum(head.bytes for head in heads), firsts)
 
@@ -119,6 +121,14 @@ def choose_exported(tensors: TensorIndex, only: Sequence[str]) -> dict[str, Tens
             found.update((name, tensors.rank_copies[name]) for name in match_names(tensors.rank_copies, [glob]))
     taken = {exported_name(spec): name for name, spec in sorted(found.items(), reverse=True)}
     return {name: spec for name, spec in sorted(found.items()) if taken[exported_name(spec)] == name}
+
+
+def is_export_of(identity: Identity, folder: Path) -> bool:
+    """Whether the folder is an export of this checkpoint. Errors: DamagedData; OSError."""
+    for file in folder.glob("*.safetensors"):
+        with SafetensorsReader(file) as reader:
+            return reader.metadata.get("ckpt") == str(identity)
+    return False
 
 
 class _Sink(Protocol):
@@ -169,27 +179,32 @@ def _rename(names: Sequence[str], prefix: str, patterns: Sequence[tuple[str, str
     return found
 
 
-def _find_companions(beside: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files that `beside` names: each file, and the files of each folder. Errors: UsageError."""
+def find_companions(beside: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
+    """The files that `beside` names, by their names beside the weights: each file, and those in each folder and its
+    subfolders, but for hidden ones. Errors: UsageError."""
     found: dict[str, Path] = {}
     for given in map(Path, beside):
         if not given.exists():
             raise UsageError(f"{given} does not exist, so it cannot be copied beside the weights")
-        for file in sorted(each for each in given.iterdir() if each.is_file()) if given.is_dir() else [given]:
-            if file.name in found or file.suffix == ".safetensors" or file.name == INDEX:
-                other = found.get(file.name, "the weights")
+        names = sorted(iglob("**", root_dir=given, recursive=True)) if given.is_dir() else [given.name]
+        for name, file in ((name, given / name if given.is_dir() else given) for name in names):
+            if file.is_dir():
+                continue
+            if name in found or file.suffix == ".safetensors" or name == INDEX:
+                other = found.get(name, "the weights")
                 raise UsageError(f"{file} cannot be copied beside the weights: its name is that of {other}")
-            found[file.name] = file
-    return list(found.values())
+            found[name] = file
+    return found
 
 
-def _copy_companions(files: Sequence[Path], folder: Path) -> None:
-    for file in files:
-        copied = folder / file.name
+def copy_companions(files: Mapping[str, Path], folder: Path) -> None:
+    for name, file in files.items():
+        copied = folder / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copied)
         _sync(copied)
-    if files:
-        _sync(folder)
+    for parent in {(folder / name).parent for name in files}:
+        _sync(parent)
 
 
 def _copy_tensors(

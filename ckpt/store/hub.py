@@ -21,8 +21,8 @@ except Exception as exc:
 
 
 def check_repository(repository: str) -> None:
-    """Errors: UsageError, if the Hub says that the repository does not exist or may not be written to. A Hub that gives
-    no answer keeps no training from its start: the exports will say so."""
+    """Errors: UsageError, if the Hub says that the repository does not exist or may not be written to. If
+    the Hub does not answer, training starts anyway, and the exports say so."""
     try:
         import huggingface_hub
     except ImportError as exc:
@@ -31,7 +31,7 @@ def check_repository(repository: str) -> None:
         huggingface_hub.HfApi().auth_check(repository, write=True)
     except (huggingface_hub.errors.HfHubHTTPError, ValueError) as exc:
         answer = getattr(exc, "response", None)
-        if answer is None or answer.status_code < 500:
+        if isinstance(exc, ValueError) or (answer is not None and answer.status_code in (401, 403, 404)):
             raise UsageError(
                 f"hf://{repository}: {_first_line(str(exc))}. Log in (`hf auth login`, or HF_TOKEN); a repository is "
                 f"made by `hf repos create {repository} --private`"

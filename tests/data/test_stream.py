@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,17 @@ def test_a_state_of_any_batch_of_a_stream_goes_on_with_the_next(workers: int, bu
         again = StreamLoader(stream(5, buffer), 4, num_workers=workers)
         again.load_state_dict(states[done - 1])
         assert lists(itertools.islice(endless(again), 22 - done)) == drawn[done:]
+
+
+def test_a_position_goes_on_under_python_without_asserts(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, module = ckpt.data.stream.__file__, types.ModuleType("optimized")
+    monkeypatch.setitem(sys.modules, "optimized", module)
+    exec(compile(Path(path).read_text(), path, "exec", optimize=1), module.__dict__)
+    loader = module.StreamLoader(stream(), 4)
+    drawn = lists(itertools.islice(loader, 5))
+    again = module.StreamLoader(stream(), 4)
+    again.load_state_dict(loader.state_dict())
+    assert drawn + lists(again) == lists(module.StreamLoader(stream(), 4))
 
 
 def test_random_samples_of_a_stream_are_the_same_after_a_restart() -> None:

@@ -97,6 +97,37 @@ def test_the_next_start_makes_up_for_an_export_that_was_killed(tmp_path: Path) -
     assert [exported(tmp_path), list(out.glob("*.part"))] == [["step-2"], []]
 
 
+def test_an_export_of_another_run_is_left_and_that_is_said(tmp_path: Path) -> None:
+    first, export = nn.Linear(2, 2), ckpt.Export(tmp_path / "out")
+    train(tmp_path / "a", {"model": first}, export)
+    events = train(tmp_path / "b", {"model": nn.Linear(2, 2)}, export)
+    assert [(each.name, each.loud) for each in events] == [("export.failed", True)]
+    assert "out/step-2 is an export of another checkpoint: move it away" in events[0].message
+    found = load_file(tmp_path / "out/step-2/model-00001-of-00001.safetensors")
+    assert torch.equal(found["weight"], first.weight)
+    assert train(tmp_path / "a", {"model": first}, export) == []
+
+
+def test_files_beside_keep_their_folders(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    for name in ("config.json", "additional_chat_templates/tool.jinja", ".git/config"):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text(name)
+    train(tmp_path, {"model": nn.Linear(2, 2)}, ckpt.Export(tmp_path / "out", beside=[base]))
+    out = tmp_path / "out/step-2"
+    assert (out / "additional_chat_templates/tool.jinja").read_text() == "additional_chat_templates/tool.jinja"
+    assert (out / "config.json").read_text() == "config.json"
+    assert not (out / ".git").exists()
+
+
+def test_weights_beside_are_refused_at_entry(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").touch()
+    with pytest.raises(ckpt.UsageError, match=r"base/model\.safetensors cannot be copied beside the weights"):
+        train(tmp_path, {"model": nn.Linear(2, 2)}, ckpt.Export(tmp_path / "out", beside=[base]))
+
+
 @pytest.mark.parametrize(
     ("state", "options", "says"),
     [

@@ -196,14 +196,30 @@ def test_changed_data_in_mid_epoch_is_refused_with_a_way_out(tmp_path: Path) -> 
         assert "ignore_data_skip=True" in life.output()
 
 
+def test_another_size_of_length_groups_in_mid_epoch_is_refused(tmp_path: Path) -> None:
+    """The epoch's order depends on the size. With the same size, another batch size goes on with the same samples."""
+    grouped = {"train_sampling_strategy": "group_by_length"}
+    ours = script(tmp_path, args=grouped)
+    ours.env["KILL"] = "3.2"
+    assert ours.start().wait() == -9
+    life = script(tmp_path, args={**grouped, "gradient_accumulation_steps": 4}).start()
+    assert life.wait() == 1
+    assert "length_groups was 8 and is 16" in life.output()
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    again = script(tmp_path, args={**grouped, **sizes})
+    again.run()
+    assert sorted(number for each in again.steps()[:5] for number in each.samples) == list(range(40))
+
+
 def test_a_run_begins_with_the_trainers_own_checkpoint_and_then_keeps_ours(tmp_path: Path) -> None:
+    """Killed in mid-epoch and at an epoch's beginning, where the Trainer would load its own checkpoint's generators."""
     options = {"noise": False, "resume": True}
     own = script(tmp_path, "own", **options)
     own.run()
     for step in range(4, 16):
         shutil.rmtree(tmp_path / f"own/own/checkpoint-{step}")
     ours = script(tmp_path, folder=str(tmp_path / "own"), **options)
-    killed(ours, "5.2")
+    killed(ours, "5.2", "6.1")
     assert [each.step for each in ours.steps()] == list(range(4, 16))
     assert ours.trajectory() == {step: own.trajectory()[step] for step in range(4, 16)}
 
@@ -215,3 +231,6 @@ def test_another_version_and_a_callback_that_comes_late_are_told(tmp_path: Path)
     life = script(tmp_path, late="added").start()
     assert life.wait() == 1
     assert "callback.attach(trainer) instead of trainer.add_callback(callback)" in life.output()
+    life = script(tmp_path, lacks="_inner_training_loop").start()
+    assert life.wait() == 1
+    assert "has no Trainer._inner_training_loop" in life.output()

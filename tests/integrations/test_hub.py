@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load
 from torch import nn
 
 import ckpt
+from ckpt.store.hub import check_repository
 from tests.checkpointer.loops import wait_agent_gone
 from tests.cli.stores import ckpt as command
 from tests.integrations.fake_hub import REPOSITORY, TOKEN, Hub, hub
@@ -78,6 +83,22 @@ def test_a_hub_that_gives_no_answer_keeps_no_training_from_its_start(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert {each.name for each in train(tmp_path / "run", 1)} == {"export.failed"}
+
+
+@pytest.mark.parametrize(
+    ("status", "is_refused"), [(401, True), (403, True), (404, True), (408, False), (429, False), (503, False)]
+)
+def test_only_an_answer_about_the_rights_refuses_a_start(
+    status: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*given: Any, **options: Any) -> None:
+        error = HfHubHTTPError.__new__(HfHubHTTPError)
+        error.response = SimpleNamespace(status_code=status)  # type: ignore[assignment]
+        raise error
+
+    monkeypatch.setattr(HfApi, "auth_check", answer)
+    with pytest.raises(ckpt.UsageError) if is_refused else contextlib.nullcontext():
+        check_repository(REPOSITORY)
 
 
 def test_ckpt_restore_uploads_a_checkpoint(repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

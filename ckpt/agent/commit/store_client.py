@@ -413,11 +413,12 @@ class StoreClient:
     def export(self, rule: ExportRule, identity: Identity, is_wanted: bool) -> bool:
         """Exports the committed checkpoint if the rule says so, or in any case if `is_wanted`, unless it is there
         already. Returns whether it did. No prune takes the checkpoint meanwhile. What an export that was killed has
-        left is removed. Of an export that was uploaded, an empty folder stays.
+        left is removed. An empty folder step-N marks an uploaded export.
 
-        Errors: as export.export and hub.upload; NotFound if the checkpoint is not in the store."""
+        Errors: as export.export and hub.upload; UsageError if another checkpoint's export has the name; NotFound if the
+        checkpoint is not in the store."""
         from ckpt.store import hub
-        from ckpt.store.export import export, remove_unfinished
+        from ckpt.store.export import export, is_export_of, remove_unfinished
         from ckpt.store.prune import Lease
         from ckpt.store.reader import FrameReader, use_readable_record
 
@@ -428,7 +429,11 @@ class StoreClient:
         target = folder / "uploading" if rule.repository else rule.path(step)
         names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
         exported = {number for name in names if (number := exported_step(name)) is not None}
-        if step in exported or not (is_wanted or rule.is_due(step, exported)):
+        if not (is_wanted or rule.is_due(step, exported - {step})):
+            return False
+        if step in exported:
+            if not rule.repository and not is_export_of(identity, target):
+                raise UsageError(f"{target} is an export of another checkpoint: move it away, or give another folder")
             return False
         remove_unfinished(folder, "step-*")
         shutil.rmtree(folder / "uploading", ignore_errors=True)

@@ -1,6 +1,7 @@
 """What a ckpt.Export means for the module that it names: which tensors, their names, and the files beside them.
 
-Hugging Face's libraries are recognised by their objects and never imported: who has such an object has imported them.
+Hugging Face's libraries are recognised by their objects and never imported here: a script with such an object has
+imported the library.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def write_companions(export: Export, state: dict[str, Any]) -> None:
     """Writes the files that go beside each export: the module's own config, and what `beside` names. Called on rank 0.
 
     Errors: UsageError, also if the repository of the Hub cannot be written to."""
+    from ckpt.store.export import copy_companions, find_companions
+
     if export.repository:
         hub.check_repository(export.repository)
     module, folder = _find_module(export, state), _folder(export) / BESIDE
@@ -70,7 +73,7 @@ def write_companions(export: Export, state: dict[str, Any]) -> None:
             if callable(save := getattr(each, "save_pretrained", None)):
                 save(str(fresh))
             elif isinstance(each, str | os.PathLike):
-                _copy(Path(each), fresh)
+                copy_companions(find_companions([each]), fresh)
             else:
                 raise UsageError(
                     f"ckpt.Export(beside=) has {type(each).__name__}: give paths, and objects with save_pretrained()"
@@ -148,13 +151,6 @@ def _configs(module: nn.Module, dtype: str | None) -> list[Any]:
 
 def _adapter_config(module: Any, adapter: str) -> Any:
     return module.peft_config[adapter]
-
-
-def _copy(path: Path, folder: Path) -> None:
-    if path.is_dir():
-        shutil.copytree(path, folder, dirs_exist_ok=True)
-    else:
-        shutil.copy(path, folder)
 
 
 def _literal_glob(text: str) -> str:

@@ -37,6 +37,7 @@ OPTIONS = {
     "resume": False,  # from the Trainer's own checkpoint
     "late": "",  # "added" or "attached" once the Trainer exists
     "version": "",
+    "lacks": "",  # a method of Trainer
 }
 READ: set[int] = set()
 OURS: list[hf.Callback] = []
@@ -108,6 +109,8 @@ def main(options):
     OPTIONS.update(options)
     how, folder = OPTIONS["how"], Path(OPTIONS["folder"])
     hf.transformers.__version__ = OPTIONS["version"] or hf.transformers.__version__
+    if OPTIONS["lacks"]:
+        delattr(Trainer, OPTIONS["lacks"])
     torch.manual_seed(0)
     net = Net()
     model = net
