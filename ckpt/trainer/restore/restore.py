@@ -138,8 +138,8 @@ def check_match(
     """Agrees with all ranks whether the state matches the checkpoint; a collective. A name that only the checkpoint has
     is extra if no rank wants it. A tensor that only one rank could restore is extra if that rank does not want it.
     Errors: StateMismatch names all differences. It is also raised if this candidate would leave tensors as a failed one
-    has left them, even on one rank only. Without `strict`, differences are a warning. `hint`: a sentence for the error, or
-    ""."""
+    has left them, even on one rank only. Without `strict`, differences are a warning. `hint`: a sentence for the
+    error, or ""."""
     mine = {
         "extra": list(targets.extra_names),
         "own": list(targets.own_extra_names),
@@ -179,8 +179,8 @@ def check_match(
         )
     if lines and asked.strict:
         raise StateMismatch(
-            f"{does_not_match}{hint}Nothing was changed. Register the same state, pass strict=False to go on with what fits, "
-            "or use another URL to begin anew"
+            f"{does_not_match}{hint}Nothing was changed. Register the same state, pass strict=False to go on with what "
+            "fits, or use another URL to begin anew"
         )
     if lines and group.rank == 0:
         events.emit("restore.mismatch", f"ckpt: strict=False: {text}", loud=True, lines=lines)
