@@ -31,7 +31,8 @@ unexport PYTHONDONTWRITEBYTECODE
 AZURITE := azurite@3.35.0
 AZURITE_DAY := 2026-01-01
 
-# They ask for other versions than other tests do: so they lie in a folder of their own, without what they depend on.
+# torchtitan's packages ask for other versions than the other tests do. So they lie in a folder of their own, without
+# what they depend on.
 TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 triton==3.9.0 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.1 \
 	tensorboard==2.21.0 absl-py==2.5.1 protobuf==6.33.0
 

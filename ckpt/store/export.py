@@ -124,10 +124,12 @@ def choose_exported(tensors: TensorIndex, only: Sequence[str]) -> dict[str, Tens
 
 
 def is_export_of(identity: Identity, folder: Path) -> bool:
-    """Whether the folder is an export of this checkpoint. Errors: DamagedData; OSError."""
+    """Whether the folder is an export of this checkpoint, or of an earlier save of the same step in the same epoch.
+    Errors: DamagedData; OSError."""
     for file in folder.glob("*.safetensors"):
         with SafetensorsReader(file) as reader:
-            return reader.metadata.get("ckpt") == str(identity)
+            found = reader.metadata.get("ckpt", "")
+        return found.rpartition(".")[0] == str(identity).rpartition(".")[0]
     return False
 
 

@@ -21,23 +21,21 @@ except Exception as exc:
 
 
 def check_repository(repository: str) -> None:
-    """Errors: UsageError, if the Hub says that the repository does not exist or may not be written to. If
-    the Hub does not answer, training starts anyway, and the exports say so."""
+    """Errors: UsageError, if the Hub says that the repository does not exist or may not be written to. If the Hub does
+    not answer, training starts anyway, and the exports say so."""
     try:
         import huggingface_hub
     except ImportError as exc:
         raise UsageError(f"hf://{repository} needs a package: pip install huggingface_hub") from exc
     try:
         huggingface_hub.HfApi().auth_check(repository, write=True)
-    except (huggingface_hub.errors.HfHubHTTPError, ValueError) as exc:
-        answer = getattr(exc, "response", None)
-        if isinstance(exc, ValueError) or (answer is not None and answer.status_code in (401, 403, 404)):
+    except Exception as exc:  # its HTTP library raises errors of its own where there is no network
+        status = getattr(getattr(exc, "response", None), "status_code", 0)
+        if isinstance(exc, ValueError) or status in (401, 403, 404):
             raise UsageError(
                 f"hf://{repository}: {_first_line(str(exc))}. Log in (`hf auth login`, or HF_TOKEN); a repository is "
                 f"made by `hf repos create {repository} --private`"
             ) from exc
-    except Exception:  # as its HTTP library raises where there is no network
-        return
 
 
 def upload(folder: Path, repository: str, title: str) -> None:

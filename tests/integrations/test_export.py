@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,21 @@ def train(folder: Path, state: dict[str, object], export: ckpt.Export) -> list[c
         for _ in ck.steps(2):
             pass
     return [each for each in events if each.name.startswith("export")]
+
+
+def test_a_step_that_is_saved_twice_is_exported_once_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "out" / "uploading").mkdir(parents=True)
+    events: list[ckpt.Event] = []
+    state, export = {"model": nn.Linear(2, 2), "n": 0}, ckpt.Export(tmp_path / "out", every=2)
+    with ckpt.Checkpointer(tmp_path / "run", state, export=export, sinks=(events.append,)) as ck:
+        for _ in ck.steps(2):
+            pass
+        ck.save().wait("store")
+        while not (tmp_path / "out" / "step-2").exists():
+            time.sleep(0.01)
+        ck.state["n"] = 7  # so that the exit saves the step again
+    assert [each.name for each in events if each.name.startswith("export")] == ["export.done"]
+    assert (tmp_path / "out" / "uploading").exists()
 
 
 def test_names_are_mapped_by_regular_expressions(tmp_path: Path) -> None:

@@ -436,7 +436,8 @@ class StoreClient:
                 raise UsageError(f"{target} is an export of another checkpoint: move it away, or give another folder")
             return False
         remove_unfinished(folder, "step-*")
-        shutil.rmtree(folder / "uploading", ignore_errors=True)
+        if rule.repository:
+            shutil.rmtree(target, ignore_errors=True)
         run = self.open_run()
         how: dict[str, Any] = {name: getattr(rule, name) for name in ("only", "strip", "names", "dtype", "format")}
         beside = [rule.beside] if rule.beside else []
