@@ -52,8 +52,8 @@ class Epoch:
     `00000007-0123456789abcdef`.
 
     The nonce keeps two starts apart that took the same number without seeing each other. It begins with the Unix time
-    in seconds. So the later one of two such starts is the newer, unless their clocks differ by more than the time
-    between them. Without the time, the claim of a dead start could land late and be the newer one by chance: the
+    in units of 2**-16 s. So the later one of two such starts is the newer, unless their clocks differ by more than the
+    time between them. Without the time, the claim of a dead start could land late and be the newer one by chance: the
     commits of the next start would then be on a branch."""
 
     number: int
@@ -72,7 +72,8 @@ class Epoch:
 
     @staticmethod
     def new(number: int) -> Epoch:
-        return Epoch(number, f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(4)}")
+        time_ticks = int(time.time() * 2**16) & 0xFFFF_FFFF_FFFF
+        return Epoch(number, f"{time_ticks:012x}{secrets.token_hex(2)}")
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -1,4 +1,4 @@
-"""Two mounts of one folder, as two machines have them. Each keeps the names of a folder in a cache for 15 s."""
+"""Two mounts of one folder, as two machines have them. Each keeps the names of a folder in a cache for some seconds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from tests.checkpointer.loops import make, wait_agent_gone
 from tests.checkpointer.runs import Seen
 from tests.servers import program
 
-CACHE = "15s"
-
 
 @pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """Of two programs of rclone."""
+def mounts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Path]]:
+    """Of two programs of rclone. The parameter: how long each keeps the names."""
     if os.geteuid() != 0 or not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None:
         pytest.skip("needs FUSE")
     (tmp_path / "folder").mkdir()
@@ -34,7 +32,7 @@ def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
             words = [program("rclone"), "--config", os.devnull, "mount", tmp_path / "folder", tmp_path / name]
             options = [
                 "--dir-cache-time",
-                CACHE,
+                request.param,
                 "--vfs-cache-mode",
                 "writes",
                 "--cache-dir",
@@ -50,6 +48,7 @@ def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
         yield tmp_path / "a", tmp_path / "b"
 
 
+@pytest.mark.parametrize("mounts", ["15s"], indirect=True)
 def test_a_start_on_a_late_mount_says_so_and_then_what_it_has_missed(
     mounts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,13 +83,14 @@ def test_a_start_on_a_late_mount_says_so_and_then_what_it_has_missed(
     assert "step 4 of epoch 1" in seen.named("restore.overlooked")[0].message
 
 
+@pytest.mark.parametrize("mounts", ["6s"], indirect=True)
 def test_doctors_on_both_machines_find_that_new_objects_show_late(mounts: tuple[Path, Path], tmp_path: Path) -> None:
     for mount in mounts:
         (mount / "run" / "doctor" / "pair").mkdir(parents=True, exist_ok=True)
     assert all(list((mount / "run" / "doctor" / "pair").iterdir()) == [] for mount in mounts)
     words = [sys.executable, "-m", "ckpt", "doctor", "--json", "--pair"]
     doctors = [subprocess.Popen([*words, mount / "run"], stdout=subprocess.PIPE) for mount in mounts]
-    found = [json.loads(doctor.communicate(timeout=200)[0]) for doctor in doctors]
+    found = [json.loads(doctor.communicate(timeout=400)[0]) for doctor in doctors]
     for each in found:
         assert each["store"]["listing may be late"] == "a mount of type fuse.rclone"
         (problem,) = each["problems"]
