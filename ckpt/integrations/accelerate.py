@@ -18,6 +18,7 @@ import accelerate
 
 import ckpt
 from ckpt.integrations.accelerate_data import GUIDE, Position
+from ckpt.integrations.peft import find_scores
 
 TESTED = "1.15"
 OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA")
@@ -163,6 +164,8 @@ def _state(accelerator: Any, positions: Sequence[Position]) -> dict[str, Any]:
         "loader": positions,
     }
     state = {f"{kind}_{n}" if n else kind: each for kind, found in kinds.items() for n, each in enumerate(found)}
+    for model in accelerator._models:
+        state.update(find_scores(model))
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     return state

@@ -35,6 +35,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import ckpt
+from ckpt.integrations.peft import find_scores
 
 TESTED = "5.24"
 # The methods of a Trainer that are wrapped while it trains.
@@ -140,6 +141,7 @@ class _Run:
             "optim": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "sched": trainer.lr_scheduler,
             "trainer": progress,
+            **find_scores(self._prepared[0]),
         }
         if getattr(trainer.accelerator, "scaler", None) is not None:
             state["scaler"] = trainer.accelerator.scaler

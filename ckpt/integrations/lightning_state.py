@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckpt.integrations.lightning_data import Positions
+from ckpt.integrations.peft import find_scores
 
 
 def find_state(trainer: Trainer, trainer_state: TrainerState, positions: Positions) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def find_state(trainer: Trainer, trainer_state: TrainerState, positions: Positio
         "data": positions,
         "callbacks": {},
         "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+        **find_scores(module),
     }
     if getattr(plugin, "scaler", None) is not None:
         state["scaler"] = plugin.scaler

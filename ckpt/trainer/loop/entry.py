@@ -41,6 +41,7 @@ from ckpt.trainer.restore.init_weights import join_reasons, load_weights
 from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.snapshot.cuda_copier import make_copier
 from ckpt.trainer.snapshot.snapshot import Snapshotter
+from ckpt.trainer.state.adapters import check_adapters
 from ckpt.trainer.state.mesh_coordinate import Coordinate, coordinate_by_rank
 from ckpt.trainer.state.mesh_coordinate import find_coordinate as find_coordinate
 from ckpt.trainer.state.names import shorten_names
@@ -231,6 +232,7 @@ def _make_saver(
     saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
     ends.append(saver.close)
     saver.begin()
+    check_adapters(saver.walk.scan.nodes)
     if settings.notices != "off":
         shield = ExitStack()
         ends.append(shield.close)
