@@ -543,6 +543,7 @@ class Checkpointer:
                 self._end_step()
             deadline, pending = shutdown.begin_exit(self._limits.exit_s), parts.step_tracking.pending_updates
             trained = steps.has_ended_step or parts.saver.newest_taken is not None
+            steps.report_none()
             if not pending and (trained or not self._is_restored_in_store):
                 return self._save_last(deadline)
         except Leave:

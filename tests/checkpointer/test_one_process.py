@@ -18,6 +18,7 @@ from ckpt.settings import read_settings
 from ckpt.trainer.loop.saver import Saver
 from ckpt.trainer.snapshot.snapshot import Snapshotter
 from tests.checkpointer.loops import Job, losses, make, wait_agent_gone
+from tests.checkpointer.runs import Seen
 
 
 def agent_pid(url: str) -> int | None:
@@ -70,10 +71,15 @@ def test_a_run_that_ended_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert first + second == losses(12)
 
 
-def test_a_run_that_is_complete_trains_nothing_and_saves_nothing(tmp_path: Path) -> None:
-    run(tmp_path, 3)
+def test_a_run_that_is_complete_trains_nothing_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    seen = Seen()
+    run(tmp_path, 3, sinks=(seen,))
+    assert seen.named("run.finished") == []
     before = sorted(p.name for p in (tmp_path / "commits").iterdir())
-    found, ck = run(tmp_path, 3, make(seed=1))
+    found, ck = run(tmp_path, 3, make(seed=1), sinks=(seen,))
+    (told,) = seen.named("run.finished")
+    assert told.loud
+    assert "step 3" in told.message
     assert found == []
     assert ck.restored.step == 3
     assert sorted(p.name for p in (tmp_path / "commits").iterdir()) == before

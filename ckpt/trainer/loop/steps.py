@@ -102,6 +102,20 @@ class Steps:
         """Whether a step has ended since the start."""
         return self.last_ended != self.start_step
 
+    def report_none(self) -> None:
+        """Tells, at the end of the block, that the loops over ck.steps() had no step left."""
+        terms = self._saver.link.terms
+        if (
+            self._loop_token is not None
+            and self.start_step > 0
+            and not self.has_ended_step
+            and terms
+            and not terms.rank
+        ):
+            text = f"ckpt: the restored run was at step {self.start_step}, so no step of ck.steps() was left: nothing "
+            text += "was trained. To go on, give more steps; for a new run, another URL"
+            self._events.emit("run.finished", text, loud=True)
+
     @property
     def may_have_drawn_batch(self) -> bool:
         """Whether a registered loader may be ahead of the last boundary."""
