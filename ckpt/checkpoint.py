@@ -258,6 +258,8 @@ class Checkpoint:
         from ckpt.store.export import export
 
         if repository := hub_repository(to):
+            if format not in (None, "sharded", "adapter"):
+                raise UsageError(f"{to}: a repository gets a folder, not format={format!r}; give sharded or adapter")
             hub.check_repository(repository)
             with tempfile.TemporaryDirectory(prefix="ckpt-export-") as folder:
                 given: Any = {"only": only, "dtype": dtype, "strip": strip, "names": names, "beside": beside}

@@ -110,3 +110,6 @@ def test_ckpt_restore_uploads_a_checkpoint(repository: Hub, tmp_path: Path, monk
     assert f"in {TO}" in done.out
     assert repository.commits[0][1].keys() == FILES
     assert command(monkeypatch, "restore", tmp_path / "run", "--to", "hf://model").code == 2
+    file = command(monkeypatch, "restore", tmp_path / "run", "--to", TO, "--format", "safetensors")
+    assert (file.code, len(repository.commits)) == (2, 1)
+    assert "a repository gets a folder" in file.err
