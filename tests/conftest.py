@@ -101,6 +101,7 @@ SLOW = (
     "tests/predict/test_training.py",
     "tests/sim/",
     "tests/storage/test_contract.py::test_the_folders_of_one_level",
+    "tests/storage/test_nfs.py",
     "tests/trainer/loop/test_calling_framework.py",
     "tests/trainer/loop/test_worker_signals.py",
     "tests/trainer/restore/test_hostile_values.py",
