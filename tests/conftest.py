@@ -23,6 +23,8 @@ import hypothesis
 import psutil
 import pytest
 
+from ckpt.agent.runtime import workers
+
 # Parts of skip reasons that CI accepts. Everything else must run there.
 SKIPS_ALLOWED = (
     "needs a CUDA device",
@@ -246,6 +248,13 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def own_niceness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of agents in the test's own process are as nice as the test: nicer ones would hardly run beside other
+    tests."""
+    monkeypatch.setattr(workers, "NICE", os.getpriority(os.PRIO_PROCESS, 0))
 
 
 @pytest.fixture(autouse=True)

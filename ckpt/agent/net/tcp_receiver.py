@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 import random
 import socket
 import struct
@@ -24,7 +23,7 @@ from ckpt.agent.net.dialer import CONNECT_S, HANDSHAKE_S
 from ckpt.agent.net.handshake import Dialler, Session
 from ckpt.agent.net.rate_limit import Bucket
 from ckpt.agent.net.transport import STREAM_FRAMES, Frames, Ledger
-from ckpt.agent.runtime.workers import NICE
+from ckpt.agent.runtime.workers import lower_thread_priority
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import FrameHasher
 from ckpt.ipc.addresses import (
@@ -372,8 +371,3 @@ def uncancellable_future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def lower_thread_priority() -> None:
-    """Gives the calling thread the lowest priority."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

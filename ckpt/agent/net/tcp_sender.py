@@ -31,11 +31,11 @@ from ckpt.agent.net.tcp_receiver import (
     Dial,
     FetchTerms,
     TcpFetch,
-    lower_thread_priority,
     request_frames,
     uncancellable_future,
 )
 from ckpt.agent.net.transport import Frames, Ledger
+from ckpt.agent.runtime.workers import lower_thread_priority
 from ckpt.clock import Clock
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import Address, receive_exactly, send_all, set_call_timeout, shut_down

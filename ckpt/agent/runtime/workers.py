@@ -118,10 +118,14 @@ class Workers:
 
     def _run_at_priority(self, lane: Lane, work: Callable[[], T]) -> T:
         if lane not in _NORMAL_LANES and not getattr(self._local, "nice", False):
-            # Threads that this thread starts inherit its niceness.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            lower_thread_priority()
             self._local.nice = True
         return work()
+
+
+def lower_thread_priority() -> None:
+    """Gives the calling thread the lowest priority. Threads that it starts inherit it."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def failure(done: Future[T]) -> str:

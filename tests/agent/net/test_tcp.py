@@ -21,6 +21,7 @@ from ckpt.agent.net.tcp_receiver import NUMBER, WANT
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import WRONG_MAX, Fetch, Frames
 from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
+from ckpt.agent.runtime import workers
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
@@ -534,8 +535,9 @@ def test_a_limited_side_moves_bytes_no_faster(node: Made, side: str) -> None:
 
 @pytest.mark.parametrize("urgent", [True, False])
 def test_what_a_start_waits_for_is_at_normal_priority_and_outside_the_limit(
-    node: Made, loop: TurnedLoop, urgent: bool
+    node: Made, loop: TurnedLoop, monkeypatch: pytest.MonkeyPatch, urgent: bool
 ) -> None:
+    monkeypatch.setattr(workers, "NICE", 19)
     clock, nice = ManualClock(), set[int]()
     limit = {"bytes_per_s": 1e6, "clock": clock}
     sender, receiver = node("a", **limit), node("b", **limit)

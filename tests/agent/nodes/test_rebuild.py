@@ -18,7 +18,7 @@ from ckpt.agent.replication.parity_service import Where
 from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
 from ckpt.agent.replication.rebuild import UNWANTED
 from ckpt.agent.replication.replica_store import decode_described
-from ckpt.agent.runtime.workers import NICE
+from ckpt.agent.runtime import workers
 from ckpt.agent.snapshots.described import ParityChunk, ParityChunkName, chunk_frames
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
@@ -132,8 +132,9 @@ def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_
 
 @pytest.mark.parametrize("urgent", [True, False])
 def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_priority_and_outside_the_limit(
-    make: Make, urgent: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, urgent: bool
 ) -> None:
+    monkeypatch.setattr(workers, "NICE", 19)
     fleet, nice = make(FOUR, Parity(2, 2)), set[int]()
     assert fleet.protect(STEP) == ""
     assert {each for _, each in fleet.moved} == {False}, "parity that is kept"
@@ -153,7 +154,7 @@ def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_pri
     assert (sorted(made), error) == ([1, 2], "")
     fleet.check(STEP, made)
     assert {(name.split("/")[0], each) for name, each in fleet.moved} == {("copy", urgent), ("parity", urgent)}
-    assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else NICE}
+    assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else 19}
 
 
 def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(make: Make) -> None:
