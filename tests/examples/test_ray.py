@@ -30,7 +30,7 @@ from tests.integrations.runs import REPOSITORY
 EXAMPLE = REPOSITORY / "examples" / "launchers" / "ray_train.py"
 CLUSTER = Path(__file__).with_name("ray_cluster.py")
 STEPS, REPORT_EVERY = 400, 20
-LEFT_S = 30  # from the announcement until the node is gone
+LEFT_S = 20  # from the announcement until the node is gone
 ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 pytestmark = [
