@@ -74,6 +74,8 @@ def running(folder: Path) -> Iterator[Job]:
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+        "CKPT_NOTICES": "given",  # the file only
+        "CKPT_EVENTS": str(folder / "events"),
         "HOME": str(folder),
     }
     with tempfile.TemporaryDirectory(prefix="ckpt-ray", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
@@ -148,5 +150,13 @@ def test_all_workers_leave_at_one_step_before_an_announced_node_is_gone(tmp_path
         (job.folder / "part").write_text(str(LEFT_S))
         (job.folder / "part").rename(job.folder / "drain")
         job.wait()
+    log = job.log()
+    assert len(re.findall(r"Rank [01] received preemption signal .*preempted_ranks=\[0, 1\]", log)) == 2
+    events = [json.loads(line) for line in (job.folder / "events").read_text().splitlines()]
+    (left,) = [each for each in events if each["event"] == "notice.outcome"]
+    assert (left["how"], left["level"]) == ("left", "store")
+    assert [name.split()[0] for name in left["notices"]] == ["file"]
+    assert left["left_s"] > 0.0
+    assert set(re.findall(r"ckpt: resumed at step (\d+) from", log)) == {str(left["step"])}
     is_the_end_of(job.folder, undisturbed)
-    print(job.log())
+    assert len(list(job.folder.glob("ray/books/step-*"))) == STEPS // REPORT_EVERY, "no step is trained twice"
