@@ -104,7 +104,10 @@ def main() -> None:
         run_config=RunConfig(name=NAME, storage_path=args.storage, failure_config=FailureConfig(max_failures=100)),
     )
     result = trainer.fit()
-    print("Ray's newest checkpoint:", result.checkpoint and result.checkpoint.get_metadata())
+    if result.checkpoint is not None:
+        entry = result.checkpoint.get_metadata()
+        with ckpt.open(entry["url"]) as run:
+            print(f"Ray's newest checkpoint is step {run.find(entry['step']).step} of {entry['url']}")
 
 
 if __name__ == "__main__":
