@@ -61,11 +61,8 @@ class Placing:
         worth = wanted >= REFERRED_SHARE_MIN * np.array([size for _, size in base.packs])
         worth &= np.array([key not in lost for key, _ in base.packs], bool)
         held[held] = worth[base.places["pack"][found[held]]]
-        places = base.places[found[held]]
-        packs = np.unique(places["pack"])
-        self.packs = [base.packs[pack] for pack in packs.tolist()]
-        places["pack"] = np.searchsorted(packs, places["pack"])
-        self.places[held] = places
+        referred = Written(base.packs, base.places).of_frames(found[held])
+        self.packs, self.places[held] = list(referred.packs), referred.places
         return np.flatnonzero(~held)
 
 

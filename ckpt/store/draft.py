@@ -306,21 +306,11 @@ class _Stored:
         found: list[tuple[Indices, Future[Written]]] = []
         for number, part in enumerate(self._parts):
             its = todo[(self._sources["region"][todo] == DATA) & (self._sources["rank"][todo] == number)]
-            if not len(its):
-                continue
-            future: Future[Written] = Future()
-            places = part.written.places[self._sources["frame"][its]]
-            future.set_result(_referred(part.written.packs, places))
-            found.append((its, future))
+            if len(its):
+                future: Future[Written] = Future()
+                future.set_result(part.written.of_frames(self._sources["frame"][its]))
+                found.append((its, future))
         return found
 
     def end_commit(self) -> None:
         pass
-
-
-def _referred(packs: tuple[tuple[str, int], ...], places: Array) -> Written:
-    """The places, with only the packs that they refer to."""
-    used, numbers = np.unique(places["pack"], return_inverse=True)
-    places = places.copy()
-    places["pack"] = numbers
-    return Written(tuple(packs[pack] for pack in used.tolist()), places)

@@ -49,6 +49,12 @@ class Written:
     def stored_bytes(self) -> int:
         return sum(size for _, size in self.packs)
 
+    def of_frames(self, numbers: Indices) -> Written:
+        """The part of these frames, with only the packs that they lie in."""
+        places = self.places[numbers]
+        used, places["pack"] = np.unique(places["pack"], return_inverse=True)
+        return Written(tuple(self.packs[pack] for pack in used.tolist()), places)
+
 
 class Packs:
     """The packs that one writer puts for one checkpoint. `frames`: array of FRAME, the frames to write. `frame(i)`: the
