@@ -46,7 +46,7 @@ from ckpt.storage.contract import Backend, PutMode
 from ckpt.store import keys
 from ckpt.store.dedup import Placing
 from ckpt.store.lineage import CommitRef
-from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written, pack_keys
+from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written
 from ckpt.store.run import map_parallel
 from ckpt.types import CodecOption, Identity
 
@@ -191,15 +191,14 @@ class Committer:
         owner: str,
         writer: str,
         cancel: threading.Event,
+        first: int = 0,
     ) -> Written:
         """Puts frames into packs, and no record. `frames`: array of FRAME. `frame(numbers[i])`: the bytes of the i-th
-        of them. Errors: as Packs.write."""
-        keys_of = pack_keys(identity, owner, writer)
+        of them. `first`: the number of the first pack. Errors: as Packs.write."""
+        key = lambda n: keys.pack_key(identity, owner, writer, first + n)  # noqa: E731
         at = lambda i: frame(numbers[i])  # noqa: E731
         try:
-            return Packs(
-                self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._rate_limit, cancel
-            ).write()
+            return Packs(self.backend, frames, at, key, self.codec, self.pack_bytes, self._rate_limit, cancel).write()
         except Exception as exc:
             _clear_tracebacks(exc)
             raise

@@ -11,7 +11,6 @@ newest draft wins: an older one that is still being written fails at its commit,
 
 from __future__ import annotations
 
-import functools
 import math
 import socket
 import threading
@@ -26,7 +25,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.clock import SystemClock
 from ckpt.errors import SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.format import values as value_trees
@@ -36,13 +34,12 @@ from ckpt.layout.assemble import DATA, Blob, Incomplete, Staged, assemble
 from ckpt.layout.layout import Array, Declaration, Entry, Layout, Part, Staging, are_disjoint
 from ckpt.layout.staging import frame_bytes_for, stage
 from ckpt.settings import read_settings
-from ckpt.storage.contract import Backend
 from ckpt.storage.url import check_not_dcp
 from ckpt.storage.url import open as open_store
 from ckpt.store import keys
 from ckpt.store.commit import Committer
 from ckpt.store.lineage import TEXT_MAX, Claim
-from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written
+from ckpt.store.packs import PACK_BYTES, Indices, Written
 from ckpt.store.run import Run, RunView
 from ckpt.types import CODEC_OPTIONS, ITEMSIZE, Box, CodecOption, Identity, Version
 
@@ -140,12 +137,9 @@ class Draft:
         hashes = np.zeros((len(staging.frames), 2), np.uint64)
         places: Array = np.zeros(len(staging.frames), PLACE)
         packs: list[tuple[str, int]] = []
-        writer = keys.new_writer()
-
-        def key(base: int, number: int) -> str:
-            return keys.pack_key(self.identity, f"rank-{rank}", writer, base + number)
-
+        owner, writer, cancel = f"rank-{rank}", keys.new_writer(), threading.Event()
         with closing(open_store(self.url, settings=read_settings())) as backend:
+            committer = Committer(backend, writer, self.codec)
             for first, stop in _batches(staging.frames):
                 raw = [contents.frame(number) for number in range(first, stop)]
                 hashes[first:stop] = [frame_hash(each) for each in raw]
@@ -153,15 +147,12 @@ class Draft:
                 for field in ("length", "dtype"):
                     frames[field] = staging.frames[field][first:stop]
                 frames["hash_hi"], frames["hash_lo"] = hashes[first:stop].T
-                put = self._put(backend, frames, raw, functools.partial(key, len(packs)))
+                its, at = range(len(raw)), raw.__getitem__
+                put = committer.write(self.identity, frames, its, at, owner, writer, cancel, len(packs))
                 places[first:stop] = put.places
                 places["pack"][first:stop] += len(packs)
                 packs += put.packs
         return DraftPart(self.identity, rank, layout, staging, hashes, Written(tuple(packs), places))
-
-    def _put(self, backend: Backend, frames: Array, raw: Sequence[memoryview], key: Callable[[int], str]) -> Written:
-        pace = PutRateLimit(SystemClock(), None)
-        return Packs(backend, frames, raw.__getitem__, key, self.codec, PACK_BYTES, pace, threading.Event()).write()
 
     def commit(
         self,

@@ -23,9 +23,8 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import PLACE, Codec
 from ckpt.layout.layout import Array
 from ckpt.storage.contract import Backend, Buffer
-from ckpt.store import keys
 from ckpt.threads import Tasks
-from ckpt.types import CodecOption, Identity
+from ckpt.types import CodecOption
 
 PACK_BYTES = 64 << 20
 PACKS_MAX = 512  # per owner and checkpoint; beyond it, packs grow
@@ -249,7 +248,3 @@ def raw_bytes_of(frames: Array) -> int:
 
 def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
-def pack_keys(identity: Identity, owner: str, writer: str) -> Callable[[int], str]:
-    return lambda number: keys.pack_key(identity, owner, writer, number)

@@ -417,11 +417,9 @@ def test_what_two_writers_put_is_one_record_that_comes_back_bit_for_bit() -> Non
     placing = Placing(snap.manifest.frames, base)
     assert 0 < placing.referred_bytes < placing.raw_bytes
     for name, numbers in (("a", placing.frames_to_write[1::2]), ("b", placing.frames_to_write[::2])):
-        its = numbers.tolist()
-        frames, key = snap.manifest.frames[numbers], packs.pack_keys(identity(1, 20), "node", name)
-        pace, cancel = packs.PutRateLimit(ManualClock(), None), threading.Event()
-        one = packs.Packs(store, frames, lambda i, its=its: snap.frame(its[i]), key, "auto", 1024, pace, cancel)
-        placing.add_written(numbers, one.write())
+        committer, frames = Committer(store, name, pack_bytes=1024), snap.manifest.frames[numbers]
+        which = identity(1, 20), frames, numbers.tolist(), snap.frame
+        placing.add_written(numbers, committer.write(*which, "node", name, threading.Event()))
     made = Record(identity(1, 20), "w", snap.manifest, tuple(placing.packs), placing.places, {}, {})
     assert {key.rpartition("/")[2].partition("-")[0] for key, _ in made.packs} == {"w", "a", "b"}
     assert same(read_all(store, record.decode(record.encode(made), "made")), snap.tensors)
@@ -443,11 +441,9 @@ class Others:
 
     def __call__(self, todo: Any) -> list[tuple[Any, Future[packs.Written]]]:
         numbers = todo[:: self.nth]
-        its = numbers.tolist()
-        frames, key = self.snap.manifest.frames[numbers], packs.pack_keys(identity(1, 20), "other", "o")
-        pace, cancel = packs.PutRateLimit(ManualClock(), None), threading.Event()
-        at = lambda i: self.snap.frame(its[i])  # noqa: E731
-        made = packs.Packs(self.store, frames, at, key, self.codec, 4096, pace, cancel).write()
+        committer, frames = Committer(self.store, "o", self.codec, pack_bytes=4096), self.snap.manifest.frames[numbers]
+        which = identity(1, 20), frames, numbers.tolist(), self.snap.frame
+        made = committer.write(*which, "other", "o", threading.Event())
         done: Future[packs.Written] = Future()
         done.set_result(packs.Written(tuple(self.told(*pack) for pack in made.packs), made.places))
         return [(numbers, done)]
