@@ -42,12 +42,12 @@ from ckpt.events import Events
 from ckpt.format import record
 from ckpt.format.manifest import Manifest, Record
 from ckpt.layout.layout import Array
-from ckpt.storage.contract import Backend, PutMode
+from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.dedup import Placing
 from ckpt.store.lineage import CommitRef
 from ckpt.store.packs import PACK_BYTES, Indices, Packs, PutRateLimit, Written
-from ckpt.store.run import map_parallel
+from ckpt.store.run import Run, map_parallel, put_once
 from ckpt.types import CodecOption, Identity
 
 # At once, when looking at packs that were put before.
@@ -257,18 +257,15 @@ class Committer:
         here: a second put would create the record anew if it had been deleted meanwhile."""
         key = keys.record_key(made.identity, made.writer)
         self._check_unretired(made, base)
+        doubts = (AlreadyExists, TransientError, Unsettled)
         try:
-            self.backend.put(key, [body], PutMode.IF_ABSENT)
-        except (AlreadyExists, TransientError, Unsettled) as exc:
-            try:
-                found = self.backend.get(key, record.RECORD_BYTES_MAX)
-            except NotFound:
-                raise SaveFailed(
-                    f"the store has not accepted its record ({exc}); if the record appears later, the checkpoint is "
-                    "complete"
-                ) from exc
-            if found != body:
-                raise SaveFailed(f"{key} belongs to another writer; give each writer its own name") from exc
+            found = put_once(self.backend, key, body, doubts)
+        except doubts as exc:
+            then = "if the record appears later, the checkpoint is complete"
+            raise SaveFailed(f"the store has not accepted its record ({exc}); {then}") from exc
+        if found not in (None, body):
+            raise SaveFailed(f"{key} belongs to another writer; give each writer its own name")
+        if found is not None:
             self._check_unretired(made, base)
 
     def _check_unretired(self, made: Record, base: Record | None) -> None:
@@ -276,11 +273,8 @@ class Committer:
         if base is not None and not set(base.packs).isdisjoint(made.packs):
             needed.add(base.identity)
         for identity in sorted(needed):
-            try:
-                self.backend.head(keys.retired_key(identity))
-            except NotFound:
-                continue
-            raise SaveFailed(f"{identity} was retired during the commit")
+            if Run(self.backend).is_retired(identity):
+                raise SaveFailed(f"{identity} was retired during the commit")
 
 
 def _await_written(future: Future[Written], cancel: threading.Event) -> Written:

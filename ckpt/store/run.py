@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import TypeVar
 
 from ckpt.clock import Clock, SystemClock
-from ckpt.errors import AlreadyExists, DamagedData, NotFound, RunInUse, Superseded, Unsettled, UsageError
+from ckpt.errors import AlreadyExists, DamagedData, NotFound, RunInUse, StorageError, Superseded, Unsettled, UsageError
 from ckpt.events import Events
+from ckpt.format.record import RECORD_BYTES_MAX
 from ckpt.storage.contract import Backend, ObjectInfo, PutMode
 from ckpt.storage.names import problem_text
 from ckpt.store import keys
@@ -146,15 +147,8 @@ class Run:
         """Puts the claim. A repetition is harmless; a lost reply is settled by reading back. Errors: UsageError if
         another claim has the key (the epoch's nonce is not new); StorageError."""
         key, body = keys.epoch_key(claim.epoch), encode_claim(claim)
-        try:
-            self.backend.put(key, [body], PutMode.IF_ABSENT)
-        except (AlreadyExists, Unsettled) as exc:
-            try:
-                found = self.backend.get(key, CLAIM_BYTES_MAX)
-            except NotFound:
-                raise exc from None
-            if found != body:
-                raise UsageError(f"{key} is claimed by another start; begin a new epoch") from exc
+        if put_once(self.backend, key, body) not in (None, body):
+            raise UsageError(f"{key} is claimed by another start; begin a new epoch")
         self._claims_by_epoch[claim.epoch] = claim
 
     def delete_claim(self, epoch: Epoch) -> None:
@@ -267,6 +261,21 @@ class Run:
         return tuple(self._claims_by_epoch[each] for each in sorted(set(epochs) & set(self._claims_by_epoch))), tuple(
             damaged
         )
+
+
+def put_once(
+    backend: Backend, key: str, body: bytes, doubts: tuple[type[StorageError], ...] = (AlreadyExists, Unsettled)
+) -> bytes | None:
+    """Puts the object if the key is free, and returns None. After one of `doubts` the content of the key is read back
+    and returned. Errors: the put's own if the key holds nothing; StorageError."""
+    try:
+        backend.put(key, [body], PutMode.IF_ABSENT)
+        return None
+    except doubts as exc:
+        try:
+            return backend.get(key, RECORD_BYTES_MAX)
+        except NotFound:
+            raise exc from None
 
 
 def map_parallel(fn: Callable[[S], T], items: Sequence[S], width: int) -> list[T]:

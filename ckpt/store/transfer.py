@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ckpt.errors import AlreadyExists, DamagedData, NotFound, Unsettled, UsageError
+from ckpt.errors import DamagedData, NotFound, UsageError
 from ckpt.format.manifest import Record
 from ckpt.format.record import RECORD_BYTES_MAX
-from ckpt.storage.contract import Backend, Buffer, PutMode
+from ckpt.storage.contract import Backend, Buffer
 from ckpt.store import keys
 from ckpt.store.lineage import CLAIM_BYTES_MAX, CommitRef
 from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, missing_pack_error, use_readable_record
-from ckpt.store.run import Run, RunView, map_parallel
+from ckpt.store.run import Run, RunView, map_parallel, put_once
 from ckpt.store.verify import VerifyScratch
 from ckpt.types import Epoch, Identity
 
@@ -87,22 +87,15 @@ def _copy_claims(source: Run, target: Run, view: RunView, epochs: Sequence[Epoch
         if key in damaged:
             raise DamagedData(f"{damaged[key]}; without this claim the start of epoch {epoch} is unknown")
         if epoch in view.lineage.claims:
-            _put_once(target.backend, key, source.backend.get(key, CLAIM_BYTES_MAX))
-        closed = keys.closed_key(epoch)
+            _copy_object(source.backend, target.backend, key, CLAIM_BYTES_MAX)
         if epoch in view.closed_epochs:
-            _put_once(target.backend, closed, source.backend.get(closed, _CLOSED_BYTES_MAX))
+            _copy_object(source.backend, target.backend, keys.closed_key(epoch), _CLOSED_BYTES_MAX)
 
 
-def _put_once(backend: Backend, key: str, body: bytes) -> None:
-    try:
-        backend.put(key, [body], PutMode.IF_ABSENT)
-    except (AlreadyExists, Unsettled) as exc:
-        try:
-            found = backend.get(key, CLAIM_BYTES_MAX + len(body))
-        except NotFound:
-            raise exc from None
-        if found != body:
-            raise UsageError(f"{backend.url}: {key} exists already with other content; give another URL") from exc
+def _copy_object(source: Backend, target: Backend, key: str, size_max: int) -> None:
+    body = source.get(key, size_max)
+    if put_once(target, key, body) not in (None, body):
+        raise UsageError(f"{target.url}: {key} exists already with other content; give another URL")
 
 
 class _Copier:
@@ -136,7 +129,7 @@ class _Copier:
         map_parallel(lambda n: self._copy_pack(made, n, frames[n]), packs, width)
         self._checked_places.update(self._frame_places(made))
         key = keys.record_key(made.identity, made.writer)
-        _put_once(self._target.backend, key, self._source.backend.get(key, RECORD_BYTES_MAX))
+        _copy_object(self._source.backend, self._target.backend, key, RECORD_BYTES_MAX)
 
     def _frame_places(self, made: Record) -> list[tuple[str, int, int, int]]:
         hashes = made.manifest.frames[["hash_hi", "hash_lo"]].tolist()
