@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -44,6 +44,19 @@ PATH_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # one part of a ke
 def format_count(count: int, noun: str) -> str:
     """A count with its noun, for people: "1 step", "2 steps"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def split_by_bytes(lengths: Iterable[int], bytes_max: int) -> Iterator[slice]:
+    """Consecutive runs of the items with these lengths, each of at most `bytes_max` or one item."""
+    start = stop = size = 0
+    for length in lengths:
+        if stop > start and size + length > bytes_max:
+            yield slice(start, stop)
+            start, size = stop, 0
+        stop += 1
+        size += length
+    if stop > start:
+        yield slice(start, stop)
 
 
 @dataclass(frozen=True, order=True, slots=True)

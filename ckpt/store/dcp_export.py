@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckpt.store.export import SHARD_BYTES, Exported, choose_exported, temporary_
 from ckpt.store.reader import FrameReader, load_values
 from ckpt.store.tensor_stream import check_globs, match_names, slabs_of, stream
 from ckpt.store.tensors import as_torch, index_tensors
-from ckpt.types import ITEMSIZE
+from ckpt.types import ITEMSIZE, split_by_bytes
 
 
 def export_dcp(
@@ -106,8 +106,9 @@ def export_dcp(
             return last
 
     first = [WriteItem(dcp.MetadataIndex(name), WriteItemType.BYTE_IO) for name in names] + empty
-    groups = [first, *_groups(filled, [want.box.size * ITEMSIZE[want.dtype] for want in wants], shard_bytes)]
-    plans, metadata = create_default_global_save_plan([SavePlan(list(items)) for items in groups if items])
+    sizes = [want.box.size * ITEMSIZE[want.dtype] for want in wants]
+    groups = [first, *(filled[batch] for batch in split_by_bytes(sizes, shard_bytes))]
+    plans, metadata = create_default_global_save_plan([SavePlan(items) for items in groups if items])
     kept = {*chosen, *names}
     metadata.planner_data = {name: mappings.get(name, (name,)) for name in kept}
     with temporary_path(path) as temporary:
@@ -129,15 +130,3 @@ def saved_values(reader: FrameReader) -> tuple[Mapping[str, bytes], Mapping[str,
     if not isinstance(saved, dict) or saved.keys() != {"bytes", "mappings"}:
         return {}, {}
     return saved["bytes"], saved["mappings"]
-
-
-def _groups(items: Sequence[Any], sizes: Sequence[int], limit: int) -> Iterator[list[Any]]:
-    """The items by file: runs of at most `limit` bytes, or one item. `sizes`: of each item, in bytes."""
-    group, size = list[Any](), 0
-    for item, length in zip(items, sizes, strict=True):
-        if group and size + length > limit:
-            yield group
-            group, size = [], 0
-        group.append(item)
-        size += length
-    yield group

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from ckpt.store.commit import Committer
 from ckpt.store.lineage import TEXT_MAX, Claim
 from ckpt.store.packs import PACK_BYTES, Indices, Written
 from ckpt.store.run import Run, RunView
-from ckpt.types import CODEC_OPTIONS, ITEMSIZE, Box, CodecOption, Identity, Version
+from ckpt.types import CODEC_OPTIONS, ITEMSIZE, Box, CodecOption, Identity, Version, split_by_bytes
 
 LAUNCH = "ckpt.Draft"
 BATCH_BYTES = 2 * PACK_BYTES  # of frames that are put together: two packs at once
@@ -140,17 +140,17 @@ class Draft:
         owner, writer, cancel = f"rank-{rank}", keys.new_writer(), threading.Event()
         with closing(open_store(self.url, settings=read_settings())) as backend:
             committer = Committer(backend, writer, self.codec)
-            for first, stop in _batches(staging.frames):
-                raw = [contents.frame(number) for number in range(first, stop)]
-                hashes[first:stop] = [frame_hash(each) for each in raw]
-                frames: Array = np.zeros(stop - first, FRAME)
+            for batch in split_by_bytes(staging.frames["length"].tolist(), BATCH_BYTES):
+                raw = [contents.frame(number) for number in range(batch.start, batch.stop)]
+                hashes[batch] = [frame_hash(each) for each in raw]
+                frames: Array = np.zeros(len(raw), FRAME)
                 for field in ("length", "dtype"):
-                    frames[field] = staging.frames[field][first:stop]
-                frames["hash_hi"], frames["hash_lo"] = hashes[first:stop].T
+                    frames[field] = staging.frames[field][batch]
+                frames["hash_hi"], frames["hash_lo"] = hashes[batch].T
                 its, at = range(len(raw)), raw.__getitem__
                 put = committer.write(self.identity, frames, its, at, owner, writer, cancel, len(packs))
-                places[first:stop] = put.places
-                places["pack"][first:stop] += len(packs)
+                places[batch] = put.places
+                places["pack"][batch] += len(packs)
                 packs += put.packs
         return DraftPart(self.identity, rank, layout, staging, hashes, Written(tuple(packs), places))
 
@@ -232,18 +232,6 @@ def _make_layout(boxes: Sequence[DraftBox]) -> tuple[Layout, dict[tuple[int, int
         order.update(((len(entries), number), i) for number, i in enumerate(filled.values()))
         entries.append(Entry(name, first.dtype, first.shape, tuple(filled)))
     return Layout(tuple(entries)), order
-
-
-def _batches(frames: Array) -> Iterator[tuple[int, int]]:
-    """Runs [first, stop) of frames, each of at most BATCH_BYTES or one frame."""
-    first, size = 0, 0
-    for number, length in enumerate(frames["length"].tolist()):
-        if size and size + length > BATCH_BYTES:
-            yield first, number
-            first, size = number, 0
-        size += length
-    if size:
-        yield first, len(frames)
 
 
 class _Contents:

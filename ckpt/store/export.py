@@ -32,7 +32,7 @@ from ckpt.store.dtypes import FLOATS, TARGET_DTYPES, convert_floats
 from ckpt.store.reader import FrameReader
 from ckpt.store.tensor_stream import check_globs, exported_name, match_names, slabs_of, stream
 from ckpt.store.tensors import TensorIndex, index_tensors
-from ckpt.types import Identity
+from ckpt.types import Identity, split_by_bytes
 
 Format = Literal["safetensors", "sharded", "adapter", "torch"]
 
@@ -238,7 +238,8 @@ class _Folder:
     order of `heads`. So only one file is open at a time: there may be more files than a process may open."""
 
     def __init__(self, folder: Path, heads: Sequence[TensorHead], shard_bytes: int, metadata: dict[str, str]) -> None:
-        self._shards = _shards(heads, shard_bytes)
+        # A tensor larger than a shard gets a file of its own.
+        self._shards = [heads[batch] for batch in split_by_bytes((head.bytes for head in heads), shard_bytes)]
         for shard in self._shards:
             # Checked before anything is read.
             check_heads(shard, metadata)
@@ -288,19 +289,6 @@ class _Folder:
             out.flush()
             os.fsync(out.fileno())
         _sync(self._folder)
-
-
-def _shards(heads: Sequence[TensorHead], shard_bytes: int) -> list[list[TensorHead]]:
-    """The tensors by file, in order. A tensor larger than a shard gets a file of its own."""
-    shards: list[list[TensorHead]] = [[]]
-    size = 0
-    for head in heads:
-        if shards[-1] and size + head.bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(head)
-        size += head.bytes
-    return shards
 
 
 class _TorchFile:

@@ -25,7 +25,7 @@ from ckpt.store.lineage import CommitRef, broken_history
 from ckpt.store.patience import Patience
 from ckpt.store.run import Run, RunView
 from ckpt.threads import Tasks
-from ckpt.types import Identity
+from ckpt.types import Identity, split_by_bytes
 
 T = TypeVar("T")
 
@@ -329,15 +329,9 @@ def each_values(reader: FrameReader, held_bytes: int = HELD_BYTES_MAX) -> Iterat
     for box, frame in manifest.extents[is_its[manifest.extents["box"]]][["box", "frame"]].tolist():
         spec = manifest.tensors[tensors[box]]
         owners.setdefault(frame, []).append((spec.name, spec.owner))
-    batch, batch_bytes = list[int](), 0
-    for frame in sorted(owners):
-        length = int(manifest.frames["length"][frame])
-        if batch and batch_bytes + length > held_bytes:
-            yield from _decode_values(reader, batch, owners)
-            batch, batch_bytes = [], 0
-        batch.append(frame)
-        batch_bytes += length
-    yield from _decode_values(reader, batch, owners)
+    frames = sorted(owners)
+    for batch in split_by_bytes(manifest.frames["length"][frames].tolist(), held_bytes):
+        yield from _decode_values(reader, frames[batch], owners)
 
 
 def _decode_values(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import queue
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ from ckpt.threads import Flag, Outcome, Tasks
 from ckpt.trainer.link.link import Link
 from ckpt.trainer.restore import file_reads
 from ckpt.trainer.restore.file_reads import BATCH_BYTES, Deliver, FrameMemory
-from ckpt.types import Identity
+from ckpt.types import Identity, split_by_bytes
 
 log = logging.getLogger("ckpt")
 
@@ -84,8 +84,9 @@ def fetch(
             if message.kind == "frame-region":
                 regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
             elif message.kind == "frame-places":
-                for batch in _batches(message.fields["places"]):
-                    begin(_copy_batch, regions, batch, deliver)
+                places = message.fields["places"]
+                for batch in split_by_bytes((length for _, _, _, length in places), BATCH_BYTES):
+                    begin(_copy_batch, regions, places[batch], deliver)
             elif message.kind == "frame-stream" and rooms is not None:
                 sock = socket.socket(fileno=message.fds.pop())
                 number, coming = int(message.fields["stream"]), list(message.fields["frames"])
@@ -171,19 +172,6 @@ def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: FrameMemo
 def _close_regions(regions: dict[int, Arena]) -> None:
     for arena in regions.values():
         arena.close()
-
-
-def _batches(at: list[list[int]]) -> Iterator[list[list[int]]]:
-    batch: list[list[int]] = []
-    total = 0
-    for entry in at:
-        batch.append(entry)
-        total += entry[3]
-        if total >= BATCH_BYTES:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
 
 
 def _copy_batch(link: Link, regions: dict[int, Arena], at: list[list[int]], deliver: Deliver) -> None:
