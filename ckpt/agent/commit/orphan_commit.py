@@ -15,12 +15,10 @@ An orphan commit and any start or commit at the same time are safe side by side:
 from __future__ import annotations
 
 import enum
-import socket
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.store_client import StoreClient
@@ -74,10 +72,15 @@ def judge(view: RunView, claim: Claim, identity: Identity) -> OrphanVerdict:
     return OrphanVerdict.CLAIM if claimed_late else OrphanVerdict.COMMIT
 
 
-def check_due(store: StoreClient, claim: Claim, identity: Identity) -> None:
-    """Checks that the checkpoint still needs a commit. Runs on a worker thread. Errors: Superseded if it needs none;
-    StorageError."""
-    if (now := judge(store.open_run().view(), claim, identity)) not in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
+def check_due(
+    store: StoreClient,
+    claim: Claim,
+    identity: Identity,
+    due: Collection[OrphanVerdict] = (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM),
+) -> None:
+    """Checks that the verdict on the checkpoint is one of `due`. Runs on a worker thread. Errors: Superseded if it is
+    another one; StorageError."""
+    if (now := judge(store.open_run().view(), claim, identity)) not in due:
         raise Superseded(f"{identity} is {now.value}")
 
 
@@ -120,21 +123,9 @@ def commit_orphan(
     Errors: SaveFailed; Superseded if the checkpoint is no longer due; StorageError."""
     claim, identity = terms.claim, made.identity
 
-    def look() -> OrphanVerdict:
-        return judge(store.open_run().view(), claim, identity)
-
     def check() -> None:
-        if (now := look()) not in (OrphanVerdict.COMMIT, OrphanVerdict.DONE):
-            raise Superseded(f"{identity} is {now.value}")
+        check_due(store, claim, identity, (OrphanVerdict.COMMIT, OrphanVerdict.DONE))
 
-    if look() is OrphanVerdict.CLAIM:
+    if judge(store.open_run().view(), claim, identity) is OrphanVerdict.CLAIM:
         store.claim(claim)
-    about: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "launch": claim.launch,
-        "world": len(made.manifest.coordinates),
-        "time_s": time.time(),
-        "disagreed": list(made.differing_tensors[:100]),
-        "by": by,
-    }
-    return store.commit_orphan(made, terms.codec, terms.bandwidth, about, check, cancel, elsewhere)
+    return store.put_checkpoint(claim, made, terms.codec, terms.bandwidth, {"by": by}, check, cancel, elsewhere)

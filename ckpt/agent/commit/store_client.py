@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
@@ -256,7 +258,7 @@ class StoreClient:
         elsewhere: OtherWriters | None = None,
         cancel: threading.Event | None = None,
     ) -> Committed:
-        """Commits one checkpoint. `elsewhere`, `cancel`: see Committer.commit.
+        """Commits one checkpoint. `about`, `elsewhere`, `cancel`: see `put_checkpoint`.
 
         Errors: SaveFailed; Superseded if another agent's newer epoch owns the run, or as `claim`; StorageError."""
         epoch = claim.epoch
@@ -272,18 +274,8 @@ class StoreClient:
         if self._uncertain_commit is not None:
             self._settle_base(self._uncertain_commit)
         self._uncertain_commit = checkpoint.identity
-        done = self._committer(options.codec, options.limits.bandwidth).commit(
-            checkpoint.identity,
-            checkpoint.manifest,
-            checkpoint.frame,
-            check=check,
-            base=self._base_record,
-            owner=self._owner,
-            metrics=checkpoint.metrics,
-            about=about,
-            cancel=cancel,
-            elsewhere=elsewhere,
-        )
+        how = options.codec, options.limits.bandwidth
+        done = self.put_checkpoint(claim, checkpoint, *how, about, check, cancel, elsewhere, self._base_record)
         self._base_record, self._uncertain_commit = done.record, None
         self.claims.record_commit(epoch)
         return done
@@ -295,13 +287,7 @@ class StoreClient:
         from ckpt.store.lineage import CommitRef
         from ckpt.store.reader import open_record
 
-        def is_retired(identity: Identity) -> bool:
-            try:
-                self.backend.head(keys.retired_key(identity))
-            except NotFound:
-                return False
-            return True
-
+        is_retired = self.open_run().is_retired
         for info in self.backend.list(keys.COMMITS):
             found = keys.parse_record(info.key)
             if found is not None and found[0] == failed and not is_retired(failed):
@@ -311,28 +297,36 @@ class StoreClient:
         if self._base_record is not None and is_retired(self._base_record.identity):
             self._base_record = None
 
-    def commit_orphan(
+    def put_checkpoint(
         self,
+        claim: Claim,
         checkpoint: MemoryCheckpoint,
         codec: CodecOption,
         bandwidth: float | None,
         about: dict[str, Any],
         check: Callable[[], None],
-        cancel: threading.Event,
+        cancel: threading.Event | None,
         elsewhere: OtherWriters | None = None,
+        base: Record | None = None,
     ) -> Committed:
-        """Commits a checkpoint whose coordinator cannot commit it any more. The record refers only to packs made for
-        this checkpoint. `check`, `cancel`, `elsewhere` and errors: see store.commit.Committer.commit."""
-        committer = self._committer(codec, bandwidth)
-        metrics, manifest = checkpoint.metrics, checkpoint.manifest
-        return committer.commit(
+        """Commits a checkpoint of the epoch with that claim. Only `check` looks at the epoch. `about`: further facts
+        for the record. `check`, `cancel`, `elsewhere`, `base` and errors: see store.commit.Committer.commit."""
+        facts = {
+            "host": socket.gethostname(),
+            "launch": claim.launch,
+            "world": len(checkpoint.manifest.coordinates),
+            "time_s": time.time(),
+            "disagreed": list(checkpoint.differing_tensors[:100]),
+        }
+        return self._committer(codec, bandwidth).commit(
             checkpoint.identity,
-            manifest,
+            checkpoint.manifest,
             checkpoint.frame,
             check=check,
+            base=base,
             owner=self._owner,
-            metrics=metrics,
-            about=about,
+            metrics=checkpoint.metrics,
+            about=facts | about,
             cancel=cancel,
             elsewhere=elsewhere,
         )

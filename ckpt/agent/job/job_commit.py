@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -59,13 +58,7 @@ class JobCommits(JobContext):
         checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
         assert claim is not None  # nothing is appointed before the claim is known
         options = self.options
-        about: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "launch": self.launch,
-            "world": self.world,
-            "time_s": time.time(),
-            "disagreed": list(checkpoint.differing_tensors[:100]),
-        }
+        about: dict[str, Any] = {}
         if self.cost_model is not None:
             self.cost_model.record_commit_begin(self._hindmost_entered_s(), self.ranks.slowest_step())
             about[ABOUT] = self.cost_model.record_fields(self._services.alarm_scores())

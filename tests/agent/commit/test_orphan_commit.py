@@ -142,7 +142,7 @@ def test_whether_it_is_still_due_is_looked_at_again_just_before_the_record(then:
     views = [view((CLAIM,)), view((CLAIM, then))]
     store = SimpleNamespace(
         open_run=lambda: SimpleNamespace(view=lambda: views.pop(0)),
-        commit_orphan=lambda made, codec, bandwidth, about, check, *more: check(),
+        put_checkpoint=lambda claim, made, codec, bandwidth, about, check, *more: check(),
     )
     made = SimpleNamespace(identity=at(A, 20), manifest=SimpleNamespace(coordinates=()), differing_tensors=())
     given = (
