@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-import time
-
 from ckpt.errors import NoCheckpoint
-from ckpt.store.lineage import TEXT_MAX, Claim
+from ckpt.store.lineage import Claim
 from ckpt.store.run import Run
 from ckpt.types import Identity
 
@@ -23,13 +20,6 @@ def branch(run: Run, at: Identity) -> Claim:
     view = run.view()
     if at in view.retired_at_s or at not in {ref.identity for ref in view.commits}:
         raise NoCheckpoint(f"{run.backend.url} holds no checkpoint {at}; `ckpt ls --all` lists all")
-    claim = Claim(
-        epoch=view.new_epoch(),
-        parent=at,
-        launch=LAUNCH,
-        host=socket.gethostname()[:TEXT_MAX],
-        time_s=time.time(),
-    )
-    run.put_claim(claim)
+    claim = run.begin_epoch(view, at, LAUNCH)
     run.close_epoch(claim.epoch, f"a branch at {at}")
     return claim

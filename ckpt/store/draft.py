@@ -38,7 +38,6 @@ from ckpt.storage.url import check_not_dcp
 from ckpt.storage.url import open as open_store
 from ckpt.store import keys
 from ckpt.store.commit import Committer
-from ckpt.store.lineage import TEXT_MAX, Claim
 from ckpt.store.packs import PACK_BYTES, Indices, Written
 from ckpt.store.run import Run, RunView
 from ckpt.types import CODEC_OPTIONS, ITEMSIZE, Box, CodecOption, Identity, Version, split_by_bytes
@@ -116,9 +115,7 @@ class Draft:
             view = run.view()
             run.check_not_in_use(view, LAUNCH, settings.heartbeat_s, take_over=take_over)
             version, parent = _place(view, step)
-            epoch = view.new_epoch()
-            host = socket.gethostname()[:TEXT_MAX]
-            run.put_claim(Claim(epoch=epoch, parent=parent, launch=LAUNCH, host=host, time_s=time.time()))
+            epoch = run.begin_epoch(view, parent, LAUNCH).epoch
             return Draft(backend.url, Identity(epoch, version), frame_bytes, codec)
 
     def write(self, rank: int, boxes: Sequence[DraftBox], read: Callable[[int], Any]) -> DraftPart:

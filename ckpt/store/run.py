@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +24,7 @@ from ckpt.storage.names import problem_text
 from ckpt.store import keys
 from ckpt.store.lineage import (
     CLAIM_BYTES_MAX,
+    TEXT_MAX,
     Claim,
     CommitRef,
     Lineage,
@@ -150,6 +153,13 @@ class Run:
         if put_once(self.backend, key, body) not in (None, body):
             raise UsageError(f"{key} is claimed by another start; begin a new epoch")
         self._claims_by_epoch[claim.epoch] = claim
+
+    def begin_epoch(self, view: RunView, parent: Identity | None, launch: str) -> Claim:
+        """Claims a new epoch that goes on from `parent`. Errors: StorageError."""
+        host = socket.gethostname()[:TEXT_MAX]
+        claim = Claim(epoch=view.new_epoch(), parent=parent, launch=launch, host=host, time_s=time.time())
+        self.put_claim(claim)
+        return claim
 
     def delete_claim(self, epoch: Epoch) -> None:
         """Deletes a claim. Only the start that put it may do so, and only if nothing was committed under it."""
