@@ -268,11 +268,7 @@ class Checkpointer:
             parts.step_tracking.report_torn()
         if parts.step_tracking.foreign_optimizer is not None:
             parts.step_tracking.report_foreign_optimizer(each.step_tracking for each in self._other_parts())
-        if parts.step_tracking.unregistered.due_optimizers:
-            parts.step_tracking.unregistered.examine_due(
-                [parts.saver.walker.state, *(each.saver.walker.state for each in self._other_parts())]
-            )
-        if parts.step_tracking.unregistered.unheld_by_role:
+        if parts.step_tracking.unregistered.due_by_role:
             self._report_unregistered()
         if step == self._rehearsal_step:
             self._rehearse()
@@ -663,7 +659,7 @@ class Checkpointer:
             held = parts.saver.save(why, version, metrics, until_s)
         except Superseded as exc:
             self._leave_superseded(link.superseded_by or str(exc))
-        if parts.step_tracking.unregistered.unheld_by_role:
+        if parts.step_tracking.unregistered.due_by_role:
             self._report_unregistered()
         return held
 
@@ -705,7 +701,7 @@ class Checkpointer:
         parts = self._parts
         if parts.saver.checked_step == parts.steps.last_ended:
             parts.step_tracking.unregistered.report_unsaved(
-                parts.saver.walk, [each.saver.walk for each in self._other_parts()]
+                [parts.saver.walk, *(each.saver.walk for each in self._other_parts())]
             )
 
     def _other_parts(self) -> list[_Parts]:

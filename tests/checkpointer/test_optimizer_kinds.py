@@ -35,9 +35,9 @@ def run(url: Path, name: str, steps: int, seed: int, wrap: Any = None) -> list[f
     kind = pytest.importorskip("pytorch_optimizer").load_optimizer(name)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    optim, losses = kind(model.parameters(), lr=0.01), []
+    optim, losses, seen = kind(model.parameters(), lr=0.01), [], list[ckpt.Event]()
     state = {"model": model, "optim": optim if wrap is None else wrap(optim)}
-    with ckpt.Checkpointer(url, state, generators=False) as ck:
+    with ckpt.Checkpointer(url, state, generators=False, sinks=(seen.append,)) as ck:
         for step in ck.steps(steps):
             optim.zero_grad()
             loss = model(torch.full((3, 8), float(step))).square().sum()
@@ -45,6 +45,7 @@ def run(url: Path, name: str, steps: int, seed: int, wrap: Any = None) -> list[f
             optim.step()
             losses.append(loss.item())
     wait_agent_gone(url)
+    assert not [event for event in seen if event.name == "optimizer.unsaved"]
     return losses
 
 

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ckpt.errors import is_injected
 from ckpt.events import Events
 from ckpt.trainer.loop.gradients import Gradients
-from ckpt.trainer.loop.unregistered_optimizers import UnregisteredOptimizers, find_held
+from ckpt.trainer.loop.unregistered_optimizers import UnregisteredOptimizers, find_held, find_saved
 from ckpt.trainer.loop.weights import Weights, are_equal_glances
 from ckpt.trainer.snapshot.deferred_copy import owns_any_storage, params_of
 from ckpt.trainer.state import value_trees
@@ -28,7 +27,6 @@ from ckpt.trainer.state.state_nodes import ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.state.state_walk import Walk
 
 T = TypeVar("T")
-SEARCHED_ITEMS_MAX = 1000  # a longer collection holds data, and is not searched for optimizers
 
 
 class StepTracking:
@@ -180,7 +178,7 @@ class StepTracking:
         if optimizer is None or any(each._is_counted(optimizer) for each in everyone):
             return
         self._has_reported_foreign = True
-        if find_held([optimizer], [each._state for each in everyone])[0]:
+        if id(optimizer) in find_saved(each._walk() for each in everyone):
             return
         if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
             text = (
@@ -257,11 +255,10 @@ class StepTracking:
         params = (param for each in parts if isinstance(each, nn.Module) for param in each.parameters())
         self._storages = walk.storages | storage_addresses(params)
         self._counted_by_id = {id(each): (ref(each), True) for each in parts if isinstance(each, Optimizer)}
-        self.unregistered.exclude_registered(known for known, _ in self._counted_by_id.values())
         for node in walk.scan.nodes:
             # Only objects that save weights of their own.
             if isinstance(node, ObjectNode) and walk.scan.tensors_by_node[node.path]:
-                held = _find_held_optimizers(node)
+                held = find_held(node)
                 if not any(owns_any_storage(each, self._storages) for each in held):
                     self._counted_by_id.update((id(each), (ref(each), True)) for each in held)
         scalers = _find_instances(GradScaler, self._state, set())
@@ -272,22 +269,6 @@ class StepTracking:
 
 def _has_updated(scaler: GradScaler, collected: object) -> bool:
     return collected is not None and scaler._per_optimizer_states is not collected
-
-
-def _find_held_optimizers(node: ObjectNode) -> list[Optimizer]:
-    """The optimizers that an object of the user's has as an attribute, or in a collection that is an attribute."""
-    try:
-        held = [*vars(node.value).values()]
-        for each in [
-            each for each in held if isinstance(each, (dict, list, tuple)) and len(each) <= SEARCHED_ITEMS_MAX
-        ]:
-            held += each.values() if isinstance(each, dict) else each
-        return [each for each in held if isinstance(each, Optimizer)]
-    except Exception as exc:
-        # The object may have left the state, and attributes may run code of the user's.
-        if is_injected(exc):
-            raise
-        return []
 
 
 def _find_instances(kind: type[T] | tuple[type[T], ...], value: Any, seen: set[int]) -> list[T]:
