@@ -191,11 +191,10 @@ class Scheduler(ExitVote):
                 and not self._may_still_be_needed(attempt)
             ):
                 if attempt.commit_state is WorkState.NEW:
-                    self._report_level(
-                        attempt.version, "store", False, "skipped: a newer one was complete before its turn"
-                    )
+                    why = "a newer one was complete before its turn"
+                    self._report_level(attempt.version, "store", False, f"skipped: {why}")
                     if attempt.reason is SaveReason.DUE:
-                        self._report_skipped(1, f"step {attempt.version.step} is not committed, while the store fails")
+                        self._report_skipped(1, f"step {attempt.version.step} is not committed: {why}")
                 untold = (
                     attempt.replication_state is not WorkState.DONE
                     and (attempt.version, "peer") not in self._level_messages
