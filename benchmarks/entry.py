@@ -1,12 +1,12 @@
 """How long does a start take to get its state back: from a local folder, from S3, and from this host's memory?
 
-    python -m benchmarks.entry [--small] [--server rclone|ceph] [--json FILE]
+    python -m benchmarks.entry [--small] [--server rclone|ceph] [--only s3 --mbit M] [--json FILE]
 
 A trainer in a process of its own has its state in memory, enters the block, and gets it back. Entering is timed whole:
 the agent's start (not for memory, where it lives), the listing, the claim, the reading. Beside each in the same run is
 what the bytes alone cost: pread of the same packs with no page cached, obstore's gets of the same packs in ranges, and
 copying and hashing each frame from shared memory; and torch's DCP, which loads the same tensors from a folder in place.
-All take turns; medians.
+All take turns; medians. With --mbit the link to S3 carries so many Mbit/s, in a network namespace (as root).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests import ceph
 from tests.servers import Server
 
 ENTERING_S = 0.3
+LIMITED = "BENCHMARK_LINK_IS_LIMITED"
 TIMES = {"folder": 1.1, "s3": 1.2, "memory": 1.3}  # of what the bytes alone cost
 PIECE_BYTES = 4 << 20  # a frame
 GET_BYTES = 16 << 20
@@ -229,7 +230,12 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--server", choices=("rclone", "ceph"), help="by default Ceph, where it can be started")
     made.add_argument("--only", choices=TIMES, help="one of the places")
+    made.add_argument("--mbit", type=int, help="of the link to S3; by default this machine's loopback")
     args = made.parse_args()
+    if args.mbit and LIMITED not in os.environ:
+        limit = f"ip link set lo up && tc qdisc add dev lo root tbf rate {args.mbit}mbit burst 2mb latency 100ms"
+        again = ["sh", "-c", f'{limit} && exec "$@"', "sh", sys.executable, "-m", "benchmarks.entry", *sys.argv[1:]]
+        return subprocess.run(["unshare", "--net", *again], env={**os.environ, LIMITED: "1"}).returncode
     total, rounds = (32 << 20, 1) if args.small else (1 << 30, 3)
     warnings.simplefilter("ignore")  # DCP: one process is none of a group
     rows: list[Row] = []
