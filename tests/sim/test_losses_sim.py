@@ -430,6 +430,29 @@ def test_what_a_start_has_left_is_committed_where_its_coordinator_follows_a_late
     del memory._STORES[life.url]
 
 
+def test_what_a_later_start_went_on_from_is_found_by_the_agent_whose_own_start_of_it_may_save_no_more() -> None:
+    """The later one is led by the other node, and ends before it has saved anything; the third one by this node."""
+    with living(0) as world:
+        life = Life(world, 0, replace(read_settings(), notices="off"))
+        life.lender, life.refuses = None, True
+        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
+
+        def run() -> Counter[str]:
+            started_by_the_other_node(life, "peer").die(0.1)
+            first_led_by = life.fabric.agents[0]
+            world.run(lambda: bool(first_led_by.node._store.claims.refusal_reasons), LONG_S)
+            third = SimJob(life.fabric, (0, 1), life.key, life.options)
+            third.start(1000, lambda rank: 0.5)
+            world.run(lambda: third.trains, LONG_S)
+            assert life.fabric.agents[0] is first_led_by
+            assert third.restored_step >= life.safe
+            third.die(0.1)
+            return Counter()
+
+        life.live(run)
+    del memory._STORES[life.url]
+
+
 def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_commit_what_earlier_ones_left() -> None:
     with living(0) as world:
         life = Life(world, 0, replace(read_settings(), notices="off"))

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.adaptive.alarms import Alarms
@@ -108,11 +109,13 @@ class NodeMemory:
 
     def _known_epochs(self, start: Start) -> list[MemoryEpoch]:
         """The epochs that got beyond their start, here or on the surveyed nodes, with their complete checkpoints in
-        memory. Without refused epochs: another job has the run, and their checkpoints are on no branch history."""
+        memory. The claim of a refused epoch does not count, since another start has the run. Its checkpoints do: that
+        start, or a later one, may have gone on from them, which its own claim says."""
         alone = [] if start.nodes else [job for job in self.former_jobs if not job.nodes]
         whole = [MemoryEpoch(job.claim, job.checkpoint_identities()) for job in alone if job.claim is not None]
         refused = self._store.claims.refusal_reasons
-        return [each for each in (*whole, *start.inventory.epochs_in_memory()) if each.epoch not in refused]
+        known = [*whole, *start.inventory.epochs_in_memory()]
+        return [replace(each, claim=None) if each.epoch in refused else each for each in known]
 
     def _inventory(self, whole: bool) -> Inventory:
         """What this node's memory holds. `whole`: also the jobs of this node alone."""
