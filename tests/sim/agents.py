@@ -585,7 +585,8 @@ class SimTransport:
     def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
         if (self._me, name) in self._fabric.offers:
             raise AgentError(f"{name} is offered already")
-        self._fabric.offers[self._me, name] = source, frames
+        # A view of its own, as over TCP: the memory stays for readers though its owner closes it meanwhile.
+        self._fabric.offers[self._me, name] = source.cast("B"), frames
         self._fabric.moved.append((name, urgent))
 
     def withdraw(self, name: str) -> Future[None]:
