@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from ckpt.agent.snapshots.replica_check import ReplicaCheck
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.memory_pressure import PERIOD_S
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, NO_PEER_ROOM, SUPERSEDED
-from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.ipc import outcome_file
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 MEMORY_NODES_POLL_S = 0.2  # between checks whether all memory-only nodes have answered
 REPLAN_PAUSE_S = 60.0  # after an allocation failed, until memory is planned again
-# A slot in use gives way to replicas after this time without room for them: room may come back sooner.
-SLOT_YIELD_S = 60.0
-SLOT_RETURN_S = 600.0  # until a slot that gave way may come back
 FREE_PARTS = 8  # a change of free memory below this part of a slot is no reason to plan anew
 # Ranks change their layouts at the same step, but their reports arrive one after the other.
 LAYOUTS_WAIT_S = 1.0
@@ -55,9 +52,7 @@ class JobExecutor(JobCommits):
         self._planned_free_parts: dict[str, int] = {}  # see `_free_parts_by_node`
         self._next_plan_s = -math.inf  # memory is not planned again before this time
         self._plan_backoff_s = PERIOD_S  # from a plan that finds nothing new until the next one
-        # Since when some node's part has had no replica. It restarts when another part loses its replica.
-        self._replica_short_since_s = math.inf
-        self._slot_yields_until_s = -math.inf  # until then a slot gives way to replicas
+        self._is_cramped = False  # earlier starts' checkpoints took memory at the layout's plan, and still do
         self._reported_slots_min = SLOTS_MAX  # the smallest number of slots that was reported as available
         self._reported_replica_bytes: dict[str, int] = {}  # by node: bytes of other nodes' replicas, as reported
         self._has_reported_placement = False  # whether a placement was reported
@@ -166,7 +161,7 @@ class JobExecutor(JobCommits):
             self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing_tensors)[:100]})
         self.request_replan()
         before, self.plan, self._division = self.plan, plan, division
-        self._planned_free_parts = self._free_parts_by_node(plan)
+        self._planned_free_parts, self._is_cramped = self._free_parts_by_node(plan), self._has_earlier_starts(plan)
         self._report_memory(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
         for rank in self._members:
             fields = {
@@ -179,29 +174,39 @@ class JobExecutor(JobCommits):
 
     @property
     def is_short_of_memory(self) -> bool:
-        """True if the job has fewer slots or replicas than it wants."""
+        """True if the job has fewer replicas than it wants, or still awaits memory for slots."""
         group, replication_manager = self.scheduler, self.replication_manager
         if self.plan is None or not group.has_division or group.superseded_by or group.all_gone:
             return False  # in these cases memory is planned anew anyway
         is_kept = group.is_placement_complete and not group.is_replication_failing
         unkept = replication_manager is not None and replication_manager.is_requested and not is_kept
-        return unkept or group.slot_limit < self.plan.wanted
+        return unkept or (self._awaits_slots and group.slot_limit < self.plan.wanted)
+
+    @property
+    def _awaits_slots(self) -> bool:
+        """Whether the number of slots may still grow: there are too few to save well, or earlier starts' checkpoints
+        were in the way. Otherwise the number stays until the layout changes."""
+        return self._is_cramped or self.scheduler.slot_limit < SLOTS_MIN
+
+    def _plans_by_node(self, plan: memory_plan.MemoryPlan) -> Mapping[str, memory_plan.MemoryPlan]:
+        return self.ranks.plans_by_name() if isinstance(self.ranks, AllShares) else {"": plan}
 
     def _free_parts_by_node(self, plan: memory_plan.MemoryPlan) -> dict[str, int]:
         """By node: the free memory for this job when it was last measured, in units of a PARTS-th of a slot."""
-        plans = self.ranks.plans_by_name() if isinstance(self.ranks, AllShares) else {"": plan}
+        plans = self._plans_by_node(plan)
         return {name: each.replica_bytes_max(0) * FREE_PARTS // max(1, each.slot_bytes) for name, each in plans.items()}
 
+    def _has_earlier_starts(self, plan: memory_plan.MemoryPlan) -> bool:
+        """Whether some node still holds a checkpoint of an earlier start."""
+        return any(each.kept_bytes for each in self._plans_by_node(plan).values())
+
     def replan_memory(self) -> None:
-        """Plans the memory of the same division again, since the free memory may have changed. More memory may be free
-        once earlier starts' checkpoints or other processes are gone. Less may be free if replication fails; the
-        placement is then decided anew. If there was no room for replicas for SHORT_S, a third slot gives way. While
-        nothing changes, other nodes are asked less and less often."""
+        """Plans the replicas of the same division again, since the free memory may have changed. More may be free once
+        earlier starts' checkpoints or other processes are gone. Less may be free if replication fails. The slots stay;
+        more come only to a job that awaits them. While nothing changes, other nodes are asked less and less often."""
         division, layouts_version, now_s = self._division, self.scheduler.layouts_version, time.monotonic()
         if now_s < self._next_plan_s:
             return
-        if self._slot_yields_until_s <= now_s and self._slot_yields_until_s > -math.inf:
-            self._slot_yields_until_s, self._planned_free_parts = -math.inf, {}
         if len(self.nodes) > 1:
             self._next_plan_s = now_s + self._plan_backoff_s
             self._plan_backoff_s = min(2 * self._plan_backoff_s, REPLAN_PAUSE_S)
@@ -212,51 +217,39 @@ class JobExecutor(JobCommits):
             if layouts_version != self.scheduler.layouts_version:
                 return  # the new layouts are planned anyway
             parts = self._free_parts_by_node(plan)
+            is_cramped = self._is_cramped and self._has_earlier_starts(plan)
             is_more = any(count > self._planned_free_parts.get(name, -1) for name, count in parts.items())
-            gives_way = now_s >= self._replica_short_since_s + SLOT_YIELD_S and not self.scheduler.is_commit_failing
-            if not (is_more or gives_way) and (
-                parts == self._planned_free_parts or not self.scheduler.is_replication_failing
-            ):
+            is_more = is_more or is_cramped != self._is_cramped
+            if not is_more and (parts == self._planned_free_parts or not self.scheduler.is_replication_failing):
                 return
-            self._planned_free_parts = parts
+            self._planned_free_parts, self._is_cramped = parts, is_cramped
             used = self.scheduler.slot_limit
-            slots = self._place_replicas(division, max(plan.slots, used), used, gives_way)
-            if slots < used:
-                self._slot_yields_until_s = now_s + SLOT_RETURN_S
+            slots = self._place_replicas(division, max(plan.slots, used), used)
             self.plan = replace(plan, slots=slots, wanted=(self.plan or plan).wanted)
-            self.scheduler.set_slot_limit(slots)
+            self.scheduler.raise_slot_limit(slots)
             self._report_memory(slots != used)
 
         if division is not None:
-            most = SLOTS_MIN if now_s < self._slot_yields_until_s else memory_plan.slots_for(self.scheduler.policy)
-            sizes = dict(enumerate(division.arena_bytes))
+            wanted, sizes = memory_plan.slots_for(self.scheduler.policy), dict(enumerate(division.arena_bytes))
+            most = wanted if self._awaits_slots else self.scheduler.slot_limit
             self.ranks.plan_memory(sizes, most, self.options.limits.memory, self._guard_callback(measured))
 
     def request_replan(self) -> None:
         """Has the memory planned again without delay, since more may be free now."""
         self._next_plan_s, self._plan_backoff_s = -math.inf, PERIOD_S
 
-    def _place_replicas(self, division: Division, slots: int, used: int = 0, gives_way: bool = False) -> int:
+    def _place_replicas(self, division: Division, slots: int, used: int = 0) -> int:
         """Decides the placement of replicas; returns how many of `slots` remain beside them. `used`: slots already in
-        use. `gives_way`: one of those may go for replicas, once it holds nothing needed."""
+        use, which stay."""
         nodes, replication_manager = self.ranks, self.replication_manager
         if replication_manager is None or not isinstance(nodes, AllShares):
             return slots
         before, sizes = replication_manager.placement_fields(), nodes.sum_by_node(dict(enumerate(division.arena_bytes)))
-        kept_before = surviving_nodes(replication_manager.holders_by_node)
-        slots = replication_manager.update_placement(sizes, nodes.plans_by_name(), used, gives_way)
+        slots = replication_manager.update_placement(sizes, nodes.plans_by_name(), used)
         self.scheduler.is_replication_on = replication_manager.has_holders
         self.scheduler.placement = replication_manager.holders_by_node
         self.scheduler.is_replication_wanted = replication_manager.is_requested
         is_whole = self.scheduler.is_placement_complete
-        is_short = replication_manager.is_requested and not is_whole
-        # If a node's part has lost its replica, the shortage is a new one and counts from now.
-        since_s = (
-            self._replica_short_since_s
-            if kept_before <= surviving_nodes(replication_manager.holders_by_node)
-            else math.inf
-        )
-        self._replica_short_since_s = min(since_s, time.monotonic()) if is_short else math.inf
         if self.cost_model is not None and self.cost_model.has_replicas != is_whole:
             self.cost_model.has_replicas = is_whole
             self.apply_cost_model()
@@ -415,6 +408,8 @@ class JobExecutor(JobCommits):
             {},
         )  # less was free than planned
         self.scheduler.limit_slots(had, f"not one arena fits into memory: {why}; free memory, or save less")
+        if self.plan is not None:
+            self.plan = replace(self.plan, slots=self.scheduler.slot_limit)
         self.scheduler.record_arenas(slot, ())
 
     def _assemble(self, slot: int, number: int, version: Version) -> None:

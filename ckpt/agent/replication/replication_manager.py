@@ -110,14 +110,13 @@ class ReplicationManager:
         every = self.placement.protected_states if self.placement is not None else ()
         return tuple(Kept(name(each.node), each.losses_max, tuple(map(name, each.holders))) for each in every)
 
-    def update_placement(
-        self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0, gives_way: bool = False
-    ) -> int:
+    def update_placement(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0) -> int:
         """Decides which nodes keep whose replicas. Returns the number of slots that there is room for beside them.
 
-        Replicas take precedence over a third slot. They take one of the `used` slots only if `gives_way`, and if more
-        nodes get replicas by it. The former placement stays while it fits, if the new one would leave out one of its
-        nodes. `sizes`: bytes of one slot's arenas, by node. `plans`: by node; all use the smallest slot count."""
+        Replicas take precedence over a third slot, but not over the `used` slots. A third slot also waits for the
+        memory of earlier starts' checkpoints if that is what the replicas lack. The former placement stays while it
+        fits, if the new one would leave out one of its nodes. `sizes`: bytes of one slot's arenas, by node. `plans`:
+        by node; all use the smallest slot count."""
         slots = max(used, min(plan.slots for plan in plans.values()))
         if self.option is None or slots < SLOTS_MIN:
             self.placement, self.nodes_lost_with_host = None, {}
@@ -141,7 +140,7 @@ class ReplicationManager:
             for each in lent
         ]
         chosen, left = None, slots
-        for wanted in range(slots, (SLOTS_MIN if gives_way else max(SLOTS_MIN, used)) - 1, -1):
+        for wanted in range(slots, max(SLOTS_MIN, used) - 1, -1):
             nodes = [
                 PlacementNode(
                     node.name,
@@ -160,19 +159,14 @@ class ReplicationManager:
                 found.protected_states
             ):
                 found = former if _fits(former, nodes) else found
-            if (
-                wanted < used
-                and chosen is not None
-                and not surviving_nodes(chosen.protected_states) < surviving_nodes(found.protected_states)
-            ):
-                continue
             chosen, left = found, wanted
             possible = min(self.losses_to_survive, len(nodes) - 1)
             if all(each.achieved >= possible for each in found.shortfalls):
                 break  # More memory would not improve the protection.
         assert chosen is not None  # The first pass of the loop has set it.
         self.placement, self.nodes_lost_with_host = chosen, find_lost_with_hosts(told, chosen)
-        return left if self.has_holders else slots
+        awaits_memory = any(plan.kept_bytes for plan in plans.values())
+        return left if self.has_holders or awaits_memory else slots
 
     def depends_on(self, name: str, identity: Identity) -> bool:
         """Whether that checkpoint is less protected without agent `name`'s memory. True if its holders are unknown."""

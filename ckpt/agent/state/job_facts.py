@@ -307,9 +307,9 @@ class JobFacts:
         if not self.slot_limit:
             self.refusal_reason = message
 
-    def set_slot_limit(self, slots: int) -> None:
-        """Memory now allows `slots` slots. Ignored if that is none, or if there is no current division."""
-        if slots and self.has_division:
+    def raise_slot_limit(self, slots: int) -> None:
+        """Memory now allows `slots` slots. Ignored if there are as many, or if there is no current division."""
+        if slots > self.slot_limit and self.has_division:
             self.slot_limit, self.refusal_reason = slots, ""
 
     def record_warm_arena(self, rank: int, slot: int, division: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,11 +10,9 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.job import job_executor
-from ckpt.agent.job.job_executor import REPLAN_PAUSE_S, SLOT_RETURN_S, SLOT_YIELD_S, JobExecutor
+from ckpt.agent.job.job_executor import REPLAN_PAUSE_S, JobExecutor
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.state.memory_pressure import PERIOD_S
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
@@ -25,10 +22,11 @@ MIB = 1 << 20
 
 
 class Planned:
-    """A job on one node, or on more, whose slots take a MiB each. `free`: MiB of the machine."""
+    """A job on one node, or on more, whose slots take a MiB each. `free`: MiB of the machine. `kept`: MiB of what
+    earlier starts left."""
 
-    def __init__(self, free: float, nodes: int = 1) -> None:
-        self.free = free
+    def __init__(self, free: float, nodes: int = 1, kept: float = 0.0) -> None:
+        self.free, self.kept = free, kept
         self.measured = self.placed = 0
         self.said: list[tuple[str, bool]] = []
         self.group = Scheduler(1, Every(seconds=60))
@@ -46,49 +44,78 @@ class Planned:
             _planned_free_parts={},
             _next_plan_s=0.0,
             _plan_backoff_s=PERIOD_S,
-            _replica_short_since_s=math.inf,
-            _slot_yields_until_s=-math.inf,
             nodes=("",) * nodes,
             _reported_slots_min=9,
         )
+        self.carrier._plans_by_node = lambda plan: {"": plan}
         self.carrier._free_parts_by_node = lambda plan: JobExecutor._free_parts_by_node(self.me, plan)
-        self.carrier.plan = self.plan()
-        self.carrier._planned_free_parts = JobExecutor._free_parts_by_node(self.me, self.carrier.plan)
-        self.group.record_division(self.group.layouts_version, "d", (MIB,), self.carrier.plan.slots)
+        self.carrier._has_earlier_starts = lambda plan: JobExecutor._has_earlier_starts(self.me, plan)
+        self.divide("d")
 
     @property
     def me(self) -> Any:
         return cast(Any, self.carrier)
 
+    def divide(self, division: str) -> None:
+        """The first plan, or that of a new layout."""
+        self.carrier.plan = self.plan()
+        self.carrier._planned_free_parts = JobExecutor._free_parts_by_node(self.me, self.carrier.plan)
+        self.carrier._is_cramped = bool(self.kept)
+        self.group.record_division(self.group.layouts_version, division, (MIB,), self.carrier.plan.slots)
+
     def plan(self) -> memory_plan.MemoryPlan:
-        return memory_plan.make_plan(MIB, 0, 0, None, int(self.free * MIB))
+        return memory_plan.make_plan(MIB, int(self.kept * MIB), 0, None, int(self.free * MIB))
 
     def measure(self, sizes: Any, slots: int, limit: int | None, then: Callable[..., None]) -> None:
         self.measured += 1
         then(replace(self.plan(), slots=min(slots, self.plan().slots)), "")
 
-    def update_placement(self, division: Any, slots: int, used: int, gives_way: bool = False) -> int:
+    def update_placement(self, division: Any, slots: int, used: int) -> int:
         self.placed += 1
-        return SLOTS_MIN if gives_way else slots
+        return slots
+
+    @property
+    def _awaits_slots(self) -> bool:
+        return bool(JobExecutor._awaits_slots.fget(self.me))  # type: ignore[attr-defined]
 
     def look(self) -> int:
+        self.carrier._awaits_slots = self._awaits_slots
         if JobExecutor.is_short_of_memory.fget(self.me):  # type: ignore[attr-defined]
             JobExecutor.replan_memory(self.me)
         return self.group.slot_limit
 
 
-def test_slots_for_which_others_left_no_memory_come_once_there_is_some_and_stay_where_others_take_it() -> None:
+def test_less_than_two_slots_become_all_once_there_is_room_and_stay_where_others_take_it() -> None:
     job = Planned(free=2.5)
     assert (job.look(), job.group.refusal_reason != "") == (0, True)
-    job.free = 4.5
-    assert (job.look(), job.group.refusal_reason) == (2, "")
-    job.free = 0.0
-    assert job.look() == 2
+    job.free = 3.5
+    assert (job.look(), job.group.refusal_reason) == (1, "")
     job.free = 9.0
+    assert job.look() == 3
+    job.free = 0.0
     assert job.look() == 3
     measured = job.measured
     assert job.look() == 3
     assert job.measured == measured, "it has what it is to have"
+
+
+def test_a_third_slot_that_was_not_there_at_the_first_save_comes_with_the_next_layout_only() -> None:
+    job = Planned(free=4.5)
+    job.free = 9.0
+    assert (job.look(), job.measured) == (2, 0)
+    job.group.record_layout(0)
+    job.divide("e")
+    assert job.look() == 3
+
+
+def test_slots_that_a_start_from_memory_has_no_room_for_come_once_what_it_went_on_from_is_gone() -> None:
+    job = Planned(free=4.5, kept=2.0)
+    assert job.look() == 2
+    job.free, job.kept = 6.5, 0.0
+    assert job.look() == 3
+    job.group.limit_slots(2, "one could not be had")
+    job.free, job.kept = 9.0, 1.0
+    assert job.look() == 2, "once"
 
 
 def test_nothing_is_decided_anew_as_long_as_there_is_about_as_much_memory() -> None:
@@ -103,17 +130,16 @@ def test_nothing_is_decided_anew_as_long_as_there_is_about_as_much_memory() -> N
     assert job.placed == placed, "with less there is nothing to be had"
 
 
-def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once(
+def test_a_second_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
     job = Planned(free=9.0)
-    for slot in range(2):
-        job.group.record_arenas(slot, (MIB,))
+    job.group.record_arenas(0, (MIB,))
     for tries in range(1, 4):
-        JobExecutor._reduce_slots(job.me, 2, "it is full")
-        assert job.look() == 2
+        JobExecutor._reduce_slots(job.me, 1, "it is full")
+        assert (job.look(), job.carrier.plan.slots) == (1, 1)
         now[0] += REPLAN_PAUSE_S
         assert (job.look(), job.measured) == (3, tries)
     assert job.said == [("memory.short", True), ("memory.short", False), ("memory.short", False)]
@@ -140,7 +166,7 @@ def test_as_long_as_there_is_no_more_memory_other_nodes_are_asked_less_and_less_
     job.free = 9.0
     assert len(asked(12)) == 1
     assert job.look() == 3
-    job.group.limit_slots(2, "others took it")
+    job.group.limit_slots(1, "others took it")
     job.free = 2.5
     JobExecutor.request_replan(job.me)
     assert asked(4) == [0, 1, 3], "there is news"
@@ -148,13 +174,13 @@ def test_as_long_as_there_is_no_more_memory_other_nodes_are_asked_less_and_less_
 
 def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_there_is_as_much_as_before() -> None:
     """A memory-only node came or went just then, say."""
-    job = Planned(free=4.5)
-    assert job.look() == 2
+    job = Planned(free=3.5)
+    assert job.look() == 1
     job.free = 2.5
     job.look()
     JobExecutor.replan_placement(job.me)
     placed = job.placed
-    job.free = 4.5
+    job.free = 3.5
     job.look()
     assert job.placed > placed
     placed = job.placed
@@ -193,91 +219,6 @@ def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_i
     assert job.measured == measured
 
 
-def test_a_slot_gives_way_once_there_has_been_no_room_for_copies_for_a_while_and_comes_again_much_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A memory-only node may be away for less, and other processes' memory come and go."""
-    now = [100.0]
-    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
-    job = Planned(free=9.0)
-    job.carrier.replication_manager = SimpleNamespace(is_requested=True)
-    job.carrier._replica_short_since_s = now[0]
-
-    def look(after_s: float) -> int:
-        now[0] += after_s
-        return job.look()
-
-    assert [look(PERIOD_S), look(SLOT_YIELD_S - 2 * PERIOD_S)] == [3, 3]
-    assert look(PERIOD_S) == 2
-    job.carrier._replica_short_since_s = math.inf
-    assert {look(PERIOD_S) for _ in range(round(SLOT_RETURN_S / PERIOD_S) - 1)} == {2}
-    assert look(PERIOD_S) == 3, "though there is no more memory than all the time"
-
-
-def test_what_others_have_just_ceased_to_keep_counts_as_short_from_then_on_whatever_they_have_never_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A memory-only node that keeps some nodes' parts is away for a moment, and nobody ever had room for another's."""
-    now = [100.0]
-    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
-    job = Planned(free=9.0)
-    replication_manager = SimpleNamespace(
-        holders_by_node=(), has_holders=True, is_requested=True, warnings=[], is_alone=False, placement_fields=dict
-    )
-    keep: set[str] = set()
-
-    def place(sizes: Any, plans: Any, used: int, gives_way: bool) -> int:
-        replication_manager.holders_by_node = tuple(Kept(node, int(node in keep)) for node in ("", "b", "c"))
-        return SLOTS_MIN if gives_way else used
-
-    class Two(AllShares):
-        def __init__(self) -> None: ...
-
-        def sum_by_node(self, sizes: Any) -> dict[str, int]:
-            return {}
-
-        def plans_by_name(self) -> dict[str, memory_plan.MemoryPlan]:
-            return {"": job.plan()}
-
-        plan_memory = job.measure
-
-    replication_manager.update_placement = place
-    job.carrier.ranks, job.carrier.replication_manager = Two(), replication_manager
-    job.carrier.cost_model, job.carrier._has_reported_placement = None, True
-    job.carrier._place_replicas = lambda *given: JobExecutor._place_replicas(job.me, *given)
-
-    def look(after_s: float, *kept: str) -> int:
-        now[0] += after_s
-        keep.clear()
-        keep.update(kept)
-        JobExecutor.replan_placement(job.me)
-        return job.look()
-
-    job.group.slot_limit = 2
-    assert look(0.0, "b", "c") == 2, "it is short from the beginning"
-    job.group.slot_limit = 3
-    assert look(1000.0) == 3, "the memory-only node may be back in a moment"
-    assert look(SLOT_YIELD_S - PERIOD_S) == 3
-    assert look(PERIOD_S) == 2
-
-
-def test_where_a_slot_gave_way_and_another_one_is_lost_that_comes_again_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(job_executor.time, "monotonic", lambda: now[0])
-    job = Planned(free=9.0)
-    job.carrier.replication_manager = SimpleNamespace(is_requested=True)
-    job.carrier._replica_short_since_s = now[0] - SLOT_YIELD_S
-    assert job.look() == 2
-    job.carrier._replica_short_since_s = math.inf
-    job.group.record_arenas(0, (MIB,))
-    JobExecutor._reduce_slots(job.me, 1, "it is full")
-    assert job.group.slot_limit == 1
-    now[0] += REPLAN_PAUSE_S
-    assert job.look() == 2
-
-
 @pytest.mark.parametrize("meanwhile", ["nothing", "it is not in use any more", "the state has grown"])
 def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_of_those_that_are(
     meanwhile: str,
@@ -292,7 +233,7 @@ def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_
     job.group.slots[2].is_making_arenas = True
     JobExecutor._make_arenas(job.me, 2, (MIB,))
     if meanwhile == "it is not in use any more":
-        job.group.set_slot_limit(2)
+        job.group.limit_slots(2, "another one could not be had")
     elif meanwhile == "the state has grown":
         job.group.record_layout(0)
         job.group.record_division(job.group.layouts_version, "e", (2 * MIB,), 3)

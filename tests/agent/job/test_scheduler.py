@@ -1218,7 +1218,7 @@ def test_a_slot_goes_once_nothing_that_is_needed_lies_in_it(first: str) -> None:
 
 def test_a_slot_that_is_being_made_goes_once_it_is_made() -> None:
     driver = Driver(slots=2)
-    driver.group.set_slot_limit(3)
+    driver.group.raise_slot_limit(3)
     assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [2]
     grown(driver, 2)
     assert closed(driver.said) == []
@@ -1323,10 +1323,12 @@ def test_arenas_that_are_too_large_since_the_state_has_shrunk_are_made_anew_once
 def test_slots_that_memory_was_not_there_for_come_once_it_is() -> None:
     driver = Driver(slots=0)
     assert driver.group.refusal_reason
-    driver.group.set_slot_limit(0)
+    driver.group.raise_slot_limit(0)
     assert driver.group.refusal_reason
-    driver.group.set_slot_limit(2)
+    driver.group.raise_slot_limit(2)
     assert (driver.group.slot_limit, driver.group.refusal_reason) == (2, "")
+    driver.group.raise_slot_limit(1)
+    assert driver.group.slot_limit == 2
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -1345,7 +1347,7 @@ def test_where_there_are_fewer_slots_one_goes_that_holds_nothing_and_the_others_
     driver.copy("there is no room")
     driver.commit("the disk is full")
     made = [action for action in driver.said if isinstance(action, do.MakeArenas)]
-    driver.group.set_slot_limit(2)
+    driver.group.limit_slots(2, "one could not be had")
     assert closed(driver.decide()) == [], "one is safe, one the newest, and one appointed"
     newest = driver.group.newest_slot
     assert newest is not None
@@ -1362,7 +1364,7 @@ def test_where_there_are_fewer_slots_one_goes_that_holds_nothing_and_the_others_
         assert {slot.number for slot in driver.group.slots if slot.arena_bytes} == {0, 1, 2} - {gone}
     assert closed(driver.said) == [gone], "once"
     assert [action for action in driver.said if isinstance(action, do.MakeArenas)] == made, "and none in its place"
-    driver.group.set_slot_limit(3)
+    driver.group.raise_slot_limit(3)
     assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [gone]
 
 
@@ -1383,7 +1385,7 @@ def test_what_cannot_be_divided_is_refused_however_much_memory_there_comes_to_be
     driver.group.record_layout(0)
     driver.decide()
     driver.group.record_division_failure(driver.group.layouts_version, "two ranks differ")
-    driver.group.set_slot_limit(3)
+    driver.group.raise_slot_limit(3)
     for rank in range(2):
         driver.group.record_save_request(rank, Version(0, 1), SaveReason.SAVE, {}, ("peer", rank))
     refused = [each for each in driver.decide() if isinstance(each, do.Refuse)]

@@ -250,7 +250,8 @@ class Sim:
         if self.slots > 1:
             self.group.is_replication_on = not self.group.is_replication_on
             self.group.placement = Kept("", self.random.choice((0, 1, 1))), Kept("b", 1)
-            self.group.set_slot_limit(self.random.randint(2, self.slots))  # a slot gives way to copies, or is back
+            self.group.limit_slots(self.random.randint(2, self.slots), "one could not be had")
+            self.group.raise_slot_limit(self.random.randint(2, self.slots))
             self.decide()
 
     def got_plan(self, rank: Rank, division: str, layout: int) -> None:

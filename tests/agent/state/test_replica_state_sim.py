@@ -635,7 +635,7 @@ class Sim:
         if slots < self.group.slot_limit:
             self.group.limit_slots(slots, "the machine has no more memory")
         else:
-            self.group.set_slot_limit(slots)
+            self.group.raise_slot_limit(slots)
 
     def restart(self) -> None:
         """The coordinator's agent: the ranks there, and what they staged, live on."""
@@ -676,7 +676,7 @@ class Sim:
         for _ in range(EVENTS):
             self.happen()
         self.gone = set()
-        self.group.set_slot_limit(3)
+        self.group.raise_slot_limit(3)
         self.calm(self.goes_on)
         self.roomy, self.store_fails = True, 0.0
         self.place()
