@@ -259,7 +259,7 @@ class Committer:
         self._check_unretired(made, base)
         doubts = (AlreadyExists, TransientError, Unsettled)
         try:
-            found = put_once(self.backend, key, body, doubts)
+            found = put_once(self.backend, key, body, record.RECORD_BYTES_MAX, doubts)
         except doubts as exc:
             then = "if the record appears later, the checkpoint is complete"
             raise SaveFailed(f"the store has not accepted its record ({exc}); {then}") from exc

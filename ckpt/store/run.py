@@ -18,7 +18,6 @@ from typing import TypeVar
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AlreadyExists, DamagedData, NotFound, RunInUse, StorageError, Superseded, Unsettled, UsageError
 from ckpt.events import Events
-from ckpt.format.record import RECORD_BYTES_MAX
 from ckpt.storage.contract import Backend, ObjectInfo, PutMode
 from ckpt.storage.names import problem_text
 from ckpt.store import keys
@@ -150,7 +149,7 @@ class Run:
         """Puts the claim. A repetition is harmless; a lost reply is settled by reading back. Errors: UsageError if
         another claim has the key (the epoch's nonce is not new); StorageError."""
         key, body = keys.epoch_key(claim.epoch), encode_claim(claim)
-        if put_once(self.backend, key, body) not in (None, body):
+        if put_once(self.backend, key, body, CLAIM_BYTES_MAX) not in (None, body):
             raise UsageError(f"{key} is claimed by another start; begin a new epoch")
         self._claims_by_epoch[claim.epoch] = claim
 
@@ -274,16 +273,20 @@ class Run:
 
 
 def put_once(
-    backend: Backend, key: str, body: bytes, doubts: tuple[type[StorageError], ...] = (AlreadyExists, Unsettled)
+    backend: Backend,
+    key: str,
+    body: bytes,
+    bytes_max: int,
+    doubts: tuple[type[StorageError], ...] = (AlreadyExists, Unsettled),
 ) -> bytes | None:
-    """Puts the object if the key is free, and returns None. After one of `doubts` the content of the key is read back
-    and returned. Errors: the put's own if the key holds nothing; StorageError."""
+    """Puts the object if the key is free, and returns None. After one of `doubts` the content of the key, of at most
+    `bytes_max`, is read back and returned. Errors: the put's own if the key holds nothing; StorageError."""
     try:
         backend.put(key, [body], PutMode.IF_ABSENT)
         return None
     except doubts as exc:
         try:
-            return backend.get(key, RECORD_BYTES_MAX)
+            return backend.get(key, bytes_max)
         except NotFound:
             raise exc from None
 
