@@ -399,6 +399,7 @@ def test_a_job_that_the_agent_cannot_go_on_with_is_told_so_and_goes_on_with_the_
     rank.options = {**OPTIONS, "policy": {"steps": None, "seconds": 0.05}}
     rank.connect()
     enter(rank)
+    rank.wait_warm()  # nothing else is on its way when the event comes
     rank.enter(1 << 43)
     assert rank.lost.wait(60)
     assert [event["name"] for event in rank.events if event["loud"]][-1] == "job.failed"
