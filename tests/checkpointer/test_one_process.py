@@ -85,6 +85,16 @@ def test_a_run_that_is_complete_trains_nothing_saves_nothing_and_says_so(tmp_pat
     assert sorted(p.name for p in (tmp_path / "commits").iterdir()) == before
 
 
+def test_a_loop_that_is_left_in_its_first_step_is_no_finished_run(tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    seen, job = Seen(), make()
+    with ckpt.Checkpointer(tmp_path, job.state, sinks=(seen,)) as ck:
+        for _ in ck.steps(5):
+            break
+    assert ck.restored.step == 3
+    assert seen.named("run.finished") == []
+
+
 def test_appointed_snapshots_are_taken_at_the_multiples(tmp_path: Path) -> None:
     job, commits = make(), tmp_path / "commits"
     with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10)) as ck:

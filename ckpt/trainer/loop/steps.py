@@ -32,6 +32,7 @@ class Steps:
         self._loader_watch = watch
         self._events = events
         self._loop_token: object = None  # the newest one
+        self._had_none_left = False  # whether that loop had no step
         self._is_in_body = False  # whether the loop's body is running
         self._has_ended_in_body = False  # whether that body has ended its step
 
@@ -58,6 +59,7 @@ class Steps:
         if self.leave_loop():
             end()
         self._loop_token = loop = object()
+        self._had_none_left = self.last_ended >= last
         while self.last_ended < last:
             self._has_ended_in_body = False
             self._is_in_body = True
@@ -105,13 +107,8 @@ class Steps:
     def report_none(self) -> None:
         """Tells, at the end of the block, that the loops over ck.steps() had no step left."""
         terms = self._saver.link.terms
-        if (
-            self._loop_token is not None
-            and self.start_step > 0
-            and not self.has_ended_step
-            and terms
-            and not terms.rank
-        ):
+        is_told = terms is not None and terms.rank == 0
+        if is_told and self._had_none_left and self.start_step > 0 and not self.has_ended_step:
             text = f"ckpt: the restored run was at step {self.start_step}, so no step of ck.steps() was left: nothing "
             text += "was trained. To go on, give more steps; for a new run, another URL"
             self._events.emit("run.finished", text, loud=True)
