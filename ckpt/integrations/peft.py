@@ -23,7 +23,7 @@ class AdaLoraScores:
     model: the PEFT model, wrapped (DDP) or not. Errors: UsageError if it has no such adapter."""
 
     def __init__(self, model: nn.Module) -> None:
-        tuner: Any = next((each for each in model.modules() if "rankallocator" in vars(each)), None)
+        tuner = _find_tuner(model)
         if tuner is None:
             raise ckpt.UsageError(
                 f"this {type(model).__name__} has no AdaLoRA adapter: leave AdaLoraScores out of the state"
@@ -43,4 +43,8 @@ class AdaLoraScores:
 
 def find_scores(model: nn.Module) -> dict[str, AdaLoraScores]:
     """A part of a state: the scores of the model's AdaLoRA adapter, if it has one."""
-    return {"adalora": AdaLoraScores(model)} if any("rankallocator" in vars(each) for each in model.modules()) else {}
+    return {} if _find_tuner(model) is None else {"adalora": AdaLoraScores(model)}
+
+
+def _find_tuner(model: nn.Module) -> Any:
+    return next((each for each in model.modules() if "rankallocator" in vars(each)), None)

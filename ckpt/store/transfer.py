@@ -94,7 +94,7 @@ def _copy_claims(source: Run, target: Run, view: RunView, epochs: Sequence[Epoch
 
 def _copy_object(source: Backend, target: Backend, key: str, size_max: int) -> None:
     body = source.get(key, size_max)
-    if put_once(target, key, body, RECORD_BYTES_MAX) not in (None, body):
+    if put_once(target, key, body, CLAIM_BYTES_MAX + len(body)) not in (None, body):
         raise UsageError(f"{target.url}: {key} exists already with other content; give another URL")
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from ckpt.errors import UsageError
 from ckpt.trainer.state.state_nodes import ModuleNode, ObjectNode, StateNode
 
 
-def check_adapters(nodes: Iterable[StateNode]) -> None:
+def check_adapters(nodes: Sequence[StateNode]) -> None:
     """Errors: UsageError if a module has an AdaLoRA adapter, and no object of the state holds its scores."""
-    nodes = list(nodes)
     held = {
         id(value)
         for node in nodes
@@ -23,7 +22,6 @@ def check_adapters(nodes: Iterable[StateNode]) -> None:
             if allocator is not None and id(allocator) not in held:
                 path = ".".join(filter(None, (f"state[{node.path!r}]", name, "rankallocator")))
                 raise UsageError(
-                    f"{path} keeps AdaLoRA's importance scores, which "
-                    "state_dict() leaves out, so a restart would mask other ranks. Put "
-                    "ckpt.integrations.peft.AdaLoraScores(model) into the state"
+                    f"{path} keeps AdaLoRA's importance scores, which state_dict() leaves out, so a restart would mask "
+                    "other ranks. Put ckpt.integrations.peft.AdaLoraScores(model) into the state"
                 )
