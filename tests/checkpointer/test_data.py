@@ -267,25 +267,25 @@ def prefetching(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -
 
 
 def prefetching_in_a_thread(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
-    waiting: queue.Queue[Any] = queue.Queue(1)
-    filled: queue.Queue[None] = queue.Queue()
+    drawn: queue.Queue[Any] = queue.Queue()
+    wanted: queue.Queue[None] = queue.Queue()
 
     def fill() -> None:
         for batch in endless(batches):
-            waiting.put(batch)
-            filled.put(None)
+            drawn.put(batch)
+            wanted.get()
             if tasks.stopping.is_set():
                 return
 
     with Tasks("prefetch") as tasks:
         tasks.start("fill", fill)
-        filled.get()
+        coming = drawn.get()
         for _ in ck.steps(steps):
-            batch = waiting.get()
-            filled.get()  # the next one is drawn before this step ends, each time
+            wanted.put(None)
+            batch, coming = coming, drawn.get()  # one ahead at each step's end, however the threads take turns
             train(batch)
         tasks.stopping.set()
-        waiting.get()
+        wanted.put(None)
 
 
 def in_micro_batches(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:

@@ -124,13 +124,15 @@ class LocalShare:
         then: Callable[[memory_plan.MemoryPlan | None, str], None],
     ) -> None:
         """Plans the memory here: the number of slots, at most `slots`. `sizes`: arena bytes by rank."""
-        taken, total_bytes = self._get_memory_use(), memory_plan.total_bytes()
+        # Free before total: if the group's limit is raised in between, this plan is only too small, and the next one
+        # is right. The other way round a slot would count as large, and the job would keep to two.
+        taken, free_bytes, total_bytes = self._get_memory_use(), self._workers.free_bytes(), memory_plan.total_bytes()
         plan = memory_plan.make_plan(
             slot_bytes=sum(sizes.values()),
             kept_bytes=taken.kept_bytes,
             held_bytes=self.arena_bytes + taken.lent_bytes,
             limit_bytes=limit_bytes,
-            free_bytes=self._workers.free_bytes(),
+            free_bytes=free_bytes,
             slots=slots,
             reserve_bytes=memory_pressure.reserve_bytes(total_bytes),
             total_bytes=total_bytes,
