@@ -67,6 +67,10 @@ class Keep:
 # The least distance of snapshots that go by the clock: a snapshot is announced two steps ahead, after the one before.
 STEPS_APART = 3
 
+EXIT_SLACK = 1.5  # factor on the measured time of the last save
+# Kept free before a deadline: clocks differ, stores have slow moments, machines go early.
+EXIT_RESERVE_S = 10.0
+
 # A connection that moves less than 16 KiB in 30 s counts as stuck, and 64 of them may share the bandwidth (agent/net).
 PEER_BANDWIDTH_MIN = 1 << 16
 
@@ -110,6 +114,12 @@ class Limits:
             raise UsageError(
                 f"ckpt.Limits(unsaved_s={self.unsaved_s!r}): give seconds, from {LEAST:g} to {MOST:g}, or None"
             )
+
+
+def exit_lead_s(save_s: float) -> float:
+    """Seconds before the deadline of a certain notice at which a job takes its last snapshot. `save_s`: the expected
+    seconds from its appointment until it is committed."""
+    return save_s * EXIT_SLACK + EXIT_RESERVE_S
 
 
 def is_limit(value: object, most: float = MOST) -> bool:

@@ -11,9 +11,10 @@ next. Semantics, as in ckpt:
   trainers are going down; a loss of nodes then is a loss of their memory.
 - A commit under way goes on through a crash, and through a loss that its snapshot survives in memory.
 - All events of one instant are one failure.
-- A notice makes an appointment as late as the measured times allow. A loss that was announced needs no detection, since
-  the job has left in order. The seconds from the appointment to the loss count as lost steps here. A real job holds or
-  leaves in that time and loses no step; both cost the same time.
+- By a certain notice the job leaves as late as the measured times and a reserve allow, as in ckpt. Its last snapshot is
+  replicated and committed before it starts on the nodes that have no notice.
+- By an uncertain notice the job takes one more snapshot, as late as the measured times allow, and stays. The steps from
+  there to a loss are lost. An announced loss needs no detection.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ckpt.policy.failures import Failure
+from ckpt.policy.save_options import STEPS_APART, exit_lead_s
 from ckpt.simulate.memory import SavedState, lose_nodes, make_home
 from ckpt.simulate.notices import SimulatedNotice, draw_notices
 from ckpt.simulate.outcome import Cause, Recovery, RestoredFrom, RunOutcome
@@ -180,23 +182,25 @@ class SimulatedJob:
         elif self.phase is not JobPhase.DETECTING and (hit := (lost | crashed) & self.job):
             gone = lost & self.job
             self._fail("loss" if gone else "crash", bool(gone) and gone.issuperset(hit) and self._were_warned(gone))
-        elif self._may_grow():
-            training.leave()
-            self._has_left()
+        else:
+            self._grow()
 
     def _spend_nodes(self) -> None:
         now_s = self.training.now_s
         self.times.node_s += (now_s - self._spent_s) * min(len(self.present), self.scenario.nodes)
         self._spent_s = now_s
 
-    def _may_grow(self) -> bool:
-        return (
+    def _grow(self) -> None:
+        """Has the job leave, to restart on more nodes, if it waits for that and they are there."""
+        if (
             self.scenario.rejoin is Rejoin.AT_WANTED
             and self.phase is JobPhase.TRAINING
-            and len(self.job) < self.scenario.nodes <= len(self.present)
+            and len(self.job) < self.scenario.nodes <= len(self._usable_nodes())
             and self.scenario.saves
             and not self.training.must_leave
-        )
+        ):
+            self.training.leave(commits=False)
+            self._has_left()
 
     # -- restarts
 
@@ -208,13 +212,17 @@ class SimulatedJob:
         self._begin_phase(JobPhase.DETECTING, 0.0 if warned else self.scenario.detect_s)
 
     def _has_left(self) -> bool:
-        """Whether the trainers left to restart on more nodes; that restart then begins."""
+        """Whether the trainers left, to restart on more nodes or without those that go; that restart then begins."""
         training = self.training
         if training.doing is not Doing.DONE or training.is_finished:
             return False
         training.stop()
-        self.interruption = Interruption(training.now_s, "rejoin", self.job, False)
-        self._start_if_enough()
+        by_notice = not self.job <= set(self._usable_nodes())
+        self.interruption = Interruption(training.now_s, "loss" if by_notice else "rejoin", self.job, by_notice)
+        if by_notice:
+            self._begin_phase(JobPhase.DETECTING, self._save_s())
+        else:
+            self._start_if_enough()
         return True
 
     def _begin_phase(self, phase: JobPhase, seconds: float) -> None:
@@ -229,12 +237,13 @@ class SimulatedJob:
             self._train()
 
     def _start_if_enough(self) -> None:
-        if len(self.present) < self.scenario.nodes_least:
+        usable = self._usable_nodes()
+        if len(usable) < self.scenario.nodes_least:
             self._begin_phase(JobPhase.WAITING, NEVER)
             return
         # Nodes of the former start hold its snapshots.
-        stay = [node for node in self.present if node in self.job]
-        others = [node for node in self.present if node not in self.job]
+        stay = [node for node in usable if node in self.job]
+        others = [node for node in usable if node not in self.job]
         self.job = frozenset((stay + others)[: self.scenario.nodes])
         self._begin_phase(JobPhase.STARTING, self.scenario.gang_start_s)
 
@@ -291,9 +300,9 @@ class SimulatedJob:
             home = make_home({node: self.present[node] for node in self.present if node in self.job}, option)
         self._begin_phase(JobPhase.TRAINING, NEVER)
         training.start(home)
-        if self._may_grow():
-            training.leave()
-            self._has_left()
+        for node in self.job & self.warned.keys():
+            self._plan_appointment(node, self.warned[node])
+        self._grow()
 
     def _failure(self, was: Interruption, level: RestoredFrom) -> Failure | None:
         """As `agent.state.cost_model.classify_failure`; None if nothing was lost, since the job left in order."""
@@ -314,23 +323,50 @@ class SimulatedJob:
     # -- notices
 
     def _hear(self, notice: SimulatedNotice) -> None:
-        """A notice: the appointment is as late as step, stall and what makes the snapshot safe allow."""
-        if notice.node not in self.present:
-            return
-        self.warned[notice.node] = notice.deadline_s
-        scenario, n = self.scenario, max(1, len(self.job))
+        if notice.node in self.present:
+            self.warned[notice.node] = notice.deadline_s
+            self._plan_appointment(notice.node, notice.deadline_s)
+
+    def _plan_appointment(self, node: str, deadline_s: float) -> None:
+        """The appointment is as late as step, stall and what makes the snapshot safe allow."""
+        scenario, n, now_s = self.scenario, max(1, len(self.job)), self.training.now_s
         slowdown = scenario.store.slowdown if scenario.store is not None else 0.0
-        steps = 2 if scenario.local is not None and scenario.local.deferred else 1
+        step_s = scenario.step_s_on(n) / (1 - slowdown)
         stall_s = scenario.local.stall_s if scenario.local is not None else scenario.commit_s_on(n)
-        safe_s = scenario.replication_s_on(n) if scenario.peers is not None else scenario.commit_s_on(n)
-        needed_s = steps * scenario.step_s_on(n) / (1 - slowdown) + stall_s + safe_s
-        at_s = max(notice.time_s, notice.deadline_s - needed_s)
-        heapq.heappush(self._appointments, (at_s, notice.node, notice.deadline_s))
+        if scenario.notices.certain:
+            needed_s = exit_lead_s(STEPS_APART * step_s + stall_s + self._save_s())
+            # A false alarm is over then, and the node can be used again.
+            heapq.heappush(self._appointments, (math.nextafter(deadline_s, math.inf), node, deadline_s))
+        else:
+            steps = 2 if scenario.local is not None and scenario.local.deferred else 1
+            safe_s = scenario.replication_s_on(n) if scenario.peers is not None else scenario.commit_s_on(n)
+            needed_s = steps * step_s + stall_s + safe_s
+        heapq.heappush(self._appointments, (max(now_s, deadline_s - needed_s), node, deadline_s))
 
     def _appoint(self, node: str, deadline_s: float) -> None:
-        wanted = self.phase is JobPhase.TRAINING and node in self.job and self.training.now_s <= deadline_s
-        if wanted and self.training.unsaved_s >= self.scenario.notices.act_above_s:
-            self.times.acted += self.training.hurry()
+        training = self.training
+        if training.now_s > deadline_s and self.phase is JobPhase.WAITING:
+            self._start_if_enough()
+        elif training.now_s > deadline_s:
+            self._grow()
+        elif self.phase is not JobPhase.TRAINING or node not in self.job or training.must_leave:
+            return
+        elif self.scenario.notices.certain:
+            self.times.acted += 1
+            training.leave(commits=True)
+            self._has_left()
+        elif training.unsaved_s >= self.scenario.notices.act_above_s:
+            self.times.acted += training.hurry()
+
+    def _usable_nodes(self) -> list[str]:
+        """The nodes that a start may use: all that are there, but for those that a certain notice says will go."""
+        now_s, certain = self.training.now_s, self.scenario.notices.certain
+        return [node for node in self.present if not (certain and now_s <= self.warned.get(node, -math.inf))]
+
+    def _save_s(self) -> float:
+        """From a whole snapshot until it is replicated and committed."""
+        n = max(1, len(self.job))
+        return self.scenario.replication_s_on(n) + self.scenario.commit_s_on(n)
 
     def _were_warned(self, nodes: set[str]) -> bool:
         return all(self.training.now_s <= self.warned.get(node, -math.inf) for node in nodes)

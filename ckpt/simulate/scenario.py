@@ -118,6 +118,8 @@ class NoticeModel:
     if `exponential`, else always that long. 120 s is the notice of AWS spot instances.
     false_node_hour: notices per node and hour after which the node stays.
     act_above_s: a notice is ignored while less work than that is unsaved (`policy.with_predictions` names the best).
+    certain: the job leaves by a notice, as by a cloud's: it saves its last step in the store and starts on the other
+    nodes. False: a notice costs one more snapshot, as a prediction does, and the job stays.
     """
 
     recall: float = 0.0
@@ -125,6 +127,7 @@ class NoticeModel:
     exponential: bool = False
     false_node_hour: float = 0.0
     act_above_s: float = 0.0
+    certain: bool = True
 
     def __post_init__(self) -> None:
         within("recall", self.recall, 0, 1)

@@ -63,7 +63,7 @@ class Training:
         self._due_s = NEVER
         self._turn_steps = 0
         self._hurried = False
-        self._commits_after_stall = self._commits_at_once = False
+        self._commits_after_stall = self._commits_at_once = self._commits_last = False
         self._pace_from_s = 0.0
         self._turns: dict[TurnState, TurnBegin] = {}
         self._idle_turns: dict[TurnState, TurnBegin] = {}  # while no commit runs
@@ -137,7 +137,7 @@ class Training:
 
     def start(self, home: Home) -> None:
         """Training goes on, on the nodes of `home`."""
-        self.home, self.began_s, self.must_leave = home, self.now_s, False
+        self.home, self.began_s, self.must_leave, self._commits_last = home, self.now_s, False, False
         self._nodes = len(home.ids)
         self._step_s = self.scenario.step_s_on(self._nodes)
         self._replication_s = self.scenario.replication_s_on(self._nodes)
@@ -192,9 +192,9 @@ class Training:
             return True
         return False
 
-    def leave(self) -> None:
-        """The job leaves in order, after a last snapshot."""
-        self.must_leave = True
+    def leave(self, commits: bool) -> None:
+        """The job leaves in order, after a last snapshot, which the agents commit if `commits`."""
+        self.must_leave, self._commits_last = True, commits
         if self.doing is Doing.WORKING and self._worked_s == 0 and self._completing is None:
             self._leave()
         self.hurry()
@@ -292,7 +292,8 @@ class Training:
             self._leave()
         self._replicate_newest()
         must = self._commits_after_stall and self.saves.steps is not None
-        if self.scenario.store is not None and not self.scenario.is_synchronous and (must or self._commits_at_once):
+        must = must or self._commits_at_once or self._commits_last
+        if self.scenario.store is not None and not self.scenario.is_synchronous and must:
             self.waiting = self.newest
         self._commit_next()
 

@@ -148,7 +148,7 @@ def test_notices_save_what_the_model_of_predictions_says(stall_s, recall, precis
         store=None,
         # By the clock, as the model: the next interval begins after a snapshot that a notice caused.
         policy=Every(seconds=interval_s + stall_s),
-        notices=NoticeModel(recall, 60.0, False, false_h, stall_s / precision if recall else 0.0),
+        notices=NoticeModel(recall, 60.0, False, false_h, stall_s / precision if recall else 0.0, certain=False),
     )
     wastes = []
     for seed in range(RUNS):

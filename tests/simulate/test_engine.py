@@ -238,7 +238,8 @@ def test_a_failure_at_the_instant_of_a_snapshot_or_of_a_commit_comes_after_it():
 
 # --- notices --------------------------------------------------------------------------------------------------------
 
-ALL = NoticeModel(recall=1.0, lead_s=120.0)
+ALL = NoticeModel(recall=1.0, lead_s=120.0, certain=False)
+LEAVE = NoticeModel(recall=1.0, lead_s=120.0)
 
 
 def test_a_notice_in_time_saves_all_but_the_last_seconds():
@@ -250,8 +251,38 @@ def test_a_notice_in_time_saves_all_but_the_last_seconds():
     assert restarts(went(lost, (390.0, ADD, "n9"))) == [("peer", 64, 10 + 20 + 5)]
 
 
-def test_a_notice_too_late_to_replicate_saves_nothing():
+def test_by_a_certain_notice_the_job_leaves_with_its_last_step_saved_and_starts_on_the_other_nodes():
+    lost = [(390.0, REMOVE, "n1"), (390.0, ADD, "n9")]
+    outcome = went(*lost, notices=LEAVE)
+    # Appointed at 305 s, 1.5 (3 + 2 + 5 + 40) + 10 s before the deadline; left at 307 s; saved 45 s later.
+    (left,) = outcome.recoveries
+    assert (outcome.notices_acted, left.cause, left.level, left.lost_steps) == (1, "loss", "peer", 0)
+    # Three nodes fetch what four had.
+    assert (left.time_s, left.seconds) == (pytest.approx(307.0), pytest.approx(45 + 20 + 5 * 4 / 3))
+    assert outcome.lost_s == 0.0
+    # With all four nodes needed it waits for the new one.
+    (left,) = went(*lost, notices=LEAVE, nodes_min=4).recoveries
+    assert (left.waited_s, left.seconds) == (pytest.approx(390 - 352), pytest.approx(390 - 307 + 25))
+
+
+def test_a_certain_notice_that_comes_late_saves_nothing_that_is_not_replicated():
     late = NoticeModel(recall=1.0, lead_s=4.0)
+    (left,) = went((390.0, REMOVE, "n1"), notices=late).recoveries
+    assert (left.cause, left.level, left.lost_steps) == ("loss", "peer", 60)  # since 326 s; it left at 388 s
+
+
+def test_a_node_that_stays_in_spite_of_a_certain_notice_is_used_again_after_the_deadline():
+    made = scenario(notices=NoticeModel(false_node_hour=1.0, lead_s=200.0), rejoin=Rejoin.AT_WANTED)
+    outcome = run(made, trace(4, span_s=4000.0), seed=3)
+    causes = [each.cause for each in outcome.recoveries]
+    assert outcome.notices_acted > 0
+    assert causes.count("loss") == outcome.notices_acted
+    assert causes.count("rejoin") > 0
+    assert outcome.lost_s == 0.0
+
+
+def test_a_notice_too_late_to_replicate_saves_nothing():
+    late = NoticeModel(recall=1.0, lead_s=4.0, certain=False)
     assert restarts(went((390.0, REMOVE, "n1"), notices=late))[0][:2] == ("peer", 62)  # of 64 s, 2 s were the stall
 
 
@@ -262,7 +293,7 @@ def test_without_replicas_a_notice_commits():
 
 def test_a_notice_without_a_loss_costs_one_snapshot():
     quiet = went(span_s=1000.0)
-    made = scenario(notices=NoticeModel(false_node_hour=3.0, lead_s=20.0))
+    made = scenario(notices=NoticeModel(false_node_hour=3.0, lead_s=20.0, certain=False))
     outcome = run(made, trace(4, span_s=1000.0), seed=3)
     assert outcome.notices_acted > 0
     assert (outcome.recoveries, outcome.lost_s) == ((), 0.0)
@@ -270,7 +301,7 @@ def test_a_notice_without_a_loss_costs_one_snapshot():
 
 
 def test_a_notice_is_ignored_while_little_is_unsaved():
-    picky = NoticeModel(recall=1.0, act_above_s=70.0)
+    picky = NoticeModel(recall=1.0, act_above_s=70.0, certain=False)
     outcome = went((390.0, REMOVE, "n1"), notices=picky)
     assert (outcome.notices_acted, outcome.recoveries[0].lost_steps) == (0, 64)
 

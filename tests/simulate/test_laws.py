@@ -85,6 +85,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
                 exponential=st.booleans(),
                 false_node_hour=st.sampled_from([0.0, 1.0]),
                 act_above_s=seconds,
+                certain=st.booleans(),
             )
         ),
     )
