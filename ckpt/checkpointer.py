@@ -31,7 +31,7 @@ from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks, run_cleanups
 from ckpt.trainer.link.export_plan import plan_export
 from ckpt.trainer.link.levels import Level
-from ckpt.trainer.link.options import UserOptions, advise_interval, check_state, find_init, find_url, make_options
+from ckpt.trainer.link.options import UserOptions, advise_interval, find_init, find_url, make_options
 from ckpt.trainer.loop import calling_framework, entry
 from ckpt.trainer.loop.due_saves import DueSaves
 from ckpt.trainer.loop.loader_watch import LoaderWatch
@@ -41,7 +41,7 @@ from ckpt.trainer.loop.shutdown import Shutdown
 from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.loop.steps import Appointments, Steps, as_whole_number
 from ckpt.trainer.loop.swapped_weights import find_pairs, swap
-from ckpt.trainer.state.state_nodes import ModuleNode
+from ckpt.trainer.state.state_nodes import ModuleNode, check_state
 from ckpt.types import Version
 
 # EX_TEMPFAIL: this process did nothing wrong, but a newer start has taken its place.

@@ -63,12 +63,6 @@ def find_init(init: object) -> str | None:
     )
 
 
-def check_state(state: object) -> None:
-    """Errors: UsageError if `state` is not a dict whose keys are names."""
-    if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
-        raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
-
-
 def make_options(
     policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str, peers: Replicas | Parity | None
 ) -> dict[str, Any]:

@@ -247,12 +247,8 @@ class _NodeTargets:
             if not self.is_other_ranks(node, others):
                 self.requests.note_other_kind(node.path, "value")
             return
-        live = {
-            name: (path, t)
-            for path, name, t in value_trees.name_tensors(
-                node.path, value_trees.split_tensors(node.value, node.path)[1]
-            )
-        }
+        found = value_trees.split_tensors(node.value, node.path)[1]
+        live = {names.join(node.path, *path): (path, tensor) for path, tensor in found}
         composites.check_composites(saved.value, node.path, node.value)
         made: list[tuple[value_trees.Path, Any]] = []
         for path, name in saved.tensors:

@@ -37,18 +37,14 @@ class RandomStream:
     reseed: Callable[[int], object]
 
 
-def find_streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
-    """The process's own generators (Python, NumPy, torch, each CUDA device once CUDA is in use) and the registered
-    ones, by name. `objects`: the registered generators by path. Reading the states waits for no device."""
-    found = dict(_PROCESS)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def find_streams(objects: Mapping[str, Any], of_process: bool = True) -> dict[str, RandomStream]:
+    """The registered generators by name; if `of_process`, also the process's own (Python, NumPy, torch, each CUDA
+    device once CUDA is in use). `objects`: the registered generators by path. Reading the states waits for no
+    device."""
+    found = dict(_PROCESS) if of_process else {}
+    if of_process and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= {f"cuda:{i}": _torch(g) for i, g in enumerate(torch.cuda.default_generators)}
-    return found | registered_streams(objects)
-
-
-def registered_streams(objects: Mapping[str, Any]) -> dict[str, RandomStream]:
-    """The registered generators by name. `objects`: the generators by path."""
-    return {f"state:{path}": stream_of(value) for path, value in objects.items()}
+    return found | {f"state:{path}": stream_of(value) for path, value in objects.items()}
 
 
 def is_generator(value: object) -> bool:
@@ -157,11 +153,9 @@ def derive_seed(name: str, saved: Mapping[tuple[Axis, ...], Mapping[str, Any]], 
     first = min(saved, key=lambda axes: [axis.index for axis in axes])
     seed = saved[first].get("seed", digests[first])
     equal = {axis.name: _equal_along(axis.name, digests) for axis in first}
-    part = [
-        f"{axis.name}={axis.index}"
-        for axis in here.axes
-        if len(set(digests.values())) > 1 and not equal.get(axis.name, axis.is_same_data)
-    ]
+    differ = len(set(digests.values())) > 1
+    axes = (axis for axis in here.axes if differ and not equal.get(axis.name, axis.is_same_data))
+    part = [f"{axis.name}={axis.index}" for axis in axes]
     material = repr((name, seed, step, ",".join(part))).encode()
     return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "big")
 

@@ -7,7 +7,9 @@ same coordinate under DDP, under FSDP2 and without a mesh.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 from ckpt.errors import UsageError
 from ckpt.trainer.state.names import modules
-from ckpt.trainer.state.shard import Shard, is_dtensor
+from ckpt.trainer.state.shard import is_dtensor
 
 # Axes along which ranks work on the same data, in lower case. Every other axis counts as data-parallel. Too many
 # data-parallel axes keep more loader positions than needed; too few would lose positions.
@@ -61,17 +63,11 @@ class Coordinate:
 
     @property
     def data_rank(self) -> int:
-        rank = 0
-        for axis in self.data_axes:
-            rank = rank * axis.size + axis.index
-        return rank
+        return functools.reduce(lambda rank, axis: rank * axis.size + axis.index, self.data_axes, 0)
 
     @property
     def data_world(self) -> int:
-        world = 1
-        for axis in self.data_axes:
-            world *= axis.size
-        return world
+        return math.prod(axis.size for axis in self.data_axes)
 
     def is_in_mesh_of(self, coordinates: Collection[str]) -> bool:
         """Whether `coordinates`, those of all ranks, are the coordinates of this coordinate's mesh."""
@@ -141,5 +137,3 @@ def _meshes(state: Any, depth: int = 0) -> Iterator[Any]:
     elif isinstance(state, (dict, list, tuple)) and depth < 10:
         for value in state.values() if isinstance(state, dict) else state:
             yield from _meshes(value, depth + 1)
-    elif isinstance(state, Shard):
-        return

@@ -147,8 +147,7 @@ def _is_custom(module: nn.Module) -> bool:
         getattr(kind, n) is not getattr(nn.Module, n) for n in _CUSTOM_METHODS
     ):
         return True
-    loads = kind._load_from_state_dict
-    if loads is not nn.Module._load_from_state_dict and not loads.__module__.startswith("torch.nn.modules."):
+    if _loads_in_own_way(module):
         return True
     hooks: list[Callable[..., Any]] = [
         *module._state_dict_hooks.values(),
@@ -168,6 +167,10 @@ def may_resize(root: nn.Module, key: str) -> bool:
         if not isinstance(child, nn.Module):
             return False
         module = child
+    return _loads_in_own_way(module)
+
+
+def _loads_in_own_way(module: nn.Module) -> bool:
     loads: Any = type(module)._load_from_state_dict
     return loads is not nn.Module._load_from_state_dict and not loads.__module__.startswith("torch.nn.modules.")
 

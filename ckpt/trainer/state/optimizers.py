@@ -26,7 +26,7 @@ from ckpt.trainer.state import names, value_trees
 from ckpt.trainer.state.composites import is_composite
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.shard import Shard, is_dtensor
-from ckpt.trainer.state.state_nodes import NamedTensor, read_tree
+from ckpt.trainer.state.state_nodes import NamedTensor, Read, read_tree
 from ckpt.trainer.state.value_trees import Path, Tensor
 
 _CUSTOM = ("state_dict", "load_state_dict")
@@ -114,10 +114,8 @@ class OptimizerView:
         now = self.read_again() if self.is_mixed else self
         groups = []
         for index, param_names in enumerate(self.names_by_group):
-            hyper = hyper_parameters(self.optimizer.param_groups[index])
-            bare, found = value_trees.split_tensors(hyper, group_path(self.path, index), has_objects=True)
-            tensors = [(path, name) for path, name, _ in value_trees.name_tensors(group_path(self.path, index), found)]
-            groups.append({"params": param_names, "value": bare, "tensors": tensors})
+            _, hyper = _read_group(self.path, index, self.optimizer)
+            groups.append({"params": param_names, "value": hyper["value"], "tensors": hyper["tensors"]})
         return {
             "kind": "optimizer",
             "class": class_of(self.optimizer),
@@ -231,11 +229,8 @@ def _describe(key: object) -> str:
 def read_view(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]]) -> OptimizerView:
     """The view of an optimizer as it is now. `params`: its parameters, as named before."""
     found = OptimizerView(path, optimizer, params, [tuple(p.name for p in line) for line in params])
-    for index, group in enumerate(optimizer.param_groups):
-        tensors = value_trees.split_tensors(hyper_parameters(group), path, has_objects=True)[1]
-        found.tensors += [
-            NamedTensor(name, tensor) for _, name, tensor in value_trees.name_tensors(group_path(path, index), tensors)
-        ]
+    for index in range(len(optimizer.param_groups)):
+        found.tensors += _read_group(path, index, optimizer)[0]
     if is_custom(optimizer):
         found.is_mixed = True
         tensors_of_rest, found.rest = read_tree("rest", _read_rest(path, optimizer), path)
@@ -256,6 +251,12 @@ def read_view(path: str, optimizer: torch.optim.Optimizer, params: list[list[Par
             if isinstance(held, dict):
                 found.plain_states.append(held)
     return found
+
+
+def _read_group(path: str, index: int, optimizer: torch.optim.Optimizer) -> Read:
+    """The hyper-parameters of a group."""
+    hyper = hyper_parameters(optimizer.param_groups[index])
+    return read_tree("group", hyper, group_path(path, index), has_objects=True)
 
 
 def is_custom(optimizer: torch.optim.Optimizer) -> bool:

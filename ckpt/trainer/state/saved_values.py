@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format import values
@@ -15,7 +15,6 @@ from ckpt.trainer.state.mesh_coordinate import Axis
 from ckpt.trainer.state.names import join
 from ckpt.trainer.state.value_trees import get_at, has_path
 
-T = TypeVar("T")
 Path = tuple[Any, ...]
 
 
@@ -298,25 +297,22 @@ def _optimizer(body: Any) -> OptimizerTree:
 
 def _class_name(body: Any) -> str:
     """The class name of an optimizer or object; "" if it is unknown."""
-    kind: str = _get(body, "class", str) if "class" in body else ""
-    return kind
+    return str(_get(body, "class", str, ""))
 
 
-def _rest(body: Any, key: str = "rest") -> dict[str, Any]:
+def _rest(body: Any, key: str = "rest") -> Any:
     """The rest of a stored optimizer, or its state under texts ("keyed"). Older checkpoints may lack either."""
-    rest: dict[str, Any] = _get(body, key, dict) if key in body else {"value": {}, "tensors": ()}
-    return rest
+    return _get(body, key, dict, {"value": {}, "tensors": ()})
 
 
 def _group_number(group: Any, index: int) -> int:
     """The number of a stored group: recorded in a joined group, else its index."""
-    number: int = _get(group, "number", int) if "number" in group else index
-    return number
+    return int(_get(group, "number", int, index))
 
 
 def _versions(body: Any) -> dict[str, int]:
     """The format versions of a stored module; empty for one that is restored tensor by tensor."""
-    versions: dict[str, int] = _get(body, "versions", dict) if "versions" in body else {}
+    versions: dict[str, int] = _get(body, "versions", dict, {})
     if not all(isinstance(name, str) and isinstance(number, int) for name, number in versions.items()):
         raise DamagedData("the stored versions of a module's format are not numbers by name")
     return versions
@@ -324,7 +320,7 @@ def _versions(body: Any) -> dict[str, int]:
 
 def _composites(body: Any) -> dict[str, str]:
     """What the tensor subclasses of a stored module were; empty for a module that has none."""
-    found: dict[str, str] = _get(body, "composites", dict) if "composites" in body else {}
+    found: dict[str, str] = _get(body, "composites", dict, {})
     if not (_are_texts(found) and _are_texts(found.values())):
         raise DamagedData("the stored tensor subclasses of a module are not texts by name")
     return found
@@ -385,8 +381,9 @@ def _get_named(tree: Any, key: str) -> dict[str, Any]:
     return found
 
 
-def _get(tree: Any, key: str, kind: type[T] | tuple[type[Any], ...]) -> Any:
-    """The value under `key`, which must be of type `kind`. Errors: DamagedData."""
-    if not isinstance(tree, dict) or key not in tree or not isinstance(tree[key], kind):
-        raise DamagedData(f"the stored values are not those of a state: no proper {key!r} where one is expected")
-    return tree[key]
+def _get(tree: Any, key: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
+    """The value under `key`, which must be of type `kind`; `default`, if it is given, where the key is missing. Errors:
+    DamagedData."""
+    if isinstance(tree, dict) and (key in tree or default is not None) and isinstance(tree.get(key, default), kind):
+        return tree.get(key, default)
+    raise DamagedData(f"the stored values are not those of a state: no proper {key!r} where one is expected")

@@ -132,9 +132,7 @@ class Cutter:
         """The Pieces of a DTensor whose local part lists its own boxes (several shards), by torch's checkpointing
         protocol."""
         shape = tuple(tensor.shape)
-        shards = [
-            (chunk, part) for chunk, part in zip(local.__create_chunk_list__(), local.local_shards(), strict=False)
-        ]
+        shards = [*zip(local.__create_chunk_list__(), local.local_shards(), strict=False)]
         boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk, part in shards if part.numel())
         views = tuple(plain_view(part, name) for _, part in shards if part.numel())
         if any(not b.within(shape) or b.shape != tuple(v.shape) for b, v in zip(boxes, views, strict=True)):

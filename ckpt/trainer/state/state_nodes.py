@@ -47,6 +47,10 @@ class NamedTensor:
             yield from NamedTensor(join(self.name, name), tensor, self.is_trained).parts()
 
 
+# The tensors of a node, and the values that a restore needs beside them.
+Read = tuple[list[NamedTensor], dict[str, Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class StateNode:
     """A node of the state. `value` is `container[key]`; `path` is its canonical name."""
@@ -63,25 +67,29 @@ class StateNode:
         self.container[self.key] = value
 
 
-class DataNode(StateNode):
+class ReadNode(StateNode):
+    """A node that is read by itself."""
+
+    def read(self) -> Read:
+        raise NotImplementedError
+
+    def payload(self) -> dict[str, Any]:
+        return self.read()[1]
+
+
+class DataNode(ReadNode):
     """Plain values and tensors, nested in any way."""
 
-    def read(self) -> tuple[list[NamedTensor], dict[str, Any]]:
+    def read(self) -> Read:
         return read_tree("data", self.value, self.path)
 
-    def payload(self) -> dict[str, Any]:
-        return self.read()[1]
 
-
-class ObjectNode(StateNode):
+class ObjectNode(ReadNode):
     """An object with state_dict() and load_state_dict(): a scheduler, a scaler, the user's own."""
 
-    def read(self) -> tuple[list[NamedTensor], dict[str, Any]]:
+    def read(self) -> Read:
         found, payload = read_tree("object", self.value.state_dict(), self.path)
         return found, {**payload, "class": type(self.value).__name__}
-
-    def payload(self) -> dict[str, Any]:
-        return self.read()[1]
 
 
 class LoaderNode(StateNode):
@@ -92,11 +100,11 @@ class GeneratorNode(StateNode):
     """A random number generator. It belongs to the rank."""
 
 
-class ModuleNode(StateNode):
+class ModuleNode(ReadNode):
     """A module: its parameters, persistent buffers and extra state; for a custom one (names.is_custom), its
     state_dict()."""
 
-    def read(self) -> tuple[list[NamedTensor], dict[str, Any]]:
+    def read(self) -> Read:
         root: nn.Module = self.value
         if not names.is_custom(root):
             found = [NamedTensor(join(self.path, site.name), site.tensor) for site in names.sites(root)]
@@ -108,13 +116,8 @@ class ModuleNode(StateNode):
         tensors, payload = self._read_extra_items([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
         return found + tensors, {**payload, "versions": said.versions}
 
-    def payload(self) -> dict[str, Any]:
-        if names.is_custom(self.value):
-            return self.read()[1]
-        return self.read_extra(names.find_extra_state(self.value))[1]
-
-    def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[NamedTensor], dict[str, Any]]:
-        """The extra state of `modules`, a list made by `names.extras`."""
+    def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> Read:
+        """The extra state of `modules`, a list made by `names.find_extra_state`."""
         return self._read_extra_items(
             [(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules]
         )
@@ -136,11 +139,10 @@ class ModuleNode(StateNode):
             raise UsageError(
                 f"state[{self.path!r}]: its load_state_dict() (a {type(self.value).__name__}) has no place for "
                 f"{names.shorten_names(sorted(lost))}, which its state_dict() gives and the checkpoint holds; have it "
-                "take them "
-                "(register_load_state_dict_pre_hook can rename keys)"
+                "take them (register_load_state_dict_pre_hook can rename keys)"
             )
 
-    def _read_extra_items(self, items: Sequence[tuple[str, Any]]) -> tuple[list[NamedTensor], dict[str, Any]]:
+    def _read_extra_items(self, items: Sequence[tuple[str, Any]]) -> Read:
         found: list[NamedTensor] = []
         extra: dict[str, Any] = {}
         for name, value in items:
@@ -158,14 +160,14 @@ def _encode_value(value: Any) -> bytes:
     return values.encode(value_trees.embed_tensors(getattr(value, "_local_tensor", value), ""))
 
 
-def read_tree(kind: str, tree: Any, path: str) -> tuple[list[NamedTensor], dict[str, Any]]:
-    """The tensors of a tree of values, and the payload for its other values."""
-    bare, found = value_trees.split_tensors(tree, path)
+def read_tree(kind: str, tree: Any, path: str, has_objects: bool = False) -> Read:
+    """The tensors of a tree of values, and the payload for its other values. `has_objects`: see `split_tensors`."""
+    bare, found = value_trees.split_tensors(tree, path, has_objects)
     if kind == "data":
         value_trees.check_containers(tree, found, path)
-    tensors = value_trees.name_tensors(path, found)
-    payload = {"kind": kind, "value": bare, "tensors": [(p, name) for p, name, _ in tensors]}
-    return [NamedTensor(name, tensor) for _, name, tensor in tensors], payload
+    named = [NamedTensor(join(path, *place), tensor) for place, tensor in found]
+    places = [(place, each.name) for (place, _), each in zip(found, named, strict=True)]
+    return named, {"kind": kind, "value": bare, "tensors": places}
 
 
 def encode_trees(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
@@ -214,11 +216,16 @@ def _iter_optimizer_trees(shared: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 # ---------------------------------------------------------------------------------------------------- finding nodes
 
 
+def check_state(state: object) -> None:
+    """Errors: UsageError if `state` is not a dict whose keys are names."""
+    if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
+        raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
+
+
 def find_nodes(state: Mapping[str, Any]) -> list[StateNode]:
     """The nodes of a state, in its order. Errors: UsageError names the parts that cannot be saved, and the
     alternatives."""
-    if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
-        raise UsageError('state is a dict whose keys are names: state={"model": model, "optim": optim}')
+    check_state(state)
     found: list[StateNode] = []
     refused: list[str] = []
     for key in state:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ from ckpt.trainer.state.state_nodes import (
     NamedTensor,
     ObjectNode,
     OptimizerNode,
+    Read,
     StateNode,
 )
 from ckpt.types import SMALL_BYTES
@@ -68,9 +69,11 @@ class Walk:
       box's.
     - `deferrable`: whether it may be copied during the next step once that is verified to be safe. True for what a
       registered optimizer trains, and its state, unless small.
-    - `replica`: whether other ranks may hold equal boxes.
+    - `may_have_replicas`: whether other ranks may hold equal boxes.
 
-    `scan`: the structure that was walked.
+    `scan`: the structure that was walked. The rest is what `StateWalker.has_changed` compares: the signatures of all
+    nodes, the fingerprint of plain containers and tensors, and the answers of `Scan.volatile`, in that order. FSDP2
+    modules that may be left gathered are resharded before.
     """
 
     layout: Layout
@@ -78,7 +81,10 @@ class Walk:
     deferrable: tuple[bool, ...]
     may_have_replicas: tuple[bool, ...]
     scan: Scan
-    _baseline: _WalkBaseline
+    _node_signatures: list[tuple[Any, ...]]
+    _fingerprint: Fingerprint
+    _volatile_answers: list[Any]
+    _gathered_modules: list[Any]
 
     @property
     def has_loaders(self) -> bool:
@@ -92,28 +98,16 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class _WalkBaseline:
-    """What `has_changed` compares. `nodes`: their signatures. `fingerprint`: of plain containers and tensors.
-    `volatile`: what each node of `Scan.volatile_nodes` answered, in that order. `gathered_modules`: FSDP2 modules that
-    may be left gathered."""
-
-    node_signatures: list[tuple[Any, ...]]
-    fingerprint: Fingerprint
-    volatile_answers: list[Any]
-    gathered_modules: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Scan:
     """The structure of a state.
 
-    - By path of a node: `found`, its tensors under all their names; `fixed`, a payload without any value that could
-      change; `extras`, a module's modules with extra state.
+    - By path of a node: `tensors_by_node`, its tensors under all their names; `fixed_payloads`, a payload without any
+      value that could change; `readers`, how a node is read that must be asked which tensors and values it holds;
+      `volatile`, the answer of each such node.
     - By name of a tensor: `tensors`, each tensor once; `aliases`, the other names, each with the name that the tensor
       is saved under; `orders`, the dimensions in memory of a tensor that is not row-major (shard.order_of).
     - `composites`: by path of a module, its tensors that are saved in parts, by name.
     - `frozen`: by name, the frozen parameters that are left out (StateWalker), and what a custom module adds to them.
-    - `volatile`: nodes that must be asked which tensors they hold, each with its answer.
     - `constants`: the parts of the values that never change.
     """
 
@@ -121,23 +115,14 @@ class Scan:
     tensors_by_node: dict[str, list[NamedTensor]]
     views: dict[str, OptimizerView]
     fixed_payloads: dict[str, dict[str, Any]]
-    extra_state_modules: dict[str, list[tuple[str, nn.Module]]]
-    volatile_nodes: list[tuple[StateNode, _Answer]]
+    readers: dict[str, Callable[[], Read]]
+    volatile: dict[str, _Answer]
     tensors: dict[str, tuple[NamedTensor, Pieces]]
     aliases: dict[str, str]
     orders: dict[str, list[int]]
     constants: values.Constants
     composites: dict[str, dict[str, torch.Tensor]]
     frozen: dict[str, torch.Tensor]
-
-    def read_answer(self, node: StateNode) -> _Answer:
-        """What a volatile node answers now."""
-        if isinstance(node, ModuleNode):
-            modules = self.extra_state_modules.get(node.path)
-            return _make_answer(node.read() if modules is None else node.read_extra(modules))
-        if isinstance(node, (ObjectNode, DataNode)):
-            return _make_answer(node.read())
-        return _Answer(self.views[node.path].read_again().tensors)
 
     def pieces(self, name: str) -> Pieces:
         """The Pieces of a tensor of the state, under any of its names."""
@@ -158,28 +143,19 @@ class Scan:
 
     def payload(self, node: StateNode) -> dict[str, Any] | None:
         """The values of a node as they are now; None for a node that belongs to the rank."""
+        payload = self.fixed_payloads.get(node.path)
+        if node.path in self.views:
+            payload = self.views[node.path].payload()
+        elif payload is None and node.path in self.readers:
+            payload = self.readers[node.path]()[1]
         if node.path in self.composites:
             told = {name: composites.describe(tensor) for name, tensor in self.composites[node.path].items()}
-            return {**(self._read_payload(node) or {}), "composites": told}
-        return self._read_payload(node)
-
-    def _read_payload(self, node: StateNode) -> dict[str, Any] | None:
-        if node.path in self.fixed_payloads:
-            return self.fixed_payloads[node.path]
-        if isinstance(node, OptimizerNode):
-            return self.views[node.path].payload()
-        if isinstance(node, ModuleNode) and node.path in self.extra_state_modules:
-            return node.read_extra(self.extra_state_modules[node.path])[1]
-        return node.payload() if isinstance(node, (ModuleNode, ObjectNode, DataNode)) else None
+            return {**(payload or {}), "composites": told}
+        return payload
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a volatile node holds. `tensors`: those that the fingerprint does not watch. `values`: names of its other
-    values."""
-
-    tensors: list[NamedTensor]
-    value_names: tuple[str, ...] = ()
+# What a volatile node holds: the tensors that the fingerprint does not watch, and the names of its other values.
+_Answer = tuple[list[NamedTensor], tuple[str, ...]]
 
 
 class StateWalker:
@@ -222,30 +198,27 @@ class StateWalker:
             deferrable=tuple(_is_deferrable(named, pieces) for named, pieces in chosen),
             may_have_replicas=tuple(pieces.may_have_replicas for _, pieces in chosen),
             scan=scan,
-            _baseline=_WalkBaseline(
-                node_signatures=list(map(_signature, scan.nodes)),
-                fingerprint=fingerprint,
-                volatile_answers=[_fingerprint_answer(said) for _, said in scan.volatile_nodes],
-                gathered_modules=names.find_fsdp_modules(modules),
-            ),
+            _node_signatures=list(map(_signature, scan.nodes)),
+            _fingerprint=fingerprint,
+            _volatile_answers=list(map(_fingerprint_answer, scan.volatile.values())),
+            _gathered_modules=names.find_fsdp_modules(modules),
         )
 
     def has_changed(self, walk: Walk) -> bool:
         """Whether walk() would now find other names, dtypes, shapes, boxes or memory. Takes about 10 ms for 20,000
         tensors. It calls state_dict() of objects and custom modules, and get_extra_state() of modules that have it. It
         reshards FSDP2 modules that are left gathered."""
-        seen = walk._baseline
-        for module in seen.gathered_modules:
+        for module in walk._gathered_modules:
             module.reshard()
         now = list(map(_signature, state_nodes.find_nodes(self.state)))
-        if len(now) != len(seen.node_signatures) or not all(map(_is_same_signature, now, seen.node_signatures)):
+        if len(now) != len(walk._node_signatures) or not all(map(_is_same_signature, now, walk._node_signatures)):
             return True
         try:
-            if seen.fingerprint.is_stale() or any(tensor.requires_grad for tensor in walk.scan.frozen.values()):
+            if walk._fingerprint.is_stale() or any(tensor.requires_grad for tensor in walk.scan.frozen.values()):
                 return True
-            return [
-                _fingerprint_answer(walk.scan.read_answer(node)) for node, _ in walk.scan.volatile_nodes
-            ] != seen.volatile_answers
+            read = walk.scan.readers
+            now_held = [_fingerprint_answer(_make_answer(read[path]())) for path in walk.scan.volatile]
+            return now_held != walk._volatile_answers
         except RuntimeError:
             # A tensor has lost its storage. The next walk refuses it by name.
             return True
@@ -302,9 +275,7 @@ class StateWalker:
     def find_streams(self, found: Sequence[StateNode]) -> dict[str, generators.RandomStream]:
         """The generators that belong to the state."""
         objects = {node.path: node.value for node in found if isinstance(node, GeneratorNode)}
-        return (
-            generators.find_streams(objects) if self.has_process_generators else generators.registered_streams(objects)
-        )
+        return generators.find_streams(objects, self.has_process_generators)
 
     def scan(self) -> Scan:
         """The structure of the state now."""
@@ -313,8 +284,8 @@ class StateWalker:
         found: dict[str, list[NamedTensor]] = {}
         views: dict[str, OptimizerView] = {}
         fixed: dict[str, dict[str, Any]] = {}
-        extras: dict[str, list[tuple[str, nn.Module]]] = {}
-        volatile: list[tuple[StateNode, _Answer]] = []
+        readers: dict[str, Callable[[], Read]] = {}
+        volatile: dict[str, _Answer] = {}
         parted: dict[str, dict[str, torch.Tensor]] = {}
         frozen: dict[str, torch.Tensor] = {}
         for node in all_nodes:
@@ -332,15 +303,16 @@ class StateWalker:
                 if not payload["extra"]:
                     fixed[node.path] = payload
                 if names.is_custom(node.value):
-                    volatile.append((node, _make_answer((found[node.path], payload))))
+                    readers[node.path] = node.read
+                    volatile[node.path] = _make_answer((found[node.path], payload))
                 elif payload["extra"]:
-                    extras[node.path] = names.find_extra_state(node.value)
+                    readers[node.path] = functools.partial(node.read_extra, names.find_extra_state(node.value))
                     inner = {name for body in payload["extra"].values() for _, name in body["tensors"]}
                     said = [named for named in found[node.path] if named.name in inner]
-                    volatile.append((node, _make_answer((said, payload))))
+                    volatile[node.path] = _make_answer((said, payload))
             elif isinstance(node, (ObjectNode, DataNode)):
-                found[node.path] = node.read()[0]
-                volatile.append((node, _Answer(found[node.path])))
+                readers[node.path], found[node.path] = node.read, node.read()[0]
+                volatile[node.path] = found[node.path], ()
         for node in all_nodes:
             if isinstance(node, DataNode):
                 owners.add_tensors(found[node.path])
@@ -349,7 +321,8 @@ class StateWalker:
                 view = views[node.path] = optimizers.make_view(node.path, node.value, owners)
                 found[node.path] = view.tensors
                 if view.is_mixed:
-                    volatile.append((node, _Answer(view.tensors)))
+                    readers[node.path] = functools.partial(_read_mixed, view)
+                    volatile[node.path] = view.tensors, ()
         world = math.prod(size for _, size in self.coordinate.mesh)
         tensors, aliases = _deduplicate(all_nodes, found, owners, views, Cutter(world))
         _check_trained_saved(all_nodes, found, views)
@@ -357,7 +330,7 @@ class StateWalker:
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
         return Scan(
-            all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants, parted, frozen
+            all_nodes, found, views, fixed, readers, volatile, tensors, aliases, orders, constants, parted, frozen
         )
 
 
@@ -390,8 +363,12 @@ def hash_base(frozen: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def _make_answer(read: tuple[list[NamedTensor], dict[str, Any]]) -> _Answer:
-    return _Answer(read[0], tuple(read[1].get("extra", ())))
+def _make_answer(read: Read) -> _Answer:
+    return read[0], tuple(read[1].get("extra", ()))
+
+
+def _read_mixed(view: OptimizerView) -> Read:
+    return view.read_again().tensors, {}
 
 
 def _deduplicate(
@@ -488,8 +465,9 @@ def _is_same_signature(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 def _fingerprint_answer(said: _Answer) -> Any:
     """The names, boxes and addresses of an answer. Compare it with another only while this answer's tensors are
     alive."""
+    tensors, value_names = said
     places: list[tuple[Any, ...]] = []
-    for named in said.tensors:
+    for named in tensors:
         tensor = named.tensor
         if isinstance(tensor, Shard):
             places.append((named.name, tensor.global_shape, tensor.offset))
@@ -497,7 +475,7 @@ def _fingerprint_answer(said: _Answer) -> Any:
             places.append((named.name, tensor.shape, tensor.placements))  # type: ignore[attr-defined]
         else:
             places.append((named.name,))
-    return said.value_names, places, geometry([part for named in said.tensors for part in live_parts(named.tensor)])
+    return value_names, places, geometry([part for named in tensors for part in live_parts(named.tensor)])
 
 
 # ------------------------------------------------------------------------------------------------------------ hashes
@@ -506,16 +484,10 @@ def _fingerprint_answer(said: _Answer) -> Any:
 def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
     """The xxh3-128 of every box that other ranks may hold too, in the order of (entry, box): uint64, shape (boxes, 2),
     as (high, low). The rows of other boxes are 0. Boxes are read in blocks; no whole tensor is copied."""
-    jobs = [
-        (row, tensor)
-        for row, (tensor, replica) in enumerate(
-            (tensor, replica)
-            for line, replica in zip(walk.tensors, walk.may_have_replicas, strict=True)
-            for tensor in line
-        )
-        if replica
-    ]
-    hashes = np.zeros((sum(map(len, walk.tensors)), 2), np.uint64)
+    lines = zip(walk.tensors, walk.may_have_replicas, strict=True)
+    boxes = [(tensor, replica) for line, replica in lines for tensor in line]
+    jobs = [(row, tensor) for row, (tensor, replica) in enumerate(boxes) if replica]
+    hashes = np.zeros((len(boxes), 2), np.uint64)
 
     def run(part: Sequence[tuple[int, torch.Tensor]]) -> None:
         for row, tensor in part:

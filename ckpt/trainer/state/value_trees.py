@@ -185,11 +185,6 @@ def _write_items(live: Sequence[Any], new: Sequence[Any]) -> list[Any]:
     return [write_in_place(old, value) for old, value in zip(was, new, strict=False)]
 
 
-def name_tensors(prefix: str, found: Sequence[tuple[Path, Tensor]]) -> list[tuple[Path, str, Tensor]]:
-    """The tensors with their canonical names below `prefix`."""
-    return [(path, join(prefix, *path), tensor) for path, tensor in found]
-
-
 def embed_tensors(tree: Any, what: str) -> dict[str, Any]:
     """A tree with its tensors as bytes, for small values of one rank (a loader's position). `what` names the tree.
     Errors: UsageError for tensors that are not plain."""

@@ -29,7 +29,7 @@ def walk_of(tensors: dict[str, torch.Tensor], **owners: str) -> Walk:
     ]
     count = len(entries)
     layout = Layout(tuple(entries))
-    return Walk(layout, tuple((t,) for t in tensors.values()), (False,) * count, (True,) * count, None, None)
+    return Walk(layout, tuple((t,) for t in tensors.values()), (False,) * count, (True,) * count, *[None] * 5)
 
 
 def of(tensors: dict[str, torch.Tensor], **owners: str) -> Samples:

@@ -80,7 +80,7 @@ def owns(mesh: dict[str, int], seed: Any) -> list[RankValues]:
     found = []
     for here in every(mesh):
         generator = torch.Generator().manual_seed(seed({a.name: a.index for a in here.axes}))
-        read = generators.read_states(generators.registered_streams({"g": generator}))
+        read = generators.read_states(generators.find_streams({"g": generator}, False))
         tree = {"coordinate": here.text, "mesh": here.mesh, "data": here.data, "generators": read, "loaders": {}}
         tree |= {"data_rank": here.data_rank, "data_world": here.data_world}
         found.append(RankValues.parse(values.decode(values.encode(tree))))
@@ -91,7 +91,7 @@ def restored(old: list[RankValues], mesh: dict[str, int], step: int = 7) -> dict
     found = {}
     for here in every(mesh):
         generator = torch.Generator()
-        generators.restore_streams(generators.registered_streams({"g": generator}), None, old, here, step)
+        generators.restore_streams(generators.find_streams({"g": generator}, False), None, old, here, step)
         found[tuple(a.index for a in here.axes)] = tuple(draw(generator))
     return found
 
@@ -143,7 +143,7 @@ def test_a_stored_state_that_is_none_is_refused(kind: str, bad: Any) -> None:
     old.generators["state:g"]["state"] = bad  # type: ignore[index]
     with pytest.raises(DamagedData, match="state:g"):
         generators.restore_streams(
-            generators.registered_streams({"g": KINDS[kind]()}), old, [], at({"rank": 1}, (0,)), 1
+            generators.find_streams({"g": KINDS[kind]()}, False), old, [], at({"rank": 1}, (0,)), 1
         )
 
 

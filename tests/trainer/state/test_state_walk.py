@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "loop": (_looped, r"'loop'\] is nested more than 100 deep, or contains itself"),
     "mixed tuple": (lambda: {"x": (nn.Linear(1, 1), 5)}, r"'x'\] is a tuple of objects and values.*list"),
-    "no name": (lambda: {"": 1}, r"a dict whose keys are names"),
+    "no name": (lambda: {"": 1}, r"a dict with names as keys"),
     "long name": (lambda: {"x" * 2000: torch.ones(1)}, r"cannot name a tensor"),
 }
 
@@ -719,7 +719,7 @@ def test_hashes_are_those_of_the_row_major_bytes_whatever_the_strides(monkeypatc
 
 def test_boxes_that_no_other_rank_holds_are_not_hashed() -> None:
     whole = rt.walker_of({"a": torch.ones(3), "b": torch.ones(3)}).walk()
-    walked = Walk(whole.layout, whole.tensors, whole.deferrable, (True, False), None, None)
+    walked = Walk(whole.layout, whole.tensors, whole.deferrable, (True, False), *[None] * 5)
     assert hash_walk(walked).any(axis=1).tolist() == [True, False]
 
 
