@@ -18,7 +18,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -145,8 +144,9 @@ class CpuCopier:
 
             return unit
 
-        units = [(p.nbytes, compare(i, p)) for i, piece in enumerate(pieces) for p in split_piece(piece, UNIT_BYTES)]
-        CpuJob(self, units).start_eager()
+        CpuJob(
+            self, [compare(i, p) for i, piece in enumerate(pieces) for p in split_piece(piece, UNIT_BYTES)]
+        ).start_eager()
         return lambda: sorted(different)
 
     def barrier(self) -> Callable[[], None]:
@@ -165,25 +165,19 @@ class CpuCopier:
 
 
 class CpuJob:
-    """Units of work in lanes: one contiguous lane per thread, equal in bytes. A thread that has finished its own lane
-    takes units from the far ends of other lanes."""
+    """Units of work, in the order in which the threads take them."""
 
-    def __init__(self, copier: CpuCopier, units: Sequence[tuple[int, Unit]]) -> None:
+    def __init__(self, copier: CpuCopier, units: Sequence[Unit]) -> None:
         self._copier = copier
-        self._lanes: list[list[Unit]] = [[] for _ in range(copier.threads)]
-        total = sum(nbytes for nbytes, _ in units) or 1
-        before = 0
-        for nbytes, unit in units:
-            self._lanes[min(before * copier.threads // total, copier.threads - 1)].append(unit)
-            before += nbytes
+        self._units = units
 
     def start_eager(self) -> CpuTicket:
-        ticket = CpuTicket(self._copier, self._lanes)
+        ticket = CpuTicket(self._copier, self._units)
         ticket.fence()
         return ticket
 
     def start_deferred(self) -> CpuTicket:
-        ticket = CpuTicket(self._copier, self._lanes)
+        ticket = CpuTicket(self._copier, self._units)
         try:
             ticket.start()
         except BaseException:
@@ -196,24 +190,22 @@ class CpuJob:
 class CpuTicket:
     """One copy under way on the threads of a CpuCopier."""
 
-    def __init__(self, copier: CpuCopier, lanes: Sequence[Sequence[Unit]]) -> None:
+    def __init__(self, copier: CpuCopier, units: Sequence[Unit]) -> None:
         self._copier = copier
-        self._lanes = [deque(lane) for lane in lanes]
+        self._units = deque(units)
         self._running_jobs: list[Outcome[None]] = []
 
     def start(self) -> None:
-        for n in self._open_lanes():
-            self._copier.submit(partial(self._drain_lane, n), late=True, into=self._running_jobs)
+        for _ in range(self._useful_threads()):
+            self._copier.submit(self._do_units, late=True, into=self._running_jobs)
 
     def fence(self) -> None:
         """Returns when all units are done. The caller's thread, and further threads without niceness, take part."""
-        busy = self._open_lanes()
         try:
-            for n in busy[:-1]:
-                self._copier.submit(partial(self._drain_lane, n), into=self._running_jobs)
+            for _ in range(self._useful_threads() - 1):
+                self._copier.submit(self._do_units, into=self._running_jobs)
             try:
-                if busy:
-                    self._drain_lane(busy[-1])
+                self._do_units()
             finally:
                 # Also after an error: no thread may still read the sources.
                 self._wait_for_running()
@@ -229,8 +221,7 @@ class CpuTicket:
 
     def cancel(self) -> None:
         """Drops the units that have not begun, and waits for the begun ones: one per thread."""
-        for lane in self._lanes:
-            lane.clear()
+        self._units.clear()
         self._wait_for_running()
 
     def wait(self) -> None:
@@ -240,17 +231,16 @@ class CpuTicket:
     def stall_s(self) -> float:
         return 0.0
 
-    def _open_lanes(self) -> list[int]:
-        return [n for n, lane in enumerate(self._lanes) if lane]
+    def _useful_threads(self) -> int:
+        return min(len(self._units), self._copier.threads)
 
-    def _drain_lane(self, own: int) -> None:
-        for lane, take in [(self._lanes[own], deque.popleft), *((other, deque.pop) for other in self._lanes)]:
-            while True:
-                try:
-                    unit = take(lane)
-                except IndexError:
-                    break
-                unit()
+    def _do_units(self) -> None:
+        while True:
+            try:
+                unit = self._units.popleft()
+            except IndexError:
+                return
+            unit()
 
 
 def _raise_niceness() -> None:
@@ -260,12 +250,12 @@ def _raise_niceness() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + DEFERRED_NICE)
 
 
-def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
-    """(bytes, unit of work) in order of target: groups of small pieces, and single memmoves of larger ones."""
-    units: list[tuple[int, Unit]] = []
+def _copy_units(pieces: Sequence[CopyPiece]) -> list[Unit]:
+    """The units of work in order of target: groups of small pieces, and single memmoves of larger ones."""
+    units: list[Unit] = []
     for grouped, run in groupby(pieces, key=_is_grouped):
         if not grouped:
-            units += [(p.nbytes, _memmove_unit(p)) for piece in run for p in split_piece(piece, UNIT_BYTES)]
+            units += [_memmove_unit(p) for piece in run for p in split_piece(piece, UNIT_BYTES)]
             continue
         group: list[CopyPiece] = []
         group_bytes = 0
@@ -273,10 +263,10 @@ def _copy_units(pieces: Sequence[CopyPiece]) -> list[tuple[int, Unit]]:
             group.append(piece)
             group_bytes += piece.nbytes
             if group_bytes >= UNIT_BYTES or len(group) == GROUP_PIECES:
-                units.append((group_bytes, _group_unit(group)))
+                units.append(_group_unit(group))
                 group, group_bytes = [], 0
         if group:
-            units.append((group_bytes, _group_unit(group)))
+            units.append(_group_unit(group))
     return units
 
 

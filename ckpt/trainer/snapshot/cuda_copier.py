@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ class CudaCopier:
 
     def start_comparison(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
         host, by_device = self._divide_by_device(pieces)
-        verdicts = [(host, self.host_copier.start_comparison(host))]
+        differing_hosts = self.host_copier.start_comparison(host)
+        verdicts: list[Callable[[], list[CopyPiece]]] = [lambda: [host[n] for n in differing_hosts()]]
         for device, group in by_device.items():
             parts = [(whole, part) for whole in group for part in split_piece(whole, SCRATCH_BYTES)]
             flags = torch.zeros(len(parts), dtype=torch.bool, device=device)
@@ -119,9 +121,9 @@ class CudaCopier:
                     flags[n] = (flat_bytes(part.source) != _copy_to_device(device, flat_bytes(part.target))).any()
                 # The next copy into the targets waits for this comparison.
                 self.side_stream(device).wait_stream(self.cuda.current_stream(device))
-                verdicts.append((group, _await_differing(group, [whole for whole, _ in parts], result_waiter(flags))))
-        index = {id(piece): n for n, piece in enumerate(pieces)}
-        return lambda: sorted(index[id(group[n])] for group, verdict in verdicts for n in verdict())
+                verdicts.append(partial(_await_differing, [whole for whole, _ in parts], result_waiter(flags)))
+        index = {piece: n for n, piece in enumerate(pieces)}
+        return lambda: sorted({index[piece] for verdict in verdicts for piece in verdict()})
 
     def barrier(self) -> Callable[[], None]:
         events = []
@@ -191,10 +193,9 @@ class CudaCopier:
 
     def _device_context(self) -> contextlib.AbstractContextManager[object]:
         """A context on a device of the state, if there is one, for CUDA calls that concern no device."""
-        near: contextlib.AbstractContextManager[object] = self.cuda.device(
-            next(iter(list(self._background_streams)), None)
-        )
-        return near
+        nearest = next(iter([*self._background_streams]), None)
+        context: contextlib.AbstractContextManager[object] = self.cuda.device(nearest)
+        return context
 
     def _get_stream(self, streams: dict[torch.device, Any], device: torch.device) -> Any:
         with self._lock:
@@ -254,14 +255,13 @@ class CudaJob:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """Events of one device's copy. `read`: the sources were read. `landed`: the bytes are in the arena. `before`,
-    `after`: around the work and the waiting of the current stream."""
+    """Events of one device's copy. `read_event`: the sources were read. `landed_event`: the bytes are in the arena.
+    `stall_events`: before and after the work and the waiting of the current stream."""
 
     device: torch.device
     read_event: Any
     landed_event: Any
-    before_event: Any
-    after_event: Any
+    stall_events: tuple[Any, Any]
 
 
 class _DevicePart:
@@ -273,10 +273,10 @@ class _DevicePart:
         cloned = _choose_cloned(pieces)
         self._direct_copies = [
             (piece.source, [(piece.source[a : a + n], piece.target[a : a + n]) for a, n in _cut_at_seams(piece.target)])
-            for n, piece in enumerate(pieces)
-            if n not in cloned
+            for piece in pieces
+            if piece not in cloned
         ]
-        mirrored = [piece for n, piece in enumerate(pieces) if n in cloned]
+        mirrored = [piece for piece in pieces if piece in cloned]
         self._clone_buffer = copier.get_clone_buffer(device, sum(_pad_bytes(piece.nbytes) for piece in mirrored))
         self._mirror = _make_mirror(mirrored, self._clone_buffer)
 
@@ -308,7 +308,7 @@ class _DevicePart:
             if waits and self._direct_copies:
                 current.wait_event(read)
             after.record(current)
-        return _Started(self.device, read, landed, before, after)
+        return _Started(self.device, read, landed, (before, after))
 
 
 class CudaTicket:
@@ -318,7 +318,8 @@ class CudaTicket:
         self._copier = copier
         self._host_ticket = host
         self._started_copies = started
-        self._fence_events: list[tuple[Any, Any]] = []  # (before, after): events around each fence's wait
+        # Events before and after each time for which a current stream was kept from work.
+        self._stall_events = [one.stall_events for one in started]
 
     def fence(self) -> None:
         cuda = self._copier.cuda
@@ -329,33 +330,29 @@ class CudaTicket:
                 before.record(current)
                 current.wait_event(one.read_event)
                 after.record(current)
-                self._fence_events.append((before, after))
+                self._stall_events.append((before, after))
         self._host_ticket.fence()
 
     def wait(self) -> None:
         for one in self._started_copies:
             one.landed_event.synchronize()
-            one.after_event.synchronize()
-        for _, after in self._fence_events:
+        for _, after in self._stall_events:
             after.synchronize()
         self._host_ticket.wait()
 
     def stall_s(self) -> float:
-        pairs = [*((one.before_event, one.after_event) for one in self._started_copies), *self._fence_events]
-        return sum(float(before.elapsed_time(after)) for before, after in pairs) / 1e3
+        return sum(float(before.elapsed_time(after)) for before, after in self._stall_events) / 1e3
 
 
-def _choose_cloned(pieces: Sequence[CopyPiece]) -> set[int]:
-    """The indices of the pieces that are cloned: those that are not plain bytes (these are small), and the smallest
-    others."""
-    plain = [n for n, piece in enumerate(pieces) if piece.is_flat]
-    found = set(range(len(pieces))).difference(plain)
+def _choose_cloned(pieces: Sequence[CopyPiece]) -> set[CopyPiece]:
+    """The pieces that are cloned: those that are not plain bytes (these are small), and the smallest others."""
+    found = {piece for piece in pieces if not piece.is_flat}
     total = 0
-    for n in sorted(plain, key=lambda n: pieces[n].nbytes):
-        total += pieces[n].nbytes
-        if pieces[n].nbytes > CLONED_BYTES or total > CLONE_BYTES_MAX:
+    for piece in sorted((piece for piece in pieces if piece.is_flat), key=lambda piece: piece.nbytes):
+        total += piece.nbytes
+        if piece.nbytes > CLONED_BYTES or total > CLONE_BYTES_MAX:
             break
-        found.add(n)
+        found.add(piece)
     return found
 
 
@@ -379,19 +376,17 @@ def _make_mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
     at = 0
     for run in _adjoining(pieces):
         at = first = _pad_bytes(at)
-        flats: list[CopyPiece] = []
-        for piece, is_last in zip(run, [False] * (len(run) - 1) + [True], strict=True):
-            if piece.is_flat:
-                flats.append(piece)
-            else:
-                sources, clones = others.setdefault(piece.source.dtype, ([], []))
+        for is_flat, group in groupby(run, key=lambda piece: piece.is_flat):
+            begin, sources = at, []
+            for piece in group:
                 sources.append(piece.source)
-                clones.append(clone[at : at + piece.nbytes].view(piece.target.dtype).view(piece.target.shape))
-            if flats and (is_last or not piece.is_flat):
-                end = at + piece.nbytes if piece.is_flat else at
-                joined.append(([each.source for each in flats], clone[end - sum(f.nbytes for f in flats) : end]))
-                flats = []
-            at += piece.nbytes
+                if not is_flat:
+                    of_dtype = others.setdefault(piece.source.dtype, ([], []))
+                    of_dtype[0].append(piece.source)
+                    of_dtype[1].append(clone[at : at + piece.nbytes].view(piece.target.dtype).view(piece.target.shape))
+                at += piece.nbytes
+            if is_flat:
+                joined.append((sources, clone[begin:at]))
         target = run[0].target.reshape(-1).view(torch.uint8).as_strided((at - first,), (1,))
         transfers += [(clone[first + a : first + a + n], target[a : a + n]) for a, n in _cut_at_seams(target)]
     return _Mirror(joined, list(others.values()), transfers)
@@ -435,11 +430,8 @@ def _seams(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         at += length
 
 
-def _await_differing(
-    group: Sequence[CopyPiece], wholes: Sequence[CopyPiece], flags: Callable[[], Tensor]
-) -> Callable[[], list[int]]:
-    index = {id(piece): n for n, piece in enumerate(group)}
-    return lambda: sorted({index[id(w)] for w, flag in zip(wholes, flags().tolist(), strict=True) if flag})
+def _await_differing(wholes: Sequence[CopyPiece], flags: Callable[[], Tensor]) -> list[CopyPiece]:
+    return [whole for whole, flag in zip(wholes, flags().tolist(), strict=True) if flag]
 
 
 def _pad_bytes(nbytes: int) -> int:

@@ -302,7 +302,7 @@ def test_a_copy_error_reaches_the_caller_after_all_threads_have_stopped() -> Non
         return run
 
     with pytest.raises(CkptError, match="unit 17"):
-        CpuJob(copier, [(1, unit(n)) for n in range(50)]).start_eager()
+        CpuJob(copier, [unit(n) for n in range(50)]).start_eager()
     assert sorted(ran) == list(range(50))  # each once; the others' work was not lost
     copier.close()
 
@@ -328,7 +328,7 @@ def test_ctrl_c_in_the_wait_for_a_copy_returns_when_nothing_is_copied_any_more()
 
     before = signal.signal(signal.SIGINT, handler)
     try:
-        ticket = CpuJob(copier, [(1, unit)]).start_deferred()
+        ticket = CpuJob(copier, [unit]).start_deferred()
         assert begun.wait(60)  # on a thread of the copier
         with pytest.raises(KeyboardInterrupt):
             ticket.fence()
@@ -387,7 +387,7 @@ def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
 
     copier = Interrupted(2)
     with pytest.raises(KeyboardInterrupt):
-        CpuJob(copier, [(1, unit), (1, lambda: ran.append("more"))]).start_deferred()
+        CpuJob(copier, [unit, lambda: ran.append("more")]).start_deferred()
     assert ran == ["to its end"]
     copier.close()
     assert ran == ["to its end"]
@@ -413,7 +413,7 @@ def test_ctrl_c_anywhere_in_a_late_copy_returns_when_nothing_is_copied_any_more(
 
     copier = CpuCopier(2)
     files = {copying.__file__, threads.__file__, threading.__file__, futures.__file__}
-    for _ in interrupted_anywhere(files, lambda: CpuJob(copier, [(1, unit)] * 4), use):
+    for _ in interrupted_anywhere(files, lambda: CpuJob(copier, [unit] * 4), use):
         count = len(begun)
         assert len(ended) == count
         never.wait(0.003)
