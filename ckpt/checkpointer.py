@@ -428,7 +428,8 @@ class Checkpointer:
         ends.append(tasks.close)
         watch = LoaderWatch(self.state, self.events)
         try:
-            saver, found = entry.enter(self._options, settings, tasks, self.events, self._receipt, ends)
+            job = entry.JobEntry(self._options, settings, tasks, self.events, self._receipt, ends)
+            saver, found = job.saver, job.enter()
         except Superseded as exc:
             self._leave_superseded(str(exc))
         # From here on this rank is a member of the job.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 import torch
@@ -42,8 +42,7 @@ from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.snapshot.cuda_copier import make_copier
 from ckpt.trainer.snapshot.snapshot import Snapshotter
 from ckpt.trainer.state.adapters import check_adapters
-from ckpt.trainer.state.mesh_coordinate import Coordinate, coordinate_by_rank
-from ckpt.trainer.state.mesh_coordinate import find_coordinate as find_coordinate
+from ckpt.trainer.state.mesh_coordinate import Coordinate, coordinate_by_rank, find_coordinate
 from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.state_walk import StateWalker
 from ckpt.types import Identity, Version
@@ -78,190 +77,321 @@ class StartDecision:
 
     @staticmethod
     def parse(data: bytes) -> StartDecision:
-        fields, manifest = msgpack.unpackb(data, max_bin_len=1 << 28)
-        return StartDecision(fields, manifest)
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreAttempt(Generic[T]):
-    """The outcome, agreed by all ranks, of one part of restoring a candidate. `failure`: "" if the part went well on
-    every rank; only then there is a `value`."""
-
-    value: T | None
-    failure: str = ""
+        return StartDecision(*msgpack.unpackb(data, max_bin_len=1 << 28))
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What was restored. `level`: "none" if nothing was. `sources`: bytes read on this rank, by level. `steps_lost`:
-    see `RunReport`. `stored`: whether the checkpoint is in the store, from wherever it was read."""
+    """What was restored. `level`: "none" if nothing was. `is_stored`: whether the checkpoint is in the store, from
+    wherever it was read."""
 
     version: Version
     level: Any
     identity: str | None
     source: str
-    bytes_by_level: dict[str, int]
-    steps_lost: int | None
     is_stored: bool = True
 
 
-def enter(
-    asked: UserOptions,
-    settings: Settings,
-    tasks: Tasks,
-    events: Events,
-    receipt: RunReport,
-    ends: list[Callable[[], object]],
-) -> tuple[Saver, RestoreResult]:
-    """Enters the job, on every rank. `ends`: gets a function for everything that has to be ended. Errors: those of
-    ckpt.Checkpointer, on all ranks."""
-    group = collective.open_group(asked.process_group, events)
-    coordinate = _agree_on_coordinate(group, asked, events)
-    saver = collective.run_on_all_ranks(
-        group, lambda: _make_saver(asked, settings, tasks, events, receipt, ends, coordinate, group.world > 1)
-    )
-    mine = collective.run_on_all_ranks(group, lambda: _encode_facts(asked, settings, saver, coordinate))
-    facts = [msgpack.unpackb(said) for said in group.gather(mine)]
-    _check_facts(facts)
-    if group.rank == 0:
-        _warn_differing_settings(events, facts)
-    nodes = _gather_nodes(group, settings, saver, facts)
-    launch = group.gather(settings.launch.encode())[0].decode()
-    begin = {
-        "launch": launch,
-        "world": group.world,
-        "take_over": asked.take_over,
-        "strict": asked.strict,
-        "store_env": store_environment(),
-        "coordinator": coordinator_of(nodes),
-        "peers": facts[0]["peers"],
-    }
-    decision = _request_decision(group, saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
-    try:
-        found = _join_and_restore(
-            group, asked, tasks, events, saver, coordinate, launch, decision, nodes, begin["peers"]
+class JobEntry:
+    """The entry of one rank. All ranks make it together, and `saver` with it. `ends`: gets a function for everything
+    that has to be ended. Errors: those of ckpt.Checkpointer, on all ranks."""
+
+    def __init__(
+        self,
+        asked: UserOptions,
+        settings: Settings,
+        tasks: Tasks,
+        events: Events,
+        receipt: RunReport,
+        ends: list[Callable[[], object]],
+    ) -> None:
+        self._asked, self._settings, self._tasks, self._events = asked, settings, tasks, events
+        self._receipt = receipt
+        self._group = collective.open_group(asked.process_group, events)
+        self._coordinate = self._agree_on_coordinate()
+        self.saver = self._on_all_ranks(lambda: self._make_saver(ends))
+        self._overwritten = restore.Overwritten(self.saver.walker)
+
+    def enter(self) -> RestoreResult:
+        """Enters the job, and restores the state. Its figures go into the report."""
+        asked, group = self._asked, self._group
+        facts = self._gather(self._on_all_ranks(self._find_facts))
+        _check_facts(facts)
+        if group.rank == 0:
+            _warn_differing_settings(self._events, facts)
+        nodes = self._gather_nodes(facts)
+        launch, peers = facts[0]["launch"], facts[0]["peers"]
+        begin = {
+            "launch": launch,
+            "world": group.world,
+            "take_over": asked.take_over,
+            "strict": asked.strict,
+            "store_env": store_environment(),
+            "coordinator": coordinator_of(nodes),
+            "peers": peers,
+        }
+        decision = _request_decision(group, self.saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
+        here = group.rank, group.world, self._coordinate.text
+        try:
+            epoch, ancestry = decision.epoch, _find_ancestry(decision)
+            terms = JoinTerms(epoch, *here, asked.options, launch, *ancestry, nodes, peers)
+            return self._join_and_restore(terms, decision)
+        except BaseException:
+            self.saver.link.give_up()
+            raise
+
+    def _join_and_restore(self, terms: JoinTerms, decision: StartDecision) -> RestoreResult:
+        asked, link = self._asked, self.saver.link
+        if (export := asked.export) is not None:
+            self._on_first_rank(lambda: write_companions(export, asked.state))
+        offer = self.saver.make_offer(Version(0), positions=False)
+        self._on_all_ranks(lambda: link.join(terms, offer))
+        found, last = self._restore(decision)
+        parent, ancestors = _find_ancestry(last)
+        link.terms = replace(terms, parent=parent, ancestors=ancestors)
+        done = {"epoch": terms.epoch, "identity": found.identity}
+        self._on_first_rank(lambda: link.request("restored", done, SILENCE_S))
+        is_told = self._on_all_ranks(lambda: self.saver.offer_changes(found.version))
+        if not is_told and (found.identity is not None or asked.init is not None):
+            # The agent has the hashes of the state before the restore.
+            self.saver.mark_hashes_stale()
+        return found
+
+    # -- collectives
+
+    def _on_all_ranks(self, work: Callable[[], T]) -> T:
+        return collective.run_on_all_ranks(self._group, work)
+
+    def _on_first_rank(self, work: Callable[[], object]) -> None:
+        collective.run_on_all_ranks(self._group, work if self._group.rank == 0 else lambda: None)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The plain values of all ranks, in the order of ranks."""
+        return [msgpack.unpackb(said) for said in self._group.gather(msgpack.packb(value))]
+
+    def _try_on_all_ranks(self, work: Callable[[], T]) -> tuple[T | None, str]:
+        """Runs `work` on every rank. Returns its value, and "". If data is damaged or missing on one rank, all ranks
+        return None, and why. Any other error is raised on all."""
+
+        def trying() -> tuple[T | None, str]:
+            try:
+                return work(), ""
+            except NewerFormat:
+                raise
+            except DamagedData as exc:
+                return None, str(exc) or type(exc).__name__
+
+        value, failure = self._on_all_ranks(trying)
+        bad = next((f"rank {rank}: {said}" for rank, said in enumerate(self._gather(failure)) if said), "")
+        return (None, bad) if bad else (value, "")
+
+    # -- the ranks and their agents
+
+    def _agree_on_coordinate(self) -> Coordinate:
+        """This rank's coordinate, in a mesh that all ranks share. Each rank finds a mesh in its own part of the state.
+        If these differ (a pipeline of which one stage is sharded), the ranks are named by their numbers instead, at
+        each start.
+
+        Errors: UsageError if the meshes differ and mesh= was given."""
+        group, asked = self._group, self._asked
+        mine = self._on_all_ranks(lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
+        said = self._gather([mine.mesh, asked.mesh is not None])
+        other = next((rank for rank, (mesh, _) in enumerate(said) if mesh != said[0][0]), None)
+        if other is None:
+            return mine
+        differ = f"rank 0 stands in the mesh {_mesh_text(said[0][0])}, rank {other} in {_mesh_text(said[other][0])}"
+        if any(is_given for _, is_given in said):
+            raise UsageError(f"{differ}: give mesh= to all ranks, and the same one")
+        if group.rank == 0:
+            text = f"{differ}, by their parts of the state; ranks are told apart by number: give mesh= to name their "
+            self._events.emit("mesh.differs", f"ckpt: {text}axes", loud=True, rank=other)
+        return coordinate_by_rank(group.rank, group.world)
+
+    def _make_saver(self, ends: list[Callable[[], object]]) -> Saver:
+        asked, settings, events = self._asked, self._settings, self._events
+        walker = StateWalker(asked.state, self._coordinate, asked.generators, asked.trainable_only)
+        snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
+        ends.append(snapshotter.close)
+        is_replicated = self._group.world > 1
+        saver = Saver(asked.url, settings, walker, snapshotter, self._tasks, events, self._receipt, is_replicated)
+        ends.append(saver.close)
+        saver.begin()
+        check_adapters(saver.walk.scan.nodes)
+        if settings.notices != "off":
+            shield = ExitStack()
+            ends.append(shield.close)
+            shield.enter_context(shield_loaders(saver.walk.scan.nodes, events))
+        saver.link.connect()
+        return saver
+
+    def _find_facts(self) -> dict[str, Any]:
+        """What this rank tells all others. Errors: UsageError if the store's variables could not be sent to an agent,
+        as one of the ranks will do."""
+        store_environment()
+        asked, settings, agent = self._asked, self._settings, self.saver.link.connection
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Each network namespace of a machine counts as a host of its own.
+        network = os.stat("/proc/self/ns/net").st_ino
+        return {
+            "url": asked.url,
+            "host": f"{boot}-{network}",
+            "agent": agent.incarnation,
+            "coordinate": self._coordinate.text,
+            "options": _compared_options(asked),
+            "state": sorted(asked.state),
+            "peers": list(settings.peers),
+            "launch": settings.launch,
+            "secret": secret.secret_fingerprint(settings),
+            # What the agent knows of earlier starts on several nodes: the newest epoch, and the run's secret.
+            "known": agent.known_secret,
+        }
+
+    def _gather_nodes(self, facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The job's nodes with their names, addresses and ranks, rank 0's first; the agents are told to listen. The
+        list is empty for one agent without memory-only nodes (as rank 0 names them) and without a secret. With a
+        secret, agents of earlier starts could be asked for their checkpoints. Errors: AgentError, UsageError."""
+        _, former = max((each for said in facts if (each := said["known"])), default=("", b""))
+        if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"] or former):
+            return []
+        hosts = {said["agent"]: said["host"] for said in facts}
+        if self._group.rank == 0 and len(set(hosts.values())) < len(hosts):
+            self._events.emit(
+                "nodes.one_host",
+                "ckpt: ranks of one machine found different agents (the processes that save their checkpoints), and "
+                "count as different nodes. Run all ranks of a machine as one user and with the same CKPT_RUNTIME_DIR "
+                "or XDG_RUNTIME_DIR, the folder of the agents' sockets",
+                loud=True,
+            )
+        run_secret = collective.broadcast_from_first(self._group, lambda: _choose_secret(self._settings, former))
+        nodes: dict[str, dict[str, Any]] = {}
+        for rank, told in enumerate(self._gather(self._on_all_ranks(lambda: self.saver.link.listen(run_secret)))):
+            nodes.setdefault(told["name"], {**told, "ranks": []})["ranks"].append(rank)
+        return list(nodes.values())
+
+    # -- the restore
+
+    @torch.inference_mode(False)
+    def _restore(self, decision: StartDecision) -> tuple[RestoreResult, StartDecision]:
+        """What was restored, and the decision that led to it. Inference mode is off, so that tensors made here can be
+        trained, in whatever mode the block is entered."""
+        asked, events, receipt = self._asked, self._events, self._receipt
+        failures: list[str] = []
+        for struck in decision.fields.get("struck") or []:
+            if self._group.rank == 0:
+                verify = f"ckpt verify {redact_url(asked.url)}"
+                text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `{verify}`"
+                events.emit("restore.skipped", text, loud=True, identity=struck)
+        while (candidate := decision.candidate) is not None:
+            identity = Identity.parse(candidate["identity"])
+            step = f"step {identity.version.step}"
+            bad = self._try_candidate(identity, decision.manifest)
+            if not bad:
+                if asked.trainable_only:
+                    self._check_base()
+                level, receipt.steps_lost = candidate["level"], decision.fields["steps_lost"]
+                where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
+                source, is_stored = f"{step} from {where}", bool(candidate["stored"])
+                return RestoreResult(identity.version, level, str(identity), source, is_stored), decision
+            failures.append(f"{step}: {bad}")
+            text = f"ckpt: the checkpoint of {step} cannot be restored ({bad}); falling back to the one before it"
+            events.emit("restore.skipped", text, loud=True, identity=str(identity))
+            told = {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]}
+            decision = _request_decision(self._group, self.saver, "next-candidate", told)
+        if failures:
+            raise NoCheckpoint(
+                f"{redact_url(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
+                + unrestorable_hint(asked.url)
+            )
+        source = "nothing" if asked.init is None else f"weights of {asked.init}"
+        if asked.init is not None:
+            self._fill_from_init(asked.init)
+        receipt.steps_lost = decision.fields["steps_lost"]
+        return RestoreResult(Version(0), "none", None, source), decision
+
+    def _try_candidate(self, identity: Identity, manifest_data: bytes) -> str:
+        """Tries one candidate. Returns why it cannot be restored; "" if it was."""
+        asked, events, saver, overwritten = self._asked, self._events, self.saver, self._overwritten
+
+        def read() -> tuple[Manifest, RestorePlan, dict[str, int]]:
+            manifest = decode_manifest(manifest_data)
+            targets = restore.read_targets(saver.link, self._tasks, saver.walker, identity, manifest, asked.strict)
+            return manifest, *targets
+
+        known, failure = self._try_on_all_ranks(read)
+        if known is None:
+            return failure
+        manifest, targets, sources = known
+        lacks_option = bool(saver.walker.saved_base) and not asked.trainable_only
+        hint = "It was saved with trainable_only=True, which this start does not give. " if lacks_option else ""
+        restore.check_match(self._group, targets, asked, events, identity, overwritten, hint)
+        written: set[int] = set()
+        filled, failure = self._try_on_all_ranks(
+            lambda: restore.fill(saver.link, self._tasks, identity, manifest, targets, written)
         )
-        receipt.read_bytes.update(found.bytes_by_level)
-        receipt.steps_lost = found.steps_lost
-    except BaseException:
-        saver.link.give_up()
-        raise
-    return saver, found
+        if filled is None:
+            self._on_all_ranks(lambda: overwritten.add_candidate(manifest, targets, written))
+            return failure
+        self._on_all_ranks(targets.install)
+        if targets.overruled_lines and self._group.rank == 0:
+            restore.warn_overruled(events, targets.overruled_lines)
+        if targets.dropped_generators:
+            names = ", ".join(targets.dropped_generators)
+            text = f"ckpt: the generators {names} are not restored: this process does not have them yet. To go on with "
+            events.emit("generator.dropped", f"{text}them, call torch.cuda.init() before the block", loud=True)
+        for part in (sources, filled):
+            for level, count in part.items():
+                self._receipt.read_bytes[level] = self._receipt.read_bytes.get(level, 0) + count
+        return ""
+
+    def _check_base(self) -> None:
+        """After a restore of trainable parameters only: loads the frozen ones from `init=`, if it is given, and
+        compares them with those that the checkpoint was trained with. Errors: StateMismatch if they differ; if not
+        `strict`, that is an event."""
+        asked = self._asked
+        if asked.init is not None:
+            self._fill_from_init(asked.init, is_base=True)
+        differing = self._gather(self._on_all_ranks(self.saver.walker.find_changed_base))
+        every = sorted({name for said in differing for name in said})
+        if not every:
+            return
+        text = (
+            f"the frozen parameters {shorten_names(every)} are not those that the checkpoint was trained with, and "
+            "that trainable_only=True does not save: load the same base model"
+        )
+        if asked.strict:
+            raise StateMismatch(f"{text}, or pass strict=False to go on with this one")
+        if self._group.rank == 0:
+            self._events.emit("base.differs", f"ckpt: strict=False: {text}", loud=True, names=every)
+
+    def _fill_from_init(self, init: str, is_base: bool = False) -> None:
+        """Loads the weights of `init=`, if `is_base` only the frozen ones. Each rank may have other modules. Errors:
+        those of `load_weights`; StateMismatch if none of the weights fits a module of any rank."""
+        walker, strict, events = self.saver.walker, self._asked.strict, self._events
+        loaded = self._on_all_ranks(lambda: load_weights(init, walker, strict, is_base))
+        every = self._gather([loaded.has_filled, list(loaded.unfit_reasons.values())])
+        unfit = sorted({line for _, lines in every for line in lines})
+        if not any(filled for filled, _ in every):
+            raise StateMismatch(f"nothing of init={init!r} fits the modules: {join_reasons(unfit)}")
+        if self._group.rank != 0:
+            return
+        if unfit:
+            text = f"ckpt: strict=False: init={init!r} left as they were: {join_reasons(unfit)}"
+            events.emit("init.partial", text, loud=True, lines=unfit)
+        if loaded.casts_text:
+            events.emit("init.cast", f"ckpt: init={init!r} has other dtypes: {loaded.casts_text}", loud=True)
+        if buffers := loaded.first_rank_buffers:
+            text = f"ckpt: init={init!r}: the values of {shorten_names(buffers)} were not the same on the ranks that "
+            text += "saved them: the first rank's are taken"
+            events.emit("restore.differed", text, loud=True, names=list(buffers))
 
 
-def _join_and_restore(
-    group: collective.RankGroup,
-    asked: UserOptions,
-    tasks: Tasks,
-    events: Events,
-    saver: Saver,
-    coordinate: Coordinate,
-    launch: str,
-    decision: StartDecision,
-    nodes: list[dict[str, Any]],
-    peers: list[str],
-) -> RestoreResult:
-    terms = JoinTerms(
-        decision.epoch,
-        group.rank,
-        group.world,
-        coordinate.text,
-        asked.options,
-        launch,
-        decision.fields.get("parent"),
-        list(decision.fields.get("ancestors") or []),
-        nodes,
-        peers,
-    )
-    if (export := asked.export) is not None:
-        collective.run_on_all_ranks(group, lambda: write_companions(export, asked.state) if group.rank == 0 else None)
-    offer = saver.make_offer(Version(0), positions=False)
-    collective.run_on_all_ranks(group, lambda: saver.link.join(terms, offer))
-    found, last = _restore(group, asked, tasks, events, saver, decision)
-    saver.link.terms = replace(
-        terms, parent=last.fields.get("parent"), ancestors=list(last.fields.get("ancestors") or [])
-    )
-    done = {"epoch": terms.epoch, "identity": found.identity}
-    collective.run_on_all_ranks(
-        group, lambda: saver.link.request("restored", done, SILENCE_S) if group.rank == 0 else None
-    )
-    is_told = collective.run_on_all_ranks(group, lambda: saver.offer_changes(found.version))
-    if not is_told and (found.identity is not None or asked.init is not None):
-        # The agent has the hashes of the state before the restore.
-        saver.mark_hashes_stale()
-    return found
-
-
-def _agree_on_coordinate(group: collective.RankGroup, asked: UserOptions, events: Events) -> Coordinate:
-    """This rank's coordinate, in a mesh that all ranks share. Each rank finds a mesh in its own part of the state. If
-    these differ (a pipeline of which one stage is sharded), the ranks are named by their numbers instead, at each
-    start.
-
-    Errors: UsageError if the meshes differ and mesh= was given."""
-    mine = collective.run_on_all_ranks(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
-    said = [msgpack.unpackb(each) for each in group.gather(msgpack.packb([mine.mesh, asked.mesh is not None]))]
-    other = next((rank for rank, (mesh, _) in enumerate(said) if mesh != said[0][0]), None)
-    if other is None:
-        return mine
-    differ = f"rank 0 stands in the mesh {_mesh_text(said[0][0])}, rank {other} in {_mesh_text(said[other][0])}"
-    if any(is_given for _, is_given in said):
-        raise UsageError(f"{differ}: give mesh= to all ranks, and the same one")
-    if group.rank == 0:
-        text = f"{differ}, by their parts of the state; ranks are told apart by number: give mesh= to name their axes"
-        events.emit("mesh.differs", f"ckpt: {text}", loud=True, rank=other)
-    return coordinate_by_rank(group.rank, group.world)
+def _find_ancestry(decision: StartDecision) -> tuple[str | None, list[Any]]:
+    """The parent epoch and the ancestors of the epoch that begins."""
+    return decision.fields.get("parent"), list(decision.fields.get("ancestors") or [])
 
 
 def _mesh_text(mesh: list[Any]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh)
-
-
-def _make_saver(
-    asked: UserOptions,
-    settings: Settings,
-    tasks: Tasks,
-    events: Events,
-    receipt: RunReport,
-    ends: list[Callable[[], object]],
-    coordinate: Coordinate,
-    replicated: bool,
-) -> Saver:
-    walker = StateWalker(asked.state, coordinate, asked.generators, asked.trainable_only)
-    snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
-    ends.append(snapshotter.close)
-    saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
-    ends.append(saver.close)
-    saver.begin()
-    check_adapters(saver.walk.scan.nodes)
-    if settings.notices != "off":
-        shield = ExitStack()
-        ends.append(shield.close)
-        shield.enter_context(shield_loaders(saver.walk.scan.nodes, events))
-    saver.link.connect()
-    return saver
-
-
-def _encode_facts(asked: UserOptions, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
-    """What this rank tells all others. Errors: UsageError if the store's variables could not be sent to an agent, as
-    one of the ranks will do."""
-    store_environment()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Each network namespace of a machine counts as a host of its own.
-    network = os.stat("/proc/self/ns/net").st_ino
-    packed: bytes = msgpack.packb(
-        {
-            "url": asked.url,
-            "host": f"{boot}-{network}",
-            "agent": saver.link.agent,
-            "coordinate": coordinate.text,
-            "options": _compared_options(asked),
-            "state": sorted(asked.state),
-            "peers": list(settings.peers),
-            "secret": secret.secret_fingerprint(settings),
-            "known": saver.link.known_secret,
-        }
-    )
-    return packed
 
 
 def _compared_options(asked: UserOptions) -> dict[str, Any]:
@@ -315,33 +445,6 @@ def _warn_differing_settings(events: Events, facts: list[dict[str, Any]]) -> Non
             )
 
 
-def _gather_nodes(
-    group: collective.RankGroup, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The job's nodes with their names, addresses and ranks, rank 0's first; the agents are told to listen. The list is
-    empty for one agent without memory-only nodes (as rank 0 names them) and without a secret. With a secret, agents of
-    earlier starts could be asked for their checkpoints. Errors: AgentError, UsageError."""
-    _, former = max((each for said in facts if (each := said["known"])), default=("", b""))
-    if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"] or former):
-        return []
-    hosts = {said["agent"]: said["host"] for said in facts}
-    if group.rank == 0 and len(set(hosts.values())) < len(hosts):
-        saver.events.emit(
-            "nodes.one_host",
-            "ckpt: ranks of one machine found different agents (the processes that save their checkpoints), and count "
-            "as different nodes. Run all ranks of a machine as one user and with the same CKPT_RUNTIME_DIR or "
-            "XDG_RUNTIME_DIR, the folder of the agents' sockets",
-            loud=True,
-        )
-    run_secret = collective.broadcast_from_first(group, lambda: _choose_secret(settings, former))
-    node = collective.run_on_all_ranks(group, lambda: saver.link.listen(run_secret))
-    nodes: dict[str, dict[str, Any]] = {}
-    for rank, said in enumerate(group.gather(msgpack.packb(node))):
-        told = msgpack.unpackb(said)
-        nodes.setdefault(told["name"], {**told, "ranks": []})["ranks"].append(rank)
-    return list(nodes.values())
-
-
 def _choose_secret(settings: Settings, former: bytes) -> bytes:
     """The run's secret, on rank 0. `former`: the secret of the newest start of which an agent is left; b"" if there is
     none. Errors: UsageError."""
@@ -375,157 +478,3 @@ def _request_decision(
         if pending is not None:
             pending.forget()
     return StartDecision.parse(said)
-
-
-@torch.inference_mode(False)
-def _restore(
-    group: collective.RankGroup,
-    asked: UserOptions,
-    tasks: Tasks,
-    events: Events,
-    saver: Saver,
-    decision: StartDecision,
-) -> tuple[RestoreResult, StartDecision]:
-    """What was restored, and the decision that led to it. Inference mode is off, so that tensors made here can be
-    trained, in whatever mode the block is entered."""
-    failures: list[str] = []
-    overwritten = restore.Overwritten(saver.walker)
-    for struck in decision.fields.get("struck") or []:
-        if group.rank == 0:
-            verify = f"ckpt verify {redact_url(asked.url)}"
-            text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `{verify}`"
-            events.emit("restore.skipped", text, loud=True, identity=struck)
-    while (candidate := decision.candidate) is not None:
-        identity = Identity.parse(candidate["identity"])
-        bad, sources = _try_candidate(group, asked, tasks, events, saver, identity, decision.manifest, overwritten)
-        if not bad:
-            if asked.trainable_only:
-                _check_base(asked, group, events, saver)
-            level = candidate["level"]
-            where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
-            source = f"step {identity.version.step} from {where}"
-            lost, stored = decision.fields["steps_lost"], bool(candidate["stored"])
-            return RestoreResult(identity.version, level, str(identity), source, sources, lost, stored), decision
-        failures.append(f"step {identity.version.step}: {bad}")
-        events.emit(
-            "restore.skipped",
-            f"ckpt: the checkpoint of step {identity.version.step} cannot be restored ({bad}); "
-            "falling back to the one before it",
-            loud=True,
-            identity=str(identity),
-        )
-        decision = _request_decision(
-            group, saver, "next-candidate", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]}
-        )
-    if failures:
-        raise NoCheckpoint(
-            f"{redact_url(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
-            + unrestorable_hint(asked.url)
-        )
-    source = "nothing" if asked.init is None else f"weights of {asked.init}"
-    if asked.init is not None:
-        _fill_from_init(asked.init, group, asked.strict, events, saver)
-    return RestoreResult(Version(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
-
-
-def _check_base(asked: UserOptions, group: collective.RankGroup, events: Events, saver: Saver) -> None:
-    """After a restore of trainable parameters only: loads the frozen ones from `init=`, if it is given, and compares
-    them with those that the checkpoint was trained with. Errors: StateMismatch if they differ; if not `strict`, that is
-    an event."""
-    if asked.init is not None:
-        _fill_from_init(asked.init, group, asked.strict, events, saver, is_base=True)
-    differing = collective.run_on_all_ranks(group, saver.walker.find_changed_base)
-    every = {name for said in group.gather(msgpack.packb(differing)) for name in msgpack.unpackb(said)}
-    if not every:
-        return
-    text = (
-        f"the frozen parameters {shorten_names(sorted(every))} are not those that the checkpoint was trained with, and "
-        "that trainable_only=True does not save: load the same base model"
-    )
-    if asked.strict:
-        raise StateMismatch(f"{text}, or pass strict=False to go on with this one")
-    if group.rank == 0:
-        events.emit("base.differs", f"ckpt: strict=False: {text}", loud=True, names=sorted(every))
-
-
-def _fill_from_init(
-    init: str, group: collective.RankGroup, strict: bool, events: Events, saver: Saver, is_base: bool = False
-) -> None:
-    """Loads the weights of `init=`, if `is_base` only the frozen ones. Each rank may have other modules. Errors: those
-    of `load_weights`; StateMismatch if none of the weights fits a module of any rank."""
-    loaded = collective.run_on_all_ranks(group, lambda: load_weights(init, saver.walker, strict, is_base))
-    mine = msgpack.packb([loaded.has_filled, list(loaded.unfit_reasons.values())])
-    every = [msgpack.unpackb(data) for data in group.gather(mine)]
-    unfit = sorted({line for _, lines in every for line in lines})
-    if not any(filled for filled, _ in every):
-        raise StateMismatch(f"nothing of init={init!r} fits the modules: {join_reasons(unfit)}")
-    if group.rank != 0:
-        return
-    if unfit:
-        text = f"ckpt: strict=False: init={init!r} left as they were: {join_reasons(unfit)}"
-        events.emit("init.partial", text, loud=True, lines=unfit)
-    if loaded.casts_text:
-        events.emit("init.cast", f"ckpt: init={init!r} has other dtypes: {loaded.casts_text}", loud=True)
-    if loaded.first_rank_buffers:
-        text = (
-            f"ckpt: init={init!r}: the values of {shorten_names(loaded.first_rank_buffers)} were not the same on the "
-            "ranks that saved them: "
-            "the first rank's are taken"
-        )
-        events.emit("restore.differed", text, loud=True, names=list(loaded.first_rank_buffers))
-
-
-def _try_candidate(
-    group: collective.RankGroup,
-    asked: UserOptions,
-    tasks: Tasks,
-    events: Events,
-    saver: Saver,
-    identity: Identity,
-    manifest_data: bytes,
-    overwritten: restore.Overwritten,
-) -> tuple[str, dict[str, int]]:
-    """Tries one candidate. Returns why it cannot be restored ("" if it was), and the bytes read, by level."""
-
-    def read() -> tuple[Manifest, RestorePlan, dict[str, int]]:
-        manifest = decode_manifest(manifest_data)
-        return manifest, *restore.read_targets(saver.link, tasks, saver.walker, identity, manifest, asked.strict)
-
-    known = _run_attempt(group, read)
-    if known.value is None:
-        return known.failure, {}
-    manifest, targets, sources = known.value
-    lacks_option = bool(saver.walker.saved_base) and not asked.trainable_only
-    hint = "It was saved with trainable_only=True, which this start does not give. " if lacks_option else ""
-    restore.check_match(group, targets, asked, events, identity, overwritten, hint)
-    written: set[int] = set()
-    filled = _run_attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets, written))
-    if filled.value is None:
-        collective.run_on_all_ranks(group, lambda: overwritten.add_candidate(manifest, targets, written))
-        return filled.failure, {}
-    collective.run_on_all_ranks(group, targets.install)
-    if targets.overruled_lines and group.rank == 0:
-        restore.warn_overruled(events, targets.overruled_lines)
-    if targets.dropped_generators:
-        names = ", ".join(targets.dropped_generators)
-        text = f"ckpt: the generators {names} are not restored: this process does not have them yet. To go on with "
-        events.emit("generator.dropped", f"{text}them, call torch.cuda.init() before the block", loud=True)
-    return "", {level: sources.get(level, 0) + filled.value.get(level, 0) for level in {*sources, *filled.value}}
-
-
-def _run_attempt(group: collective.RankGroup, work: Callable[[], T]) -> RestoreAttempt[T]:
-    """Runs `work` on every rank. If data is damaged or missing on one rank, the candidate has failed on all ranks. Any
-    other error is raised on all."""
-
-    def trying() -> RestoreAttempt[T]:
-        try:
-            return RestoreAttempt(work())
-        except NewerFormat:
-            raise
-        except DamagedData as exc:
-            return RestoreAttempt(None, str(exc) or type(exc).__name__)
-
-    mine = collective.run_on_all_ranks(group, trying)
-    verdicts = [said.decode() for said in group.gather(mine.failure.encode())]
-    bad = next((f"rank {rank}: {said}" for rank, said in enumerate(verdicts) if said), "")
-    return RestoreAttempt(None, bad) if bad else mine
